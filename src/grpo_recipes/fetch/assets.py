@@ -132,6 +132,8 @@ def _named(recipe: Recipe) -> Iterator[Asset]:
     model, where = recipe["model_name_or_path"] or "", recipe.source("model_name_or_path")
     code = bool(recipe["trust_remote_code"])
     yield Asset(kind=MODEL, id=model, revision=recipe["model_revision"], where=where, code=code)
+    if reference := recipe["ref_model_name_or_path"]:
+        yield Asset(kind=MODEL, id=reference, where=recipe.source("ref_model_name_or_path"), code=code)
     streaming, mixture, config = recipe["dataset_streaming"], recipe["dataset_mixture"], recipe["dataset_config"]
     if mixture:
         for entry in mixture.get("datasets", []):

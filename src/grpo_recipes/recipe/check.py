@@ -152,6 +152,11 @@ def _model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
         local = model.startswith(_LOCAL)
         what = f"no folder '{model}'" if local else f"'{model}' is neither a folder here nor a hub id"
         yield recipe.problem(key, what, "name a model folder or a hub id, e.g. Qwen/Qwen2.5-1.5B-Instruct")
+    reference = recipe["ref_model_name_or_path"]
+    path = os.path.expanduser(reference or "")
+    if reference and not os.path.isdir(path) and (os.path.exists(path) or not _HUB_NAME.fullmatch(reference)):
+        what = f"'{reference}' is neither a folder here nor a hub id"
+        yield recipe.problem("ref_model_name_or_path", what, "name a model folder or a hub id")
     served = environment.get("VLLM_MODEL")
     if served and served != recipe[key]:
         what = f"the server would serve '{served}', the recipe trains '{recipe[key]}'"

@@ -255,6 +255,8 @@ class GRPOConfig(trl.GRPOConfig):
         "Prompts of one optimizer step over all devices; per-device size and accumulation follow from it.", min=1)
     trim_padding: bool = _key(True,
         "Feed rows of about one length together, at most a tenth of padding in a pass; the loss is that of the rows.")
+    ref_model_name_or_path: str | None = _key(None,
+        "Hub id or folder of the reference that beta holds the policy near; by default the model as training begins.")
     weight_sync: str = _key("auto",
         "How new weights reach the server: nccl between GPUs, file (safetensors in shared memory), shared (one copy "
         "for trainer and server), lora (the adapter alone), restart (a new server each time).",

@@ -27,7 +27,7 @@ from grpo_recipes.runs.stop_request import Stopped, StopRequest
 from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
 from grpo_recipes.trainers.checks import Checks, Scoring
 from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows, json_number, write_samples
-from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, refuse_shards
+from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, reference_of, refuse_shards
 from grpo_recipes.trainers.passes import in_trimmed_passes
 from grpo_recipes.trainers.temperatures import at_own_temperatures
 from grpo_recipes.weights.bridges import bridge_in_place, join_bridge
@@ -71,7 +71,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             kwargs["rollout_func"] = source
         self.temperature_B: torch.Tensor | None = None  # of the rows at hand, where they differ from the recipe's
         self._samples_file = run_dir / "samples.jsonl"
-        with weight_bridge(args, run_dir, stop), loaded_by_every_rank(args):
+        with weight_bridge(args, run_dir, stop), loaded_by_every_rank(args), reference_of(args):
             super().__init__(args=args, **kwargs)
         self.rows = MetricsRows(self, run_dir, args.process_index)
         self.rollouts = rollouts_of(self)

@@ -4,7 +4,7 @@ import copy
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from trl.trainer import grpo_trainer
 
+from grpo_recipes.attributes import replaced
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.recipe.configs import GRPOConfig, ModelConfig
 from grpo_recipes.trainers.rank import shards_weights
@@ -60,6 +62,14 @@ def save_model(trainer: Any, folder: Path) -> None:
     save_aside(folder.with_name("adapter") if lora else folder, lambda partial: trainer.save_model(str(partial)))
     if lora:
         save_aside(folder, lambda partial: save_merged(model, partial) if main else None)
+
+
+@contextmanager
+def reference_of(args: GRPOConfig) -> Iterator[None]:
+    """Let TRL build inside the reference that the recipe names; it knows none but the model as training begins."""
+    name = args.ref_model_name_or_path
+    with replaced(grpo_trainer, get_config_model_id=lambda _: name) if name else nullcontext():
+        yield
 
 
 @contextmanager

@@ -1,0 +1,238 @@
+"""Hydra keys of the offline trainer, which become one `grpo launch`, or with -m one sweep.
+
+What becomes of each key is in ``recipe.dialects.offline``. Hydra composes the configuration and parses overrides; its
+launchers and its multirun are not used, since runs go on after a preemption and in Slurm's array jobs here.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_recipes.cli import Parser, answer, load
+from grpo_recipes.cli.doors import in_words_of, launch_words, strange
+from grpo_recipes.cli.runs import launch_options
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.launch.run import launch
+from grpo_recipes.paths import home, shown
+from grpo_recipes.plan.devices import Resources, find_resources
+from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.process.reports import say
+from grpo_recipes.recipe.check import resolve_recipe
+from grpo_recipes.recipe.dialects import offline
+from grpo_recipes.recipe.keys import nearest_of
+from grpo_recipes.runs.rundir import write_whole
+from grpo_recipes.sweep.run import Backend, start
+from grpo_recipes.sweep.spec import SweepSpec
+
+PROGRAM = "run_offline_grpo.py"
+BASE = "recipes/base/offline_grpo.yaml"
+CONFIG = "offline_grpo"
+_ABOUT = "Train by iterations over seeded problems. KEY=VALUE overrides a key of conf/offline_grpo.yaml."
+
+
+@dataclass(frozen=True)
+class Sweep(SweepSpec):
+    """A sweep over Hydra keys: the flags of a trial are those of its whole configuration."""
+
+    words: Mapping[tuple[str, ...], Sequence[str]] = field(default_factory=dict)  # values of a trial -> its flags
+
+    def flags_of(self, values: Mapping[str, str]) -> list[str]:
+        """Return the recipe flags of the trial with these values."""
+        return [*self.words[tuple(values.values())], *self.flags]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code; 2 with a line for each thing that is wrong, before anything is started."""
+    return answer(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _run(arguments: list[str]) -> int:
+    options, rest = _parser().parse_known_args(arguments)
+    words = [word for word in (*options.overrides, *rest) if not word.startswith("--")]
+    flags = [word for word in rest if word.startswith("--")]
+    if problems := list(strange(flags, ["--cfg", "--multirun"], PROGRAM)):
+        raise ConfigError(*problems)
+    overrides = _parsed(words)
+    if options.multirun:
+        return _sweep(options, overrides, flags)
+    if swept := [word for word, one in overrides if one.is_sweep_override()]:
+        raise config_error(swept[0], "has several values", "add -m for a run with each of them")
+    config, hydra = _composed(words)
+    if options.cfg:
+        print(OmegaConf.to_yaml(config), end="")
+        return 0
+    found = _translated(config)
+    folder = Path(hydra.run.dir).absolute()
+    resources, variables = on_device(found.device, find_resources(os.environ))
+    resumed = options.resume or _unfinished(folder)
+    own = [*found.flags(), f"--run_root={folder}"] if resumed is None else []
+    asked = launch_options(options, str(home() / BASE) if resumed is None else None, [*own, *flags])
+    asked = replace(asked, resume=resumed)
+    os.environ.update(variables)
+    names = {f"--{key}": source for key, source in found.sources.items()}
+    with translate(ConfigError, lambda error: in_words_of(error, names)):
+        if resumed is None:  # before anything is written
+            recipe = resolve_recipe(asked.recipe, asked.task, asked.flags, os.environ, resources.device)
+            make_plan(recipe, resources, os.environ)
+        if options.dry_run:
+            say(launch_words(["grpo", "launch"], replace(asked, dry_run=False), variables))
+            return launch(asked, resources)
+        _write_hydra(folder, config, hydra, words)
+        say(f"metrics and checkpoints of each iteration: {shown(folder)}")
+        try:
+            return launch(asked, resources)
+        except ConfigError:
+            if _unfinished(folder) is None:  # nothing was started: leave nothing
+                shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):
+                    for parent in (folder.parent, folder.parent.parent):
+                        parent.rmdir()
+            raise
+
+
+def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], flags: list[str]) -> int:
+    """Run every combination of the values of swept keys."""
+    axes = {one.get_key_element(): _values(one) for _, one in overrides}
+    swept = {key: values for key, values in axes.items() if len(values) > 1}
+    if not swept:
+        raise config_error("-m", "nothing is varied", "name a key with several values, e.g. train.lr=5e-6,1e-5")
+    if wrong := [key for key in swept if key not in offline.SAME]:
+        fix = f"vary one of {', '.join(offline.SAME)}, or begin a sweep for each value"
+        raise config_error(wrong[0], "cannot be swept", fix)
+    fixed = [word for word, one in overrides if one.get_key_element() not in swept]
+    words: dict[tuple[str, ...], list[str]] = {}
+    for values in _product(list(swept.values())):
+        config, hydra = _composed([*fixed, *(f"{key}={text}" for key, text in zip(swept, values, strict=True))])
+        words[values] = [*_translated(config).flags()]
+    root = Path(hydra.sweep.dir).absolute()
+    axes_of_recipe = {offline.SAME[key]: values for key, values in swept.items()}
+    spec = Sweep(str(home() / BASE), axes_of_recipe, [f"--run_root={root}", *flags], options.task, words)
+    return start(spec, Backend(None, None), os.environ, new=True)
+
+
+def _product(values: list[list[str]]) -> Iterator[tuple[str, ...]]:
+    if not values:
+        yield ()
+        return
+    for first in values[0]:
+        for others in _product(values[1:]):
+            yield (first, *others)
+
+
+def _values(override: Override) -> list[str]:
+    """Return the values of an override, in Hydra's spelling ``a,b`` or in that of a list, ``[a,b]``."""
+    if override.is_sweep_override():
+        return list(map(str, override.sweep_string_iterator()))
+    value: Any = override.value()
+    if isinstance(value, list):
+        return [str(one) for one in value]
+    return [override.get_value_element_as_str()]
+
+
+def _parsed(words: list[str]) -> list[tuple[str, Override]]:
+    """Return each word with the override that it is; a ConfigError names all that are wrong, with the nearest key."""
+    problems, found = [], []
+    for word in words:
+        try:
+            (override,) = OverridesParser.create().parse_overrides([word])
+        except HydraException as error:
+            problems.append(Problem(word, " ".join(str(error).split()), "write KEY=VALUE"))
+            continue
+        key = override.get_key_element()
+        if not key.startswith("hydra.") and key not in offline.KEYS:
+            close = nearest_of(key, offline.KEYS)
+            fix = f"write {close}={word.partition('=')[2]}" if close else f"see conf/{CONFIG}.yaml for the keys"
+            problems.append(Problem(word, f"unknown key '{key}'", fix))
+        found.append((word, override))
+    if problems:
+        raise ConfigError(*problems)
+    return found
+
+
+def _composed(words: list[str]) -> tuple[DictConfig, DictConfig]:
+    """Return the configuration and Hydra's own."""
+    told = (HydraException, OmegaConfBaseException)
+    with (
+        translate(told, lambda error: config_error("configuration", str(error).strip(), "see conf/offline_grpo.yaml")),
+        initialize_config_dir(str(home() / "conf"), version_base="1.3"),
+    ):
+        whole = compose(CONFIG, overrides=words, return_hydra_config=True)
+        hydra = whole.hydra.copy()
+        OmegaConf.resolve(hydra.run)
+        OmegaConf.resolve(hydra.sweep)
+    config = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
+    OmegaConf.resolve(config)
+    return config, hydra
+
+
+def _translated(config: DictConfig) -> offline.Translated:
+    found = offline.translate({key: OmegaConf.select(config, key) for key in offline.KEYS})
+    if found.problems:
+        raise ConfigError(*found.problems)
+    return found
+
+
+def on_device(device: str, resources: Resources) -> tuple[Resources, dict[str, str]]:
+    """Return the devices of a launch that trains on ``device``, and the variables that say so.
+
+    The server takes the first of the others. A device that is not there is a ConfigError, never another one.
+    """
+    if device == "auto" or device == resources.device:
+        return resources, {}
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or (number and not number.isdecimal()):
+        raise config_error("model.device", f"'{device}' is unknown", "write auto, cpu, cuda or cuda:N")
+    if resources.device == "cpu":
+        fix = "write model.device=auto or cpu, or run `make setup` for GPUs"
+        raise config_error("model.device", f"'{device}' is not there: this environment has the CPU build", fix)
+    gpus = resources.gpus
+    if int(number) >= len(gpus):
+        raise config_error("model.device", f"'{device}' is not there: {len(gpus)} GPUs are visible", "name one of them")
+    others = [gpu for place, gpu in enumerate(gpus) if place != int(number)]
+    chosen = (*others[:1], gpus[int(number)])
+    return replace(resources, gpus=chosen), {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+
+
+def _unfinished(folder: Path) -> str | None:
+    """Return the run in a folder of an earlier launch, which goes on."""
+    runs = sorted(path.parent for path in folder.glob("*/run.json"))
+    return str(runs[-1]) if runs else None
+
+
+def _write_hydra(folder: Path, config: DictConfig, hydra: DictConfig, words: list[str]) -> None:
+    """Keep what Hydra keeps of a run."""
+    kept = folder / ".hydra"
+    kept.mkdir(parents=True, exist_ok=True)
+    write_whole(kept / "config.yaml", OmegaConf.to_yaml(config))
+    write_whole(kept / "hydra.yaml", OmegaConf.to_yaml(hydra))
+    write_whole(kept / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(words)))
+
+
+def _parser() -> Parser:
+    epilog = "Any recipe key is a flag too, e.g. --max_prompt_length 512; see docs/offline-trainer.md."
+    parser = Parser(prog=PROGRAM, description=_ABOUT, epilog=epilog, allow_abbrev=False)
+    parser.set_defaults(recipe=None, config=None)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. train.lr=5e-6")
+    parser.add_argument("-m", "--multirun", action="store_true", help="run every combination: KEY=A,B or KEY='[A,B]'")
+    parser.add_argument("--cfg", choices=["job"], help="print the configuration, and end")
+    for names, settings in load("launch").options:
+        parser.add_argument(*names, **settings)
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

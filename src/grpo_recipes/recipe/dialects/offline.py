@@ -1,0 +1,164 @@
+"""The Hydra keys of an offline trainer, which become flags of recipe keys. Pure: no Hydra, no torch.
+
+An iteration samples ``problems_per_iteration`` times ``rollouts_per_problem`` completions, and takes an optimizer step
+for every ``batch_size`` times ``grad_accum_steps`` of them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from grpo_recipes.errors import Problem
+
+BACKENDS = ("vllm_server", "sglang_server")
+# Generator of problems -> the reward that judges its answers.
+GENERATORS = {
+    "arithmetic": "pure_accuracy_math", "sat": "satisfiability",
+    "countdown": "modebench", "graph_coloring": "modebench",
+}  # fmt: skip
+_LOCAL = ("localhost", "127.0.0.1")
+_BOOL = {True: "true", False: "false"}
+
+# Hydra key -> recipe key, where the value stays what it is.
+SAME = {
+    "model.train_id": "model_name_or_path",
+    "generation.max_new_tokens": "max_completion_length",
+    "generation.temperature": "temperature",
+    "generation.top_p": "top_p",
+    "generation.top_k": "top_k",
+    "generation.repetition_penalty": "repetition_penalty",
+    "train.batch_size": "per_device_train_batch_size",
+    "train.lr": "learning_rate",
+    "train.grad_clip": "max_grad_norm",
+    "train.kl_coef": "beta",
+    "train.entropy_coef": "entropy_coef",
+    "train.grad_accum_steps": "gradient_accumulation_steps",
+    "data.rollouts_per_problem": "num_generations",
+    "data.train_seed_start": "problem_seed_start",
+    "data.num_train_seeds": "problem_seeds",
+    "eval.batch_size": "per_device_eval_batch_size",
+    "eval.replicates": "num_generations_eval",
+    "eval.num_ids": "eval_problem_seeds",
+    "eval.id_seed_start": "eval_problem_seed_start",
+    "checkpoint.keep_last_k": "save_total_limit",
+    "seed": "seed",
+}
+COUNTS = (
+    "train.iterations", "train.batch_size", "train.grad_accum_steps", "data.problems_per_iteration",
+    "data.rollouts_per_problem", "eval.interval", "checkpoint.save_interval",
+)  # fmt: skip
+OTHERS = (
+    "model.ref_id", "model.device", "generation.backend", "generation.base_url", "data.problems", "eval.enabled",
+    "eval.backend", "eval.base_url", "logging.wandb.enabled", "logging.wandb.project", "logging.wandb.run_name",
+)  # fmt: skip
+KEYS = (*SAME, *(key for key in COUNTS if key not in SAME), *OTHERS)
+
+
+@dataclass
+class Translated:
+    """The recipe flags that Hydra keys come to, and what is wrong with them."""
+
+    keys: dict[str, str] = field(default_factory=dict)  # recipe key -> text
+    sources: dict[str, str] = field(default_factory=dict)  # recipe key -> Hydra key
+    device: str = "auto"  # of the training
+    problems: list[Problem] = field(default_factory=list)
+
+    def flags(self) -> list[str]:
+        """Return the flags of recipe keys."""
+        return [f"--{key}={text}" for key, text in self.keys.items()]
+
+
+def translate(config: Mapping[str, Any]) -> Translated:
+    """Return what a configuration, composed and flat, comes to; ``config`` has every key of ``KEYS``."""
+    found = Translated()
+
+    def put(source: str, key: str, value: Any) -> None:
+        found.keys[key], found.sources[key] = _text(value), source
+
+    def refuse(source: str, what: str, fix: str) -> None:
+        found.problems.append(Problem(source, what, fix))
+
+    for source, key in SAME.items():
+        put(source, key, config[source])
+    counts = {source: _count(source, config[source], refuse) for source in COUNTS}
+    if None not in counts.values():
+        _batch({source: number for source, number in counts.items() if number is not None}, config, put, refuse)
+    if config["model.ref_id"] != config["model.train_id"]:
+        put("model.ref_id", "ref_model_name_or_path", config["model.ref_id"])
+    found.device = str(config["model.device"])
+    if config["data.problems"] in GENERATORS:
+        put("data.problems", "dataset_name", f"seeded:{config['data.problems']}")
+        put("data.problems", "reward_funcs", GENERATORS[config["data.problems"]])
+    else:
+        refuse("data.problems", f"'{config['data.problems']}' is unknown", f"write one of {', '.join(GENERATORS)}")
+    _server(config, put, refuse)
+    if config["logging.wandb.enabled"]:
+        put("logging.wandb.enabled", "report_to", "wandb")
+        put("logging.wandb.project", "wandb_project", config["logging.wandb.project"])
+    else:
+        put("logging.wandb.enabled", "report_to", "none")
+    put("logging.wandb.run_name", "run_name", config["logging.wandb.run_name"] or "offline")
+    return found
+
+
+def _batch(
+    counts: Mapping[str, int], config: Mapping[str, Any], put: Callable[..., None], refuse: Callable[..., None]
+) -> None:
+    """Put the steps of an iteration, and what is counted in them."""
+    completions = counts["data.problems_per_iteration"] * counts["data.rollouts_per_problem"]
+    size, accumulated = counts["train.batch_size"], counts["train.grad_accum_steps"]
+    if completions % (size * accumulated):
+        fits = ", ".join(str(number) for number in range(1, completions + 1) if completions % number == 0)
+        what = f"an iteration has {completions} completions, which steps of {size} x {accumulated} do not divide"
+        return refuse("train.batch_size", what, f"choose batch_size times grad_accum_steps among {fits}")
+    steps = steps_of_iteration(config)
+    put("data.problems_per_iteration", "steps_per_generation", completions // size)
+    put("train.iterations", "max_steps", counts["train.iterations"] * steps)
+    put("checkpoint.save_interval", "save_steps", counts["checkpoint.save_interval"] * steps)
+    put("eval.enabled", "eval_strategy", "steps" if config["eval.enabled"] else "no")
+    if config["eval.enabled"]:
+        put("eval.interval", "eval_steps", counts["eval.interval"] * steps)
+    return None
+
+
+def steps_of_iteration(config: Mapping[str, Any]) -> int:
+    """Return the optimizer steps of an iteration."""
+    completions = int(config["data.problems_per_iteration"]) * int(config["data.rollouts_per_problem"])
+    return completions // (int(config["train.batch_size"]) * int(config["train.grad_accum_steps"]))
+
+
+def _server(config: Mapping[str, Any], put: Callable[..., None], refuse: Callable[..., None]) -> None:
+    """Put where the server is; one server samples for the training and its evaluations, with the current weights."""
+    for source in ("generation.backend", "eval.backend"):
+        if config[source] not in BACKENDS:
+            refuse(source, f"'{config[source]}' is unknown", f"write {source}=vllm_server")
+        elif config[source] != "vllm_server":
+            refuse(
+                source,
+                "the training starts its own vLLM server, which gets each step's weights",
+                f"write {source}=vllm_server",
+            )
+    url = str(config["generation.base_url"])
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.hostname not in _LOCAL or parts.path.rstrip("/") not in ("", "/v1"):
+        what = f"'{url}' is not an address of this machine, where the launch starts the server"
+        refuse("generation.base_url", what, "write e.g. generation.base_url=http://127.0.0.1:30000")
+    elif parts.port:
+        put("generation.base_url", "vllm_server_port", parts.port)
+    if config["eval.enabled"] and config["eval.base_url"] != config["generation.base_url"]:
+        what = "another server than the training's would have the weights of the beginning"
+        refuse("eval.base_url", what, "leave it out: evaluations ask the server of generation.base_url")
+
+
+def _count(source: str, value: Any, refuse: Callable[..., None]) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        refuse(source, f"is {value!r} where a whole number of 1 or more belongs", f"write e.g. {source}=4")
+        return None
+    return value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return _BOOL[value]
+    return "null" if value is None else str(value)

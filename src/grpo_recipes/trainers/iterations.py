@@ -1,0 +1,122 @@
+"""Metrics and checkpoints by iteration, where an offline trainer is expected to leave them: beside the run directory.
+
+    metrics/train_iter_000.json    means over the optimizer steps of the iteration
+    metrics/eval_iter_000.json     the evaluation after it
+    checkpoints/iter_000           a link to the complete checkpoint of its last step
+
+They are made from ``metrics.jsonl``, ``eval.jsonl`` and ``checkpoints/`` of the run, so a continued run makes the same.
+"""
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from grpo_recipes.process.reports import run_folder
+from grpo_recipes.runs.checkpoints import complete_checkpoints, step_of
+from grpo_recipes.runs.rundir import read_rows, write_json
+
+_OF_EVALUATION = re.compile(r"(pass|mean|best|majority)@\d+|reward|prompts|.*_interval")
+
+
+class Iterations(TrainerCallback):
+    """Write what is complete before the next step, so a stop leaves nothing half written."""
+
+    def __init__(self) -> None:
+        self._run = run_folder()
+        self._root = self._run.parent
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Write what an earlier attempt was stopped before."""
+        self._flush(args, state)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Write the iteration that the last step has ended."""
+        self._flush(args, state)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Write the last iteration."""
+        self._flush(args, state)
+
+    def _flush(self, args: Any, state: TrainerState) -> None:
+        steps = steps_of_iteration(args)
+        if not state.is_world_process_zero or state.global_step % steps:
+            return
+        metrics = self._root / "metrics"
+        metrics.mkdir(parents=True, exist_ok=True)
+        rows = {int(row["step"]): row for row in read_rows(self._run / "metrics.jsonl")}
+        evaluations = {int(row["step"]): row for row in read_rows(self._run / "eval.jsonl")}
+        for iteration in range(state.global_step // steps):
+            last = (iteration + 1) * steps
+            trained = metrics / f"train_iter_{iteration:03}.json"
+            if not trained.exists() or last == state.global_step:
+                own = [rows[step] for step in range(last - steps + 1, last + 1) if step in rows]
+                write_json(trained, train_metrics(iteration, own, args))
+            evaluated = metrics / f"eval_iter_{iteration:03}.json"
+            if last in evaluations and (not evaluated.exists() or last == state.global_step):
+                write_json(evaluated, {"iteration": iteration, **eval_metrics(evaluations[last])})
+        self._link(steps)
+
+    def _link(self, steps: int) -> None:
+        """Let ``iter_NNN`` be the checkpoints that are complete, and no others."""
+        folder = self._root / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        complete = complete_checkpoints(self._run / "checkpoints")
+        found = {step_of(path) // steps - 1: path for path in complete}
+        for link in folder.glob("iter_*"):
+            if link.is_symlink() and int(link.name.removeprefix("iter_")) not in found:
+                link.unlink()
+        for iteration, path in found.items():
+            link = folder / f"iter_{iteration:03}"
+            if not link.exists():
+                link.unlink(missing_ok=True)
+                link.symlink_to(os.path.relpath(path, folder))
+
+
+def steps_of_iteration(args: Any) -> int:
+    """Return the optimizer steps for which the completions of a generation are used."""
+    return max(1, int(args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps))
+
+
+def train_metrics(iteration: int, rows: Sequence[dict[str, Any]], args: Any) -> dict[str, Any]:
+    """Return means over the steps of an iteration.
+
+    ``loss_total`` is the loss that is minimised. ``loss_kl`` is ``beta`` times ``kl_divergence``, ``loss_entropy`` is
+    minus ``entropy_coef`` times the entropy, and ``loss_pg`` the rest, so the three add up to ``loss_total``.
+    """
+    total, kl, entropy = (_mean(rows, name) for name in ("loss", "kl", "entropy"))
+    of_kl = args.beta * (kl or 0.0)
+    of_entropy = -args.entropy_coef * (entropy or 0.0)
+    found = {
+        "loss_total": total,
+        "loss_pg": None if total is None else total - of_kl - of_entropy,
+        "loss_kl": of_kl,
+        "loss_entropy": of_entropy,
+        "kl_divergence": kl,
+        "entropy_mean": entropy,
+        "reward_mean": _mean(rows, "reward"),
+        "grad_norm": _mean(rows, "grad_norm"),
+        "lr": _mean(rows, "learning_rate"),
+    }
+    seeds = [seed for row in rows for seed in row.get("problem_seeds", [])]
+    return {
+        "iteration": iteration,
+        "steps": [row["step"] for row in rows],
+        **{name: value for name, value in found.items() if value is not None},
+        **({"problem_seeds": sorted(set(seeds))} if seeds else {}),
+    }
+
+
+def eval_metrics(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what an evaluation found, under the names of its definitions."""
+    plain = {name.removeprefix("eval_"): value for name, value in row.items()}
+    return {name: value for name, value in plain.items() if _OF_EVALUATION.fullmatch(name)}
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+    values = [float(row[name]) for row in rows if isinstance(row.get(name), int | float)]
+    return fmean(values) if values and all(map(math.isfinite, values)) else None

@@ -1,0 +1,96 @@
+"""run_offline_grpo.py: Hydra's overrides become one launch or a sweep; what is wrong is said, and nothing made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hydra")
+from grpo_recipes.cli import offline
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.sweep.spec import make_trials
+
+SMOKE = ("model.train_id=smoke:sums", "data.problems=arithmetic", "generation.max_new_tokens=8")
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*words: str) -> int:
+    return offline.main(list(words))
+
+
+def test_a_dry_run_prints_the_launch_and_makes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMOKE, "train.iterations=3", "--dry-run") == 0
+    said = capfd.readouterr().out
+    assert "grpo launch" in said and "--max_steps=6" in said and "--dataset_name=seeded:arithmetic" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_configuration_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("--cfg", "job", "train.lr=3e-4") == 0
+    assert "lr: 0.0003" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("train.lrr=1e-5",), "train.lrr=1e-5: unknown key 'train.lrr'. Fix: write train.lr=1e-5"),
+        (("train.lr=1e-5,2e-5",), "train.lr=1e-5,2e-5: has several values. Fix: add -m"),
+        ((*SMOKE, "train.lr=fast"), "train.lr: 'learning_rate' is 'fast' where a number belongs"),
+        ((*SMOKE, "train.batch_size=5"), "train.batch_size: an iteration has 16 completions"),
+        ((*SMOKE, "model.device=cuda:2"), "model.device: 'cuda:2' is not there: this environment has the CPU build"),
+        ((*SMOKE, "eval.id_seed_start=1010"), "1010"),
+        (("model.train_id=./nowhere",), "model.train_id: no file or folder './nowhere'"),
+        ((*SMOKE, "-m", "seed=1"), "-m: nothing is varied"),
+        ((*SMOKE, "-m", "model.device=cpu,auto"), "model.device: cannot be swept"),
+        (("train.lr",), "train.lr: "),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_and_nothing_is_made(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    assert run(*words) == 2
+    assert said in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus"),
+    [("auto", ("0", "1", "2")), ("cuda", ("0", "1", "2")), ("cuda:2", ("0", "2")), ("cuda:0", ("1", "0"))],
+)  # fmt: skip
+def test_the_named_gpu_trains_and_another_one_serves(device: str, gpus: tuple[str, ...]) -> None:
+    found, variables = offline.on_device(device, Resources(device="cuda", gpus=("0", "1", "2"), cores=2))
+    assert found.gpus == gpus
+    assert variables == ({} if len(gpus) == 3 else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
+
+
+def test_a_gpu_that_is_not_there_is_never_replaced() -> None:
+    with pytest.raises(ConfigError, match="'cuda:3' is not there: 3 GPUs are visible"):
+        offline.on_device("cuda:3", Resources(device="cuda", gpus=("0", "1", "2"), cores=2))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train.lr=5e-6,1e-5,2e-5", "train.kl_coef=0.02,0.05,0.1", "train.batch_size=4,8"),
+        ("train.lr=[5e-6,1e-5,2e-5]", "train.kl_coef=[0.02,0.05,0.1]", "train.batch_size=[4,8]"),
+    ],
+)
+def test_either_spelling_of_a_sweep_is_all_combinations(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(offline, "start", lambda spec, backend, environment, new: seen.append(spec) or 0)
+    assert run("-m", *SMOKE, *words) == 0
+    (spec,) = seen
+    trials = make_trials(spec, os.environ, "cpu")
+    found = {(trial.recipe["learning_rate"], trial.recipe["beta"], trial.recipe["max_steps"]) for trial in trials}
+    assert len(trials) == 18 and len({trial.name for trial in trials}) == 18
+    assert found == {(lr, kl, steps) for lr in (5e-6, 1e-5, 2e-5) for kl in (0.02, 0.05, 0.1) for steps in (40, 20)}

@@ -1,0 +1,140 @@
+"""Hydra keys of the offline trainer: each changes the recipe, and what cannot be done is refused with the edit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_recipes.paths import home
+from grpo_recipes.recipe.dialects import offline
+from grpo_recipes.recipe.keys import catalogue
+from grpo_recipes.recipe.registry import REWARDS
+from grpo_recipes.seeded import GENERATORS, SCHEME
+
+
+def flat(nested: dict[str, Any], start: str = "") -> dict[str, Any]:
+    """The keys of the shipped configuration, with their interpolations resolved by hand."""
+    found: dict[str, Any] = {}
+    for name, value in nested.items():
+        found |= flat(value, f"{start}{name}.") if isinstance(value, dict) else {f"{start}{name}": value}
+    return found
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    found = flat(yaml.safe_load((home() / "conf/offline_grpo.yaml").read_text()))
+    found |= {key.replace("__", "."): value for key, value in changes.items()}
+    for key, value in found.items():
+        if isinstance(value, str) and value.startswith("${"):
+            found[key] = found[value[2:-1]]
+    return found
+
+
+def keys(**changes: Any) -> dict[str, str]:
+    found = offline.translate(config(**changes))
+    assert found.problems == []
+    return found.keys
+
+
+def problem(**changes: Any) -> str:
+    (found,) = offline.translate(config(**changes)).problems
+    return f"{found.where}: {found.what}. Fix: {found.fix}"
+
+
+def test_the_configuration_has_every_key_and_no_other() -> None:
+    assert set(config()) == set(offline.KEYS)
+
+
+# Another value of each key -> what it gives to which recipe keys. Those in OTHER_RUN change no recipe key.
+CHANGES: dict[str, tuple[Any, dict[str, str]]] = {
+    "model.train_id": ("a/b", {"model_name_or_path": "a/b"}),
+    "model.ref_id": ("a/b", {"ref_model_name_or_path": "a/b"}),
+    "generation.base_url": ("http://localhost:30001/v1", {"vllm_server_port": "30001"}),
+    "generation.max_new_tokens": (64, {"max_completion_length": "64"}),
+    "generation.temperature": (0.5, {"temperature": "0.5"}),
+    "generation.top_p": (0.9, {"top_p": "0.9"}),
+    "generation.top_k": (7, {"top_k": "7"}),
+    "generation.repetition_penalty": (1.0, {"repetition_penalty": "1.0"}),
+    "train.iterations": (3, {"max_steps": "6"}),
+    "train.batch_size": (
+        4,
+        {
+            "per_device_train_batch_size": "4", "steps_per_generation": "4", "max_steps": "40", "save_steps": "4",
+            "eval_steps": "4",
+        },
+    ),
+    "train.lr": (5e-6, {"learning_rate": "5e-06"}),
+    "train.grad_clip": (0.5, {"max_grad_norm": "0.5"}),
+    "train.kl_coef": (0.02, {"beta": "0.02"}),
+    "train.entropy_coef": (0.01, {"entropy_coef": "0.01"}),
+    "train.grad_accum_steps": (
+        2, {"gradient_accumulation_steps": "2", "max_steps": "10", "save_steps": "1", "eval_steps": "1"},
+    ),
+    "data.problems": (
+        "arithmetic", {"dataset_name": "seeded:arithmetic", "reward_funcs": "pure_accuracy_math"},
+    ),
+    "data.problems_per_iteration": (
+        2, {"steps_per_generation": "1", "max_steps": "10", "save_steps": "1", "eval_steps": "1"},
+    ),
+    "data.rollouts_per_problem": (
+        8,
+        {
+            "num_generations": "8", "steps_per_generation": "4", "max_steps": "40", "save_steps": "4",
+            "eval_steps": "4",
+        },
+    ),
+    "data.train_seed_start": (7, {"problem_seed_start": "7"}),
+    "data.num_train_seeds": (9, {"problem_seeds": "9"}),
+    "eval.interval": (5, {"eval_steps": "10"}),
+    "eval.batch_size": (4, {"per_device_eval_batch_size": "4"}),
+    "eval.replicates": (2, {"num_generations_eval": "2"}),
+    "eval.num_ids": (3, {"eval_problem_seeds": "3"}),
+    "eval.id_seed_start": (77, {"eval_problem_seed_start": "77"}),
+    "checkpoint.save_interval": (2, {"save_steps": "4"}),
+    "checkpoint.keep_last_k": (1, {"save_total_limit": "1"}),
+    "logging.wandb.run_name": ("mine", {"run_name": "mine"}),
+    "seed": (1, {"seed": "1"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_key_changes_the_recipe_and_nothing_else(name: str) -> None:
+    value, expected = CHANGES[name]
+    plain, changed = keys(model__ref_id="c/d"), keys(**{"model__ref_id": "c/d", name.replace(".", "__"): value})
+    assert {key: text for key, text in changed.items() if plain.get(key) != text} == expected
+    assert all(key in catalogue() or "problem_seed" in key for key in changed)
+
+
+def test_every_generator_that_exists_is_named_with_a_reward_that_exists() -> None:
+    assert {f"{SCHEME}{name}" for name in offline.GENERATORS} == set(GENERATORS)
+    assert set(offline.GENERATORS.values()) <= set(REWARDS)
+
+
+def test_evaluations_and_wandb_are_turned_on_and_off() -> None:
+    assert keys()["eval_strategy"] == "steps" and keys()["report_to"] == "none"
+    off = keys(eval__enabled=False)
+    assert off["eval_strategy"] == "no" and "eval_steps" not in off
+    on = keys(logging__wandb__enabled=True, logging__wandb__project="p")
+    assert on["report_to"] == "wandb" and on["wandb_project"] == "p"
+    assert {name for name in offline.KEYS if name not in CHANGES} == {
+        "model.device", "generation.backend", "eval.enabled", "eval.backend", "eval.base_url",
+        "logging.wandb.enabled", "logging.wandb.project",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "fix"),
+    [
+        ({"train.batch_size": 3}, "train.batch_size: an iteration has 16 completions", "among 1, 2, 4, 8, 16"),
+        ({"train.iterations": 0}, "train.iterations: is 0", "train.iterations=4"),
+        ({"data.problems": "chess"}, "data.problems: 'chess' is unknown", "arithmetic, sat"),
+        ({"generation.backend": "hf", "eval.backend": "vllm_server"}, "generation.backend: 'hf' is unknown", "vllm"),
+        ({"eval.backend": "sglang_server"}, "eval.backend: the training starts its own vLLM", "vllm_server"),
+        ({"eval.base_url": "http://127.0.0.1:1"}, "eval.base_url: another server", "leave it out"),
+        ({"generation.base_url": "http://far:30000"}, "generation.base_url: 'http://far:30000'", "127.0.0.1:30000"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused(changes: dict[str, Any], where: str, fix: str) -> None:
+    said = problem(**{key.replace(".", "__"): value for key, value in changes.items()})
+    assert said.startswith(where) and fix in said.partition("Fix: ")[2]

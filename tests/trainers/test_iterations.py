@@ -1,0 +1,75 @@
+"""Metrics and checkpoints by iteration: made from the rows of the run, the same after a continued one."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_recipes.trainers import iterations
+
+from .tiny_training import train
+
+# Four optimizer steps for each generation.
+KEYS: dict[str, Any] = {
+    "max_steps": 8, "beta": 0.1, "entropy_coef": 0.01, "save_strategy": "steps", "save_steps": 4, "save_total_limit": 1,
+}  # fmt: skip
+
+
+def trained(folder: Path, model: str, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> Any:
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(iterations, "run_folder", lambda: folder / "run")
+    trainer, _ = train(
+        folder / "run", callbacks=(iterations.Iterations(),), **KEYS | {"ref_model_name_or_path": model} | keys
+    )
+    return trainer
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    return {path.name: json.loads(path.read_text()) for path in sorted((folder / "metrics").iterdir())}
+
+
+def test_each_iteration_has_its_means_and_terms_that_add_up(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trained(tmp_path, model, monkeypatch)
+    found = contents(tmp_path)
+    assert list(found) == ["train_iter_000.json", "train_iter_001.json"]
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    for iteration, one in enumerate(found.values()):
+        own = logged[4 * iteration : 4 * iteration + 4]
+        mean = {name: sum(row[name] for row in own) / 4 for name in ("loss", "kl", "entropy", "grad_norm")}
+        assert one["iteration"] == iteration and one["steps"] == [row["step"] for row in own]
+        assert one["loss_total"] == pytest.approx(mean["loss"]) and one["grad_norm"] == pytest.approx(mean["grad_norm"])
+        assert one["loss_kl"] == pytest.approx(0.1 * mean["kl"]) and one["kl_divergence"] == pytest.approx(mean["kl"])
+        assert one["loss_entropy"] == pytest.approx(-0.01 * mean["entropy"]) != 0
+        assert one["loss_pg"] + one["loss_kl"] + one["loss_entropy"] == pytest.approx(one["loss_total"])
+        assert all(math.isfinite(value) for value in one.values() if isinstance(value, float))
+
+
+def test_checkpoints_are_linked_by_iteration_and_only_the_last_stay(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path, model, monkeypatch)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["iter_001"]
+    assert (tmp_path / "checkpoints/iter_001").resolve() == tmp_path / "run/checkpoints/checkpoint-8"
+    assert (tmp_path / "checkpoints/iter_001/model.safetensors").exists()
+
+
+def test_a_continued_run_writes_what_an_uninterrupted_one_does(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path / "whole", model, monkeypatch)
+    trained(tmp_path / "parts", model, monkeypatch, max_steps=6, save_steps=2, lr_scheduler_type="constant")
+    assert list(contents(tmp_path / "parts")) == ["train_iter_000.json"]
+    trained(tmp_path / "parts", model, monkeypatch, save_steps=2, lr_scheduler_type="constant")
+    trained(tmp_path / "once", model, monkeypatch, save_steps=2, lr_scheduler_type="constant")
+    assert contents(tmp_path / "parts") == contents(tmp_path / "once")
+
+
+def test_an_evaluation_has_the_names_of_its_definitions() -> None:
+    row = {"step": 4, "eval_reward": 0.5, "eval_pass@1": 0.25, "eval_mean@4": 0.5, "eval_runtime": 3.0, "prompts": 8}
+    assert iterations.eval_metrics(row) == {"reward": 0.5, "pass@1": 0.25, "mean@4": 0.5, "prompts": 8}
