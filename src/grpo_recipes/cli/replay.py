@@ -10,7 +10,7 @@ from grpo_recipes.atropos.replay import record, replay
 from grpo_recipes.cli import command, option, switch
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
-from grpo_recipes.recipe.atropos import is_url
+from grpo_recipes.recipe.rules import is_url
 
 ACTIONS = ("record", "replay")
 # Options of `record`, all needed: the trainer's keys that they stand for.

@@ -39,6 +39,7 @@ from grpo_recipes.process.tree import become_subreaper, end_descendants, reap
 from grpo_recipes.publish.publisher import Publisher
 from grpo_recipes.publish.push import need_target
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.registry import EXTERNAL
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.benchmark import write_benchmark
 from grpo_recipes.runs.checkpoints import verified_checkpoint
@@ -86,6 +87,10 @@ def _prepare(
     recorded = run.identity.get("sources") if run else None
     sources = need_assets(recipe, os.environ, recorded, again, options.allow_changed_code)
     plan = with_sources(replace(plan, ports=ports), sources)
+    if plan.mode == EXTERNAL:
+        from grpo_recipes.rollouts.external import connect  # imports torch
+
+        connect(recipe, plan.model, os.environ)
     need_room(recipe, plan, names.run_dir)
     target = need_target(recipe, os.environ, names.run)
     resolve.make_logs()

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.assets import Assets
@@ -22,7 +23,7 @@ from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
 from grpo_recipes.recipe.learning import mixed_precision
-from grpo_recipes.recipe.registry import BRIDGES, LORA_RANKS
+from grpo_recipes.recipe.registry import BRIDGES, EXTERNAL, LORA_RANKS
 from grpo_recipes.runs.rundir import SYNC_FOLDER
 
 LOGS = "logs"  # folder of the logs, where the variable LOGDIR names none
@@ -156,6 +157,7 @@ def with_processes(
     login = () if offline else _HUB_LOGIN
     wandb = ("WANDB_API_KEY",) if "wandb" in (recipe["report_to"] or []) else ()
     handed = (*login, *recipe["reward_environment"])
+    handed += ("OPENAI_API_KEY",) if plan.mode == EXTERNAL else ()  # of a server that somebody started
     # Callbacks are the user's code in the trainer's own process: nobody knows what they need.
     kept = {RUN_API: (), "server": login, "trainer": ("*",) if recipe["callbacks"] else (*handed, *wandb)}
 
@@ -321,6 +323,8 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
         # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
         # `accelerate launch --cpu` start one process whatever --num_processes says.
         variables["DS_ACCELERATOR"] = "cpu"
+    if plan.mode == EXTERNAL and urlsplit(recipe["vllm_server_base_url"]).hostname not in ("localhost", "127.0.0.1"):
+        variables["GRPO_SYNC_DIR"] = str(names.run_dir / SYNC_FOLDER)  # on a file system that the server has too
     if plan.mode == "colocate":
         variables |= vllm_environment(plan.device) | _plugins(environment)
         if recipe["torch_compile"]:

@@ -22,7 +22,7 @@ from grpo_recipes.plan.speed import Speed, find_speed
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.learning import mixed_precision
-from grpo_recipes.recipe.registry import BRIDGES, frozen_opponents
+from grpo_recipes.recipe.registry import BRIDGES, EXTERNAL, frozen_opponents
 from grpo_recipes.runs.rundir import json_mapping
 
 GIB = 1 << 30
@@ -347,7 +347,7 @@ def needs(work: Workload, gpu: int | None) -> dict[str, Need]:
     own = 1 - _GAPS - (share if work.one_gpu and not work.sleeps else 0)
     parts = work.trainer(int((gpu or 0) * share) if work.sleeps else 0)
     roles = {"trainer": Need(parts, None if gpu is None else int(gpu * own))}
-    if work["mode"] == "transformers":
+    if work["mode"] in ("transformers", EXTERNAL):
         return roles
     parts, available = work.server(), None if gpu is None else int(gpu * share)
     if work["device"] == "cuda":

@@ -25,7 +25,8 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.atropos import packing_problems
 from grpo_recipes.recipe.bridges import accelerator_of, refusal
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
-from grpo_recipes.recipe.registry import COLOCATE, OBJECTIVES, environments_of, turn_tokens, uses_atropos
+from grpo_recipes.recipe.registry import COLOCATE, EXTERNAL, OBJECTIVES, environments_of, turn_tokens, uses_atropos
+from grpo_recipes.recipe.rules import asks_another
 from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
@@ -201,6 +202,8 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
         raise config_error("devices", what, "submit with sbatch --gres=gpu:8 training.sh, or set up with DEVICE=cpu")
     if not recipe["use_vllm"]:
         return "transformers"
+    if asks_another(recipe):
+        return EXTERNAL
     mode, where = str(recipe["vllm_mode"]), recipe.source("vllm_mode")
     if resources.device == "cpu":
         if mode == "colocate" and recipe["vllm_enable_sleep_mode"]:
@@ -221,13 +224,15 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
 def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool, accelerator: str) -> tuple[str | None, str]:
     """Choose the weight bridge of a run with a server, and say why; refuse what cannot get weights to vLLM."""
     bridge, why = _chosen_bridge(recipe, resources, mode, apart)
-    way = COLOCATE if mode == "colocate" else bridge
+    way = mode if mode in (COLOCATE, EXTERNAL) else bridge
     if way and (problem := refusal(recipe, way, accelerator, apart, resources.device)):
         raise ConfigError(problem)
     return bridge, why
 
 
 def _chosen_bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool) -> tuple[str | None, str]:
+    if mode == EXTERNAL:
+        return None, f"{recipe['server_backend']} at {recipe['vllm_server_base_url']}, weights as files"
     if mode != "server":
         return None, "no server: " + ("vLLM is inside the trainers" if mode == "colocate" else "use_vllm is false")
     if recipe["weight_sync"] != "auto":

@@ -115,7 +115,7 @@ class Plan:
     entry: str  # entry script of the trainers
     maxent: Weighting | None  # None for GRPO
     device: str  # device of the environment: cpu or cuda
-    mode: str  # server, colocate or transformers (no vLLM)
+    mode: str  # server, external (one that somebody started), colocate or transformers (no vLLM)
     bridge: str | None  # how weights reach the server, None without one
     why_bridge: str
     model: str  # folder or hub id, trained and served

@@ -5,7 +5,6 @@ Pure: no torch, no socket; atroposlib is looked for and not imported.
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from urllib.parse import urlsplit
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe import Recipe
@@ -17,22 +16,12 @@ from grpo_recipes.recipe.registry import (
     atropos_environments,
     starts_run_api,
 )
-from grpo_recipes.recipe.rules import OF_DATASETS, Rule, evaluates, given, plays, takes_groups
+from grpo_recipes.recipe.rules import OF_DATASETS, Rule, evaluates, given, is_url, plays, takes_groups
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, problem_with
 
 INSTALL = "EXTRAS=environments make setup"
 _API_URL = "atropos_api_url"
 _NAMES = ("atropos_environment", "atropos_mixture", _API_URL)  # one of them makes a recipe one of Atropos
-
-
-def is_url(text: str) -> bool:
-    """Return whether a text is an http or https URL of a server; a broken port or bracket is none."""
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
-
 
 # fmt: off
 RULES = (

@@ -12,7 +12,7 @@ from typing import Any
 import trl
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES
+from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES, SERVER_BACKENDS
 
 # Plain `str` in TRL's types, so that a typo would only fail inside the trainer.
 TRL_CHOICES: dict[str, list[str]] = {
@@ -266,6 +266,14 @@ class GRPOConfig(trl.GRPOConfig):
     weight_guard_tolerance: float | None = _key(None,
         "Largest mean |log-prob difference| between server and trainer; by default 1e-3 in float32, 5e-2 in bfloat16.",
         min=0.0)
+    vllm_server_base_url: str | None = _key(None,
+        "Address of a server that somebody started, which is asked in the place of one that the launch starts; new "
+        "weights reach it as files, which it must be able to read.")
+    server_backend: str = _key("vllm_server",
+        "What answers at vllm_server_base_url: vLLM, started with VLLM_SERVER_DEV_MODE=1, or SGLang.",
+        choices=list(SERVER_BACKENDS))
+    max_concurrent_requests: int = _key(256,
+        "Requests in flight at the server: each has all completions of a prompt, at vllm_server_base_url one.", min=1)
     seed_server: bool | None = _key(None,
         "One sampling seed per prompt and step, so that a CPU run samples the same tokens again; on CPU by default.")
     server_request_timeout: float = _key(1800.0,

@@ -35,7 +35,6 @@ OWNED_KEYS = each(
     ("enable_jit_checkpoint", "remove it; SIGTERM saves here already, and all ranks save the same step"),
     ("auto_find_batch_size", "remove it; it changes the batch, lower per_device_train_batch_size instead"),
     ("hub_token", "remove it and export HF_TOKEN"),
-    ("vllm_server_base_url", "remove it; the launcher owns the server, set vllm_server_host and vllm_server_port"),
     ("use_transformers_paged", "use use_transformers_continuous_batching"),
     ("vllm_importance_sampling_cap", "use vllm_importance_sampling_clip_max"),
     ("log_completions_hub_repo", "remove it; sampled completions are in report.html"),

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
@@ -82,11 +83,20 @@ def objective_of(recipe: Recipe) -> Objective | None:
 
 
 COLOCATED = "vllm_mode: colocate"
+_OF_OWN_SERVER = (
+    "weight_sync weight_sync_timeout vllm_server_host vllm_server_port vllm_group_port vllm_node "
+    "vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_length server_restarts server_stall_timeout"
+)
 
 
 def wants_server(recipe: Recipe) -> bool:
-    """Return whether a recipe asks for a vLLM server; with one GPU the plan may still do without."""
-    return bool(recipe["use_vllm"] and recipe["vllm_mode"] != "colocate")
+    """Return whether a recipe asks for a vLLM server of its own; with one GPU the plan may still do without."""
+    return bool(recipe["use_vllm"] and recipe["vllm_mode"] != "colocate" and not asks_another(recipe))
+
+
+def asks_another(recipe: Recipe) -> bool:
+    """Return whether a recipe asks a server that somebody started for completions."""
+    return bool(recipe["use_vllm"] and recipe["vllm_server_base_url"] is not None)
 
 
 def reports_to(recipe: Recipe) -> list[str]:
@@ -116,6 +126,15 @@ def removal(recipe: Recipe, key: str) -> str:
 def matching(names: str) -> tuple[str, ...]:
     """Return the keys of the catalogue with one of some names, * for any ending."""
     return tuple(key for key in catalogue() if any(fnmatchcase(key, name) for name in names.split()))
+
+
+def is_url(text: str) -> bool:
+    """Return whether a text is an http or https URL of a server; a broken port or bracket is none."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def evaluates(recipe: Recipe) -> bool:
@@ -298,6 +317,18 @@ RULES = (
         "chat_template does not mention messages", "write the template itself: chat_template: |"),
     Rule("{item}", lambda r: r["vllm_mode"] == "colocate" and given(r, "weight_sync weight_sync_timeout"),
         "{item} has no meaning with vllm_mode: colocate (vLLM shares the trainer's process)", "remove {item}"),
+    Rule("{item}", lambda r: asks_another(r) and given(r, _OF_OWN_SERVER, any_value=False),
+        "{item} is for a server that the launch starts, and vllm_server_base_url names another", "{removal}"),
+    Rule("{item}", lambda r: asks_another(r) and given(r, "vllm_structured_outputs_regex generation_kwargs", False),
+        "{item} is not passed on to the server of vllm_server_base_url", "{removal}"),
+    Rule("vllm_server_base_url", lambda r: asks_another(r) and not is_url(r["vllm_server_base_url"]),
+        "'{vllm_server_base_url}' is not an http or https URL", "write e.g. http://127.0.0.1:30000"),
+    Rule("vllm_server_base_url", lambda r: asks_another(r) and r["vllm_mode"] == "colocate",
+        "vllm_mode: colocate asks no server", "{removal}, or write vllm_mode: server"),
+    Rule("vllm_server_base_url", lambda r: asks_another(r) and takes_groups(r),
+        "the environments of Atropos ask the server that the launch starts", "{removal}"),
+    Rule("max_completion_length", lambda r: asks_another(r) and r["max_completion_length"] is None,
+        "the server of vllm_server_base_url wants a limit", "write e.g. max_completion_length: 256"),
     # The batch, and how long the run is.
     Rule("{item}", lambda r: r["prompts_per_step"] is not None
         and given(r, "gradient_accumulation_steps steps_per_generation generation_batch_size"),

@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 
 from grpo_recipes.attributes import replaced
+from grpo_recipes.recipe.registry import EXTERNAL
 from grpo_recipes.weights.colocated import BRIDGE
 
 Tokens = list[int]
@@ -43,6 +44,8 @@ def rollouts_of(trainer: Any) -> Rollouts:
     """Return where this trainer's completions come from."""
     if not trainer.use_vllm:
         return Rollouts(trainer)
+    if trainer.args.vllm_server_base_url:
+        return ExternalRollouts(trainer)
     return ServerRollouts(trainer) if trainer.vllm_generation.mode == "server" else ColocatedRollouts(trainer)
 
 
@@ -62,8 +65,10 @@ class Rollouts:
     """Where completions come from, with the trainer's weights in it: here transformers, on the trained model itself."""
 
     guarded = False  # whether the weights travel to another process, and the guard looks at them there
+    probes = False  # whether the guard looks at completions of ``probe``, and not at those of the training
     main_rank_alone = False  # whether rank 0 alone calls ``sample``; else all call it, with the same arguments
     bridge = ""  # what carries the weights, in messages of the guard
+    failed: Sequence[bool] = ()  # of each completion of the last generation, over all ranks, whether it was not given
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
@@ -90,6 +95,19 @@ class Rollouts:
     def generate(self, draw: Callable[[], tuple[list[Tokens], Any]]) -> tuple[list[Tokens], Any]:
         """Return ids, and log-probs or None, of completions for training by ``draw``: TRL's sampler, weights first."""
         return draw()
+
+    def leave_out_failed(self, output: dict[str, Any]) -> None:
+        """Let the loss read no token of a completion that was not given: TRL wants one for every row."""
+        rows = len(output["completion_ids"])
+        start = self._trainer.args.process_index * rows
+        if any(own := self.failed[start : start + rows]):
+            given = ~torch.tensor(own, device=output["completion_ids"].device)
+            mask = output.get("tool_mask", output["completion_mask"])
+            output["tool_mask"] = mask * given.unsqueeze(1)
+
+    def probe(self, prompt: Tokens) -> tuple[Tokens, list[float]]:
+        """Return a completion, drawn from the plain distribution, with its log-probs. Called by every rank."""
+        raise NotImplementedError
 
     def serve_weights(self) -> bool:
         """Send the weights of now, unless they are there; return whether it was needed. Called by every rank."""
@@ -242,6 +260,32 @@ class ServerRollouts(VllmRollouts):
         client = self._trainer.vllm_generation.vllm_client
         answer = client.generate_seeded(ids, seeds, **keys, **sampling_keys(self._trainer))
         return _grouped(answer["completion_ids"], how.samples)
+
+
+class ExternalRollouts(ServerRollouts):
+    """A server that somebody started, through the client of ``rollouts.external`` that rank 0 holds."""
+
+    probes = True
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.bridge = EXTERNAL
+
+    def generate(self, draw: Callable[[], tuple[list[Tokens], Any]]) -> tuple[list[Tokens], Any]:
+        """Generate, and tell every rank which completions the server did not give."""
+        drawn = draw()
+        self.failed = self._from_main(lambda: self._client.failed)
+        return drawn
+
+    def checksum_error(self) -> str | None:
+        return None
+
+    def probe(self, prompt: Tokens) -> tuple[Tokens, list[float]]:
+        found: tuple[Tokens, list[float]] = self._from_main(lambda: self._client.probe(prompt))
+        return found
+
+    def _from_main(self, work: Callable[[], Any]) -> Any:
+        return broadcast_object_list([None if self._client is None else work()], from_process=0)[0]
 
 
 def _grouped(drawn: list[Tokens], samples: int) -> list[list[Tokens]]:

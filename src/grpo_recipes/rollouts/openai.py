@@ -86,6 +86,7 @@ class CompletionClient:
     base_url: str  # with or without /v1
     backend: str = VLLM
     model: str | None = None  # the model that must be served; None takes the one that is, which ``ready`` enters here
+    aliases: Sequence[str] = ()  # other names of the model
     token: str | None = None  # that the server wants as its API key
     batch_size: int = 32  # completions in flight at most
     timeout: float = 600.0  # seconds for a request
@@ -113,7 +114,8 @@ class CompletionClient:
         says that the server does not answer, refuses the token, or serves another model.
         """
         served = self._served(wait)
-        name = next((one for one, origin in served.items() if self.model in (None, one, origin)), None)
+        known = {self.model, *self.aliases}
+        name = next((one for one, origin in served.items() if None in known or known & {one, origin}), None)
         if name is None:
             names = " and ".join(f"'{one}'" for one in served) or "no model"
             fix = f"start it with {self.model}, or name the model that is served"

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
+from grpo_recipes.attributes import replaced
 from grpo_recipes.rewards.answers import completion_text
 from grpo_recipes.rewards.score import GIVEN_UP, RewardWrapper, Score
 from grpo_recipes.rollouts.backends import sampling_keys
@@ -92,8 +93,16 @@ class Checks:
         NaN when the server scored none of them, None without any. ``NotFinite`` when the trainer's own are not finite.
         """
         trainer = self._trainer
+        if trainer.rollouts.probes:
+            prompt = _first_prompt(trainer, output)
+            with replaced(trainer, temperature=1.0):
+                return self._difference(_probed(output, prompt, *trainer.rollouts.probe(prompt)))
         if tuple(sampling_keys(trainer).values()) != (1.0, 0, 0.0, 1.0):
             return 0.0  # the server's log-probs are those of a truncated distribution: nothing to compare
+        return self._difference(output)
+
+    def _difference(self, output: dict[str, Any]) -> float | None:
+        trainer = self._trainer
         logps = output.get("old_per_token_logps")
         if logps is None or any(isinstance(one, torch.nn.Dropout) and one.p > 0 for one in trainer.model.modules()):
             logps = trainer_logps(trainer, output)
@@ -124,6 +133,22 @@ class Checks:
             name = "sampling/sampling_logp_difference"
             self._trainer._metrics["train"][f"{name}/mean"].append(total / count)
             self._trainer._metrics["train"][f"{name}/max"].append(most.max().item())
+
+
+def _first_prompt(trainer: Any, output: dict[str, Any]) -> list[int]:
+    """Return the prompt of the first row of rank 0."""
+    ids = output["prompt_ids"][0][output["prompt_mask"][0].bool()].tolist()
+    return list(broadcast_object_list([ids], from_process=0)[0])
+
+
+def _probed(output: dict[str, Any], prompt: list[int], ids: list[int], logprobs: list[float]) -> dict[str, Any]:
+    """Return a batch of one completion, on the device of ``output``."""
+    prompt_ids, completion_ids = (torch.tensor([one], device=output["prompt_ids"].device) for one in (prompt, ids))
+    return {
+        "prompt_ids": prompt_ids, "prompt_mask": torch.ones_like(prompt_ids), "completion_ids": completion_ids,
+        "completion_mask": torch.ones_like(completion_ids),
+        "sampling_per_token_logps": torch.tensor([logprobs], device=completion_ids.device),
+    }  # fmt: skip
 
 
 def trainer_logps(trainer: Any, output: dict[str, Any]) -> torch.Tensor:
@@ -183,6 +208,20 @@ class Scoring:
     def most_unscored(self, rows: int) -> int:
         """Return how many of so many completions may be unscored."""
         return math.floor(self.max_unscored * rows + 1e-9)  # 0.29 of 100 is 29, not 28
+
+    def mark_failed(self, rewards_BR: torch.Tensor) -> None:
+        """Set every column of a completion that the server did not give to NaN; too many of them end the run."""
+        trainer = self._trainer
+        if not (failed := trainer.rollouts.failed):
+            return
+        rewards_BR[torch.tensor(failed, device=rewards_BR.device)] = math.nan
+        share = sum(failed) / len(failed)
+        trainer._metrics["train" if trainer.model.training else "eval"]["rollouts/failed"].append(share)
+        if trainer.model.training and sum(failed) > self.most_unscored(len(failed)):
+            raise TooManyWithoutVerdict(
+                f"the server did not give {share:.0%} of the completions of step {trainer.state.global_step + 1}, more "
+                f"than reward_max_no_verdict: {self.max_unscored}; see its log"
+            )
 
     def mark_unscored(self, rewards_BR: torch.Tensor, prompts: list[Any], completions: list[Any]) -> None:
         """Set every column of an unscored completion to NaN in the rewards of all ranks; too many end the run."""

@@ -22,6 +22,7 @@ from grpo_recipes.attributes import replaced
 from grpo_recipes.plan.commands import seeds_sampling
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rollouts.backends import rollouts_of
+from grpo_recipes.rollouts.external import ExternalClient
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
 from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
@@ -30,7 +31,8 @@ from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows
 from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, reference_of, refuse_shards
 from grpo_recipes.trainers.passes import in_trimmed_passes
 from grpo_recipes.trainers.temperatures import at_own_temperatures
-from grpo_recipes.weights.bridges import bridge_in_place, join_bridge
+from grpo_recipes.weights.bridges import CLIENTS, bridge_in_place, join_bridge
+from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.colocated import colocated_in_place
 from grpo_recipes.weights.guard import WeightsDiffer
 
@@ -77,7 +79,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.rollouts = rollouts_of(self)
         if self.use_vllm:
             if self.vllm_generation.mode == "server":
-                join_bridge(self)
+                join_bridge(self, client_of(args))
             self.vllm_generation.sync_weights = self.rows.phase("sync")(self.vllm_generation.sync_weights)
         if is_peft_model(self.model):
             refuse_shards(self.accelerator)
@@ -146,6 +148,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def sample_and_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's completions of a batch of prompts, with log-probs and advantages."""
         output = super()._generate_and_score_completions(inputs)
+        self.rollouts.leave_out_failed(output)
         if self.source is not None:
             self.source.mark(self, output)
         return output
@@ -174,6 +177,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         with self.preemption.cutting_short(), self.rows.phase("score"):
             rewards_BR = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self.preemption.stop_if_agreed()
+        self.scoring.mark_failed(rewards_BR)
         self.scoring.mark_unscored(rewards_BR, prompts, completions)
         if self.evaluation.rewards is not None:
             self.evaluation.add(rewards_BR, completions)
@@ -373,4 +377,9 @@ def weight_bridge(args: GRPOConfig, run_dir: Path, stop: StopRequest) -> Abstrac
     seed = args.seed if seeds_sampling(args.seed_server, args.use_cpu) else None
     if args.vllm_mode == "colocate":
         return colocated_in_place(args=args, run_seed=seed, stop=stop)
-    return bridge_in_place(args.weight_sync, args=args, run_dir=run_dir, seed=seed, stop=stop)
+    return bridge_in_place(client_of(args), args=args, run_dir=run_dir, seed=seed, stop=stop)
+
+
+def client_of(args: GRPOConfig) -> type[BridgeClient]:
+    """Return the client of the recipe's server."""
+    return ExternalClient if args.vllm_server_base_url else CLIENTS[args.weight_sync]

@@ -19,15 +19,15 @@ CLIENTS: dict[str, type[BridgeClient]] = {
 }
 
 
-def bridge_in_place(name: str, **settings: Any) -> AbstractContextManager[Any]:
-    """Let TRL's ``VLLMGeneration`` build the bridge ``name`` as its client inside."""
-    return replaced(vllm_generation, VLLMClient=partial(CLIENTS[name], **settings))
+def bridge_in_place(client: type[BridgeClient], **settings: Any) -> AbstractContextManager[Any]:
+    """Let TRL's ``VLLMGeneration`` build this bridge as its client inside."""
+    return replaced(vllm_generation, VLLMClient=partial(client, **settings))
 
 
-def join_bridge(trainer: Any) -> None:
+def join_bridge(trainer: Any, client: type[BridgeClient]) -> None:
     """Let a bridge that streams nothing take the trained model at a sync, and rank 0's client join the trainer."""
     generation = trainer.vllm_generation
-    if not CLIENTS[trainer.args.weight_sync].streams:
+    if not client.streams:
         generation.sync_weights = partial(_hand_over, generation)
     if trainer.accelerator.is_main_process:
         generation.vllm_client.join(trainer)

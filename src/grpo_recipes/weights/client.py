@@ -21,7 +21,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.errors import translate
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.recipe.registry import BRIDGES
+from grpo_recipes.recipe.registry import WAYS
 from grpo_recipes.runs.rundir import SERVER_STATE, Run, json_mapping, read_json
 from grpo_recipes.runs.stop_request import LOOK_SECONDS, StopRequest
 from grpo_recipes.server.middleware import ACTIVITY_PATH, POLICY_HEADER, SYNCED_PATH
@@ -43,7 +43,6 @@ _NOTICE_SECONDS = 90.0  # for the launcher to see that its server is gone, and u
 _MARGIN_SECONDS = 60.0  # beyond the server's own start: the launcher ends the old one and writes its state first
 _TRIES, _AGAIN_SECONDS = 3, 0.5  # of a request that is answered wrongly; the pause grows by as much each time
 _MOST_TEXT = 200  # characters of an answer in a message
-REQUESTS = 256  # at a time: each holds a thread and a connection until it is answered
 Metadata = list[tuple[str, str, list[int]]]  # name, dtype and shape of each tensor, in order
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 Answer = TypeVar("Answer")
@@ -87,7 +86,9 @@ class BridgeClient(VLLMClient):
         token = Path(os.environ["GRPO_TOKEN_FILE"]).read_text().strip()
         self.session.headers["Authorization"] = f"Bearer {token}"
         self.session.trust_env = False  # an http_proxy must not see, or swallow, requests to our own server
-        self.session.mount("http://", ServerAdapter(self._args.server_request_timeout, connections=REQUESTS))
+        self.session.mount(
+            "http://", ServerAdapter(self._args.server_request_timeout, connections=self._args.max_concurrent_requests)
+        )
         lost = ServerError(f"no vLLM server answers at {self.base_url} after {total_timeout:.0f} s")
         served = self._wait_for(self._served_names, total_timeout, lost, retry_interval)
         if (own := os.environ["GRPO_RUN"]) not in served:
@@ -153,7 +154,7 @@ class BridgeClient(VLLMClient):
 
     def _through_restarts(self, ask: Callable[[], Answer]) -> Answer:
         """Ask the server; where the launcher starts another meanwhile, give that one the weights, then ask it."""
-        if ("cpu" if self._args.use_cpu else "cuda") not in BRIDGES[self.bridge].reconnects:
+        if ("cpu" if self._args.use_cpu else "cuda") not in WAYS[self.bridge].reconnects:
             return self._repeated(ask)
         while True:
             try:
@@ -334,8 +335,8 @@ class BridgeClient(VLLMClient):
         def sample_all() -> dict[str, Any]:
             """Request each prompt, some at a time, and join the answers in the order of the prompts."""
             answers: list[dict[str, Any]] = []
-            for start in range(0, len(prompts), REQUESTS):
-                share = range(start, min(start + REQUESTS, len(prompts)))
+            for start in range(0, len(prompts), self._args.max_concurrent_requests):
+                share = range(start, min(start + self._args.max_concurrent_requests, len(prompts)))
                 with self._engine_paused(len(share) * n) if ordered else contextlib.nullcontext([]) as futures:
                     futures += [in_thread(partial(sample, index)) for index in share]
                 answers += [future.result() for future in futures]
