@@ -48,6 +48,7 @@ class Settings:
     problem_seeds: int
     eval_problem_seed_start: int
     eval_problem_seeds: int
+    eval_problem_ids: Sequence[int] | None
     modebench: dataset.Settings
 
     @classmethod
@@ -56,17 +57,19 @@ class Settings:
         own = [name for name in cls.__dataclass_fields__ if name != "modebench"]
         return cls(**{name: value(name) for name in own}, modebench=dataset.Settings.read(value))
 
-    def seeds(self, split: str) -> range:
+    def seeds(self, split: str) -> Sequence[int]:
         """Return the seeds of ``train`` or ``test``."""
+        if split == "test" and self.eval_problem_ids:
+            return self.eval_problem_ids
         if split == "test":
             return range(self.eval_problem_seed_start, self.eval_problem_seed_start + self.eval_problem_seeds)
         return range(self.problem_seed_start, self.problem_seed_start + self.problem_seeds)
 
     @property
-    def shared(self) -> range:
+    def shared(self) -> list[int]:
         """Return the seeds that are both to train on and to evaluate on."""
-        one, other = self.seeds("train"), self.seeds("test")
-        return range(max(one.start, other.start), min(one.stop, other.stop))
+        trained = self.seeds("train")
+        return [seed for seed in self.seeds("test") if seed in trained]
 
     def fingerprint(self, name: str) -> str:
         """Return a short hash of what decides the rows of a generator: both splits are the same where it is."""

@@ -51,9 +51,10 @@ CHANGES: dict[str, tuple[Any, dict[str, str]]] = {
     "model.train_id": ("a/b", {"model_name_or_path": "a/b"}),
     "model.ref_id": ("a/b", {"ref_model_name_or_path": "a/b"}),
     "generation.base_url": ("http://localhost:30001/v1", {"vllm_server_port": "30001"}),
-    "generation.max_new_tokens": (64, {"max_completion_length": "64"}),
-    "generation.temperature": (0.5, {"temperature": "0.5"}),
-    "generation.top_p": (0.9, {"top_p": "0.9"}),
+    "generation.batch_size": (16, {"max_concurrent_requests": "16"}),
+    "generation.max_new_tokens": (64, {"max_completion_length": "64", "eval_max_completion_length": "64"}),
+    "generation.temperature": (0.5, {"temperature": "0.5", "eval_temperature": "0.5"}),
+    "generation.top_p": (0.9, {"top_p": "0.9", "eval_top_p": "0.9"}),
     "generation.top_k": (7, {"top_k": "7"}),
     "generation.repetition_penalty": (1.0, {"repetition_penalty": "1.0"}),
     "train.iterations": (3, {"max_steps": "6"}),
@@ -91,6 +92,10 @@ CHANGES: dict[str, tuple[Any, dict[str, str]]] = {
     "eval.replicates": (2, {"num_generations_eval": "2"}),
     "eval.num_ids": (3, {"eval_problem_seeds": "3"}),
     "eval.id_seed_start": (77, {"eval_problem_seed_start": "77"}),
+    "eval.seed_base": (7, {"eval_sampling_seed": "7"}),
+    "eval.max_new_tokens": (32, {"eval_max_completion_length": "32"}),
+    "eval.temperature": (0.3, {"eval_temperature": "0.3"}),
+    "eval.top_p": (0.5, {"eval_top_p": "0.5"}),
     "checkpoint.save_interval": (2, {"save_steps": "4"}),
     "checkpoint.keep_last_k": (1, {"save_total_limit": "1"}),
     "logging.wandb.run_name": ("mine", {"run_name": "mine"}),
@@ -118,9 +123,37 @@ def test_evaluations_and_wandb_are_turned_on_and_off() -> None:
     on = keys(logging__wandb__enabled=True, logging__wandb__project="p")
     assert on["report_to"] == "wandb" and on["wandb_project"] == "p"
     assert {name for name in offline.KEYS if name not in CHANGES} == {
-        "model.device", "generation.backend", "eval.enabled", "eval.backend", "eval.base_url",
-        "logging.wandb.enabled", "logging.wandb.project",
+        "model.device", "generation.backend", "eval.enabled", "eval.backend", "eval.base_url", "eval.do_sample",
+        "eval.ids", "logging.wandb.enabled", "logging.wandb.project",
     }  # fmt: skip
+
+
+def test_greedy_evaluations_and_their_problems() -> None:
+    greedy = keys(eval__do_sample=False, eval__replicates=1)
+    assert (greedy["eval_temperature"], greedy["num_generations_eval"]) == ("0", "1")
+    chosen = keys(eval__ids=[3, 9])
+    assert chosen["eval_problem_ids"] == "[3, 9]"
+    assert not {"eval_problem_seeds", "eval_problem_seed_start"} & chosen.keys()
+    off = keys(eval__enabled=False)
+    assert [key for key in off if "eval" in key] == ["eval_strategy"]
+
+
+@pytest.mark.parametrize(
+    ("url", "backend", "answers", "asked"),
+    [
+        ("http://127.0.0.1:30000", "vllm_server", False, None),  # the launch starts one there
+        ("http://127.0.0.1:30000", "vllm_server", True, "http://127.0.0.1:30000"),
+        ("http://far:30000/v1", "vllm_server", False, "http://far:30000/v1"),
+        ("http://127.0.0.1:30001", "sglang_server", False, "http://127.0.0.1:30001"),
+    ],
+)
+def test_a_server_that_somebody_started_is_asked(url: str, backend: str, answers: bool, asked: str | None) -> None:
+    where = {"generation.base_url": url, "eval.base_url": url, "generation.backend": backend, "eval.backend": backend}
+    looked: list[str] = []
+    found = offline.translate(config() | where, lambda place: bool(looked.append(place)) or answers)
+    assert found.problems == [] and found.keys.get("vllm_server_base_url") == asked
+    assert found.keys.get("server_backend") == (backend if asked else None)
+    assert ("vllm_server_port" in found.keys) == (asked is None) and set(looked) <= {url}
 
 
 @pytest.mark.parametrize(
@@ -129,10 +162,11 @@ def test_evaluations_and_wandb_are_turned_on_and_off() -> None:
         ({"train.batch_size": 3}, "train.batch_size: an iteration has 16 completions", "among 1, 2, 4, 8, 16"),
         ({"train.iterations": 0}, "train.iterations: is 0", "train.iterations=4"),
         ({"data.problems": "chess"}, "data.problems: 'chess' is unknown", "arithmetic, sat"),
-        ({"generation.backend": "hf", "eval.backend": "vllm_server"}, "generation.backend: 'hf' is unknown", "vllm"),
-        ({"eval.backend": "sglang_server"}, "eval.backend: the training starts its own vLLM", "vllm_server"),
+        ({"generation.backend": "hf", "eval.backend": "hf"}, "generation.backend: 'hf' is unknown", "vllm"),
+        ({"eval.backend": "sglang_server"}, "eval.backend: another server", "leave it out"),
         ({"eval.base_url": "http://127.0.0.1:1"}, "eval.base_url: another server", "leave it out"),
-        ({"generation.base_url": "http://far:30000"}, "generation.base_url: 'http://far:30000'", "127.0.0.1:30000"),
+        ({"generation.base_url": "far:1", "eval.base_url": "far:1"}, "generation.base_url: 'far:1' is", "http"),
+        ({"eval.do_sample": False}, "eval.do_sample: greedy completions of a problem are all the same", "replicates=1"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused(changes: dict[str, Any], where: str, fix: str) -> None:

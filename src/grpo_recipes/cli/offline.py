@@ -7,12 +7,14 @@ launchers and its multirun are not used, since runs go on after a preemption and
 import argparse
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -40,6 +42,7 @@ from grpo_recipes.sweep.spec import SweepSpec
 PROGRAM = "run_offline_grpo.py"
 BASE = "recipes/base/offline_grpo.yaml"
 CONFIG = "offline_grpo"
+_ANSWER_SECONDS = 5.0
 _ABOUT = "Train by iterations over seeded problems. KEY=VALUE overrides a key of conf/offline_grpo.yaml."
 
 
@@ -179,7 +182,9 @@ def _composed(words: list[str]) -> tuple[DictConfig, DictConfig]:
 
 
 def _translated(config: DictConfig) -> offline.Translated:
-    found = offline.translate({key: OmegaConf.select(config, key) for key in offline.KEYS})
+    plain = OmegaConf.to_container(OmegaConf.create({key: OmegaConf.select(config, key) for key in offline.KEYS}))
+    assert isinstance(plain, dict)
+    found = offline.translate({str(key): value for key, value in plain.items()}, _answers)
     if found.problems:
         raise ConfigError(*found.problems)
     return found
@@ -204,6 +209,14 @@ def on_device(device: str, resources: Resources) -> tuple[Resources, dict[str, s
     others = [gpu for place, gpu in enumerate(gpus) if place != int(number)]
     chosen = (*others[:1], gpus[int(number)])
     return replace(resources, gpus=chosen), {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+
+
+def _answers(url: str) -> bool:
+    """Return whether a server listens there, whatever it serves."""
+    parts = urlsplit(url)
+    with suppress(OSError), socket.create_connection((parts.hostname, parts.port or 80), _ANSWER_SECONDS):
+        return True
+    return False
 
 
 def _unfinished(folder: Path) -> str | None:

@@ -24,6 +24,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
 from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.recipe.registry import BRIDGES, EXTERNAL, LORA_RANKS
+from grpo_recipes.recipe.rules import longest_completion
 from grpo_recipes.runs.rundir import SYNC_FOLDER
 
 LOGS = "logs"  # folder of the logs, where the variable LOGDIR names none
@@ -292,10 +293,8 @@ def longest_sequence(recipe: Recipe) -> int | None:
 
     Left to the model's configuration, vLLM would reserve KV cache for sequences that cannot come.
     """
-    prompt, completion = recipe["max_prompt_length"], recipe["max_completion_length"]
-    if recipe["vllm_max_model_length"] is not None or None in (prompt, completion):
-        return recipe["vllm_max_model_length"]
-    return int(prompt + completion)
+    given, prompt, completion = recipe["vllm_max_model_length"], recipe["max_prompt_length"], longest_completion(recipe)
+    return given if given is not None or prompt is None or completion is None else int(prompt + completion)
 
 
 def gpu_share(recipe: Recipe, mode: str) -> float:

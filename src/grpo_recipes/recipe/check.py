@@ -446,13 +446,15 @@ _IDLE: tuple[tuple[str, Condition, str], ...] = (
     ("environment_eval_episodes", lambda r: not rules.evaluates(r) and not rules.plays_benchmarks(r),
         "eval_strategy, or an environment of the recipe among benchmarks"),
     ("problem_seed_start problem_seeds", lambda r: not made.seeded_sets(r), "a dataset seeded:..."),
-    ("eval_problem_seed_start eval_problem_seeds", lambda r: rules.evaluates(r) and not made.seeded_sets(r),
-        "a dataset seeded:..."),
+    ("eval_problem_seed_start eval_problem_seeds eval_problem_ids",
+        lambda r: rules.evaluates(r) and not made.seeded_sets(r), "a dataset seeded:..."),
     ("benchmark_solved", lambda r: not rules.plays_benchmarks(r), "an environment of the recipe among benchmarks"),
     ("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),
     ("hub_*", lambda r: not r["push_to_hub"], "push_to_hub"),
     ("eval_*", lambda r: not rules.evaluates(r), "eval_strategy"),
     ("wandb_*", lambda r: "wandb" not in rules.reports_to(r), "report_to: wandb"),
+    ("server_backend", lambda r: not rules.asks_another(r), "vllm_server_base_url"),
+    ("max_concurrent_requests", lambda r: not rules.asks_another(r) and not rules.wants_server(r), "a vLLM server"),
     ("vllm_* weight_sync* weight_guard*", lambda r: not r["use_vllm"], "use_vllm: true"),
 )
 # fmt: on

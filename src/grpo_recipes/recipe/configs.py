@@ -89,6 +89,8 @@ class ScriptArguments(trl.ScriptArguments):
     problem_seeds: int = _key(64, "Seeds of a seeded dataset to train on, one after the other; they repeat.", min=1)
     eval_problem_seed_start: int = _key(5000, "First seed of a seeded dataset to evaluate on.", min=0)
     eval_problem_seeds: int = _key(16, "Seeds of a seeded dataset to evaluate on, none of them trained on.", min=1)
+    eval_problem_ids: list[int] | None = _key(None,
+        "The seeds themselves to evaluate on, in the place of eval_problem_seed_start and eval_problem_seeds.")
     modebench_prompts: int = _key(384, "Problems of a modebench dataset to train on.", min=1)
     modebench_test_prompts: int = _key(128, "Problems of its test split, none of them in training.", min=1)
     modebench_seed: int = _key(0, "Seed by which the problems of a modebench dataset are drawn.", min=0)
@@ -274,6 +276,13 @@ class GRPOConfig(trl.GRPOConfig):
         choices=list(SERVER_BACKENDS))
     max_concurrent_requests: int = _key(256,
         "Requests in flight at the server: each has all completions of a prompt, at vllm_server_base_url one.", min=1)
+    eval_temperature: float | None = _key(None,
+        "Temperature of evaluations; 0 is greedy. By default temperature.", min=0.0)
+    eval_top_p: float | None = _key(None, "Nucleus of evaluations; by default top_p.", min=0.0001, max=1.0)
+    eval_max_completion_length: int | None = _key(None,
+        "Most tokens of a completion of an evaluation; by default max_completion_length.", min=1)
+    eval_sampling_seed: int | None = _key(None,
+        "What the sampling seeds of evaluations are derived from; by default seed.", min=0)
     seed_server: bool | None = _key(None,
         "One sampling seed per prompt and step, so that a CPU run samples the same tokens again; on CPU by default.")
     server_request_timeout: float = _key(1800.0,

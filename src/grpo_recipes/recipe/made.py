@@ -48,14 +48,14 @@ def _evaluates_on_seeds(recipe: Recipe) -> bool:
     return evaluates(recipe) and (by_default or is_seeded(evaluation_set(recipe)))
 
 
-def _shared_seeds(recipe: Recipe) -> range:
+def _shared_seeds(recipe: Recipe) -> list[int]:
     """Return the seeds of one generator that a recipe both trains and evaluates on."""
     name = recipe["dataset_name"]
     same = _evaluates_on_seeds(recipe) and is_seeded(name) and (recipe["eval_dataset_name"] or name) == name
-    return Settings.read(recipe.__getitem__).shared if same else range(0)
+    return Settings.read(recipe.__getitem__).shared if same else []
 
 
-def _seeds(seeds: range) -> str:
+def _seeds(seeds: list[int]) -> str:
     return f"seed {seeds[0]}" if len(seeds) == 1 else f"the seeds {seeds[0]} to {seeds[-1]}"
 
 
@@ -87,7 +87,15 @@ RULES: tuple[Rule, ...] = (
         and [key for key in given(r, "eval_subsample eval_max_prompts") if r[key] != catalogue()[key]["default"]],
         "'{item}' does nothing with a seeded evaluation set, of which every seed is used",
         "{removal}, or write eval_problem_seeds"),
-    Rule("eval_problem_seed_start", lambda r: bool(_shared_seeds(r)),
+    Rule("{item}", lambda r: bool(r["eval_problem_ids"]) and given(r, "eval_problem_seed_start eval_problem_seeds"),
+        "'{item}' contradicts eval_problem_ids, which are the seeds themselves",
+        "{removal}, or remove eval_problem_ids"),
+    Rule("eval_problem_ids", lambda r: [one for one in r["eval_problem_ids"] or () if one < 0],
+        "{item} cannot be a seed", "write whole numbers of 0 or more"),
+    Rule("eval_problem_ids", lambda r: r["eval_problem_ids"] and _shared_seeds(r),
+        "{item} is trained on too: problem_seed_start {problem_seed_start} with problem_seeds {problem_seeds}",
+        "write other seeds"),
+    Rule("eval_problem_seed_start", lambda r: not r["eval_problem_ids"] and bool(_shared_seeds(r)),
         lambda r, _: f"{_seeds(_shared_seeds(r))} would be trained and evaluated on: problem_seed_start "
         f"{r['problem_seed_start']} with problem_seeds {r['problem_seeds']}, eval_problem_seed_start "
         f"{r['eval_problem_seed_start']} with eval_problem_seeds {r['eval_problem_seeds']}",

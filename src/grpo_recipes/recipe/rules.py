@@ -174,8 +174,14 @@ def _twice(names: list[Any]) -> list[Any]:
 
 def _longest(recipe: Recipe) -> int:
     """Return the tokens of the longest prompt with its completion, 0 where a completion may have any length."""
-    completion = recipe["max_completion_length"]
+    completion = longest_completion(recipe)
     return 0 if completion is None else (recipe["max_prompt_length"] or 1) + completion
+
+
+def longest_completion(recipe: Recipe) -> int | None:
+    """Return the most tokens of a completion, of the training or of an evaluation; None where there is no limit."""
+    limit, own = recipe["max_completion_length"], recipe["eval_max_completion_length"]
+    return limit if limit is None or own is None or not evaluates(recipe) else max(limit, own)
 
 
 def _targets_q(recipe: Recipe) -> bool:
@@ -301,7 +307,7 @@ RULES = (
     # Sampling.
     Rule("vllm_max_model_length",
         lambda r: r["use_vllm"] and r["vllm_max_model_length"] is not None and _longest(r) > r["vllm_max_model_length"],
-        lambda r, _: f"prompt {r['max_prompt_length'] or 1} + completion {r['max_completion_length']} tokens exceed "
+        lambda r, _: f"prompt {r['max_prompt_length'] or 1} + completion {longest_completion(r)} tokens exceed "
         f"the server's {r['vllm_max_model_length']}",
         lambda r, _: f"write vllm_max_model_length: {_longest(r)} or shorten max_prompt_length"),
     Rule("{item}", lambda r: [key for key, neutral in NEUTRAL_SAMPLING.items() if key not in r.broken
@@ -394,6 +400,12 @@ RULES = (
     Rule("use_transformers_continuous_batching", lambda r: evaluates(r) and r["use_transformers_continuous_batching"],
         "use_transformers_continuous_batching puts the model back into training in an evaluation",
         "remove it, or write eval_strategy: 'no'"),
+    Rule("eval_temperature", lambda r: evaluates(r) and r["eval_temperature"] == 0
+        and (r["num_generations_eval"] or r["num_generations"]) > 1,
+        "greedy completions of a prompt are all the same",
+        "write num_generations_eval: 1, or eval_temperature above 0"),
+    Rule("eval_max_completion_length", lambda r: plays(r) and r["eval_max_completion_length"] is not None,
+        "an episode has max_completion_length, in evaluations too", "{removal}"),
     Rule("benchmarks", lambda r: _twice(r["benchmarks"]), "'{item}' is listed twice", "keep one"),
     Rule("benchmark_samples", lambda r: r["benchmark_temperature"] == 0 and r["benchmark_samples"] > 1,
         "benchmark_samples {benchmark_samples} at benchmark_temperature 0 are {benchmark_samples} times the same "

@@ -127,7 +127,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Sample, score and weigh a generation, write samples of it, and check the weights it was sampled with."""
         training, loaded, step = self.model.training, self.rollouts.transfers, self.state.global_step
-        name = f"{step}/{self._step}" if training else f"eval/{step}/{self.evaluation.batch}"
+        name = f"{step}/{self._step}" if training else self.evaluation.generation
         self.rollouts.name_generation(name)
         if self.source is not None:
             self.source.begin(inputs, name)

@@ -1,12 +1,13 @@
 """Rows that a training writes: ``metrics.jsonl`` per optimizer step, ``samples.jsonl`` to read, and ``eval.jsonl``."""
 
+import copy
 import hashlib
 import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -308,7 +309,7 @@ class Evaluation:
     def running(self, name: str | None = None) -> Iterator[None]:
         """Evaluate a set inside; a stop request ends that alone, unless the evaluation is part of another."""
         try:
-            with self.undisturbed(name), self._trainer.rows.reported("evaluate"):
+            with self.undisturbed(name), self._sampling(), self._trainer.rows.reported("evaluate"):
                 yield
         except Stopped:
             if self._inside:
@@ -329,7 +330,9 @@ class Evaluation:
         try:
             with own_table, replaced(self, _set=name, _inside=True), trainer.rows.evaluating():
                 # A seed for each step, rank and set: an evaluation made up for later draws what it would have drawn.
-                place = f"{trainer.args.seed}/eval/{trainer.state.global_step}/{trainer.args.process_index}"
+                own = trainer.args.eval_sampling_seed
+                seed = trainer.args.seed if own is None else own
+                place = f"{seed}/eval/{trainer.state.global_step}/{trainer.args.process_index}"
                 text = place if name is None else f"{place}/{name}"
                 set_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big"))
                 yield
@@ -341,6 +344,34 @@ class Evaluation:
             if not inside:
                 trainer.control.should_log, trainer.control.should_evaluate = due
             trainer._metrics["eval"].clear()
+
+    def _sampling(self) -> AbstractContextManager[None]:
+        """Let completions inside be drawn as the recipe says for evaluations."""
+        trainer, args = self._trainer, self._trainer.args
+        wanted = {
+            "temperature": args.eval_temperature,
+            "top_p": args.eval_top_p,
+            "max_completion_length": args.eval_max_completion_length,
+        }
+        given = {name: value for name, value in wanted.items() if value is not None}
+        if not given:
+            return nullcontext()
+        if trainer.use_vllm:
+            return replaced(trainer.vllm_generation, **given)
+        config = copy.deepcopy(trainer.generation_config)
+        names = {"max_completion_length": "max_new_tokens"}
+        for name, value in given.items():
+            setattr(config, names.get(name, name), value)
+        if given.get("temperature") == 0:
+            config.do_sample = False
+            config.temperature = config.top_p = config.top_k = config.min_p = None
+        return replaced(trainer, generation_config=config)
+
+    @property
+    def generation(self) -> str:
+        """The name that the sampling seeds of the next batch are derived from."""
+        own = self._trainer.args.eval_sampling_seed
+        return f"eval/{'' if own is None else f'{own}/'}{self._trainer.state.global_step}/{self.batch}"
 
     def add(self, rewards_BR: torch.Tensor, completions: list[Any]) -> None:
         """Take the rewards of all ranks' batch, and the answers in this rank's completions. Called by every rank."""

@@ -10,19 +10,21 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_recipes.errors import Problem
+from grpo_recipes.recipe.registry import SERVER_BACKENDS
 
-BACKENDS = ("vllm_server", "sglang_server")
 # Generator of problems -> the reward that judges its answers.
 GENERATORS = {
     "arithmetic": "pure_accuracy_math", "sat": "satisfiability",
     "countdown": "modebench", "graph_coloring": "modebench",
 }  # fmt: skip
+VLLM, _ = SERVER_BACKENDS
 _LOCAL = ("localhost", "127.0.0.1")
 _BOOL = {True: "true", False: "false"}
 
 # Hydra key -> recipe key, where the value stays what it is.
 SAME = {
     "model.train_id": "model_name_or_path",
+    "generation.batch_size": "max_concurrent_requests",
     "generation.max_new_tokens": "max_completion_length",
     "generation.temperature": "temperature",
     "generation.top_p": "top_p",
@@ -37,12 +39,19 @@ SAME = {
     "data.rollouts_per_problem": "num_generations",
     "data.train_seed_start": "problem_seed_start",
     "data.num_train_seeds": "problem_seeds",
+    "checkpoint.keep_last_k": "save_total_limit",
+    "seed": "seed",
+}
+# The same of evaluations, which are left out where there are none.
+OF_EVALUATIONS = {
     "eval.batch_size": "per_device_eval_batch_size",
     "eval.replicates": "num_generations_eval",
     "eval.num_ids": "eval_problem_seeds",
     "eval.id_seed_start": "eval_problem_seed_start",
-    "checkpoint.keep_last_k": "save_total_limit",
-    "seed": "seed",
+    "eval.seed_base": "eval_sampling_seed",
+    "eval.max_new_tokens": "eval_max_completion_length",
+    "eval.temperature": "eval_temperature",
+    "eval.top_p": "eval_top_p",
 }
 COUNTS = (
     "train.iterations", "train.batch_size", "train.grad_accum_steps", "data.problems_per_iteration",
@@ -50,9 +59,10 @@ COUNTS = (
 )  # fmt: skip
 OTHERS = (
     "model.ref_id", "model.device", "generation.backend", "generation.base_url", "data.problems", "eval.enabled",
-    "eval.backend", "eval.base_url", "logging.wandb.enabled", "logging.wandb.project", "logging.wandb.run_name",
+    "eval.backend", "eval.base_url", "eval.do_sample", "eval.ids", "logging.wandb.enabled", "logging.wandb.project",
+    "logging.wandb.run_name",
 )  # fmt: skip
-KEYS = (*SAME, *(key for key in COUNTS if key not in SAME), *OTHERS)
+KEYS = (*SAME, *OF_EVALUATIONS, *(key for key in COUNTS if key not in SAME), *OTHERS)
 
 
 @dataclass
@@ -69,8 +79,11 @@ class Translated:
         return [f"--{key}={text}" for key, text in self.keys.items()]
 
 
-def translate(config: Mapping[str, Any]) -> Translated:
-    """Return what a configuration, composed and flat, comes to; ``config`` has every key of ``KEYS``."""
+def translate(config: Mapping[str, Any], answers: Callable[[str], bool] = lambda _: False) -> Translated:
+    """Return what a configuration, composed and flat, comes to.
+
+    ``config`` has every key of ``KEYS``; ``answers`` says whether a server answers at an address.
+    """
     found = Translated()
 
     def put(source: str, key: str, value: Any) -> None:
@@ -92,7 +105,9 @@ def translate(config: Mapping[str, Any]) -> Translated:
         put("data.problems", "reward_funcs", GENERATORS[config["data.problems"]])
     else:
         refuse("data.problems", f"'{config['data.problems']}' is unknown", f"write one of {', '.join(GENERATORS)}")
-    _server(config, put, refuse)
+    _server(config, put, refuse, answers)
+    if config["eval.enabled"]:
+        _evaluation(config, put, refuse)
     if config["logging.wandb.enabled"]:
         put("logging.wandb.enabled", "report_to", "wandb")
         put("logging.wandb.project", "wandb_project", config["logging.wandb.project"])
@@ -128,27 +143,46 @@ def steps_of_iteration(config: Mapping[str, Any]) -> int:
     return completions // (int(config["train.batch_size"]) * int(config["train.grad_accum_steps"]))
 
 
-def _server(config: Mapping[str, Any], put: Callable[..., None], refuse: Callable[..., None]) -> None:
-    """Put where the server is; one server samples for the training and its evaluations, with the current weights."""
-    for source in ("generation.backend", "eval.backend"):
-        if config[source] not in BACKENDS:
-            refuse(source, f"'{config[source]}' is unknown", f"write {source}=vllm_server")
-        elif config[source] != "vllm_server":
-            refuse(
-                source,
-                "the training starts its own vLLM server, which gets each step's weights",
-                f"write {source}=vllm_server",
-            )
-    url = str(config["generation.base_url"])
+def _evaluation(config: Mapping[str, Any], put: Callable[..., None], refuse: Callable[..., None]) -> None:
+    """Put how evaluations sample, and on what."""
+    ids = config["eval.ids"] or []
+    of_ids = ("eval.num_ids", "eval.id_seed_start")
+    for source, key in OF_EVALUATIONS.items():
+        if not (ids and source in of_ids):
+            put(source, key, config[source])
+    if ids:
+        put("eval.ids", "eval_problem_ids", f"[{', '.join(map(str, ids))}]")
+    if not config["eval.do_sample"]:
+        put("eval.do_sample", "eval_temperature", 0)
+        if (count := config["eval.replicates"]) != 1:
+            what = f"greedy completions of a problem are all the same, and eval.replicates is {count}"
+            refuse("eval.do_sample", what, "write eval.replicates=1")
+
+
+def _server(
+    config: Mapping[str, Any], put: Callable[..., None], refuse: Callable[..., None], answers: Callable[[str], bool]
+) -> None:
+    """Put where the server is; one server samples for the training and its evaluations, with the current weights.
+
+    On this machine the launch starts a vLLM where nothing answers yet.
+    """
+    backend, url = config["generation.backend"], str(config["generation.base_url"])
     parts = urlsplit(url)
-    if parts.scheme != "http" or parts.hostname not in _LOCAL or parts.path.rstrip("/") not in ("", "/v1"):
-        what = f"'{url}' is not an address of this machine, where the launch starts the server"
-        refuse("generation.base_url", what, "write e.g. generation.base_url=http://127.0.0.1:30000")
-    elif parts.port:
-        put("generation.base_url", "vllm_server_port", parts.port)
-    if config["eval.enabled"] and config["eval.base_url"] != config["generation.base_url"]:
-        what = "another server than the training's would have the weights of the beginning"
-        refuse("eval.base_url", what, "leave it out: evaluations ask the server of generation.base_url")
+    if backend not in SERVER_BACKENDS:
+        refuse("generation.backend", f"'{backend}' is unknown", f"write one of {', '.join(SERVER_BACKENDS)}")
+    elif parts.scheme not in ("http", "https") or not parts.hostname:
+        refuse("generation.base_url", f"'{url}' is not an address", "write e.g. http://127.0.0.1:30000")
+    elif backend == VLLM and parts.hostname in _LOCAL and not answers(url):
+        if parts.port:
+            put("generation.base_url", "vllm_server_port", parts.port)
+    else:
+        put("generation.base_url", "vllm_server_base_url", url)
+        put("generation.backend", "server_backend", backend)
+    for name in ("backend", "base_url"):
+        if config["eval.enabled"] and config[f"eval.{name}"] != config[f"generation.{name}"]:
+            what = "another server than the training's would have the weights of the beginning"
+            fix = f"leave it out: evaluations ask the server of generation.{name}"
+            refuse(f"eval.{name}", what, fix)
 
 
 def _count(source: str, value: Any, refuse: Callable[..., None]) -> int | None:
