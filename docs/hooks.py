@@ -33,7 +33,7 @@ RECIPES = home() / "recipes"
 TOPICS = {
     "Model": "model_name_or_path dtype system_prompt chat_template* model_* attn_* trust_*",
     "Data": "dataset_name dataset_*_column dataset_* max_prompt_length max_train_prompts shuffle_dataset "
-    "problem_seed* eval_problem_seed*",
+    "problem_seed* eval_problem_*",
     "Rewards": "reward_funcs reward_weights answer_matching reward_* judge_* cosine_* repetition_max* "
     "repetition_n_grams soft_punish_cache scale_rewards multi_objective_aggregation",
     "Batch and length of the run": "prompts_per_step num_generations per_device_train_batch_size max_steps "
@@ -53,7 +53,7 @@ TOPICS = {
     "Saving and resuming": "run_name run_root save_* max_requeues callbacks restore_* ignore_data_skip",
     "Report and logs": "report_* wandb_* logging_* log_* num_completions_to_print disable_tqdm",
     "Publishing": "push_to_hub hub_*",
-    "Server and weights": "use_vllm vllm_mode vllm_* weight_* server_*",
+    "Server and weights": "use_vllm vllm_mode vllm_* weight_* server_* max_concurrent_requests",
     "Processes and memory": "accelerator num_processes gradient_checkpointing* bf16* fp16* tf32 stall_timeout "
     "main_process_port ddp_* torch_* cast_lm_head_to_fp32 use_liger_kernel liger_*",
     "Everything else": "*",

@@ -124,6 +124,7 @@ def difference(server: list[list[float]], mask: list[list[int]], own: float = -1
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(gather=lambda tensor: tensor),
         model=torch.nn.Identity(),
+        rollouts=SimpleNamespace(probes=False),
         state=SimpleNamespace(global_step=2),
         args=SimpleNamespace(output_dir="nowhere", fp16=False, learning_rate=1.0, max_grad_norm=1.0),
         **{"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, **sampling},

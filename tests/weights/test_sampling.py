@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.weights import client as client_module
 from grpo_recipes.weights.sampling import sampling_seed
 from grpo_recipes.weights.transport import ServerLost
 
@@ -41,10 +40,11 @@ def test_prompts_with_given_seeds_come_back_in_their_order(connect, server) -> N
     assert answer["logprobs"] == [[[-0.5]]] * 6
 
 
-def test_more_prompts_than_connections_are_held_in_turn(connect, server, monkeypatch) -> None:
-    monkeypatch.setattr(client_module, "REQUESTS", 2)
+def test_more_prompts_than_requests_at_a_time_are_held_in_turn(connect, server) -> None:
     extra = {"ignore_eos": True}
-    answer = connect(seed=7).generate([[index] for index in range(5)], n=2, generation_kwargs=extra)
+    answer = connect(seed=7, max_concurrent_requests=2).generate(
+        [[index] for index in range(5)], n=2, generation_kwargs=extra
+    )
     assert server.queues == [4, 4, 2]
     assert answer["prompt_ids"] == [[index] for index in range(5)]
     assert all(asked["ignore_eos"] for asked in server.sampled())

@@ -224,7 +224,7 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
 def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool, accelerator: str) -> tuple[str | None, str]:
     """Choose the weight bridge of a run with a server, and say why; refuse what cannot get weights to vLLM."""
     bridge, why = _chosen_bridge(recipe, resources, mode, apart)
-    way = mode if mode in (COLOCATE, EXTERNAL) else bridge
+    way = COLOCATE if mode == "colocate" else bridge
     if way and (problem := refusal(recipe, way, accelerator, apart, resources.device)):
         raise ConfigError(problem)
     return bridge, why

@@ -84,9 +84,9 @@ BRIDGES = {
     "restart": Bridge(reconnects=_EVERYWHERE, serves=_serving(YES)),
 }
 COLOCATE = "colocate"  # vLLM inside the trainers, which loads the weights itself
+# Every way for new weights to reach vLLM: the table that `grpo check` and the plan enforce, and the docs print.
+WAYS = {**BRIDGES, COLOCATE: Bridge(reconnects=frozenset(), serves=_serving(YES))}
 EXTERNAL = "external"  # a server that somebody started, which loads the weights from files
-# Every way for new weights to reach a sampler: the table that `grpo check` and the plan enforce, and the docs print.
-WAYS = {**BRIDGES, **dict.fromkeys((COLOCATE, EXTERNAL), Bridge(reconnects=frozenset(), serves=_serving(YES)))}
 NOT_WITH_LORA = ("zero3", "fsdp2")  # accelerators under which an adapter has not been shown to reach vLLM in any way
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes vLLM makes room for
 # Servers that somebody else started, by the API that completions are asked from.

@@ -83,10 +83,6 @@ def objective_of(recipe: Recipe) -> Objective | None:
 
 
 COLOCATED = "vllm_mode: colocate"
-_OF_OWN_SERVER = (
-    "weight_sync weight_sync_timeout vllm_server_host vllm_server_port vllm_group_port vllm_node "
-    "vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_length server_restarts server_stall_timeout"
-)
 
 
 def wants_server(recipe: Recipe) -> bool:
@@ -323,8 +319,8 @@ RULES = (
         "chat_template does not mention messages", "write the template itself: chat_template: |"),
     Rule("{item}", lambda r: r["vllm_mode"] == "colocate" and given(r, "weight_sync weight_sync_timeout"),
         "{item} has no meaning with vllm_mode: colocate (vLLM shares the trainer's process)", "remove {item}"),
-    Rule("{item}", lambda r: asks_another(r) and given(r, _OF_OWN_SERVER, any_value=False),
-        "{item} is for a server that the launch starts, and vllm_server_base_url names another", "{removal}"),
+    Rule("weight_sync", lambda r: asks_another(r) and given(r, "weight_sync"),
+        "weights reach the server of vllm_server_base_url as files, and in no other way", "{removal}"),
     Rule("{item}", lambda r: asks_another(r) and given(r, "vllm_structured_outputs_regex generation_kwargs", False),
         "{item} is not passed on to the server of vllm_server_base_url", "{removal}"),
     Rule("vllm_server_base_url", lambda r: asks_another(r) and not is_url(r["vllm_server_base_url"]),

@@ -44,9 +44,9 @@ def rollouts_of(trainer: Any) -> Rollouts:
     """Return where this trainer's completions come from."""
     if not trainer.use_vllm:
         return Rollouts(trainer)
-    if trainer.args.vllm_server_base_url:
-        return ExternalRollouts(trainer)
-    return ServerRollouts(trainer) if trainer.vllm_generation.mode == "server" else ColocatedRollouts(trainer)
+    if trainer.vllm_generation.mode != "server":
+        return ColocatedRollouts(trainer)
+    return ExternalRollouts(trainer) if trainer.args.vllm_server_base_url else ServerRollouts(trainer)
 
 
 def problem_seed(run_seed: int, benchmark: str, index: int) -> int:

@@ -5,7 +5,7 @@ it, so nothing can be called there for a checksum: the guard compares log-probs 
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import EXTERNAL
 from grpo_recipes.rollouts.openai import VLLM, CompletionClient, Failed, Sample, SamplingParameters
 from grpo_recipes.runs.rundir import Run
-from grpo_recipes.weights.client import BridgeClient, Metadata, NamedTensors
+from grpo_recipes.weights.client import Answer, BridgeClient, Metadata, NamedTensors
 from grpo_recipes.weights.file import write_weights
 from grpo_recipes.weights.sampling import sampling_seed
 from grpo_recipes.weights.transport import ServerAdapter, ServerError
@@ -105,6 +105,10 @@ class ExternalClient(BridgeClient):
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Do nothing: the server reads files, so there is no channel to open."""
+
+    def _through_restarts(self, ask: Callable[[], Answer]) -> Answer:
+        """Ask the server, which nobody here starts again."""
+        return self._repeated(ask)
 
     def update_named_params(self, metadata: Metadata, named_params: NamedTensors) -> None:
         """Write the weights, and have the server load them."""

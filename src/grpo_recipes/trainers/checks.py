@@ -95,8 +95,11 @@ class Checks:
         trainer = self._trainer
         if trainer.rollouts.probes:
             prompt = _first_prompt(trainer, output)
-            with replaced(trainer, temperature=1.0):
-                return self._difference(_probed(output, prompt, *trainer.rollouts.probe(prompt)))
+            probed = _probed(output, prompt, *trainer.rollouts.probe(prompt))
+            with replaced(
+                trainer, temperature_B=torch.ones(1, dtype=torch.float64, device=output["prompt_ids"].device)
+            ):
+                return self._difference(probed)
         if tuple(sampling_keys(trainer).values()) != (1.0, 0, 0.0, 1.0):
             return 0.0  # the server's log-probs are those of a truncated distribution: nothing to compare
         return self._difference(output)

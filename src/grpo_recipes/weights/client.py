@@ -21,7 +21,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.errors import translate
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.recipe.registry import WAYS
+from grpo_recipes.recipe.registry import BRIDGES
 from grpo_recipes.runs.rundir import SERVER_STATE, Run, json_mapping, read_json
 from grpo_recipes.runs.stop_request import LOOK_SECONDS, StopRequest
 from grpo_recipes.server.middleware import ACTIVITY_PATH, POLICY_HEADER, SYNCED_PATH
@@ -154,7 +154,7 @@ class BridgeClient(VLLMClient):
 
     def _through_restarts(self, ask: Callable[[], Answer]) -> Answer:
         """Ask the server; where the launcher starts another meanwhile, give that one the weights, then ask it."""
-        if ("cpu" if self._args.use_cpu else "cuda") not in WAYS[self.bridge].reconnects:
+        if ("cpu" if self._args.use_cpu else "cuda") not in BRIDGES[self.bridge].reconnects:
             return self._repeated(ask)
         while True:
             try:
