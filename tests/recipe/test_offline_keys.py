@@ -128,7 +128,7 @@ def test_evaluations_and_wandb_are_turned_on_and_off() -> None:
     [
         ({"train.batch_size": 3}, "train.batch_size: an iteration has 16 completions", "among 1, 2, 4, 8, 16"),
         ({"train.iterations": 0}, "train.iterations: is 0", "train.iterations=4"),
-        ({"data.problems": "chess"}, "data.problems: 'chess' is unknown", "arithmetic, sat"),
+        ({"data.problems": "chess"}, "data.problems: 'chess' is unknown", "arithmetic, sums"),
         ({"generation.backend": "hf", "eval.backend": "vllm_server"}, "generation.backend: 'hf' is unknown", "vllm"),
         ({"eval.backend": "sglang_server"}, "eval.backend: the training starts its own vLLM", "vllm_server"),
         ({"eval.base_url": "http://127.0.0.1:1"}, "eval.base_url: another server", "leave it out"),

@@ -14,7 +14,7 @@ from grpo_recipes.errors import Problem
 BACKENDS = ("vllm_server", "sglang_server")
 # Generator of problems -> the reward that judges its answers.
 GENERATORS = {
-    "arithmetic": "pure_accuracy_math", "sat": "satisfiability",
+    "arithmetic": "pure_accuracy_math", "sums": "pure_accuracy_math", "sat": "satisfiability",
     "countdown": "modebench", "graph_coloring": "modebench",
 }  # fmt: skip
 _LOCAL = ("localhost", "127.0.0.1")
