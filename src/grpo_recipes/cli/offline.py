@@ -6,6 +6,7 @@ launchers and its multirun are not used, since runs go on after a preemption and
 
 import argparse
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +41,8 @@ from grpo_recipes.sweep.spec import SweepSpec
 PROGRAM = "run_offline_grpo.py"
 BASE = "recipes/base/offline_grpo.yaml"
 CONFIG = "offline_grpo"
-_ABOUT = "Train by iterations over seeded problems. KEY=VALUE overrides a key of conf/offline_grpo.yaml."
+_OVERRIDE = re.compile(r"[+~]{0,2}[\w./@]+=")
+_ABOUT = "Train by iterations over seeded problems. KEY=VALUE sets a key of conf/offline_grpo.yaml: train.lr=5e-6."
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    options, rest = _parser().parse_known_args(arguments)
-    words = [word for word in (*options.overrides, *rest) if not word.startswith("--")]
-    flags = [word for word in rest if word.startswith("--")]
+    words, others = _overrides(arguments)
+    options, flags = _parser().parse_known_args(others)
     if problems := list(strange(flags, ["--cfg", "--multirun"], PROGRAM)):
         raise ConfigError(*problems)
     overrides = _parsed(words)
@@ -140,6 +141,16 @@ def _values(override: Override) -> list[str]:
     if isinstance(value, list):
         return [str(one) for one in value]
     return [override.get_value_element_as_str()]
+
+
+def _overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return Hydra's overrides, and the flags with their values: after a flag, what is not KEY=VALUE is its value."""
+    words: list[str] = []
+    others: list[str] = []
+    for word in arguments:
+        of_a_flag = others and not _OVERRIDE.match(word)
+        (others if word.startswith("-") or of_a_flag else words).append(word)
+    return words, others
 
 
 def _parsed(words: list[str]) -> list[tuple[str, Override]]:
@@ -223,9 +234,9 @@ def _write_hydra(folder: Path, config: DictConfig, hydra: DictConfig, words: lis
 
 def _parser() -> Parser:
     epilog = "Any recipe key is a flag too, e.g. --max_prompt_length 512; see docs/offline-trainer.md."
-    parser = Parser(prog=PROGRAM, description=_ABOUT, epilog=epilog, allow_abbrev=False)
+    usage = "%(prog)s [options] [KEY=VALUE ...]"
+    parser = Parser(prog=PROGRAM, usage=usage, description=_ABOUT, epilog=epilog, allow_abbrev=False)
     parser.set_defaults(recipe=None, config=None)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. train.lr=5e-6")
     parser.add_argument("-m", "--multirun", action="store_true", help="run every combination: KEY=A,B or KEY='[A,B]'")
     parser.add_argument("--cfg", choices=["job"], help="print the configuration, and end")
     for names, settings in load("launch").options:
