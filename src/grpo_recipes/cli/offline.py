@@ -7,6 +7,7 @@ launchers and its multirun are not used, since runs go on after a preemption and
 import argparse
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.dialects import offline
 from grpo_recipes.recipe.keys import nearest_of
 from grpo_recipes.runs.rundir import write_whole
-from grpo_recipes.sweep.run import Backend, start
+from grpo_recipes.sweep.run import Backend, planned, start
 from grpo_recipes.sweep.spec import SweepSpec
 
 PROGRAM = "run_offline_grpo.py"
@@ -117,11 +118,21 @@ def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], f
     words: dict[tuple[str, ...], list[str]] = {}
     for values in _product(list(swept.values())):
         config, hydra = _composed([*fixed, *(f"{key}={text}" for key, text in zip(swept, values, strict=True))])
-        words[values] = [*_translated(config).flags()]
+        found = _translated(config)
+        words[values] = [*found.flags()]
+    _, variables = on_device(found.device, find_resources(os.environ))
+    os.environ.update(variables)
     root = Path(hydra.sweep.dir).absolute()
     axes_of_recipe = {offline.SAME[key]: values for key, values in swept.items()}
-    spec = Sweep(str(home() / BASE), axes_of_recipe, [f"--run_root={root}", *flags], options.task, words)
-    return start(spec, Backend(None, None), os.environ, new=True)
+    base = str(home() / BASE)
+    spec = Sweep(base, axes_of_recipe, [f"--run_root={root}", *flags], options.task, words)
+    if not options.dry_run:
+        return start(spec, Backend(), os.environ, new=True)
+    trials = planned(spec, Backend(), os.environ)
+    say(f"{len(trials)} runs in {shown(root)}; this is a dry run, which starts none")
+    for trial in trials:
+        print(shlex.join(["grpo", "launch", base, *spec.flags_of(trial.values)]))
+    return 0
 
 
 def _product(values: list[list[str]]) -> Iterator[tuple[str, ...]]:
