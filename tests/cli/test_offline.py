@@ -66,6 +66,7 @@ def test_the_configuration_is_printed(capfd: pytest.CaptureFixture[str]) -> None
         (("model.train_id=./nowhere",), "model.train_id: no file or folder './nowhere'"),
         ((*SMOKE, "-m", "seed=1"), "-m: nothing is varied"),
         ((*SMOKE, "-m", "model.device=cpu,auto"), "model.device: cannot be swept"),
+        ((*SMOKE, "-m", "seed=1,2", "model.device=cuda:2"), "model.device: 'cuda:2' is not there"),
         (("train.lr",), "train.lr: "),
     ],
 )  # fmt: skip

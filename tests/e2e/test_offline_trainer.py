@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -88,8 +89,7 @@ def test_ten_iterations_learn_and_the_server_ends_with_the_trainers_weights(laun
     rates = [found[f"eval_iter_{number:03}.json"]["pass@1"] for number in range(10)]
     before = run.summary()["initial_eval_reward"]
     # 30 problems of 16 completions each: the standard error of a rate is at most 0.03.
-    assert 0.35 < before < 0.65 and min(rates[-3:]) > before + 0.15 and rates[-1] > 0.7, rates
-    assert all(row["syncs"] == (1 if row["step"] % 4 == 1 else 0) for row in run.rows())
+    assert 0.35 < before < 0.6 and fmean(rates[-3:]) > max(0.7, before + 0.2), rates
 
     answers = {row["problem"]: row["completions"] for row in benchmark_rows(run)}
     assert len(answers) == 20 and answers == greedy_answers(run.run_dir / "model", answers)
@@ -101,8 +101,8 @@ def test_ten_iterations_learn_and_the_server_ends_with_the_trainers_weights(laun
 def test_killed_and_started_again_it_ends_as_if_it_had_not_been(launch: Callable[..., Launch]) -> None:
     words = ["python", "run_offline_grpo.py", "model.train_id=smoke:sums", "data.problems=sums", "train.iterations=8"]
     more = (
-        "train.lr=1e-4", "generation.max_new_tokens=8", "eval.num_ids=8", "checkpoint.save_interval=2",
-        "hydra.run.dir=runs", "--dtype=float32", "--bf16=false",
+        "train.lr=1e-4", "generation.max_new_tokens=8", "eval.num_ids=8", "eval.interval=2",
+        "checkpoint.save_interval=2", "hydra.run.dir=runs", "--dtype=float32", "--bf16=false",
     )  # fmt: skip
     whole = door(launch, words, *more, folder="whole")
     assert whole.wait() == 0, whole.output
@@ -112,7 +112,7 @@ def test_killed_and_started_again_it_ends_as_if_it_had_not_been(launch: Callable
     killed.process.send_signal(signal.SIGKILL)
     killed.process.wait()
     killed.wait_for_nothing_left()
-    assert not (killed.run_dir / "model").exists() and len(list((killed.folder / "runs/metrics").iterdir())) >= 8
+    assert not (killed.run_dir / "model").exists() and (killed.folder / "runs/metrics/train_iter_003.json").exists()
 
     again = door(launch, words, *more, folder="killed")
     assert again.wait() == 0, again.output
