@@ -24,8 +24,8 @@ def find_environment():
     return (sys.executable if importlib.util.find_spec("trl") else None), folder
 
 
-def main(module="grpo_recipes.cli.colocated"):
-    """Go on in the environment, with a ``module`` that reads the flags; exit with 2 where there is none."""
+def need_environment():
+    """Return the Python of the environment; exit with 2 where there is none."""
     python, folder = find_environment()
     if python is None:
         own = next((name for name in OWN if os.environ.get(name)), None)
@@ -33,6 +33,12 @@ def main(module="grpo_recipes.cli.colocated"):
         fix = f"run make setup in {REPOSITORY}, or export ENV_DIR=DIR of an environment that it made"
         sys.stderr.write(f"grpo: environment: {what}. Fix: {'activate it, or unset ' + own if own else fix}\n")
         sys.exit(2)
+    return python
+
+
+def main(module="grpo_recipes.cli.colocated"):
+    """Go on in the environment, with a ``module`` that reads the flags."""
+    python = need_environment()
     # Packages of the login shell must not reach into the environment.
     variables = {name: text for name, text in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     os.execve(python, [python, "-P", "-s", "-m", module, *sys.argv[1:]], variables)

@@ -114,6 +114,15 @@ def test_fingerprint_depends_on_every_setting():
     assert len(set(keys)) == len(keys)
 
 
+def test_untrained_weights_are_those_of_the_seed(tmp_path):
+    smoke.main([str(tmp_path / "made"), "--untrained", "--seed", "3"])
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        drawn = smoke.build_model(smoke.build_tokenizer()).state_dict()
+    made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made" / "model").state_dict()
+    assert made.keys() == drawn.keys() and all(torch.equal(made[name], drawn[name]) for name in drawn)
+
+
 def test_tied_bfloat16_variant(tmp_path, monkeypatch):
     monkeypatch.setattr(smoke, "make", functools.partial(smoke.make, phases=FEW_STEPS))
     smoke.main([str(tmp_path / "made"), "--tie-word-embeddings", "--dtype", "bfloat16"])

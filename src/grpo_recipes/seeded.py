@@ -141,6 +141,12 @@ def _arithmetic(draws: Draws, _: Settings) -> dict[str, str]:
     return {"problem": text, "answer": str(result)}
 
 
+def _sums(draws: Draws, _: Settings) -> dict[str, str]:
+    """Return a one-digit sum as the model ``smoke:sums`` has learned to read it; there are a hundred."""
+    first, second = draws.below(10), draws.below(10)
+    return {"problem": f"{first}+{second}=", "answer": str(first + second)}
+
+
 def _sat(draws: Draws, _: Settings) -> dict[str, str]:
     """Return clauses that a drawn assignment, which is the answer, satisfies."""
     count = draws.between(*_VARIABLES)
@@ -192,6 +198,7 @@ def _none() -> ConfigError:
 
 GENERATORS: dict[str, Generator] = {
     "seeded:arithmetic": Generator(_arithmetic),
+    "seeded:sums": Generator(_sums),
     "seeded:sat": Generator(_sat, (*COLUMNS, "clauses")),
     "seeded:countdown": Generator(_countdown, task="modebench:countdown"),
     "seeded:graph_coloring": Generator(_graph_coloring, task="modebench:graph_coloring"),

@@ -21,7 +21,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.paths import cache_root, python_module
@@ -262,8 +262,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tie-word-embeddings", action="store_true", help="share the input and output embeddings")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the saved weights")
+    parser.add_argument(
+        "--untrained", action="store_true", help="leave the weights random: a second instead of a minute"
+    )
     args = parser.parse_args(argv)
-    make(args.out_dir, args.seed, tied=args.tie_word_embeddings, dtype=args.dtype)
+    phases: dict[str, Any] = {"phases": ()} if args.untrained else {}
+    make(args.out_dir, args.seed, tied=args.tie_word_embeddings, dtype=args.dtype, **phases)
 
 
 if __name__ == "__main__":

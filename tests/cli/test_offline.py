@@ -33,6 +33,22 @@ def test_a_dry_run_prints_the_launch_and_makes_nothing(tmp_path: Path, capfd: py
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--max_prompt_length", "512", *SMOKE, "--use_vllm", "false"),
+        (*SMOKE, "--use_vllm=false", "--max_prompt_length", "512"),
+    ],
+)
+def test_a_recipe_key_is_a_flag_wherever_its_value_stands(
+    words: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words, "--dry-run") == 0
+    said = capfd.readouterr().out
+    assert "(no server: use_vllm is false)" in said and "--max_completion_length=8" in said
+    assert "--max_prompt_length 512" in said or "--max_prompt_length=512" in said
+
+
 def test_the_configuration_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("--cfg", "job", "train.lr=3e-4") == 0
     assert "lr: 0.0003" in capfd.readouterr().out
@@ -50,6 +66,7 @@ def test_the_configuration_is_printed(capfd: pytest.CaptureFixture[str]) -> None
         (("model.train_id=./nowhere",), "model.train_id: no file or folder './nowhere'"),
         ((*SMOKE, "-m", "seed=1"), "-m: nothing is varied"),
         ((*SMOKE, "-m", "model.device=cpu,auto"), "model.device: cannot be swept"),
+        ((*SMOKE, "-m", "seed=1,2", "model.device=cuda:2"), "model.device: 'cuda:2' is not there"),
         (("train.lr",), "train.lr: "),
     ],
 )  # fmt: skip

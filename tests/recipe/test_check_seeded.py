@@ -23,8 +23,8 @@ Read = Callable[..., Recipe]
 @pytest.mark.parametrize(
     ("wrong", "right", "said"),
     [
-        (SAT | {"dataset_name": "seeded:sums", "reward_funcs": ["format_tags"]}, SAT,
-         "no built-in 'seeded:sums'. Fix: write seeded:arithmetic or seeded:sat or"),
+        (SAT | {"dataset_name": "seeded:chess", "reward_funcs": ["format_tags"]}, SAT,
+         "no built-in 'seeded:chess'. Fix: write seeded:arithmetic or seeded:sums or seeded:sat or"),
         (SAT | {"dataset_config": "x"}, SAT, "has no configuration 'x'"),
         (SAT | {"dataset_train_split": "train[:9]"}, SAT, "has no split 'train[:9]'. Fix: write train or test; "),
         (SAT | STEPS | {"dataset_test_split": "held"}, SAT | STEPS, "has no split 'held'"),
@@ -95,7 +95,10 @@ def test_nothing_is_fetched_and_other_seeds_are_other_data(read: Read) -> None:
     assert marks[0] == marks[1] != marks[2]
 
 
-@pytest.mark.parametrize(("keys", "reward"), [("sat", "satisfiability"), ("arithmetic", "pure_accuracy_math")])
+@pytest.mark.parametrize(
+    ("keys", "reward"),
+    [("sat", "satisfiability"), ("arithmetic", "pure_accuracy_math"), ("sums", "pure_accuracy_math")],
+)
 def test_its_reward_tells_right_from_wrong(
     keys: str, reward: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -161,7 +161,7 @@ def test_a_server_that_somebody_started_is_asked(url: str, backend: str, answers
     [
         ({"train.batch_size": 3}, "train.batch_size: an iteration has 16 completions", "among 1, 2, 4, 8, 16"),
         ({"train.iterations": 0}, "train.iterations: is 0", "train.iterations=4"),
-        ({"data.problems": "chess"}, "data.problems: 'chess' is unknown", "arithmetic, sat"),
+        ({"data.problems": "chess"}, "data.problems: 'chess' is unknown", "arithmetic, sums"),
         ({"generation.backend": "hf", "eval.backend": "hf"}, "generation.backend: 'hf' is unknown", "vllm"),
         ({"eval.backend": "sglang_server"}, "eval.backend: another server", "leave it out"),
         ({"eval.base_url": "http://127.0.0.1:1"}, "eval.base_url: another server", "leave it out"),

@@ -142,6 +142,8 @@ class FakeServer:
             return {"success": True}
         elif "prompt" in asked:
             return self._completions(asked)
+        elif asked.get("method") == "grpo_config":
+            return {"results": [{"model_config": {"logprobs_mode": "processed_logprobs"}}]}
         elif asked.get("method") == "grpo_load":
             self.held = self.held if self.loads is None else self.loads
             self.sync = self.sync if self.keeps_sync else sync_of(asked["kwargs"]["folder"])

@@ -6,6 +6,8 @@ launchers and its multirun are not used, since runs go on after a preemption and
 
 import argparse
 import os
+import re
+import shlex
 import shutil
 import socket
 import sys
@@ -36,14 +38,15 @@ from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.dialects import offline
 from grpo_recipes.recipe.keys import nearest_of
 from grpo_recipes.runs.rundir import write_whole
-from grpo_recipes.sweep.run import Backend, start
+from grpo_recipes.sweep.run import Backend, planned, start
 from grpo_recipes.sweep.spec import SweepSpec
 
 PROGRAM = "run_offline_grpo.py"
 BASE = "recipes/base/offline_grpo.yaml"
 CONFIG = "offline_grpo"
 _ANSWER_SECONDS = 5.0
-_ABOUT = "Train by iterations over seeded problems. KEY=VALUE overrides a key of conf/offline_grpo.yaml."
+_OVERRIDE = re.compile(r"[+~]{0,2}[\w./@]+=")
+_ABOUT = "Train by iterations over seeded problems. KEY=VALUE sets a key of conf/offline_grpo.yaml: train.lr=5e-6."
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    options, rest = _parser().parse_known_args(arguments)
-    words = [word for word in (*options.overrides, *rest) if not word.startswith("--")]
-    flags = [word for word in rest if word.startswith("--")]
+    words, others = _overrides(arguments)
+    options, flags = _parser().parse_known_args(others)
     if problems := list(strange(flags, ["--cfg", "--multirun"], PROGRAM)):
         raise ConfigError(*problems)
     overrides = _parsed(words)
@@ -119,11 +121,21 @@ def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], f
     words: dict[tuple[str, ...], list[str]] = {}
     for values in _product(list(swept.values())):
         config, hydra = _composed([*fixed, *(f"{key}={text}" for key, text in zip(swept, values, strict=True))])
-        words[values] = [*_translated(config).flags()]
+        found = _translated(config)
+        words[values] = [*found.flags()]
+    _, variables = on_device(found.device, find_resources(os.environ))
+    os.environ.update(variables)
     root = Path(hydra.sweep.dir).absolute()
     axes_of_recipe = {offline.SAME[key]: values for key, values in swept.items()}
-    spec = Sweep(str(home() / BASE), axes_of_recipe, [f"--run_root={root}", *flags], options.task, words)
-    return start(spec, Backend(None, None), os.environ, new=True)
+    base = str(home() / BASE)
+    spec = Sweep(base, axes_of_recipe, [f"--run_root={root}", *flags], options.task, words)
+    if not options.dry_run:
+        return start(spec, Backend(), os.environ, new=True)
+    trials = planned(spec, Backend(), os.environ)
+    say(f"{len(trials)} runs in {shown(root)}; this is a dry run, which starts none")
+    for trial in trials:
+        print(shlex.join(["grpo", "launch", base, *spec.flags_of(trial.values)]))
+    return 0
 
 
 def _product(values: list[list[str]]) -> Iterator[tuple[str, ...]]:
@@ -143,6 +155,16 @@ def _values(override: Override) -> list[str]:
     if isinstance(value, list):
         return [str(one) for one in value]
     return [override.get_value_element_as_str()]
+
+
+def _overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return Hydra's overrides, and the flags with their values: after a flag, what is not KEY=VALUE is its value."""
+    words: list[str] = []
+    others: list[str] = []
+    for word in arguments:
+        of_a_flag = others and not _OVERRIDE.match(word)
+        (others if word.startswith("-") or of_a_flag else words).append(word)
+    return words, others
 
 
 def _parsed(words: list[str]) -> list[tuple[str, Override]]:
@@ -236,9 +258,9 @@ def _write_hydra(folder: Path, config: DictConfig, hydra: DictConfig, words: lis
 
 def _parser() -> Parser:
     epilog = "Any recipe key is a flag too, e.g. --max_prompt_length 512; see docs/offline-trainer.md."
-    parser = Parser(prog=PROGRAM, description=_ABOUT, epilog=epilog, allow_abbrev=False)
+    usage = "%(prog)s [options] [KEY=VALUE ...]"
+    parser = Parser(prog=PROGRAM, usage=usage, description=_ABOUT, epilog=epilog, allow_abbrev=False)
     parser.set_defaults(recipe=None, config=None)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. train.lr=5e-6")
     parser.add_argument("-m", "--multirun", action="store_true", help="run every combination: KEY=A,B or KEY='[A,B]'")
     parser.add_argument("--cfg", choices=["job"], help="print the configuration, and end")
     for names, settings in load("launch").options:

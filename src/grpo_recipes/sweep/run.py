@@ -51,6 +51,14 @@ class Backend:
         return submission.site_resources(profile) if profile else replace(find_resources(environment), job=None)
 
 
+def planned(spec: SweepSpec, backend: Backend, environment: Mapping[str, str]) -> list[Trial]:
+    """Return the trials, whose recipes are right and can be planned; a ConfigError says what is wrong with any."""
+    resources = backend.resources(environment)
+    trials = make_trials(spec, environment, resources.device)
+    for_each({trial.name: trial.recipe for trial in trials}, lambda it: make_plan(it, resources, environment))
+    return trials
+
+
 def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new: bool) -> int:
     """Check and plan every run, make the sweep or find the one that is not completed, and run what is left.
 
@@ -59,9 +67,7 @@ def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new
     """
     environment = backend.environment(environment)
     resources = backend.resources(environment)
-    trials = make_trials(spec, environment, resources.device)
-    recipes = {trial.name: trial.recipe for trial in trials}
-    for_each(recipes, lambda recipe: make_plan(recipe, resources, environment))
+    trials = planned(spec, backend, environment)
     if profile := backend.profile:
         submission.need_environment(profile)
         # As `grpo submit` does: models, data and rewards are loaded once for all trials that differ in numbers alone.
@@ -72,7 +78,7 @@ def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new
         for_each(flags, lambda given: submission.prepare(profile, spec.recipe, spec.task, given, environment))
         trials = [replace(trial, recipe=submission.on_scratch(trial.recipe, profile)) for trial in trials]
     else:
-        for_each(recipes, need_named_ports)
+        for_each({trial.name: trial.recipe for trial in trials}, need_named_ports)
     sweep = None if new else sweeps.unfinished(trials)
     if sweep is not None:
         say(f"going on with {shown(sweep.folder)}, the same sweep (--new begins another)")

@@ -14,7 +14,7 @@ from grpo_recipes.recipe.registry import SERVER_BACKENDS
 
 # Generator of problems -> the reward that judges its answers.
 GENERATORS = {
-    "arithmetic": "pure_accuracy_math", "sat": "satisfiability",
+    "arithmetic": "pure_accuracy_math", "sums": "pure_accuracy_math", "sat": "satisfiability",
     "countdown": "modebench", "graph_coloring": "modebench",
 }  # fmt: skip
 VLLM, _ = SERVER_BACKENDS
