@@ -12,7 +12,6 @@ import torch
 
 from grpo_recipes import smoke
 from grpo_recipes.paths import home
-from grpo_recipes.recipe.dialects import offline
 
 pytest.importorskip("hydra")
 
@@ -44,7 +43,7 @@ GUIDE = {
     LARGER: ("--max_steps=20",),
     LOCAL: ("/checkpoint ", "--ref_model_name_or_path=Qwen/Qwen2.5-1.5B"),
     CONSERVATIVE_SAMPLING: ("--temperature=0.5", "--top_p=0.9", "--max_completion_length=512"),
-    LARGER_BATCHES: ("--per_device_eval_batch_size=16",),
+    LARGER_BATCHES: ("--per_device_eval_batch_size=16", "--max_concurrent_requests=16"),
     AGGRESSIVE: ("--max_steps=100", "--learning_rate=5e-05", "--per_device_train_batch_size=16"),
     CONSERVATIVE: ("--learning_rate=5e-06", "--beta=0.02", "--max_steps=40"),
     QUICK_ITERATION: ("--max_steps=3", "--steps_per_generation=1"),
@@ -74,8 +73,6 @@ def dry_run(command: str, folder: Path, checkpoint: str) -> subprocess.Completed
 
 @pytest.mark.parametrize("command", GUIDE)
 def test_a_command_of_the_guide_is_planned(command: str, tmp_path: Path, checkpoint: str) -> None:
-    if command == LARGER_BATCHES and "generation.batch_size" not in offline.KEYS:
-        pytest.skip("generation.batch_size is no key yet")
     done = dry_run(command.replace(NO_GPU, ""), tmp_path, checkpoint)
     assert done.returncode == 0, done.stderr
     expected = GUIDE[command]
