@@ -133,9 +133,12 @@ def test_what_has_no_clauses_raises(text: str | None) -> None:
 def test_seeds_of_the_splits_and_what_they_share() -> None:
     assert DEFAULTS.seeds("train") == range(1000, 1064) and DEFAULTS.seeds("test") == range(5000, 5016)
     assert not DEFAULTS.shared
-    assert replace(DEFAULTS, eval_problem_seed_start=1060).shared == range(1060, 1064)
-    assert replace(DEFAULTS, eval_problem_seed_start=995).shared == range(1000, 1011)
+    assert replace(DEFAULTS, eval_problem_seed_start=1060).shared == [*range(1060, 1064)]
+    assert replace(DEFAULTS, eval_problem_seed_start=995).shared == [*range(1000, 1011)]
     assert not replace(DEFAULTS, eval_problem_seed_start=1064).shared
+    chosen = replace(DEFAULTS, eval_problem_ids=[7, 1001, 3])
+    assert (chosen.seeds("test"), chosen.shared) == ([7, 1001, 3], [1001])
+    assert chosen.fingerprint("seeded:sat") != DEFAULTS.fingerprint("seeded:sat")
     assert DEFAULTS.fingerprint("seeded:sat") != replace(DEFAULTS, problem_seeds=65).fingerprint("seeded:sat")
 
 

@@ -6,6 +6,7 @@ from ast import literal_eval
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -85,7 +86,9 @@ def test_every_sampling_field_reaches_the_server_under_its_name(tmp_path: Path, 
         "generation.max_new_tokens": 9, "generation.temperature": 0.6, "generation.top_p": 0.9, "generation.top_k": 7,
         "generation.repetition_penalty": 1.2, "train.iterations": 1,
     }  # fmt: skip
-    served = {"use_vllm": True, "vllm_server_base_url": server.url, "weight_sync": "file", "weight_guard": False}
+    port = urlsplit(server.url).port
+    served = {"use_vllm": True, "vllm_server_host": "127.0.0.1", "vllm_server_port": port}
+    served |= {"vllm_mode": "server", "weight_sync": "file", "weight_guard": False}
     weights(tmp_path / "run", model, changes, **served)
     expected = {"max_tokens": 9, "temperature": 0.6, "top_p": 0.9, "top_k": 7, "repetition_penalty": 1.2, "n": 4}
     assert len(server.sampled()) == 2

@@ -92,7 +92,7 @@ RULES: tuple[Rule, ...] = (
         "{removal}, or remove eval_problem_ids"),
     Rule("eval_problem_ids", lambda r: [one for one in r["eval_problem_ids"] or () if one < 0],
         "{item} cannot be a seed", "write whole numbers of 0 or more"),
-    Rule("eval_problem_ids", lambda r: r["eval_problem_ids"] and _shared_seeds(r),
+    Rule("eval_problem_ids", lambda r: bool(r["eval_problem_ids"]) and _shared_seeds(r),
         "{item} is trained on too: problem_seed_start {problem_seed_start} with problem_seeds {problem_seeds}",
         "write other seeds"),
     Rule("eval_problem_seed_start", lambda r: not r["eval_problem_ids"] and bool(_shared_seeds(r)),
