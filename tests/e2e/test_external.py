@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import bridge_cells
@@ -17,7 +19,7 @@ from documented import documented
 from real_runs import REPOSITORY, Launch, clean_environment
 
 from grpo_recipes import smoke
-from grpo_recipes.process.tree import descendants, end_all
+from grpo_recipes.process.tree import descendants, die_with_parent, end_all
 
 MODE = "VLLM_SERVER_DEV_MODE=1"
 SERVER = f"{MODE} python -m vllm.entrypoints.openai.api_server --model MODEL --port 30000"
@@ -50,7 +52,8 @@ def start(folder: Path, port: int, development: bool = True) -> subprocess.Popen
     environment = clean_environment(folder, f"external-{port}", VLLM_CPU_KVCACHE_SPACE="1", TORCHDYNAMO_DISABLE="1")
     environment.pop("GRPO_RUN", None)
     with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+        ends_with_us = partial(die_with_parent, os.getpid(), signal.SIGKILL)
+        process = subprocess.Popen(words, env=environment, stdout=log, stderr=log, preexec_fn=ends_with_us)
     deadline = time.monotonic() + 400
     while True:
         try:
