@@ -87,7 +87,7 @@ def test_either_spelling_of_a_sweep_is_all_combinations(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(offline, "start", lambda spec, backend, environment, new: seen.append(spec) or 0)
+    monkeypatch.setattr(offline, "start", lambda spec, *_: seen.append(spec) or 0)
     assert run("-m", *SMOKE, *words) == 0
     (spec,) = seen
     trials = make_trials(spec, os.environ, "cpu")

@@ -73,6 +73,7 @@ RUN_HERE = {
     f"grpo plan {MODEBENCH}/maxent/config_modebench_graph_coloring.yaml --gpus 8",
     "python -m grpo_recipes.evaluate.benchmarks",
     "python run_colocated_grpo.py --gpus 4 --dry-run",
+    "python run_offline_grpo.py -m train.lr=5e-6,1e-5 train.kl_coef='[0.02,0.05]' --dry-run",
 }
 
 # Seconds at most as well, in a user's folder: two runs, my.yaml with its data, the repository's recipes.

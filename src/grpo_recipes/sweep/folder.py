@@ -217,7 +217,7 @@ def find_sweep(root: Path, which: str) -> Sweep:
 
 
 def unfinished(spec: SweepSpec, trials: Sequence[Trial], elsewhere: Sequence[Path]) -> Sweep | None:
-    """Return the newest sweep of the same trials that is not over, in its folder or in others ``elsewhere``, or None."""
+    """Return the newest sweep of the same trials that is not over, in its folder or one of ``elsewhere``, or None."""
     mark, roots = fingerprint(spec, trials), [sweep_root(trials[0].recipe), *(root / FOLDER for root in elsewhere)]
     for sweep in (sweep for root in roots for sweep in sweeps_in(root) if sweep.record["fingerprint"] == mark):
         if spec.search:

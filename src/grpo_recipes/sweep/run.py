@@ -82,7 +82,7 @@ def start(
         flags = {trial.name: spec.flags_of(trial.values) for trial in unlike.values()}
         for_each(flags, lambda given: submission.prepare(profile, spec.recipe, spec.task, given, environment))
         trials = [replace(trial, recipe=submission.on_scratch(trial.recipe, profile)) for trial in trials]
-    else:
+    elif not dry_run:
         for_each(recipes, need_named_ports)
     if spec.search:
         sweeps.need_metric(trials[0].recipe, spec.search.metric)
