@@ -134,7 +134,7 @@ def test_a_search_that_is_killed_goes_on_with_the_trial_that_ran(launch: Callabl
     assert sweep.is_over() and [one["values"] for one in sweep.record["cells"]][:2] == [one["values"] for one in cells]
     assert read_metrics(sweep.trial_dir(0)) == rows  # not run again
     assert [row["step"] for row in read_metrics(sweep.trial_dir(1))] == [1, 2, 3, 4, 5, 6]
-    assert "continues from checkpoint-" in (sweep.trial_dir(1) / "launch.log").read_text()
+    assert "resuming from checkpoint-" in (sweep.trial_dir(1) / "launch.log").read_text()
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(sweep.folder / STORAGE)))
     trials = optuna.load_study(study_name=None, storage=storage).trials
     finals = [read_json(sweep.trial_dir(index) / "summary.json")["final_reward"] for index in range(3)]

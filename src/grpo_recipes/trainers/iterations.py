@@ -13,6 +13,8 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -28,9 +30,13 @@ _OF_EVALUATION = re.compile(r"(pass|mean|best|majority)@\d+|reward|prompts|.*_in
 class Iterations(TrainerCallback):
     """Write what is complete before the next step, so a stop leaves nothing half written."""
 
-    def __init__(self) -> None:
-        self._run = run_folder()
-        self._root = self._run if self._run.parent.name == CELLS else self._run.parent
+    @cached_property
+    def _run(self) -> Path:
+        return run_folder()  # the launch names it, and `grpo check --deep` makes callbacks without one
+
+    @property
+    def _root(self) -> Path:
+        return self._run if self._run.parent.name == CELLS else self._run.parent
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write what an earlier attempt was stopped before."""
