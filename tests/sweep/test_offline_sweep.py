@@ -86,7 +86,10 @@ def test_it_is_submitted_as_one_array_job_whose_servers_have_ports_of_their_own(
 
 def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys):
     pytest.importorskip("optuna", reason="EXTRAS=search bash scripts/setup.sh")
-    words = ("train.lr=log:1e-6..1e-4", "train.batch_size=[4,8]", "--search", "optuna", "--trials", "3")
+    words = ("train.lr=log:1e-6..1e-4", "train.batch_size=1..5", "--search", "optuna", "--trials", "3")
+    refused = "per_device_train_batch_size=5 and 1 more: train.batch_size: an iteration has 16 completions"
+    assert multirun(FREE, *words) == 2 and refused in capsys.readouterr().err  # an end of a range cannot run
+    words = ("train.lr=log:1e-6..1e-4", "train.batch_size=1..8", "--search", "optuna", "--trials", "3")
     assert multirun(FREE, *words, "--metric", "reward") == 0
     (one,) = made(folder)
     recipes = [read_frozen(one.trial_dir(index) / "recipe.yaml") for index in range(3)]
@@ -112,6 +115,7 @@ def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys):
         (("train.lr=5e-6,1e-5", "--profile", "cpu"), "--profile: changes nothing without --slurm"),
         (("train.lr=5e-6,1e-5", "--slurm", "--profile", "nowhere"), "--profile: there is no profile 'nowhere'"),
         (("train.lr=5e-6,1e-5", "--resume", "last"), "--resume: changes nothing with -m"),
+        (("train.lr=5e-6,1e-5", "--cfg", "job"), "--cfg: changes nothing with -m"),
         (("train.lr=5e-6,1e-5", "--benchmark"), "--benchmark: changes nothing with -m"),
         (("train.lr=5e-6,1e-5", "model.device=cuda:3"), "model.device: 'cuda:3' is not there"),
         (("train.lr=5e-6,1e-5", "--trails", "3"), "is not an option of run_offline_grpo.py. Fix: write --trials"),

@@ -231,8 +231,8 @@ def test_changed_code_begins_no_new_trials(sweep, made, rewards, capsys, monkeyp
 def test_a_dry_run_lists_and_makes_nothing(sweep, folder, capsys):
     assert sweep(*SPACE, *FOUR, "--dry-run") == 0
     said = capsys.readouterr().out
-    assert "4 runs would be chosen by reward" in said
-    assert "learning_rate from 1e-6 to 1e-3, evenly by magnitude" in said and "loss_type among grpo, dapo" in said
+    assert "4 runs would begin in runs/sweeps, chosen from:" in said
+    assert "learning_rate=1e-6 to 1e-3" in said and "loss_type=grpo, dapo" in said
     assert cli.main(["sweep", SMOKE, "seed=1..2", "--dry-run"]) == 0
     assert "2 runs would begin" in capsys.readouterr().out
     assert list(folder.iterdir()) == []

@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_recipes.cli import Option, Parser, answer, load
+from grpo_recipes.cli import Option, Parser, answer, load, option
 from grpo_recipes.cli.doors import in_words_of, launch_words, strange
 from grpo_recipes.cli.runs import launch_options, read_search, sweep_backend
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
@@ -44,7 +44,7 @@ PROGRAM = "run_offline_grpo.py"
 BASE = "recipes/base/offline_grpo.yaml"
 CONFIG = "offline_grpo"
 # Options of a launch that a sweep lacks, and of a sweep that a launch lacks, --local and --slurm last.
-_LAUNCH = [one for one in load("launch").options if one[0][0] != "--dry-run"]
+_LAUNCH = [option("--cfg"), *(one for one in load("launch").options if one[0][0] != "--dry-run")]
 _SWEEP = [
     one
     for one in (*load("sweep").options, *load("sweep").exclusive)
@@ -85,10 +85,7 @@ def _run(arguments: list[str]) -> int:
     overrides = _parsed(words)
     if options.multirun:
         return _sweep(options, overrides, flags)
-    if problems := [
-        Problem(one, "changes nothing without -m", "add -m, or remove it") for one in _given(options, _SWEEP)
-    ]:
-        raise ConfigError(*problems)
+    _refuse_given(options, _SWEEP, "changes nothing without -m", "add -m, or remove it")
     if swept := [word for word, one in overrides if one.is_sweep_override()]:
         raise config_error(swept[0], "has several values", "add -m for a run with each of them")
     config, hydra, _ = _composed(words)
@@ -124,8 +121,7 @@ def _run(arguments: list[str]) -> int:
 
 def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], flags: list[str]) -> int:
     """Run every combination of the values of swept keys, or those that a search chooses."""
-    if problems := [Problem(one, "changes nothing with -m", _INSTEAD) for one in _given(options, _LAUNCH)]:
-        raise ConfigError(*problems)
+    _refuse_given(options, _LAUNCH, "changes nothing with -m", _INSTEAD)
     backend = sweep_backend(options)
     values = {one.get_key_element(): _values(word, one) for word, one in overrides}
     swept = {key: texts for key, texts in values.items() if len(texts) > 1 or (options.search and ".." in texts[0])}
@@ -135,7 +131,11 @@ def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], f
         fix = f"vary one of {', '.join(offline.SAME)}, or begin a sweep for each value"
         raise config_error(wrong[0], "cannot be swept", fix)
     fixed = [word for word, one in overrides if one.get_key_element() not in swept]
-    config, hydra, earlier = _composed([*fixed, *(f"{key}={texts[0]}" for key, texts in swept.items())])
+    axes, search = {offline.SAME[key]: texts for key, texts in swept.items()}, None
+    if options.search:
+        axes, search = read_search(options, [f"{key}={','.join(texts)}" for key, texts in axes.items()], flags)
+    first = [f"{key}={texts[0]}" for key, texts in zip(swept, axes.values(), strict=True)]
+    config, hydra, earlier = _composed([*fixed, *first])
     found, root = _translated(config), Path(hydra.sweep.dir).absolute()
     _, variables = on_device(found.device, backend.resources(os.environ))
     if variables and backend.profile:
@@ -143,9 +143,6 @@ def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], f
         raise config_error("model.device", what, "write model.device=auto")
     os.environ.update(variables)
     flags = [f"--run_root={root}", *([f"--run_name={options.name}"] if options.name else []), *flags]
-    axes, search = {offline.SAME[key]: texts for key, texts in swept.items()}, None
-    if options.search:
-        axes, search = read_search(options, [f"{key}={','.join(texts)}" for key, texts in axes.items()], flags)
     own_port = bool(backend.profile) and "generation.base_url" not in values
     spec = Sweep(str(home() / BASE), axes, flags, options.task, search, tuple(fixed), tuple(swept), own_port)
     names = {f"--{key}": source for key, source in found.sources.items()}
@@ -169,9 +166,11 @@ def _values(word: str, override: Override) -> list[str]:
     return [value if isinstance(value, str) else override.get_value_element_as_str()]
 
 
-def _given(options: argparse.Namespace, others: Iterable[Option]) -> list[str]:
-    """Return those of some options that the command line has."""
-    return [names[0] for names, _ in others if getattr(options, names[0][2:].replace("-", "_")) not in (None, False)]
+def _refuse_given(options: argparse.Namespace, others: Iterable[Option], what: str, fix: str) -> None:
+    """Refuse some options where the command line has them."""
+    names = [one[0] for one, _ in others if getattr(options, one[0][2:].replace("-", "_")) not in (None, False)]
+    if names:
+        raise ConfigError(*(Problem(name, what, fix) for name in names))
 
 
 def _remove_empty(folder: Path) -> None:

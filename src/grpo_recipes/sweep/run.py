@@ -29,7 +29,7 @@ from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_que
 from grpo_recipes.slurm.profile import Profile, render
 from grpo_recipes.sweep import folder as sweeps
 from grpo_recipes.sweep.search import Proposals, need_optuna
-from grpo_recipes.sweep.spec import Search, SweepSpec, Trial, for_each, is_number, make_trials
+from grpo_recipes.sweep.spec import SweepSpec, Trial, for_each, is_number, make_trials
 
 INDEX = "SLURM_ARRAY_TASK_ID"
 _LOOK_SECONDS = 0.5  # between two looks at a launch, and for a request to stop
@@ -88,9 +88,8 @@ def start(
         sweeps.need_metric(trials[0].recipe, spec.search.metric)
 
     def run(sweep: sweeps.Sweep) -> int:
-        if spec.search:
-            return _search(sweep, spec, spec.search, resources, environment)
-        return _run_gaps(sweep, backend, environment)
+        proposals = Proposals(sweep, spec, spec.search, resources, environment) if spec.search else None
+        return _run_gaps(sweep, backend, environment, proposals)
 
     sweep = None if new else sweeps.unfinished(spec, trials, elsewhere)
     if dry_run:
@@ -119,19 +118,14 @@ def start(
 
 def _list_runs(spec: SweepSpec, trials: Sequence[Trial], sweep: sweeps.Sweep | None) -> int:
     """Print the runs of a sweep, or what a search draws its runs from."""
-    where = shown(sweep.folder if sweep else sweeps.sweep_root(trials[0].recipe))
+    lines, count = [trial.name for trial in trials], len(trials)
     if search := spec.search:
-        say(f"{search.trials} runs would be chosen by {search.metric}, in {where}:")
-        for key, texts in spec.axes.items():
-            span = search.spans.get(key)
-            drawn = "evenly by magnitude" if span and span.log else "evenly"
-            print_line(
-                f"  {key} from {texts[0]} to {texts[1]}, {drawn}" if span else f"  {key} among {', '.join(texts)}"
-            )
-    else:
-        say(f"{len(trials)} runs {'would go on' if sweep else 'would begin'} in {where}:")
-        for trial in trials:
-            print_line(f"  {trial.name}")
+        join = {key: " to " if key in search.spans else ", " for key in spec.axes}
+        lines, count = [f"{key}={join[key].join(texts)}" for key, texts in spec.axes.items()], search.trials
+    where = shown(sweep.folder if sweep else sweeps.sweep_root(trials[0].recipe))
+    say(f"{count} runs would {'go on' if sweep else 'begin'} in {where}{', chosen from' if search else ''}:")
+    for line in lines:
+        print_line(f"  {line}")
     return 0
 
 
@@ -160,8 +154,10 @@ def run_task(folder: Path, environment: Mapping[str, str]) -> int:
     return code
 
 
-def _run_gaps(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
-    """Run or submit what has not completed and does not run already."""
+def _run_gaps(
+    sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str], proposals: Proposals | None = None
+) -> int:
+    """Run or submit what has not completed and does not run already, and what is proposed then."""
     with os.fdopen(claim(Run(sweep.folder))):
         stop_file(sweep.folder).unlink(missing_ok=True)
         gaps, waiting = sweep.gaps(), tasks_in_queue(sweep.record["jobs"])
@@ -174,21 +170,11 @@ def _run_gaps(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, s
             say(f"job {job} is submitted, a task for each of {len(left)} runs: logs/slurm_{job}_TASK.out")
             say(f"the comparison, at any time: grpo report {shlex.quote(shown(sweep.folder))}")
             return 0
-        code = run_sequentially(sweep, left, environment, len(left))
-    for line in _comparison(sweep):
-        print_line(line)
-    return code
-
-
-def _search(
-    sweep: sweeps.Sweep, spec: SweepSpec, search: Search, resources: Resources, environment: Mapping[str, str]
-) -> int:
-    """Run the trials that a search proposes, one after the other."""
-    with os.fdopen(claim(Run(sweep.folder))):
-        stop_file(sweep.folder).unlink(missing_ok=True)
-        proposals = Proposals(sweep, spec, search, resources, environment)
-        left = search.trials - len(sweep.names) + len(sweep.gaps())
-        code = run_sequentially(sweep, proposals, environment, left, proposals.ended)
+        if proposals:
+            count = sweep.wanted - len(sweep.names) + len(gaps)
+            code = run_sequentially(sweep, proposals, environment, count, proposals.ended)
+        else:
+            code = run_sequentially(sweep, left, environment, len(left))
     for line in _comparison(sweep):
         print_line(line)
     return code

@@ -8,7 +8,9 @@ again. The sampler is seeded for each trial by its number, so a search that was 
 import importlib.util
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
@@ -34,46 +36,44 @@ def need_optuna() -> None:
         raise config_error("--search optuna", "Optuna is not installed", f"install it with: {INSTALL}")
 
 
+@dataclass
 class Proposals:
     """The trials of a search, by their index: those that are not finished, then new ones."""
 
-    def __init__(
-        self, sweep: sweeps.Sweep, spec: SweepSpec, search: Search, resources: Resources, environment: Mapping[str, str]
-    ) -> None:
+    sweep: sweeps.Sweep
+    spec: SweepSpec
+    search: Search
+    resources: Resources
+    environment: Mapping[str, str]
+
+    @cached_property
+    def _study(self) -> Any:
         import optuna  # half a second, for a search alone
 
-        self._optuna, self._sweep, self._spec, self._search = optuna, sweep, spec, search
-        self._resources, self._environment = resources, environment
-        self._trials: list[dict[str, Any]] = sweep.record["cells"]
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        storage = optuna.storages.JournalStorage(
-            optuna.storages.journal.JournalFileBackend(str(sweep.folder / STORAGE))
-        )
-        self._study = optuna.create_study(
-            storage=storage, study_name=sweep.folder.name, direction="maximize", load_if_exists=True
-        )
-        self._space = {
-            key: _distribution(optuna, search.spans[key])
-            if key in search.spans
-            else optuna.distributions.CategoricalDistribution(list(values))
-            for key, values in spec.axes.items()
-        }
+        backend = optuna.storages.journal.JournalFileBackend(str(self.sweep.folder / STORAGE))
+        storage, name = optuna.storages.JournalStorage(backend), self.sweep.folder.name
+        return optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
+
+    @property
+    def _trials(self) -> list[dict[str, Any]]:
+        return self.sweep.record["cells"]
 
     def __iter__(self) -> Iterator[int]:
         """Yield each trial when it may run; ``ended`` is called before the next is asked for."""
         self._agree()
-        for index in self._sweep.gaps():
+        for index in self.sweep.gaps():
             yield self._frozen(index)
-        while len(self._trials) < self._search.trials and self._propose():
+        while len(self._trials) < self.search.trials and self._propose():
             yield self._frozen(len(self._trials) - 1)
 
     def ended(self, index: int, code: int) -> None:
         """Report a trial to Optuna: its metric, or that it failed. One that was stopped goes on later."""
         if code == EXIT_STOPPED:
             return
-        value = sweeps.objective(self._sweep.trial_dir(index), self._search.metric) if code == 0 else None
+        value = sweeps.objective(self.sweep.trial_dir(index), self.search.metric) if code == 0 else None
         if code == 0 and value is None:
-            say(f"{self._sweep.names[index]} has no {self._search.metric}: it is reported to Optuna as failed")
+            say(f"{self.sweep.names[index]} has no {self.search.metric}: it is reported to Optuna as failed")
         self._tell(self._trials[index]["number"], value)
         self._trials[index]["value"] = value
         self._write()
@@ -87,25 +87,27 @@ class Proposals:
                 self._tell(told.number, None)
             elif told.state.is_finished():
                 trial.setdefault("value", told.value)
-        for index in self._sweep.gaps():
-            if self._sweep.status(index) == sweeps.COMPLETED:
+        for index in self.sweep.gaps():
+            if self.sweep.status(index) == sweeps.COMPLETED:
                 self.ended(index, 0)
         self._write()
 
     def _propose(self) -> bool:
         """Add the next trial to the record; return False where Optuna finds none that is new."""
+        from optuna.samplers import TPESampler
+
+        seed = int(self._recipe({key: texts[0] for key, texts in self.spec.axes.items()})["seed"])
+        space = {key: _distribution(texts, self.search.spans.get(key)) for key, texts in self.spec.axes.items()}
         for _ in range(_MOST_REPEATS):
-            count = len(self._study.trials)
-            seed = int(self._recipe({key: texts[0] for key, texts in self._spec.axes.items()})["seed"])
-            self._study.sampler = self._optuna.samplers.TPESampler(seed=seed + count)
-            asked = self._study.ask(self._space)
-            values = {key: _text(asked.params[key]) for key in self._space}
+            self._study.sampler = TPESampler(seed=seed + len(self._study.trials))
+            asked = self._study.ask(space)
+            values = {key: _text(asked.params[key]) for key in space}
             same = next((trial for trial in self._trials if trial["values"] == values), None)
             if same is not None:  # it would be the same run
                 self._tell(asked.number, same.get("value"))
                 continue
             try:
-                make_plan(self._recipe(values), self._resources, self._environment)
+                make_plan(self._recipe(values), self.resources, self.environment)
             except ConfigError as error:
                 say(f"{name_of(values)} cannot run, so Optuna chooses others: {error}")
                 self._tell(asked.number, None)
@@ -119,35 +121,39 @@ class Proposals:
 
     def _frozen(self, index: int) -> int:
         """Return the index of a trial whose run directory is there and free."""
-        folder, deadline = self._sweep.trial_dir(index), time.monotonic() + _ENDING_SECONDS
+        folder, deadline = self.sweep.trial_dir(index), time.monotonic() + _ENDING_SECONDS
         while Run(folder).is_running():  # its search was killed, and it saves
             if time.monotonic() > deadline:
                 what = "still runs, though the search that started it is gone"
                 raise config_error(shown(folder), what, f"end it with grpo stop {shown(folder)}")
             time.sleep(0.5)
-        if self._sweep.status(index) == sweeps.GONE:
+        if self.sweep.status(index) == sweeps.GONE:
             shutil.rmtree(folder, ignore_errors=True)
             values = self._trials[index]["values"]
-            trial = Trial(index, self._sweep.names[index], values, self._recipe(values))
-            sweeps.freeze_trial(self._sweep, trial, self._resources, self._environment)
+            trial = Trial(index, self.sweep.names[index], values, self._recipe(values))
+            sweeps.freeze_trial(self.sweep, trial, self.resources, self.environment)
         return index
 
     def _recipe(self, values: Mapping[str, str]) -> Recipe:
-        spec, device = self._spec, self._resources.device
-        return resolve_recipe(spec.recipe, spec.task, spec.flags_of(values), self._environment, device)
+        spec, device = self.spec, self.resources.device
+        return resolve_recipe(spec.recipe, spec.task, spec.flags_of(values), self.environment, device)
 
     def _tell(self, number: int, value: float | None) -> None:
-        failed = self._optuna.trial.TrialState.FAIL if value is None else None
-        self._study.tell(number, value, state=failed, skip_if_finished=True)
+        from optuna.trial import TrialState
+
+        state = TrialState.FAIL if value is None else TrialState.COMPLETE
+        self._study.tell(number, value, state=state, skip_if_finished=True)
 
     def _write(self) -> None:
-        write_json(self._sweep.folder / sweeps.RECORD, self._sweep.record)
+        write_json(self.sweep.folder / sweeps.RECORD, self.sweep.record)
 
 
-def _distribution(optuna: Any, span: Span) -> Any:
-    if span.whole:
-        return optuna.distributions.IntDistribution(int(span.low), int(span.high), log=span.log)
-    return optuna.distributions.FloatDistribution(span.low, span.high, log=span.log)
+def _distribution(texts: Sequence[str], span: Span | None) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if span is None:
+        return CategoricalDistribution(list(texts))
+    return (IntDistribution if span.whole else FloatDistribution)(span.low, span.high, log=span.log)
 
 
 def _text(value: Any) -> str:
