@@ -33,6 +33,12 @@ def test_a_dry_run_prints_the_launch_and_makes_nothing(tmp_path: Path, capfd: py
     assert list(tmp_path.iterdir()) == []
 
 
+def test_evaluations_can_be_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMOKE, "eval.enabled=false", "generation.base_url=http://127.0.0.1:29877", "--dry-run") == 0
+    said = capfd.readouterr().out
+    assert "--eval_strategy=no" in said and "num_generations_eval" not in said and "eval_problem_seeds" not in said
+
+
 def test_the_configuration_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("--cfg", "job", "train.lr=3e-4") == 0
     assert "lr: 0.0003" in capfd.readouterr().out

@@ -71,6 +71,7 @@ def test_an_array_job_runs_every_trial_and_ends_in_one_report(slurm: SlurmCluste
 
 @pytest.mark.slow
 @pytest.mark.rotating
+@pytest.mark.timeout(1500)
 def test_hydra_keys_become_an_array_job_that_ends_in_one_report(slurm: SlurmCluster, tmp_path: Path) -> None:
     pytest.importorskip("hydra")
     environment = {**slurm.env, **clean_environment(tmp_path, "slurm-offline"), "ENV_DIR": sys.prefix}

@@ -162,19 +162,17 @@ def _run_gaps(
         stop_file(sweep.folder).unlink(missing_ok=True)
         gaps, waiting = sweep.gaps(), tasks_in_queue(sweep.record["jobs"])
         left = [index for index in gaps if index not in waiting and not Run(sweep.trial_dir(index)).is_running()]
-        if len(left) < len(sweep.names):
+        count = sweep.wanted - len(sweep.names) + len(left)
+        if count < sweep.wanted:
             busy = f", {len(gaps) - len(left)} queued or running" if len(left) < len(gaps) else ""
-            say(f"{len(sweep.names) - len(gaps)} of {len(sweep.names)} completed{busy}, {len(left)} to run")
+            say(f"{len(sweep.names) - len(gaps)} of {sweep.wanted} completed{busy}, {count} to run")
         if backend.profile and left:
             job = submit_array(sweep, left, backend.profile, backend.most, environment)
             say(f"job {job} is submitted, a task for each of {len(left)} runs: logs/slurm_{job}_TASK.out")
             say(f"the comparison, at any time: grpo report {shlex.quote(shown(sweep.folder))}")
             return 0
-        if proposals:
-            count = sweep.wanted - len(sweep.names) + len(gaps)
-            code = run_sequentially(sweep, proposals, environment, count, proposals.ended)
-        else:
-            code = run_sequentially(sweep, left, environment, len(left))
+        ended = {"ended": proposals.ended} if proposals else {}
+        code = run_sequentially(sweep, proposals or left, environment, count, **ended)
     for line in _comparison(sweep):
         print_line(line)
     return code

@@ -11,9 +11,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
+from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error, translate
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
@@ -51,9 +52,12 @@ class Proposals:
         import optuna  # half a second, for a search alone
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        backend = optuna.storages.journal.JournalFileBackend(str(self.sweep.folder / STORAGE))
-        storage, name = optuna.storages.JournalStorage(backend), self.sweep.folder.name
-        return optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
+        path, fix = self.sweep.folder / STORAGE, "restore it, or begin another search with --new"
+        with translate((ValueError, KeyError), lambda error: config_error(shown(path), f"is damaged ({error})", fix)):
+            storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
+            return optuna.create_study(
+                storage=storage, study_name=self.sweep.folder.name, direction="maximize", load_if_exists=True
+            )
 
     @property
     def _trials(self) -> list[dict[str, Any]]:
@@ -88,6 +92,7 @@ class Proposals:
             elif told.state.is_finished():
                 trial.setdefault("value", told.value)
         for index in self.sweep.gaps():
+            self._wait_for(self.sweep.trial_dir(index))
             if self.sweep.status(index) == sweeps.COMPLETED:
                 self.ended(index, 0)
         self._write()
@@ -99,7 +104,7 @@ class Proposals:
         seed = int(self._recipe({key: texts[0] for key, texts in self.spec.axes.items()})["seed"])
         space = {key: _distribution(texts, self.search.spans.get(key)) for key, texts in self.spec.axes.items()}
         for _ in range(_MOST_REPEATS):
-            self._study.sampler = TPESampler(seed=seed + len(self._study.trials))
+            self._study.sampler = TPESampler(seed=(seed + len(self._study.trials)) % 2**32)
             asked = self._study.ask(space)
             values = {key: _text(asked.params[key]) for key in space}
             same = next((trial for trial in self._trials if trial["values"] == values), None)
@@ -117,18 +122,23 @@ class Proposals:
             self._write()
             return True
         say(f"Optuna proposes no other trial after {len(self._trials)}: the search ends here")
+        self.sweep.record["search"]["trials"] = len(self._trials)
+        self._write()
         return False
 
-    def _frozen(self, index: int) -> int:
-        """Return the index of a trial whose run directory is there and free."""
-        folder, deadline = self.sweep.trial_dir(index), time.monotonic() + _ENDING_SECONDS
-        while Run(folder).is_running():  # its search was killed, and it saves
+    def _wait_for(self, folder: Path) -> None:
+        """Wait for a run that saves, since the search that started it was killed."""
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while Run(folder).is_running():
             if time.monotonic() > deadline:
                 what = "still runs, though the search that started it is gone"
                 raise config_error(shown(folder), what, f"end it with grpo stop {shown(folder)}")
             time.sleep(0.5)
+
+    def _frozen(self, index: int) -> int:
+        """Return the index of a trial whose run directory is there."""
         if self.sweep.status(index) == sweeps.GONE:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(self.sweep.trial_dir(index), ignore_errors=True)
             values = self._trials[index]["values"]
             trial = Trial(index, self.sweep.names[index], values, self._recipe(values))
             sweeps.freeze_trial(self.sweep, trial, self.resources, self.environment)
