@@ -80,13 +80,13 @@ declare -A extra_keys=([environments]=extras [search]=search) extra_hashes=()
 
 # The extras of EXTRAS, and those that the environment has.
 choose_extras() {
-    local name words=" ${EXTRAS:-} "
-    words=${words//,/ }
-    for name in $words; do
+    local name asked=" ${EXTRAS:-} "
+    asked=${asked//,/ }
+    for name in $asked; do
         [[ -n ${extra_keys[$name]:-} ]] || fail "EXTRAS=$name is unknown; there are: EXTRAS=environments,search"
     done
     for name in "${!extra_keys[@]}"; do
-        [[ $words != *" $name "* && -z $(stamped "${extra_keys[$name]}") ]] ||
+        [[ $asked != *" $name "* && -z $(stamped "${extra_keys[$name]}") ]] ||
             extra_hashes[$name]=$(sha256sum "$root/requirements/$name.txt" | cut -d' ' -f1)
     done
 }

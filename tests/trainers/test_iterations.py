@@ -78,6 +78,7 @@ def test_an_evaluation_has_the_names_of_its_definitions() -> None:
 def test_in_a_sweep_they_lie_inside_each_run(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     callback = iterations.Iterations()  # as `grpo check --deep` makes one, without a launch
     run = tmp_path / "cells" / "seed=1"
+    run.parent.mkdir()
     monkeypatch.setattr(iterations, "run_folder", lambda: run)
     train(run, callbacks=(callback,), **KEYS | {"max_steps": 4, "beta": 0.0})
     assert list(contents(run)) == ["train_iter_000.json"] and (run / "checkpoints" / "iter_000").is_symlink()
