@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -84,7 +85,8 @@ def test_it_is_submitted_as_one_array_job_whose_servers_have_ports_of_their_own(
     assert read_frozen(made(folder)[1].trial_dir(0) / "recipe.yaml")["vllm_server_port"] == 29876  # as it is named
 
 
-def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys):
+def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["grpo_recipes/cli/offline.py", "-m", "train.lr=log:1e-6..1e-4"])
     pytest.importorskip("optuna", reason="EXTRAS=search bash scripts/setup.sh")
     words = ("train.lr=log:1e-6..1e-4", "train.batch_size=1..5", "--search", "optuna", "--trials", "3")
     refused = "per_device_train_batch_size=5 and 1 more: train.batch_size: an iteration has 16 completions"
@@ -92,6 +94,7 @@ def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys):
     words = ("train.lr=log:1e-6..1e-4", "train.batch_size=1..8", "--search", "optuna", "--trials", "3")
     assert multirun(FREE, *words, "--metric", "reward") == 0
     (one,) = made(folder)
+    assert one.again() == "python run_offline_grpo.py -m train.lr=log:1e-6..1e-4"
     recipes = [read_frozen(one.trial_dir(index) / "recipe.yaml") for index in range(3)]
     assert len({recipe["learning_rate"] for recipe in recipes}) == 3
     assert all(1e-6 <= recipe["learning_rate"] <= 1e-4 for recipe in recipes)
