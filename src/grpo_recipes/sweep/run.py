@@ -162,6 +162,7 @@ def _run_gaps(
         stop_file(sweep.folder).unlink(missing_ok=True)
         gaps, waiting = sweep.gaps(), tasks_in_queue(sweep.record["jobs"])
         left = [index for index in gaps if index not in waiting and not Run(sweep.trial_dir(index)).is_running()]
+        left = gaps if proposals else left  # which wait for a run that still saves
         count = sweep.wanted - len(sweep.names) + len(left)
         if count < sweep.wanted:
             busy = f", {len(gaps) - len(left)} queued or running" if len(left) < len(gaps) else ""
