@@ -1,6 +1,6 @@
 #!/bin/bash
 # Resolves requirements/*.in into the full locks requirements/cpu.txt and requirements/gpu.txt, and
-# what the extra "environments" adds to either into requirements/environments.txt.
+# what the extras "environments" and "search" add to either into requirements/environments.txt and search.txt.
 # Needs uv. uv reads no pip configuration, so pip's indexes and find-links are handed to it.
 set -euo pipefail
 
@@ -55,9 +55,9 @@ keep() {
     echo "lock: requirements/$1.txt has $(wc -l <"$1.txt") packages"
 }
 
-trap 'rm -f cpu.txt.new gpu.txt.new environments.txt.new' EXIT
+trap 'rm -f {cpu,gpu,environments,search}.txt.new' EXIT
 upgrade=("$@")
-for name in cpu gpu environments; do
+for name in cpu gpu environments search; do
     # uv prefers the pins it finds in the output file; pass --upgrade for the newest instead
     [[ ! -f $name.txt ]] || cp "$name.txt" "$name.txt.new"
 done
@@ -70,7 +70,9 @@ resolve gpu "${upgrade[@]}"
 sed -i 's/^\(torch==\([0-9.]*\)\)$/\1,!=\2+cpu/' gpu.txt.new
 keep gpu
 # Only what cpu.txt lacks: set-up installs it after either lock, and replaces nothing.
-resolve environments --constraints cpu.txt --overrides overrides.txt "${upgrade[@]}"
-grep -vxFf cpu.txt environments.txt.new >environments.txt.left
-mv environments.txt.left environments.txt.new
-keep environments
+for name in environments search; do
+    resolve "$name" --constraints cpu.txt --overrides overrides.txt "${upgrade[@]}"
+    grep -vxFf cpu.txt "$name.txt.new" >"$name.txt.left"
+    mv "$name.txt.left" "$name.txt.new"
+    keep "$name"
+done

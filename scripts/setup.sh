@@ -6,7 +6,7 @@
 #   ENV_DIR=DIR            where it lives (default: .venv at the repository root)
 #   ENV_MODE=venv|conda    venv, or a conda prefix
 #   PYTHON=FILE            the interpreter to build on (3.11 to 3.13)
-#   EXTRAS=environments    also the libraries of games and tasks; an environment that has them keeps them
+#   EXTRAS=environments,search   also the libraries of games and tasks, and Optuna; what an environment has it keeps
 # Indexes, proxies, certificates and find-links are those of pip's own configuration.
 set -euo pipefail
 
@@ -75,15 +75,20 @@ choose_flavour() {
     lock_hash=$(sha256sum "$lock_file" | cut -d' ' -f1)
 }
 
-# The extra of EXTRAS, or the one that the environment has.
+# Each extra with its name in the stamp.
+declare -A extra_keys=([environments]=extras [search]=search) extra_hashes=()
+
+# The extras of EXTRAS, and those that the environment has.
 choose_extras() {
-    extras=${EXTRAS:-} extras_hash=
-    [[ -n $extras || -z $(stamped extras) ]] || extras=environments
-    case $extras in
-    '') ;;
-    environments) extras_hash=$(sha256sum "$root/requirements/environments.txt" | cut -d' ' -f1) ;;
-    *) fail "EXTRAS=$extras is unknown; there is: EXTRAS=environments" ;;
-    esac
+    local name asked=" ${EXTRAS:-} "
+    asked=${asked//,/ }
+    for name in $asked; do
+        [[ -n ${extra_keys[$name]:-} ]] || fail "EXTRAS=$name is unknown; there are: EXTRAS=environments,search"
+    done
+    for name in "${!extra_keys[@]}"; do
+        [[ $asked != *" $name "* && -z $(stamped "${extra_keys[$name]}") ]] ||
+            extra_hashes[$name]=$(sha256sum "$root/requirements/$name.txt" | cut -d' ' -f1)
+    done
 }
 
 # The two flavours share module names (vllm), so one is never installed over the other.
@@ -100,11 +105,13 @@ refuse_other_flavour() {
 
 # Prints why the environment must be installed; nothing when it is complete.
 what_is_missing() {
-    local version
+    local version name
     [[ -f $stamp ]] || { echo "no complete $flavour environment in $env_dir"; return; }
     [[ $(stamped lock) == "$lock_hash" ]] || { echo "requirements/${lock_file##*/} has changed"; return; }
-    [[ $(stamped extras) == "$extras_hash" ]] ||
-        { echo "requirements/environments.txt is not installed, or has changed"; return; }
+    for name in "${!extra_hashes[@]}"; do
+        [[ $(stamped "${extra_keys[$name]}") == "${extra_hashes[$name]}" ]] ||
+            { echo "requirements/$name.txt is not installed, or has changed"; return; }
+    done
     version=$(python_version 2>/dev/null) || { echo "$python does not run"; return; }
     [[ $(stamped python) == "$version" ]] || { echo "its Python is now $version"; return; }
     # scripts name their interpreter by its full path, which breaks when an environment is moved or copied
@@ -120,8 +127,9 @@ note_other_checkout() {
 write_stamp() {
     local version
     version=$(python_version)
-    printf '{"flavour": "%s", "lock": "%s", "extras": "%s", "python": "%s", "root": "%s"}\n' \
-        "$flavour" "$lock_hash" "$extras_hash" "$version" "$root" >"$stamp.new"
+    printf '{"flavour": "%s", "lock": "%s", "extras": "%s", "search": "%s", "python": "%s", "root": "%s"}\n' \
+        "$flavour" "$lock_hash" "${extra_hashes[environments]:-}" "${extra_hashes[search]:-}" "$version" "$root" \
+        >"$stamp.new"
     mv "$stamp.new" "$stamp"
 }
 
@@ -254,14 +262,17 @@ install_cpu_torch() {
 
 # --no-deps: the lock is complete, and on CPU the dependencies left out of it would break the environment.
 install_packages() {
+    local name
     export DS_BUILD_OPS=0
     if [[ $flavour == cpu ]]; then
         export DS_ACCELERATOR=cpu
         install_cpu_torch
     fi
     pip install --no-deps -r "$lock_file" || fail "pip could not install requirements/${lock_file##*/} (its message is above)"
-    [[ -z $extras ]] || pip install --no-deps -r "$root/requirements/$extras.txt" ||
-        fail "pip could not install requirements/$extras.txt (its message is above)"
+    for name in "${!extra_hashes[@]}"; do
+        pip install --no-deps -r "$root/requirements/$name.txt" ||
+            fail "pip could not install requirements/$name.txt (its message is above)"
+    done
     pip install --no-deps --no-build-isolation --editable "$root" ||
         fail "pip could not install the project (its message is above)"
 }

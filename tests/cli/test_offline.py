@@ -49,6 +49,12 @@ def test_a_recipe_key_is_a_flag_wherever_its_value_stands(
     assert "--max_prompt_length 512" in said or "--max_prompt_length=512" in said
 
 
+def test_evaluations_can_be_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMOKE, "eval.enabled=false", "generation.base_url=http://127.0.0.1:29877", "--dry-run") == 0
+    said = capfd.readouterr().out
+    assert "--eval_strategy=no" in said and "num_generations_eval" not in said and "eval_problem_seeds" not in said
+
+
 def test_the_configuration_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("--cfg", "job", "train.lr=3e-4") == 0
     assert "lr: 0.0003" in capfd.readouterr().out
@@ -104,7 +110,7 @@ def test_either_spelling_of_a_sweep_is_all_combinations(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(offline, "start", lambda spec, backend, environment, new: seen.append(spec) or 0)
+    monkeypatch.setattr(offline, "start", lambda spec, *_: seen.append(spec) or 0)
     assert run("-m", *SMOKE, *words) == 0
     (spec,) = seen
     trials = make_trials(spec, os.environ, "cpu")

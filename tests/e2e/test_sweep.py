@@ -1,7 +1,9 @@
-"""Sweeps for real: an array job on Slurm, and runs in turn of which one fails."""
+"""Sweeps for real: array jobs on Slurm, runs in turn of which one fails, and a search that is killed."""
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from slurm_cluster import SlurmCluster
 
 from grpo_recipes.runs.rundir import read_json, read_metrics
 from grpo_recipes.sweep.folder import Sweep, read_sweep
+from grpo_recipes.sweep.search import STORAGE
 
 SMOKE = str(REPOSITORY / "recipes/smoke/grpo.yaml")
 TINY = ("--use_vllm", "false", "--max_steps", "2", "--prompts_per_step", "4", "--num_generations", "4")
@@ -64,6 +67,81 @@ def test_an_array_job_runs_every_trial_and_ends_in_one_report(slurm: SlurmCluste
     while marked_processes("slurm-sweep"):
         assert time.monotonic() < deadline
         time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.timeout(1500)
+def test_hydra_keys_become_an_array_job_that_ends_in_one_report(slurm: SlurmCluster, tmp_path: Path) -> None:
+    pytest.importorskip("hydra")
+    environment = {**slurm.env, **clean_environment(tmp_path, "slurm-offline"), "ENV_DIR": sys.prefix}
+    shown = (
+        "python run_offline_grpo.py -m train.lr=5e-6,1e-5,2e-5 train.kl_coef='[0.02,0.05]' "
+        "--slurm --profile slurm/profiles/mltheory.yaml --max-parallel 2"
+    )
+    door = str(REPOSITORY / "run_offline_grpo.py")
+    here = {"python": sys.executable, "run_offline_grpo.py": door, "slurm/profiles/mltheory.yaml": "cpu"}
+    small = ("model.train_id=smoke:sums", "data.problems=arithmetic", "generation.max_new_tokens=8")
+    words = [*documented(shown, here), *small, "train.iterations=1", "eval.enabled=false"]
+    done = slurm.cli(*words, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    (record,) = tmp_path.glob("multirun/*/*/sweeps/*/sweep.json")
+    sweep = read_sweep(record.parent)
+    page, deadline = sweep.folder / "sweep.html", time.monotonic() + 1200
+    while not (page.is_file() and "6 of 6 completed" in page.read_text()):
+        assert time.monotonic() < deadline, f"{[sweep.status(index) for index in range(6)]}\n{slurm.logs()}"
+        time.sleep(1)
+
+    assert len(sweep.record["jobs"]) == 1 and list(tmp_path.rglob("sweep.html")) == [page]
+    made = {tuple(cell["values"].values()) for cell in sweep.record["cells"]}
+    assert made == {(rate, kl) for rate in ("5e-06", "1e-05", "2e-05") for kl in ("0.02", "0.05")}
+    for index, cell in enumerate(sweep.record["cells"]):
+        folder, rate = sweep.trial_dir(index), float(cell["values"]["learning_rate"])
+        assert {row["learning_rate"] for row in read_metrics(folder)} == {rate}
+        assert read_json(folder / "metrics/train_iter_000.json")["lr"] == rate
+        assert (folder / "checkpoints/iter_000/COMPLETE").is_file()
+    grpo = str(Path(sys.executable).with_name("grpo"))
+    table = slurm.cli(grpo, "report", str(sweep.folder), env=environment)
+    assert table.returncode == 0 and table.stdout.count(" completed ") == 6, table.stderr
+    while marked_processes("slurm-offline"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_a_search_that_is_killed_goes_on_with_the_trial_that_ran(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna", reason="EXTRAS=search bash scripts/setup.sh")
+    shown = "grpo sweep my.yaml learning_rate=log:1e-6..1e-4 beta=0,0.04 --search optuna --trials 20"
+    here = {"my.yaml": SMOKE, "learning_rate=log:1e-6..1e-4": "learning_rate=log:1e-5..1e-2", "20": "3"}
+    command = [*documented(shown, here), *TINY, "--max_steps", "6", "--save_steps", "2"]
+    first = launch(command=command)
+
+    def second_has_saved() -> bool:
+        return bool(list(tmp_path.glob("runs/sweeps/*/cells/1,*/checkpoints/checkpoint-2/COMPLETE")))
+
+    first.wait_for(second_has_saved, "a checkpoint of the second trial")
+    first.process.kill()
+    assert first.wait() == -signal.SIGKILL
+    sweep = only_sweep(tmp_path)
+    rows, cells = read_metrics(sweep.trial_dir(0)), sweep.record["cells"]
+    assert [("value" in cell) for cell in cells] == [True, False]
+
+    again = launch(command=command)
+    assert again.wait() == 0, again.output
+    sweep = only_sweep(tmp_path)
+    assert "going on with " in again.output and "highest reward of 3 trials: " in again.output
+    assert f"trial 1 of 2: {cells[1]['name']} completed" in again.output
+    assert sweep.is_over() and [one["values"] for one in sweep.record["cells"]][:2] == [one["values"] for one in cells]
+    assert read_metrics(sweep.trial_dir(0)) == rows  # not run again
+    assert [row["step"] for row in read_metrics(sweep.trial_dir(1))] == [1, 2, 3, 4, 5, 6]
+    assert "resuming from checkpoint-" in (sweep.trial_dir(1) / "launch.log").read_text()
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(sweep.folder / STORAGE)))
+    trials = optuna.load_study(study_name=None, storage=storage).trials
+    finals = [read_json(sweep.trial_dir(index) / "summary.json")["final_reward"] for index in range(3)]
+    assert [trial.value for trial in trials] == pytest.approx(finals)
+    assert "3 of 3 completed" in (sweep.folder / "sweep.html").read_text()
+    again.wait_for_nothing_left()
 
 
 @pytest.mark.slow

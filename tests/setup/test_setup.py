@@ -98,10 +98,11 @@ def test_incomplete_environment_is_noticed(checkout: Checkout, change: Callable[
 # --- the extra -------------------------------------------------------------------------------------------------------
 
 
-def add_extra(checkout: Checkout) -> None:
-    file = checkout.make_environment() / "grpo-environment.json"
-    lock = checkout.root / "requirements" / "environments.txt"
-    stamp = json.loads(file.read_text()) | {"extras": hashlib.sha256(lock.read_bytes()).hexdigest()}
+def add_extra(checkout: Checkout, name: str = "environments", key: str = "extras") -> None:
+    file = checkout.root / ".venv/grpo-environment.json"
+    file = file if file.is_file() else checkout.make_environment() / file.name
+    lock = checkout.root / "requirements" / f"{name}.txt"
+    stamp = json.loads(file.read_text()) | {key: hashlib.sha256(lock.read_bytes()).hexdigest()}
     file.write_text(json.dumps(stamp))
 
 
@@ -125,18 +126,35 @@ def test_an_environment_with_the_extra_keeps_it(checkout: Checkout) -> None:
     assert changed.returncode == 2 and "environments.txt is not installed, or has changed" in changed.stderr
 
 
-def test_the_extra_is_tested_before_a_change() -> None:
-    assert "\nexport EXTRAS=environments" in (REPOSITORY / ".ci/run").read_text()
+def test_two_extras_are_asked_for_together_and_each_is_kept(checkout: Checkout) -> None:
+    add_extra(checkout)
+    for wanted in ("search", "environments,search", "environments search"):
+        missing = checkout.setup(SLURM_JOB_ID="1", EXTRAS=wanted)
+        assert missing.returncode == 2 and "requirements/search.txt is not installed" in one_line(missing.stderr)
+    add_extra(checkout, "search", "search")
+    assert checkout.setup(SLURM_JOB_ID="1", EXTRAS="environments,search").returncode == 0
+    for name in ("environments", "search"):
+        lock = checkout.root / f"requirements/{name}.txt"
+        kept = lock.read_text()
+        lock.write_text("six==1\n")
+        changed = checkout.setup(SLURM_JOB_ID="1")
+        assert changed.returncode == 2 and f"{name}.txt is not installed, or has changed" in changed.stderr
+        lock.write_text(kept)
 
 
-def test_the_extras_lock_replaces_nothing() -> None:
-    extra = pins("environments")
+def test_the_extras_are_tested_before_a_change() -> None:
+    assert "\nexport EXTRAS=environments,search" in (REPOSITORY / ".ci/run").read_text()
+
+
+@pytest.mark.parametrize(("name", "count"), [("environments", 5), ("search", 1)])
+def test_the_lock_of_an_extra_replaces_nothing(name: str, count: int) -> None:
+    extra = pins(name)
     assert not set(extra) & set(pins("cpu"))
     gpu = pins("gpu")
     assert {name for name in extra if gpu.get(name, extra[name]) != extra[name]} == set()
     assert not {"torch", "torchvision", "torchaudio", "torchcodec", "griffe"} & set(extra)
-    asked = re.findall(r"^([a-z-]+)==(.+)$", (REPOSITORY / "requirements/environments.in").read_text(), re.MULTILINE)
-    assert len(asked) == 5 and all(extra[name] == version for name, version in asked)
+    asked = re.findall(r"^([a-z-]+)==(.+)$", (REPOSITORY / f"requirements/{name}.in").read_text(), re.MULTILINE)
+    assert len(asked) == count and all(extra[name] == version for name, version in asked)
 
 
 # --- flavours --------------------------------------------------------------------------------------------------------
@@ -312,7 +330,7 @@ def pins(name: str) -> dict[str, str]:
     return dict(line.split("==", 1) for line in lines)
 
 
-@pytest.mark.parametrize("name", ["cpu", "gpu", "environments"])
+@pytest.mark.parametrize("name", ["cpu", "gpu", "environments", "search"])
 def test_lock_holds_pins_only(name: str) -> None:
     for package, version in pins(name).items():
         assert re.fullmatch(r"[a-z0-9-]+", package)

@@ -73,3 +73,13 @@ def test_a_continued_run_writes_what_an_uninterrupted_one_does(
 def test_an_evaluation_has_the_names_of_its_definitions() -> None:
     row = {"step": 4, "eval_reward": 0.5, "eval_pass@1": 0.25, "eval_mean@4": 0.5, "eval_runtime": 3.0, "prompts": 8}
     assert iterations.eval_metrics(row) == {"reward": 0.5, "pass@1": 0.25, "mean@4": 0.5, "prompts": 8}
+
+
+def test_in_a_sweep_they_lie_inside_each_run(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = iterations.Iterations()  # as `grpo check --deep` makes one, without a launch
+    run = tmp_path / "cells" / "seed=1"
+    run.parent.mkdir()
+    monkeypatch.setattr(iterations, "run_folder", lambda: run)
+    train(run, callbacks=(callback,), **KEYS | {"max_steps": 4, "beta": 0.0})
+    assert list(contents(run)) == ["train_iter_000.json"] and (run / "checkpoints" / "iter_000").is_symlink()
+    assert [path.name for path in (tmp_path / "cells").iterdir()] == ["seed=1"]

@@ -37,8 +37,10 @@ def in_words_of(error: ConfigError, names: Mapping[str, str]) -> ConfigError:
     """Return an error of the launch with the door's flags in place of those that stand for them."""
 
     def ours(one: Problem) -> Problem:
-        flag = names.get(one.where)
-        return replace(one, where=flag, fix=one.fix.replace(one.where.removeprefix("--"), flag)) if flag else one
+        trial, colon, where = one.where.rpartition(": ")  # of a sweep the trial's name is before it
+        flag = names.get(where)
+        fix = one.fix.replace(where.removeprefix("--"), flag or "")
+        return replace(one, where=f"{trial}{colon}{flag}", fix=fix) if flag else one
 
     return ConfigError(*map(ours, error.problems))
 

@@ -184,9 +184,9 @@ def sweep_state(sweep: Sweep, jobs: dict[str, Job] | None) -> tuple[str, bool]:
     active = [run for run in trials if run.is_running() or (jobs is None and run.job_id)]
     active += [run for run in trials if jobs and (job := jobs.get(run.job_id)) is not None and job.active]
     over = not active and not is_locked(sweep.folder / "lock")
-    done = len(trials) - len(sweep.gaps())
-    state = "running" if not over else COMPLETED if done == len(trials) else "stopped"
-    return f"{state}, {done} of {len(trials)} {sweep.trial}s completed", over
+    done = sum(sweep.status(index) == COMPLETED for index in range(len(trials)))
+    state = "running" if not over else COMPLETED if sweep.is_over() else "stopped"
+    return f"{state}, {done} of {sweep.wanted} {sweep.trial}s completed", over
 
 
 def sweep_lines(sweep: Sweep, jobs: dict[str, Job] | None) -> list[str]:

@@ -5,15 +5,15 @@ launchers and its multirun are not used, since runs go on after a preemption and
 """
 
 import argparse
+import glob
 import os
 import re
-import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,12 +25,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_recipes.cli import Parser, answer, load
+from grpo_recipes.cli import Option, Parser, answer, load, option
 from grpo_recipes.cli.doors import in_words_of, launch_words, strange
-from grpo_recipes.cli.runs import launch_options
+from grpo_recipes.cli.runs import launch_options, read_search, sweep_backend
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.launch.run import launch
-from grpo_recipes.paths import home, shown
+from grpo_recipes.paths import home, newest_first, shown
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import say
@@ -38,7 +38,8 @@ from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.dialects import offline
 from grpo_recipes.recipe.keys import nearest_of
 from grpo_recipes.runs.rundir import write_whole
-from grpo_recipes.sweep.run import Backend, planned, start
+from grpo_recipes.sweep.folder import FOLDER as SWEEPS
+from grpo_recipes.sweep.run import start
 from grpo_recipes.sweep.spec import SweepSpec
 
 PROGRAM = "run_offline_grpo.py"
@@ -46,6 +47,14 @@ BASE = "recipes/base/offline_grpo.yaml"
 CONFIG = "offline_grpo"
 _ANSWER_SECONDS = 5.0
 _OVERRIDE = re.compile(r"[+~]{0,2}[\w./@]+=")
+# Options of a launch that a sweep lacks, and of a sweep that a launch lacks, --local and --slurm last.
+_LAUNCH = [option("--cfg"), *(one for one in load("launch").options if one[0][0] != "--dry-run")]
+_SWEEP = [
+    one
+    for one in (*load("sweep").options, *load("sweep").exclusive)
+    if one[0][0] not in ("--resume", "--dry-run", "--cell")
+]
+_INSTEAD = "remove it; the same command again goes on with a sweep, as grpo sweep --resume DIR does"
 _ABOUT = "Train by iterations over seeded problems. KEY=VALUE sets a key of conf/offline_grpo.yaml: train.lr=5e-6."
 
 
@@ -53,11 +62,17 @@ _ABOUT = "Train by iterations over seeded problems. KEY=VALUE sets a key of conf
 class Sweep(SweepSpec):
     """A sweep over Hydra keys: the flags of a trial are those of its whole configuration."""
 
-    words: Mapping[tuple[str, ...], Sequence[str]] = field(default_factory=dict)  # values of a trial -> its flags
+    fixed: tuple[str, ...] = ()  # overrides of all trials
+    swept: tuple[str, ...] = ()  # Hydra keys of the axes
+    own_port: bool = False  # each server takes a port of its own: jobs of an array may share a node
 
     def flags_of(self, values: Mapping[str, str]) -> list[str]:
         """Return the recipe flags of the trial with these values."""
-        return [*self.words[tuple(values.values())], *self.flags]
+        words = [f"{key}={text}" for key, text in zip(self.swept, values.values(), strict=True)]
+        found = _translated(_composed([*self.fixed, *words])[0])
+        if self.own_port:
+            found.keys.pop("vllm_server_port", None)
+        return [*found.flags(), *self.flags]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,14 +83,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     words, others = _overrides(arguments)
     options, flags = _parser().parse_known_args(others)
-    if problems := list(strange(flags, ["--cfg", "--multirun"], PROGRAM)):
+    if problems := list(strange(flags, ["--cfg", "--multirun", *(names[0] for names, _ in _SWEEP)], PROGRAM)):
         raise ConfigError(*problems)
     overrides = _parsed(words)
     if options.multirun:
         return _sweep(options, overrides, flags)
+    _refuse_given(options, _SWEEP, "changes nothing without -m", "add -m, or remove it")
     if swept := [word for word, one in overrides if one.is_sweep_override()]:
         raise config_error(swept[0], "has several values", "add -m for a run with each of them")
-    config, hydra = _composed(words)
+    config, hydra, _ = _composed(words)
     if options.cfg:
         print(OmegaConf.to_yaml(config), end="")
         return 0
@@ -102,59 +118,72 @@ def _run(arguments: list[str]) -> int:
         except ConfigError:
             if _unfinished(folder) is None:  # nothing was started: leave nothing
                 shutil.rmtree(folder, ignore_errors=True)
-                with suppress(OSError):
-                    for parent in (folder.parent, folder.parent.parent):
-                        parent.rmdir()
+                _remove_empty(folder.parent)
             raise
 
 
 def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], flags: list[str]) -> int:
-    """Run every combination of the values of swept keys."""
-    axes = {one.get_key_element(): _values(one) for _, one in overrides}
-    swept = {key: values for key, values in axes.items() if len(values) > 1}
+    """Run every combination of the values of swept keys, or those that a search chooses."""
+    _refuse_given(options, _LAUNCH, "changes nothing with -m", _INSTEAD)
+    backend = sweep_backend(options)
+    values = {one.get_key_element(): _values(word, one) for word, one in overrides}
+    swept = {key: texts for key, texts in values.items() if len(texts) > 1 or (options.search and ".." in texts[0])}
     if not swept:
         raise config_error("-m", "nothing is varied", "name a key with several values, e.g. train.lr=5e-6,1e-5")
     if wrong := [key for key in swept if key not in offline.SAME]:
         fix = f"vary one of {', '.join(offline.SAME)}, or begin a sweep for each value"
         raise config_error(wrong[0], "cannot be swept", fix)
     fixed = [word for word, one in overrides if one.get_key_element() not in swept]
-    words: dict[tuple[str, ...], list[str]] = {}
-    for values in _product(list(swept.values())):
-        config, hydra = _composed([*fixed, *(f"{key}={text}" for key, text in zip(swept, values, strict=True))])
-        found = _translated(config)
-        words[values] = [*found.flags()]
-    _, variables = on_device(found.device, find_resources(os.environ))
+    axes, search = {offline.SAME[key]: texts for key, texts in swept.items()}, None
+    if options.search:
+        axes, search = read_search(options, [f"{key}={','.join(texts)}" for key, texts in axes.items()], flags)
+    first = [f"{key}={texts[0]}" for key, texts in zip(swept, axes.values(), strict=True)]
+    config, hydra, earlier = _composed([*fixed, *first])
+    found, root = _translated(config), Path(hydra.sweep.dir).absolute()
+    _, variables = on_device(found.device, backend.resources(os.environ))
+    if variables and backend.profile:
+        what = f"'{found.device}' is a GPU of this machine, and the runs are jobs"
+        raise config_error("model.device", what, "write model.device=auto")
     os.environ.update(variables)
-    root = Path(hydra.sweep.dir).absolute()
-    axes_of_recipe = {offline.SAME[key]: values for key, values in swept.items()}
-    base = str(home() / BASE)
-    spec = Sweep(base, axes_of_recipe, [f"--run_root={root}", *flags], options.task, words)
-    if not options.dry_run:
-        return start(spec, Backend(), os.environ, new=True)
-    trials = planned(spec, Backend(), os.environ)
-    say(f"{len(trials)} runs in {shown(root)}; this is a dry run, which starts none")
-    for trial in trials:
-        print(shlex.join(["grpo", "launch", base, *spec.flags_of(trial.values)]))
-    return 0
+    flags = [f"--run_root={root}", *([f"--run_name={options.name}"] if options.name else []), *flags]
+    own_port = bool(backend.profile) and "generation.base_url" not in values
+    spec = Sweep(str(home() / BASE), axes, flags, options.task, search, tuple(fixed), tuple(swept), own_port)
+    names = {f"--{key}": source for key, source in found.sources.items()}
+    try:
+        with translate(ConfigError, lambda error: in_words_of(error, names)):
+            return start(spec, backend, os.environ, options.new, options.dry_run, earlier)
+    except ConfigError:
+        _remove_empty(root / SWEEPS)
+        raise
 
 
-def _product(values: list[list[str]]) -> Iterator[tuple[str, ...]]:
-    if not values:
-        yield ()
-        return
-    for first in values[0]:
-        for others in _product(values[1:]):
-            yield (first, *others)
-
-
-def _values(override: Override) -> list[str]:
+def _values(word: str, override: Override) -> list[str]:
     """Return the values of an override, in Hydra's spelling ``a,b`` or in that of a list, ``[a,b]``."""
     if override.is_sweep_override():
-        return list(map(str, override.sweep_string_iterator()))
+        fix = "write LOW..HIGH or log:LOW..HIGH with --search optuna, or values between commas"
+        with translate(HydraException, lambda _: config_error(word, "does not name its values", fix)):
+            return list(map(str, override.sweep_string_iterator()))
     value: Any = override.value()
     if isinstance(value, list):
         return [str(one) for one in value]
-    return [override.get_value_element_as_str()]
+    return [value if isinstance(value, str) else override.get_value_element_as_str()]
+
+
+def _refuse_given(options: argparse.Namespace, others: Iterable[Option], what: str, fix: str) -> None:
+    """Refuse some options where the command line has them."""
+    names = [one[0] for one, _ in others if getattr(options, one[0][2:].replace("-", "_")) not in (None, False)]
+    if names:
+        raise ConfigError(*(Problem(name, what, fix) for name in names))
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove a folder and those above it, as far as they are empty and in the working folder."""
+    here = Path.cwd()
+    with suppress(OSError):
+        for one in (folder, *folder.parents):
+            if here not in one.parents:
+                return
+            one.rmdir()
 
 
 def _overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -187,8 +216,8 @@ def _parsed(words: list[str]) -> list[tuple[str, Override]]:
     return found
 
 
-def _composed(words: list[str]) -> tuple[DictConfig, DictConfig]:
-    """Return the configuration and Hydra's own."""
+def _composed(words: list[str]) -> tuple[DictConfig, DictConfig, list[Path]]:
+    """Return the configuration, Hydra's own, and the folders of earlier sweeps, whose names have other times."""
     told = (HydraException, OmegaConfBaseException)
     with (
         translate(told, lambda error: config_error("configuration", str(error).strip(), "see conf/offline_grpo.yaml")),
@@ -196,11 +225,13 @@ def _composed(words: list[str]) -> tuple[DictConfig, DictConfig]:
     ):
         whole = compose(CONFIG, overrides=words, return_hydra_config=True)
         hydra = whole.hydra.copy()
+        raw = OmegaConf.to_container(hydra.sweep, resolve=False)
+        pattern = re.sub(r"\$\{now:[^}]*\}", "*", str(raw["dir"] if isinstance(raw, dict) else ""))
         OmegaConf.resolve(hydra.run)
         OmegaConf.resolve(hydra.sweep)
     config = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
     OmegaConf.resolve(config)
-    return config, hydra
+    return config, hydra, newest_first(map(Path, glob.glob(pattern)))
 
 
 def _translated(config: DictConfig) -> offline.Translated:
@@ -263,8 +294,11 @@ def _parser() -> Parser:
     parser.set_defaults(recipe=None, config=None)
     parser.add_argument("-m", "--multirun", action="store_true", help="run every combination: KEY=A,B or KEY='[A,B]'")
     parser.add_argument("--cfg", choices=["job"], help="print the configuration, and end")
-    for names, settings in load("launch").options:
+    for names, settings in (*load("launch").options, *_SWEEP[:-2]):
         parser.add_argument(*names, **settings)
+    group = parser.add_mutually_exclusive_group()
+    for names, settings in _SWEEP[-2:]:
+        group.add_argument(*names, **settings)
     parser.add_argument("--task", help=argparse.SUPPRESS)
     return parser
 

@@ -1,6 +1,7 @@
 """The commands that start runs and report on them: launch, submit, sweep, compare, report."""
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from grpo_recipes.sweep.folder import (
     COMPARISON,
     FOLDER,
     RECORD,
+    REWARD,
     find_sweep,
     read_comparison,
     read_sweep,
@@ -29,7 +31,7 @@ from grpo_recipes.sweep.folder import (
     write_sweep,
 )
 from grpo_recipes.sweep.run import Backend, run_task, start, start_again
-from grpo_recipes.sweep.spec import SweepSpec, is_axis, read_axes
+from grpo_recipes.sweep.spec import MOST_TRIALS, Search, SweepSpec, is_axis, read_axes, read_space
 
 # Keys of a profile that the command line may give instead.
 OVERRIDES = ("account", "partition", "time", "nodes", "gpus", "mem", "cpus", "qos", "constraint", "exclude")
@@ -115,6 +117,10 @@ def submit(options: argparse.Namespace) -> int:
     option("--name", help="name of the sweep; the run name or the recipe's by default"),
     option("--resume", metavar="DIR|last", help="run what is not completed in a sweep"),
     switch("--new", help="begin anew though the same sweep is not completed"),
+    option("--search", choices=["optuna"], help="have Optuna choose the values, one run after the other"),
+    option("--trials", type=int, metavar="N", help="with --search: runs in all"),
+    option("--metric", metavar="NAME", help=f"with --search: what is to be high, e.g. eval_reward ({REWARD})"),
+    switch("--dry-run", help="check and list the runs; write and start nothing"),
     option("--cell", type=Path, help=argparse.SUPPRESS),  # a task of the array job
     exclusive=(
         switch("--local", help="run one after the other on this machine (the default)"),
@@ -122,7 +128,8 @@ def submit(options: argparse.Namespace) -> int:
     ),
     takes_recipe=True,
     usage="[RECIPE] KEY=V1,V2 [KEY=1..3 ...] [options] [--KEY VALUE ...]",
-    epilog="KEY=V1,V2 varies a recipe key, KEY=1..3 over whole numbers; --KEY VALUE sets one for all runs.",
+    epilog="KEY=V1,V2 varies a recipe key, KEY=1..3 over whole numbers; with --search, KEY=1e-6..1e-4 and "
+    "KEY=log:1e-6..1e-4 are ranges. --KEY VALUE sets a key for all runs.",
 )
 def sweep(options: argparse.Namespace) -> int:
     """Run a sweep, or submit it, or continue one.
@@ -131,21 +138,38 @@ def sweep(options: argparse.Namespace) -> int:
     """
     if options.cell:
         return run_task(options.cell, os.environ)
-    _check_sweep(options)
-    backend = Backend(_chosen_profile(options) if options.slurm else None, options.max_parallel)
+    backend = sweep_backend(options)
     words, flags = _split(options)
     if options.resume is not None:
-        if words or flags or options.recipe or options.config or options.name or options.new:
-            raise config_error("--resume", "a sweep goes on as it began", "leave out recipe, keys, --name and --new")
+        if words or flags or options.recipe or options.config or options.name or options.new or options.search:
+            fix = "leave out recipe, keys, --name, --new and --search"
+            raise config_error("--resume", "a sweep goes on as it began", fix)
+        if options.dry_run:
+            raise config_error("--dry-run", "changes nothing with --resume", "ask grpo status for the runs of a sweep")
         return start_again(find_sweep(run_root(os.environ) / FOLDER, options.resume), backend, os.environ)
     if options.name is not None:
         flags = ["--run_name", options.name, *flags]
-    spec = SweepSpec(recipe_name(options), read_axes(words, flags), flags, options.task)
-    return start(spec, backend, os.environ, options.new)
+    axes, search = read_search(options, words, flags)
+    spec = SweepSpec(recipe_name(options), axes, flags, options.task, search)
+    return start(spec, backend, os.environ, options.new, options.dry_run)
 
 
-def _check_sweep(options: argparse.Namespace) -> None:
-    """Refuse options that need others which are missing."""
+def read_search(
+    options: argparse.Namespace, words: Sequence[str], flags: Sequence[str]
+) -> tuple[dict[str, list[str]], Search | None]:
+    """Read the words that say what is varied, in every combination or by a search."""
+    if not options.search:
+        return read_axes(words, flags), None
+    axes, spans = read_space(words, flags)
+    count = math.prod(map(len, axes.values()))
+    if not spans and options.trials > count:
+        fix = f"write --trials {count}, or run them all without --search"
+        raise config_error("--trials", f"is {options.trials}, and there are {count} combinations", fix)
+    return axes, Search(options.trials, options.metric or REWARD, spans)
+
+
+def sweep_backend(options: argparse.Namespace) -> Backend:
+    """Return where a sweep runs; refuse options that need others which are missing."""
     given = [name for name in ("profile", *OVERRIDES, "max_parallel") if getattr(options, name) is not None]
     problems = []
     if options.slurm and options.profile is None:
@@ -155,8 +179,20 @@ def _check_sweep(options: argparse.Namespace) -> None:
         problems += [Problem(f"--{name.replace('_', '-')}", what, fix) for name in given]
     if options.max_parallel is not None and options.max_parallel < 1:
         problems.append(Problem("--max-parallel", f"is {options.max_parallel}", "write 1 or more"))
+    if options.search and options.trials is None:
+        problems.append(Problem("--search", "does not say how many runs", "add --trials N"))
+    if options.search and options.slurm:
+        what, fix = "chooses each run by those before it, so no array job can run them", "remove --slurm; in a job of"
+        problems.append(Problem("--search", what, f"{fix} yours (salloc, sbatch) the runs have its devices"))
+    if not options.search:
+        what, fix = "changes nothing without --search", "add --search optuna, or remove it"
+        given = [name for name in ("trials", "metric") if getattr(options, name) is not None]
+        problems += [Problem(f"--{name}", what, fix) for name in given]
+    elif options.trials is not None and not 1 <= options.trials <= MOST_TRIALS:
+        problems.append(Problem("--trials", f"is {options.trials}", f"write 1 to {MOST_TRIALS:,}"))
     if problems:
         raise ConfigError(*problems)
+    return Backend(_chosen_profile(options) if options.slurm else None, options.max_parallel)
 
 
 def _split(options: argparse.Namespace) -> tuple[list[str], list[str]]:

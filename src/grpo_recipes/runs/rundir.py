@@ -40,6 +40,7 @@ _GIT_SECONDS = 30.0
 _HEAD_BYTES, _TAIL_BYTES = 200_000, 400_000  # of a log
 # In a run directory:
 RECIPE_HASH = "recipe_sha256"  # in plan.json: of recipe.yaml as the last attempt wrote it
+CELLS = "cells"  # in a sweep directory: the run directories of its trials
 FROZEN_CODE = "code"  # folder with the code of a run that was submitted
 JOB_FILE = "job.json"  # its last Slurm job, and the folder that job starts in
 NO_REQUEUE = "no_requeue"  # keeps Slurm from starting a stopped run again
@@ -176,7 +177,9 @@ def make_folder(folder: Path, failure: str, *inside: str) -> dict[str, Any] | No
         for name in inside:
             (folder / name).mkdir(mode=0o700)
         (folder / "code.patch").write_text(masked(code.pop("patch")))
-        return {"command": masked(shlex.join(["grpo", *sys.argv[1:]])), "code": code}
+        door = home() / f"run_{Path(sys.argv[0]).stem}_grpo.py"
+        program = ["python", door.name] if door.is_file() else ["grpo"]
+        return {"command": masked(shlex.join([*program, *sys.argv[1:]])), "code": code}
     return None
 
 

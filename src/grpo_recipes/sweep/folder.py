@@ -28,9 +28,10 @@ from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.report.page import NOTHING, SMOKE_BADGE, render, short, spread
 from grpo_recipes.report.pages import GOES_ON, comparison, comparison_sentence, differing_facts, group_of
 from grpo_recipes.report.read import Group, RunRecord, read_run
-from grpo_recipes.runs.rundir import make_folder, read_json, timestamp, write_json, write_whole
+from grpo_recipes.runs.health import known, number
+from grpo_recipes.runs.rundir import CELLS, make_folder, read_json, timestamp, write_json, write_whole
 from grpo_recipes.secrets import masked
-from grpo_recipes.sweep.spec import SweepSpec, Trial
+from grpo_recipes.sweep.spec import SEED, SweepSpec, Trial
 
 RECORD = "sweep.json"
 FOLDER = "sweeps"  # under run_root
@@ -38,7 +39,7 @@ COMPARISON, COMPARISONS = "compare.json", "comparisons"  # record and folder of 
 GONE = "gone"  # status of a trial whose run directory is not there
 COMPLETED = "completed"
 PAGE = "sweep.html"
-SEED = "seed"
+REWARD = "reward"  # the metric of a search by default: the final reward, by which a comparison ranks
 _LOCK_SECONDS = 60
 _PARTS = dict.fromkeys(("name", "timestamp", "command", "fingerprint"), str) | {
     "axes": dict,
@@ -63,7 +64,7 @@ class Sweep:
 
     def trial_dir(self, index: int) -> Path:
         """Return a trial's run directory."""
-        return self.folder / "cells" / self.names[index]
+        return self.folder / CELLS / self.names[index]
 
     def status(self, index: int) -> str:
         """Return the status in the trial's ``summary.json``, or ``GONE``."""
@@ -71,12 +72,23 @@ class Sweep:
         return str(summary.get("status", "unknown")) if summary else GONE
 
     def gaps(self) -> list[int]:
-        """Return the indices of the trials that have not completed."""
+        """Return the indices of the trials that have not completed; of a search those that Optuna waits for."""
+        if "search" in self.record:
+            return [index for index, trial in enumerate(self.record["cells"]) if "value" not in trial]
         return [index for index in range(len(self.names)) if self.status(index) != COMPLETED]
+
+    @property
+    def wanted(self) -> int:
+        """Return the number of trials; a search has fewer until it ends."""
+        return max(len(self.names), self.record.get("search", {}).get("trials", 0))
+
+    def is_over(self) -> bool:
+        """Return whether nothing is left to run."""
+        return not self.gaps() and len(self.names) == self.wanted
 
     def again(self) -> str:
         """Return the command that continues it."""
-        return f"grpo sweep --resume {shown(self.folder)}"
+        return str(self.record["command"]) if "search" in self.record else f"grpo sweep --resume {shown(self.folder)}"
 
 
 @dataclass(frozen=True)
@@ -100,9 +112,12 @@ class Comparison(Sweep):
         return f"grpo launch --resume {shown(self.folder)}/MODE --benchmark"
 
 
-def fingerprint(trials: Sequence[Trial]) -> str:
-    """Return a hash of the trials: the same command makes the same one as long as its recipe is the same."""
-    given = []
+def fingerprint(spec: SweepSpec, trials: Sequence[Trial]) -> str:
+    """Return a hash of the trials: the same command makes the same one as long as its recipe is the same.
+
+    Of a search it has what is drawn from and the metric, and not the number of trials, which may be raised.
+    """
+    given: list[Any] = [[spec.search.metric, repr(spec.search.spans)]] if spec.search else []
     for trial in trials:
         keys = (key for key in trial.recipe.values if trial.recipe.given(key) and key != "run_root")
         given.append([trial.name, {key: trial.recipe[key] for key in keys}])
@@ -132,13 +147,15 @@ def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, en
         "recipe": str(recipe.path.absolute()),
         "flags": [masked(flag) for flag in spec.flags],
         "axes": {key: list(values) for key, values in spec.axes.items()},
-        "fingerprint": fingerprint(trials),
+        "fingerprint": fingerprint(spec, trials),
         "jobs": [],
         "cells": [{"name": trial.name, "values": dict(trial.values)} for trial in trials],
     }
+    if spec.search:
+        record |= {"cells": [], "search": {"trials": spec.search.trials, "metric": spec.search.metric}}
     sweep = Sweep(folder, record)
     try:
-        for trial in trials:
+        for trial in [] if spec.search else trials:
             freeze_trial(sweep, trial, resources, environment)
         write_json(folder / RECORD, record)
     except BaseException:
@@ -199,10 +216,15 @@ def find_sweep(root: Path, which: str) -> Sweep:
     raise config_error("last", f"there is no sweep in {shown(root)}", "name the sweep directory, or set RUN_ROOT")
 
 
-def unfinished(trials: Sequence[Trial]) -> Sweep | None:
-    """Return the newest sweep of the same trials that has gaps, or None."""
-    mark, found = fingerprint(trials), sweeps_in(sweep_root(trials[0].recipe))
-    return next((sweep for sweep in found if sweep.record["fingerprint"] == mark and sweep.gaps()), None)
+def unfinished(spec: SweepSpec, trials: Sequence[Trial], elsewhere: Sequence[Path]) -> Sweep | None:
+    """Return the newest sweep of the same trials that is not over, in its folder or one of ``elsewhere``, or None."""
+    mark, roots = fingerprint(spec, trials), [sweep_root(trials[0].recipe), *(root / FOLDER for root in elsewhere)]
+    for sweep in (sweep for root in roots for sweep in sweeps_in(root) if sweep.record["fingerprint"] == mark):
+        if spec.search:
+            sweep.record["search"]["trials"] = spec.search.trials
+        if not sweep.is_over():
+            return sweep
+    return None
 
 
 def sweeps_in(root: Path, record: str = RECORD) -> list[Sweep]:
@@ -269,7 +291,46 @@ def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
         ]
         lines += ["", *aligned([("mean of", "reward", "evaluation"), *means])]
         lines += [comparison_sentence(groups, ranked="rewards" not in differing_facts(groups))] if groups else []
+    if "search" in sweep.record:
+        lines += _best(sweep)
     return "\n".join(lines)
+
+
+def _best(sweep: Sweep) -> list[str]:
+    """Return a line that names the best trial of a search."""
+    found = [(trial["value"], trial["name"]) for trial in sweep.record["cells"] if trial.get("value") is not None]
+    if not found:
+        return []
+    value, name = max(found, key=lambda one: one[0])
+    metric, other = sweep.record["search"]["metric"], "is one seed; sweep its values over seed=1..5 to be sure"
+    return [f"highest {metric} of {len(found)} trials: {short(value)} by {name}, which {other}"]
+
+
+def objective(folder: Path, metric: str) -> float | None:
+    """Return what a completed run reached: the final reward, its last evaluation, or a benchmark's score."""
+    run = read_run(folder)
+    benchmark, _, score = metric.partition("/")
+    if metric == REWARD:
+        return run.outcome.last
+    if metric.startswith("eval_"):
+        return run.evals.last(metric)
+    return next(iter(known([number(run.benchmarks.get(benchmark, {}).get(score))])), None)
+
+
+def need_metric(recipe: Recipe, metric: str) -> None:
+    """Refuse a metric that no run of the recipe has."""
+    benchmark, _, score = metric.partition("/")
+    if metric == REWARD or (metric.startswith("eval_") and recipe["eval_strategy"] != "no"):
+        return
+    if metric.startswith("eval_"):
+        raise config_error(
+            f"--metric {metric}", "nothing is evaluated", "add e.g. --eval_strategy steps --eval_steps 10"
+        )
+    if not score or benchmark not in (recipe["benchmarks"] or ()):
+        fix = (
+            f"write {REWARD}, an evaluation's metric such as eval_reward, or a benchmark of the recipe: math_500/pass@1"
+        )
+        raise config_error(f"--metric {metric}", "is not a metric of these runs", fix)
 
 
 def write_sweep(sweep: Sweep, path: Path | None = None) -> tuple[Path, list[Result]]:

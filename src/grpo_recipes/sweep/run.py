@@ -6,7 +6,7 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -28,6 +28,7 @@ from grpo_recipes.runs.rundir import Run, claim, code_state, read_json, stop_fil
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
 from grpo_recipes.slurm.profile import Profile, render
 from grpo_recipes.sweep import folder as sweeps
+from grpo_recipes.sweep.search import Proposals, need_optuna
 from grpo_recipes.sweep.spec import SweepSpec, Trial, for_each, is_number, make_trials
 
 INDEX = "SLURM_ARRAY_TASK_ID"
@@ -51,23 +52,27 @@ class Backend:
         return submission.site_resources(profile) if profile else replace(find_resources(environment), job=None)
 
 
-def planned(spec: SweepSpec, backend: Backend, environment: Mapping[str, str]) -> list[Trial]:
-    """Return the trials, whose recipes are right and can be planned; a ConfigError says what is wrong with any."""
-    resources = backend.resources(environment)
-    trials = make_trials(spec, environment, resources.device)
-    for_each({trial.name: trial.recipe for trial in trials}, lambda it: make_plan(it, resources, environment))
-    return trials
-
-
-def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new: bool) -> int:
+def start(
+    spec: SweepSpec,
+    backend: Backend,
+    environment: Mapping[str, str],
+    new: bool,
+    dry_run: bool = False,
+    elsewhere: Sequence[Path] = (),
+) -> int:
     """Check and plan every run, make the sweep or find the one that is not completed, and run what is left.
 
     Return the exit code of the command. A ConfigError says what is wrong with any of the runs, before anything is
-    written or started. With ``new`` another sweep begins though the same one is not completed.
+    written or started. With ``new`` another sweep begins though the same one is not completed, which is looked for in
+    the folders ``elsewhere`` too; with ``dry_run`` nothing is written or started.
     """
+    if spec.search:
+        need_optuna()
     environment = backend.environment(environment)
     resources = backend.resources(environment)
-    trials = planned(spec, backend, environment)
+    trials = make_trials(spec, environment, resources.device)
+    recipes = {trial.name: trial.recipe for trial in trials}
+    for_each(recipes, lambda recipe: make_plan(recipe, resources, environment))
     if profile := backend.profile:
         submission.need_environment(profile)
         # As `grpo submit` does: models, data and rewards are loaded once for all trials that differ in numbers alone.
@@ -77,23 +82,33 @@ def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new
         flags = {trial.name: spec.flags_of(trial.values) for trial in unlike.values()}
         for_each(flags, lambda given: submission.prepare(profile, spec.recipe, spec.task, given, environment))
         trials = [replace(trial, recipe=submission.on_scratch(trial.recipe, profile)) for trial in trials]
-    else:
-        for_each({trial.name: trial.recipe for trial in trials}, need_named_ports)
-    sweep = None if new else sweeps.unfinished(trials)
+    elif not dry_run:
+        for_each(recipes, need_named_ports)
+    if spec.search:
+        sweeps.need_metric(trials[0].recipe, spec.search.metric)
+
+    def run(sweep: sweeps.Sweep) -> int:
+        proposals = Proposals(sweep, spec, spec.search, resources, environment) if spec.search else None
+        return _run_gaps(sweep, backend, environment, proposals)
+
+    sweep = None if new else sweeps.unfinished(spec, trials, elsewhere)
+    if dry_run:
+        return _list_runs(spec, trials, sweep)
     if sweep is not None:
         say(f"going on with {shown(sweep.folder)}, the same sweep (--new begins another)")
-        gone = [trial for trial in trials if sweep.status(trial.index) == sweeps.GONE]
+        gone = [] if spec.search else [trial for trial in trials if sweep.status(trial.index) == sweeps.GONE]
         code = {key: value for key, value in code_state().items() if key != "patch"}
-        if gone and code != sweep.record["code"]:
-            what = f"the run directory of {gone[0].name} is gone, and the code is no longer the sweep's"
+        if (gone or spec.search) and code != sweep.record["code"]:
+            why = f"the run directory of {gone[0].name} is gone" if gone else "new trials are to begin"
+            what = f"{why}, and the code is no longer the sweep's"
             raise config_error(shown(sweep.folder), what, "go back to that code, or begin another sweep with --new")
         for trial in gone:
             sweeps.freeze_trial(sweep, trial, resources, environment)
-        return _run_gaps(sweep, backend, environment)
+        return run(sweep)
     sweep = sweeps.new_sweep(spec, trials, resources, environment)
-    say(f"{len(sweep.names)} runs in {shown(sweep.folder)}")
+    say(f"{spec.search.trials if spec.search else len(trials)} runs in {shown(sweep.folder)}")
     try:
-        return _run_gaps(sweep, backend, environment)
+        return run(sweep)
     except ConfigError as error:
         started = sweep.record.get("jobs") or any(sweep.folder.glob("cells/*/metrics.jsonl"))
         if not started and not isinstance(error, MaybeSubmitted):
@@ -101,8 +116,24 @@ def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new
         raise
 
 
+def _list_runs(spec: SweepSpec, trials: Sequence[Trial], sweep: sweeps.Sweep | None) -> int:
+    """Print the runs of a sweep, or what a search draws its runs from."""
+    lines, count = [trial.name for trial in trials], len(trials)
+    if search := spec.search:
+        join = {key: " to " if key in search.spans else ", " for key in spec.axes}
+        lines, count = [f"{key}={join[key].join(texts)}" for key, texts in spec.axes.items()], search.trials
+    where = shown(sweep.folder if sweep else sweeps.sweep_root(trials[0].recipe))
+    say(f"{count} runs would {'go on' if sweep else 'begin'} in {where}{', chosen from' if search else ''}:")
+    for line in lines:
+        print_line(f"  {line}")
+    return 0
+
+
 def start_again(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
-    """Run what is not completed in a sweep; a run directory that is gone is a ``ConfigError``."""
+    """Run what is not completed in a sweep; a run directory that is gone is a ``ConfigError``, and so is a search."""
+    if "search" in sweep.record:
+        what = f"{shown(sweep.folder)} is a search, which needs its keys to go on"
+        raise config_error("--resume", what, f"run its command again: {sweep.again()}")
     gone = [sweep.names[index] for index in sweep.gaps() if sweep.status(index) == sweeps.GONE]
     if gone:
         what = f"the run directory of {', '.join(gone)} is gone"
@@ -123,21 +154,26 @@ def run_task(folder: Path, environment: Mapping[str, str]) -> int:
     return code
 
 
-def _run_gaps(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
-    """Run or submit what has not completed and does not run already."""
+def _run_gaps(
+    sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str], proposals: Proposals | None = None
+) -> int:
+    """Run or submit what has not completed and does not run already, and what is proposed then."""
     with os.fdopen(claim(Run(sweep.folder))):
         stop_file(sweep.folder).unlink(missing_ok=True)
         gaps, waiting = sweep.gaps(), tasks_in_queue(sweep.record["jobs"])
         left = [index for index in gaps if index not in waiting and not Run(sweep.trial_dir(index)).is_running()]
-        if len(left) < len(sweep.names):
+        left = gaps if proposals else left  # which wait for a run that still saves
+        count = sweep.wanted - len(sweep.names) + len(left)
+        if count < sweep.wanted:
             busy = f", {len(gaps) - len(left)} queued or running" if len(left) < len(gaps) else ""
-            say(f"{len(sweep.names) - len(gaps)} of {len(sweep.names)} completed{busy}, {len(left)} to run")
+            say(f"{len(sweep.names) - len(gaps)} of {sweep.wanted} completed{busy}, {count} to run")
         if backend.profile and left:
             job = submit_array(sweep, left, backend.profile, backend.most, environment)
             say(f"job {job} is submitted, a task for each of {len(left)} runs: logs/slurm_{job}_TASK.out")
             say(f"the comparison, at any time: grpo report {shlex.quote(shown(sweep.folder))}")
             return 0
-        code = run_sequentially(sweep, left, environment)
+        ended = {"ended": proposals.ended} if proposals else {}
+        code = run_sequentially(sweep, proposals or left, environment, count, **ended)
     for line in _comparison(sweep):
         print_line(line)
     return code
@@ -154,7 +190,8 @@ def _comparison(sweep: sweeps.Sweep) -> list[str]:
     left = [f"{result.name} ({result.status})" for result in results if result.status != sweeps.COMPLETED]
     if left:
         lines.append(f"grpo: not completed: {', '.join(left)}")
-        lines.append(f"grpo: run them with: grpo sweep --resume {folder}")
+    if not sweep.is_over():
+        lines.append(f"grpo: {'go on' if 'search' in sweep.record else 'run them'} with: {sweep.again()}")
     return [*lines, f"grpo: comparison in {shown(page)}"]
 
 
@@ -260,20 +297,29 @@ def run_trial(
     return code
 
 
-def run_sequentially(sweep: sweeps.Sweep, indices: Sequence[int], environment: Mapping[str, str]) -> int:
+def run_sequentially(
+    sweep: sweeps.Sweep,
+    indices: Iterable[int],
+    environment: Mapping[str, str],
+    count: int,
+    ended: Callable[[int, int], None] = lambda index, code: None,
+) -> int:
     """Run trials one after the other; one that fails is named and the others go on.
 
+    ``ended`` gets the index and the exit code of each, but of one that a signal ended; ``count`` is for the reader.
     Return 0, or the code of the first trial that did not complete; 75 where a signal left trials over.
     """
     forwarder, first = SignalForwarder(stop_file(sweep.folder)), 0
-    for place, index in enumerate(indices, 1):
-        if forwarder.asked():
-            break
-        folder, trial = sweep.trial_dir(index), f"trial {place} of {len(indices)}: {sweep.names[index]}"
+    place, rest = 0, iter(indices)
+    while not forwarder.asked() and (index := next(rest, None)) is not None:
+        place += 1
+        folder, trial = sweep.trial_dir(index), f"trial {place} of {count}: {sweep.names[index]}"
         say(f"{trial}; output in {shown(folder / LOG)}")
         code = run_trial(sweep, index, forwarder, environment, folder / LOG)
         first = first or code
         summary = read_json(folder / "summary.json")
+        if code == 0 or forwarder.seen is None:
+            ended(index, code)
         if code == 0:
             say(f"{trial} completed: reward {summary.get('initial_reward')} -> {summary.get('final_reward')}")
             continue

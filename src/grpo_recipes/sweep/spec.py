@@ -1,4 +1,7 @@
-"""What a sweep varies, as people write it (``key=v1,v2``, ``key=1..3``), and the trials that makes. Pure: no torch."""
+"""What a sweep varies, as people write it (``key=v1,v2``, ``key=1..3``), and the trials that makes. Pure: no torch.
+
+A search draws its trials from lists, and from ranges of numbers: ``key=1e-6..1e-4``, ``key=log:1e-6..1e-4``.
+"""
 
 import csv
 import itertools
@@ -22,13 +25,34 @@ Made = TypeVar("Made")
 MOST_TRIALS = 1000  # the usual MaxArraySize of Slurm is 1001
 _AXIS = re.compile(r"([A-Za-z_][\w-]*)=(.*)", re.DOTALL)
 _RANGE = re.compile(r"([+-]?\d{1,18})\.\.([+-]?\d{1,18})")
+_SPAN = re.compile(r"(log:)?([^,]+?)\.\.([^,]+)")
 _ODD = re.compile(r"[^\w.+-]+", re.ASCII)  # in a folder's name
 _SET_BY_SWEEP = {
     "run_name": "name the sweep with --name; each run is called after its values",
     "run_root": "write --run_root DIR; the runs of a sweep share one folder",
 }
+SEED = "seed"
 _LONGEST_VALUE = 40  # characters of a value in a folder's name
 _LONGEST_NAME = 100  # and of the name; logs are called after it too
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of numbers that a search draws from."""
+
+    low: float
+    high: float
+    log: bool  # the logarithm is drawn evenly
+    whole: bool  # whole numbers alone
+
+
+@dataclass(frozen=True)
+class Search:
+    """How many trials Optuna chooses, in what ranges, and by what metric."""
+
+    trials: int
+    metric: str  # the highest wins
+    spans: Mapping[str, Span]  # of the axes that are ranges
 
 
 @dataclass(frozen=True)
@@ -36,9 +60,10 @@ class SweepSpec:
     """The trials of a sweep, as the command line describes them."""
 
     recipe: str | None  # as the user names it; None for CONFIG or the default one
-    axes: Mapping[str, Sequence[str]]  # key -> its values, at least one, typed later as a flag's would be
+    axes: Mapping[str, Sequence[str]]  # key -> its values, typed later as a flag's would be; of a range its two ends
     flags: Sequence[str] = ()  # recipe flags of all trials
     task: str | None = None  # that --task names
+    search: Search | None = None  # None: every combination is run
 
     def flags_of(self, values: Mapping[str, str]) -> list[str]:
         """Return the recipe flags of the trial with these values."""
@@ -88,6 +113,40 @@ def read_axes(words: Sequence[str], flags: Iterable[str]) -> dict[str, list[str]
     return axes
 
 
+def read_space(words: Sequence[str], flags: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, Span]]:
+    """Read the words of a search as ``read_axes`` does, with the ranges that are drawn from; refuse to search seeds."""
+    spans: dict[str, Span] = {}
+
+    def ends(word: str) -> str:
+        match = _AXIS.fullmatch(word)
+        key, text = (_canonical(match[1]), match[2]) if match else ("", "")
+        found = _SPAN.fullmatch(text)
+        if key == SEED:
+            fix = "write --seed N for all trials, and sweep the best values over seed=1..5"
+            raise config_error(word, "a search for the best seed finds the luckiest one", fix)
+        if found is None or key not in catalogue() or not is_number(key):
+            return word
+        spans[key] = _span(key, found, word)
+        return f"{key}={found[2]},{found[3]}"
+
+    return read_axes(collect(words, ends), flags), spans
+
+
+def _span(key: str, found: re.Match[str], word: str) -> Span:
+    whole = catalogue()[key]["type"] == "int"
+    kind = "whole numbers" if whole else "numbers"
+    fix = f"write {key}={'1..8' if whole else '1e-6..1e-4'}, or with log: before it for a range of magnitudes"
+    with translate(ValueError, lambda _: config_error(word, f"'{found[0]}' is not a range of {kind}", fix)):
+        low, high = ((int if whole else float)(end) for end in found.group(2, 3))
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise config_error(word, f"{found[2]} is not below {found[3]}", "write the lower end first")
+    if found[1] and low <= 0:
+        raise config_error(
+            word, f"a logarithm needs numbers above 0, and {found[2]} is not", "raise it, or leave out log:"
+        )
+    return Span(low, high, bool(found[1]), whole)
+
+
 def _canonical(name: str) -> str:
     name = name.replace("-", "_")
     return ALIASES.get(name, name)
@@ -116,7 +175,8 @@ def _read_axis(word: str) -> tuple[str, list[str]]:
 
 def _range(key: str, part: str, word: str) -> list[str]:
     if (match := _RANGE.fullmatch(part)) is None:
-        raise config_error(word, f"'{part}' is not a range of whole numbers", f"write {key}=1..3 for 1, 2 and 3")
+        fix = f"write {key}=1..3 for 1, 2 and 3, or add --search optuna --trials N to search a range"
+        raise config_error(word, f"'{part}' is not a range of whole numbers", fix)
     first, last = int(match[1]), int(match[2])
     if last < first:
         raise config_error(word, f"the range {part} runs backwards", f"write {key}={last}..{first}")
@@ -131,12 +191,9 @@ def make_trials(spec: SweepSpec, environment: Mapping[str, str], device: str) ->
     A ConfigError names every problem of every trial's recipe, and an axis that changes nothing.
     """
     varied = [dict(zip(spec.axes, values, strict=True)) for values in itertools.product(*spec.axes.values())]
-    names = [
-        ",".join(f"{key}={_ODD.sub('-', value)[-_LONGEST_VALUE:]}" for key, value in values.items())
-        for values in varied
-    ]
+    names = [name_of(values) for values in varied]
     if len(set(names)) < len(names) or max(map(len, names)) > _LONGEST_NAME:
-        names = [f"{number},{name}"[:_LONGEST_NAME] for number, name in enumerate(names)]
+        names = [numbered(number, name) for number, name in enumerate(names)]
 
     def trial(index: int) -> Trial:
         recipe = resolve_recipe(spec.recipe, spec.task, spec.flags_of(varied[index]), environment, device)
@@ -147,6 +204,16 @@ def make_trials(spec: SweepSpec, environment: Mapping[str, str], device: str) ->
     if idle:
         raise ConfigError(*idle)
     return trials
+
+
+def name_of(values: Mapping[str, str]) -> str:
+    """Return values as the name of a folder, which another trial may have too."""
+    return ",".join(f"{key}={_ODD.sub('-', value)[-_LONGEST_VALUE:]}" for key, value in values.items())
+
+
+def numbered(number: int, name: str) -> str:
+    """Return a name that no trial with another number has."""
+    return f"{number},{name}"[:_LONGEST_NAME]
 
 
 def for_each(items: Mapping[str, Item], work: Callable[[Item], Made]) -> list[Made]:

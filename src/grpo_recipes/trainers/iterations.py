@@ -1,5 +1,7 @@
 """Metrics and checkpoints by iteration, where an offline trainer is expected to leave them: beside the run directory.
 
+In a sweep, where run directories lie side by side, they are inside each.
+
     metrics/train_iter_000.json    means over the optimizer steps of the iteration
     metrics/eval_iter_000.json     the evaluation after it
     checkpoints/iter_000           a link to the complete checkpoint of its last step
@@ -11,6 +13,8 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -18,7 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from grpo_recipes.process.reports import run_folder
 from grpo_recipes.runs.checkpoints import complete_checkpoints, step_of
-from grpo_recipes.runs.rundir import read_rows, write_json
+from grpo_recipes.runs.rundir import CELLS, read_rows, write_json
 
 _OF_EVALUATION = re.compile(r"(pass|mean|best|majority)@\d+|reward|prompts|.*_interval")
 
@@ -26,9 +30,13 @@ _OF_EVALUATION = re.compile(r"(pass|mean|best|majority)@\d+|reward|prompts|.*_in
 class Iterations(TrainerCallback):
     """Write what is complete before the next step, so a stop leaves nothing half written."""
 
-    def __init__(self) -> None:
-        self._run = run_folder()
-        self._root = self._run.parent
+    @cached_property
+    def _run(self) -> Path:
+        return run_folder()  # the launch names it, and `grpo check --deep` makes callbacks without one
+
+    @property
+    def _root(self) -> Path:
+        return self._run if self._run.parent.name == CELLS else self._run.parent
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write what an earlier attempt was stopped before."""

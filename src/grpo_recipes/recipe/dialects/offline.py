@@ -93,7 +93,8 @@ def translate(config: Mapping[str, Any], answers: Callable[[str], bool] = lambda
         found.problems.append(Problem(source, what, fix))
 
     for source, key in SAME.items():
-        put(source, key, config[source])
+        if config["eval.enabled"] or not source.startswith("eval."):  # they do nothing without evaluations
+            put(source, key, config[source])
     counts = {source: _count(source, config[source], refuse) for source in COUNTS}
     if None not in counts.values():
         _batch({source: number for source, number in counts.items() if number is not None}, config, put, refuse)
