@@ -42,7 +42,7 @@ from grpo_recipes.sweep.spec import SweepSpec
 PROGRAM = "run_offline_grpo.py"
 BASE = "recipes/base/offline_grpo.yaml"
 CONFIG = "offline_grpo"
-_OVERRIDE = re.compile(r"[+~]{0,2}[\w./@]+=")
+_OVERRIDE = re.compile(r"[+~]{0,2}[\w.]+=")
 _ABOUT = "Train by iterations over seeded problems. KEY=VALUE sets a key of conf/offline_grpo.yaml: train.lr=5e-6."
 
 
