@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from grpo_recipes.plan.devices import Resources
 from grpo_recipes.sweep.spec import make_trials
 
 SMOKE = ("model.train_id=smoke:sums", "data.problems=arithmetic", "generation.max_new_tokens=8")
+with socket.socket() as free:  # a launch on this machine may have the port of the configuration
+    free.bind(("127.0.0.1", 0))
+    FREE = f"generation.base_url=http://127.0.0.1:{free.getsockname()[1]}"
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +59,11 @@ def test_evaluations_can_be_left_out(capfd: pytest.CaptureFixture[str]) -> None:
     assert "--eval_strategy=no" in said and "num_generations_eval" not in said and "eval_problem_seeds" not in said
 
 
+def test_a_folder_of_a_sweep_is_the_value_of_its_flag(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("--resume", "cells/train.lr=1e-5,seed=2", *SMOKE) == 2
+    assert "grpo: --resume: " in capfd.readouterr().err
+
+
 def test_the_configuration_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("--cfg", "job", "train.lr=3e-4") == 0
     assert "lr: 0.0003" in capfd.readouterr().out
@@ -69,7 +78,7 @@ def test_the_configuration_is_printed(capfd: pytest.CaptureFixture[str]) -> None
         ((*SMOKE, "train.batch_size=5"), "train.batch_size: an iteration has 16 completions"),
         ((*SMOKE, "model.device=cuda:2"), "model.device: 'cuda:2' is not there: this environment has the CPU build"),
         ((*SMOKE, "eval.id_seed_start=1010"), "1010"),
-        (("model.train_id=./nowhere",), "model.train_id: no file or folder './nowhere'"),
+        (("model.train_id=./nowhere", FREE), "model.train_id: no file or folder './nowhere'"),
         ((*SMOKE, "-m", "seed=1"), "-m: nothing is varied"),
         ((*SMOKE, "-m", "model.device=cpu,auto"), "model.device: cannot be swept"),
         ((*SMOKE, "-m", "seed=1,2", "model.device=cuda:2"), "model.device: 'cuda:2' is not there"),

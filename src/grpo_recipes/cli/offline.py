@@ -46,7 +46,7 @@ PROGRAM = "run_offline_grpo.py"
 BASE = "recipes/base/offline_grpo.yaml"
 CONFIG = "offline_grpo"
 _ANSWER_SECONDS = 5.0
-_OVERRIDE = re.compile(r"[+~]{0,2}[\w./@]+=")
+_OVERRIDE = re.compile(r"[+~]{0,2}[\w.]+=")
 # Options of a launch that a sweep lacks, and of a sweep that a launch lacks, --local and --slurm last.
 _LAUNCH = [option("--cfg"), *(one for one in load("launch").options if one[0][0] != "--dry-run")]
 _SWEEP = [
