@@ -126,3 +126,14 @@ def test_either_spelling_of_a_sweep_is_all_combinations(
     found = {(trial.recipe["learning_rate"], trial.recipe["beta"], trial.recipe["max_steps"]) for trial in trials}
     assert len(trials) == 18 and len({trial.name for trial in trials}) == 18
     assert found == {(lr, kl, steps) for lr in (5e-6, 1e-5, 2e-5) for kl in (0.02, 0.05, 0.1) for steps in (40, 20)}
+
+
+def test_a_server_is_asked_where_its_address_is_named_and_it_answers(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        words = (*SMOKE, f"generation.base_url={address}", "--dry-run")
+        assert run(*words) == 0
+        assert f"--vllm_server_base_url={address}" in capfd.readouterr().out
+    assert run(*words) == 0
+    said = capfd.readouterr().out
+    assert "vllm_server_base_url" not in said and f"--vllm_server_port={address.rpartition(':')[2]}" in said

@@ -11,7 +11,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,7 +95,9 @@ def _run(arguments: list[str]) -> int:
     if options.cfg:
         print(OmegaConf.to_yaml(config), end="")
         return 0
-    found = _translated(config)
+    # A server at the address that nobody named is somebody else's.
+    named = any(one.get_key_element() == "generation.base_url" for _, one in overrides)
+    found = _translated(config, _answers if named else _nobody)
     folder = Path(hydra.run.dir).absolute()
     resources, variables = on_device(found.device, find_resources(os.environ))
     resumed = options.resume or _unfinished(folder)
@@ -234,10 +236,14 @@ def _composed(words: list[str]) -> tuple[DictConfig, DictConfig, list[Path]]:
     return config, hydra, newest_first(map(Path, glob.glob(pattern)))
 
 
-def _translated(config: DictConfig) -> offline.Translated:
+def _nobody(url: str) -> bool:
+    return False
+
+
+def _translated(config: DictConfig, answers: Callable[[str], bool] = _nobody) -> offline.Translated:
     plain = OmegaConf.to_container(OmegaConf.create({key: OmegaConf.select(config, key) for key in offline.KEYS}))
     assert isinstance(plain, dict)
-    found = offline.translate({str(key): value for key, value in plain.items()}, _answers)
+    found = offline.translate({str(key): value for key, value in plain.items()}, answers)
     if found.problems:
         raise ConfigError(*found.problems)
     return found

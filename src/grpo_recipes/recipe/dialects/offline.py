@@ -79,7 +79,7 @@ class Translated:
         return [f"--{key}={text}" for key, text in self.keys.items()]
 
 
-def translate(config: Mapping[str, Any], answers: Callable[[str], bool] = lambda _: False) -> Translated:
+def translate(config: Mapping[str, Any], answers: Callable[[str], bool]) -> Translated:
     """Return what a configuration, composed and flat, comes to.
 
     ``config`` has every key of ``KEYS``; ``answers`` says whether a server answers at an address.
