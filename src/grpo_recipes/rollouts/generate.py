@@ -11,7 +11,7 @@ import fcntl
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from grpo_recipes.environments.turns import derived
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.paths import shown
 from grpo_recipes.rollouts.openai import CompletionClient, Failed, Sample, SamplingParameters
-from grpo_recipes.runs.rundir import json_mapping, write_json
+from grpo_recipes.runs.rundir import forget, json_mapping, write_json
 
 Row = dict[str, Any]
 _OUT = "--out"
@@ -53,7 +53,11 @@ class CompletionsFile:
     def add(self, index: int, completions: Sequence[Sample]) -> None:
         """Add the row of a prompt; it is on its way to the disk before this returns."""
         said = [{"text": one.text, "ids": one.ids, "finish_reason": one.finish_reason} for one in completions]
-        row = {"index": index} | self._rows[index] | {"index": index, "completions": said}
+        self.put(index, said)
+
+    def put(self, index: int, completions: Sequence[Mapping[str, Any]]) -> None:
+        """Add the row of a prompt with these entries in the place of its completions."""
+        row = {"index": index} | self._rows[index] | {"index": index, "completions": completions}
         self._file.write(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n")
         self._file.flush()
         self.done[index] = None
@@ -92,8 +96,12 @@ class CompletionsFile:
 
 @contextmanager
 def opened(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> Iterator[CompletionsFile]:
-    """Open the file of a dataset's ``rows``, new or as an earlier call left it; refuse one of other settings."""
+    """Open the file of a dataset's ``rows``, new or as an earlier call left it; refuse one of other settings.
+
+    A file that is still empty in the end is removed, with the folders that were made for it.
+    """
     beside = path.with_name(f"{path.name}.settings.json")
+    new_folders = [folder for folder in path.parents if not folder.exists()]
 
     def unwritable(error: OSError) -> Exception:
         return config_error(_OUT, f"cannot write {shown(path)} ({error.strerror})", "name a file you may write")
@@ -101,12 +109,14 @@ def opened(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> Iter
     with translate(OSError, unwritable):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = CompletionsFile(path, rows)
+    ours = False
     try:
         try:
             fcntl.flock(file._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fix = "wait for it, or name another --out"
             raise config_error(_OUT, f"another process writes {shown(path)}", fix) from None
+        ours = True
         if path.stat().st_size:
             _compare(path, json_mapping(beside), json.loads(json.dumps(settings)))
             file.read()
@@ -115,6 +125,11 @@ def opened(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> Iter
         yield file
     finally:
         file.close()
+        with suppress(OSError):  # somebody removed the file, or has others in the folder
+            if ours and path.stat().st_size == 0:
+                forget(path, beside)
+                for folder in new_folders:
+                    folder.rmdir()
 
 
 def _compare(path: Path, before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
