@@ -54,7 +54,7 @@ def chat(options: argparse.Namespace) -> int:
     recipe, model = _subject(options.which, needs_model=url is None)
     from grpo_recipes.rollouts.openai import CompletionClient
 
-    signal.signal(signal.SIGTERM, _leave)  # by way of the end of the block below
+    signal.signal(signal.SIGTERM, leave)  # by way of the end of the block below
     with ExitStack() as ending:
         if url is None:
             _say(f"starting a server for {shown(model) if os.path.isdir(model) else model}")
@@ -76,7 +76,8 @@ def chat(options: argparse.Namespace) -> int:
         return talk.run()
 
 
-def _leave(*_: int | FrameType | None) -> NoReturn:
+def leave(*_: int | FrameType | None) -> NoReturn:
+    """End the command on a signal by way of the blocks that it is in, and so what they started."""
     raise SystemExit(128 + signal.SIGTERM)
 
 
@@ -97,7 +98,8 @@ def _subject(which: str, needs_model: bool) -> tuple[Recipe, str]:
     """Return the recipe whose settings hold, and the model to serve: a folder or a hub id."""
     if "://" in which:
         return _defaults(which), ""
-    run, model = run_or_model(which, needs_model)
+    fix = "name a run directory, last, a folder with a model's config.json, a hub id, or the URL of a server"
+    run, model = run_or_model(which, needs_model, fix)
     folder = Path(model) if os.path.isdir(model) else None
     if run is None:
         return _with_length(_defaults(which), folder), model
@@ -105,10 +107,11 @@ def _subject(which: str, needs_model: bool) -> tuple[Recipe, str]:
     return _with_length(recipe, folder), model
 
 
-def run_or_model(which: str, needs_model: bool) -> tuple[Run | None, str]:
+def run_or_model(which: str, needs_model: bool, fix: str) -> tuple[Run | None, str]:
     """Return the run a person means, None for a model of no run, and the model: a folder, or a hub id.
 
-    The built-in model is made where it is missing. ``needs_model`` refuses a run without ``model/``.
+    The built-in model is made where it is missing. ``needs_model`` refuses a run without ``model/``; ``fix`` is what to
+    name in the place of what is none of these.
     """
     path = Path(which)
     if which.startswith(SMOKE_SCHEME):
@@ -121,7 +124,6 @@ def run_or_model(which: str, needs_model: bool) -> tuple[Run | None, str]:
     try:
         run = named_run(which)
     except ConfigError as error:
-        fix = "name a run directory, last, a folder with a model's config.json, a hub id, or the URL of a server"
         raise ConfigError(*(Problem(one.where, one.what, fix) for one in error.problems)) from error
     if needs_model and not (run.folder / "model" / "config.json").is_file():
         what = f"has no model/: a run writes it at its end, and this one is {run.summary.get('status', 'not started')}"

@@ -46,7 +46,7 @@ class CompletionsFile:
     """The file, held by this process; ``done`` has the numbers of the prompts that are in it."""
 
     def __init__(self, path: Path, rows: Sequence[Row]):
-        self._path, self._rows = path, rows
+        self.path, self._rows = path, rows
         self._file = path.open("a+b")
         self.done: dict[int, None] = {}  # in the order of the file
 
@@ -70,7 +70,7 @@ class CompletionsFile:
         self._file.truncate(len(whole))
         for number, line in enumerate(whole.splitlines(), start=1):
             row = json_mapping(line) or {}
-            index, where = row.get("index"), f"{shown(self._path)}:{number}"
+            index, where = row.get("index"), f"{shown(self.path)}:{number}"
             if not isinstance(index, int) or not isinstance(row.get("completions"), list) or index in self.done:
                 raise config_error(where, "is no row of this command", "remove the line, or name another --out")
             if index < len(self._rows) and row.get("prompt") != self._rows[index]["prompt"]:
@@ -84,10 +84,16 @@ class CompletionsFile:
             return
         self._file.seek(0)
         lines = dict(zip(self.done, self._file.read().splitlines(keepends=True), strict=True))
-        temporary = self._path.with_name(f".{self._path.name}.sorted")
+        temporary = self.path.with_name(f".{self.path.name}.sorted")
         with translate(OSError, lambda error: config_error(_OUT, f"cannot be sorted ({error.strerror})", "make room")):
             temporary.write_bytes(b"".join(lines[index] for index in sorted(lines)))
-            temporary.replace(self._path)
+            temporary.replace(self.path)
+
+    def rows(self) -> list[Row]:
+        """Return the rows of the dataset that are in the file, in their order."""
+        self._file.seek(0)
+        found = {index: json.loads(line) for index, line in zip(self.done, self._file, strict=True)}
+        return [found[index] for index in sorted(found) if index < len(self._rows)]
 
     def close(self) -> None:
         """Let others have the file."""
