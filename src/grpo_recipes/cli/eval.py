@@ -48,7 +48,7 @@ from grpo_recipes.recipe.registry import REWARDS
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, needed_arguments
 from grpo_recipes.runs.checkpoints import complete_checkpoints, is_complete
 from grpo_recipes.runs.rundir import Run, forget, json_mapping, write_json, write_whole
-from grpo_recipes.smoke import SMOKE_SCHEME
+from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 
 if TYPE_CHECKING:
     from grpo_recipes.rewards.score import Reward
@@ -91,6 +91,17 @@ _CHUNK = 256  # completions scored at a time
 def eval(options: argparse.Namespace) -> int:
     """Return 0 with all scores, 1 where completions are missing, 130 after Ctrl-C; the same command goes on."""
     _check(options)
+    given = {f"--{key}": f"--{name}" for name, key in _KEYS.items() if getattr(options, name) is not None}
+    places = {"--eval_strategy": "--dataset", **given}
+
+    def in_options(error: ConfigError) -> ConfigError:
+        return ConfigError(*(Problem(places.get(one.where, one.where), one.what, one.fix) for one in error.problems))
+
+    with translate(ConfigError, in_options):
+        return _evaluate(options)
+
+
+def _evaluate(options: argparse.Namespace) -> int:
     subject = _subject(options)
     recipe = subject.recipe
     need_dataset(recipe)
@@ -103,7 +114,7 @@ def eval(options: argparse.Namespace) -> int:
     rows, prompts, tokenizer = _prompts(subject)
     sampling = sampling_of(recipe, options.temperature, recipe["max_completion_length"], recipe["seed"])
     settings = settings_of(recipe, _DATA_KEYS, subject.model, options.backend, n, sampling, prompts[0])
-    if os.path.isdir(subject.place):
+    if os.path.isdir(subject.place) and not subject.is_built_in:
         settings["model_files"] = fingerprint(Path(subject.place))
     from grpo_recipes.rollouts.generate import opened
 
@@ -161,13 +172,16 @@ class _Subject:
 
     @functools.cached_property
     def place(self) -> str:
-        """Where the model is: a folder, or a hub id; the name of a built-in one, which may have to be made."""
-        found = None if self.model.startswith(SMOKE_SCHEME) else find_assets(self.recipe, os.environ).model
+        """Where the model is: a folder, or a hub id that is not on this machine; a built-in one may not be made yet."""
+        if self.is_built_in:
+            return str(smoke_command(self.model, os.environ)[0] / "model")
+        found = find_assets(self.recipe, os.environ).model
         return os.path.abspath(os.path.expanduser(found.path)) if found else self.model
 
-    def weights(self) -> str:
-        """Return what a server loads: a folder, or a hub id that is not on this machine."""
-        return smoke_model(self.model) if self.model.startswith(SMOKE_SCHEME) else self.place
+    @property
+    def is_built_in(self) -> bool:
+        """Whether the model is one that is made on the spot."""
+        return self.model.startswith(SMOKE_SCHEME)
 
 
 def _subject(options: argparse.Namespace) -> _Subject:
@@ -215,7 +229,7 @@ def _bare(which: str, model: str, options: argparse.Namespace) -> _Subject:
 
 
 def _resolved(name: str | None, options: argparse.Namespace, more: Sequence[str] = ()) -> Recipe:
-    """Return a recipe that evaluates, with our options as its keys; errors name our options."""
+    """Return a recipe that evaluates, with our options as its keys."""
     given = {one: getattr(options, one) for one in _KEYS if getattr(options, one) is not None}
     flags = [*options.flags, *more, "--eval_strategy=epoch"]
     flags += [f"--{_KEYS[one]}={value}" for one, value in given.items() if one != "reward"]
@@ -223,13 +237,7 @@ def _resolved(name: str | None, options: argparse.Namespace, more: Sequence[str]
         flags += ["--reward_funcs", *given["reward"]]
         if not any(flag.startswith("--reward_weights") for flag in options.flags):
             flags += ["--reward_weights", *("1.0" for _ in given["reward"])]
-    places = {"--eval_strategy": "--dataset"} | {f"--{_KEYS[one]}": f"--{one}" for one in given}
-
-    def in_options(error: ConfigError) -> ConfigError:
-        return ConfigError(*(Problem(places.get(one.where, one.where), one.what, one.fix) for one in error.problems))
-
-    with translate(ConfigError, in_options):
-        return resolve_recipe(name, options.task, flags, os.environ, environment_device())
+    return resolve_recipe(name, options.task, flags, os.environ, environment_device())
 
 
 def _prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
@@ -299,10 +307,10 @@ def _sample(
     recipe, limits = subject.recipe, bounds_of(options)
     with ExitStack() as ending:
         if options.base_url is not None:
-            wanted = options.served_model_name or subject.weights()
+            wanted = options.served_model_name or subject.place
             client = connect(options.base_url, options.backend, wanted, options.wait, **limits)
         else:
-            weights = subject.weights()
+            weights = smoke_model(subject.model) if subject.is_built_in else subject.place
             say(f"starting a server for {shown(weights) if os.path.isdir(weights) else weights}")
             if longest_sequence(recipe) is None:
                 longest = max(map(len, prompts)) + recipe["max_completion_length"]

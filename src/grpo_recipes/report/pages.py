@@ -187,7 +187,7 @@ def evaluation_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
     score, limits = number(result[f"pass@{ks[0]}"]), result.get(f"pass@{ks[0]}_ci")
     about = f"No score of pass@{ks[0]}" if score is None else f"pass@{ks[0]} {percent(score)}"
     about += f" ({percent(limits[0])} to {percent(limits[1])})" if limits else ""
-    tiles = [(f"{kind}@{ks[-1]}", f"of {ks[-1]} completions") for kind in kinds] if ks[-1] != "1" else [("pass@1", "")]
+    tiles = [(f"{kind}@{ks[-1]}", "share of prompts") for kind in kinds if kind in ("pass", "majority")]
     return render(
         "evaluation.html.j2", title=f"Evaluation of {result['model']}", badges=[("evaluation", "running")],
         name=str(result["model"]), headline=f"{about} on {plural(result['prompts'], 'prompt')}", result=result,
