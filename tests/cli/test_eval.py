@@ -289,7 +289,7 @@ def test_a_bare_model_is_told_its_dataset_and_reward(tmp_path: Path, evaluate, s
     found = result(Path("evals/base"))
     assert found["prompts"] == 3 and found["samples"] == 4 and server.asked[0][1]["max_tokens"] == 7
     assert evaluate("base", *words[:2]) == 2
-    assert "--reward: is missing: 'base' is a model, and has no recipe" in capsys.readouterr().err
+    assert "base' is a model, and has no recipe" in capsys.readouterr().err
     assert evaluate("base", *words[2:]) == 2
     assert "--dataset: is missing" in capsys.readouterr().err
 

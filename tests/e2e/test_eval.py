@@ -20,8 +20,8 @@ from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.document import Value
 
 RECIPE = REPOSITORY / "recipes/smoke/grpo.yaml"
-# With top_k 1 sampling is greedy; four tokens hold a sum of one digit and none of two.
-GREEDY = ("--top_k", "1", "--vllm_importance_sampling_correction", "false", "--max_completion_length", "4")
+# With top_k 1 sampling is greedy; three tokens hold an answer of one digit and none of two.
+GREEDY = ("--top_k", "1", "--vllm_importance_sampling_correction", "false", "--max_completion_length", "3")
 EVALUATED = (
     "--eval_strategy", "steps", "--eval_steps", "2", "--eval_dataset_name", "smoke:sums", "--eval_subsample", "0.9",
     "--num_generations_eval", "4",
@@ -34,7 +34,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def done(argv: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(argv, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    return subprocess.run(argv, env=environment, cwd=folder, capture_output=True, text=True, timeout=400)
 
 
 def killed(argv: list[str], folder: Path, environment: dict[str, str], completions: Path) -> None:
@@ -111,8 +111,8 @@ def test_a_recipe_and_a_model_are_evaluated_on_a_server_that_runs(tmp_path: Path
         assert (found["prompts"], found["samples"]) == (20, 16) and 0 < found["pass@1"] < found["pass@16"] <= 1
         assert found["mean@16"] == pytest.approx(found["pass@1"]) and found["majority@16"] > found["majority@1"]
 
-        shown = "grpo eval Qwen/Qwen2.5-0.5B-Instruct --dataset test.jsonl --reward math_verify"
-        words = documented(shown, {"Qwen/Qwen2.5-0.5B-Instruct": model})
+        bare_model = "grpo eval Qwen/Qwen2.5-0.5B-Instruct --dataset test.jsonl --reward math_verify"
+        words = documented(bare_model, {"Qwen/Qwen2.5-0.5B-Instruct": model})
         words += ["--base-url", server.url, "--max_completion_length", "8"]  # the server's model is this folder
         bare = done([*words, "--temperature", "0"], tmp_path, environment)
         assert bare.returncode == 0, bare.stderr

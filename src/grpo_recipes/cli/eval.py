@@ -3,6 +3,7 @@
 import argparse
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -126,7 +127,7 @@ def _evaluate(options: argparse.Namespace) -> int:
             file = ending.enter_context(opened(out / "completions.jsonl", rows, settings))
             if not _sample(subject, options, file, prompts, n, sampling):
                 return 1
-            scored = _score(recipe, file, rows, {**settings, **code}, rewards, tokenizer)
+            scored = _score(file, rows, {**settings, **code}, rewards, tokenizer)
         except KeyboardInterrupt:
             say(f"interrupted; {shown(out)} has what is done, and the same command goes on")
             return EXIT_INTERRUPTED
@@ -191,6 +192,8 @@ def _subject(options: argparse.Namespace) -> _Subject:
         return _Subject(recipe, None, recipe.path.stem)
     if options.model is not None:
         raise config_error("--model", f"takes the place of a recipe's model, and '{which}' is one", "remove it")
+    if which.startswith(SMOKE_SCHEME):
+        return _bare(which, options)
     folder = Path(which).absolute()
     if folder.parent.name == "checkpoints" and (folder.parents[1] / "run.json").is_file():
         run, model, name = Run(folder.parents[1]), str(folder), f"{folder.parents[1].name}-{folder.name}"
@@ -199,7 +202,7 @@ def _subject(options: argparse.Namespace) -> _Subject:
         fix = "name a recipe (.yaml), a run directory, last, a checkpoint, a model's folder, or a hub id"
         named, model = run_or_model(which, needs_model=True, fix=fix)
         if named is None:
-            return _bare(which, model, options)
+            return _bare(model, options)
         run, name = named, named.folder.name
     recipe = _resolved(str(run.folder / "recipe.yaml"), options)
     recipe = recipe.with_value("model_name_or_path", Value(model, _ME)).with_value("model_revision", Value("main", _ME))
@@ -217,15 +220,14 @@ def _need_whole(checkpoint: Path) -> None:
         raise config_error(shown(checkpoint), what, "name the run, whose model/ is whole")
 
 
-def _bare(which: str, model: str, options: argparse.Namespace) -> _Subject:
+def _bare(model: str, options: argparse.Namespace) -> _Subject:
     """Return a model of no run, which says nothing of how it is evaluated."""
     for name, what in (("dataset", "what it is evaluated on"), ("reward", "what judges it")):
         if getattr(options, name) is None:
-            raise config_error(f"--{name}", f"is missing: '{which}' is a model, and has no recipe", f"write {what}")
-    is_smoke = which.startswith(SMOKE_SCHEME)
-    own = [f"--model_name_or_path={which if is_smoke else model}", f"--dataset_name={options.dataset}"]
+            raise config_error(f"--{name}", f"is missing: '{model}' is a model, and has no recipe", f"write {what}")
+    own = [f"--model_name_or_path={model}", f"--dataset_name={options.dataset}"]
     own += [f"--dataset_train_split={options.split or 'test'}"]
-    return _Subject(_resolved(str(BASE), options, own), None, which.rstrip("/").rpartition("/")[2].replace(":", "-"))
+    return _Subject(_resolved(str(BASE), options, own), None, model.rpartition("/")[2].replace(":", "-"))
 
 
 def _resolved(name: str | None, options: argparse.Namespace, more: Sequence[str] = ()) -> Recipe:
@@ -330,16 +332,10 @@ def _sample(
 
 
 def _score(
-    recipe: Recipe,
-    completions: "CompletionsFile",
-    rows: Rows,
-    settings: dict[str, Any],
-    rewards: "list[Reward]",
-    tokenizer: Any,
+    completions: "CompletionsFile", rows: Rows, settings: dict[str, Any], rewards: "list[Reward]", tokenizer: Any
 ) -> Rows:
     """Return a row for each prompt with its scored completions; ``scores.jsonl`` has those that are done."""
     from grpo_recipes.evaluate.scores import call_rewards
-    from grpo_recipes.rewards.probe import refusing_rewards
     from grpo_recipes.rollouts.generate import opened
 
     drawn = {row["index"]: row["completions"] for row in completions.rows()}
@@ -347,9 +343,9 @@ def _score(
     beside = path.with_name("scores.jsonl.settings.json")
     if json_mapping(beside) != json.loads(json.dumps(settings)):
         forget(path, beside)
-    with refusing_rewards(recipe), opened(path, rows, settings) as file:
+    with opened(path, rows, settings) as file:
         missing = [index for index in range(len(rows)) if index not in file.done]
-        say(f"scoring {len(missing)} prompts by {', '.join(recipe['reward_funcs'])}")
+        say(f"scoring {len(missing)} prompts by {', '.join(names)}")
         step = max(1, _CHUNK // len(drawn[0]))
         for start in range(0, len(missing), step):
             chunk = missing[start : start + step]
@@ -357,20 +353,17 @@ def _score(
             ids = [one["ids"] for _, one in whole]
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)  # as the trainer does
             rewards_BR, reasons = call_rewards(rewards, [rows[index] for index, _ in whole], ids, texts)
-            scored = iter(zip(whole, texts, rewards_BR.tolist(), reasons, strict=True))
+            made = iter(zip(whole, texts, rewards_BR.tolist(), reasons, strict=True))
             for index in chunk:
-                file.put(index, [_entry(*next(scored), names) for _ in drawn[index]])
+                entries = []
+                for (_, one), text, given, reason in itertools.islice(made, len(drawn[index])):
+                    scores = [None if math.isnan(score) else score for score in given]
+                    entry = {"text": text, "tokens": len(one["ids"]), "truncated": one["finish_reason"] == "length"}
+                    entry |= {"rewards": dict(zip(names, scores, strict=True))} | ({"reason": reason} if reason else {})
+                    entries.append(entry)
+                file.put(index, entries)
         file.sort()
         return file.rows()
-
-
-def _entry(
-    drawn: tuple[int, dict[str, Any]], text: str, given: list[float], reason: str | None, names: list[str]
-) -> dict[str, Any]:
-    known = [None if math.isnan(score) else score for score in given]
-    tokens, truncated = len(drawn[1]["ids"]), drawn[1]["finish_reason"] == "length"
-    entry = {"text": text, "tokens": tokens, "truncated": truncated, "rewards": dict(zip(names, known, strict=True))}
-    return entry | ({"reason": reason} if reason else {})
 
 
 def _summary(recipe: Recipe, names: list[str], scored: Rows, n: int, ks: Sequence[int] | None) -> dict[str, Any]:
