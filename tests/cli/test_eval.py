@@ -243,7 +243,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_run_is_evaluated_by_its_recipe_with_its_model(run: Path, server: Answers, capsys) -> None:
-    server.models = {"tiny": str(run / "model")}
+    Path("link").symlink_to(run / "model")
+    server.models = {"tiny": str(Path("link").absolute())}  # the same folder by another path
     command = ["eval", "last", "--base-url", server.url, "--wait", "0"]
     assert main(command) == 0
     found = result(Path("evals") / run.name)
