@@ -53,6 +53,7 @@ def killed(argv: list[str], folder: Path, environment: dict[str, str], completio
 
 @pytest.mark.slow
 @pytest.mark.rotating
+@pytest.mark.timeout(1200)  # a training, and a server four times
 def test_an_evaluation_alone_agrees_with_the_training_and_goes_on_after_a_kill(launch: Callable[..., Launch]) -> None:
     run = launch(*SHORT, *EVALUATED, *GREEDY)
     assert run.wait() == 0, run.output
