@@ -113,9 +113,11 @@ def scores_at_k(
     rewards: Sequence[Sequence[float | None]],
     right: Sequence[Sequence[bool | None]],
     answers: Sequence[Sequence[Hashable | None]],
+    ks: Sequence[int] | None = None,
 ) -> dict[str, tuple[float, Interval | None]]:
     """Return ``pass@k``, ``mean@k``, ``best@k`` and ``majority@k`` of an evaluation, each with its 95 % interval.
 
+    ``ks`` are at most the number of samples; by default ``evaluated_ks`` of it.
     All three are (problems, samples): the reward of a completion, whether it is right, and its answer. An unscored
     completion (None as reward, or as verdict) is left out of what needs that: the first k are the first k scored ones.
     A problem with fewer than k scored completions is left out; a score without problems is NaN and has no interval.
@@ -128,7 +130,7 @@ def scores_at_k(
     ]
     voted = any(answer is not None for row in judged for answer, _ in row)
     scores: dict[str, tuple[float, Interval | None]] = {}
-    for k in evaluated_ks(max((len(row) for row in rewards), default=1)):
+    for k in ks or evaluated_ks(max((len(row) for row in rewards), default=1)):
         counts = [(len(row), sum(verdict for _, verdict in row)) for row in judged]
         passed = [pass_at_k(samples, number, k) for samples, number in counts if samples >= k]
         scores[f"pass@{k}"] = mean_with_interval(passed) if passed else (math.nan, None)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from grpo_recipes.evaluate.scores import answer_labels
 from grpo_recipes.report.read import read_table
-from grpo_recipes.trainers.metrics import answer_labels
 
 from .judged_sets import evaluate, half_length, pure_accuracy_math
 

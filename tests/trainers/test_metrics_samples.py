@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_recipes.trainers.metrics import LONGEST_TEXT, chosen_rows, weighted_rewards, write_samples
+from grpo_recipes.evaluate.scores import weighted_rewards
+from grpo_recipes.trainers.metrics import LONGEST_TEXT, chosen_rows, write_samples
 
 from .tiny_training import train
 

@@ -27,6 +27,7 @@ COMMANDS = {
     "report": "runs",
     "generate": "generate",
     "chat": "chat",
+    "eval": "eval",
     "atropos": "replay",
     "completion": "shell",
 }

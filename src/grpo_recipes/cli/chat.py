@@ -24,6 +24,7 @@ from grpo_recipes.process.terminal import readable
 from grpo_recipes.recipe import DEFAULT_SOURCE, Recipe, read_frozen
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.keys import catalogue, run_root
+from grpo_recipes.runs.rundir import Run
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def chat(options: argparse.Namespace) -> int:
     recipe, model = _subject(options.which, needs_model=url is None)
     from grpo_recipes.rollouts.openai import CompletionClient
 
-    signal.signal(signal.SIGTERM, _leave)  # by way of the end of the block below
+    signal.signal(signal.SIGTERM, leave)  # by way of the end of the block below
     with ExitStack() as ending:
         if url is None:
             _say(f"starting a server for {shown(model) if os.path.isdir(model) else model}")
@@ -66,7 +67,7 @@ def chat(options: argparse.Namespace) -> int:
                 return EXIT_INTERRUPTED
             client = CompletionClient(server.url, model=server.name, token=server.token)
         else:
-            client = connect(url, options, _WAIT)
+            client = connect(url, options.backend, options.model, _WAIT)
         _say(f"{client.model if url else shown(model)} answers; {_HELP}")
         system = recipe["system_prompt"] if options.system is None else options.system
         most = options.max_tokens or recipe["max_completion_length"] or 1024
@@ -75,7 +76,8 @@ def chat(options: argparse.Namespace) -> int:
         return talk.run()
 
 
-def _leave(*_: int | FrameType | None) -> NoReturn:
+def leave(*_: int | FrameType | None) -> NoReturn:
+    """End the command on a signal by way of the blocks that it is in, and so what they started."""
     raise SystemExit(128 + signal.SIGTERM)
 
 
@@ -94,30 +96,48 @@ def _check(options: argparse.Namespace) -> None:
 
 def _subject(which: str, needs_model: bool) -> tuple[Recipe, str]:
     """Return the recipe whose settings hold, and the model to serve: a folder or a hub id."""
-    path = Path(which)
     if "://" in which:
         return _defaults(which), ""
+    fix = "name a run directory, last, a folder with a model's config.json, a hub id, or the URL of a server"
+    run, model = run_or_model(which, needs_model, fix)
+    folder = Path(model) if os.path.isdir(model) else None
+    if run is None:
+        return _with_length(_defaults(which), folder), model
+    recipe = read_frozen(run.folder / "recipe.yaml").with_value("model_revision", Value("main", "grpo chat"))
+    return _with_length(recipe, folder), model
+
+
+def run_or_model(which: str, needs_model: bool, fix: str) -> tuple[Run | None, str]:
+    """Return the run a person means, None for a model of no run, and the model: a folder, or a hub id.
+
+    The built-in model is made where it is missing. ``needs_model`` refuses a run without ``model/``; ``fix`` is what to
+    name in the place of what is none of these.
+    """
+    path = Path(which)
     if which.startswith(SMOKE_SCHEME):
-        folder, program = smoke_command(which, os.environ)
-        if not (folder / "COMPLETE").exists():
-            _say(f"making the smoke model in {shown(folder)} (once, about a minute)")
-            subprocess.run(program, check=True)
-        return _with_length(_defaults(which), folder / "model"), str(folder / "model")
+        return None, smoke_model(which)
     if (path / "config.json").is_file():
-        return _with_length(_defaults(which), path), str(path.absolute())
+        return None, str(path.absolute())
     is_run = which == "last" or any((folder / "run.json").is_file() for folder in (path, run_root(os.environ) / which))
     if which.count("/") == 1 and not is_run and not path.exists() and not which.startswith((".", "~", "/")):
-        return _with_length(_defaults(which), None), which
+        return None, which
     try:
         run = named_run(which)
     except ConfigError as error:
-        fix = "name a run directory, last, a folder with a model's config.json, a hub id, or the URL of a server"
         raise ConfigError(*(Problem(one.where, one.what, fix) for one in error.problems)) from error
     if needs_model and not (run.folder / "model" / "config.json").is_file():
         what = f"has no model/: a run writes it at its end, and this one is {run.summary.get('status', 'not started')}"
         raise config_error(shown(run.folder), what, "wait for it, or name a folder of its checkpoints/")
-    recipe = read_frozen(run.folder / "recipe.yaml").with_value("model_revision", Value("main", "grpo chat"))
-    return _with_length(recipe, run.folder / "model"), str(run.folder / "model")
+    return run, str(run.folder / "model")
+
+
+def smoke_model(name: str) -> str:
+    """Return the folder of a built-in model, which is made where it is missing."""
+    folder, program = smoke_command(name, os.environ)
+    if not (folder / "COMPLETE").exists():
+        _say(f"making the smoke model in {shown(folder)} (once, about a minute)")
+        subprocess.run(program, check=True)
+    return str(folder / "model")
 
 
 def _defaults(which: str) -> Recipe:

@@ -30,7 +30,6 @@ from grpo_recipes.recipe.datafiles import (
     columns_of,
     has_splits,
     is_saved,
-    solution_names,
 )
 from grpo_recipes.recipe.dialects import other_rewards, reward_names
 from grpo_recipes.recipe.document import read_flags
@@ -48,7 +47,7 @@ from grpo_recipes.recipe.registry import (
 )
 from grpo_recipes.recipe.rules import Condition, Rule, isolates
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
-from grpo_recipes.recipe.user_code import compared, copy_path, function_source, problem_with, required_parameters
+from grpo_recipes.recipe.user_code import compared, copy_path, function_source, needed_arguments, problem_with
 from grpo_recipes.smoke import SMOKE_DATA, SMOKE_SCHEME, SMOKE_TASKS
 
 START_FILE = Path(__file__).with_name("start.yaml")  # what grpo new writes
@@ -58,7 +57,6 @@ _Check = Callable[[Recipe, Mapping[str, str]], Iterator[Problem]]
 _HUB_NAME = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
 _LOCAL = ("/", "./", "../", "~")
 _COLUMNS = ("dataset_prompt_column", "dataset_solution_column")
-_LIVE = ("completions", "prompts", "completion_ids", "answer")  # what the trainer hands every reward
 
 
 def check(recipe: Recipe, environment: Mapping[str, str], device: str | None = None) -> list[Problem]:
@@ -237,26 +235,8 @@ def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _reward_arguments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Refuse a reward of the user's that needs an argument which neither the trainer nor the dataset has."""
-    sets = list(_columns_at_hand(recipe))
-    names = [recipe[_COLUMNS[1]], recipe[f"eval_{_COLUMNS[1]}"]]
-    trainers = {*_LIVE, *(LIVE_OBJECTS if recipe["reward_isolation"] == "none" else ())}
-    trainers |= {*solution_names(names, recipe["dataset_mixture"]), *(["source"] if recipe["dataset_mixture"] else [])}
-    for name in filter(lambda name: ":" in name, recipe["reward_funcs"]):
-        copy = copy_path(name, recipe.path.parent / "rewards")
-        function = function_source(name, copy if copy.exists() else None)
-        wanted = [one for one in required_parameters(function) if one not in trainers] if function else []
-        for parameter, columns in ((one, columns) for one in wanted for columns in sets):
-            known = set(columns or ()) - {*RESERVED_COLUMNS, recipe[_COLUMNS[0]]}
-            if columns is not None and parameter not in known:
-                here = [*_LIVE, "solution", *sorted(known)]
-                fix = f"take one of {', '.join(dict.fromkeys(here))}, or give it a default"
-                if parameter in LIVE_OBJECTS:
-                    fix = "write reward_isolation: none, under which the trainer's own objects are handed on"
-                elif parameter == recipe[_COLUMNS[0]]:
-                    fix = "take prompts: the prompt column comes under this name, as chat messages"
-                yield recipe.problem("reward_funcs", f"'{name}' needs '{parameter}', which no reward gets", fix)
-                break
+    live = LIVE_OBJECTS if recipe["reward_isolation"] == "none" else ()
+    yield from needed_arguments(recipe, list(_columns_at_hand(recipe)), recipe.path.parent / "rewards", live)
 
 
 def _columns_at_hand(recipe: Recipe) -> Iterator[list[str] | None]:

@@ -157,7 +157,7 @@ READ_VARIABLES: dict[str, str] = {
     "HF_ENDPOINT": "the hub's address, of a mirror for example",
     "HF_HUB_OFFLINE": "1: the hub is never asked; 0: a run's processes may ask it though everything is here",
     "HF_TOKEN": "the login at the hub; never written or printed",
-    "OPENAI_API_KEY": "the key of a server that grpo generate or grpo chat did not start; never written or printed",
+    "OPENAI_API_KEY": "the key of a server that grpo generate, chat or eval did not start; never written or printed",
     "GRPO_HOME": "the repository, when training.sh is submitted from elsewhere",
     CODE_VARIABLE: "the frozen code of a submitted run, which its batch script names",
     "CUDA_VISIBLE_DEVICES": "the GPUs to use",

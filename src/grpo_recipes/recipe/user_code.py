@@ -14,7 +14,7 @@ import os
 import shutil
 import symtable
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +22,11 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.paths import shown
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.datafiles import LIVE_OBJECTS, RESERVED_COLUMNS, solution_names
 
 REWARD_COPIES = "rewards"  # folder of the run directory with copies of the user's rewards
+_LIVE = ("completions", "prompts", "completion_ids", "answer")  # what the trainer hands every reward
 # Functions of a whole list.
 _OVER_ALL = (
     "min", "max", "sum", "sorted", "set", "Counter", "mean", "fmean", "median", "std", "stdev", "pstdev", "var",
@@ -88,6 +91,36 @@ def required_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> lis
     places = [*given.posonlyargs, *given.args]
     names = [one.arg for one in places[: len(places) - len(given.defaults)]]
     return names + [one.arg for one, usual in zip(given.kwonlyargs, given.kw_defaults, strict=True) if usual is None]
+
+
+def needed_arguments(
+    recipe: Recipe, sets: Sequence[list[str] | None], copies: Path, live: Sequence[str] | None
+) -> Iterator[Problem]:
+    """Refuse a reward of the user's that needs an argument which neither the trainer nor one of the datasets has.
+
+    ``sets`` has the columns of each dataset, None where they are unknown; ``live`` the objects that a trainer hands on,
+    None where there is no trainer; ``copies`` the run's copies of the rewards' files, if any.
+    """
+    names = [recipe["dataset_solution_column"], recipe["eval_dataset_solution_column"]]
+    trainers = {*_LIVE, *(live or ())}
+    trainers |= {*solution_names(names, recipe["dataset_mixture"]), *(["source"] if recipe["dataset_mixture"] else [])}
+    for name in filter(lambda name: ":" in name, recipe["reward_funcs"]):
+        copy = copy_path(name, copies)
+        function = function_source(name, copy if copy.exists() else None)
+        wanted = [one for one in required_parameters(function) if one not in trainers] if function else []
+        for parameter, columns in ((one, columns) for one in wanted for columns in sets):
+            known = set(columns or ()) - {*RESERVED_COLUMNS, recipe["dataset_prompt_column"]}
+            if columns is not None and parameter not in known:
+                here = [*_LIVE, "solution", *sorted(known)]
+                fix = f"take one of {', '.join(dict.fromkeys(here))}, or give it a default"
+                if parameter in LIVE_OBJECTS and live is None:
+                    fix = "give it a default: an evaluation alone has no trainer"
+                elif parameter in LIVE_OBJECTS:
+                    fix = "write reward_isolation: none, under which the trainer's own objects are handed on"
+                elif parameter == recipe["dataset_prompt_column"]:
+                    fix = "take prompts: the prompt column comes under this name, as chat messages"
+                yield recipe.problem("reward_funcs", f"'{name}' needs '{parameter}', which no reward gets", fix)
+                break
 
 
 def compared(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, int] | None:

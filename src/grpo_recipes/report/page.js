@@ -117,16 +117,19 @@ for (const box of document.querySelectorAll(".steps")) {
   count.className = "note";
   const line = document.createElement("p");
   line.className = "search";
-  line.append(search, count);
+  const verdict = document.createElement("select");
+  verdict.setAttribute("aria-label", "which completions");
+  verdict.append(...["all", "right", "wrong", "unscored"].map((kind) => new Option(kind, kind === "all" ? "" : kind)));
+  line.append(search, ...(box.querySelector("[data-verdict]") ? [verdict] : []), count);
   box.prepend(line);
   const text = (node) => node.textContent.toLowerCase();
-  search.addEventListener("input", () => {
+  const choose = () => {
     const wanted = search.value.trim().toLowerCase();
     let hits = 0;
     for (const group of box.querySelectorAll(".group")) {
       const asked = [...group.querySelectorAll(".prompt, .answer")].some((node) => text(node).includes(wanted));
       for (const one of group.querySelectorAll(".completion")) {
-        one.hidden = !asked && !text(one).includes(wanted);
+        one.hidden = (!asked && !text(one).includes(wanted)) || (verdict.value !== "" && one.dataset.verdict !== verdict.value);
         for (const folded of one.querySelectorAll("details")) folded.open = wanted !== "" && text(folded).includes(wanted);
         hits += !one.hidden;
       }
@@ -139,9 +142,11 @@ for (const box of document.querySelectorAll(".steps")) {
       step.hidden = !step.querySelector(".group:not([hidden])");
       step.open = !step.hidden;
     }
-    count.textContent = wanted === "" ? "" : `${hits} completion${hits === 1 ? "" : "s"}`;
+    count.textContent = wanted + verdict.value === "" ? "" : `${hits} completion${hits === 1 ? "" : "s"}`;
     if (wanted === "") box.querySelector(".stepper input")?.dispatchEvent(new Event("input"));
-  });
+  };
+  search.addEventListener("input", choose);
+  verdict.addEventListener("input", choose);
 }
 
 // Each figure as a file: its numbers, its drawing, and the drawing as pixels.

@@ -10,6 +10,7 @@ import re
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -27,7 +28,7 @@ from grpo_recipes.report.read import Group, RunRecord, read_rows, read_run, scor
 from grpo_recipes.report.transcripts import Transcript, transcript_of
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.endings import reward_fix
-from grpo_recipes.runs.health import notices_of, number
+from grpo_recipes.runs.health import notices_of, number, percent
 from grpo_recipes.runs.rundir import Run, read_json, write_whole
 from grpo_recipes.stats import half_interval, score_names
 
@@ -164,6 +165,45 @@ def _completions(run: RunRecord) -> list[Markup]:
     while len(steps) > 1 and sum(map(len, steps)) > _MOST_MARKUP:
         steps = [*steps[:-2:2], steps[-1]]
     return steps
+
+
+# --- one evaluation alone
+
+_MOST_PROMPTS, _MOST_COMPLETIONS = 60, 8  # on the page, and of each prompt
+
+
+def evaluation_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the page of an evaluation as text, from its ``eval.json`` and rows of ``scores.jsonl`` with verdicts.
+
+    Prompts are spread over the set; their number is halved until they fit the page.
+    """
+    last = len(rows) - 1
+    places = {round(place * last / (_MOST_PROMPTS - 1)) for place in range(_MOST_PROMPTS)}
+    groups = [fragment("completions.html.j2", "judged", _readable(rows[place])) for place in sorted(places)]
+    while len(groups) > 1 and sum(map(len, groups)) > _MOST_MARKUP:
+        groups = groups[::2]
+    names = [name.split("@") for name in score_names(result)]
+    kinds, ks = (list(dict.fromkeys(part)) for part in zip(*names, strict=True))
+    score, limits = number(result[f"pass@{ks[0]}"]), result.get(f"pass@{ks[0]}_ci")
+    about = f"No score of pass@{ks[0]}" if score is None else f"pass@{ks[0]} {percent(score)}"
+    about += f" ({percent(limits[0])} to {percent(limits[1])})" if limits else ""
+    tiles = [(f"{kind}@{ks[-1]}", "share of prompts") for kind in kinds if kind in ("pass", "majority")]
+    return render(
+        "evaluation.html.j2", title=f"Evaluation of {result['model']}", badges=[("evaluation", "running")],
+        name=str(result["model"]), headline=f"{about} on {plural(result['prompts'], 'prompt')}", result=result,
+        kinds=kinds, ks=ks, tiles=tiles, groups=groups, rewards=", ".join(result["settings"]["reward_funcs"]),
+    )  # fmt: skip
+
+
+def _readable(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with its prompt as text and few completions: of right and wrong ones as many, if there are."""
+    seen, ranks = Counter[bool | None](), list[tuple[int, int]]()
+    for place, one in enumerate(row["completions"]):
+        ranks.append((seen[one["right"]], place))
+        seen[one["right"]] += 1
+    kept = sorted(place for _, place in sorted(ranks)[:_MOST_COMPLETIONS])
+    prompt = "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in row["prompt"])
+    return {**row, "prompt": prompt, "completions": [row["completions"][place] for place in kept]}
 
 
 # --- several runs side by side

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,18 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
     if isolated:
         pool.start()
     return rewards
+
+
+@contextlib.contextmanager
+def lent_rewards(settings: Any, run_dir: Path) -> Iterator[list[Reward]]:
+    """Lend the rewards of a recipe, whose keys are attributes of ``settings``; their child processes end afterwards."""
+    rewards = load_rewards(settings, settings, run_dir)
+    try:
+        yield rewards
+    finally:
+        for reward in rewards:
+            if isinstance(reward, IsolatedReward):
+                reward.pool.close()
 
 
 class IsolatedReward(RewardWrapper):

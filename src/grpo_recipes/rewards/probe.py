@@ -5,6 +5,7 @@ again with a digit changed, with a digit more, with another row's answer in its 
 has several right answers, of which a few are written, and wrong ones of its own.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
@@ -25,7 +26,7 @@ from grpo_recipes.modebench.dataset import is_problem, right_answers, wrong_answ
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import ACCURACY, NO_ANSWER, REWARDS
 from grpo_recipes.rewards.answers import same
-from grpo_recipes.rewards.load import IsolatedReward, load_rewards
+from grpo_recipes.rewards.load import IsolatedReward, lent_rewards
 from grpo_recipes.rewards.pool import TIME_LIMIT
 from grpo_recipes.rewards.score import GIVEN_UP, Reward, RewardFailed, RewardWrapper, call_reward
 from grpo_recipes.seeded import assignments, clauses_of
@@ -106,23 +107,23 @@ def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[ProbeResul
     names = settings.reward_funcs = list(dict.fromkeys(recipe["reward_funcs"]))
     strict, most_missing = recipe["answer_matching"] == "strict", recipe["reward_max_no_verdict"]
     handed = recipe["reward_environment"]
-    rewards: list[Reward] = []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            rewards += load_rewards(settings, settings, Path(folder))
-            pairs = zip(names, rewards, strict=True)
-            return [probe(name, reward, rows, strict, most_missing, handed) for name, reward in pairs]
-        except RewardFailed as error:
-            fix = "correct it, or name another in reward_funcs"
-            if NO_ANSWER in str(error):
-                fix = _server_fix(handed)
-            elif not isinstance(error.__cause__, ConfigError | None):  # raised by the user's own code: show where
-                traceback.print_exception(error.__cause__)
-            raise config_error(recipe.place("reward_funcs"), str(error), fix) from error
-        finally:
-            for reward in rewards:
-                if isinstance(reward, IsolatedReward):
-                    reward.pool.close()
+    with refusing_rewards(recipe), tempfile.TemporaryDirectory() as own, lent_rewards(settings, Path(own)) as rewards:
+        pairs = zip(names, rewards, strict=True)
+        return [probe(name, reward, rows, strict, most_missing, handed) for name, reward in pairs]
+
+
+@contextlib.contextmanager
+def refusing_rewards(recipe: Recipe) -> Iterator[None]:
+    """Raise what a reward that cannot be loaded or called says as a ConfigError; show where its own code raised."""
+    try:
+        yield
+    except RewardFailed as error:
+        fix = "correct it, or name another in reward_funcs"
+        if NO_ANSWER in str(error):
+            fix = _server_fix(recipe["reward_environment"])
+        elif not isinstance(error.__cause__, ConfigError | None):  # raised by the user's own code: show where
+            traceback.print_exception(error.__cause__)
+        raise config_error(recipe.place("reward_funcs"), str(error), fix) from error
 
 
 def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[ProbeResult]) -> list[Problem]:

@@ -11,7 +11,7 @@ import fcntl
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from grpo_recipes.environments.turns import derived
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.paths import shown
 from grpo_recipes.rollouts.openai import CompletionClient, Failed, Sample, SamplingParameters
-from grpo_recipes.runs.rundir import json_mapping, write_json
+from grpo_recipes.runs.rundir import forget, json_mapping, write_json
 
 Row = dict[str, Any]
 _OUT = "--out"
@@ -46,14 +46,18 @@ class CompletionsFile:
     """The file, held by this process; ``done`` has the numbers of the prompts that are in it."""
 
     def __init__(self, path: Path, rows: Sequence[Row]):
-        self._path, self._rows = path, rows
+        self.path, self._rows = path, rows
         self._file = path.open("a+b")
         self.done: dict[int, None] = {}  # in the order of the file
 
     def add(self, index: int, completions: Sequence[Sample]) -> None:
         """Add the row of a prompt; it is on its way to the disk before this returns."""
         said = [{"text": one.text, "ids": one.ids, "finish_reason": one.finish_reason} for one in completions]
-        row = {"index": index} | self._rows[index] | {"index": index, "completions": said}
+        self.put(index, said)
+
+    def put(self, index: int, completions: Sequence[Mapping[str, Any]]) -> None:
+        """Add the row of a prompt with these entries in the place of its completions."""
+        row = {"index": index} | self._rows[index] | {"index": index, "completions": completions}
         self._file.write(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n")
         self._file.flush()
         self.done[index] = None
@@ -66,7 +70,7 @@ class CompletionsFile:
         self._file.truncate(len(whole))
         for number, line in enumerate(whole.splitlines(), start=1):
             row = json_mapping(line) or {}
-            index, where = row.get("index"), f"{shown(self._path)}:{number}"
+            index, where = row.get("index"), f"{shown(self.path)}:{number}"
             if not isinstance(index, int) or not isinstance(row.get("completions"), list) or index in self.done:
                 raise config_error(where, "is no row of this command", "remove the line, or name another --out")
             if index < len(self._rows) and row.get("prompt") != self._rows[index]["prompt"]:
@@ -80,10 +84,16 @@ class CompletionsFile:
             return
         self._file.seek(0)
         lines = dict(zip(self.done, self._file.read().splitlines(keepends=True), strict=True))
-        temporary = self._path.with_name(f".{self._path.name}.sorted")
+        temporary = self.path.with_name(f".{self.path.name}.sorted")
         with translate(OSError, lambda error: config_error(_OUT, f"cannot be sorted ({error.strerror})", "make room")):
             temporary.write_bytes(b"".join(lines[index] for index in sorted(lines)))
-            temporary.replace(self._path)
+            temporary.replace(self.path)
+
+    def rows(self) -> list[Row]:
+        """Return the rows of the dataset that are in the file, in their order."""
+        self._file.seek(0)
+        found = {index: json.loads(line) for index, line in zip(self.done, self._file, strict=True)}
+        return [found[index] for index in sorted(found) if index < len(self._rows)]
 
     def close(self) -> None:
         """Let others have the file."""
@@ -92,8 +102,12 @@ class CompletionsFile:
 
 @contextmanager
 def opened(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> Iterator[CompletionsFile]:
-    """Open the file of a dataset's ``rows``, new or as an earlier call left it; refuse one of other settings."""
+    """Open the file of a dataset's ``rows``, new or as an earlier call left it; refuse one of other settings.
+
+    A file that is still empty in the end is removed, with the folders that were made for it.
+    """
     beside = path.with_name(f"{path.name}.settings.json")
+    new_folders = [folder for folder in path.parents if not folder.exists()]
 
     def unwritable(error: OSError) -> Exception:
         return config_error(_OUT, f"cannot write {shown(path)} ({error.strerror})", "name a file you may write")
@@ -101,12 +115,14 @@ def opened(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> Iter
     with translate(OSError, unwritable):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = CompletionsFile(path, rows)
+    ours = False
     try:
         try:
             fcntl.flock(file._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fix = "wait for it, or name another --out"
             raise config_error(_OUT, f"another process writes {shown(path)}", fix) from None
+        ours = True
         if path.stat().st_size:
             _compare(path, json_mapping(beside), json.loads(json.dumps(settings)))
             file.read()
@@ -115,6 +131,11 @@ def opened(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> Iter
         yield file
     finally:
         file.close()
+        with suppress(OSError):  # somebody removed the file, or has others in the folder
+            if ours and path.stat().st_size == 0:
+                forget(path, beside)
+                for folder in new_folders:
+                    folder.rmdir()
 
 
 def _compare(path: Path, before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:

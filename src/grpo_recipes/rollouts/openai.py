@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,13 +116,20 @@ class CompletionClient:
         """
         served = self._served(wait)
         known = {self.model, *self.aliases}
-        name = next((one for one, origin in served.items() if None in known or known & {one, origin}), None)
+        fits = (one for one, origin in served.items() if None in known or known & {one, origin} or self._is_at(origin))
+        name = next(fits, None)
         if name is None:
             names = " and ".join(f"'{one}'" for one in served) or "no model"
             fix = f"start it with {self.model}, or name the model that is served"
             raise config_error("base_url", f"{self.root} serves {names}, not '{self.model}'", fix)
         self.model, self._ready = name, True
         return name
+
+    def _is_at(self, origin: str | None) -> bool:
+        """Return whether the model that must be served is this folder, under another name."""
+        return bool(
+            origin and self.model and os.path.isdir(origin) and os.path.realpath(origin) == os.path.realpath(self.model)
+        )
 
     def _served(self, wait: float) -> dict[str, str | None]:
         """Return the names of the models that the server serves, each with what it was loaded from."""

@@ -15,11 +15,11 @@ import torch
 from grpo_recipes.algorithms import maxent
 from grpo_recipes.attributes import replaced
 from grpo_recipes.errors import config_error
+from grpo_recipes.evaluate.scores import accuracy, weighted_rewards
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import OBJECTIVES, Objective
 from grpo_recipes.trainers.checks import trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
-from grpo_recipes.trainers.metrics import accuracy, weighted_rewards
 
 _WARN_AFTER, _WARN_SHARE = 10, 0.5  # generations, share of the positive advantages on wrong answers
 

@@ -18,19 +18,16 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
 from grpo_recipes.attributes import replaced
+from grpo_recipes.evaluate.scores import answer_in, group_scores, reward_means, weighted_rewards
 from grpo_recipes.process.reports import PhaseFile
-from grpo_recipes.recipe.registry import ACCURACY
-from grpo_recipes.rewards.answers import completion_text, last_answer, last_boxed, same
 from grpo_recipes.runs.rundir import read_rows, write_json
 from grpo_recipes.runs.stop_request import Stopped
 from grpo_recipes.secrets import masked
 from grpo_recipes.seeded import SEED_COLUMN
-from grpo_recipes.stats import scores_at_k
 from grpo_recipes.trainers.checkpoints import contents, keep_random_states, refill
 
 PHASES = ("sample", "score", "sync", "save", "evaluate")
 LONGEST_TEXT = 4000  # characters
-RIGHT = 1.0 - 1e-6  # least accuracy reward of a right answer
 _LONGEST_EPISODE, _SHORTEST_CUT = 16_000, 200  # characters of an episode's texts together, and of one at least
 
 
@@ -149,36 +146,6 @@ def append_json(file: Path, *rows: dict[str, Any]) -> None:
     with file.open("a") as lines:
         for row in rows:
             lines.write(json.dumps({key: json_number(value) for key, value in row.items()}) + "\n")
-
-
-def weighted_rewards(rewards_BR: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of each completion's rewards as TRL does, (B,); NaN where no reward scored it."""
-    sums_B = (rewards_BR * weights_R.to(rewards_BR.device)).nansum(dim=1)
-    return sums_B.masked_fill(rewards_BR.isnan().all(dim=1), torch.nan)
-
-
-def accuracy(rewards_BR: torch.Tensor, names: list[str]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return which completions an accuracy reward judged, and which of them are right, (B,); None without such one."""
-    columns = [place for place, name in enumerate(names) if name in ACCURACY]
-    if not columns:
-        return None
-    accuracies_BR = rewards_BR[:, columns]
-    return ~accuracies_BR.isnan().all(dim=1), (accuracies_BR >= RIGHT).any(dim=1)
-
-
-def answer_labels(answers: list[str | None]) -> list[int | None]:
-    """Return a number for each answer of a prompt, that of the first one which is the same; None without an answer."""
-    firsts: list[int] = []
-    labels: list[int | None] = []
-    for place, answer in enumerate(answers):
-        if answer is None:
-            labels.append(None)
-            continue
-        label = next((one for one in firsts if same(answer, str(answers[one]))), place)
-        if label == place:
-            firsts.append(place)
-        labels.append(label)
-    return labels
 
 
 def write_samples(file: Path, trainer: Any, answers: list[Any], episodes: list[dict[str, Any]] | None = None) -> None:
@@ -377,9 +344,7 @@ class Evaluation:
         """Take the rewards of all ranks' batch, and the answers in this rank's completions. Called by every rank."""
         assert self.rewards is not None
         self.rewards.append(rewards_BR.detach().cpu())
-        texts = map(completion_text, completions)
-        found = [last_boxed(text) if (answer := last_answer(text)) is None else answer for text in texts]
-        self._answers += gather_object([answer.strip() or None if answer else None for answer in found])
+        self._answers += gather_object([answer_in(completion) for completion in completions])
 
     def loop(self, run: Callable[[], EvalLoopOutput], dataloader: Any, description: str, prefix: str) -> EvalLoopOutput:
         """Run transformers' loop, and add TRL's metrics, with the rewards' means over every completion once."""
@@ -397,8 +362,9 @@ class Evaluation:
         means = {name: fmean(values) if values else None for name, values in known.items()}  # of batches, as TRL's
         # What fills up the last batch comes after all completions that count.
         counted = rewards[: prompts * repeats]
-        means |= self._reward_means(counted)
-        at_k = self._scores_at_k(counted, repeats) if prompts else {}
+        judged = counted, trainer.reward_func_names, trainer.reward_weights
+        means |= reward_means(*judged)
+        at_k = group_scores(*judged, self._answers[: len(counted)], repeats) if prompts else {}
         means |= {name: score for name, (score, _) in at_k.items()}
         output.metrics.update({f"{prefix}_{name}": mean for name, mean in means.items()})
         trainer._metrics["eval"].clear()  # else TRL logs them again, under its own names
@@ -413,29 +379,6 @@ class Evaluation:
             row = {"step": trainer.state.global_step, **which, **named, "prompts": prompts}
             append_json(self._file, {**row, "seconds": time.perf_counter() - began})
         return output
-
-    def _reward_means(self, rewards_BR: torch.Tensor) -> dict[str, float]:
-        """Return TRL's reward metrics; NaN is unscored."""
-        names, weighted_B = self._trainer.reward_func_names, weighted_rewards(rewards_BR, self._trainer.reward_weights)
-        means = {"reward": weighted_B.nanmean(), "reward_std": _nanstd(weighted_B)}
-        for name, column_B in zip(names, rewards_BR.T, strict=True):
-            means |= {f"rewards/{name}/mean": column_B.nanmean(), f"rewards/{name}/std": _nanstd(column_B)}
-        return {name: value.item() for name, value in means.items()}
-
-    def _scores_at_k(self, rewards_BR: torch.Tensor, repeats: int) -> dict[str, tuple[float, Any]]:
-        """Return the scores of whole groups of ``repeats`` completions, (P * G, rewards), with their intervals."""
-        totals_B = weighted_rewards(rewards_BR, self._trainer.reward_weights)
-        found = accuracy(rewards_BR, self._trainer.reward_func_names)
-        judged_B, right_B = (~totals_B.isnan(), totals_B >= RIGHT) if found is None else found
-
-        def groups(values: list[Any]) -> list[list[Any]]:
-            return [values[start : start + repeats] for start in range(0, len(rewards_BR), repeats)]
-
-        totals = [None if math.isnan(total) else total for total in totals_B.tolist()]
-        pairs = zip(judged_B.tolist(), right_B.tolist(), strict=True)
-        right = [verdict if judged else None for judged, verdict in pairs]
-        answers = map(answer_labels, groups(self._answers[: len(rewards_BR)]))
-        return scores_at_k(groups(totals), groups(right), list(answers))
 
 
 class CountedStream(torch.utils.data.IterableDataset[Any]):
@@ -456,8 +399,3 @@ class CountedStream(torch.utils.data.IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Give a shuffled stream the order of this epoch."""
         self.stream.set_epoch(epoch)
-
-
-def _nanstd(values: torch.Tensor) -> torch.Tensor:
-    known = values[~values.isnan()]
-    return known.std() if len(known) > 1 else torch.zeros(())

@@ -1,0 +1,117 @@
+"""Score completions as an evaluation does, in a training and alone: rewards, right or wrong, and what k samples reach.
+
+rewards_BR, reasons = call_rewards(rewards, rows, ids, texts)
+group_scores(rewards_BR, names, weights_R, answers, repeats)  # {"pass@1": (0.5, (0.4, 0.6)), ...}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from grpo_recipes.recipe.registry import ACCURACY
+from grpo_recipes.rewards.answers import completion_text, last_answer, last_boxed, same
+from grpo_recipes.rewards.score import Reward, RewardWrapper
+from grpo_recipes.stats import Interval, scores_at_k
+
+RIGHT = 1.0 - 1e-6  # least accuracy reward of a right answer
+_TRLS_OWN = ("prompt", "completion", "completion_ids")  # columns that TRL hands rewards under names of its own
+
+
+def weighted_rewards(rewards_BR: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of each completion's rewards as TRL does, (B,); NaN where no reward scored it."""
+    sums_B = (rewards_BR * weights_R.to(rewards_BR.device)).nansum(dim=1)
+    return sums_B.masked_fill(rewards_BR.isnan().all(dim=1), torch.nan)
+
+
+def accuracy(rewards_BR: torch.Tensor, names: list[str]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return which completions an accuracy reward judged, and which of them are right, (B,); None without such one."""
+    columns = [place for place, name in enumerate(names) if name in ACCURACY]
+    if not columns:
+        return None
+    accuracies_BR = rewards_BR[:, columns]
+    return ~accuracies_BR.isnan().all(dim=1), (accuracies_BR >= RIGHT).any(dim=1)
+
+
+def verdicts(rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Tensor) -> list[bool | None]:
+    """Return whether each completion is right, (B,), None where that is unknown.
+
+    An accuracy reward says so; in a recipe without one a weighted reward of at least 1 is right.
+    """
+    totals_B = weighted_rewards(rewards_BR, weights_R)
+    judged_B, right_B = accuracy(rewards_BR, names) or (~totals_B.isnan(), totals_B >= RIGHT)
+    return [right if judged else None for judged, right in zip(judged_B.tolist(), right_B.tolist(), strict=True)]
+
+
+def answer_in(completion: str | list[dict[str, Any]]) -> str | None:
+    """Return what the last ``<answer>…</answer>`` of a completion holds, or its last box; None without an answer."""
+    text = completion_text(completion)
+    answer = last_boxed(text) if (tagged := last_answer(text)) is None else tagged
+    return (answer or "").strip() or None
+
+
+def answer_labels(answers: list[str | None]) -> list[int | None]:
+    """Return a number for each answer of a prompt, that of the first one which is the same; None without an answer."""
+    firsts: list[int] = []
+    labels: list[int | None] = []
+    for place, answer in enumerate(answers):
+        if answer is None:
+            labels.append(None)
+            continue
+        label = next((one for one in firsts if same(answer, str(answers[one]))), place)
+        if label == place:
+            firsts.append(place)
+        labels.append(label)
+    return labels
+
+
+def reward_means(rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Tensor) -> dict[str, float]:
+    """Return TRL's reward metrics, of the weighted reward and of each: mean and standard deviation; NaN is unscored."""
+    weighted_B = weighted_rewards(rewards_BR, weights_R)
+    means = {"reward": weighted_B.nanmean(), "reward_std": _nanstd(weighted_B)}
+    for name, column_B in zip(names, rewards_BR.T, strict=True):
+        means |= {f"rewards/{name}/mean": column_B.nanmean(), f"rewards/{name}/std": _nanstd(column_B)}
+    return {name: value.item() for name, value in means.items()}
+
+
+def _nanstd(values: torch.Tensor) -> torch.Tensor:
+    known = values[~values.isnan()]
+    return known.std() if len(known) > 1 else torch.zeros(())
+
+
+def group_scores(
+    rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Tensor, answers: Sequence[str | None], repeats: int,
+    ks: Sequence[int] | None = None,
+) -> dict[str, tuple[float, Interval | None]]:  # fmt: skip
+    """Return ``scores_at_k`` of whole groups of ``repeats`` completions, B = P * G, whose ``answers`` are given."""
+
+    def groups(values: Sequence[Any]) -> list[list[Any]]:
+        return [list(values[start : start + repeats]) for start in range(0, len(rewards_BR), repeats)]
+
+    totals = [None if math.isnan(total) else total for total in weighted_rewards(rewards_BR, weights_R).tolist()]
+    right = verdicts(rewards_BR, names, weights_R)
+    return scores_at_k(groups(totals), groups(right), [answer_labels(group) for group in groups(answers)], ks)
+
+
+def call_rewards(
+    rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], ids: Sequence[list[int]], texts: Sequence[str]
+) -> tuple[torch.Tensor, list[str | None]]:
+    """Call rewards on completions as the trainer does, and return their rewards, (B, R), and why one is unscored, (B,).
+
+    ``rows`` has the problem of each completion, ``ids`` its tokens, ``texts`` what they say. All rewards of a
+    completion are NaN where one of them should have scored it and could not. RewardFailed where one cannot be called.
+    """
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _TRLS_OWN}
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    asked = {"prompts": [row["prompt"] for row in rows], "completions": completions, "completion_ids": list(ids)}
+    found = [reward(**asked, **columns) for reward in rewards]
+    given = [[math.nan if score is None else score for score in scores] for scores in found]
+    rewards_BR = torch.tensor(given, dtype=torch.float32).T.contiguous()
+    by_reward = [reward.scores for reward in rewards if isinstance(reward, RewardWrapper)]
+    by_row = zip(*by_reward, strict=True) if by_reward else ([] for _ in rows)
+    reasons = [next((score.reason for score in scores if score.unscored), None) for scores in by_row]
+    rewards_BR[torch.tensor([reason is not None for reason in reasons])] = math.nan
+    return rewards_BR, reasons

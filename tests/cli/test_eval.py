@@ -1,0 +1,396 @@
+"""`grpo eval`, with a fake server: scores, files, continuation, what is evaluated; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from rollouts.fake_openai import FakeServer
+
+from grpo_recipes import smoke
+from grpo_recipes.cli import eval as module
+from grpo_recipes.cli import main
+from grpo_recipes.launch.serve import Server, ServerFailed
+from grpo_recipes.rollouts import generate
+from grpo_recipes.runs.checkpoints import publish
+from grpo_recipes.runs.rundir import write_json
+
+OUT = Path("evals/my")
+TOKENIZER = smoke.build_tokenizer()
+# What the model says to a problem whose seed is even, and odd.
+SAYS = {
+    "2+1=": ("<answer>3</answer>", "<answer>4</answer>"),
+    "3+1=": ("<answer>4</answer>", "<answer>4</answer>"),
+    "4+1=": ("5", "<answer>6</answer>"),
+}
+GOLD = {"2+1=": "3", "3+1=": "4", "4+1=": "5"}
+RECIPE = """
+model_name_or_path: smoke:sums
+dataset_name: rows.jsonl
+eval_dataset_name: held_out.jsonl
+eval_subsample: 1.0
+reward_funcs: [pure_accuracy_math]
+system_prompt: Add.
+max_completion_length: 9
+temperature: 0.9
+num_generations: 4
+bf16: false
+"""
+
+
+class Answers(FakeServer):
+    """Says what stands in ``SAYS``."""
+
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        found = super().answer(path, body)
+        asked = TOKENIZER.decode(body["prompt"])
+        text = next(said for problem, said in SAYS.items() if problem in asked)[body["seed"] % 2]
+        ids = [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
+        choice = {"text": text, "token_ids": ids, "logprobs": {"token_logprobs": [0.0] * len(ids)}}
+        return {**found, "choices": [found["choices"][0] | choice]}
+
+
+@pytest.fixture
+def server() -> Iterator[Answers]:
+    fake = Answers()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder: a recipe that is evaluated on three problems."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
+    monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
+    for name in ("OPENAI_API_KEY", "CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
+    monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.02)
+    rows = [{"problem": problem, "answer": answer, "level": len(answer)} for problem, answer in GOLD.items()]
+    Path("held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("rows.jsonl").write_text('{"problem": "1+1=", "answer": "2", "level": 1}\n')
+    Path("my.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+@pytest.fixture
+def evaluate(server: Answers) -> Callable[..., int]:
+    """``evaluate("my.yaml", "--k", "2")``: the exit code of the command with the fake's address."""
+
+    def run(which: str, *more: str) -> int:
+        address = ["--base-url", server.url, "--served-model-name", "tiny", "--wait", "0"]
+        return main(["eval", which, *address, *more])
+
+    return run
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def result(out: Path = OUT) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "eval.json").read_text())
+    return found
+
+
+def problem_of(row: dict[str, Any]) -> str:
+    return str(row["prompt"][-1]["content"])
+
+
+def test_the_scores_are_those_of_the_completions(evaluate, server: Answers, capsys) -> None:
+    assert evaluate("my.yaml", "--num-generations", "6", "--limit", "5") == 0
+    rows, found = lines(OUT / "completions.jsonl"), result()
+    right = [[one["text"] == f"<answer>{GOLD[problem_of(row)]}</answer>" for one in row["completions"]] for row in rows]
+    assert sorted(map(sum, right))[::2] == [0, 6] and 0 < sorted(map(sum, right))[1] < 6
+    for k in (1, 2, 4, 5, 6):
+        drawn = [fmean(any(draw) for draw in combinations(row, k)) for row in right]
+        assert found[f"pass@{k}"] == pytest.approx(fmean(drawn)) == pytest.approx(found[f"best@{k}"])
+        assert found[f"mean@{k}"] == pytest.approx(fmean(fmean(row[:k]) for row in right))
+        low, high = found[f"pass@{k}_ci"]
+        assert 0 <= low <= found[f"pass@{k}"] <= high <= 1
+    assert found["majority@1"] == pytest.approx(fmean(row[0] for row in right))
+    assert found["reward"] == found["rewards/pure_accuracy_math/mean"] == pytest.approx(fmean(map(fmean, right)))
+    lengths = [len(one["ids"]) for row in rows for one in row["completions"]]
+    assert found["mean_length"] == fmean(lengths) and found["truncated"] == 0 and found["no_verdict"] == 0
+    assert (found["model"], found["prompts"], found["samples"]) == ("smoke:sums", 3, 6)
+    sent = [body for _, body in server.asked]
+    wanted = {"temperature": 0.9, "max_tokens": 9, "model": "tiny"}
+    assert all(wanted.items() <= body.items() for body in sent) and len({body["seed"] for body in sent}) == 18
+    said = capsys.readouterr().out
+    assert f"\npass@6      {found['pass@6']:>8.3f}  {found['pass@6_ci'][0]:.3f} to" in said
+    assert "grpo: scores in evals/my/eval.json, samples in evals/my/eval.html" in said
+    page = (OUT / "eval.html").read_text()
+    assert page.count('data-verdict="right"') == sum(map(sum, right)) and "2+1=" in page
+
+
+def test_what_was_cut_off_goes_on_to_the_same_result(evaluate, server: Answers, capsys) -> None:
+    assert evaluate("my.yaml") == 0
+    whole = {path.name: path.read_bytes() for path in OUT.iterdir() if path.suffix != ".html"}
+    first, second, third = whole["completions.jsonl"].splitlines(keepends=True)
+    (OUT / "completions.jsonl").write_bytes(third + first + second[:30])
+    scored = whole["scores.jsonl"].splitlines(keepends=True)
+    (OUT / "scores.jsonl").write_bytes(scored[2] + scored[0][:30])
+    (OUT / "eval.json").unlink()
+    server.asked.clear()
+    assert evaluate("my.yaml") == 0 and len(server.asked) == 4
+    assert "scoring 2 prompts" in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in OUT.iterdir() if path.suffix != ".html"} == whole
+    server.asked.clear()
+    assert main(["eval", "my.yaml", "--base-url", "http://127.0.0.1:9", "--wait", "0"]) == 0  # nobody is asked
+    assert not server.asked and result() == json.loads(whole["eval.json"])
+
+
+def test_another_reward_scores_the_same_completions(evaluate, server: Answers, capsys) -> None:
+    Path("mine.py").write_text(
+        "def ends(completions, level, answer, solution, completion_ids, **kwargs):\n"
+        "    assert all(level) and answer == solution and completion_ids\n"
+        "    return [None if '6' in one[-1]['content'] else 2.0 for one in completions]\n"
+    )
+    assert evaluate("my.yaml") == 0 and result()["pass@1"] < 1
+    server.asked.clear()
+    assert evaluate("my.yaml", "--reward", "mine.py:ends", "pure_accuracy_math") == 0 and not server.asked
+    found, rows = result(), lines(OUT / "scores.jsonl")
+    assert [list(one["rewards"]) for one in rows[0]["completions"]] == [["ends", "pure_accuracy_math"]] * 4
+    sixes = [one for row in rows for one in row["completions"] if "6" in one["text"]]
+    assert sixes and all(one["rewards"] == {"ends": None, "pure_accuracy_math": 0.0} for one in sixes)
+    assert found["rewards/ends/mean"] == 2.0 and found["no_verdict"] == 0
+    assert evaluate("my.yaml", "--reward", "mine.py:ends") == 0
+    assert result()["no_verdict"] == len(sixes) and result()["pass@1"] == 1.0  # right is a reward of 1 at least
+    before = Path("mine.py").read_text()
+    Path("mine.py").write_text(before.replace("2.0", "0.5"))
+    assert evaluate("my.yaml", "--reward", "mine.py:ends") == 0 and result()["pass@1"] == 0.0
+
+
+def test_k_is_chosen_up_to_the_completions_there_are(evaluate, capsys) -> None:
+    assert evaluate("my.yaml", "--k", "5") == 2
+    said = capsys.readouterr().err
+    assert "--k: pass@5 needs as many completions of a prompt, not 4. Fix: write --num-generations 5" in said
+    assert not OUT.exists()
+    assert evaluate("my.yaml", "--k", "3", "1") == 0
+    assert [name for name in result() if name.startswith("pass@")] == ["pass@1", "pass@3", "pass@1_ci", "pass@3_ci"]
+
+
+def test_greedy_completions_are_one_of_each_prompt(evaluate, server: Answers) -> None:
+    assert evaluate("my.yaml", "--temperature", "0") == 0
+    assert result()["samples"] == 1 and {body["temperature"] for _, body in server.asked} == {0.0}
+
+
+def test_what_failed_leaves_no_scores_and_the_next_call_tries_it_again(evaluate, server: Answers, capsys) -> None:
+    server.fails = [400]
+    assert evaluate("my.yaml", "--batch-size", "1") == 1
+    assert "1 prompts failed: BadRequestError" in capsys.readouterr().err
+    assert len(lines(OUT / "completions.jsonl")) == 2 and not (OUT / "eval.json").exists()
+    assert evaluate("my.yaml") == 0 and result()["prompts"] == 3
+
+
+def test_ctrl_c_keeps_what_is_there(evaluate, monkeypatch, capsys) -> None:
+    add = generate.CompletionsFile.add
+
+    def interrupt(self: Any, index: int, completions: Any) -> None:
+        add(self, index, completions)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate.CompletionsFile, "add", interrupt)
+    assert evaluate("my.yaml") == 130 and len(lines(OUT / "completions.jsonl")) == 1
+    assert "the same command goes on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", [["--temperature", "0.5"], ["--num-generations", "2"], ["--seed", "7"]])
+def test_a_folder_of_other_settings_is_refused(evaluate, change: list[str], capsys) -> None:
+    assert evaluate("my.yaml", "--limit", "1") == 0
+    before = {path: path.read_bytes() for path in OUT.iterdir()}
+    assert evaluate("my.yaml", *change) == 2
+    assert "grpo: --out: evals/my/completions.jsonl was made with other settings: " in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in OUT.iterdir()} == before
+    assert evaluate("my.yaml", *change, "--out", "other") == 0 and result(Path("other"))["prompts"] == 3
+
+
+# --- what is evaluated -----------------------------------------------------------------------------------------------
+
+
+def save_model(folder: Path) -> None:
+    """A folder that looks like a model, with the tokenizer of the built-in one."""
+    TOKENIZER.save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "model.safetensors").write_bytes(b"weights")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of the recipe with a model, a checkpoint, and a reward whose file is gone."""
+    made = tmp_path / "runs" / "sums-20261120-101500"
+    (made / "rewards").mkdir(parents=True)
+    (made / "rewards" / "gone.py").write_text("def one(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    entries = [line for line in RECIPE.strip().splitlines() if not line.startswith("reward_funcs")]
+    entries += ["reward_funcs: ['gone.py:one']", "reward_isolation: none"]
+    (made / "recipe.yaml").write_text("".join(f"# my.yaml:{at}\n{line}\n" for at, line in enumerate(entries)))
+    write_json(made / "run.json", {"run_name": "sums"})
+    write_json(made / "summary.json", {"status": "completed"})
+    save_model(made / "model")
+    save_model(made / "staged" / "checkpoint-2")
+    (made / "checkpoints").mkdir()
+    publish(made / "staged" / "checkpoint-2", made / "checkpoints", 2, 1)
+    return made
+
+
+def test_a_run_is_evaluated_by_its_recipe_with_its_model(run: Path, server: Answers, capsys) -> None:
+    Path("link").symlink_to(run / "model")
+    server.models = {"tiny": str(Path("link").absolute())}  # the same folder by another path
+    command = ["eval", "last", "--base-url", server.url, "--wait", "0"]
+    assert main(command) == 0
+    found = result(Path("evals") / run.name)
+    assert found["model"] == str(run / "model") and found["settings"]["model_files"]
+    assert found["rewards/one/mean"] == found["pass@1"] == 1.0
+    (run / "model" / "config.json").write_text('{"model_type": "another"}')
+    assert main(command) == 2 and "model_files" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_evaluated_by_the_recipe_of_its_run(run: Path, server: Answers, capsys) -> None:
+    checkpoint = run / "checkpoints" / "checkpoint-2"
+    command = ["--base-url", server.url, "--wait", "0"]
+    server.models = {"tiny": str(run / "model")}
+    assert main(["eval", str(checkpoint), *command]) == 2  # the server has the model of the end
+    said = capsys.readouterr().err
+    assert f"--base-url: {server.url} serves 'tiny', not '{checkpoint}'" in said and not Path("evals").exists()
+    server.models = {"tiny": str(checkpoint)}
+    assert main(["eval", str(checkpoint), *command]) == 0
+    assert result(Path(f"evals/{run.name}-checkpoint-2"))["model"] == str(checkpoint)
+    assert main(["eval", str(run / "checkpoints" / "checkpoint-3"), *command]) == 2
+    assert "checkpoint-3: is not a complete checkpoint. Fix: name one of checkpoint-2" in capsys.readouterr().err
+    (checkpoint / "COMPLETE").unlink()
+    assert main(["eval", str(checkpoint), *command]) == 2
+    assert "is not a complete checkpoint" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_an_adapter_is_refused(run: Path, capsys) -> None:
+    staged = run / "staged" / "checkpoint-4"
+    staged.mkdir()
+    (staged / "adapter_model.safetensors").write_bytes(b"adapter")
+    publish(staged, run / "checkpoints", 4, 1)
+    assert main(["eval", str(run / "checkpoints" / "checkpoint-4")]) == 2
+    assert "has no model that a server can load: an adapter alone" in capsys.readouterr().err
+    shutil.rmtree(run / "model")
+    assert main(["eval", str(run)]) == 2
+    assert "has no model/" in capsys.readouterr().err and not Path("evals").exists()
+
+
+def test_a_bare_model_is_told_its_dataset_and_reward(tmp_path: Path, evaluate, server: Answers, capsys) -> None:
+    save_model(tmp_path / "base")
+    words = ["--dataset", "held_out.jsonl", "--reward", "pure_accuracy_math"]
+    assert evaluate("base", *words, "--max_completion_length", "7") == 0
+    found = result(Path("evals/base"))
+    assert found["prompts"] == 3 and found["samples"] == 4 and server.asked[0][1]["max_tokens"] == 7
+    assert evaluate("base", *words[:2]) == 2
+    assert "base' is a model, and has no recipe" in capsys.readouterr().err
+    assert evaluate("base", *words[2:]) == 2
+    assert "--dataset: is missing" in capsys.readouterr().err
+
+
+def test_another_model_dataset_and_split_are_taken(tmp_path: Path, evaluate) -> None:
+    save_model(tmp_path / "base")
+    Path("data").mkdir()
+    Path("data/validation.jsonl").write_text('{"problem": "3+1=", "answer": "4"}\n')
+    words = ["--model", "base", "--dataset", "data", "--split", "validation"]
+    assert evaluate("my.yaml", *words) == 0
+    assert result()["model"] == "base" and result()["prompts"] == 1 and result()["pass@1"] == 1.0
+
+
+def test_a_server_is_started_for_the_model_and_ended(tmp_path: Path, server: Answers, monkeypatch, capsys) -> None:
+    save_model(tmp_path / "base")
+    seen: list[Any] = []
+
+    @contextmanager
+    def serving(recipe: Any, model: str, _: Any) -> Iterator[Server]:
+        seen.append((model, recipe["vllm_max_model_length"]))
+        yield Server(server.url, "tiny", "token")
+        seen.append("ended")
+
+    monkeypatch.setattr(module, "serving", serving)
+    command = ["eval", "base", "--dataset", "held_out.jsonl", "--reward", "pure_accuracy_math"]
+    assert main(command) == 0
+    assert seen[0][0] == str(tmp_path / "base") and 1024 < seen[0][1] < 1064 and seen[1:] == ["ended"]
+    assert server.authorized[-1] == "Bearer token"
+    assert main(command) == 0 and len(seen) == 2  # everything is there
+
+    @contextmanager
+    def failing(*_: Any) -> Iterator[Server]:
+        raise ServerFailed("the server died")
+        yield
+
+    monkeypatch.setattr(module, "serving", failing)
+    assert main([*command, "--out", "other/place"]) == 1
+    assert "the server died" in capsys.readouterr().err and not Path("other").exists()
+
+
+def test_a_deleted_file_of_completions_is_not_scored_by_old_scores(evaluate, monkeypatch) -> None:
+    assert evaluate("my.yaml") == 0
+    (OUT / "completions.jsonl").unlink()
+    monkeypatch.setitem(SAYS, "2+1=", ("no", "no"))
+    assert evaluate("my.yaml") == 0
+    assert {one["text"] for row in lines(OUT / "scores.jsonl") for one in row["completions"]} >= {"no"}
+
+
+# --- what is wrong ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["none.yaml"], "there is no recipe 'none.yaml'"),
+        (["nowhere"], "nowhere: is not a run directory (no run.json). Fix: name a recipe (.yaml)"),
+        (["my.yaml", "--num-generations", "0"], "--num-generations: is 0"),
+        (["my.yaml", "--limit", "0"], "--limit: is 0"),
+        (["my.yaml", "--k", "0"], "--k: is 0. Fix: write 1 or more"),
+        (["my.yaml", "--split", "test"], "--split: changes nothing without --dataset"),
+        (["my.yaml", "--served-model-name", "x"], "--served-model-name: changes nothing without --base-url"),
+        (["my.yaml", "--temperature", "0", "--num-generations", "2"], "--num-generations: 2 greedy completions"),
+        (["my.yaml", "--dataset", "none.jsonl"], "--dataset: no file 'none.jsonl'"),
+        (["my.yaml", "--reward", "pure_acuracy_math"], "--reward: no reward 'pure_acuracy_math'. Fix: write pure_ac"),
+        (["my.yaml", "--reward", "mine.py:needs"], "'mine.py:needs' needs 'colour', which no reward gets"),
+        (["my.yaml", "--reward", "mine.py:live", "--reward_isolation", "none"], "an evaluation alone has no trainer"),
+        (["my.yaml", "--model", "./nowhere"], "--model: no file or folder './nowhere'"),
+        (["my.yaml", "--base-url", "localhost"], "--base-url: 'localhost' is no address"),
+        (["my.yaml", "--base-url", "http://127.0.0.1:9", "--served-model-name", "x"], "--base-url: no server answers"),
+        (["my.yaml", "--vllm_max_model_length", "12"], "vllm_max_model_length: a prompt and a completion have up to"),
+        (["alone.yaml"], "--dataset: 'rows.jsonl' has no split 'test' to evaluate on"),
+        (["my.yaml", "--num-generation", "2"], "--num-generation"),
+        (["base", "--model", "x"], "--model: takes the place of a recipe's model, and 'base' is one"),
+    ],
+)
+def test_what_is_wrong_is_named_and_leaves_nothing(
+    words: list[str], said: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(module, "serving", lambda *_: pytest.fail("a server was started"))
+    save_model(tmp_path / "base")
+    Path("alone.yaml").write_text(RECIPE.replace("eval_dataset_name: held_out.jsonl", ""))
+    Path("mine.py").write_text(
+        "def needs(completions, colour, **kwargs):\n    return [1.0] * len(completions)\n"
+        "def live(completions, trainer_state):\n    return [1.0] * len(completions)\n"
+    )
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["eval", *words, "--wait", "0"]) == 2
+    found = capsys.readouterr().err
+    assert said in found and "Traceback" not in found
+    assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(path)] == before
+
+
+def test_prompts_must_come_from_a_dataset(tmp_path: Path, capsys) -> None:
+    (tmp_path / "recipes").symlink_to(Path(__file__).resolve().parents[2] / "recipes")
+    assert main(["eval", "recipes/examples/two_sums.yaml"]) == 2
+    assert "its prompts come from an environment" in capsys.readouterr().err
+
+
+def test_the_key_comes_from_the_environment(evaluate, server: Answers, monkeypatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "the-key")
+    server.token = "the-key"
+    assert evaluate("my.yaml") == 0 and set(server.authorized) == {"Bearer the-key"}
+    assert all("the-key" not in path.read_text() for path in OUT.iterdir())
