@@ -394,3 +394,17 @@ def test_the_key_comes_from_the_environment(evaluate, server: Answers, monkeypat
     server.token = "the-key"
     assert evaluate("my.yaml") == 0 and set(server.authorized) == {"Bearer the-key"}
     assert all("the-key" not in path.read_text() for path in OUT.iterdir())
+
+
+def test_keys_of_evaluations_are_sampled_by(evaluate, server: Answers) -> None:
+    plain = {"temperature": 0.9, "top_p": 1.0, "max_tokens": 9}
+    own = ("--eval_temperature=0.5", "--eval_top_p=0.8", "--eval_max_completion_length=7", "--eval_sampling_seed=11")
+    seeds = []
+    for flags, expected in (((), plain), (own, {"temperature": 0.5, "top_p": 0.8, "max_tokens": 7})):
+        server.asked.clear()
+        assert evaluate("my.yaml", "--out", f"evals/{len(flags)}", *flags) == 0
+        assert len(server.asked) == 12
+        assert all(body.items() >= expected.items() for _, body in server.asked)
+        seeds.append([body["seed"] for _, body in server.asked])
+    assert not {*seeds[0]} & {*seeds[1]}
+    assert [result(Path(f"evals/{count}"))["seed"] for count in (0, 4)] == [42, 11]

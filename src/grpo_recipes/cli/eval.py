@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,7 @@ _KEYS = {
 _DATA_KEYS = (
     "dataset_name", "dataset_config", "dataset_test_split", "dataset_mixture", "eval_dataset_name",
     "eval_dataset_config", "eval_dataset_split", "eval_subsample", "eval_problem_seed_start", "eval_problem_seeds",
+    "eval_problem_ids",
 )  # fmt: skip
 _CHUNK = 256  # completions scored at a time
 
@@ -113,7 +114,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         what = f"pass@{max(options.k)} needs as many completions of a prompt, not {n}"
         raise config_error("--k", what, f"write --num-generations {max(options.k)}, or a k of at most {n}")
     rows, prompts, tokenizer = _prompts(subject)
-    sampling = sampling_of(recipe, options.temperature, recipe["max_completion_length"], recipe["seed"])
+    sampling = _sampling(recipe, options.temperature)
     settings = settings_of(recipe, _DATA_KEYS, subject.model, options.backend, n, sampling, prompts[0])
     if os.path.isdir(subject.place) and not subject.is_built_in:
         settings["model_files"] = fingerprint(Path(subject.place))
@@ -134,10 +135,23 @@ def _evaluate(options: argparse.Namespace) -> int:
     result = {
         "model": subject.model, "recipe": shown(recipe.path), "prompts": len(rows), "samples": n,
         **_summary(recipe, [reward.__name__ for reward in rewards], scored, n, options.k),
-        "seed": recipe["seed"], "settings": {**settings, **code},
+        "seed": sampling.seed, "settings": {**settings, **code},
     }  # fmt: skip
     _present(result, scored, out)
     return 0
+
+
+def _longest(recipe: Recipe) -> int:
+    """Return the most tokens of a completion."""
+    return int(recipe["eval_max_completion_length"] or recipe["max_completion_length"])
+
+
+def _sampling(recipe: Recipe, temperature: float | None) -> "SamplingParameters":
+    """Return how a training with this recipe samples in its evaluations, at another temperature where one is given."""
+    seed = recipe["seed"] if recipe["eval_sampling_seed"] is None else recipe["eval_sampling_seed"]
+    given = recipe["eval_temperature"] if temperature is None else temperature
+    found = sampling_of(recipe, given, _longest(recipe), seed)
+    return found if recipe["eval_top_p"] is None else replace(found, top_p=recipe["eval_top_p"])
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -261,7 +275,7 @@ def _prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
     say(str(found))
     rows = found.dataset.to_list()
     ids = rendered(renderer_of(recipe["chat_template"], tokenizer, kwargs), rows)
-    longest, limit = max(map(len, ids)) + recipe["max_completion_length"], recipe["vllm_max_model_length"]
+    longest, limit = max(map(len, ids)) + _longest(recipe), recipe["vllm_max_model_length"]
     if limit is not None and longest > limit:
         what = f"a prompt and a completion have up to {longest} tokens, vllm_max_model_length is {limit}"
         raise config_error(recipe.place("vllm_max_model_length"), what, "raise it, or lower max_completion_length")
@@ -315,7 +329,7 @@ def _sample(
             weights = smoke_model(subject.model) if subject.is_built_in else subject.place
             say(f"starting a server for {shown(weights) if os.path.isdir(weights) else weights}")
             if longest_sequence(recipe) is None:
-                longest = max(map(len, prompts)) + recipe["max_completion_length"]
+                longest = max(map(len, prompts)) + _longest(recipe)
                 recipe = recipe.with_value("vllm_max_model_length", Value(longest, _ME))
             try:
                 server = ending.enter_context(serving(recipe, weights, os.environ))

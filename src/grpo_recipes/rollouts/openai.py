@@ -87,12 +87,12 @@ class CompletionClient:
     base_url: str  # with or without /v1
     backend: str = VLLM
     model: str | None = None  # the model that must be served; None takes the one that is, which ``ready`` enters here
-    aliases: Sequence[str] = ()  # other names of the model
     token: str | None = None  # that the server wants as its API key
     batch_size: int = 32  # completions in flight at most
     timeout: float = 600.0  # seconds for a request
     attempts: int = 4  # for each completion, with pauses of 0.5 s to 8 s that double; a 4xx but 408, 409, 429 has one
     say: Callable[[str], None] = print  # gets a line where the server has to be waited for
+    aliases: Sequence[str] = ()  # other names of the model
     _ready: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
