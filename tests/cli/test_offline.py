@@ -104,6 +104,8 @@ def test_the_named_gpu_trains_and_another_one_serves(device: str, gpus: tuple[st
 
 
 def test_a_gpu_that_is_not_there_is_never_replaced() -> None:
+    with pytest.raises(ConfigError, match="'cpu' is not there: this environment is for GPUs"):
+        offline.on_device("cpu", Resources(device="cuda", gpus=("0", "1", "2"), cores=2))
     with pytest.raises(ConfigError, match="'cuda:3' is not there: 3 GPUs are visible"):
         offline.on_device("cuda:3", Resources(device="cuda", gpus=("0", "1", "2"), cores=2))
 

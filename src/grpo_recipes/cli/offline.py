@@ -256,6 +256,9 @@ def on_device(device: str, resources: Resources) -> tuple[Resources, dict[str, s
     """
     if device == "auto" or device == resources.device:
         return resources, {}
+    if device == "cpu":
+        what = "'cpu' is not there: this environment is for GPUs"
+        raise config_error("model.device", what, "write auto, cuda or cuda:N, or set up with DEVICE=cpu")
     kind, _, number = device.partition(":")
     if kind != "cuda" or (number and not number.isdecimal()):
         raise config_error("model.device", f"'{device}' is unknown", "write auto, cpu, cuda or cuda:N")
