@@ -363,6 +363,15 @@ def test_a_deleted_file_of_completions_is_not_scored_by_old_scores(evaluate, mon
         (["my.yaml", "--vllm_max_model_length", "12"], "vllm_max_model_length: a prompt and a completion have up to"),
         (["alone.yaml"], "--dataset: 'rows.jsonl' has no split 'test' to evaluate on"),
         (["my.yaml", "--num-generation", "2"], "--num-generation"),
+        (
+            ["my.yaml", "--eval_temperature=0", "--num_generations_eval=1", "--num-generations", "4"],
+            "--num-generations: 4 greedy completions of a prompt are the same",
+        ),
+        (["base", "--model_name_or_path=x"], "--model_name_or_path: 'base' is the model. Fix: remove it"),
+        (
+            ["base", "--dataset", "rows.jsonl", "--reward", "pure_accuracy_math", "--dataset_name=z"],
+            "--dataset_name: --dataset and --split say it",
+        ),
         (["base", "--model", "x"], "--model: takes the place of a recipe's model, and 'base' is one"),
     ],
 )

@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("hydra")
 from grpo_recipes.cli import offline
-from grpo_recipes.errors import ConfigError
+from grpo_recipes.cli.doors import in_words_of
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.sweep.spec import make_trials
 
@@ -60,7 +61,7 @@ def test_evaluations_can_be_left_out(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_folder_of_a_sweep_is_the_value_of_its_flag(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("--resume", "cells/train.lr=1e-5,seed=2", *SMOKE) == 2
+    assert run("--resume", "cells/train.lr=1e-5,seed=2") == 2
     assert "grpo: --resume: " in capfd.readouterr().err
 
 
@@ -83,6 +84,13 @@ def test_the_configuration_is_printed(capfd: pytest.CaptureFixture[str]) -> None
         ((*SMOKE, "-m", "model.device=cpu,auto"), "model.device: cannot be swept"),
         ((*SMOKE, "-m", "seed=1,2", "model.device=cuda:2"), "model.device: 'cuda:2' is not there"),
         (("train.lr",), "train.lr: "),
+        ((*SMOKE, "eval.enabled=no"), "eval.enabled: is 'no' where true or false belongs. Fix: write"),
+        ((*SMOKE, "eval.do_sample='false'"), "eval.do_sample: is 'false' where true or false belongs"),
+        ((*SMOKE, "logging.wandb.enabled=off"), "logging.wandb.enabled: is 'off' where"),
+        ((*SMOKE, "eval.ids=5000"), "eval.ids: is 5000 where a list of whole numbers belongs"),
+        ((*SMOKE, "eval.ids=[1,1001]"), "eval.ids: 1001 is trained on too"),
+        ((*SMOKE, "generation.base_url=http://a:99999999"), "generation.base_url: 'http://a:99999999' is"),
+        (("--resume", "somewhere", "train.lr=1e-3"), "train.lr=1e-3: changes nothing with --resume"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_and_nothing_is_made(
@@ -139,3 +147,73 @@ def test_a_server_is_asked_where_its_address_is_named_and_it_answers(capfd: pyte
     assert run(*words) == 0
     said = capfd.readouterr().out
     assert "vllm_server_base_url" not in said and f"--vllm_server_port={address.rpartition(':')[2]}" in said
+
+
+def test_ids_to_evaluate_on_reach_the_recipe_in_a_sweep_too(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*SMOKE, "eval.ids=[5000,5003]", "--dry-run") == 0
+    assert "--eval_problem_ids 5000 5003" in capfd.readouterr().out
+    seen: list[Any] = []
+    monkeypatch.setattr(offline, "start", lambda spec, *_: seen.append(spec) or 0)
+    assert run("-m", *SMOKE, "train.lr=1e-5,2e-5", "eval.ids=[5000,5003]") == 0
+    trials = make_trials(seen[0], os.environ, "cpu")
+    assert [trial.recipe["eval_problem_ids"] for trial in trials] == [[5000, 5003]] * 2
+
+
+@pytest.mark.parametrize("place", ["mine", "."])
+def test_a_refused_launch_leaves_what_was_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(offline, "launch", refuse)
+    folder = tmp_path / place
+    folder.mkdir(exist_ok=True)
+    (folder / "thesis.txt").write_text("years of work")
+    assert run(*SMOKE, FREE, f"hydra.run.dir={place}") == 2
+    assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
+    assert run(*SMOKE, FREE, f"hydra.run.dir={tmp_path}-new") == 2
+    assert not Path(f"{tmp_path}-new").exists()
+
+
+def refuse(*_: Any) -> int:
+    raise config_error("somewhere", "something is wrong", "mend it")
+
+
+def test_a_folder_of_another_configuration_is_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launched: list[Any] = []
+
+    def launch(asked: Any, _: Any) -> int:
+        launched.append(asked.resume)
+        (tmp_path / "one/offline-1").mkdir(exist_ok=True)
+        (tmp_path / "one/offline-1/run.json").write_text("{}")
+        return 0
+
+    monkeypatch.setattr(offline, "launch", launch)
+    words = (*SMOKE, FREE, "hydra.run.dir=one")
+    assert run(*words, "train.lr=1e-3") == 0
+    kept = {path.name: path.read_text() for path in (tmp_path / "one/.hydra").iterdir()}
+    assert run(*words, "train.lr=7e-3") == 2
+    assert "train.lr: is 0.007, and what is in one began with 0.001. Fix: go back to" in capfd.readouterr().err
+    assert run(*words, "train.lr=1e-3") == 0
+    assert launched == [None, str(tmp_path / "one/offline-1")]
+    assert {path.name: path.read_text() for path in (tmp_path / "one/.hydra").iterdir()} == kept
+
+
+def test_a_command_in_a_fix_is_one_that_can_be_run(capfd: pytest.CaptureFixture[str]) -> None:
+    told = config_error("--model_name_or_path", "is not here", "run grpo fetch my.yaml --model_name_or_path=a/b")
+    (problem,) = in_words_of(told, {"--model_name_or_path": "model.train_id"}).problems
+    assert (problem.where, problem.fix) == ("model.train_id", "run grpo fetch my.yaml --model_name_or_path=a/b")
+    told = config_error("--learning_rate", "is 0", "write learning_rate: 1e-5")
+    assert in_words_of(told, {"--learning_rate": "train.lr"}).problems[0].fix == "write train.lr: 1e-5"
+
+
+def test_a_sweep_asks_the_server_that_its_command_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(offline, "start", lambda spec, *_: seen.append(spec) or 0)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        assert run("-m", *SMOKE, "train.lr=1e-5,2e-5", f"generation.base_url={address}") == 0
+    trials = make_trials(seen[0], os.environ, "cpu")
+    assert [trial.recipe["vllm_server_base_url"] for trial in trials] == [address] * 2

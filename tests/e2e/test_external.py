@@ -22,8 +22,6 @@ from grpo_recipes import smoke
 from grpo_recipes.process.tree import descendants, die_with_parent, end_all
 
 MODE = "VLLM_SERVER_DEV_MODE=1"
-SERVER = f"{MODE} python -m vllm.entrypoints.openai.api_server --model MODEL --port 30000"
-TRAIN = "grpo launch recipes/smoke/grpo.yaml --model_name_or_path MODEL --vllm_server_base_url http://127.0.0.1:30000"
 ON_CPU = ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager")
 SHORT = ("--prompts_per_step", "8", "--num_generations", "8", "--save_steps", "100", "--max_steps", "3")
 SETUPS = {
@@ -45,10 +43,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def server_words(port: int) -> list[str]:
+    module = ("-m", "vllm.entrypoints.openai.api_server")
+    return ["env", MODE, sys.executable, *module, "--model", smoke_model(), "--port", str(port)]
+
+
 def start(folder: Path, port: int, development: bool = True) -> subprocess.Popen[bytes]:
     """A plain vLLM, as somebody starts it, once it answers."""
-    words = documented(SERVER, {"MODEL": smoke_model(), "30000": str(port), "python": sys.executable})
-    words = [*(word for word in words if development or word != MODE), *ON_CPU]
+    words = [*(word for word in server_words(port) if development or word != MODE), *ON_CPU]
     environment = clean_environment(folder, f"external-{port}", VLLM_CPU_KVCACHE_SPACE="1", TORCHDYNAMO_DISABLE="1")
     environment.pop("GRPO_RUN", None)
     with (folder / "server.log").open("wb") as log:
@@ -79,12 +81,17 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     end(process)
 
 
-def flags(port: int) -> list[str]:
-    places = {
+def places(port: int) -> dict[str, str]:
+    """What is elsewhere than on the page."""
+    return {
         "recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml"), "MODEL": smoke_model(),
         "http://127.0.0.1:30000": f"http://127.0.0.1:{port}",
     }  # fmt: skip
-    return documented(TRAIN, places)[2:]
+
+
+def flags(port: int) -> list[str]:
+    address = ("--vllm_server_base_url", f"http://127.0.0.1:{port}")
+    return [str(REPOSITORY / "recipes/smoke/grpo.yaml"), "--model_name_or_path", smoke_model(), *address]
 
 
 @pytest.mark.slow
@@ -93,7 +100,15 @@ def flags(port: int) -> list[str]:
 def test_the_smoke_recipe_learns_through_a_server_that_somebody_started(
     launch: Callable[..., Launch], port: int
 ) -> None:
-    run = launch(*flags(port))
+    started = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --port 30000"
+    there = {"MODEL": smoke_model(), "30000": str(port), "python": sys.executable}
+    assert documented(started, there) == server_words(port)  # which the fixture has started
+    shown = (
+        "grpo launch recipes/smoke/grpo.yaml --model_name_or_path MODEL --vllm_server_base_url http://127.0.0.1:30000"
+    )
+    words = documented(shown, places(port))[2:]
+    assert words == flags(port)
+    run = launch(*words)
     assert run.wait(600) == 0, run.output
     assert run.summary()["final_reward"] >= 0.85
     differences = [row["sampling/sampling_logp_difference/mean"] for row in run.rows()]

@@ -16,7 +16,7 @@ def test_the_catalogue_is_of_the_installed_trl():
 
 
 def test_every_key_has_help_and_a_type_the_reader_knows():
-    known = {"str", "int", "float", "bool", "dict", "list[str]", "list[float]"}
+    known = {"str", "int", "float", "bool", "dict", "list[str]", "list[int]", "list[float]"}
     assert len(catalogue()) > 150
     for name, entry in catalogue().items():
         assert entry["help"].strip(), name

@@ -136,7 +136,7 @@ def test_greedy_evaluations_and_their_problems() -> None:
     greedy = keys(eval__do_sample=False, eval__replicates=1)
     assert (greedy["eval_temperature"], greedy["num_generations_eval"]) == ("0", "1")
     chosen = keys(eval__ids=[3, 9])
-    assert chosen["eval_problem_ids"] == "[3, 9]"
+    assert chosen["eval_problem_ids"] == ["3", "9"]
     assert not {"eval_problem_seeds", "eval_problem_seed_start"} & chosen.keys()
     off = keys(eval__enabled=False)
     assert [key for key in off if "eval" in key] == ["eval_strategy"]

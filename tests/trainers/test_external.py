@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,13 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSgla
     fake.close()
 
 
-def run(server: FakeSglang, tmp_path: Path, **keys: Any) -> Any:
+def run(server: FakeSglang, tmp_path: Path, folder: str = "run", **keys: Any) -> Any:
     given = {
         "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": f"{server.url}/v1",
         "server_backend": "sglang_server", "server_request_timeout": 20.0, "vllm_server_timeout": 5.0,
         "logging_steps": 1,
     }  # fmt: skip
-    return train(tmp_path / "run", **given | keys)
+    return train(tmp_path / folder, **given | keys)
 
 
 def rows(tmp_path: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -87,6 +88,28 @@ def test_a_server_that_keeps_its_old_weights_ends_the_run(server: FakeSglang, tm
     server.deaf = True
     with pytest.raises(WeightsDiffer, match="external"):
         run(server, tmp_path, max_steps=4, steps_per_generation=1, learning_rate=1e-2)
+
+
+def test_the_weights_of_the_last_step_are_looked_at_too(server: FakeSglang, tmp_path: Path) -> None:
+    trainer, _ = run(server, tmp_path, max_steps=2, steps_per_generation=1, learning_rate=1e-2)
+    trainer.serve_final_weights()
+    trainer.state.global_step += 1  # as after a step
+    next(trainer.model.parameters()).data.add_(0.5)
+    server.deaf = True
+    with pytest.raises(WeightsDiffer, match="no benchmark was run on it"):
+        trainer.serve_final_weights()
+
+
+def test_the_seed_of_evaluations_alone_decides_what_they_draw(server: FakeSglang, tmp_path: Path) -> None:
+    keys = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "eval_max_completion_length": 2}
+    drawn = []
+    for place, (seed, own) in enumerate(((1, 11), (2, 11), (1, 12), (11, None))):
+        server.asked.clear()
+        shutil.copytree(tmp_path / "run", tmp_path / f"run{place}")
+        run(server, tmp_path, f"run{place}", seed=seed, eval_sampling_seed=own, **keys)
+        drawn.append(sorted(one["sampling_seed"] for one in server.asked if one["max_new_tokens"] == 2))
+    assert len(drawn[0]) == 20
+    assert drawn[0] == drawn[1] == drawn[3] != drawn[2]
 
 
 def test_a_server_that_refuses_weights_ends_the_run(server: FakeSglang, tmp_path: Path) -> None:

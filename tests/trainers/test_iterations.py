@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from grpo_recipes.paths import home
 from grpo_recipes.trainers import iterations
 
 from .tiny_training import train
@@ -48,6 +50,38 @@ def test_each_iteration_has_its_means_and_terms_that_add_up(
         assert one["loss_entropy"] == pytest.approx(-0.01 * mean["entropy"]) != 0
         assert one["loss_pg"] + one["loss_kl"] + one["loss_entropy"] == pytest.approx(one["loss_total"])
         assert all(math.isfinite(value) for value in one.values() if isinstance(value, float))
+
+
+def same_for_all(completions: list[Any], **_: Any) -> list[float]:
+    """A reward that gives no completion an advantage."""
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("keys", [{}, {"gradient_accumulation_steps": 2, "steps_per_generation": 4}])
+def test_without_advantages_the_loss_is_its_other_terms(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, keys: dict[str, int]
+) -> None:
+    """By the loss of the base recipe: then the rest, loss_pg, is nothing, whatever lengths the completions have."""
+    base = yaml.safe_load((home() / "recipes/base/offline_grpo.yaml").read_text())
+    monkeypatch.setattr(iterations, "run_folder", lambda: tmp_path / "run")
+    given = KEYS | {"ref_model_name_or_path": model, "loss_type": base["loss_type"], "learning_rate": 0.05} | keys
+    train(tmp_path / "run", same_for_all, (iterations.Iterations(),), **given | {"max_completion_length": 8})
+    for one in contents(tmp_path).values():
+        assert abs(one["loss_kl"]) > 1e-3 and abs(one["loss_entropy"]) > 1e-3
+        assert one["loss_pg"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_a_checkpoint_inside_an_iteration_is_no_iterations_and_a_moved_one_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = [tmp_path / f"run/checkpoints/checkpoint-{step}" for step in (1, 2, 3)]
+    monkeypatch.setattr(iterations, "run_folder", lambda: tmp_path / "run")
+    monkeypatch.setattr(iterations, "complete_checkpoints", lambda folder: complete)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/iter_000").symlink_to("../elsewhere/checkpoint-2")
+    iterations.Iterations()._link(2)
+    (link,) = (tmp_path / "checkpoints").iterdir()
+    assert (link.name, link.resolve()) == ("iter_000", complete[1])
 
 
 def test_checkpoints_are_linked_by_iteration_and_only_the_last_stay(

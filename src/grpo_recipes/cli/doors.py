@@ -39,7 +39,8 @@ def in_words_of(error: ConfigError, names: Mapping[str, str]) -> ConfigError:
     def ours(one: Problem) -> Problem:
         trial, colon, where = one.where.rpartition(": ")  # of a sweep the trial's name is before it
         flag = names.get(where)
-        fix = one.fix.replace(where.removeprefix("--"), flag or "")
+        # A command in it is one of ours, which knows recipe keys alone.
+        fix = one.fix if "grpo " in one.fix else one.fix.replace(where.removeprefix("--"), flag or "")
         return replace(one, where=f"{trial}{colon}{flag}", fix=fix) if flag else one
 
     return ConfigError(*map(ours, error.problems))

@@ -115,6 +115,9 @@ def _evaluate(options: argparse.Namespace) -> int:
         raise config_error("--k", what, f"write --num-generations {max(options.k)}, or a k of at most {n}")
     rows, prompts, tokenizer = _prompts(subject)
     sampling = _sampling(recipe, options.temperature)
+    if sampling.temperature == 0 and n > 1:
+        what = f"{n} greedy completions of a prompt are the same"
+        raise config_error("--num-generations", what, "write 1, or a temperature above 0")
     settings = settings_of(recipe, _DATA_KEYS, subject.model, options.backend, n, sampling, prompts[0])
     if os.path.isdir(subject.place) and not subject.is_built_in:
         settings["model_files"] = fingerprint(Path(subject.place))
@@ -162,9 +165,6 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(Problem("--split", "changes nothing without --dataset", fix))
     if options.served_model_name is not None and options.base_url is None:
         problems.append(Problem("--served-model-name", "changes nothing without --base-url", "add it, or remove this"))
-    if options.temperature == 0 and (options.num_generations or 1) > 1:
-        what = f"{options.num_generations} greedy completions of a prompt are the same"
-        problems.append(Problem("--num-generations", what, "leave it out, or raise --temperature"))
     if problems:
         raise ConfigError(*problems)
 
@@ -206,6 +206,7 @@ def _subject(options: argparse.Namespace) -> _Subject:
         return _Subject(recipe, None, recipe.path.stem)
     if options.model is not None:
         raise config_error("--model", f"takes the place of a recipe's model, and '{which}' is one", "remove it")
+    _refuse(options, ("--model_name_or_path", "--model_revision"), f"'{which}' is the model")
     if which.startswith(SMOKE_SCHEME):
         return _bare(which, options)
     folder = Path(which).absolute()
@@ -239,9 +240,16 @@ def _bare(model: str, options: argparse.Namespace) -> _Subject:
     for name, what in (("dataset", "what it is evaluated on"), ("reward", "what judges it")):
         if getattr(options, name) is None:
             raise config_error(f"--{name}", f"is missing: '{model}' is a model, and has no recipe", f"write {what}")
+    _refuse(options, ("--dataset_name", "--dataset_train_split"), "--dataset and --split say it")
     own = [f"--model_name_or_path={model}", f"--dataset_name={options.dataset}"]
     own += [f"--dataset_train_split={options.split or 'test'}"]
     return _Subject(_resolved(str(BASE), options, own), None, model.rpartition("/")[2].replace(":", "-"))
+
+
+def _refuse(options: argparse.Namespace, keys: Sequence[str], what: str) -> None:
+    """Refuse flags of keys that something else decides."""
+    if given := [name for flag in options.flags if (name := flag.partition("=")[0]) in keys]:
+        raise config_error(given[0], what, "remove it")
 
 
 def _resolved(name: str | None, options: argparse.Namespace, more: Sequence[str] = ()) -> Recipe:

@@ -65,11 +65,12 @@ class Sweep(SweepSpec):
     fixed: tuple[str, ...] = ()  # overrides of all trials
     swept: tuple[str, ...] = ()  # Hydra keys of the axes
     own_port: bool = False  # each server takes a port of its own: jobs of an array may share a node
+    answers: bool = False  # whether a server answers at the address that the command names
 
     def flags_of(self, values: Mapping[str, str]) -> list[str]:
         """Return the recipe flags of the trial with these values."""
         words = [f"{key}={text}" for key, text in zip(self.swept, values.values(), strict=True)]
-        found = _translated(_composed([*self.fixed, *words])[0])
+        found = _translated(_composed([*self.fixed, *words])[0], lambda _: self.answers)
         if self.own_port:
             found.keys.pop("vllm_server_port", None)
         return [*found.flags(), *self.flags]
@@ -97,10 +98,12 @@ def _run(arguments: list[str]) -> int:
         return 0
     # A server at the address that nobody named is somebody else's.
     named = any(one.get_key_element() == "generation.base_url" for _, one in overrides)
-    found = _translated(config, _answers if named else _nobody)
+    found = _translated(config, lambda url: named and _answers(url))
     folder = Path(hydra.run.dir).absolute()
     resources, variables = on_device(found.device, find_resources(os.environ))
-    resumed = options.resume or _unfinished(folder)
+    if options.resume and words:
+        raise config_error(words[0], "changes nothing with --resume: a run goes on as it began", "remove it")
+    resumed = options.resume or _earlier(folder, config)
     own = [*found.flags(), f"--run_root={folder}"] if resumed is None else []
     asked = launch_options(options, str(home() / BASE) if resumed is None else None, [*own, *flags])
     asked = replace(asked, resume=resumed)
@@ -113,13 +116,19 @@ def _run(arguments: list[str]) -> int:
         if options.dry_run:
             say(launch_words(["grpo", "launch"], replace(asked, dry_run=False), variables))
             return launch(asked, resources)
-        _write_hydra(folder, config, hydra, words)
+        if resumed is not None:
+            return launch(asked, resources)
+        kept, existed = folder / ".hydra", folder.exists()
+        _write_hydra(kept, config, hydra, words)
         say(f"metrics and checkpoints of each iteration: {shown(folder)}")
         try:
             return launch(asked, resources)
         except ConfigError:
-            if _unfinished(folder) is None:  # nothing was started: leave nothing
-                shutil.rmtree(folder, ignore_errors=True)
+            if _run_in(folder) is None:  # nothing was started: leave nothing of ours
+                shutil.rmtree(kept, ignore_errors=True)
+                with suppress(OSError):
+                    if not existed:
+                        folder.rmdir()
                 _remove_empty(folder.parent)
             raise
 
@@ -129,6 +138,7 @@ def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], f
     _refuse_given(options, _LAUNCH, "changes nothing with -m", _INSTEAD)
     backend = sweep_backend(options)
     values = {one.get_key_element(): _values(word, one) for word, one in overrides}
+    values = {key: texts for key, texts in values.items() if key not in offline.LISTS and texts}
     swept = {key: texts for key, texts in values.items() if len(texts) > 1 or (options.search and ".." in texts[0])}
     if not swept:
         raise config_error("-m", "nothing is varied", "name a key with several values, e.g. train.lr=5e-6,1e-5")
@@ -141,7 +151,8 @@ def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], f
         axes, search = read_search(options, [f"{key}={','.join(texts)}" for key, texts in axes.items()], flags)
     first = [f"{key}={texts[0]}" for key, texts in zip(swept, axes.values(), strict=True)]
     config, hydra, earlier = _composed([*fixed, *first])
-    found, root = _translated(config), Path(hydra.sweep.dir).absolute()
+    answers = "generation.base_url" in values and _answers(config.generation.base_url)
+    found, root = _translated(config, lambda _: answers), Path(hydra.sweep.dir).absolute()
     _, variables = on_device(found.device, backend.resources(os.environ))
     if variables and backend.profile:
         what = f"'{found.device}' is a GPU of this machine, and the runs are jobs"
@@ -149,7 +160,7 @@ def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], f
     os.environ.update(variables)
     flags = [f"--run_root={root}", *([f"--run_name={options.name}"] if options.name else []), *flags]
     own_port = bool(backend.profile) and "generation.base_url" not in values
-    spec = Sweep(str(home() / BASE), axes, flags, options.task, search, tuple(fixed), tuple(swept), own_port)
+    spec = Sweep(str(home() / BASE), axes, flags, options.task, search, tuple(fixed), tuple(swept), own_port, answers)
     names = {f"--{key}": source for key, source in found.sources.items()}
     try:
         with translate(ConfigError, lambda error: in_words_of(error, names)):
@@ -236,11 +247,7 @@ def _composed(words: list[str]) -> tuple[DictConfig, DictConfig, list[Path]]:
     return config, hydra, newest_first(map(Path, glob.glob(pattern)))
 
 
-def _nobody(url: str) -> bool:
-    return False
-
-
-def _translated(config: DictConfig, answers: Callable[[str], bool] = _nobody) -> offline.Translated:
+def _translated(config: DictConfig, answers: Callable[[str], bool]) -> offline.Translated:
     plain = OmegaConf.to_container(OmegaConf.create({key: OmegaConf.select(config, key) for key in offline.KEYS}))
     assert isinstance(plain, dict)
     found = offline.translate({str(key): value for key, value in plain.items()}, answers)
@@ -276,20 +283,34 @@ def on_device(device: str, resources: Resources) -> tuple[Resources, dict[str, s
 def _answers(url: str) -> bool:
     """Return whether a server listens there, whatever it serves."""
     parts = urlsplit(url)
-    with suppress(OSError), socket.create_connection((parts.hostname, parts.port or 80), _ANSWER_SECONDS):
+    with suppress(OSError, ValueError), socket.create_connection((parts.hostname, parts.port or 80), _ANSWER_SECONDS):
         return True
     return False
 
 
-def _unfinished(folder: Path) -> str | None:
-    """Return the run in a folder of an earlier launch, which goes on."""
+def _earlier(folder: Path, config: DictConfig) -> str | None:
+    """Return the run in a folder of an earlier launch, which goes on; one of another configuration is a ConfigError."""
+    kept = folder / ".hydra" / "config.yaml"
+    if kept.is_file():
+        fix = "name another folder: hydra.run.dir=FOLDER"
+        with translate(Exception, lambda error: config_error(shown(kept), f"cannot be read ({error})", fix)):
+            before = OmegaConf.load(kept)
+        pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(config, key)) for key in offline.KEYS}
+        for key, (old, new) in pairs.items():
+            if old != new:
+                what = f"is {new}, and what is in {shown(folder)} began with {old}"
+                raise config_error(key, what, f"go back to {key}={old}, or {fix}")
+    return _run_in(folder)
+
+
+def _run_in(folder: Path) -> str | None:
+    """Return the last run that was begun in a folder."""
     runs = sorted(path.parent for path in folder.glob("*/run.json"))
     return str(runs[-1]) if runs else None
 
 
-def _write_hydra(folder: Path, config: DictConfig, hydra: DictConfig, words: list[str]) -> None:
+def _write_hydra(kept: Path, config: DictConfig, hydra: DictConfig, words: list[str]) -> None:
     """Keep what Hydra keeps of a run."""
-    kept = folder / ".hydra"
     kept.mkdir(parents=True, exist_ok=True)
     write_whole(kept / "config.yaml", OmegaConf.to_yaml(config))
     write_whole(kept / "hydra.yaml", OmegaConf.to_yaml(hydra))

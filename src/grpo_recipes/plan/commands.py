@@ -128,9 +128,15 @@ def _network(
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if interface is not None and name not in environment:
             variables[name] = interface  # left alone, gloo takes that of the host's name, NCCL the first it finds
-    if plan.bridge in ("file", "lora", "restart") and plan.server_apart:
-        variables["GRPO_SYNC_DIR"] = str(names.run_dir / SYNC_FOLDER)  # shared memory ends at the node
     return variables
+
+
+def _sync_folder(recipe: Recipe, plan: Plan, names: Names) -> dict[str, str]:
+    """Return the folder of the weights where a server on another machine reads them: shared memory ends at the node."""
+    apart = plan.bridge in ("file", "lora", "restart") and plan.server_apart
+    if plan.mode == EXTERNAL:
+        apart = urlsplit(recipe["vllm_server_base_url"]).hostname not in ("localhost", "127.0.0.1")
+    return {"GRPO_SYNC_DIR": str(names.run_dir / SYNC_FOLDER)} if apart else {}
 
 
 def _flags(values: Mapping[str, object]) -> list[str]:
@@ -163,7 +169,7 @@ def with_processes(
     kept = {RUN_API: (), "server": login, "trainer": ("*",) if recipe["callbacks"] else (*handed, *wandb)}
 
     def complete(one: Process) -> Process:
-        network = _network(plan, resources, environment, names, one.node)
+        network = _network(plan, resources, environment, names, one.node) | _sync_folder(recipe, plan, names)
         variables = {**one.environment, **network, **offline}
         log = one.log if not one.log.startswith(f"{LOGS}/") else str(log_folder(environment) / Path(one.log).name)
         return replace(one, environment=variables, keeps=kept.get(one.role, handed), log=log)
@@ -322,8 +328,6 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
         # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
         # `accelerate launch --cpu` start one process whatever --num_processes says.
         variables["DS_ACCELERATOR"] = "cpu"
-    if plan.mode == EXTERNAL and urlsplit(recipe["vllm_server_base_url"]).hostname not in ("localhost", "127.0.0.1"):
-        variables["GRPO_SYNC_DIR"] = str(names.run_dir / SYNC_FOLDER)  # on a file system that the server has too
     if plan.mode == "colocate":
         variables |= vllm_environment(plan.device) | _plugins(environment)
         if recipe["torch_compile"]:

@@ -88,6 +88,10 @@ class Rollouts:
         """
         return nullcontext()
 
+    def seeded_by(self, seed: int) -> AbstractContextManager[None]:
+        """Derive sampling seeds inside, where there are any, from this one in the place of the run's."""
+        return nullcontext()
+
     def of_base_model(self) -> AbstractContextManager[Any] | None:
         """Let generations inside come from the untrained model, or return None where it is not served."""
         return None
@@ -203,6 +207,10 @@ class ColocatedRollouts(VllmRollouts):
     def named(self, name: str, rows: list[int]) -> AbstractContextManager[Any]:
         return replaced(self._trainer.vllm_generation, generation=name, rows=gather_object(rows))
 
+    def seeded_by(self, seed: int) -> AbstractContextManager[None]:
+        inside: AbstractContextManager[None] = self._trainer.vllm_generation.seeded_by(seed)
+        return inside
+
     def checksum_error(self) -> str | None:
         errors = gather_object([self._trainer.vllm_generation.checksum_error])
         return next(filter(None, errors), None)
@@ -242,6 +250,9 @@ class ServerRollouts(VllmRollouts):
     def named(self, name: str, rows: list[int]) -> AbstractContextManager[Any]:
         every = gather_object(rows)
         return nullcontext() if self._client is None else replaced(self._client, generation=name, rows=every)
+
+    def seeded_by(self, seed: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._client is None else self._client.seeded_by(seed)
 
     def of_base_model(self) -> AbstractContextManager[Any] | None:
         if self.bridge != "lora":

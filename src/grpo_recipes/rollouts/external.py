@@ -58,12 +58,19 @@ def _need_development_mode(recipe: Recipe, client: CompletionClient) -> None:
     session = requests.Session()
     session.trust_env = False
     key = {"Authorization": f"Bearer {client.token}"} if client.token else {}
-    answer = session.get(f"{client.root}/server_info", params={"config_format": "json"}, headers=key, timeout=60)
+
+    def strange(error: Exception) -> ConfigError:
+        what = f"the server at {client.root} does not say how it was started ({type(error).__name__}: {error})"
+        return config_error(recipe.place(KEY), what, "name a vLLM of the version that is installed here")
+
+    with translate(requests.RequestException, strange):
+        answer = session.get(f"{client.root}/server_info", params={"config_format": "json"}, headers=key, timeout=60)
     if not answer.ok:
-        what = f"the vLLM server at {client.root} takes no new weights, so it would sample from the first ones for ever"
+        what = f"the vLLM server at {client.root} takes no new weights: all samples would be of the first ones"
         fix = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, or remove the key: the launch starts a server"
         raise config_error(recipe.place(KEY), what, fix)
-    mode = answer.json()["vllm_config"]["model_config"]["logprobs_mode"]
+    with translate((LookupError, TypeError, ValueError), strange):
+        mode = answer.json()["vllm_config"]["model_config"]["logprobs_mode"]
     if recipe["vllm_importance_sampling_correction"] and recipe["temperature"] != 1 and mode != "processed_logprobs":
         what = f"the log-probs of the vLLM server at {client.root} are {mode}, without the temperature"
         fix = "start it with --logprobs-mode processed_logprobs, or write vllm_importance_sampling_correction: false"
@@ -136,9 +143,9 @@ class ExternalClient(BridgeClient):
                 self._repeated(self._empty)
 
     def _empty(self) -> None:
-        answer = self.session.post(f"{self.base_url}/reset_prefix_cache")
-        if not answer.ok:
-            raise self._bad("/reset_prefix_cache", f"answered {answer.status_code}")
+        paths = ("/reset_prefix_cache", "/reset_prefix_cache?reset_running_requests=true")  # another's request holds it
+        if not any(self._post(f"{self.base_url}{path}").get("success") is True for path in paths):
+            raise self._bad(paths[1], "did not empty its prefix cache, which is of the weights before")
 
     def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
         """Generate as TRL does, with a request for each completion; ``failed`` says which were not given."""

@@ -24,6 +24,7 @@ from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.terminal import LOG
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import read_frozen
+from grpo_recipes.recipe.rules import asks_another
 from grpo_recipes.runs.rundir import Run, claim, code_state, read_json, stop_file, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
 from grpo_recipes.slurm.profile import Profile, render
@@ -74,6 +75,9 @@ def start(
     recipes = {trial.name: trial.recipe for trial in trials}
     for_each(recipes, lambda recipe: make_plan(recipe, resources, environment))
     if profile := backend.profile:
+        if asked := next((trial.recipe for trial in trials if asks_another(trial.recipe)), None):
+            key, fix = "vllm_server_base_url", "remove it: each run starts its own server; or leave out --slurm"
+            raise config_error(asked.place(key), "the runs of an array would give one server different weights", fix)
         submission.need_environment(profile)
         # As `grpo submit` does: models, data and rewards are loaded once for all trials that differ in numbers alone.
         unlike: dict[tuple[str, ...], Trial] = {}

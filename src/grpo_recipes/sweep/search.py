@@ -2,7 +2,8 @@
 
 Its study lies in the sweep's folder, beside the record of trials. Either may be ahead of the other by one step after a
 kill, so both are compared before the search goes on: a trial that was running is continued, a finished one is not run
-again. The sampler is seeded for each trial by its number, so a search that was killed proposes what it would have.
+again. The sampler is seeded for each trial by its number, so a search that was killed during a
+run proposes what it would have.
 """
 
 import importlib.util
@@ -50,11 +51,12 @@ class Proposals:
     @cached_property
     def _study(self) -> Any:
         import optuna  # half a second, for a search alone
+        from optuna.storages.journal import JournalFileBackend
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         path, fix = self.sweep.folder / STORAGE, "restore it, or begin another search with --new"
         with translate((ValueError, KeyError), lambda error: config_error(shown(path), f"is damaged ({error})", fix)):
-            storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
+            storage = optuna.storages.JournalStorage(JournalFileBackend(str(path)))
             return optuna.create_study(
                 storage=storage, study_name=self.sweep.folder.name, direction="maximize", load_if_exists=True
             )
@@ -163,7 +165,9 @@ def _distribution(texts: Sequence[str], span: Span | None) -> Any:
 
     if span is None:
         return CategoricalDistribution(list(texts))
-    return (IntDistribution if span.whole else FloatDistribution)(span.low, span.high, log=span.log)
+    if span.whole:
+        return IntDistribution(int(span.low), int(span.high), log=span.log)
+    return FloatDistribution(span.low, span.high, log=span.log)
 
 
 def _text(value: Any) -> str:

@@ -51,6 +51,7 @@ class Checks:
         self._trainer = trainer
         self._skipped_in_a_row = 0
         self._healthy: list[float] = []  # differences of log-probs after the first syncs, the same on every rank
+        self._prompt: list[int] = []  # that the guard drew a completion of last, where the server is probed
         self._unproven = False  # whether no batch since a sync had a scored token, to compare log-probs
 
     def gradient(self, norm: Any) -> float | None:
@@ -94,15 +95,30 @@ class Checks:
         """
         trainer = self._trainer
         if trainer.rollouts.probes:
-            prompt = _first_prompt(trainer, output)
-            probed = _probed(output, prompt, *trainer.rollouts.probe(prompt))
-            with replaced(
-                trainer, temperature_B=torch.ones(1, dtype=torch.float64, device=output["prompt_ids"].device)
-            ):
-                return self._difference(probed)
+            self._prompt = _first_prompt(trainer, output)
+            return self._probed_difference()
+        if not trainer.model.training and trainer.evaluation.samples_otherwise:
+            return None  # the server's log-probs are of another distribution than the trainer's
         if tuple(sampling_keys(trainer).values()) != (1.0, 0, 0.0, 1.0):
             return 0.0  # the server's log-probs are those of a truncated distribution: nothing to compare
         return self._difference(output)
+
+    def final_weights(self) -> str | None:
+        """Return why what samples does not have the weights of the last step, sent just now; or None."""
+        trainer = self._trainer
+        if not trainer.rollouts.probes:
+            return trainer.rollouts.checksum_error()
+        difference = self._probed_difference()
+        return logprob_error(trainer.rollouts.bridge, difference or 0.0, logprob_tolerance(trainer))
+
+    def _probed_difference(self) -> float | None:
+        """Return the difference on a completion of the last prompt, drawn plainly and for this alone."""
+        trainer = self._trainer
+        prompt = self._prompt or [trainer.processing_class.eos_token_id]
+        ids, logprobs = trainer.rollouts.probe(prompt)
+        plain_B = torch.ones(1, dtype=torch.float64, device=trainer.accelerator.device)
+        with replaced(trainer, temperature_B=plain_B):
+            return self._difference(_batch_of_one(trainer.accelerator.device, prompt, ids, logprobs))
 
     def _difference(self, output: dict[str, Any]) -> float | None:
         trainer = self._trainer
@@ -144,9 +160,9 @@ def _first_prompt(trainer: Any, output: dict[str, Any]) -> list[int]:
     return list(broadcast_object_list([ids], from_process=0)[0])
 
 
-def _probed(output: dict[str, Any], prompt: list[int], ids: list[int], logprobs: list[float]) -> dict[str, Any]:
-    """Return a batch of one completion, on the device of ``output``."""
-    prompt_ids, completion_ids = (torch.tensor([one], device=output["prompt_ids"].device) for one in (prompt, ids))
+def _batch_of_one(device: Any, prompt: list[int], ids: list[int], logprobs: list[float]) -> dict[str, Any]:
+    """Return a batch of one completion."""
+    prompt_ids, completion_ids = (torch.tensor([one], device=device) for one in (prompt, ids))
     return {
         "prompt_ids": prompt_ids, "prompt_mask": torch.ones_like(prompt_ids), "completion_ids": completion_ids,
         "completion_mask": torch.ones_like(completion_ids),

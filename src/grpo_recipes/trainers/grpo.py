@@ -127,7 +127,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Sample, score and weigh a generation, write samples of it, and check the weights it was sampled with."""
         training, loaded, step = self.model.training, self.rollouts.transfers, self.state.global_step
-        name = f"{step}/{self._step}" if training else self.evaluation.generation
+        name = f"{step}/{self._step}" if training else f"eval/{step}/{self.evaluation.batch}"
         self.rollouts.name_generation(name)
         if self.source is not None:
             self.source.begin(inputs, name)
@@ -264,7 +264,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """After training, have whatever samples hold the weights of the last step. Called by every rank."""
         self.model.eval()
         sent = self.rollouts.serve_weights()
-        if sent and self.rollouts.guarded and (error := self.rollouts.checksum_error()):
+        if sent and self.rollouts.guarded and (error := self.checks.final_weights()):
             raise WeightsDiffer(f"{error}; no benchmark was run on it")
 
     # --- checkpoints -----------------------------------------------------------------------------------------------

@@ -74,15 +74,16 @@ class Iterations(TrainerCallback):
         folder = self._root / "checkpoints"
         folder.mkdir(exist_ok=True)
         complete = complete_checkpoints(self._run / "checkpoints")
-        found = {step_of(path) // steps - 1: path for path in complete}
+        found = {step_of(path) // steps - 1: path for path in complete if step_of(path) % steps == 0}
         for link in folder.glob("iter_*"):
             if link.is_symlink() and int(link.name.removeprefix("iter_")) not in found:
                 link.unlink()
         for iteration, path in found.items():
             link = folder / f"iter_{iteration:03}"
-            if not link.exists():
+            target = os.path.relpath(path, folder)
+            if not link.is_symlink() or os.readlink(link) != target:
                 link.unlink(missing_ok=True)
-                link.symlink_to(os.path.relpath(path, folder))
+                link.symlink_to(target)
 
 
 def steps_of_iteration(args: Any) -> int:
@@ -97,8 +98,8 @@ def train_metrics(iteration: int, rows: Sequence[dict[str, Any]], args: Any) -> 
     minus ``entropy_coef`` times the entropy, and ``loss_pg`` the rest, so the three add up to ``loss_total``.
     """
     total, kl, entropy = (_mean(rows, name) for name in ("loss", "kl", "entropy"))
-    of_kl = args.beta * (kl or 0.0)
-    of_entropy = -args.entropy_coef * (entropy or 0.0)
+    of_kl = fmean(row.get("beta", args.beta) * row.get("kl", 0.0) for row in rows or [{}])
+    of_entropy = -fmean(row.get("entropy_coef", args.entropy_coef) * row.get("entropy", 0.0) for row in rows or [{}])
     found = {
         "loss_total": total,
         "loss_pg": None if total is None else total - of_kl - of_entropy,

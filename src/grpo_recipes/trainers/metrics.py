@@ -276,7 +276,7 @@ class Evaluation:
     def running(self, name: str | None = None) -> Iterator[None]:
         """Evaluate a set inside; a stop request ends that alone, unless the evaluation is part of another."""
         try:
-            with self.undisturbed(name), self._sampling(), self._trainer.rows.reported("evaluate"):
+            with self.undisturbed(name), self._sampling(), self._seeded(), self._trainer.rows.reported("evaluate"):
                 yield
         except Stopped:
             if self._inside:
@@ -335,10 +335,16 @@ class Evaluation:
         return replaced(trainer, generation_config=config)
 
     @property
-    def generation(self) -> str:
-        """The name that the sampling seeds of the next batch are derived from."""
+    def samples_otherwise(self) -> bool:
+        """Whether completions are drawn from another distribution than in training."""
+        trainer, args = self._trainer, self._trainer.args
+        own = ((args.eval_temperature, trainer.temperature), (args.eval_top_p, trainer.top_p))
+        return any(given not in (None, of_training) for given, of_training in own)
+
+    def _seeded(self) -> AbstractContextManager[None]:
+        """Let sampling seeds inside be derived from that of evaluations."""
         own = self._trainer.args.eval_sampling_seed
-        return f"eval/{'' if own is None else f'{own}/'}{self._trainer.state.global_step}/{self.batch}"
+        return nullcontext() if own is None else self._trainer.rollouts.seeded_by(own)
 
     def add(self, rewards_BR: torch.Tensor, completions: list[Any]) -> None:
         """Take the rewards of all ranks' batch, and the answers in this rank's completions. Called by every rank."""

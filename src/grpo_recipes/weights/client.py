@@ -19,6 +19,7 @@ import requests
 import torch
 from trl.generation.vllm_client import VLLMClient
 
+from grpo_recipes.attributes import replaced
 from grpo_recipes.errors import translate
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import BRIDGES
@@ -77,6 +78,10 @@ class BridgeClient(VLLMClient):
         self._sync = 0  # the number of the sync that was sent last; 0: a restarted server is given nothing
         self._epoch = self._server_state()[0]  # which server was last waited for
         super().__init__(**kwargs)
+
+    def seeded_by(self, seed: int) -> contextlib.AbstractContextManager[None]:
+        """Derive sampling seeds inside from this one; a run without them still has none."""
+        return replaced(self, _seed=self._seed if self._seed is None else seed)
 
     def join(self, trainer: Any) -> None:
         """Take from the trainer that it serves what it needs beside the weights; called once, on rank 0."""

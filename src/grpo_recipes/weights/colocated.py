@@ -119,6 +119,10 @@ class ColocatedGeneration(vllm_generation.VLLMGeneration):
         with replaced(self.llm, seeds=seeds):
             return tuple(super().generate(prompts, images, num_generations, profiler))
 
+    def seeded_by(self, seed: int) -> AbstractContextManager[None]:
+        """Derive sampling seeds inside from this one; a run without them still has none."""
+        return replaced(self, _run_seed=self._run_seed if self._run_seed is None else seed)
+
     def _seed(self, prompt: int) -> int:
         assert self._run_seed is not None
         return sampling_seed(self._run_seed, self.generation, prompt)

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe.registry import SERVER_BACKENDS
+from grpo_recipes.recipe.rules import is_url
 
 # Generator of problems -> the reward that judges its answers.
 GENERATORS = {
@@ -62,6 +63,8 @@ OTHERS = (
     "eval.backend", "eval.base_url", "eval.do_sample", "eval.ids", "logging.wandb.enabled", "logging.wandb.project",
     "logging.wandb.run_name",
 )  # fmt: skip
+LISTS = ("eval.ids",)  # whose value is a list, in a sweep too
+_SWITCHES = ("eval.enabled", "eval.do_sample", "logging.wandb.enabled")
 KEYS = (*SAME, *OF_EVALUATIONS, *(key for key in COUNTS if key not in SAME), *OTHERS)
 
 
@@ -69,14 +72,17 @@ KEYS = (*SAME, *OF_EVALUATIONS, *(key for key in COUNTS if key not in SAME), *OT
 class Translated:
     """The recipe flags that Hydra keys come to, and what is wrong with them."""
 
-    keys: dict[str, str] = field(default_factory=dict)  # recipe key -> text
+    keys: dict[str, str | list[str]] = field(default_factory=dict)  # recipe key -> text, or those of a list
     sources: dict[str, str] = field(default_factory=dict)  # recipe key -> Hydra key
     device: str = "auto"  # of the training
     problems: list[Problem] = field(default_factory=list)
 
     def flags(self) -> list[str]:
         """Return the flags of recipe keys."""
-        return [f"--{key}={text}" for key, text in self.keys.items()]
+        words: list[str] = []
+        for key, text in self.keys.items():
+            words += [f"--{key}={text}"] if isinstance(text, str) else [f"--{key}", *text]
+        return words
 
 
 def translate(config: Mapping[str, Any], answers: Callable[[str], bool]) -> Translated:
@@ -87,14 +93,19 @@ def translate(config: Mapping[str, Any], answers: Callable[[str], bool]) -> Tran
     found = Translated()
 
     def put(source: str, key: str, value: Any) -> None:
-        found.keys[key], found.sources[key] = _text(value), source
+        found.keys[key] = [_text(one) for one in value] if isinstance(value, list) else _text(value)
+        found.sources[key] = source
 
     def refuse(source: str, what: str, fix: str) -> None:
         found.problems.append(Problem(source, what, fix))
 
+    for source in _SWITCHES:
+        if not isinstance(config[source], bool):
+            refuse(source, f"is {config[source]!r} where true or false belongs", f"write {source}=true or false")
+    if found.problems:
+        return found
     for source, key in SAME.items():
-        if config["eval.enabled"] or not source.startswith("eval."):  # they do nothing without evaluations
-            put(source, key, config[source])
+        put(source, key, config[source])
     counts = {source: _count(source, config[source], refuse) for source in COUNTS}
     if None not in counts.values():
         _batch({source: number for source, number in counts.items() if number is not None}, config, put, refuse)
@@ -147,17 +158,22 @@ def steps_of_iteration(config: Mapping[str, Any]) -> int:
 def _evaluation(config: Mapping[str, Any], put: Callable[..., None], refuse: Callable[..., None]) -> None:
     """Put how evaluations sample, and on what."""
     ids = config["eval.ids"] or []
+    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        return refuse(
+            "eval.ids", f"is {ids!r} where a list of whole numbers belongs", "write e.g. eval.ids=[5000,5001]"
+        )
     of_ids = ("eval.num_ids", "eval.id_seed_start")
     for source, key in OF_EVALUATIONS.items():
         if not (ids and source in of_ids):
             put(source, key, config[source])
     if ids:
-        put("eval.ids", "eval_problem_ids", f"[{', '.join(map(str, ids))}]")
+        put("eval.ids", "eval_problem_ids", ids)
     if not config["eval.do_sample"]:
         put("eval.do_sample", "eval_temperature", 0)
         if (count := config["eval.replicates"]) != 1:
             what = f"greedy completions of a problem are all the same, and eval.replicates is {count}"
             refuse("eval.do_sample", what, "write eval.replicates=1")
+    return None
 
 
 def _server(
@@ -168,14 +184,13 @@ def _server(
     On this machine the launch starts a vLLM where nothing answers yet.
     """
     backend, url = config["generation.backend"], str(config["generation.base_url"])
-    parts = urlsplit(url)
     if backend not in SERVER_BACKENDS:
         refuse("generation.backend", f"'{backend}' is unknown", f"write one of {', '.join(SERVER_BACKENDS)}")
-    elif parts.scheme not in ("http", "https") or not parts.hostname:
+    elif not is_url(url):
         refuse("generation.base_url", f"'{url}' is not an address", "write e.g. http://127.0.0.1:30000")
-    elif backend == VLLM and parts.hostname in _LOCAL and not answers(url):
-        if parts.port:
-            put("generation.base_url", "vllm_server_port", parts.port)
+    elif backend == VLLM and urlsplit(url).hostname in _LOCAL and not answers(url):
+        if port := urlsplit(url).port:
+            put("generation.base_url", "vllm_server_port", port)
     else:
         put("generation.base_url", "vllm_server_base_url", url)
         put("generation.backend", "server_backend", backend)
