@@ -153,3 +153,14 @@ def greedy_answers(model_folder: Path, problems: dict[str, list[str]]) -> dict[s
         ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
         answers[problem] = [tokenizer.decode(ids, skip_special_tokens=True)]
     return answers
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_evaluations_sample_otherwise_and_the_guard_goes_on_looking(launch: Callable[..., Launch]) -> None:
+    keys = ("--eval_strategy", "steps", "--eval_steps", "1", "--eval_temperature", "0.3", "--eval_top_p", "0.9")
+    run = launch(*keys, "--eval_dataset_name", "smoke:sums", "--num_generations_eval", "16", "--max_steps", "3")
+    assert run.wait(400) == 0, run.output
+    rows = [json.loads(line) for line in (run.run_dir / "eval.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in run.rows())

@@ -119,11 +119,15 @@ def test_the_guard_does_not_blame_the_server_for_the_trainers_own_numbers() -> N
 NAN = math.nan
 
 
-def difference(server: list[list[float]], mask: list[list[int]], own: float = -1.0, **sampling: Any) -> float | None:
+def difference(
+    server: list[list[float]], mask: list[list[int]], own: float = -1.0, evaluates: bool = False,
+    otherwise: bool = False, **sampling: Any,
+) -> float | None:  # fmt: skip
     """Of a trainer whose own log-probs are all ``own``."""
     trainer = SimpleNamespace(
+        evaluation=SimpleNamespace(samples_otherwise=otherwise),
         accelerator=SimpleNamespace(gather=lambda tensor: tensor),
-        model=torch.nn.Identity(),
+        model=torch.nn.Identity().train(not evaluates),
         rollouts=SimpleNamespace(probes=False),
         state=SimpleNamespace(global_step=2),
         args=SimpleNamespace(output_dir="nowhere", fp16=False, learning_rate=1.0, max_grad_norm=1.0),
@@ -171,6 +175,13 @@ def test_the_tolerance_follows_the_dtype_unless_the_recipe_names_one(dtype, keys
     args = SimpleNamespace(**{"weight_guard_tolerance": None, "bf16": False, "fp16": False, **keys})
     trainer = SimpleNamespace(args=args, model=torch.nn.Linear(1, 1, dtype=dtype))
     assert logprob_tolerance(trainer) == expected
+
+
+def test_an_evaluation_that_samples_otherwise_is_not_compared_and_leaves_the_weights_unproven() -> None:
+    """The server's log-probs are those of the evaluation's temperature, the trainer's those of the training's."""
+    for otherwise, expected in ((True, None), (False, 0.25)):
+        assert difference([[-1.0, -1.5]], [[1, 1]], evaluates=True, otherwise=otherwise) == expected
+    assert difference([[-1.0, -1.5]], [[1, 1]], otherwise=True) == 0.25  # a training
 
 
 def test_a_server_that_drifts_after_healthy_syncs_is_stopped_below_the_dtypes_tolerance() -> None:
