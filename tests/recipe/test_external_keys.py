@@ -85,3 +85,9 @@ def test_the_server_is_started_for_the_longer_completions_of_evaluations(read: R
     assert longest_sequence(read(**keys, **STEPS)) == 300
     (problem,) = check(read(**keys | STEPS | {"vllm_max_model_length": 299}), {})
     assert "prompt 100 + completion 200 tokens exceed the server's 299" in str(problem)
+
+
+def test_an_episode_has_one_limit(read: Read) -> None:
+    keys = STEPS | {"environment": "reasoning_gym:chain_sum", "reward_funcs": ["environment"]}
+    found = check(read(**keys | {"dataset_name": None, "eval_max_completion_length": 9}), {})
+    assert "an episode has max_completion_length, in evaluations too" in " ".join(map(str, found))

@@ -269,7 +269,7 @@ def test_silent_index_is_noticed(checkout: Checkout, silent_port: int, setting: 
     indexes = {"PIP_INDEX_URL": f"file://{tmp_path}", setting: url}
     start = time.monotonic()
     result = checkout.setup(PIP_DEFAULT_TIMEOUT="180", PIP_RETRIES="10", **indexes)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 120  # pip alone would wait half an hour
     assert result.returncode == 2
     line = one_line(result.stderr)
     assert url in line
