@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from grpo_recipes import smoke
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.runs.rundir import read_json, read_metrics
 
@@ -137,3 +138,11 @@ def clean_environment(folder: Path, mark: str, **variables: str) -> dict[str, st
         "TORCH_EXTENSIONS_DIR": str(REPOSITORY / ".cache" / "torch_extensions"),
         **variables,
     }
+
+
+def smoke_model() -> str:
+    """The built-in model's folder, made if no test made it before."""
+    folder, command = smoke.smoke_command("smoke:sums", os.environ)
+    if not (folder / "COMPLETE").exists():
+        subprocess.run(command, check=True, timeout=300)
+    return str(folder / "model")

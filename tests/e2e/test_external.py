@@ -16,9 +16,8 @@ import bridge_cells
 import pytest
 import requests
 from documented import documented
-from real_runs import REPOSITORY, Launch, clean_environment
+from real_runs import REPOSITORY, Launch, clean_environment, smoke_model
 
-from grpo_recipes import smoke
 from grpo_recipes.process.tree import descendants, die_with_parent, end_all
 
 MODE = "VLLM_SERVER_DEV_MODE=1"
@@ -28,13 +27,6 @@ SETUPS = {
     **{name: (*bridge_cells.TWO, "--accelerator", name) for name in ("ddp", "zero2", "zero3", "fsdp2")},
     "lora": bridge_cells.LORA,
 }
-
-
-def smoke_model() -> str:
-    folder, command = smoke.smoke_command("smoke:sums", os.environ)
-    if not (folder / "COMPLETE").exists():
-        subprocess.run(command, check=True, timeout=300)
-    return str(folder / "model")
 
 
 def free_port() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 from documented import documented
-from real_runs import REPOSITORY, clean_environment, marked_processes
+from real_runs import REPOSITORY, clean_environment, marked_processes, smoke_model
 
 from grpo_recipes import smoke
 from grpo_recipes.errors import ConfigError
@@ -25,14 +24,6 @@ from grpo_recipes.runs.rundir import write_json
 
 RECIPE = REPOSITORY / "recipes/smoke/grpo.yaml"
 LIMIT = 24
-
-
-def smoke_model() -> str:
-    """The built-in model's folder."""
-    folder, command = smoke.smoke_command("smoke:sums", os.environ)
-    if not (folder / "COMPLETE").exists():
-        subprocess.run(command, check=True, timeout=300)
-    return str(folder / "model")
 
 
 def patient() -> Recipe:
