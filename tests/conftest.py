@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(
         key=lambda item: next((at for at, path in enumerate(first) if item.path.is_relative_to(path)), len(first))
     )
+
+
+@pytest.fixture(autouse=True)
+def commands_leave_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take back what commands of ours set in this process, for the tests that follow."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HOME", "HF_TOKEN_PATH", "CUDA_VISIBLE_DEVICES"):
+        if name in os.environ:
+            monkeypatch.setenv(name, os.environ[name])
+        else:
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ def test_the_address_of_the_run_in_wandb_is_kept_for_the_report(tmp_path: Path, 
 
 
 def test_a_row_has_the_memory_of_the_process_and_counts_its_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    block: list[object] = []
+    block: list[mmap.mmap] = []
     began = MetricsRows.begin_update
 
     def begin(rows: MetricsRows) -> None:
@@ -48,7 +49,9 @@ def test_a_row_has_the_memory_of_the_process_and_counts_its_transfers(tmp_path: 
             with rows.phase("sync"), rows.evaluating(), rows.phase("sync"):  # an evaluation's own is none of the step's
                 pass
         if step == 2:
-            block.append(bytearray(b"x") * 200_000_000)
+            # Not from the heap, which may hold as much that an earlier test freed.
+            block.append(mmap.mmap(-1, 200_000_000))
+            block[0][:] = b"x" * len(block[0])
 
     monkeypatch.setattr(MetricsRows, "begin_update", begin)
     train(tmp_path / "run", max_steps=3)
