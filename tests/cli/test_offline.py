@@ -183,9 +183,11 @@ def test_a_folder_of_another_configuration_is_not_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     launched: list[Any] = []
+    moved: list[list[str]] = []
 
     def launch(asked: Any, _: Any) -> int:
         launched.append(asked.resume)
+        moved.append([flag for flag in asked.flags if "server_port" in flag and asked.resume])
         (tmp_path / "one/offline-1").mkdir(exist_ok=True)
         (tmp_path / "one/offline-1/run.json").write_text("{}")
         return 0
@@ -198,6 +200,8 @@ def test_a_folder_of_another_configuration_is_not_gone_on_with(
     assert "train.lr: is 0.007, and what is in one began with 0.001. Fix: go back to" in capfd.readouterr().err
     assert run(*words, "train.lr=1e-3") == 0
     assert launched == [None, str(tmp_path / "one/offline-1")]
+    assert run(*words, "train.lr=1e-3", "generation.base_url=http://127.0.0.1:29878", "model.device=cpu") == 0
+    assert moved[-1] == ["--vllm_server_port=29878"]
     assert {path.name: path.read_text() for path in (tmp_path / "one/.hydra").iterdir()} == kept
 
 

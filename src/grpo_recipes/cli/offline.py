@@ -46,6 +46,8 @@ PROGRAM = "run_offline_grpo.py"
 BASE = "recipes/base/offline_grpo.yaml"
 CONFIG = "offline_grpo"
 _ANSWER_SECONDS = 5.0
+_ADDRESS = ("vllm_server_port", "vllm_server_base_url")
+_OF_A_LAUNCH = ("model.device", "generation.base_url", "eval.base_url")  # another one does not make another run
 _OVERRIDE = re.compile(r"[+~]{0,2}[\w.]+=")
 # Options of a launch that a sweep lacks, and of a sweep that a launch lacks, --local and --slurm last.
 _LAUNCH = [option("--cfg"), *(one for one in load("launch").options if one[0][0] != "--dry-run")]
@@ -104,7 +106,8 @@ def _run(arguments: list[str]) -> int:
     if options.resume and words:
         raise config_error(words[0], "changes nothing with --resume: a run goes on as it began", "remove it")
     resumed = options.resume or _earlier(folder, config)
-    own = [*found.flags(), f"--run_root={folder}"] if resumed is None else []
+    moved = [f"--{key}={found.keys[key]}" for key in _ADDRESS if named and key in found.keys]
+    own = [*found.flags(), f"--run_root={folder}"] if resumed is None else moved
     asked = launch_options(options, str(home() / BASE) if resumed is None else None, [*own, *flags])
     asked = replace(asked, resume=resumed)
     os.environ.update(variables)
@@ -295,7 +298,8 @@ def _earlier(folder: Path, config: DictConfig) -> str | None:
         fix = "name another folder: hydra.run.dir=FOLDER"
         with translate(Exception, lambda error: config_error(shown(kept), f"cannot be read ({error})", fix)):
             before = OmegaConf.load(kept)
-        pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(config, key)) for key in offline.KEYS}
+        decisive = [key for key in offline.KEYS if key not in _OF_A_LAUNCH]
+        pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(config, key)) for key in decisive}
         for key, (old, new) in pairs.items():
             if old != new:
                 what = f"is {new}, and what is in {shown(folder)} began with {old}"
