@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -477,3 +478,26 @@ def test_a_resume_without_an_intact_checkpoint_is_refused_before_anything_begins
     ):
         launch(Options(resume=str(run.folder), allow_changed_code=True))
     assert (run.folder / "summary.json").read_bytes() == before and is_complete(folder / "checkpoint-3")
+
+
+def test_few_bytes_are_read_back_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory runs out, Python waits without end for a thread that cannot begin: the save would never return."""
+    started: list[object] = []
+    made = checkpoints._threads
+
+    def threads() -> ThreadPoolExecutor:
+        started.append(None)
+        return made()
+
+    monkeypatch.setattr(checkpoints, "_threads", threads)
+    for step, few in ((1, 64), (2, 3)):
+        monkeypatch.setattr(checkpoints, "_FEW_BYTES", few)
+        staged = tmp_path / "staged" / f"checkpoint-{step}"
+        staged.mkdir(parents=True)
+        (staged / "model.safetensors").write_bytes(b"some")
+        checkpoints.publish(staged, tmp_path, step, 1)
+        assert is_complete(tmp_path / f"checkpoint-{step}") and len(started) == step - 1
+    marker = json.loads((tmp_path / "checkpoint-2" / checkpoints.MARKER).read_text())
+    assert marker["digests"] == {
+        "model.safetensors": checkpoints.digest_of(tmp_path / "checkpoint-1/model.safetensors")
+    }

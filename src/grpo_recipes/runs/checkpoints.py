@@ -32,6 +32,7 @@ RECORD = "digests.json"  # in a run directory
 _RECORDED = (
     "run.json", "recipe.yaml", "plan.json", "sources.json", "accelerate.yaml", "rewards/*.py", "callbacks/*.py"
 )  # fmt: skip
+_FEW_BYTES = 64 * 2**20
 _MOST_THREADS = 4
 _RESTORE = (
     "restore what the run wrote, give a change of the recipe as a flag (--KEY VALUE), or add --allow-changed-code"
@@ -79,9 +80,14 @@ def publish(staged: Path, folder: Path, step: int, world_size: int, digests: Map
     files = {str(path.relative_to(staged)): path.stat().st_size for path in paths}
     known = {name: digest for name, digest in (digests or {}).items() if name in files}
     unknown = [name for name in files if name not in known]
-    with _threads() as pool, ExitStack() as ended:
-        ended.callback(pool.shutdown, cancel_futures=True)  # a disk that fails ends the save at once
-        read = pool.map(digest_of, [staged / name for name in unknown])  # from the page cache
+    with ExitStack() as ended:
+        to_read = [staged / name for name in unknown]  # from the page cache
+        read: Iterator[str] = map(digest_of, to_read)
+        # A thread that gets no memory to begin with is waited for by Python without end: few bytes need none.
+        if sum(files[name] for name in unknown) > _FEW_BYTES:
+            pool = ended.enter_context(_threads())
+            ended.callback(pool.shutdown, cancel_futures=True)  # a disk that fails ends the save at once
+            read = pool.map(digest_of, to_read)
         for path in paths:
             flush(path)
         known |= zip(unknown, read, strict=True)
