@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import re
 import tomllib
+from contextlib import suppress
+from itertools import chain
 
 import pytest
 import yaml
@@ -45,3 +48,31 @@ def test_the_conda_file_installs_the_lock_into_the_python_that_setup_makes() -> 
     assert wanted == [made, "pip", {"pip": ["-r requirements/gpu.txt"]}]
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert SpecifierSet(project["requires-python"]).contains(made.removeprefix("python="))
+
+
+def test_every_package_that_the_code_imports_is_a_dependency_of_the_project() -> None:
+    """The locks have what is installed here; `pip install` elsewhere reads the project's own list."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    declared, left = set[str](), [*wanted]
+    while left:  # those of the dependencies too
+        name = _plain(re.split(r"[\[<>=!~; (]", left.pop())[0])
+        if name not in declared:
+            declared.add(name)
+            with suppress(importlib.metadata.PackageNotFoundError):
+                left += [one for one in importlib.metadata.requires(name) or () if "extra ==" not in one]
+    providers = importlib.metadata.packages_distributions()
+    missing = {}
+    for path in (REPOSITORY / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for root in {str(module).partition(".")[0] for module in modules}:
+                names = {_plain(name) for name in providers.get(root, ())}
+                if names and "grpo-recipes" not in names and not names & declared:
+                    missing[root] = str(path.relative_to(REPOSITORY))
+    assert missing == {}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
