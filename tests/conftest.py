@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def commands_leave_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take back what commands of ours set in this process, for the tests that follow."""
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HOME", "HF_TOKEN_PATH", "CUDA_VISIBLE_DEVICES"):
-        if name in os.environ:
-            monkeypatch.setenv(name, os.environ[name])
-        else:
-            monkeypatch.setenv(name, "")
-            monkeypatch.delenv(name)
+def commands_leave_no_variables() -> Iterator[None]:
+    """Take back what commands of ours set in this process, for the tests that follow.
+
+    Not by ``monkeypatch``, which some tests undo before they call a command.
+    """
+    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HOME", "HF_TOKEN_PATH", "CUDA_VISIBLE_DEVICES")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @pytest.fixture
