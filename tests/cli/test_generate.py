@@ -227,6 +227,7 @@ def test_a_complete_file_is_published(generate, server: FakeServer, monkeypatch,
         for name, value in {**hub.environment(WRITER), "HF_HOME": str(tmp_path / "hf")}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # the tester's own, or of another test
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
         server.fails = [400]
         assert generate("--push", "sums", "--batch-size", "1") == 1
