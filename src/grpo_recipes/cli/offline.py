@@ -24,6 +24,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from grpo_recipes.cli import Option, Parser, answer, load, option
 from grpo_recipes.cli.doors import in_words_of, launch_words, strange
@@ -296,7 +297,9 @@ def _earlier(folder: Path, config: DictConfig) -> str | None:
     kept = folder / ".hydra" / "config.yaml"
     if kept.is_file():
         fix = "name another folder: hydra.run.dir=FOLDER"
-        with translate(Exception, lambda error: config_error(shown(kept), f"cannot be read ({error})", fix)):
+        with translate(
+            (OSError, ValueError, YAMLError), lambda error: config_error(shown(kept), f"cannot be read ({error})", fix)
+        ):
             before = OmegaConf.load(kept)
         decisive = [key for key in offline.KEYS if key not in _OF_A_LAUNCH]
         pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(config, key)) for key in decisive}

@@ -187,7 +187,7 @@ class AtroposRollouts(Source):
     # --- on rank 0 -------------------------------------------------------------------------------------------------
 
     def _take(self, trainer: Any) -> Taken:
-        """Take the groups of a generation from run-api, which is told of this training first."""
+        """Register this training with run-api, once, and take the groups of a generation."""
         client = self._client = self._client or self._registered(trainer)
         world, size, step = trainer.accelerator.num_processes, trainer.num_generations, trainer.state.global_step
         before, began = dict(client.counts), time.monotonic()

@@ -21,7 +21,6 @@ from grpo_recipes.rollouts.openai import VLLM, CompletionClient, Failed, Sample,
 from grpo_recipes.runs.rundir import Run
 from grpo_recipes.weights.client import Answer, BridgeClient, Metadata, NamedTensors
 from grpo_recipes.weights.file import write_weights
-from grpo_recipes.weights.sampling import sampling_seed
 from grpo_recipes.weights.transport import ServerAdapter, ServerError
 
 KEY = "vllm_server_base_url"
@@ -84,6 +83,7 @@ class ExternalClient(BridgeClient):
     """
 
     bridge = EXTERNAL
+    cache_path = "/reset_prefix_cache"
     failed: Sequence[bool] = ()
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
@@ -139,23 +139,14 @@ class ExternalClient(BridgeClient):
     def reset_prefix_cache(self) -> None:
         """Empty it, which is of the weights before; SGLang has done so with the load."""
         if self._args.server_backend == VLLM:
-            with self._excused_when_stopping():
-                self._repeated(self._empty)
-
-    def _empty(self) -> None:
-        paths = ("/reset_prefix_cache", "/reset_prefix_cache?reset_running_requests=true")  # another's request holds it
-        if not any(self._post(f"{self.base_url}{path}").get("success") is True for path in paths):
-            raise self._bad(paths[1], "did not empty its prefix cache, which is of the weights before")
+            super().reset_prefix_cache()
 
     def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
         """Generate as TRL does, with a request for each completion; ``failed`` says which were not given."""
         if features is not None:
             raise ServerError("images are not sent to a server that somebody started")
-        seeds = None
-        if self._seed is not None:
-            rows = range(len(prompts)) if self.rows is None else self.rows
-            seeds = [sampling_seed(self._seed, self.generation, row) for row in rows]
-        return self._unless_stopping(partial(self._sample, prompts, seeds, n, kwargs), prompts, n)
+        sample = partial(self._sample, prompts, self._seeds(len(prompts)), n, kwargs)
+        return self._unless_stopping(sample, prompts, n)
 
     def generate_seeded(
         self, prompts: Sequence[Any], seeds: Sequence[int], n: int = 1, **kwargs: Any

@@ -118,6 +118,7 @@ def read_space(words: Sequence[str], flags: Iterable[str]) -> tuple[dict[str, li
     spans: dict[str, Span] = {}
 
     def ends(word: str) -> str:
+        """Return a range as the list of its two ends, and note it; any other word as it is."""
         match = _AXIS.fullmatch(word)
         key, text = (_canonical(match[1]), match[2]) if match else ("", "")
         found = _SPAN.fullmatch(text)

@@ -60,6 +60,7 @@ class BridgeClient(VLLMClient):
     """
 
     bridge = ""  # its name in recipes and messages
+    cache_path = SYNCED_PATH  # where the server empties its prefix cache
     streams = True  # whether a sync hands it every parameter; else it takes the trained model itself, with ``take``
 
     def __init__(self, *, args: GRPOConfig, run_dir: Path, seed: int | None, stop: StopRequest, **kwargs: Any):
@@ -307,20 +308,25 @@ class BridgeClient(VLLMClient):
 
     def _empty_prefix_cache(self, version: int | None) -> None:
         """Ask as TRL does; where another client's request holds cache, have the engine compute that one anew."""
-        paths = (SYNCED_PATH, f"{SYNCED_PATH}?reset_running_requests=true")
+        paths = (self.cache_path, f"{self.cache_path}?reset_running_requests=true")
         headers = {} if version is None else {POLICY_HEADER: str(version)}
         if not any(self._post(f"{self.base_url}{path}", headers=headers).get("success") is True for path in paths):
             raise self._bad(paths[1], "did not empty its prefix cache, which is of the weights before")
 
     def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
         """Generate as TRL does; with a run seed, one request and one seed per prompt."""
-        run_seed = self._seed
-        if run_seed is None or features is not None:
+        seeds = self._seeds(len(prompts))
+        if seeds is None or features is not None:
             sample = partial(self._completions, prompts, n, features=features, **kwargs)
             return self._unless_stopping(sample, prompts, n)
-        rows = range(len(prompts)) if self.rows is None else self.rows
-        seeds = [sampling_seed(run_seed, self.generation, row) for row in rows]
         return self.generate_seeded(prompts, seeds, n=n, **kwargs)
+
+    def _seeds(self, prompts: int) -> list[int] | None:
+        """Return the sampling seed of each of so many prompts; None in a run without seeds."""
+        if self._seed is None:
+            return None
+        rows = range(prompts) if self.rows is None else self.rows
+        return [sampling_seed(self._seed, self.generation, row) for row in rows]
 
     def generate_seeded(
         self, prompts: Sequence[Any], seeds: Sequence[int], n: int = 1, **kwargs: Any
