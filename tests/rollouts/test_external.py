@@ -1,0 +1,103 @@
+"""What a launch asks a server that somebody started before it trains, and what the client does after a sync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import requests
+
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.rollouts.external import ExternalClient, connect
+from grpo_recipes.weights.transport import BadAnswer
+
+from .fake_openai import FakeServer
+
+RIGHT = {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}
+RAW = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, read: Callable[..., Recipe], said: Any, **keys: Any) -> list[str]:
+    """Connect to a fake that serves the recipe's model, and whose /server_info says this; what was asked there."""
+    server, addresses = FakeServer("the/model"), list[str]()
+
+    def get(_: Any, url: str, **__: Any) -> Any:
+        addresses.append(url.removeprefix(server.url))
+        if isinstance(said, Exception):
+            raise said
+        return SimpleNamespace(ok=said is not None, json=lambda: said)
+
+    monkeypatch.setattr(requests.Session, "get", get)
+    try:
+        recipe = read(**{"model_name_or_path": "the/model", "vllm_server_base_url": server.url, **keys})
+        connect(recipe, "/fetched", {})
+    finally:
+        server.close()
+    return addresses
+
+
+def test_a_server_that_takes_weights_is_taken(monkeypatch: pytest.MonkeyPatch, read: Callable[..., Recipe]) -> None:
+    assert asked(monkeypatch, read, RIGHT, temperature=0.7) == ["/server_info"]
+    assert asked(monkeypatch, read, RAW) == ["/server_info"]
+    off = {"temperature": 0.7, "vllm_importance_sampling_correction": False}
+    assert asked(monkeypatch, read, RAW, **off) == ["/server_info"]
+    assert asked(monkeypatch, read, None, server_backend="sglang_server") == []
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        (
+            None,
+            "takes no new weights: all samples would be of the first ones. Fix: start it with VLLM_SERVER_DEV_MODE=1",
+        ),
+        (RAW, "are raw_logprobs, without the temperature. Fix: start it with --logprobs-mode processed_logprobs"),
+        ({"vllm_config": None}, "does not say how it was started (TypeError"),
+        ({}, "does not say how it was started (KeyError"),
+        (requests.ConnectionError("gone"), "does not say how it was started (ConnectionError: gone)"),
+    ],
+)
+def test_another_server_is_refused_with_the_edit(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[..., Recipe], said: Any, what: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        asked(monkeypatch, read, said, temperature=0.7)
+    (problem,) = refused.value.problems
+    assert what in str(problem) and "recipe.yaml:" in problem.where
+
+
+def test_another_model_is_refused_at_the_key(monkeypatch: pytest.MonkeyPatch, read: Callable[..., Recipe]) -> None:
+    with pytest.raises(ConfigError, match="serves 'the/model', not 'another/model'") as refused:
+        asked(monkeypatch, read, RIGHT, model_name_or_path="another/model")
+    assert "recipe.yaml:" in refused.value.problems[0].where
+
+
+def client(answers: list[bool], backend: str = "vllm_server") -> tuple[Any, list[str]]:
+    """A client without a server, which is answered so when it empties the cache; and the paths it asks."""
+    found, paths = ExternalClient.__new__(ExternalClient), list[str]()
+    found._args, found.base_url, found.policy_version = SimpleNamespace(server_backend=backend), "", None
+    found.stop = SimpleNamespace(may_cut=False)
+
+    def post(path: str, **_: Any) -> dict[str, Any]:
+        paths.append(path)
+        return {"success": answers[min(len(paths), len(answers)) - 1]}
+
+    found._post, found._bad, found._stops = post, lambda path, what: BadAnswer(what), False
+    return found, paths
+
+
+def test_a_cache_that_is_not_emptied_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM answers 200 though a request of somebody else's holds the cache of the weights before."""
+    monkeypatch.setattr("grpo_recipes.weights.client._AGAIN_SECONDS", 0.0)
+    emptied, paths = client([False, True])
+    emptied.reset_prefix_cache()
+    assert paths == ["/reset_prefix_cache", "/reset_prefix_cache?reset_running_requests=true"]
+    held, _ = client([False])
+    with pytest.raises(BadAnswer, match="did not empty its prefix cache"):
+        held.reset_prefix_cache()
+    sglang, paths = client([False], "sglang_server")
+    sglang.reset_prefix_cache()  # with the load
+    assert paths == []
