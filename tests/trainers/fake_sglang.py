@@ -6,88 +6,55 @@ token ids in and out, /update_weights_from_disk.
 
 from __future__ import annotations
 
-import http.server
-import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import torch
+from rollouts.fake_openai import FakeServer
 from safetensors.torch import load_file
 
 
-class FakeSglang:
+class FakeSglang(FakeServer):
     """Samples from ``model``, and loads other weights into it.
 
     Attributes:
-        asked: sampling parameters of each request of a completion, in order.
+        sampled: sampling parameters of each completion, in order.
         loads: how often weights were loaded.
         deaf: whether it says that it loaded weights, and does not.
-        refuses: whether it refuses to load weights.
-        broken: of so many requests of completions that come next, the first token's prompt is not answered.
-        most: requests in flight at the same time.
+        refuses_weights: whether it refuses to load weights.
+        failing: how many of the requests after the next load get status 400.
     """
 
     def __init__(self, model: torch.nn.Module, name: str, eos: int):
-        self.model, self.name, self.eos = model.eval(), name, eos
-        self.asked: list[dict[str, Any]] = []
-        self.loads = self.broken = self.most = self._now = 0
-        self.deaf = self.refuses = False
-        self._lock, self._counting = threading.Lock(), threading.Lock()
-        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._http.daemon_threads = True
-        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self.model, self.eos = model.eval(), eos
+        self.sampled: list[dict[str, Any]] = []
+        self.loads = self.failing = 0
+        self.deaf = self.refuses_weights = False
+        self._one_at_a_time = threading.Lock()
+        super().__init__(name)
 
-    def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
-        fake = self
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """What SGLang answers."""
+        with self._one_at_a_time:
+            return {"/update_weights_from_disk": self.load, "/generate": self.generate}[path](body)
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._send(200, {"object": "list", "data": [{"id": fake.name, "object": "model", "root": fake.name}]})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with fake._counting:
-                    fake._now += 1
-                    fake.most = max(fake.most, fake._now)
-                answers = {"/update_weights_from_disk": fake.load, "/generate": fake.generate}
-                with fake._lock:
-                    status, content = answers[self.path](body)
-                with fake._counting:
-                    fake._now -= 1
-                self._send(status, content)
-
-            def _send(self, status: int, content: Any) -> None:
-                data = json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        return Handler
-
-    def load(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def load(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer /update_weights_from_disk."""
-        if self.refuses:
-            return 400, {"success": False, "message": "no such architecture", "num_paused_requests": 0}
+        if self.refuses_weights:
+            return {"success": False, "message": "no such architecture", "num_paused_requests": 0}
         self.loads += 1
         if not self.deaf:
             (file,) = Path(body["model_path"]).glob("*.safetensors")
             self.model.load_state_dict(load_file(file), strict=False)
-        return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+        self.fails += [400] * self.failing
+        self.failing = 0
+        return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
-    def generate(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer /generate, from the distribution at the asked temperature."""
         how = body["sampling_params"]
-        if self.broken:
-            self.broken -= 1
-            return 400, {"error": {"message": "told to fail"}}
-        self.asked.append(how)
+        self.sampled.append(how)
         draw = torch.Generator().manual_seed(how.get("sampling_seed", 0))
         ids, scored = list(body["input_ids"]), []
         while len(scored) < how["max_new_tokens"]:
@@ -102,9 +69,4 @@ class FakeSglang:
                 break
         kind = "stop" if ids[-1] == self.eos else "length"
         meta = {"finish_reason": {"type": kind}, "output_token_logprobs": scored, "completion_tokens": len(scored)}
-        return 200, {"text": "", "output_ids": [one[1] for one in scored], "meta_info": meta}
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._http.shutdown()
-        self._http.server_close()
+        return {"text": "", "output_ids": [one[1] for one in scored], "meta_info": meta}

@@ -71,15 +71,16 @@ def test_every_sampling_field_of_training_and_evaluation_is_sent(server: FakeSgl
     training = common | {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 3}
     evaluation = common | {"temperature": 0.4, "top_p": 0.5, "max_new_tokens": 2}
     plain = {"min_p": 0.0, "top_k": -1, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0}
-    sent = [{key: value for key, value in one.items() if key in training} for one in server.asked]
+    sent = [{key: value for key, value in one.items() if key in training} for one in server.sampled]
     assert sent.count(training) == 16 and sent.count(evaluation) == 10
     rest = [one for one in sent if one not in (training, evaluation)]
     assert rest and all(one == plain | {"max_new_tokens": 32} for one in rest)  # what the guard looks at
-    seeds = [one["sampling_seed"] for one in server.asked]
+    seeds = [one["sampling_seed"] for one in server.sampled]
     assert len({*seeds}) == len(seeds)
 
 
 def test_no_more_requests_are_in_flight_than_the_recipe_says(server: FakeSglang, tmp_path: Path) -> None:
+    server.seconds = 0.05  # an answer takes, so that requests meet
     run(server, tmp_path, max_steps=1, max_concurrent_requests=3)
     assert server.most == 3
 
@@ -104,22 +105,22 @@ def test_the_seed_of_evaluations_alone_decides_what_they_draw(server: FakeSglang
     keys = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "eval_max_completion_length": 2}
     drawn = []
     for place, (seed, own) in enumerate(((1, 11), (2, 11), (1, 12), (11, None))):
-        server.asked.clear()
+        server.sampled.clear()
         shutil.copytree(tmp_path / "run", tmp_path / f"run{place}")
         run(server, tmp_path, f"run{place}", seed=seed, eval_sampling_seed=own, **keys)
-        drawn.append(sorted(one["sampling_seed"] for one in server.asked if one["max_new_tokens"] == 2))
+        drawn.append(sorted(one["sampling_seed"] for one in server.sampled if one["max_new_tokens"] == 2))
     assert len(drawn[0]) == 20
     assert drawn[0] == drawn[1] == drawn[3] != drawn[2]
 
 
 def test_a_server_that_refuses_weights_ends_the_run(server: FakeSglang, tmp_path: Path) -> None:
-    server.refuses = True
+    server.refuses_weights = True
     with pytest.raises(ServerError, match="no such architecture"):
         run(server, tmp_path, max_steps=1)
 
 
 def test_a_completion_that_failed_is_left_out_and_counted(server: FakeSglang, tmp_path: Path) -> None:
-    server.broken = 3
+    server.failing = 3
     trainer, _ = run(server, tmp_path, max_steps=4, max_concurrent_requests=1, entropy_coef=0.1)
     found = rows(tmp_path)
     assert found[0]["rollouts/failed"] == pytest.approx(3 / 16)
@@ -134,7 +135,7 @@ def test_nothing_is_learned_from_what_stands_for_a_failed_completion(server: Fak
     for token in (0, 7):
         external._FAILED = ([token], [0.0])
         try:
-            server.broken = 3
+            server.failing = 3
             (tmp_path / "run/metrics.jsonl").unlink(missing_ok=True)
             run(server, tmp_path, max_steps=4, max_concurrent_requests=1, entropy_coef=0.1)
         finally:
@@ -144,12 +145,12 @@ def test_nothing_is_learned_from_what_stands_for_a_failed_completion(server: Fak
 
 
 def test_too_many_failures_end_the_run(server: FakeSglang, tmp_path: Path) -> None:
-    server.broken = 12
+    server.failing = 12
     with pytest.raises(TooManyWithoutVerdict, match="did not give 75% of the completions of step 1"):
         run(server, tmp_path, max_steps=1, max_concurrent_requests=1)
 
 
 def test_another_model_is_refused(server: FakeSglang, tmp_path: Path) -> None:
-    server.name = "another/model"
+    server.models = {"another/model": "another/model"}
     with pytest.raises(Exception, match="serves 'another/model', not 'the/model'"):
         run(server, tmp_path, max_steps=1)
