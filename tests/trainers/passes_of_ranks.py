@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from grpo_recipes import smoke
-from grpo_recipes.trainers import passes
+from grpo_recipes.trainers import micro_batches
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.rank import allow_fsdp_on_cpu
 
@@ -27,21 +27,33 @@ def main(model: str, folder: Path) -> None:
 
     smoke.build_tokenizer = after_the_arguments
     wanted: list[tuple[int, int]] = []
-    split = passes.split
+    sent: list[int] = []
+    split, places = micro_batches.split, micro_batches.places
 
     def watched(groups: list[list[int]], count: int) -> list[list[int]]:
         wanted.append((len(groups), count))
         return split(groups, count)
 
-    passes.split = watched
-    ends = []
-    for trimmed in (True, False):
-        keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "beta": 0.1}
-        trainer = make_trainer(folder / str(trimmed), model, GRPOTrainer, trim_padding=trimmed, **keys)
-        trainer.train()
-        ends.append([_whole(parameter) for parameter in trainer.model.parameters()])
-    assert all(torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5) for ours, theirs in zip(*ends, strict=True))
+    def shared_out(costs: list[float], ranks: int) -> list[list[int]]:
+        found = places(costs, ranks)
+        sent.append(found != places([0.0] * len(costs), ranks))
+        return found
+
+    micro_batches.split, micro_batches.places = watched, shared_out
+    for loss_type in ("bnpo", "dapo"):  # in these, rows have factors that differ
+        ends = []
+        for trimmed in (True, False):
+            keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "beta": 0.1}
+            keys |= {"loss_type": loss_type, "trim_padding": trimmed, "tokens_per_micro_batch": 16}
+            trainer = make_trainer(folder / f"{loss_type}_{trimmed}", model, GRPOTrainer, **keys)
+            torch.manual_seed(5)  # TRL shuffles the rows of a generation
+            trainer.train()
+            ends.append([_whole(parameter) for parameter in trainer.model.parameters()])
+            logged = [row for row in trainer.state.log_history if "loss" in row]
+            ends[-1] += [torch.tensor([row[name] for row in logged]) for name in ("loss", "entropy", "kl")]
+        assert all(torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5) for ours, theirs in zip(*ends, strict=True))
     assert any(own < all_ranks for own, all_ranks in wanted) or trainer.accelerator.process_index == 0, wanted
+    assert any(sent), "no row went to another rank"
     print("the steps are those of padded rows", flush=True)
     torch.distributed.destroy_process_group()  # a thread of gloo that outlives Python aborts the process
 

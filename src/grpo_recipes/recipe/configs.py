@@ -50,7 +50,7 @@ RANGES: dict[str, dict[str, float]] = {
 }
 
 
-# Limits of our fields: min, max, infinite. TRL's parser gives a field's metadata to argparse, which does not take them.
+# Limits of our fields: min, max, infinite, auto. TRL's parser gives a field's metadata to argparse, which does not take them.
 OWN_LIMITS: dict[dataclasses.Field, dict[str, Any]] = {}
 
 
@@ -257,6 +257,12 @@ class GRPOConfig(trl.GRPOConfig):
         "Prompts of one optimizer step over all devices; per-device size and accumulation follow from it.", min=1)
     trim_padding: bool = _key(True,
         "Feed rows of about one length together, at most a tenth of padding in a pass; the loss is that of the rows.")
+    tokens_per_micro_batch: int | None = _key(None,
+        "Most tokens of a forward and backward pass on one device, whose rows are of about one length; auto: what "
+        "per_device_train_batch_size rows of the longest sequence have, less where the memory estimate says so.",
+        min=1, auto=True)
+    padding_free: bool = _key(False,
+        "Feed the rows of a pass one after the other, without padding; attn_implementation must be named.")
     ref_model_name_or_path: str | None = _key(None,
         "Hub id or folder of the reference that beta holds the policy near; by default the model as training begins.")
     weight_sync: str = _key("auto",

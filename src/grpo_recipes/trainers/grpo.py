@@ -28,6 +28,7 @@ from grpo_recipes.runs.stop_request import Stopped, StopRequest
 from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
 from grpo_recipes.trainers.checks import Checks, Scoring
 from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows, json_number, write_samples
+from grpo_recipes.trainers.micro_batches import MicroBatches
 from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, reference_of, refuse_shards
 from grpo_recipes.trainers.passes import in_trimmed_passes
 from grpo_recipes.trainers.temperatures import at_own_temperatures
@@ -76,6 +77,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         with weight_bridge(args, run_dir, stop), loaded_by_every_rank(args), reference_of(args):
             super().__init__(args=args, **kwargs)
         self.rows = MetricsRows(self, run_dir, args.process_index)
+        self.micro_batches = MicroBatches(self)
         self.rollouts = rollouts_of(self)
         if self.use_vllm:
             if self.vllm_generation.mode == "server":
@@ -106,6 +108,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.control.should_training_stop = True
             return
         begin_epoch(self.sampler, epoch)
+        self.micro_batches.clear()
         super()._run_epoch(*args, epoch=epoch, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self.preemption.step_completed()
 
@@ -117,7 +120,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._determine_best_metric(self._evaluate(None, None), None)
             self.preemption.stop_if_agreed()
         self.rows.begin_update()
-        loss = super().training_step(*args, **kwargs)
+        with self.micro_batches.collecting():
+            loss = super().training_step(*args, **kwargs)
         if self.accelerator.sync_gradients:  # nothing reads this optimizer step's coefficients any more
             self.move_controllers()
         return loss
@@ -208,6 +212,12 @@ class GRPOTrainer(trl.GRPOTrainer):
     # --- update ----------------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Compute TRL's loss, in a training step once all of its micro-batches are there."""
+        if self.micro_batches.take(inputs):
+            return self.micro_batches.loss(self._loss, model, inputs)
+        return self._loss(model, inputs)
+
+    def _loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         with replaced(self, temperature_B=inputs.get("temperature")):
             return super()._compute_loss(model, inputs)
 

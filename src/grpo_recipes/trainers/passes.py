@@ -4,7 +4,7 @@ The rows of a micro-batch are ordered by length and fed in as many passes as kee
 come back in TRL's order and shape, so its loss, whichever it is, is that of the same rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -54,18 +54,24 @@ def in_trimmed_passes(
     return logps, entropies[0] if entropies else None, None
 
 
-def passes(lengths: list[int], most: int) -> list[list[int]]:
+def passes(lengths: Sequence[int], most: float, padding_free: bool = False) -> list[list[int]]:
     """Return rows in passes, the longest first: each is fed at most ``MOST_FED`` tokens per real one, and ``most``."""
     found: list[list[int]] = []
     real = 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         real += lengths[row]
-        fed = (len(found[-1]) + 1) * lengths[found[-1][0]] if found else 0
-        if not found or fed > min(MOST_FED * real, most):
+        tokens = real if padding_free or not found else (len(found[-1]) + 1) * lengths[found[-1][0]]
+        if not found or tokens > min(MOST_FED * real, most):
             found.append([])
             real = lengths[row]
         found[-1].append(row)
     return found
+
+
+def fed(lengths: Sequence[int], groups: Iterable[Sequence[int]], padding_free: bool = False) -> int:
+    """Return the tokens that passes over these rows are fed."""
+    rows = [[lengths[row] for row in group] for group in groups]
+    return sum(sum(one) if padding_free else len(one) * max(one) for one in rows)
 
 
 def split(groups: list[list[int]], count: int) -> list[list[int]]:

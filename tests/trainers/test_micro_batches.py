@@ -1,0 +1,198 @@
+"""Micro-batches of a token budget: the gradient, the loss and the metrics of a step are unmodified TRL's."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from transformers import TrainerCallback
+
+from grpo_recipes import smoke
+from grpo_recipes.trainers import micro_batches
+from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
+
+from .fixed_completions import make_trainer, tokens_mod_5
+from .tiny_training import DESCENT, SUMS, as_dataset
+
+ROOT = Path(__file__).resolve().parents[2]
+LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+LONGEST = 24
+# A rank's rows of a step are of several micro-batches of TRL's, and of lengths of 1 to 24 tokens.
+KEYS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_completion_length": LONGEST}
+OURS = ("micro_batches", "fed_per_real_token")
+
+
+class Gradients(TrainerCallback):
+    """The gradient of each optimizer step."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        grads = [one.grad for one in model.parameters() if one.requires_grad]
+        self.found.append(torch.cat([grad.flatten().clone() for grad in grads if grad is not None]))
+
+
+def completion(step: int, row: int, end: int) -> list[int]:
+    draw = random.Random(f"{step}/{row}")
+    ids = [draw.randrange(60, 120) for _ in range(min(LONGEST, 1 + int(draw.lognormvariate(1.2, 0.9))))]
+    return ids if len(ids) == LONGEST else [*ids, end]
+
+
+def unmodified(folder: Path, model: str, **keys: Any) -> trl.GRPOTrainer:
+    """TRL's own trainer on the same completions."""
+    args = trl.GRPOConfig(output_dir=str(folder), logging_steps=1, **{**DESCENT, **keys})
+    return trl.GRPOTrainer(
+        model=model, reward_funcs=[tokens_mod_5], args=args, train_dataset=as_dataset(SUMS),
+        processing_class=smoke.build_tokenizer(),
+    )  # fmt: skip
+
+
+def gradients_of(trainer: Any) -> tuple[list[torch.Tensor], list[dict[str, float]]]:
+    """The gradients and the logged rows of a training on completions from a table."""
+    end = trainer.processing_class.eos_token_id
+
+    def from_table(prompt_ids: list[Any], *_: Any) -> tuple[list[list[int]], None]:
+        first = trainer.accelerator.process_index * len(prompt_ids)
+        return [completion(trainer._step, first + row, end) for row in range(len(prompt_ids))], None
+
+    trainer._generate_single_turn = from_table
+    taken = Gradients()
+    trainer.add_callback(taken)
+    torch.manual_seed(3)  # TRL shuffles the rows of a generation
+    trainer.train()
+    return taken.found, [row for row in trainer.state.log_history if "loss" in row]
+
+
+def same(ours: Any, theirs: Any, tolerance: float = 1e-6) -> None:
+    (our_gradients, our_rows), (gradients, rows) = gradients_of(ours), gradients_of(theirs)
+    assert len(our_gradients) == len(gradients) > 1
+    for own, other in zip(our_gradients, gradients, strict=True):
+        assert other.norm() > 0
+        assert (own - other).norm() <= tolerance * other.norm()
+    for own, other in zip(our_rows, rows, strict=True):
+        shared = {name for name in own.keys() & other.keys() if "time" not in name}
+        assert {"loss", "entropy"} < shared
+        assert {name: own[name] for name in shared} == pytest.approx(
+            {name: other[name] for name in shared}, rel=1e-4, abs=1e-6, nan_ok=True
+        )
+
+
+@pytest.mark.parametrize("budget", [30, 120, 10_000])
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_each_loss_has_the_gradient_of_unmodified_trl(tmp_path: Path, model: str, loss_type: str, budget: int) -> None:
+    keys = {**KEYS, "loss_type": loss_type, "beta": 0.1, "max_steps": 2, "learning_rate": 1e-3}
+    same(make_trainer(tmp_path, model, GRPOTrainer, tokens_per_micro_batch=budget, **keys),
+         unmodified(tmp_path, model, **keys))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"steps_per_generation": 8, "num_iterations": 2, "max_steps": 4},  # old log-probs are of other weights
+        {"steps_per_generation": 2, "loss_type": "dapo"},  # a step has two generations of other lengths
+        {"steps_per_generation": 2, "loss_type": "vespo"},
+        {"steps_per_generation": 2, "loss_type": "bnpo", "entropy_coef": 0.1},
+        {"importance_sampling_level": "sequence", "loss_type": "luspo"},
+        {"entropy_coef": 0.1},
+        {"mask_truncated_completions": True, "loss_type": "bnpo"},
+        {"off_policy_mask_threshold": 0.1, "num_iterations": 2, "max_steps": 4},
+        {"top_entropy_quantile": 0.4},  # these two keep TRL's micro-batches
+        {"entropy_target": 1.0, "entropy_coef": 0.1, "use_adaptive_entropy": True},
+        {"gradient_checkpointing": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_of_the_loss_have_the_gradient_of_unmodified_trl(
+    tmp_path: Path, model: str, keys: dict[str, Any]
+) -> None:
+    keys = {**KEYS, "beta": 0.1, "max_steps": 2, "learning_rate": 1e-2, **keys}
+    ours = make_trainer(tmp_path, model, GRPOTrainer, tokens_per_micro_batch=60, **keys)
+    same(ours, unmodified(tmp_path, model, **keys), tolerance=3e-6 if keys["max_steps"] > 2 else 1e-6)
+
+
+@pytest.mark.parametrize("objective", ["tempered", "listwise", "weighted_mle"])
+def test_maxent_has_the_gradient_that_it_has_in_micro_batches_of_trl(
+    tmp_path: Path, model: str, objective: str
+) -> None:
+    keys = {**KEYS, "max_steps": 2, "learning_rate": 1e-3, "maxent_objective": objective, "maxent_tau": 0.3}
+    keys |= {} if objective == "tempered" else {"maxent_beta": 0.2}
+    budgeted, stock = (
+        make_trainer(tmp_path / str(on), model, MaxEntGRPOTrainer, tokens_per_micro_batch=60, trim_padding=on, **keys)
+        for on in (True, False)
+    )
+    same(budgeted, stock)
+
+
+def test_a_pass_has_at_most_the_budget_and_little_padding(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path, model, GRPOTrainer, tokens_per_micro_batch=90, max_steps=2, **KEYS)
+    fed: list[tuple[int, int]] = []
+    forward = trainer.model.model.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        fed.append((kwargs["input_ids"].numel(), int(kwargs["attention_mask"].sum())))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(trainer.model.model, "forward", counted)
+    _, rows = gradients_of(trainer)
+    assert len(fed) == sum(row["micro_batches"] for row in rows) > 2 * 2
+    assert max(tokens for tokens, _ in fed) <= 90
+    total, real = (sum(column) for column in zip(*fed, strict=True))
+    assert total <= 1.1 * real
+    shares = [row["fed_per_real_token"] for row in rows]
+    assert min(shares) <= total / real <= max(shares)
+    assert max(shares) <= 1.1
+
+
+def test_without_a_budget_a_pass_has_at_most_what_one_of_trl_would_have(tmp_path: Path, model: str) -> None:
+    _, [row, _] = gradients_of(make_trainer(tmp_path, model, GRPOTrainer, **KEYS))
+    assert 1 < row["micro_batches"] < KEYS["gradient_accumulation_steps"] + 3
+
+
+def test_trim_padding_false_leaves_micro_batches_to_trl(tmp_path: Path, model: str) -> None:
+    _, rows = gradients_of(make_trainer(tmp_path, model, GRPOTrainer, trim_padding=False, **KEYS))
+    assert not any(name in row for row in rows for name in OURS)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_go_to_other_ranks_where_that_makes_the_work_even(seed: int) -> None:
+    draw = random.Random(seed)
+    ranks = draw.randrange(2, 9)
+    costs = [draw.lognormvariate(0, 1) for _ in range(ranks * draw.randrange(8, 60))]
+    found = micro_batches.places(costs, ranks)
+    assert sorted(row for place in found for row in place) == list(range(len(costs)))
+    loads = [sum(costs[row] for row in place) for place in found]
+    assert max(loads) <= max(max(costs), 1.02 * sum(costs) / ranks, min(loads) + max(costs))
+
+
+def test_ranks_with_even_work_keep_their_rows() -> None:
+    assert micro_batches.places([3.0, 1.0, 2.0, 2.01], 2) == [[0, 1], [2, 3]]
+    assert micro_batches.places([3.0, 3.0, 1.0, 1.0], 2) == [[0, 2], [1, 3]]
+
+
+def test_generations_of_other_widths_are_joined_with_what_changes_nothing() -> None:
+    def part(prompt: int, completion: int) -> dict[str, torch.Tensor]:
+        ones = torch.ones(2, completion, dtype=torch.long)
+        return {
+            "prompt_ids": torch.full((2, prompt), 7), "prompt_mask": torch.ones(2, prompt, dtype=torch.long),
+            "completion_ids": ones, "completion_mask": ones, "advantages": torch.ones(2),
+            "importance_sampling_ratio": torch.full((2, completion), 0.5), "num_items_in_batch": torch.tensor(4),
+        }  # fmt: skip
+
+    rows = micro_batches.joined([part(2, 5), part(4, 3)])
+    assert rows["prompt_ids"].tolist() == [[0, 0, 7, 7]] * 2 + [[7] * 4] * 2
+    assert rows["completion_mask"].sum(dim=1).tolist() == [5, 5, 3, 3]
+    assert rows["importance_sampling_ratio"][3].tolist() == [0.5] * 3 + [1.0] * 2  # 0 has no logarithm
+    assert "num_items_in_batch" not in rows and rows["advantages"].shape == (4,)
+    short = micro_batches.trimmed(rows, [2, 3])
+    assert short["completion_ids"].shape == (2, 3) and short["prompt_ids"].shape == (2, 4)
