@@ -19,7 +19,8 @@ WORK = {
     "dtype": "bfloat16", "low": True, "optim": "adamw_torch_fused", "reference": False, "opponents": 0,
     "gradient_checkpointing": True,
     "attn_implementation": None, "use_peft": False, "lora_r": 16, "lora_modules_to_save": None,
-    "per_device_train_batch_size": 4, "completions": 8, "sequence": 1536, "completion": 1024,
+    "per_device_train_batch_size": 4, "tokens_per_micro_batch": None,
+    "completions": 8, "sequence": 1536, "completion": 1024,
     "vllm_max_model_length": 2048, "bridge": "nccl", "vllm_tensor_parallel_size": 1,
     "vllm_gpu_memory_utilization": 0.9, "vllm_enable_sleep_mode": False,
 }  # fmt: skip

@@ -12,6 +12,7 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan.commands import base_environment
+from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import accelerate_file, describe, with_sources
 from grpo_recipes.plan.types import Process
 from grpo_recipes.recipe import read_recipe
@@ -483,12 +484,13 @@ def test_limits_of_a_start_grow_with_the_weights_unless_the_recipe_says_one(plan
 
 
 @pytest.mark.parametrize("name", ["a[1]", "what?", "star*"])
-def test_a_model_folder_that_vllm_takes_for_a_pattern_is_refused(planned, tmp_path, name):
+def test_a_model_folder_that_vllm_takes_for_a_pattern_is_refused(planned, read, tmp_path, name):
     folder = tmp_path / name
     folder.mkdir()
+    here = Resources("cpu", (), 2)
     with pytest.raises(ConfigError, match=r"for a pattern and finds nothing\. Fix: move it"):
-        with_sources(planned(model_name_or_path=str(folder)), Assets([], []))
-    assert with_sources(planned(model_name_or_path=str(folder), use_vllm=False), Assets([], []))
+        with_sources(planned(model_name_or_path=str(folder)), read(), here, Assets([], []))
+    assert with_sources(planned(model_name_or_path=str(folder), use_vllm=False), read(), here, Assets([], []))
 
 
 def test_slices_of_a_gpu_are_planned_with_a_note(planned):

@@ -61,7 +61,8 @@ def test_our_own_keys_are_told_apart_from_trls():
         spec.name for spec in dataclasses.fields(trl.GRPOConfig)
     }
     assert ours == {
-        "prompts_per_step", "trim_padding", "ref_model_name_or_path", "eval_temperature", "eval_top_p",
+        "prompts_per_step", "trim_padding", "tokens_per_micro_batch", "padding_free",
+        "ref_model_name_or_path", "eval_temperature", "eval_top_p",
         "eval_max_completion_length", "eval_sampling_seed", "server_backend", "max_concurrent_requests", "weight_sync",
         "weight_guard", "weight_guard_tolerance", "seed_server",
         "server_request_timeout", "vllm_node", "wandb_project", "wandb_entity", "wandb_run_group", "report_samples",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import trl
+from peft import LoraConfig
 from transformers import TrainerCallback
 
 from grpo_recipes import smoke
@@ -22,7 +20,6 @@ from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 from .fixed_completions import make_trainer, tokens_mod_5
 from .tiny_training import DESCENT, SUMS, as_dataset
 
-ROOT = Path(__file__).resolve().parents[2]
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 LONGEST = 24
 # A rank's rows of a step are of several micro-batches of TRL's, and of lengths of 1 to 24 tokens.
@@ -196,3 +193,31 @@ def test_generations_of_other_widths_are_joined_with_what_changes_nothing() -> N
     assert "num_items_in_batch" not in rows and rows["advantages"].shape == (4,)
     short = micro_batches.trimmed(rows, [2, 3])
     assert short["completion_ids"].shape == (2, 3) and short["prompt_ids"].shape == (2, 4)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo"])
+def test_padding_free_rows_have_the_gradient_of_unmodified_trl(tmp_path: Path, model: str, loss_type: str) -> None:
+    keys = {**KEYS, "loss_type": loss_type, "beta": 0.1, "max_steps": 2, "learning_rate": 1e-3}
+    free = make_trainer(tmp_path, model, GRPOTrainer, tokens_per_micro_batch=120, padding_free=True, **keys)
+    fed: list[tuple[int, int]] = []
+    forward = free.model.model.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        assert kwargs.get("attention_mask") is None
+        fed.append(tuple(kwargs["input_ids"].shape))
+        return forward(*args, **kwargs)
+
+    free.model.model.forward = watched
+    same(free, unmodified(tmp_path, model, **keys), tolerance=2e-6)
+    assert fed and all(rows == 1 and tokens <= 120 for rows, tokens in fed)
+
+
+def test_an_adapter_has_the_gradient_that_it_has_in_micro_batches_of_trl(tmp_path: Path, model: str) -> None:
+    def adapted(on: bool) -> GRPOTrainer:
+        torch.manual_seed(0)  # adapters begin at random
+        return make_trainer(
+            tmp_path / str(on), model, GRPOTrainer, peft_config=LoraConfig(r=4, init_lora_weights=False),
+            tokens_per_micro_batch=60, trim_padding=on, loss_type="bnpo", beta=0.1, max_steps=2, **KEYS,
+        )  # fmt: skip
+
+    same(adapted(True), adapted(False), tolerance=2e-6)

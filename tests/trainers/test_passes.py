@@ -167,7 +167,7 @@ def test_a_mixture_of_experts_with_its_own_loss_is_fed_as_trl_does_it(
 
 @pytest.mark.slow
 @pytest.mark.rotating
-@pytest.mark.parametrize("accelerator", ["multi_gpu", "zero3", "fsdp2"])
+@pytest.mark.parametrize("accelerator", ["multi_gpu", "zero2", "zero3", "fsdp2"])
 def test_ranks_whose_rows_differ_make_as_many_passes(tmp_path: Path, model: str, accelerator: str) -> None:
     """Otherwise they wait for one another for ever, or take gradients of each other's parameters."""
     config = Path(trl.__file__).parent / "accelerate_configs" / f"{accelerator}.yaml"

@@ -22,7 +22,7 @@ from grpo_recipes.fetch.hub import gated_note
 from grpo_recipes.launch.resolve import names_of
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import hub_environment
-from grpo_recipes.plan.devices import find_resources, gpu_memory
+from grpo_recipes.plan.devices import find_resources
 from grpo_recipes.plan.estimates import estimate
 from grpo_recipes.plan.plan import describe, make_plan
 from grpo_recipes.process.reports import aligned
@@ -268,16 +268,16 @@ def plan(options: argparse.Namespace) -> int:
     if gpus is not None:
         resources = replace(resources, device="cuda", gpus=tuple(str(index) for index in range(gpus)))
         resources = resources.on_nodes(options.nodes)
+    if gib is not None or gpus is not None:
+        resources = replace(resources, gpu_gib=gib)
     recipe = chosen_recipe(options, resources.device)
     names = names_of(recipe)
     assets = find_assets(recipe, os.environ)
     made = make_plan(recipe, resources, os.environ, names, assets)
-    if gib is None and gpus is None:
-        gib = gpu_memory(os.environ)
     end = None if options.time else job_end_time(os.environ)
     left = None if end is None else max(0.0, end - time.time())
     seconds = left if options.time is None else walltime_seconds(options.time)
-    takes = estimate(made, recipe, names, gib, seconds)
+    takes = estimate(made, recipe, names, resources.gpu_gib, seconds)
     plain = {**made.as_json(), **asdict(takes)}
     print(
         json.dumps(plain, indent=1) if options.json else describe(made, estimates=takes.lines(), argv=options.verbose)

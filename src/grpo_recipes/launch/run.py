@@ -86,7 +86,7 @@ def _prepare(
     again = [*(["--resume", str(run.folder)] if run else [shown(recipe.path)]), *options.flags]
     recorded = run.identity.get("sources") if run else None
     sources = need_assets(recipe, os.environ, recorded, again, options.allow_changed_code)
-    plan = with_sources(replace(plan, ports=ports), sources)
+    plan = with_sources(replace(plan, ports=ports), recipe, resources, sources)
     if plan.mode == EXTERNAL:
         from grpo_recipes.rollouts.external import connect  # imports torch
 

@@ -73,7 +73,7 @@ def site_resources(profile: Profile) -> Resources:
     """Return what a job of this profile offers."""
     device = "cuda" if profile.gpus else "cpu"
     gpus = tuple(str(index) for index in range(profile.gpus))
-    return Resources(device, gpus, profile.cpus or 1).on_nodes(profile.nodes)
+    return Resources(device, gpus, profile.cpus or 1, gpu_gib=profile.gpu_memory_gib).on_nodes(profile.nodes)
 
 
 def prepare(

@@ -75,6 +75,7 @@ class Resources:
     cores: int  # that this process may run on
     job: SlurmJob | None = None  # None outside Slurm
     nodes: tuple[Node, ...] = ()  # in Slurm's order, this one first; empty where it is alone
+    gpu_gib: float | None = None  # memory of the smallest of its GPUs; None where it is not known
 
     def on_nodes(self, count: int) -> Resources:
         """Return the same on ``count`` nodes like this one, for a plan made without them."""
@@ -95,7 +96,8 @@ def find_resources(environment: Mapping[str, str]) -> Resources:
     """Ask the packages, the driver and Slurm's variables; other nodes of the job are taken to be like this one."""
     device, job = environment_device(), slurm_job(environment)
     gpus = visible_gpus(environment) if device == "cuda" else ()
-    here = Resources(device, gpus, len(os.sched_getaffinity(0)), job)
+    gib = gpu_memory(environment) if gpus else None
+    here = Resources(device, gpus, len(os.sched_getaffinity(0)), job, gpu_gib=gib)
     return here.on_nodes(job.nodes) if job else here
 
 

@@ -110,6 +110,7 @@ class Workload(dict[str, Any]):
         facts = {
             **model,
             "per_device_train_batch_size": plan.batch.per_device,
+            "tokens_per_micro_batch": plan.micro_batch_tokens,
             "vllm_max_model_length": longest or model["positions"],
             "vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode),
             "world_size": plan.batch.world_size,
@@ -190,10 +191,15 @@ class Workload(dict[str, Any]):
         return int((states * size + master) * self.trained) // self.shards
 
     @property
+    def pass_tokens(self) -> int:
+        """The most tokens of a forward and backward pass."""
+        return int(self.get("tokens_per_micro_batch") or self["per_device_train_batch_size"] * self["sequence"])
+
+    @property
     def activations(self) -> int:
         """What the backward pass needs of the forward pass, and the working space of the layer it is in."""
         computed, element = self.computed, self.element
-        tokens = self["per_device_train_batch_size"] * self["sequence"]
+        tokens = self.pass_tokens
         # A norm saves its input in float32, the normalised input and its output.
         norms = (2 * self["hidden"] + self["head_norms"]) * (4 + 2 * element)
         attention = 4 * self["queries"] * computed  # query, key and value repeated for each head, and the output
@@ -209,7 +215,7 @@ class Workload(dict[str, Any]):
         """What TRL's log-probs take: a tile of logits at a time, and the gradients of the layer in float32."""
         on_cpu = self["device"] == "cpu"
         # Triton takes the scored tokens alone.
-        rows = self["per_device_train_batch_size"] * self["sequence" if on_cpu else "completion"]
+        rows = self.pass_tokens if on_cpu else self.pass_tokens * self["completion"] // self["sequence"]
         tile = min(rows, _TILE_TOKENS) * min(self["vocabulary"], _TILE_WORDS)
         tiles = tile * (4 * _TILE_COPIES_ON_CPU if on_cpu else self.computed)
         gradient = 0 if self["use_peft"] else self["embedding"] * (4 + (self.element if self.element < 4 else 0))
@@ -239,7 +245,7 @@ class Workload(dict[str, Any]):
         flat = 4 * self.trained // self["world_size"] if self.zero and self["low"] else 0
         passing = {"activations": self.activations, "output layer": self.output_layer}
         # Gradients of the passes before are still there; on CPU the C library's heap keeps most of what a pass freed.
-        more_passes = self["completions"] > self["per_device_train_batch_size"]
+        more_passes = self["completions"] * self["sequence"] > self.pass_tokens
         beside = {"gradients": gradients} if on_cpu or more_passes else {}
         moments = [passing | beside, {"gradients": gradients + flat}]
         if self["mode"] == "transformers":
@@ -390,7 +396,10 @@ def _changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
         sizes = range(work["vllm_tensor_parallel_size"] + 1, heads + 1)
         yield from ({"vllm_tensor_parallel_size": size} for size in sizes if heads % size == 0)
         return
-    for size in range(work["per_device_train_batch_size"] - 1, 0, -1):
+    own = work.get("tokens_per_micro_batch") is None  # whether passes are TRL's micro-batches
+    for tokens in range(work.pass_tokens - work["sequence"], 0, -work["sequence"]) if not own else ():
+        yield {"tokens_per_micro_batch": tokens}
+    for size in range(work["per_device_train_batch_size"] - 1, 0, -1) if own else ():
         passes, rest = divmod(work["completions"], size)
         if not rest:
             derived = {} if recipe["prompts_per_step"] else {"gradient_accumulation_steps": passes}

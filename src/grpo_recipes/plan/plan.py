@@ -19,12 +19,14 @@ from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
 from grpo_recipes.plan.commands import gpu_share, with_processes
 from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.estimates import GIB, UnknownShape, Workload, needs
 from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.plan.types import Names, Plan, Weighting
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.atropos import packing_problems
 from grpo_recipes.recipe.bridges import accelerator_of, refusal
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
+from grpo_recipes.recipe.learning import own_micro_batches
 from grpo_recipes.recipe.registry import COLOCATE, EXTERNAL, OBJECTIVES, environments_of, turn_tokens, uses_atropos
 from grpo_recipes.recipe.rules import asks_another
 from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
@@ -97,7 +99,7 @@ def make_plan(
     )
     _need_groups(recipe, plan)
     plan.notes.extend(_notes(plan, recipe, resources, environment, most))
-    plan = with_sources(plan, sources) if sources else plan
+    plan = with_sources(plan, recipe, resources, sources) if sources else plan
     return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
 
 
@@ -171,8 +173,8 @@ def _prompts_for_all(recipe: Recipe, trainers: int) -> str:
     return f"; prompts_per_step: {max(1, round(now / least)) * least} (now {now}) uses all"
 
 
-def with_sources(plan: Plan, sources: Assets) -> Plan:
-    """Return the plan with what was found of its sources: the folder of a fetched model, and notes.
+def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Assets) -> Plan:
+    """Return the plan with what was found of its sources: the folder of a fetched model, its micro-batches, and notes.
 
     The folder stands for one commit in all processes, though TRL gives its colocated vLLM no revision.
     """
@@ -181,7 +183,28 @@ def with_sources(plan: Plan, sources: Assets) -> Plan:
     if plan.mode != "transformers" and os.path.isdir(model) and re.search(r"[][*?]", model):
         fix = "move it, or set CACHE_ROOT, to a folder without [ ] * ?"
         raise config_error("model_name_or_path", f"vLLM takes '{model}' for a pattern and finds nothing", fix)
-    return replace(plan, model=model, notes=[*plan.notes, *sources.notes()])
+    plan = replace(plan, model=model, notes=[*plan.notes, *sources.notes()])
+    return replace(plan, micro_batch_tokens=micro_batch_tokens(recipe, plan, resources.gpu_gib))
+
+
+def micro_batch_tokens(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | None:
+    """Return the most tokens of a micro-batch; None where TRL's own are kept, or no key limits a sequence.
+
+    By default what TRL's micro-batches have at most, which is what ``per_device_train_batch_size`` allows; so many
+    sequences less as a GPU of ``gpu_gib`` cannot hold by the estimate, down to one.
+    """
+    if own_micro_batches(recipe) is not None:
+        return None
+    if recipe["tokens_per_micro_batch"] is not None:
+        return int(recipe["tokens_per_micro_batch"])
+    try:
+        work = Workload.of(recipe, plan)
+    except UnknownShape:
+        return None
+    gpu = int(gpu_gib * GIB) if gpu_gib is not None and plan.device == "cuda" else None
+    sizes = range(work.pass_tokens, 0, -work["sequence"])
+    fitting = (one for one in sizes if needs(Workload({**work, "tokens_per_micro_batch": one}), gpu)["trainer"].fits)
+    return next(fitting, sizes[-1])
 
 
 def _weighting(recipe: Recipe) -> Weighting:
@@ -296,6 +319,7 @@ def describe(
         f"model      {plan.model} ({plan.dtype})",
         f"groups     {plan.atropos}" if plan.atropos else data,
         f"batch      {plan.batch}",
+        *([f"passes     {plan.micro_batches}"] if plan.micro_batches else []),
         *([f"evaluation {plan.eval_batch} completions a batch and trainer"] if plan.eval_batch else []),
         f"vllm       {plan.vllm}",
         f"ports      {server}trainers {plan.ports.main_process}",

@@ -50,7 +50,8 @@ RANGES: dict[str, dict[str, float]] = {
 }
 
 
-# Limits of our fields: min, max, infinite, auto. TRL's parser gives a field's metadata to argparse, which does not take them.
+# Limits of our fields: min, max, infinite, auto. TRL's parser gives a field's metadata to argparse, which does not take
+# them.
 OWN_LIMITS: dict[dataclasses.Field, dict[str, Any]] = {}
 
 

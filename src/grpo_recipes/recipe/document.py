@@ -213,6 +213,8 @@ def typed(key: str, entry: Entry, given: Value, place: Place = ()) -> tuple[Any,
         return None, [Problem(given.source, "is given without a value", f"write {given.source} VALUE")]
     if entry.get("infinite") and str(value).lower().removeprefix("+") in (".inf", "inf", "infinity"):
         return math.inf, []  # as YAML, Python and JSON write it
+    if entry.get("auto") and value == "auto":
+        return None, []
     try:
         value = _convert(entry["type"], value, given.from_text)
     except ValueError as error:
@@ -299,4 +301,6 @@ def _limits(entry: Entry, value: Any) -> Iterator[tuple[str, str]]:
 def _example(entry: Entry) -> str:
     if entry.get("choices"):
         return "one of " + ", ".join(entry["choices"])
+    if entry.get("auto"):
+        return f"auto, or {_WORDS[entry['type']]}"
     return _WORDS.get(entry["type"], "a list, e.g. [a, b]")

@@ -59,3 +59,14 @@ def reached_share(recipe: Recipe) -> float:
         return 1.0
     warm = int(warm) if warm >= 1 else math.ceil(warm * steps)
     return 1.0 if warm < steps else (steps - 1) / warm  # the first step is step 0 of the schedule
+
+
+def own_micro_batches(recipe: Recipe) -> str | None:
+    """Return the key, with its value, by which a step must keep TRL's own micro-batches; None where nothing does."""
+    keeping = {
+        "trim_padding": not recipe["trim_padding"],
+        "top_entropy_quantile": recipe["top_entropy_quantile"] < 1.0,
+        "use_adaptive_entropy": recipe["use_adaptive_entropy"],
+        "optim": "lomo" in recipe["optim"],
+    }
+    return next((f"{key}: {str(recipe[key]).lower()}" for key, keeps in keeping.items() if keeps), None)

@@ -6,9 +6,9 @@ length, and cut into micro-batches of at most ``tokens_per_micro_batch`` tokens,
 backward pass with TRL's own loss.
 
 The gradient is that of TRL's micro-batches. TRL's loss is a sum over rows in which the factor of a row is one over the
-rows of its micro-batch, over their tokens, or over the tokens of the generation, by ``loss_type``. The gradient of a row
-in another micro-batch is multiplied by the factor that it should have over the one that it got. TRL's loss and metrics
-are then computed once more from the log-probs that were found, in its own micro-batches.
+rows of its micro-batch, over their tokens, or over the tokens of the generation, by ``loss_type``. The gradient of a
+row in another micro-batch is multiplied by the factor that it should have over the one that it got. TRL's loss and
+metrics are then computed once more from the log-probs that were found, in its own micro-batches.
 """
 
 from __future__ import annotations
@@ -169,7 +169,9 @@ class Spread:
         if not self._moved:
             return list(found)
         longest = max(map(len, self._places))
-        at = {row: rank * longest + number for rank, place in enumerate(self._places) for number, row in enumerate(place)}
+        at = {
+            row: rank * longest + number for rank, place in enumerate(self._places) for number, row in enumerate(place)
+        }
         first = self._accelerator.process_index * self._count
         index = torch.tensor([at[row] for row in range(first, first + self._count)], device=found[0].device)
         return [self._gathered(pad(one, (0, 0, 0, longest - len(one))))[index] for one in found]

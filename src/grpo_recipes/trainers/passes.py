@@ -1,10 +1,13 @@
 """Forward passes over rows of about one length: TRL pads every row to the longest prompt and the longest completion.
 
-The rows of a micro-batch are ordered by length and fed in as many passes as keep padding below a tenth; the log-probs
-come back in TRL's order and shape, so its loss, whichever it is, is that of the same rows.
+The rows that TRL passes are ordered by length and fed in as many passes as keep padding below a tenth, or, with
+``padding_free``, one after the other in a single row; the log-probs come back in TRL's order and shape, so its loss,
+whichever it is, is that of the same rows.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,8 +31,9 @@ def in_trimmed_passes(
     rows, width = ids_BL.shape
     prompts = (mask_BL[:, :-completion_length] != 0).sum(dim=1)
     lengths = prompts + (mask_BL[:, -completion_length:] != 0).sum(dim=1)
-    groups = passes(lengths.tolist(), most=(batch_size or rows) * width)
-    padded = rows * width > MOST_FED * int(lengths.sum())
+    free = trainer.args.padding_free
+    groups = passes(lengths.tolist(), trainer.args.tokens_per_micro_batch or (batch_size or rows) * width, free)
+    padded = free or rows * width > MOST_FED * int(lengths.sum())
     special = bool((prompts == 0).any()) or any(value not in (None, False) for value in kwargs.values())
     count, padded, special = _most_of_any_rank(trainer, len(groups), padded, special)
     if special or not padded:
@@ -45,7 +49,8 @@ def in_trimmed_passes(
         mask_bW = torch.arange(longest, device=fed.device) < lengths_b.unsqueeze(1)
         ids_bW = ids_BL[fed].gather(1, places_bW.clamp(max=width - 1))
         kept = max(longest - int(prompts_b.min()), 1)
-        found = compute(model, ids_bW, mask_bW.to(mask_BL.dtype), kept, compute_entropy=compute_entropy)
+        given = partial(_in_one_row, model) if free else model
+        found = compute(given, ids_bW, mask_bW.to(mask_BL.dtype), kept, compute_entropy=compute_entropy)
         first_b = prompts_b - (longest - kept)  # the column of the first token of the completion
         aligned = [_aligned(one, first_b, lengths_b - prompts_b, completion_length) for one in found if one is not None]
         parts.append([one[: len(group)] for one in aligned])
@@ -82,6 +87,27 @@ def split(groups: list[list[int]], count: int) -> list[list[int]]:
         rows = groups[largest]
         groups[largest : largest + 1] = [rows[: (len(rows) + 1) // 2], rows[(len(rows) + 1) // 2 :]]
     return groups
+
+
+def _in_one_row(
+    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **kwargs: Any
+) -> SimpleNamespace:
+    """Return what TRL reads of the output of its fused head, (b, L - 1), from rows fed one after the other.
+
+    Attention sees by the positions, which begin anew with each row, where one ends.
+    """
+    real_bL = attention_mask.bool()
+    positions_bL = real_bL.long().cumsum(dim=1) - 1
+    ids, positions, labels_1N = (one[real_bL].unsqueeze(0) for one in (input_ids, positions_bL, labels))
+    output = model(input_ids=ids, position_ids=positions, labels=labels_1N, **kwargs)
+
+    def placed(values_1N: torch.Tensor | None) -> torch.Tensor | None:
+        if values_1N is None:
+            return None
+        whole = values_1N.new_zeros(real_bL.shape)
+        return whole.masked_scatter(real_bL, pad(values_1N[0], (1, 0)))[:, 1:]  # no token predicts the first
+
+    return SimpleNamespace(log_probs=placed(output.log_probs), entropy=placed(output.entropy))
 
 
 def _aligned(values_bK: torch.Tensor, first_b: torch.Tensor, lengths_b: torch.Tensor, width: int) -> torch.Tensor:

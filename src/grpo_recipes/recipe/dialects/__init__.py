@@ -40,7 +40,7 @@ HARMLESS = each(
     ("logging_strategy", "steps"),
     (
         "do_eval do_predict no_cuda use_cpu use_mps_device auto_find_batch_size remove_unused_columns packing "
-        "eval_packing padding_free prediction_loss_only group_by_length use_transformers_paged batch_eval_metrics",
+        "eval_packing prediction_loss_only group_by_length use_transformers_paged batch_eval_metrics",
         "false",
     ),
     ("do_train save_safetensors", "true"),
