@@ -25,6 +25,7 @@ from grpo_recipes.rollouts.backends import rollouts_of
 from grpo_recipes.rollouts.external import ExternalClient
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
+from grpo_recipes.trainers.ahead import OverlappedRollouts
 from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
 from grpo_recipes.trainers.checks import Checks, Scoring
 from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows, json_number, write_samples
@@ -76,7 +77,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         with weight_bridge(args, run_dir, stop), loaded_by_every_rank(args), reference_of(args):
             super().__init__(args=args, **kwargs)
         self.rows = MetricsRows(self, run_dir, args.process_index)
-        self.rollouts = rollouts_of(self)
+        self.rollouts = OverlappedRollouts(self) if args.overlap_generation else rollouts_of(self)
         if self.use_vllm:
             if self.vllm_generation.mode == "server":
                 join_bridge(self, client_of(args))
@@ -106,6 +107,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.control.should_training_stop = True
             return
         begin_epoch(self.sampler, epoch)
+        begun = resume_from_checkpoint is not None and epoch == kwargs["epochs_trained"]
+        skips = begun and not self.args.ignore_data_skip
+        self.rollouts.begin_epoch(epoch, kwargs["steps_trained_in_current_epoch"] if skips else 0)
         super()._run_epoch(*args, epoch=epoch, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self.preemption.step_completed()
 
