@@ -117,7 +117,8 @@ def timed(options: argparse.Namespace) -> None:
     ratios = [after / before for before, after in zip(seconds[False], seconds[True], strict=True)]
     row = {
         "part": "time", "completions": 256, "tokens": TIMED_LENGTH, "cores": "server one, trainer one",
-        "ratio_median": round(statistics.median(ratios), 4), "ratio_min_max": [round(min(ratios), 4), round(max(ratios), 4)],
+        "ratio_median": round(statistics.median(ratios), 4),
+        "ratio_min_max": [round(min(ratios), 4), round(max(ratios), 4)],
         "rounds": len(ratios),
         **{
             name: {
