@@ -19,7 +19,7 @@ class FakeSampler(FakeServer):
         weights: a number that stands for the weights of now.
         sampled_with: prompt, number of completions, seed, and the weights before and after sampling, by request.
         loaded_during: how many completions were being sampled when weights came, by load.
-        holds: seconds for which a request of the second generation and later is held, unless ``release`` is called.
+        updates: None, or how many updates are done: four requests are a generation, and that of number k waits for k.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,8 @@ class FakeSampler(FakeServer):
         self.weights = 0
         self.sampled_with: list[tuple[tuple[int, ...], int, int, int, int]] = []
         self.loaded_during: list[int] = []
-        self.holds, self.released = 0.0, True
+        self.updates: int | None = None
+        self._requests = 0
 
     def post(self, path: str, asked: dict[str, Any]) -> dict[str, Any] | None:
         if asked.get("method") == "grpo_load":
@@ -41,9 +42,9 @@ class FakeSampler(FakeServer):
         before, count = self.weights, asked["n"]
         with self._lock:
             self.under_way += count
+            generation, self._requests = self._requests // 4, self._requests + 1
         self._running.wait(10)
-        deadline = time.monotonic() + self.holds
-        while not self.released and time.monotonic() < deadline:
+        while self.updates is not None and self.updates < generation:
             time.sleep(0.005)
         time.sleep(self.sampling_seconds)
         choices = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,35 +81,29 @@ def test_it_asks_what_the_synchronous_run_asks_with_older_weights(
 
 
 class Watched(TrainerCallback):
-    """Notes how many completions the server has under way when a step's gradients are ready, then lets it go on."""
+    """Lets the server go on with the next generation when a step's gradients are there, and it has begun with it."""
 
-    def __init__(self, server: FakeSampler) -> None:
-        self._server = server
+    def __init__(self, server: FakeSampler, expected: int) -> None:
+        self._server, self._expected = server, expected
         self.under_way: list[int] = []
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._server.released = False
-
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        deadline = time.monotonic() + 10
+        while self._server.under_way != self._expected and time.monotonic() < deadline and len(self.under_way) < 3:
+            time.sleep(0.005)
         self.under_way.append(self._server.under_way)
-        self._server.released = True
+        self._server.updates = len(self.under_way)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_the_server_samples_while_the_update_runs(server: FakeSampler, tmp_path: Path, overlap: bool) -> None:
-    watched = Watched(server)
-
-    class FirstFree(TrainerCallback):
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            server.holds = 0.0  # the first generation has no update beside it
-
-        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            server.holds = 20.0 if overlap else 0.0
-
+@pytest.mark.parametrize(("overlap", "under_way"), [(True, 16), (False, 0)])
+def test_the_server_samples_while_the_update_runs(
+    server: FakeSampler, tmp_path: Path, overlap: bool, under_way: int
+) -> None:
+    watched, server.updates = Watched(server, under_way), 0
     given = {"steps_per_generation": 1, "per_device_train_batch_size": 16, "max_steps": 4}
-    train(tmp_path / "run", callbacks=(FirstFree(), watched), **keys(server, overlap), **given)
-    # From the second update on the next generation is held until the gradients are there; the last step has none.
-    assert watched.under_way[1:] == ([16, 16, 0] if overlap else [0, 0, 0])
+    train(tmp_path / "run", callbacks=(watched,), **keys(server, overlap), **given)
+    # The server ends the next generation after the update's gradients alone; after the last step there is none.
+    assert watched.under_way == [under_way] * 3 + [0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
