@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 
 from grpo_recipes.runs import stop_request as stop_module
 from grpo_recipes.runs.rundir import move_rows_after, stop_file
+from grpo_recipes.trainers import ahead
 
 from .fake_sampler import FakeSampler
 from .stopped_runs import Moment, outcome, run
@@ -170,6 +171,32 @@ def test_a_generation_sampled_for_nothing_is_given_up_when_the_run_is_stopped(
     _, stopped = run(folder, Moment(stop_file(folder).touch, "score", 3), **keys(server))
     assert stopped is not None
     assert "/pause?mode=abort" in server.calls
+
+
+class LosesServer(TrainerCallback):
+    """Asks for a stop, and ends the server with a generation in flight, as a signal to all processes of a job does."""
+
+    def __init__(self, server: FakeSampler, folder: Path) -> None:
+        self._server, self._folder = server, folder
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        stop_file(self._folder).touch()
+        self._server.close()
+
+
+def test_a_stopped_run_saves_without_a_generation_that_its_server_cannot_give(
+    server: FakeSampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ahead, "_LOST_SECONDS", 0.3)
+    server.updates = 0  # the second generation is never sampled
+    folder = tmp_path / "run"
+    folder.mkdir()
+    given = {"steps_per_generation": 1, "per_device_train_batch_size": 16}
+    trainer, stopped = train(folder, callbacks=(LosesServer(server, folder),), **keys(server), **given)
+    server.updates = None
+    assert str(stopped) == "stopped on request after step 1, state saved"
+    assert "lost with the server" in capsys.readouterr().out
+    assert trainer.rollouts.in_flight is None
 
 
 class LeavesEpoch(TrainerCallback):
