@@ -125,7 +125,9 @@ def test_a_reward_that_is_lost_halfway(make_run, row):
 
 def test_a_server_that_computes_otherwise(make_run, row):
     found = training.server_agreement(make_run(rows=rows_of(row, sampling__importance_sampling_ratio__mean=0.4)))
-    assert found.status == "warning" and "0.400" in found.value
+    assert found.status == "warning" and "0.400" in found.value and "one dtype" in found.fix
+    apart = rows_of(row, sampling__importance_sampling_ratio__mean=0.4)
+    assert "learning_rate" in training.server_agreement(make_run(rows=apart, overlap_generation=True)).fix
 
 
 @pytest.mark.parametrize(("phase", "advice"), [

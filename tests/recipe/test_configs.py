@@ -65,7 +65,7 @@ def test_our_own_keys_are_told_apart_from_trls():
         "ref_model_name_or_path", "eval_temperature", "eval_top_p",
         "eval_max_completion_length", "eval_sampling_seed", "server_backend", "max_concurrent_requests", "weight_sync",
         "weight_guard", "weight_guard_tolerance", "seed_server",
-        "server_request_timeout", "vllm_node", "wandb_project", "wandb_entity", "wandb_run_group", "report_samples",
+        "server_request_timeout", "overlap_generation", "vllm_node", "wandb_project", "wandb_entity", "wandb_run_group", "report_samples",
         "show_completion_steps", "weight_sync_timeout",
         "server_restarts", "server_stall_timeout", "stall_timeout", "max_requeues",
         "kl_target", "kl_horizon", "kl_ctl_step_size", "maxent_objective", "maxent_utility",

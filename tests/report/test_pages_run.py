@@ -73,6 +73,11 @@ def headings(page: Page) -> set[str]:
     return {attributes["id"] for tag, attributes in page.elements if tag == "section" and attributes.get("id")}  # type: ignore[misc]
 
 
+def test_the_first_screen_says_that_a_run_learned_from_samples_of_older_weights(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path, recipe={"overlap_generation": (True, "x.yaml:3")}))
+    assert re.search(r"over 60 steps, one step off-policy\.", page.text[: page.text.index("Curves")])
+
+
 def test_the_first_screen_says_whether_it_worked(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path))
     first = page.text[: page.text.index("Curves")]

@@ -83,6 +83,8 @@ def server_agreement(run: Run) -> Finding:
     if recent is None or difference is None:
         return ok("not measured")
     fix = "use one dtype for both (bf16 and dtype), and temperature 1.0; see Weights in the docs"
+    if run.value("overlap_generation"):
+        fix = "a step moves the policy far from the one that sampled: lower learning_rate, or remove overlap_generation"
     apart = not 0.8 < recent < 1.2
     return judge(f"mean difference {difference:.2g}, mean ratio {recent:.3f}", (apart, WARNING, fix))
 

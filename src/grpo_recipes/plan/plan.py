@@ -27,6 +27,7 @@ from grpo_recipes.recipe.atropos import packing_problems
 from grpo_recipes.recipe.bridges import accelerator_of, refusal
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.learning import own_micro_batches
+from grpo_recipes.recipe.overlap import OFF_POLICY
 from grpo_recipes.recipe.registry import COLOCATE, EXTERNAL, OBJECTIVES, environments_of, turn_tokens, uses_atropos
 from grpo_recipes.recipe.rules import asks_another
 from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
@@ -146,6 +147,8 @@ def _notes(
     turns, length = recipe["environment_max_turns"], recipe["environment_turn_length"]
     if turns > 1 and length and turns * length == recipe["max_completion_length"]:
         yield "an episode of full turns ends unfinished: max_completion_length leaves no token for what is said between"
+    if recipe["overlap_generation"]:
+        yield OFF_POLICY
     if plan.unused_gpus:
         yield f"nothing uses GPU {', '.join(plan.unused_gpus)}"
 
@@ -237,6 +240,9 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
         if uses_atropos(recipe.__getitem__):
             what = "Atropos' environments ask a vLLM server beside the trainer, and one GPU is visible"
             raise config_error(where, what, "ask for more GPUs, or write weight_sync: shared (one GPU for both)")
+        if recipe["overlap_generation"]:
+            what = "overlap_generation needs a GPU for the server beside the trainer's, and one is visible"
+            raise config_error(recipe.source("overlap_generation"), what, "remove it, or ask for more GPUs")
         if recipe.given("vllm_mode"):
             what = "vllm_mode: server needs two GPUs, one is visible"
             raise config_error(where, what, "write vllm_mode: colocate, or ask for more GPUs")

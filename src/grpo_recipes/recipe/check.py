@@ -20,7 +20,18 @@ from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASK_KEYS, TASKS, Settings, rows
 from grpo_recipes.paths import home, shown
-from grpo_recipes.recipe import BrokenKey, Recipe, atropos, in_order, learning, made, maxent, merge_recipe, rules
+from grpo_recipes.recipe import (
+    BrokenKey,
+    Recipe,
+    atropos,
+    in_order,
+    learning,
+    made,
+    maxent,
+    merge_recipe,
+    overlap,
+    rules,
+)  # fmt: skip
 from grpo_recipes.recipe.bridges import bridge_problems
 from grpo_recipes.recipe.chat_template import template_problems
 from grpo_recipes.recipe.datafiles import (
@@ -62,7 +73,7 @@ _COLUMNS = ("dataset_prompt_column", "dataset_solution_column")
 def check(recipe: Recipe, environment: Mapping[str, str], device: str | None = None) -> list[Problem]:
     """Return every contradiction between keys of a recipe, and with its task, the user's variables and the device."""
     problems: list[Problem] = []
-    rows = (*rules.RULES, *maxent.RULES, *made.RULES, *atropos.RULES)
+    rows = (*rules.RULES, *maxent.RULES, *made.RULES, *atropos.RULES, *overlap.RULES)
     checks: list[_Check] = [*(functools.partial(_refused, row) for row in rows), *_CHECKS]
     checks.append(functools.partial(bridge_problems, device=device))
     for rule in checks:

@@ -309,6 +309,9 @@ class GRPOConfig(trl.GRPOConfig):
     vllm_mode: str = _key("server",
         "server: vLLM on the first GPUs, training on the others; colocate: vLLM inside every training process.",
         choices=["server", "colocate"])
+    overlap_generation: bool = _key(False,
+        "Sample the next generation while this one is trained on: one step off-policy, corrected by importance "
+        "sampling. Steps take less time and learn a little less each; docs/overlap.md measures both.")
     vllm_server_host: str = _key("127.0.0.1", "Address of the vLLM server; in a job on several nodes the first node's.")
     vllm_node: str = _key("shared",
         "In a job on several nodes: shared: trainers have the first node's other GPUs; own: the server has that node.",

@@ -108,7 +108,7 @@ def wandb_address(run: RunRecord) -> str:
 
 
 def sentence(run: RunRecord) -> str:
-    """Return how a run ended and how the reward changed.
+    """Return how a run ended, how the reward changed, and whether it was learned from samples of older weights.
 
     A change counts where it is more than two standard errors of the difference between the first and the last tenth of
     the steps (at least 3 each).
@@ -118,6 +118,7 @@ def sentence(run: RunRecord) -> str:
     if count.first is None or count.last is None:
         return ended + ("No step has a reward." if count.steps else "No step was finished.")
     ends = f"from {short(count.first)} to {short(count.last)} over {plural(count.steps, 'step')}"
+    ends += ", one step off-policy" if run.value("overlap_generation") else ""
     size = max(3, len(rewards) // 10)
     if len(rewards) >= 2 * size:
         before, after = rewards[:size], rewards[-size:]

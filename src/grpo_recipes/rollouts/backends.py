@@ -92,6 +92,9 @@ class Rollouts:
         """Derive sampling seeds inside, where there are any, from this one in the place of the run's."""
         return nullcontext()
 
+    def begin_epoch(self, epoch: int, micro_steps: int) -> None:
+        """Note the epoch that begins, of which so many micro-steps were taken before a resume. Called by every rank."""
+
     def of_base_model(self) -> AbstractContextManager[Any] | None:
         """Let generations inside come from the untrained model, or return None where it is not served."""
         return None
@@ -124,6 +127,18 @@ class Rollouts:
     def sent_again(self) -> AbstractContextManager[None]:
         """Let the first generation after this sync and be guarded as if nothing was sampled inside."""
         return nullcontext()
+
+    @property
+    def in_flight(self) -> Any:
+        """Return the generation that is sampled ahead, for ``put_back``, or None."""
+        return None
+
+    def landed(self) -> dict[str, Any] | None:
+        """Return what a checkpoint holds of a generation sampled ahead, once it is there; None without any."""
+        return None
+
+    def put_back(self, flight: Any) -> None:
+        """Take what ``in_flight`` or ``landed`` returned for the next generation; give up one sampled since."""
 
     def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
         """Draw completions of benchmark prompts, (prompts, samples), with the weights that were sent last."""
@@ -272,6 +287,9 @@ class ServerRollouts(VllmRollouts):
         answer = client.generate_seeded(ids, seeds, **keys, **sampling_keys(self._trainer))
         return _grouped(answer["completion_ids"], how.samples)
 
+    def _from_main(self, work: Callable[[], Any]) -> Any:
+        return broadcast_object_list([None if self._client is None else work()], from_process=0)[0]
+
 
 class ExternalRollouts(ServerRollouts):
     """A server that somebody started, through the client of ``rollouts.external`` that rank 0 holds."""
@@ -294,9 +312,6 @@ class ExternalRollouts(ServerRollouts):
     def probe(self, prompt: Tokens) -> tuple[Tokens, list[float]]:
         found: tuple[Tokens, list[float]] = self._from_main(lambda: self._client.probe(prompt))
         return found
-
-    def _from_main(self, work: Callable[[], Any]) -> Any:
-        return broadcast_object_list([None if self._client is None else work()], from_process=0)[0]
 
 
 def _grouped(drawn: list[Tokens], samples: int) -> list[list[Tokens]]:

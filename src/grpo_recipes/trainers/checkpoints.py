@@ -91,6 +91,7 @@ class Checkpoints:
             **{name: contents(attrgetter(path)(trainer)) for name, path in self.unsaved.items()},
             "split": self._split,
             "buffered": trainer._buffered_inputs if trainer._step % self._window_steps else None,
+            "ahead": trainer.rollouts.in_flight,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -109,6 +110,7 @@ class Checkpoints:
         if state["buffered"] is None:  # TRL samples where the count of micro-steps is a multiple of the window
             trainer._step = math.ceil(trainer._step / self._window_steps) * self._window_steps
         trainer._buffered_inputs = state["buffered"]
+        trainer.rollouts.put_back(state.get("ahead"))
         trainer.evaluation.owed &= trainer.args.eval_strategy != "no"
 
     @property
@@ -123,7 +125,7 @@ class Checkpoints:
     def save_unsaved(self, folder: Path) -> None:
         """Write into a checkpoint what transformers does not save. Called by every rank."""
         trainer = self._trainer
-        torch.save(self.state(), self._state_file(folder))
+        torch.save({**self.state(), "ahead": trainer.rollouts.landed()}, self._state_file(folder))
         if trainer.args.sync_ref_model:
             save_reference(trainer, folder)
         if trainer.accelerator.is_main_process:
@@ -170,6 +172,7 @@ class Checkpoints:
             f"completions last shown: {len(state['logs']['completion'])}",
             f"running loss {state['total_loss']:.6g}, {state['tokens_seen']} tokens, {state['total_flos']:.3g} FLOPs",
             f"evaluation: {'owed' if trainer.evaluation.owed else 'none owed'}",
+            *([f"generation sampled ahead: {len(ahead['prompts'])} prompts"] if (ahead := state.get("ahead")) else []),
         )
 
     def _print_restored(self, *items: str) -> None:

@@ -25,6 +25,7 @@ from grpo_recipes.rollouts.backends import rollouts_of
 from grpo_recipes.rollouts.external import ExternalClient
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
+from grpo_recipes.trainers.ahead import OverlappedRollouts
 from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
 from grpo_recipes.trainers.checks import Checks, Scoring
 from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows, json_number, write_samples
@@ -78,7 +79,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             super().__init__(args=args, **kwargs)
         self.rows = MetricsRows(self, run_dir, args.process_index)
         self.micro_batches = MicroBatches(self)
-        self.rollouts = rollouts_of(self)
+        self.rollouts = OverlappedRollouts(self) if args.overlap_generation else rollouts_of(self)
         if self.use_vllm:
             if self.vllm_generation.mode == "server":
                 join_bridge(self, client_of(args))
@@ -109,6 +110,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             return
         begin_epoch(self.sampler, epoch)
         self.micro_batches.clear()
+        begun = resume_from_checkpoint is not None and epoch == kwargs["epochs_trained"]
+        skips = begun and not self.args.ignore_data_skip
+        self.rollouts.begin_epoch(epoch, kwargs["steps_trained_in_current_epoch"] if skips else 0)
         super()._run_epoch(*args, epoch=epoch, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self.preemption.step_completed()
 

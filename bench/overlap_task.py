@@ -1,0 +1,110 @@
+"""The two tasks of ``overlap.py``: the smoke sums, and countdown problems of ModeBench for a tiny model."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, load_dataset
+
+from grpo_recipes import smoke
+from grpo_recipes.modebench.dataset import Settings, problem_of, right_answers, rows
+from grpo_recipes.rewards.functions import modebench, pure_accuracy_math
+
+SETTINGS = Settings(
+    prompts=64, test_prompts=16, seed=0, min_modes=2, max_modes=24, numbers=3, largest_number=12, vertices=8, hidden=5
+)
+WRONG_SHARE = 0.6  # of the answers that the model of ModeBench is pre-trained on: well-formed, and not right
+STEPS, COPIES, RATE = 500, 4, 2e-3  # of the pre-training; copies of every problem in a batch
+VERSION = "1"  # raise it whenever anything below changes what `countdown` writes
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, prompts and a reward, with the keys that a run of it has beside those of every run."""
+
+    model: str
+    dataset: Dataset
+    reward: Any
+    keys: dict[str, Any]
+
+
+def sums(cache: Path) -> Task:
+    """Return the task of recipes/smoke/grpo.yaml."""
+    folder = cache / f"sums-{smoke.fingerprint()}"
+    smoke.make(folder)
+    found = load_dataset("json", data_files=str(folder / "train.jsonl"), split="train")
+    prompts = found.map(lambda row: {"prompt": _chat(row["problem"])}, remove_columns=["problem"])
+    return Task(str(folder / "model"), prompts, pure_accuracy_math, {"max_completion_length": 8})
+
+
+def countdown(cache: Path) -> Task:
+    """Return problems of ``modebench:countdown`` with its verifier; the prompt is short, as the model is of bytes."""
+    train = rows("modebench:countdown", "train", SETTINGS)
+    key = hashlib.sha256(repr((VERSION, asdict(SETTINGS), WRONG_SHARE, STEPS, COPIES, RATE)).encode()).hexdigest()[:12]
+    folder = cache / f"overlap-countdown-{key}"
+    if not folder.exists():
+        partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+        _pretrain([row["answer"] for row in train], partial)
+        shutil.move(partial, folder)
+    prompts = [{"prompt": _chat(_prompt(row["answer"])), "answer": row["answer"]} for row in train]
+    return Task(str(folder), Dataset.from_list(prompts), modebench, {"max_completion_length": 12})
+
+
+TASKS = {"smoke": sums, "modebench": countdown}
+
+
+def _chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def _prompt(answer: str) -> str:
+    problem = problem_of(answer)
+    return f"{' '.join(map(str, problem['numbers']))}={problem['target']}"
+
+
+def _any_expression(answer: str, rng: random.Random) -> str:
+    """Return a well-formed expression of the numbers, which is seldom right."""
+    first, second, third = rng.sample(list(map(str, problem_of(answer)["numbers"])), 3)
+    one, other = rng.choices("+-*/", k=2)
+    return rng.choice([f"{first}{one}{second}{other}{third}", f"({first}{one}{second}){other}{third}"])
+
+
+def _pretrain(answers: list[str], folder: Path) -> None:
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    tokenizer = smoke.build_tokenizer()
+    model = smoke.build_model(tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), RATE)
+    prompts = [tokenizer.apply_chat_template(_chat(_prompt(one)), add_generation_prompt=True) for one in answers]
+    prompts = [one["input_ids"] if not isinstance(one, list) else one for one in prompts]
+    known = [right_answers(one) for one in answers]
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    for step in range(STEPS):
+        chosen = [place for place in range(len(answers)) for _ in range(COPIES)]
+        texts = [
+            _any_expression(answers[place], rng) if rng.random() < WRONG_SHARE else rng.choice(known[place])
+            for place in chosen
+        ]
+        ids = [[*prompts[place], *tokenizer(text)["input_ids"], end] for place, text in zip(chosen, texts, strict=True)]
+        longest = max(map(len, ids))
+        rows_BT = torch.tensor([one + [pad] * (longest - len(one)) for one in ids])
+        labels_BT = rows_BT.clone()
+        for row, place in enumerate(chosen):
+            labels_BT[row, : len(prompts[place])] = -100
+            labels_BT[row, len(ids[row]) :] = -100
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(1.0, (step + 1) / 20) * (1 - step / STEPS)
+        logits = model(rows_BT).logits[:, :-1]
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels_BT[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,36 @@
+"""What ``overlap_generation`` does not work with, as a table. No torch, no socket."""
+
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.rules import Rule, asks_another, plays, takes_groups
+
+# How a text says in a plan, a report and in messages how old the weights are that sampled a completion.
+OFF_POLICY = "one step off-policy: the server samples the next generation while the trainers update"
+
+
+def _overlaps(recipe: Recipe) -> bool:
+    return bool(recipe["overlap_generation"])
+
+
+# fmt: off
+RULES = (
+    Rule("overlap_generation", lambda r: _overlaps(r) and not r["use_vllm"],
+        "overlap_generation needs a vLLM server, which samples while the trainers update",
+        "{removal}, or write use_vllm: true"),
+    Rule("overlap_generation", lambda r: _overlaps(r) and r["use_vllm"] and r["vllm_mode"] == "colocate",
+        "overlap_generation contradicts vllm_mode: colocate, where vLLM samples in the processes that update",
+        "{removal}, or write vllm_mode: server"),
+    Rule("overlap_generation", lambda r: _overlaps(r) and asks_another(r),
+        "overlap_generation needs the server that the launch starts, and vllm_server_base_url names another",
+        "{removal}, or remove vllm_server_base_url"),
+    Rule("overlap_generation", lambda r: _overlaps(r) and (plays(r) or takes_groups(r)),
+        "overlap_generation samples completions of prompts: the next prompts of environments are not known before",
+        "{removal}"),
+    Rule("overlap_generation", lambda r: _overlaps(r) and r["weight_sync"] == "shared",
+        "overlap_generation contradicts weight_sync: shared: an update would change the weights of a generation",
+        "write weight_sync: auto, or remove overlap_generation"),
+    Rule("vllm_importance_sampling_correction",
+        lambda r: _overlaps(r) and r["use_vllm"] and not r["vllm_importance_sampling_correction"],
+        "overlap_generation is one step off-policy, which vllm_importance_sampling_correction: false leaves as it is",
+        "write vllm_importance_sampling_correction: true, or remove overlap_generation"),
+)
+# fmt: on

@@ -1,0 +1,65 @@
+"""A fake of the run's server whose completions depend on the weights it was given, and on nothing else but the seed."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+from weights.fake_server import FakeServer
+
+LOGPROB = -5.5  # about that of a random model with some 260 tokens
+
+
+class FakeSampler(FakeServer):
+    """Remembers, besides, which weights sampled each request.
+
+    Attributes:
+        weights: a number that stands for the weights of now.
+        sampled_with: prompt, number of completions, seed, and the weights before and after sampling, by request.
+        loaded_during: how many completions were being sampled when weights came, by load.
+        updates: None, or how many updates are done: four requests are a generation, and that of number k waits for k.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = 0
+        self.sampled_with: list[tuple[tuple[int, ...], int, int, int, int]] = []
+        self.loaded_during: list[int] = []
+        self.updates: int | None = None
+        self._requests = 0
+
+    def post(self, path: str, asked: dict[str, Any]) -> dict[str, Any] | None:
+        if asked.get("method") == "grpo_load":
+            self.loaded_during.append(self.under_way)
+            content = Path(asked["kwargs"]["folder"], "model.safetensors").read_bytes()
+            header = int.from_bytes(content[:8], "little")  # it holds the number of the sync
+            self.weights = int.from_bytes(hashlib.sha256(content[8 + header :]).digest()[:4], "big")
+        return super().post(path, asked)
+
+    def _completions(self, asked: dict[str, Any]) -> dict[str, Any]:
+        before, count = self.weights, asked["n"]
+        with self._lock:
+            self.under_way += count
+            generation, self._requests = self._requests // 4, self._requests + 1
+        self._running.wait(10)
+        while self.updates is not None and self.updates < generation:
+            time.sleep(0.005)
+        time.sleep(self.sampling_seconds)
+        choices = []
+        for number in range(count):
+            seed = asked["seed"] + number
+            drawn = [hashlib.sha256(f"{before}/{seed}/{place}".encode()).digest()[0] % 97 for place in range(4)]
+            tokens = drawn[: 1 + drawn[0] % min(4, asked["max_tokens"])]
+            logprobs = {
+                "tokens": [f"token_id:{token}" for token in tokens],
+                "token_logprobs": [LOGPROB] * len(tokens),
+                "top_logprobs": [None] * len(tokens),
+            }
+            choices.append({"prompt_token_ids": asked["prompt"][0], "token_ids": tokens, "logprobs": logprobs})
+        with self._lock:
+            self.under_way -= count
+            (prompt,) = asked["prompt"]
+            self.sampled_with.append((tuple(prompt), count, asked["seed"], before, self.weights))
+        return {"choices": choices}
