@@ -61,17 +61,16 @@ def test_our_own_keys_are_told_apart_from_trls():
         spec.name for spec in dataclasses.fields(trl.GRPOConfig)
     }
     assert ours == {
-        "prompts_per_step", "trim_padding", "tokens_per_micro_batch", "padding_free",
-        "ref_model_name_or_path", "eval_temperature", "eval_top_p",
-        "eval_max_completion_length", "eval_sampling_seed", "server_backend", "max_concurrent_requests", "weight_sync",
-        "weight_guard", "weight_guard_tolerance", "seed_server",
-        "server_request_timeout", "overlap_generation", "vllm_node", "wandb_project", "wandb_entity", "wandb_run_group", "report_samples",
-        "show_completion_steps", "weight_sync_timeout",
-        "server_restarts", "server_stall_timeout", "stall_timeout", "max_requeues",
-        "kl_target", "kl_horizon", "kl_ctl_step_size", "maxent_objective", "maxent_utility",
-        "maxent_tau", "maxent_tau_lr", "maxent_tau_min", "maxent_tau_max", "maxent_tau_warmup_steps", "maxent_beta",
-        "maxent_q_temperature", "maxent_q_epsilon", "maxent_length_normalize_ref", "maxent_length_normalize_policy",
-        "maxent_target_weight_entropy", "maxent_target_eff_rollouts",
+        "prompts_per_step", "trim_padding", "tokens_per_micro_batch", "padding_free", "ref_model_name_or_path",
+        "eval_temperature", "eval_top_p", "eval_max_completion_length", "eval_sampling_seed", "server_backend",
+        "max_concurrent_requests", "weight_sync", "weight_guard", "weight_guard_tolerance", "seed_server",
+        "server_request_timeout", "overlap_generation", "vllm_node", "wandb_project", "wandb_entity",
+        "wandb_run_group", "report_samples", "show_completion_steps", "weight_sync_timeout", "server_restarts",
+        "server_stall_timeout", "stall_timeout", "max_requeues", "kl_target", "kl_horizon", "kl_ctl_step_size",
+        "maxent_objective", "maxent_utility", "maxent_tau", "maxent_tau_lr", "maxent_tau_min", "maxent_tau_max",
+        "maxent_tau_warmup_steps", "maxent_beta", "maxent_q_temperature", "maxent_q_epsilon",
+        "maxent_length_normalize_ref", "maxent_length_normalize_policy", "maxent_target_weight_entropy",
+        "maxent_target_eff_rollouts",
     }  # fmt: skip
 
 

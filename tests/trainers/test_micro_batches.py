@@ -17,7 +17,7 @@ from grpo_recipes.trainers import micro_batches
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 
-from .fixed_completions import make_trainer, tokens_mod_5
+from .fixed_completions import make_trainer, tokens_mod_5, weights_of
 from .tiny_training import DESCENT, SUMS, as_dataset
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
@@ -221,3 +221,17 @@ def test_an_adapter_has_the_gradient_that_it_has_in_micro_batches_of_trl(tmp_pat
         )  # fmt: skip
 
     same(adapted(True), adapted(False), tolerance=2e-6)
+
+
+def test_sixty_steps_of_adam_end_with_the_weights_of_trls_own_micro_batches(tmp_path: Path, model: str) -> None:
+    keys = {**KEYS, "max_steps": 60, "optim": "adamw_torch", "learning_rate": 1e-5, "max_grad_norm": 1.0, "beta": 0.04}
+    before = weights_of(make_trainer(tmp_path, model, GRPOTrainer, **keys))
+    ends = []
+    for on in (True, False):
+        trainer = make_trainer(tmp_path / str(on), model, GRPOTrainer, trim_padding=on, **keys)
+        gradients_of(trainer)
+        ends.append(weights_of(trainer))
+    ours, theirs = ends
+    assert max((theirs[name] - before[name]).abs().max() for name in theirs) > 1e-4
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-5)
