@@ -23,7 +23,7 @@ from .tiny_training import different_characters, train
 # What a checkpoint's file of a rank holds, under the names of the first release: older checkpoints are resumed.
 WINDOW = {
     "step", "split", "buffered", "metrics", "logs", "step_time", "tr_loss", "total_loss", "last_logged", "flos",
-    "total_flos", "tokens_seen", "evaluation_owed",
+    "total_flos", "tokens_seen", "evaluation_owed", "ahead",
 }  # fmt: skip
 Found = list[dict[str, dict[str, Any]]]  # by rank, shape and case: what `resumed_ranks.train` returns
 
@@ -169,7 +169,7 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
     window = torch.load(staged / "grpo_window_0.pt", weights_only=False)
     assert window.keys() == WINDOW
     assert type(window["logs"]["prompt"]) is list and type(window["logs"]["rewards"]) is dict
-    del window["split"]
+    del window["split"], window["ahead"]
     torch.save(window, staged / "grpo_window_0.pt")
     (staged / "COMPLETE").unlink()
     publish(staged, tmp_path / "old" / "checkpoints", 2, 1)

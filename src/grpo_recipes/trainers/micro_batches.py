@@ -14,8 +14,8 @@ metrics are then computed once more from the log-probs that were found, in its o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ class MicroBatches:
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self._parts: list[Rows] = []
+        self._inside = False  # inside ``collecting``; elsewhere a loss is that of the rows that are passed
         self._backward = trainer.accelerator.backward
         # A quantile over TRL's micro-batch, a coefficient that the last one moves, a mean over a whole pass of a
         # mixture of experts, and an optimizer that steps in the backward pass do not allow for other micro-batches.
@@ -52,18 +53,20 @@ class MicroBatches:
         """Forget what was collected of a step that was not taken."""
         self._parts.clear()
 
-    def collecting(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
         """Leave out the backward pass inside where ``loss`` has taken it: what that returns has no gradient."""
 
         def unless_taken(loss: torch.Tensor, **kwargs: Any) -> None:
             if loss.requires_grad:
                 self._backward(loss, **kwargs)
 
-        return replaced(self._trainer.accelerator, backward=unless_taken) if self._on else nullcontext()
+        with replaced(self._trainer.accelerator, backward=unless_taken), replaced(self, _inside=self._on):
+            yield
 
     def take(self, rows: Rows) -> bool:
         """Return whether ``loss`` takes these rows: those of a training step, without images, which are no rows."""
-        return self._on and bool(self._trainer.model.training) and "num_images" not in rows
+        return self._inside and "num_images" not in rows
 
     def loss(self, compute: Loss, model: Any, rows: Rows) -> torch.Tensor:
         """Return TRL's loss of a step, its gradients taken, with the last of its micro-batches; with the others 0.
