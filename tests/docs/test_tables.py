@@ -183,7 +183,7 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
     trl = importlib.metadata.distribution("trl")
     source = Path(str(trl.locate_file("trl/trainer/grpo_trainer.py"))).read_text()
     ours = (REPOSITORY / "src/grpo_recipes/trainers/metrics.py").read_text()
-    for name in ("trainers/checks", "trainers/maxent", "trainers/grpo", "weights/shared"):
+    for name in ("trainers/checks", "trainers/early", "trainers/maxent", "trainers/grpo", "weights/shared"):
         ours += (REPOSITORY / f"src/grpo_recipes/{name}.py").read_text()
     of_episodes = (REPOSITORY / "src/grpo_recipes/rollouts/episodes.py").read_text()
     of_the_loop = {"loss", "grad_norm", "learning_rate", "epoch"}  # transformers' own
