@@ -196,7 +196,8 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
             assert name.removeprefix("seconds/") in ours
         elif name.startswith("rewards/"):
             kind = name.rpartition("/")[2]
-            assert f"rewards/{{reward_func_name}}/{kind}" in source or f"rewards/{{name}}/{kind}" in ours
+            of_each = f"rewards/{{reward_func_name}}/{kind}" in source or f"rewards/{{name}}/{kind}" in ours
+            assert of_each or f'"{name}"' in ours
         elif name.startswith("episodes/"):
             kind, _, whose = name.removeprefix("episodes/").partition("_<")
             made = {"role>": f'f"{kind}_{{', "environment>": 'f"{name}_{label}"', "": f'"{kind}": '}[whose]
