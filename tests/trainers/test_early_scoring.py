@@ -13,6 +13,7 @@ import pytest
 from weights.fake_server import FakeServer
 
 from grpo_recipes.rewards.load import IsolatedReward
+from grpo_recipes.rewards.score import GIVEN_UP
 from grpo_recipes.server.wire import completions_of, packed
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from trainers.scored_trainer import REWARD, make_trainer, own_rewards
@@ -127,15 +128,15 @@ def test_what_is_judged_early_is_what_would_be_judged_afterwards(server, tmp_pat
         assert decided and all(replayed for _, replayed in decided)
 
 
-def test_too_many_unscored_ones_are_counted_from_the_first_group_on(server, tmp_path) -> None:
-    rewards = own_rewards(tmp_path, FAILS.replace("FOLDER", str(tmp_path)))
+def test_those_that_were_unscored_early_count_among_too_many(tmp_path) -> None:
+    (reward,) = own_rewards(tmp_path, FAILS.replace("FOLDER", str(tmp_path)), reward_timeout=30.0)
+    early = reward.score_early({"completions": ["a"], "completion_ids": [[5]]}, 0, None, lambda: False)
+    assert [score.reason for score in early.values()] == ["ZeroDivisionError: division by zero"]
     (tmp_path / "called.txt").unlink()
-    trainer = trainer_of(server, tmp_path, rewards, max_concurrent_requests=1, seed_server=False)
-    trainer.scoring.max_unscored = 0.25
-    with pytest.raises(Exception, match=r"are unscored, more than reward_max_no_verdict: 0\.25"):
-        scored(trainer)
-    most = trainer.scoring.most_unscored(PROMPTS * GROUP)
-    assert most < len((tmp_path / "called.txt").read_text().split()) < PROMPTS * GROUP
+    reward.early, reward.give_up_after = early, 0
+    assert reward(completions=["a", "b"], completion_ids=[[5], [6]]) == [None, None]
+    assert [score.reason == GIVEN_UP for score in reward.scores] == [False, True]
+    assert not (tmp_path / "called.txt").exists()
 
 
 def test_a_completion_that_was_drawn_again_is_judged_again(server, tmp_path) -> None:
