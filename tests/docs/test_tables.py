@@ -183,7 +183,8 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
     trl = importlib.metadata.distribution("trl")
     source = Path(str(trl.locate_file("trl/trainer/grpo_trainer.py"))).read_text()
     ours = (REPOSITORY / "src/grpo_recipes/trainers/metrics.py").read_text()
-    for name in ("trainers/checks", "trainers/maxent", "trainers/grpo", "trainers/ahead", "weights/shared"):
+    producers = ("ahead", "checks", "early", "grpo", "maxent", "micro_batches")
+    for name in (*(f"trainers/{name}" for name in producers), "weights/shared"):
         ours += (REPOSITORY / f"src/grpo_recipes/{name}.py").read_text()
     of_episodes = (REPOSITORY / "src/grpo_recipes/rollouts/episodes.py").read_text()
     of_the_loop = {"loss", "grad_norm", "learning_rate", "epoch"}  # transformers' own
@@ -196,7 +197,8 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
             assert name.removeprefix("seconds/") in ours
         elif name.startswith("rewards/"):
             kind = name.rpartition("/")[2]
-            assert f"rewards/{{reward_func_name}}/{kind}" in source or f"rewards/{{name}}/{kind}" in ours
+            of_each = f"rewards/{{reward_func_name}}/{kind}" in source or f"rewards/{{name}}/{kind}" in ours
+            assert of_each or f'"{name}"' in ours
         elif name.startswith("episodes/"):
             kind, _, whose = name.removeprefix("episodes/").partition("_<")
             made = {"role>": f'f"{kind}_{{', "environment>": 'f"{name}_{label}"', "": f'"{kind}": '}[whose]

@@ -26,7 +26,10 @@ LONG = {"max_tokens": 24, "generation_kwargs": {"ignore_eos": True}}
 
 
 def connect(bench: Bench, url: str, seed: int | None = 7) -> FileClient:
-    args = SimpleNamespace(server_request_timeout=60.0, weight_guard=True, vllm_server_timeout=60.0)
+    args = SimpleNamespace(
+        use_cpu=True, server_request_timeout=60.0, weight_guard=True, vllm_server_timeout=60.0,
+        max_concurrent_requests=256,
+    )  # fmt: skip
     stop = StopRequest(bench.run_dir)
     return FileClient(args=args, run_dir=bench.run_dir, seed=seed, stop=stop, base_url=url)
 

@@ -13,6 +13,8 @@ import pytest
 from documented import documented
 from real_runs import REPOSITORY, SECRET, Launch
 
+from grpo_recipes.server.wire import COMPLETIONS_PATH
+
 
 @pytest.mark.slow
 def test_training_sh_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> None:
@@ -66,13 +68,13 @@ def assert_report_shows_the_run(run: Launch) -> None:
 
 
 def assert_one_weight_load_per_generation(run: Launch) -> None:
-    requests = re.findall(r'"POST (/collective_rpc|/v1/completions|/reset_prefix_cache) HTTP', run.log("server"))
+    requests = re.findall(r'"POST (/collective_rpc|/grpo/completions|/reset_prefix_cache) HTTP', run.log("server"))
     loads, steps = run.log("server").count("grpo: weights loaded"), len(run.rows())
     assert loads == steps
     # One prompt a request, 16 prompts a step; every one after the load of its step, the first one included.
-    assert requests.count("/v1/completions") == 16 * steps
+    assert requests.count(COMPLETIONS_PATH) == 16 * steps
     assert requests.count("/reset_prefix_cache") == steps
-    assert requests.index("/reset_prefix_cache") < requests.index("/v1/completions")
+    assert requests.index("/reset_prefix_cache") < requests.index(COMPLETIONS_PATH)
 
 
 def assert_model_answers_sums_never_trained_on(run: Launch) -> None:

@@ -47,6 +47,7 @@ def test_every_server_is_named_bound_guarded_and_reports_its_weights(read, optio
     middleware = [value for flag, value in itertools.pairwise(argv) if flag == "--middleware"]
     # The last is the first that a request meets: nobody without the token learns anything.
     assert middleware == [
+        "grpo_recipes.server.completions.AnswerInArrays",
         "grpo_recipes.server.middleware.ReportActivity",
         "grpo_recipes.server.middleware.RequireToken",
     ]
@@ -56,7 +57,7 @@ def test_every_server_is_named_bound_guarded_and_reports_its_weights(read, optio
 
 
 def test_the_named_classes_exist():
-    for name in ("grpo_recipes.server.middleware", "grpo_recipes.server.plugin"):
+    for name in ("grpo_recipes.server.middleware", "grpo_recipes.server.completions", "grpo_recipes.server.plugin"):
         assert importlib.util.find_spec(name) is not None
 
 

@@ -43,7 +43,17 @@ def ask(tmp_path, monkeypatch):
     return ask_it
 
 
-PATHS = ["/health", "/v1/models", "/v1/completions", "/collective_rpc", "/update_weights", "/metrics", "/", "//health"]
+PATHS = [
+    "/health",
+    "/v1/models",
+    "/v1/completions",
+    "/grpo/completions",
+    "/collective_rpc",
+    "/update_weights",
+    "/metrics",
+    "/",
+    "//health",
+]
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -54,8 +54,7 @@ def make_trainer(folder: Path, rewards: list[Any], **changes: Any) -> GRPOTraine
         bf16=False,
         gradient_checkpointing=False,
         disable_tqdm=True,
-        use_vllm=False,
-        **changes,
+        **{"use_vllm": False, **changes},
     )
     return GRPOTrainer(
         model=smoke.build_model(tokenizer),

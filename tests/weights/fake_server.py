@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from grpo_recipes.server.middleware import ACTIVITY_PATH, POLICY_HEADER, SYNCED_PATH
 from grpo_recipes.server.plugin import fingerprint
+from grpo_recipes.server.wire import completions_of, packed
 
 WEIGHT = torch.arange(6.0).view(2, 3)
 
@@ -60,7 +61,7 @@ class FakeServer:
         self.refuses: set[str] = set()
         self.wrong: dict[str, tuple[int, bytes | None, int]] = {}
         self.loses: dict[str, int] = {}
-        self.under_way = 0
+        self.under_way = self.most_under_way = 0
         self.queues: list[int] = []  # completions there were at each resume
         self._lock = threading.Lock()
         self._running = threading.Event()
@@ -102,8 +103,9 @@ class FakeServer:
                     self._send(status, body)
                 return left > 0
 
-            def _answer(self, content: dict[str, Any]) -> None:
-                self._send(500 if self.path in fake.refuses else 200, json.dumps(content).encode())
+            def _answer(self, content: dict[str, Any] | bytes) -> None:
+                body = content if isinstance(content, bytes) else json.dumps(content).encode()
+                self._send(500 if self.path in fake.refuses else 200, body)
 
             def _send(self, status: int, body: bytes) -> None:
                 self.send_response(status)
@@ -123,7 +125,7 @@ class FakeServer:
             return {"completions": self.under_way}
         return {"data": [{"id": name} for name in self.serves]}
 
-    def post(self, path: str, asked: dict[str, Any]) -> dict[str, Any] | None:
+    def post(self, path: str, asked: dict[str, Any]) -> dict[str, Any] | bytes | None:
         """The answer; None closes the connection without one."""
         with self._lock:
             self.calls.append(path)
@@ -149,18 +151,17 @@ class FakeServer:
             self.sync = self.sync if self.keeps_sync else sync_of(asked["kwargs"]["folder"])
         return {"results": [self._report()]} if asked.get("method") == "grpo_weights" else {"results": [1]}
 
-    def _completions(self, asked: dict[str, Any]) -> dict[str, Any]:
-        number = asked["n"] * len(asked["prompt"])
+    def _completions(self, asked: dict[str, Any]) -> bytes:
+        number = asked["n"]
         with self._lock:
             self.under_way += number
+            self.most_under_way = max(self.most_under_way, self.under_way)
         time.sleep(self.sampling_seconds)
         self._running.wait(10)
         with self._lock:
             self.under_way -= number
         token = asked.get("seed", 1) % 97
-        logprobs = {"tokens": [f"token_id:{token}"], "token_logprobs": [-0.5], "top_logprobs": [None]}
-        choice = {"prompt_token_ids": asked["prompt"][0], "token_ids": [token]}
-        return {"choices": [choice | {"logprobs": None if asked.get("logprobs") is None else logprobs}] * number}
+        return packed(completions_of([[token]] * number, None if asked["logprobs"] is None else [[-0.5]] * number))
 
     def _report(self) -> dict[str, Any]:
         return {"parameters": {"w": [int(fingerprint(self.held)), "float32"]}, "packed": {}, "sync": self.sync}

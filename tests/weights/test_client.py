@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers.grpo import weight_bridge
 from grpo_recipes.weights import client as module
 from grpo_recipes.weights.file import FileClient
-from grpo_recipes.weights.transport import ServerError
+from grpo_recipes.weights.transport import BadAnswer, ServerError
 from weights.fake_server import WEIGHT
 
 
@@ -105,16 +106,33 @@ def test_with_a_run_seed_every_prompt_of_every_generation_has_its_own(connect, s
         server.asked.clear()
         client.generation = generation
         client.generate([[1], [2], [3]], n=2)
-        seen = {asked["prompt"][0][0]: asked["seed"] for asked in server.asked}
+        seen = {asked["prompt"][0]: asked["seed"] for asked in server.asked}
         assert len(set(seen.values())) == 3
         assert seeds.setdefault(generation, seen) == seen
     assert not set(seeds["0/0"].values()) & set(seeds["1/1"].values())
 
 
-def test_without_a_run_seed_one_request_holds_all_prompts(connect, server) -> None:
-    connect().generate([[1], [2], [3]], n=2)
-    (asked,) = server.asked
-    assert asked["prompt"] == [[1], [2], [3]] and "seed" not in asked
+def test_without_a_run_seed_a_prompt_is_a_request_too_and_the_seed_the_servers(connect, server) -> None:
+    answer = connect().generate([[1], [2], [3]], n=2)
+    assert [asked["prompt"] for asked in server.sampled()] == [[1], [2], [3]]
+    assert not [asked for asked in server.asked if "seed" in asked]
+    assert answer == {"prompt_ids": [[1], [2], [3]], "completion_ids": [[1]] * 6, "logprobs": [[[-0.5]]] * 6}
+
+
+KEYS = {"temperature": 0.7, "max_tokens": 9, "structured_outputs_regex": "[0-9]+", "generation_kwargs": {"stop": ["x"]}}
+
+
+@pytest.mark.parametrize("keys", [{}, KEYS, {"generation_kwargs": {"top_p": 0.5, "structured_outputs": {"json": {}}}}])
+def test_the_server_is_asked_for_what_trl_asks_for(connect, server, keys) -> None:
+    client = connect()
+    client.generate([[1, 2]], n=3, **keys)
+    (ours,) = server.asked
+    server.asked.clear()
+    with pytest.raises(BadAnswer):  # it is no answer in TRL's own form
+        VLLMClient.generate(client, [[1, 2]], n=3, **keys)
+    (theirs,) = server.asked
+    answered = {"return_token_ids", "return_tokens_as_token_ids"}
+    assert ours == {name: value for name, value in theirs.items() if name not in answered} | {"prompt": [1, 2]}
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
+from grpo_recipes.server.wire import COMPLETIONS_PATH
 from grpo_recipes.weights.sampling import sampling_seed
-from grpo_recipes.weights.transport import ServerLost
+from grpo_recipes.weights.transport import BadAnswer, ServerLost
 
 pytestmark = pytest.mark.alone
 
@@ -29,7 +32,7 @@ def test_elsewhere_nothing_is_held_or_ordered(connect, server) -> None:
     client = connect()
     client.generate(PROMPTS, n=2)
     client.generate_seeded(PROMPTS, [5, 6, 7], n=2)
-    assert set(server.calls) == {"/v1/completions"}
+    assert set(server.calls) == {COMPLETIONS_PATH}
     assert not [asked for asked in server.asked if "priority" in asked]
 
 
@@ -50,8 +53,38 @@ def test_more_prompts_than_requests_at_a_time_are_held_in_turn(connect, server) 
     assert all(asked["ignore_eos"] for asked in server.sampled())
 
 
+def test_without_an_order_so_many_requests_are_under_way_and_the_next_does_not_wait_for_the_slowest(
+    connect, server
+) -> None:
+    began, go_on = [], threading.Event()
+    complete = server._completions
+
+    def slow_first(asked):
+        began.append(asked["prompt"])
+        if asked["prompt"] == [0]:
+            assert go_on.wait(10)
+        elif asked["prompt"] == [4]:
+            go_on.set()  # the last one has begun while the first was under way
+        return complete(asked)
+
+    server._completions = slow_first
+    answer = connect(max_concurrent_requests=2).generate([[index] for index in range(5)], n=2)
+    assert go_on.is_set() and sorted(began) == [[index] for index in range(5)]
+    assert server.most_under_way <= 4
+    assert answer["prompt_ids"] == [[index] for index in range(5)] and len(answer["completion_ids"]) == 10
+
+
+def test_after_a_failure_nothing_more_is_asked(connect, server) -> None:
+    server.wrong = {COMPLETIONS_PATH: (400, b"no", 3)}  # one try of a generation each
+    server.sampling_seconds = 0.1
+    client = connect(max_concurrent_requests=1)
+    with pytest.raises(BadAnswer, match="answered 400: no"):
+        client.generate(PROMPTS)
+    assert not server.sampled()
+
+
 def test_a_request_that_fails_does_not_leave_the_engine_paused(connect, server) -> None:
-    server.loses["/v1/completions"] = 2  # the second is the repetition
+    server.loses[COMPLETIONS_PATH] = 2  # the second is the repetition
     server.refuses.add("/health")
     with pytest.raises(ServerLost):
         connect(seed=7).generate([[1]], n=2)
@@ -70,7 +103,7 @@ def test_an_engine_that_others_ask_too_is_neither_waited_for_nor_paused(connect,
     client.others_ask, server.under_way = True, 1
     answer = client.generate_seeded(PROMPTS, [5, 6, 7], n=2)
     assert answer["completion_ids"] == [[5], [5], [6], [6], [7], [7]]
-    assert set(server.calls) == {"/v1/completions"}
+    assert set(server.calls) == {COMPLETIONS_PATH}
     assert not [asked for asked in server.asked if "priority" in asked]
 
 

@@ -7,10 +7,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save
 
+from grpo_recipes.server.wire import COMPLETIONS_PATH, completions_of, packed, unpacked
 from grpo_recipes.weights import client as client_module
 from grpo_recipes.weights.file import FileClient
 from grpo_recipes.weights.transport import BadAnswer, ServerError, need_completions
@@ -19,22 +22,30 @@ from weights.fake_server import WEIGHT, FakeServer
 PROMPTS = [[1], [2]]
 RESET = "/reset_prefix_cache"
 FORCED = f"{RESET}?reset_running_requests=true"
-PATHS = ["/v1/completions", "/pause?mode=keep", "/resume", "/collective_rpc", "/grpo/activity", RESET]
+PATHS = [COMPLETIONS_PATH, "/pause?mode=keep", "/resume", "/collective_rpc", "/grpo/activity", RESET]
 
 
-def choices(token: Any = 5, logprob: Any = -0.5, tokens: int = 1, count: int = 2, **changed: Any) -> dict[str, Any]:
-    logprobs = {"tokens": [f"token_id:{token}"] * tokens, "token_logprobs": [logprob] * tokens}
-    logprobs["top_logprobs"] = [None] * tokens
-    one = {"prompt_token_ids": [1], "token_ids": [token] * tokens, "logprobs": logprobs, **changed}
-    return {"choices": [one] * count}
+def body(
+    token: int = 5, logprob: float | None = -0.5, tokens: int = 1, count: int = 2, **changed: np.ndarray | None
+) -> bytes:
+    """An answer, some of its arrays changed or, None, left out."""
+    scored = None if logprob is None else [[logprob] * tokens] * count
+    arrays = completions_of([[token] * tokens] * count, scored)._asdict() | changed
+    return save({name: array for name, array in arrays.items() if array is not None})
 
 
+def int32(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+RIGHT = body()
 WRONG_COMPLETIONS = [
-    {}, {"choices": None}, {"choices": []}, {"choices": [{}]}, {"choices": [7]}, choices(count=1), choices(count=3),
-    choices(token=97), choices(token=-1), choices(token="5"), choices(token=None), choices(tokens=0), choices(tokens=5),
-    choices(logprob=float("nan")), choices(logprob=float("inf")), choices(logprob=None), choices(logprob="-0.5"),
-    choices(logprobs=None), choices(logprobs={}), choices(logprobs={"tokens": []}), choices(token_ids=None),
-    choices(token_ids=[5, 6]),
+    b"", b"{}", b"[]", RIGHT[:-1], RIGHT[:30], RIGHT + b"x", body(count=1), body(count=3), body(count=0),
+    body(token=97), body(token=-1), body(tokens=0), body(tokens=5), body(logprob=float("nan")),
+    body(logprob=float("inf")), body(logprob=None), body(ids=None), body(lengths=None), body(ids=int32(5, 6, 7)),
+    body(lengths=int32(1, 2)), body(lengths=int32(3, -1)), body(lengths=int32(2**31 - 1, 3)),
+    body(logprobs=np.array([-0.5], np.float32)), body(ids=np.array([5, 5])), body(lengths=int32(1, 1)[:, None]),
+    body(ids=np.array([5.0, 5.0])), body(logprobs=np.array([-0.5, -0.5])),
 ]  # fmt: skip
 CONTENTS = [{}, {"results": None}, {"results": []}, {"results": [7]}, {"results": [{"parameters": {}}]},
             {"results": [{"parameters": {"w": 1}, "packed": {}}]}, {"completions": "many"}]  # fmt: skip
@@ -43,7 +54,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-bodies = st.sampled_from([*WRONG_COMPLETIONS, *CONTENTS]).map(lambda one: json.dumps(one).encode())
+bodies = st.sampled_from(WRONG_COMPLETIONS) | st.sampled_from(CONTENTS).map(lambda one: json.dumps(one).encode())
 answers = st.tuples(st.sampled_from([200, 400, 500, 503]), bodies | st.binary(max_size=40))
 answers |= st.sampled_from([(204, b""), (200, None)])  # nothing follows a 204; None: no answer at all
 
@@ -77,11 +88,11 @@ def impatient(connect: Callable[..., FileClient], healthy: tuple[FileClient, Any
 
 
 @given(path=st.sampled_from(PATHS), answer=answers, times=st.sampled_from([1, 2, 50]))
-@example(path="/v1/completions", answer=(500, b"{}"), times=1)
+@example(path=COMPLETIONS_PATH, answer=(500, b"{}"), times=1)
 @example(path="/pause?mode=keep", answer=(503, b"{}"), times=1)
 @example(path="/resume", answer=(503, b"{}"), times=2)
 @example(path="/collective_rpc", answer=(500, b"{}"), times=2)
-@example(path="/v1/completions", answer=(200, None), times=2)
+@example(path=COMPLETIONS_PATH, answer=(200, None), times=2)
 @example(path=RESET, answer=(500, b"{}"), times=2)
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 def test_a_wrong_answer_costs_nothing_or_ends_in_one_line(
@@ -105,8 +116,10 @@ def test_a_wrong_answer_costs_nothing_or_ends_in_one_line(
 @pytest.mark.parametrize("content", WRONG_COMPLETIONS)
 def test_completions_that_are_not_what_was_asked_for_are_never_trained_on(healthy, server, content) -> None:
     client, _ = healthy
-    server.wrong = {"/v1/completions": (200, json.dumps(content).encode(), 99)}
-    said = rf"the vLLM server at {re.escape(server.url)} gave no usable answer: .* \(in /v1/completions; log: its own\)"
+    server.wrong = {COMPLETIONS_PATH: (200, content, 99)}
+    said = (
+        rf"the vLLM server at {re.escape(server.url)} gave no usable answer: .* \(in {COMPLETIONS_PATH}; log: its own\)"
+    )
     with pytest.raises(BadAnswer, match=said):
         client.generate(PROMPTS, n=2, max_tokens=4)
 
@@ -114,15 +127,18 @@ def test_completions_that_are_not_what_was_asked_for_are_never_trained_on(health
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (choices(token=97), "token 97, and the model has 97"),
-        (choices(tokens=5), "a completion of 5 tokens where at most 4 were asked for"),
-        (choices(count=1), "1 completions where 2 were asked for"),
-        (choices(logprob=float("nan")), "2 log-probs that are not finite"),
-        (choices(logprobs=None), "not one log-prob for each token"),
+        (body(token=97), "token 97, and the model has 97"),
+        (body(tokens=5), "a completion of 5 tokens where at most 4 were asked for"),
+        (body(count=1), "1 completions where 2 were asked for"),
+        (body(logprob=float("nan")), "2 log-probs that are not finite"),
+        (body(logprob=None), "not one log-prob for each token"),
+        (RIGHT[:-1], "bytes that are no completions"),
+        (body(ids=int32(5, 6, 7)), "3 tokens where the lengths say 2"),
+        (body(ids=np.array([5, 5])), "arrays of other kinds: .*int64"),
     ],
 )
 def test_the_message_names_what_is_wrong(healthy, server, answer, said) -> None:
-    server.wrong = {"/v1/completions": (200, json.dumps(answer).encode(), 99)}
+    server.wrong = {COMPLETIONS_PATH: (200, answer, 99)}
     with pytest.raises(BadAnswer, match=said):
         healthy[0].generate(PROMPTS, n=2, max_tokens=4)
 
@@ -141,13 +157,14 @@ def test_a_request_of_another_client_does_not_keep_the_cache_of_old_weights(heal
 
 
 def test_what_was_right_stays_right() -> None:
-    need_completions({"completion_ids": [[0, 96], [5]], "logprobs": [[[-1.0], [0.0]], [[-9999.0]]]}, 2, 2, 97, 0)
-    need_completions({"completion_ids": [[7], [5]], "logprobs": None}, 2, 2, None, None)
+    right = completions_of([[0, 96], [5]], [[-1.0, 0.0], [float("-inf")]])
+    need_completions(unpacked(packed(right)), 2, 2, 97, 0)
+    need_completions(completions_of([[7], [5]], None), 2, 2, None, None)
 
 
 def test_the_log_of_the_server_is_named(healthy, server, tmp_path) -> None:
     (tmp_path / "plan.json").write_text('{"processes": [{"role": "server", "log": "logs/liv_vllm_x.log"}]}')
-    server.wrong = {"/v1/completions": (500, b'{"error": "out of range"}', 99)}
+    server.wrong = {COMPLETIONS_PATH: (500, b'{"error": "out of range"}', 99)}
     with pytest.raises(BadAnswer, match=r'answered 500: {"error": "out of range"} .*log: logs/liv_vllm_x\.log'):
         healthy[0].generate(PROMPTS, n=2)
 

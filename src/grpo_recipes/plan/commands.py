@@ -257,7 +257,8 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
         trl = str(Path(sys.executable).with_name("trl"))
         program, needed = [trl, "vllm-serve", "--model", model, "--vllm-model-impl", implementation], {}
     parallel, revision = recipe["vllm_tensor_parallel_size"], recipe["model_revision"]
-    middleware = ("ReportActivity", "RequireToken")  # the last is the first that a request meets
+    # The last is the first that a request meets.
+    middleware = ("completions.AnswerInArrays", "middleware.ReportActivity", "middleware.RequireToken")
     flags = {
         "--served-model-name": name,
         "--host": host,
@@ -277,7 +278,7 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
         "--revision": revision if revision != "main" else None,
         **needed,
     }
-    layers = [text for layer in middleware for text in ("--middleware", f"grpo_recipes.server.middleware.{layer}")]
+    layers = [text for layer in middleware for text in ("--middleware", f"grpo_recipes.server.{layer}")]
     return [*program, *layers, *_flags(flags)]
 
 

@@ -182,9 +182,12 @@ class RewardWrapper:
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Return the reward of each completion, (B,); None where it is unscored."""
-        named = dict.fromkeys(self._solutions, columns["answer"]) if "answer" in columns else {}
-        self.scores = self._score(len(completions), {**named, **columns, "completions": completions})
+        self.scores = self._score(len(completions), self.named({**columns, "completions": completions}))
         return [score.value for score in self.scores]
+
+    def named(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Return columns of TRL's, and ``answer`` under its further names."""
+        return {**(dict.fromkeys(self._solutions, columns["answer"]) if "answer" in columns else {}), **columns}
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
         try:

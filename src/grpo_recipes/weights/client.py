@@ -5,7 +5,7 @@ and asked again. When the run is asked to stop, no request is waited for.
 """
 
 import contextlib
-import math
+import inspect
 import os
 import threading
 import time
@@ -26,6 +26,7 @@ from grpo_recipes.recipe.registry import BRIDGES
 from grpo_recipes.runs.rundir import SERVER_STATE, Run, json_mapping, read_json
 from grpo_recipes.runs.stop_request import LOOK_SECONDS, StopRequest
 from grpo_recipes.server.middleware import ACTIVITY_PATH, POLICY_HEADER, SYNCED_PATH
+from grpo_recipes.server.wire import COMPLETIONS_PATH, completions_of, unpacked
 from grpo_recipes.weights.guard import WeightsDiffer, checksum_error, differing, sent_fingerprint
 from grpo_recipes.weights.sampling import sampling_seed
 from grpo_recipes.weights.transport import (
@@ -46,6 +47,12 @@ _TRIES, _AGAIN_SECONDS = 3, 0.5  # of a request that is answered wrongly; the pa
 _MOST_TEXT = 200  # characters of an answer in a message
 Metadata = list[tuple[str, str, list[int]]]  # name, dtype and shape of each tensor, in order
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
+Rows = tuple[list[list[int]], list[list[list[float]]] | None]  # of some completions ids, and log-probs of (B, T, 1)
+_TRL_SAMPLING = {  # what TRL asks for where its caller does not say
+    name: parameter.default
+    for name, parameter in inspect.signature(VLLMClient.generate).parameters.items()
+    if parameter.default is not None and name not in ("self", "prompts", "n")
+}
 Answer = TypeVar("Answer")
 
 
@@ -72,6 +79,9 @@ class BridgeClient(VLLMClient):
         self.rows: list[int] | None = None  # by which each prompt's seed is derived; by its place where None
         self.policy_version: int | None = None  # optimizer step of the weights of the next sync, set by the trainer
         self.others_ask = False  # whether environments, too, ask the server for completions; set by their rollouts
+        # Called with the place and the completions of each prompt as soon as these are there, from any thread, and
+        # again where the server was lost meanwhile.
+        self.arrived: Callable[[int, list[list[int]]], None] | None = None
         self._served_version: int | None = None  # that of the last sync that was completed
         self._held: dict[str, Any] = {}  # the first report of what the server holds
         self._streamed: dict[str, torch.Tensor] = {}
@@ -139,9 +149,12 @@ class BridgeClient(VLLMClient):
         """Return the JSON object of an answer; BadAnswer for anything else."""
         content = json_mapping(answer.content)
         if answer.status_code != 200 or content is None:
-            text = " ".join(answer.text[:_MOST_TEXT].split()) or "nothing"
-            raise self._bad(url.removeprefix(self.base_url), f"answered {answer.status_code}: {text}")
+            raise self._refused(url.removeprefix(self.base_url), answer)
         return content
+
+    def _refused(self, path: str, answer: requests.Response) -> BadAnswer:
+        text = " ".join(answer.text[:_MOST_TEXT].split()) or "nothing"
+        return self._bad(path, f"answered {answer.status_code}: {text}")
 
     def _bad(self, path: str, what: str) -> BadAnswer:
         processes = Run(self._run_dir).plan.get("processes", [])
@@ -314,12 +327,11 @@ class BridgeClient(VLLMClient):
             raise self._bad(paths[1], "did not empty its prefix cache, which is of the weights before")
 
     def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
-        """Generate as TRL does; with a run seed, one request and one seed per prompt."""
-        seeds = self._seeds(len(prompts))
-        if seeds is None or features is not None:
-            sample = partial(self._completions, prompts, n, features=features, **kwargs)
+        """Generate as TRL does, a request per prompt; with a run seed, each has its own."""
+        if features is not None:
+            sample = partial(self._with_images, prompts, features, n, **kwargs)
             return self._unless_stopping(sample, prompts, n)
-        return self.generate_seeded(prompts, seeds, n=n, **kwargs)
+        return self.generate_seeded(prompts, self._seeds(len(prompts)), n=n, **kwargs)
 
     def _seeds(self, prompts: int) -> list[int] | None:
         """Return the sampling seed of each of so many prompts; None in a run without seeds."""
@@ -329,51 +341,88 @@ class BridgeClient(VLLMClient):
         return [sampling_seed(self._seed, self.generation, row) for row in rows]
 
     def generate_seeded(
-        self, prompts: Sequence[Any], seeds: Sequence[int], n: int = 1, **kwargs: Any
+        self, prompts: Sequence[Any], seeds: Sequence[int] | None, n: int = 1, **kwargs: Any
     ) -> dict[str, list[Any]]:
         """Generate as TRL does, but a request per prompt with a seed of its own: vLLM gives completion k seed + k.
 
-        Where others ask the server too, the engine is not paused: it would never have our completions alone.
+        None is the server's own seed. Where others ask the server too, the engine is not paused: it would never have
+        our completions alone.
         """
         extra = kwargs.pop("generation_kwargs", None) or {}
         ordered = self._seed is not None and not self.others_ask
 
-        def sample(index: int) -> dict[str, Any]:
+        def sample(index: int) -> Rows:
+            own = {} if seeds is None else {"seed": seeds[index]}
             order = {"priority": index} if ordered else {}
-            own = {"seed": seeds[index], **order, **extra}
-            return self._completions([prompts[index]], n, generation_kwargs=own, **kwargs)
+            return self._completions(prompts[index], n, {**kwargs, **own, **order, **extra})
 
         def sample_all() -> dict[str, Any]:
             """Request each prompt, some at a time, and join the answers in the order of the prompts."""
-            answers: list[dict[str, Any]] = []
-            for start in range(0, len(prompts), self._args.max_concurrent_requests):
-                share = range(start, min(start + self._args.max_concurrent_requests, len(prompts)))
+            at_once, answers = self._args.max_concurrent_requests, dict[int, Rows]()
+            for start in range(0, len(prompts), at_once if ordered else len(prompts)):
+                share = range(start, min(start + at_once, len(prompts)) if ordered else len(prompts))
                 with self._engine_paused(len(share) * n) if ordered else contextlib.nullcontext([]) as futures:
-                    futures += [in_thread(partial(sample, index)) for index in share]
-                answers += [future.result() for future in futures]
-            return {
-                key: None if first is None else [row for answer in answers for row in answer[key]]
-                for key, first in answers[0].items()
-            }
+                    futures += self._in_window(sample, share, answers)
+                for future in futures:
+                    future.result()
+            joined = [answers[index] for index in range(len(prompts))]
+            logprobs = None if joined[0][1] is None else [row for _, rows in joined for row in rows or []]
+            ids = [row for rows, _ in joined for row in rows]
+            return {"prompt_ids": list(prompts), "completion_ids": ids, "logprobs": logprobs}
 
         return self._unless_stopping(sample_all, prompts, n)
 
-    def _completions(self, prompts: Sequence[Any], n: int, **kwargs: Any) -> dict[str, Any]:
-        """Request completions as TRL does; BadAnswer unless each is there, of known tokens with finite log-probs."""
-        limits = {"max_tokens": math.inf, **kwargs, **(kwargs.get("generation_kwargs") or {})}
-        with self._reading("/v1/completions"):
-            answer = dict(VLLMClient.generate(self, prompts, n=n, **kwargs))
-            need_completions(answer, len(prompts) * n, limits["max_tokens"], self.vocabulary, limits.get("logprobs", 0))
+    def _in_window(
+        self, ask: Callable[[int], Rows], places: Sequence[int], answers: dict[int, Rows]
+    ) -> list[Future[None]]:
+        """Ask for each place, so many at a time, and enter the answers; return what works at it.
+
+        After a failure, or when the run stops, nothing more is asked.
+        """
+        left, workers = iter(places), list[Future[None]]()
+
+        def work() -> None:
+            for place in left:  # which all of them share
+                if self._stops or any(one.done() for one in workers):  # one that is done while some are left failed
+                    return
+                answers[place] = ask(place)
+                if self.arrived is not None:
+                    self.arrived(place, answers[place][0])
+
+        workers += [in_thread(work) for _ in range(min(self._args.max_concurrent_requests, len(places)))]
+        return workers
+
+    def _completions(self, prompt: Sequence[int], n: int, sampling: dict[str, Any]) -> Rows:
+        """Return ids and log-probs of a prompt's completions; BadAnswer unless each is there, as it was asked for."""
+        if (regex := sampling.pop("structured_outputs_regex", None)) is not None:
+            sampling.setdefault("structured_outputs", {"regex": regex})
+        asked = {"model": self.model, "prompt": prompt, "n": n, **_TRL_SAMPLING, **sampling}
+        answer = self.session.post(f"{self.base_url}{COMPLETIONS_PATH}", json=asked)
+        if answer.status_code != 200:
+            raise self._refused(COMPLETIONS_PATH, answer)
+        with self._reading(COMPLETIONS_PATH):
+            found = unpacked(answer.content)
+            need_completions(found, n, asked["max_tokens"], self.vocabulary, asked["logprobs"])
+            return found.rows()
+
+    def _with_images(self, prompts: Sequence[Any], features: Any, n: int, **kwargs: Any) -> dict[str, Any]:
+        """Request completions of prompts with images as TRL does."""
+        asked = {**_TRL_SAMPLING, **kwargs, **(kwargs.get("generation_kwargs") or {})}
+        with self._reading("/inference/v1/generate"):
+            answer = dict(VLLMClient.generate(self, prompts, features, n, **kwargs))
+            logprobs = answer["logprobs"] and [[one for (one, *_) in row] for row in answer["logprobs"]]
+            found = completions_of(answer["completion_ids"], logprobs)
+            need_completions(found, len(prompts) * n, asked["max_tokens"], self.vocabulary, asked["logprobs"])
         return answer
 
     @contextlib.contextmanager
-    def _engine_paused(self, completions: int) -> Iterator[list[Future[dict[str, Any]]]]:
+    def _engine_paused(self, completions: int) -> Iterator[list[Future[None]]]:
         """Pause the engine until it has all ``completions`` that are requested inside, or a request has failed.
 
         Which completions share a forward pass, by when they arrive, decides the last bits of their log-probs. Pausing
         also empties the engine's prefix cache.
         """
-        futures: list[Future[dict[str, Any]]] = []
+        futures: list[Future[None]] = []
         self._wait_for_queue(0, futures)  # until the engine has finished or dropped everything else
         self.pause("keep")
         with contextlib.ExitStack() as afterwards:
@@ -405,8 +454,7 @@ class BridgeClient(VLLMClient):
                 return dict(answer.result())
             self._abort(answer)
         rows = len(prompts) * n
-        tokens = {"completion_ids": [[0]] * rows, "logprobs": [[[0.0]]] * rows, "logprob_token_ids": [[[0]]] * rows}
-        return {"prompt_ids": list(prompts), **tokens}
+        return {"prompt_ids": list(prompts), "completion_ids": [[0]] * rows, "logprobs": [[[0.0]]] * rows}
 
     def _abort(self, generation: Future[Any]) -> None:
         """End the generation in flight; a server that hangs releases nothing, and is left after 10 seconds."""

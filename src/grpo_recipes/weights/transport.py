@@ -3,15 +3,16 @@
 import contextlib
 import math
 from http.client import RemoteDisconnected
-from itertools import chain
 from typing import Any
 from urllib.parse import urljoin
 
+import numpy as np
 import requests
 from requests.adapters import HTTPAdapter
 from urllib3.exceptions import ProtocolError
 
 from grpo_recipes.errors import translate
+from grpo_recipes.server.wire import Completions
 
 # Steps of a weight transfer meet the trainer in a collective: a second one would find nobody there.
 NOT_REPEATED = {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
@@ -90,22 +91,21 @@ class ServerAdapter(HTTPAdapter):
         return False
 
 
-def need_completions(answer: dict[str, Any], count: int, longest: float, vocabulary: int | None, scored: Any) -> None:
-    """Raise ValueError unless an answer has ``count`` completions of known tokens.
+def need_completions(found: Completions, count: int, longest: int, vocabulary: int | None, scored: Any) -> None:
+    """Raise ValueError unless there are ``count`` completions of known tokens.
 
-    With ``scored``, the ``logprobs`` that were asked for or None, each token must have finite log-probs.
+    With ``scored``, the ``logprobs`` that were asked for or None, each token must have a finite log-prob.
     """
-    ids, known = answer["completion_ids"], math.inf if vocabulary is None else vocabulary
-    if len(ids) != count:
-        raise ValueError(f"{len(ids)} completions where {count} were asked for")
-    if wrong := [length for length in map(len, ids) if not 0 < length <= longest]:
+    lengths, ids, logprobs = found
+    if len(lengths) != count:
+        raise ValueError(f"{len(lengths)} completions where {count} were asked for")
+    if len(wrong := lengths[(lengths <= 0) | (lengths > longest)]):
         raise ValueError(f"a completion of {wrong[0]} tokens where at most {longest} were asked for")
-    if strange := [one for one in set(chain(*ids)) if type(one) is not int or not 0 <= one < known]:
-        raise ValueError(f"token {strange[0]!r}, and the model has {known}")
+    if len(strange := ids[(ids < 0) | (ids >= (math.inf if vocabulary is None else vocabulary))]):
+        raise ValueError(f"token {strange[0]}, and the model has {vocabulary}")
     if scored is None:
         return
-    logps = answer["logprobs"] or []
-    if [len(row) for row in logps] != [len(row) for row in ids] or not all(chain(*logps)):
+    if logprobs is None or len(logprobs) != len(ids):
         raise ValueError("not one log-prob for each token")
-    if broken := sum(one is None or not math.isfinite(one) for one in chain(*chain(*logps))):  # None: TRL's for NaN
+    if broken := int((~np.isfinite(logprobs)).sum()):
         raise ValueError(f"{broken} log-probs that are not finite")

@@ -1,0 +1,72 @@
+"""A real server: what travels for a completion, and that it is what vLLM's own answer has, to the last bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from one_by_one import Bench
+from safetensors.numpy import load
+from test_exact_sampling import connect
+from trl.generation.vllm_client import VLLMClient
+
+from grpo_recipes.server.wire import COMPLETIONS_PATH
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [6, 12]]
+COMPLETIONS, TOKENS = 4, 40
+SAMPLING = {"n": COMPLETIONS, "max_tokens": TOKENS, "temperature": 0.7, "top_p": 0.9}
+STOPPED = {"max_tokens": TOKENS, "generation_kwargs": {"stop": ["<"], "ignore_eos": True}}
+
+
+class FakeWatcher:
+    """Keeps every answer that a session gets beside handing it on."""
+
+    def __init__(self, session: requests.Session):
+        self.answers: list[requests.Response] = []
+        session.hooks["response"].append(lambda answer, *_, **__: self.answers.append(answer))
+
+    def of(self, path: str) -> list[requests.Response]:
+        return [answer for answer in self.answers if answer.request.path_url == path]
+
+
+def both(client: Any, prompt: list[int], seed: int, **sampling: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same completions by our endpoint and by TRL's own client: alone in the engine, with an empty cache."""
+    extra = {"seed": seed, **sampling.pop("generation_kwargs", {})}
+    client.reset_prefix_cache()
+    ours = client.generate_seeded([prompt], [seed], generation_kwargs=extra, **sampling)
+    client.reset_prefix_cache()
+    return ours, VLLMClient.generate(client, [prompt], generation_kwargs=extra, **sampling)
+
+
+@pytest.mark.slow
+def test_ids_and_one_log_prob_a_token_travel_and_are_those_of_vllms_own_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path)
+    for name in ("GRPO_TOKEN_FILE", "GRPO_RUN", "GRPO_SYNC_DIR"):
+        monkeypatch.setenv(name, bench.environment[name])
+    with bench.server() as url:
+        client = connect(bench, url, seed=None)
+        watcher = FakeWatcher(client.session)
+        for seed, prompt in enumerate(PROMPTS):
+            ours, theirs = both(client, prompt, seed, **SAMPLING)
+            assert ours == {name: theirs[name] for name in ours}  # log-probs as floats: to the last bit
+        ours, theirs = both(client, PROMPTS[0], 5, **STOPPED)  # a text that the server has to look for
+        assert ours["completion_ids"] == theirs["completion_ids"] and len(ours["completion_ids"][0]) < TOKENS
+
+        for answer, other in zip(watcher.of(COMPLETIONS_PATH), watcher.of("/v1/completions"), strict=True):
+            arrays, told = load(answer.content), json.loads(other.content)["choices"]
+            tokens = sum(len(one["token_ids"]) for one in told)
+            assert {name: array.shape for name, array in arrays.items()} == {
+                "lengths": (len(told),), "ids": (tokens,), "logprobs": (tokens,)
+            }  # fmt: skip
+            assert len(answer.content) <= 8 * tokens + 4 * len(told) + 300
+
+        client.generate_seeded(PROMPTS, [1, 2, 3], logprobs=None, **SAMPLING)
+        assert all("logprobs" not in load(answer.content) for answer in watcher.of(COMPLETIONS_PATH)[-len(PROMPTS) :])
+        wrong = client.session.post(f"{url}{COMPLETIONS_PATH}", json={"model": "another", "prompt": [5]})
+        assert (wrong.status_code, wrong.json()["error"]["type"]) == (404, "NotFoundError")
+        assert requests.post(f"{url}{COMPLETIONS_PATH}", json={"prompt": [5]}, timeout=10).status_code == 401

@@ -1,0 +1,44 @@
+"""What travels for a completion: its ids and one log-prob a token, the same bits on both sides."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load
+
+from grpo_recipes.server.wire import completions_of, packed, unpacked
+
+logprobs = st.floats(max_value=0.0, width=32, allow_nan=False)
+tokens = st.tuples(st.integers(0, 2**31 - 1), logprobs)
+
+
+@given(st.lists(st.lists(tokens, min_size=1, max_size=5), min_size=1, max_size=5))
+def test_the_same_bits_arrive(completions) -> None:
+    ids = [[token for token, _ in row] for row in completions]
+    scored = [[logprob for _, logprob in row] for row in completions]
+    arrived, of_each = unpacked(packed(completions_of(ids, scored))).rows()
+    assert arrived == ids
+    lowest = [[[max(logprob, -9999.0)] for logprob in row] for row in scored]  # as JSON from vLLM had it
+    assert of_each == lowest
+    assert [math.copysign(1, one) for row in of_each for (one,) in row] == [
+        math.copysign(1, one) for row in scored for one in row
+    ]
+
+
+def test_without_log_probs_none_travel() -> None:
+    body = packed(completions_of([[1, 2], [3]], None))
+    assert set(load(body)) == {"ids", "lengths"}
+    assert unpacked(body).rows() == ([[1, 2], [3]], None)
+
+
+def test_a_log_prob_that_is_not_a_number_stays_one_for_the_trainer_to_refuse() -> None:
+    assert np.isnan(unpacked(packed(completions_of([[1]], [[math.nan]]))).logprobs).all()
+
+
+def test_a_token_without_log_prob_is_not_sent() -> None:
+    with pytest.raises(ValueError, match="not one log-prob for each token"):
+        completions_of([[1, 2]], [[-0.5]])
