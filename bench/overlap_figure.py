@@ -50,9 +50,8 @@ def main() -> None:
             continue
         steps = len(runs[True][0])
         begins = range(0, steps, WINDOW)
-        print(
-            f"\n{title}, {len(runs[True])} seeds\n\n| steps | synchronous | overlapped | difference |\n|---|---|---|---|"
-        )
+        print(f"\n{title}, {len(runs[True])} seeds\n")
+        print("| steps | synchronous | overlapped | difference |\n|---|---|---|---|")
         for begin in begins:
             pair = means(runs[False], begin), means(runs[True], begin)
             apart = [after - before for before, after in zip(*pair, strict=True)]
