@@ -9,7 +9,7 @@ from typing import Any
 from grpo_recipes.paths import home
 
 PAGE = home() / "docs/performance.md"
-BEGIN, END = "<!-- speed: made by bench/speed.py -->\n", "<!-- end of speed -->\n"
+BEGIN = "## Measured\n"  # what stands below it is made here
 # Part -> its heading, what its ratios are to, and (case, arm) -> the goal; a case of None is any.
 PARTS: dict[str, tuple[str, str, dict[tuple[str | None, str], float]]] = {
     "update": ("Update phase", "bare TRL", {
@@ -25,17 +25,15 @@ GOALS = {"check": 1.0, "plan": 1.0, "launch": 25.0}  # seconds
 
 
 def write_page(record: dict[str, Any]) -> None:
-    """Put the tables between the marks of the page."""
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(before + BEGIN + tables(record) + END + rest.split(END)[1])
+    """Put the tables below the last heading of the page."""
+    PAGE.write_text(PAGE.read_text().split(BEGIN)[0] + BEGIN + tables(record))
 
 
 def tables(record: dict[str, Any]) -> str:
     """Return a table for each part that was measured."""
     parts = [_ratios(name, record[name]) for name in PARTS if name in record]
     parts += [_commands(record["commands"])] if "commands" in record else []
-    return "\n" + "\n\n".join(parts) + "\n\n"
+    return "\n" + "\n\n".join(parts) + "\n"
 
 
 def _ratios(name: str, part: dict[str, Any]) -> str:
