@@ -165,11 +165,10 @@ class PlainClient(VLLMClient):
     """TRL's client with the plainest sync there is on CPU: a file, and vLLM's own reload. TRL's NCCL raises there."""
 
     def check_server(self, *args: Any, **kwargs: Any) -> None:
-        """Send the token that the server wants."""
+        """Send the token that the server wants, which ``served`` has waited for; TRL would ask without it, for ever."""
         token = Path(os.environ["GRPO_TOKEN_FILE"]).read_text().strip()
         self.session.headers["Authorization"] = f"Bearer {token}"
         self.session.trust_env = False
-        super().check_server(*args, **kwargs)
 
     def init_communicator(self, device: Any = 0) -> None:
         """Open nothing."""
