@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from statistics import median
 from typing import Any
@@ -13,6 +14,9 @@ import pytest
 from doc_pages import PAGES, REPOSITORY, table_rows
 
 from grpo_recipes.recipe.keys import catalogue
+
+sys.path.insert(0, str(REPOSITORY / "bench"))
+import speed_page
 
 RECORDS = sorted((REPOSITORY / "bench/results").iterdir())
 PAGE = REPOSITORY / "docs/measurements.md"
@@ -59,36 +63,11 @@ def test_pages_name_no_record_that_is_gone() -> None:
             assert (REPOSITORY / "bench/results" / name).exists(), (page.name, name)
 
 
-def test_the_overhead_that_the_page_tells_is_the_recorded_one() -> None:
-    record = json.loads((REPOSITORY / "bench/results/step_overhead.json").read_text())["transformers_generation"]
-    ours, noise, text = record["ours"], record["noise"]["bare TRL again"], " ".join(PAGE.read_text().split())
-    low, high = ours["ratio_median_95"]
-    told = (
-        f"{ours['ratio_median']:.2f} times that of `trl.GRPOTrainer` (median of {ours['steps']} pairs of neighbouring "
-    )
-    assert f"{told}steps, 95 % interval {low:.2f} to {high:.2f})" in text
-    low, high = noise["ratio_median_95"]
-    assert f"bare TRL beside itself gives {noise['ratio_median']:.2f} ({low:.2f} to {high:.2f})" in text
-    assert f"The goal was {record['target']}" in text and record["command"] in text
-
-
-def test_what_padding_takes_is_the_recorded_one() -> None:
-    record, text = (
-        json.loads((REPOSITORY / "bench/results/padding.json").read_text()),
-        " ".join(PAGE.read_text().split()),
-    )
-    varied, equal = record["lognormal"], record["equal"]
-    fed, theirs = (varied[name]["fed_per_real_token"] for name in ("ours", "bare TRL"))
-    assert fed <= 1.1 and f"fed {fed:.2f} tokens for each real one, and {theirs:.2f} by TRL" in text
-    ours, flat = varied["ours"]["ratio_to_bare_trl"], equal["ours"]["ratio_to_bare_trl"]
-    assert f"takes {ours['median']:.2f} times as long" in text and f"takes {flat['median']:.2f} times as long" in text
-    assert f"{len(varied['ours']['seconds'])} pairs" in text
-    assert f"interval {ours['low']:.2f} to {ours['high']:.2f})" in text
-    assert f"({flat['low']:.2f} to {flat['high']:.2f})" in text
-    again = [one["bare TRL again"]["ratio_to_bare_trl"] for one in (varied, equal)]
-    shares = ", and ".join(f"{one['low']:.2f} to {one['high']:.2f}" for one in again)
-    assert f"gives {again[0]['median']:.2f} and {again[1]['median']:.2f} ({shares})" in text
-    assert not any(one["ours"]["largest_difference_of_losses"] for one in (varied, equal))
+def test_the_tables_of_the_speed_are_those_of_the_record() -> None:
+    record = json.loads((REPOSITORY / "bench/results/speed.json").read_text())
+    page = (REPOSITORY / "docs/performance.md").read_text()
+    told = page.split(speed_page.BEGIN)[1]
+    assert told == speed_page.tables(record) and "| lognormal | ours |" in told
 
 
 def test_the_conversion_of_groups_is_the_recorded_one() -> None:

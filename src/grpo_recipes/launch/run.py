@@ -31,6 +31,7 @@ from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.estimates import need_room
 from grpo_recipes.plan.plan import describe, make_plan, with_sources
 from grpo_recipes.plan.ports import NotReady, free_ports, wait_until_answering, wait_until_ready
+from grpo_recipes.plan.preflight import need_packages
 from grpo_recipes.plan.types import MEETING_SECONDS, Process
 from grpo_recipes.process.reports import gigabytes, print_line, say
 from grpo_recipes.process.scratch import Scratch
@@ -79,6 +80,7 @@ def _prepare(
     names = resolve.names_of(recipe, run)
     resources = preflight_nodes(workers, resources, os.environ)
     plan = make_plan(recipe, resources, os.environ)
+    need_packages(plan.mode)
     there = workers.port_of(plan.placement[0].node)
     ports, notes = free_ports(recipe, plan.ports, plan.server_host, there, plan.mode == "server")
     resolve.need_wandb_route(recipe, os.environ)

@@ -4,6 +4,7 @@ The facts and the least of each are here once: `grpo doctor` shows them, `grpo l
 and `grpo submit` judges by them what a job asks for.
 """
 
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -16,10 +17,11 @@ from pathlib import Path
 
 import psutil
 
-from grpo_recipes.errors import Problem
+from grpo_recipes.errors import Problem, config_error
 from grpo_recipes.plan.devices import nvidia_smi
 from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.process.scratch import SHARED_MEMORY, node_folder
+from grpo_recipes.recipe.registry import COLOCATE, built_for_cpu
 
 # Oldest driver branch for a CUDA major version (NVIDIA, CUDA minor version compatibility, table 1).
 _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
@@ -33,6 +35,7 @@ SHARED_BYTES = 320 * 2**20  # the message queue of a vLLM engine: ten chunks of 
 SOCKET_BYTES = 107  # sizeof(sockaddr_un.sun_path) - 1
 # A run's folder below TMPDIR, and the name vLLM gives a socket there (a uuid).
 _SOCKET_NAME = "/grpo-xxxxxxxx/" + 36 * "x"
+_BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -52,6 +55,23 @@ def node_problems(gpus: int, environment: Mapping[str, str]) -> list[Problem]:
             fix = f"add the line #SBATCH {option}, or submit with sbatch {option}"
             problems.append(Problem("this node", what, fix if environment.get("SLURM_JOB_ID") else f"give it {option}"))
     return problems
+
+
+def need_packages(mode: str) -> None:
+    """Refuse an environment without vLLM where the run samples with it, or in which no model can be imported."""
+    if beside := cuda_beside_cpu():
+        what = f"{', '.join(beside)} for CUDA beside the torch for CPU: no model can be imported"
+        raise config_error("environment", what, f"pip uninstall {' '.join(beside)}")
+    if mode in ("server", COLOCATE) and importlib.util.find_spec("vllm") is None:
+        device = "cpu" if built_for_cpu() else "cuda"
+        fix = f"run make setup, or pip install -e '.[{device}]', or uv sync --extra {device}"
+        raise config_error("environment", "vLLM is not installed, with which this run samples", fix)
+
+
+def cuda_beside_cpu() -> list[str]:
+    """Return the packages beside torch that are built for CUDA where torch is built for CPUs: PyPI has no others."""
+    found = {name: one.version for name in _BESIDE_TORCH for one in importlib.metadata.distributions(name=name)}
+    return [name for name, version in found.items() if built_for_cpu() and not version.endswith("+cpu")]
 
 
 def too_little(

@@ -1,6 +1,6 @@
 """vLLM inside the training processes: TRL's, with weights that also load on CPU, the guard, and a seed per prompt."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -10,9 +10,6 @@ from accelerate.utils import set_seed
 from torch.distributed import HashStore
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
-from vllm import LLM, SamplingParams
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from grpo_recipes.attributes import replaced
 from grpo_recipes.recipe.configs import GRPOConfig
@@ -22,30 +19,6 @@ from grpo_recipes.weights.sampling import sampling_seed
 
 BRIDGE = "colocate"  # its name in messages of the guard
 Tensors = Iterator[tuple[str, torch.Tensor]]
-
-
-class Engine(LLM):
-    """vLLM's engine, which can draw each row of a batch with a seed of its own, and give a batch up."""
-
-    seeds: Callable[[int], Sequence[int]] | None = None  # of the rows of a batch, by their number
-    stops: Callable[[], bool] | None = None  # whether to give up the batch under way, of which rows are then missing
-
-    def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
-        """Generate as vLLM does; one set of parameters without a seed is given a seed for each prompt."""
-        if self.seeds and isinstance(sampling_params, SamplingParams) and sampling_params.seed is None:
-            rows = [sampling_params.clone() for _ in prompts]
-            for row, seed in zip(rows, self.seeds(len(rows)), strict=True):
-                row.seed = seed
-            sampling_params = rows
-            self.reset_prefix_cache()  # a hit, which a resumed run would not have, changes the last bits
-        with replaced(self.llm_engine, step=partial(self._step, self.llm_engine.step)):
-            return super().generate(prompts, sampling_params=sampling_params, **kwargs)
-
-    def _step(self, step: Callable[[], Any]) -> Any:
-        if self.stops and self.stops():
-            self.llm_engine.abort_request(list(self.llm_engine.output_processor.request_states), internal=True)
-            return []
-        return step()
 
 
 class ColocatedGeneration(vllm_generation.VLLMGeneration):
@@ -83,6 +56,9 @@ class ColocatedGeneration(vllm_generation.VLLMGeneration):
 
     def _loading(self, stream: Callable[[], Tensors]) -> Tensors:
         """Yield what is streamed, inside the bracket of vLLM's own reloads: on CPU its parameters have no loaders."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
         worker = self.llm.llm_engine.model_executor.driver_worker
         model = worker.model_runner.model
         if self._guards and not self._held:
@@ -133,8 +109,10 @@ def colocated_in_place(**settings: Any) -> AbstractContextManager[None]:
     return replaced(grpo_trainer, VLLMGeneration=partial(ColocatedGeneration, **settings))
 
 
-def _engine(args: GRPOConfig, **kwargs: Any) -> Engine:
+def _engine(args: GRPOConfig, **kwargs: Any) -> Any:
     """Build the engine with what TRL asks for, and what our server is started with."""
+    from grpo_recipes.weights.engine import Engine  # only here: a run without it needs no vLLM
+
     kwargs["dtype"] = (args.model_init_kwargs or {}).get("dtype") or "auto"
     kwargs["worker_extension_cls"] = "grpo_recipes.server.plugin.WeightReport"
     if args.use_cpu:

