@@ -46,6 +46,7 @@ NO_VARIABLES = {
     "GRPO_TOKEN_FILE",
     "HTTPS_PROXY",
     "TMPDIR",
+    "UV_DEFAULT_INDEX",
     "LICENSE",
     "SIGTERM",
     "SIGINT",

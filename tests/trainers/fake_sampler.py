@@ -9,6 +9,8 @@ from typing import Any
 
 from weights.fake_server import FakeServer
 
+from grpo_recipes.server.wire import completions_of, packed
+
 LOGPROB = -5.5  # about that of a random model with some 260 tokens
 
 
@@ -30,7 +32,7 @@ class FakeSampler(FakeServer):
         self.updates: int | None = None
         self._requests = 0
 
-    def post(self, path: str, asked: dict[str, Any]) -> dict[str, Any] | None:
+    def post(self, path: str, asked: dict[str, Any]) -> dict[str, Any] | bytes | None:
         if asked.get("method") == "grpo_load":
             self.loaded_during.append(self.under_way)
             content = Path(asked["kwargs"]["folder"], "model.safetensors").read_bytes()
@@ -38,7 +40,7 @@ class FakeSampler(FakeServer):
             self.weights = int.from_bytes(hashlib.sha256(content[8 + header :]).digest()[:4], "big")
         return super().post(path, asked)
 
-    def _completions(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def _completions(self, asked: dict[str, Any]) -> bytes:
         before, count = self.weights, asked["n"]
         with self._lock:
             self.under_way += count
@@ -47,19 +49,12 @@ class FakeSampler(FakeServer):
         while self.updates is not None and self.updates < generation:
             time.sleep(0.005)
         time.sleep(self.sampling_seconds)
-        choices = []
+        ids: list[list[int]] = []
         for number in range(count):
             seed = asked["seed"] + number
             drawn = [hashlib.sha256(f"{before}/{seed}/{place}".encode()).digest()[0] % 97 for place in range(4)]
-            tokens = drawn[: 1 + drawn[0] % min(4, asked["max_tokens"])]
-            logprobs = {
-                "tokens": [f"token_id:{token}" for token in tokens],
-                "token_logprobs": [LOGPROB] * len(tokens),
-                "top_logprobs": [None] * len(tokens),
-            }
-            choices.append({"prompt_token_ids": asked["prompt"][0], "token_ids": tokens, "logprobs": logprobs})
+            ids.append(drawn[: 1 + drawn[0] % min(4, asked["max_tokens"])])
         with self._lock:
             self.under_way -= count
-            (prompt,) = asked["prompt"]
-            self.sampled_with.append((tuple(prompt), count, asked["seed"], before, self.weights))
-        return {"choices": choices}
+            self.sampled_with.append((tuple(asked["prompt"]), count, asked["seed"], before, self.weights))
+        return packed(completions_of(ids, [[LOGPROB] * len(row) for row in ids]))

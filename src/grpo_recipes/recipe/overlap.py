@@ -1,7 +1,7 @@
 """What ``overlap_generation`` does not work with, as a table. No torch, no socket."""
 
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.rules import Rule, asks_another, plays, takes_groups
+from grpo_recipes.recipe.rules import COLOCATED, Rule, asks_another, plays, takes_groups, wants_server
 
 # How a text says in a plan, a report and in messages how old the weights are that sampled a completion.
 OFF_POLICY = "one step off-policy: the server samples the next generation while the trainers update"
@@ -16,9 +16,9 @@ RULES = (
     Rule("overlap_generation", lambda r: _overlaps(r) and not r["use_vllm"],
         "overlap_generation needs a vLLM server, which samples while the trainers update",
         "{removal}, or write use_vllm: true"),
-    Rule("overlap_generation", lambda r: _overlaps(r) and r["use_vllm"] and r["vllm_mode"] == "colocate",
-        "overlap_generation contradicts vllm_mode: colocate, where vLLM samples in the processes that update",
-        "{removal}, or write vllm_mode: server"),
+    Rule("overlap_generation", lambda r: _overlaps(r) and r["use_vllm"] and not wants_server(r) and not asks_another(r),
+        f"overlap_generation contradicts {COLOCATED}, where vLLM samples in the processes that update",
+        f"{{removal}}, or remove {COLOCATED}"),
     Rule("overlap_generation", lambda r: _overlaps(r) and asks_another(r),
         "overlap_generation needs the server that the launch starts, and vllm_server_base_url names another",
         "{removal}, or remove vllm_server_base_url"),
