@@ -47,6 +47,7 @@ NO_VARIABLES = {
     "HTTPS_PROXY",
     "TMPDIR",
     "UV_DEFAULT_INDEX",
+    "SSL_CERT_FILE",
     "LICENSE",
     "SIGTERM",
     "SIGINT",
