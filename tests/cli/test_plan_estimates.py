@@ -51,23 +51,26 @@ def blocks(text: str, name: str) -> list[str]:
 
 
 def test_what_does_not_fit_is_told_with_the_key_to_change(plan):
-    code, text, _ = plan("--gpu-memory", "80", "--accelerator", "zero3", "--gradient_checkpointing", "false")
+    zero3 = ("--accelerator", "zero3", "--gradient_checkpointing", "false")
+    code, text, _ = plan("--gpu-memory", "80", *zero3, "--tokens_per_micro_batch", "12288")
     assert code == 0
     first, _, last = blocks(text, "memory")
     assert " of 76.0 GiB: libraries" in first
     assert last.startswith("memory     does not fit: the trainer needs ")
-    assert "Fix: per_device_train_batch_size: " in last
+    assert "Fix: tokens_per_micro_batch: " in last
     key, _, value = last.partition("Fix: ")[2].partition(": ")
-    flags = ("--accelerator", "zero3", "--gradient_checkpointing", "false", f"--{key}", value)
-    assert len(blocks(plan("--gpu-memory", "80", *flags)[1], "memory")) == 2
+    assert len(blocks(plan("--gpu-memory", "80", *zero3, f"--{key}", value)[1], "memory")) == 2
+    fitting = plan("--gpu-memory", "80", *zero3)[1]  # which is what the plan does by itself
+    assert len(blocks(fitting, "memory")) == 2 and f"of at most {int(value):,} tokens" in blocks(fitting, "passes")[0]
 
 
 def test_the_same_as_json(plan):
-    told = json.loads(plan("--gpu-memory", "80", "--accelerator", "ddp", "--json")[1])
+    given = ("--accelerator", "ddp", "--tokens_per_micro_batch", "12288")
+    told = json.loads(plan("--gpu-memory", "80", *given, "--json")[1])
     memory = told["memory"]
     assert sum(memory["trainer"]["parts"].values()) > memory["trainer"]["available"]
     assert memory["trainer"]["available"] == int(0.95 * 80 * 2**30)
-    smaller = "per_device_train_batch_size: 1"
+    smaller = f"tokens_per_micro_batch: {told['micro_batch_tokens'] // 8}"
     assert [need["fix"] for need in memory.values()] == [smaller, ""]
     elements = model_facts(MODEL)["parameters"]
     assert told["disk"]["checkpoints"] == 3  # each of the weights and two states, all in bfloat16
@@ -126,7 +129,7 @@ def test_submit_judges_by_the_profile(plan, tmp_path, monkeypatch, capsys):
     (tmp_path / "site.yaml").write_text("gpus: 8\ngpu_memory_gib: 24\ntime: 1-0\n")
     command = ["submit", "recipe.yaml", "--profile", "site.yaml", "--dry-run", "--dataset_name", "rows.jsonl"]
     assert cli.main([*command, "--accelerator", "ddp"]) == EXIT_CONFIG_ERROR
-    assert "the trainer needs 82.2 of 22.8 GiB" in capsys.readouterr().err
+    assert "the trainer needs 75.9 of 22.8 GiB" in capsys.readouterr().err
     small = ["--per_device_train_batch_size", "1", "--use_peft", "true", "--vllm_gpu_memory_utilization", "0.95"]
     assert cli.main([*command, "--accelerator", "ddp", *small]) == 0
     assert " of 22.8 GiB" in capsys.readouterr().err
