@@ -30,11 +30,14 @@ def main(model: str, folder: Path) -> None:
     smoke.build_tokenizer = after_the_arguments
     wanted: list[tuple[int, int]] = []
     sent: list[int] = []
+    sizes: list[list[int]] = []  # rows of the micro-batches of each step
     split, places = micro_batches.split, micro_batches.places
 
     def watched(groups: list[list[int]], count: int) -> list[list[int]]:
         wanted.append((len(groups), count))
-        return split(groups, count)
+        found = split(groups, count)
+        sizes.append([len(group) for group in found])
+        return found
 
     def shared_out(costs: list[float], ranks: int) -> list[list[int]]:
         found = places(costs, ranks)
@@ -58,6 +61,8 @@ def main(model: str, folder: Path) -> None:
     fewer = any(own < all_ranks for own, all_ranks in wanted)
     assert any(gather_object([fewer])), wanted
     assert any(sent), "no row went to another rank"
+    first, second = gather_object([sizes])
+    assert first != second, "both ranks had micro-batches of as many rows"
     print("the steps are those of padded rows", flush=True)
     torch.distributed.destroy_process_group()  # a thread of gloo that outlives Python aborts the process
 

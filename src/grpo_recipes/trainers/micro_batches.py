@@ -43,7 +43,7 @@ class MicroBatches:
         self._trainer = trainer
         self._parts: list[Rows] = []
         self._inside = False  # inside ``collecting``; elsewhere a loss is that of the rows that are passed
-        self._backward = trainer.accelerator.backward
+        self._backward, self._gather = trainer.accelerator.backward, trainer.accelerator.gather
         # A quantile over TRL's micro-batch, a coefficient that the last one moves, a mean over a whole pass of a
         # mixture of experts, and an optimizer that steps in the backward pass do not allow for other micro-batches.
         whole = trainer.top_entropy_quantile < 1.0 or trainer.use_adaptive_entropy or trainer.aux_loss_enabled
@@ -100,14 +100,31 @@ class MicroBatches:
             own = {name: one[0] for name, one in _counts(rows).items()}
             factors = [(own[name] / theirs[name] * bool(group)).unsqueeze(1) for name in (by, "tokens")]
             parts_found: list[torch.Tensor] = []
-            inner = partial(_with_factors, trainer._get_per_token_logps_and_entropies, factors, parts_found)
+            inner = partial(self._forward, trainer._get_per_token_logps_and_entropies, factors, parts_found)
             unread = {"train": defaultdict(list)}  # metrics of a micro-batch that is not TRL's
             alone = nullcontext() if last else accelerator.no_sync(model)
-            with alone, replaced(trainer, _get_per_token_logps_and_entropies=inner, _metrics=unread):
+            # TRL gathers them by row, and the ranks have other numbers of rows here.
+            own_alone = replaced(accelerator, gather=lambda one: one, reduce=lambda one, *_, **__: one)
+            with alone, own_alone, replaced(trainer, _get_per_token_logps_and_entropies=inner, _metrics=unread):
                 self._backward(compute(model, rows), **({"scale_wrt_gas": False} if deepspeed else {}))
             found.append([pad(one, (0, width - one.shape[1]))[: len(group)] for one in parts_found])
         order = torch.tensor([row for group in spread.groups for row in group]).argsort()
         return [torch.cat(one)[order.to(one[0].device)] for one in zip(*found, strict=True)]
+
+    def _forward(
+        self, compute: Callable[..., Any], factors: Sequence[torch.Tensor], found: list[torch.Tensor],
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Return log-probs and entropies as TRL does, with the gradient of each row times its factor; keep them.
+
+        The ranks agree here on how many passes they make, as they do everywhere.
+        """
+        with replaced(self._trainer.accelerator, gather=self._gather):
+            logps, entropies, loss_of_routers = compute(*args, **kwargs)
+        for values, factor in zip((logps, entropies), factors, strict=True):
+            values.register_hook(factor.mul)
+            found.append(values.detach())
+        return logps, entropies, loss_of_routers
 
     def _in_own_micro_batches(
         self, compute: Loss, model: Any, parts: Sequence[Rows], logps_BT: torch.Tensor, entropies_BT: torch.Tensor
@@ -234,14 +251,3 @@ def _counts(rows: Rows) -> Rows:
     mask_BT, items = rows["completion_mask"] * rows.get("tool_mask", 1), rows["num_items_in_batch"]
     counts = {"rows": len(mask_BT), "tokens": mask_BT.sum().clamp(min=1), "items": items.clamp(min=1)}
     return {name: mask_BT.new_full((len(mask_BT),), float(one), dtype=torch.float32) for name, one in counts.items()}
-
-
-def _with_factors(
-    compute: Callable[..., Any], factors: Sequence[torch.Tensor], found: list[torch.Tensor], *args: Any, **kwargs: Any
-) -> Any:
-    """Return log-probs and entropies as TRL does, with the gradient of each row times its factor; keep them."""
-    logps, entropies, loss_of_routers = compute(*args, **kwargs)
-    for values, factor in zip((logps, entropies), factors, strict=True):
-        values.register_hook(factor.mul)
-        found.append(values.detach())
-    return logps, entropies, loss_of_routers
