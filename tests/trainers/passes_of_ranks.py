@@ -49,8 +49,8 @@ def main(model: str, folder: Path) -> None:
     for loss_type, uneven in (("bnpo", 1.02), ("dapo", 99.0)):  # rows have factors that differ; the second moves none
         ends, micro_batches._UNEVEN = [], uneven
         for trimmed in (True, False):
-            keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "beta": 0.1}
-            keys |= {"loss_type": loss_type, "trim_padding": trimmed, "tokens_per_micro_batch": 40}
+            keys = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 4, "beta": 0.1}
+            keys |= {"loss_type": loss_type, "trim_padding": trimmed, "tokens_per_micro_batch": 80}
             trainer = make_trainer(folder / f"{loss_type}_{trimmed}", model, GRPOTrainer, **keys)
             torch.manual_seed(5)  # TRL shuffles the rows of a generation
             trainer.train()
