@@ -94,7 +94,8 @@ def test_a_generation_that_a_death_cuts_is_repeated_with_the_same_seeds(connect,
 
     seeds = [sampling_seed(7, "", prompt) for prompt in (0, 1)]
     assert [asked["seed"] for asked in others[0].sampled()] == seeds
-    assert {asked["seed"] for asked in server.sampled()} == set(seeds)
+    before = {asked["seed"] for asked in server.sampled()}
+    assert before and before <= set(seeds)  # once a request has failed, those that were not sent yet are not
 
 
 def test_a_weight_load_that_a_death_cuts_is_repeated(connect, state, server, restart) -> None:
