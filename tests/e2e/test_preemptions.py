@@ -117,7 +117,9 @@ def assert_equal(job: Job, alone: Job) -> None:
 @pytest.mark.parametrize(
     ("count", "nodes", "steps", "epoch"),
     [
-        pytest.param(4, 1, 8, 3, marks=[pytest.mark.slow, pytest.mark.timeout(900)], id="4-stops"),
+        pytest.param(
+            4, 1, 20, 8, marks=[pytest.mark.slow, pytest.mark.timeout(900)], id="4-stops"
+        ),  # of 0.3 s: scancel takes some
         pytest.param(20, 2, 40, 10, marks=[pytest.mark.soak, pytest.mark.timeout(7200)], id="20-stops-two-nodes"),
     ],
 )
