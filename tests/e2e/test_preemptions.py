@@ -117,16 +117,17 @@ def assert_equal(job: Job, alone: Job) -> None:
 @pytest.mark.parametrize(
     ("count", "nodes", "steps", "epoch"),
     [
-        pytest.param(
-            4, 1, 20, 8, marks=[pytest.mark.slow, pytest.mark.timeout(900)], id="4-stops"
-        ),  # of 0.3 s: scancel takes some
+        pytest.param(4, 1, 20, 8, marks=[pytest.mark.slow, pytest.mark.timeout(900)], id="4-stops"),
         pytest.param(20, 2, 40, 10, marks=[pytest.mark.soak, pytest.mark.timeout(7200)], id="20-stops-two-nodes"),
     ],
 )
 def test_usr1_at_random_moments_changes_nothing(
     slurm: SlurmCluster, tmp_path: Path, count: int, nodes: int, steps: int, epoch: int
 ) -> None:
-    """A run of more than two epochs, of ``epoch`` steps each; with two nodes, a rank runs on each."""
+    """A run of more than two epochs, of ``epoch`` steps each; with two nodes, a rank runs on each.
+
+    A step takes 0.3 s, and scancel about as long: the run must not be over when the signal comes.
+    """
     seed = int(os.environ.get("GRPO_SEED", time.time()))
     print(f"GRPO_SEED={seed}")
     job = Job(slurm, tmp_path / "stopped", f"stopped-{count}", nodes, steps, epoch)
