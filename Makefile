@@ -12,7 +12,7 @@ EXACT = $(abspath bench/results/exact_resume.jsonl)
 EXACT_TESTS = tests/trainers/test_exact_resume.py tests/e2e/test_exact_ranks.py
 SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" "*.slurm" .ci/run)
 
-.PHONY: help setup smoke test e2e soak exact coverage mutants docs docs-serve lint format keys clean lock
+.PHONY: help setup smoke test e2e soak exact coverage mutants docs docs-serve maxent evidence lint format keys clean lock
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -35,7 +35,7 @@ soak: setup  ## stop and kill jobs on a real Slurm for half an hour; adds to ben
 	GRPO_SOAK_RESULT=$(abspath bench/results/soak.jsonl) $(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
 exact: setup  ## continue runs from every checkpoint, compare final weights; writes bench/results/exact_resume.jsonl
-	rm -f $(EXACT)
+	@GRPO_EXACT_RESULT=$(EXACT) $(BIN)/python tests/exact_record.py new
 	GRPO_EXACT_RESULT=$(EXACT) $(BIN)/python -m pytest $(EXACT_TESTS) $(PYTEST_ARGS)
 	@GRPO_EXACT_RESULT=$(EXACT) $(BIN)/python tests/exact_record.py
 
@@ -50,6 +50,14 @@ docs: setup  ## build the documentation into site/; site/index.html opens from d
 
 docs-serve: setup  ## serve the documentation at DOCS_ADDRESS and build what changes
 	$(BIN)/python -m mkdocs serve --dev-addr $(DOCS_ADDRESS)
+
+maxent: setup  ## run what docs/maxent.md rests on, two hours on two cores, and write its tables; what is recorded stays
+	for part in tabular_maxent tabular_length; do $(BIN)/python bench/$$part.py || exit; done
+	for part in tuning report lengths graph; do $(BIN)/python bench/multi_answer.py $$part || exit; done
+	$(BIN)/python bench/evidence.py
+
+evidence: setup  ## write the tables and figures of the docs from the records in bench/results; measures nothing
+	$(BIN)/python bench/evidence.py
 
 lint: setup  ## style, types, shell scripts and the Dockerfile
 	$(BIN)/ruff check .

@@ -15,10 +15,7 @@ Target: 20,000 a second each way.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
 import random
 import statistics
 import struct
@@ -27,11 +24,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from made_by import made_by
+from made_by import begin, write_record
 
 from grpo_recipes.atropos.group import UNTRAINED, Group, group_of, problem_of, trajectories
 from grpo_recipes.paths import home
-from grpo_recipes.runs.rundir import write_json
 
 GROUP, PROMPT, COMPLETION, VOCABULARY = 8, 64, 192, 150_000
 
@@ -39,7 +35,7 @@ GROUP, PROMPT, COMPLETION, VOCABULARY = 8, 64, 192, 150_000
 def main() -> None:
     """Measure and write the result."""
     options = _options()
-    load = [round(load, 2) for load in os.getloadavg()]
+    origin = begin(options.out, "numpy")
     rates: dict[str, list[float]] = {}
     for seed in range(options.rounds + 1):
         for name, seconds in measure(wire_groups(options.groups, seed)).items():
@@ -52,12 +48,8 @@ def main() -> None:
         },
         "sequences": options.groups * GROUP,
         "group": GROUP,
-        "machine": {"cores": os.cpu_count(), "cpu": _processor(), "load_average_before": load},
-        "versions": {name: importlib.metadata.version(name) for name in ("numpy", "grpo-recipes")}
-        | {"python": platform.python_version()},
-        **made_by(),
     }
-    write_json(options.out, result)
+    write_record(options.out, result, origin)
     print(json.dumps(result, indent=1))
 
 
@@ -123,11 +115,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=500, help="of each round")
     parser.add_argument("--out", type=Path, default=home() / "bench/results/atropos_conversion.json")
     return parser.parse_args()
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

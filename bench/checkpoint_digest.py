@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -35,7 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import xxhash
 from datasets import Dataset
-from made_by import made_by
+from made_by import begin, write_record
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_recipes import smoke
@@ -43,7 +41,6 @@ from grpo_recipes.paths import home
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs import checkpoints as run_checkpoints
 from grpo_recipes.runs.checkpoints import verified_checkpoint
-from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.trainers import checkpoints
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
@@ -82,7 +79,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path, default=home() / "bench/results/checkpoint_digest.json")
     options = parser.parse_args()
-    load = round(os.getloadavg()[0], 2)
+    origin = begin(options.out, "xxhash")
     with tempfile.TemporaryDirectory(dir=home()) as folder:  # a temporary folder may be in memory
         saves = Saves(Path(folder))
         rounds = _in_turn(saves, options.rounds)
@@ -94,15 +91,8 @@ def main() -> None:
             "gigabytes_per_second_of_one_thread": {name: saves.speed(make) for name, make in CANDIDATES.items()},
             "verification": saves.verification(),
             "niceness": os.nice(0),
-            "machine": {
-                "cores": os.cpu_count(),
-                "cpu": platform.processor() or platform.machine(),
-                "load_before": load,
-            },
-            "versions": {name: importlib.metadata.version(name) for name in ("torch", "trl", "transformers", "xxhash")},
-            **made_by(),
         }
-    write_json(options.out, result)
+    write_record(options.out, result, origin)
     print(json.dumps(result, indent=1))
 
 

@@ -17,10 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from made_by import made_by
+from made_by import begin, write_record
 
 from grpo_recipes.paths import home
-from grpo_recipes.runs.rundir import write_json
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
 PROGRAMS = ("nvidia-smi", "sinfo", "quota", "lfs")
@@ -33,6 +32,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path, default=home() / "bench/results/doctor_time.json")
     options = parser.parse_args()
+    origin = begin(options.out)
     recipe = str(home() / "recipes/smoke/grpo.yaml")
     with tempfile.TemporaryDirectory() as folder, socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -50,11 +50,8 @@ def main() -> None:
         "cases": cases,
         "limit_seconds": LIMIT_SECONDS,
         "repeats": options.repeats,
-        "cores": len(os.sched_getaffinity(0)),
-        "load_before": round(os.getloadavg()[0], 2),
-        **made_by(),
     }
-    write_json(options.out, result)
+    write_record(options.out, result, origin)
     for name, seconds in cases.items():
         print(f"{name:<40} median {seconds['median']:.2f} s, longest {seconds['longest']:.2f} s")
 

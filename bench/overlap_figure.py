@@ -1,22 +1,18 @@
-"""The figure of ``overlap.py``: the reward of both runs over the steps, mean over seeds.
-
-python bench/overlap_figure.py     # writes docs/assets/overlap.svg, and prints the table of docs/overlap.md
-"""
+"""Figure and tables of ``overlap.py``: the reward of both runs over the steps, mean over seeds."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tabular_figure import Line, Panel, write_figure
 
-from grpo_recipes.paths import home
-
 WINDOW = 10  # steps that a point of the figure and a row of the table is the mean of
 LEVEL, OVER = 0.8, 5  # reward that is reached, and the steps whose mean it is
-TITLES = {"smoke": "sums (smoke)", "modebench": "ModeBench countdown"}
+TITLES = {"smoke": "Sums (the smoke task)", "modebench": "ModeBench countdown"}
 T_95 = {2: 12.71, 3: 4.3, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # Student's t by number of seeds
 Runs = dict[bool, list[list[float]]]  # whether overlapped -> seed -> rewards
 
@@ -40,38 +36,53 @@ def steps_to(run: list[float]) -> float:
     return next(reached, math.inf)
 
 
-def main() -> None:
-    """Draw, and print the table."""
-    rows = [json.loads(line) for line in (home() / "bench/results/overlap.jsonl").read_text().splitlines()]
-    panels = []
+def tables(rows: list[dict[str, Any]]) -> str:
+    """Return what docs/overlap.md says of each task."""
+    return "".join(f"\n{_table(title, runs)}" for title, runs in _tasks(rows)) + "\n"
+
+
+def _tasks(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Runs]]:
+    """Yield title and runs of the tasks of which two seeds or more are there."""
     for task, title in TITLES.items():
-        runs = runs_of(rows, task)
-        if len(runs[True]) < 2:
-            continue
-        steps = len(runs[True][0])
-        begins = range(0, steps, WINDOW)
-        print(f"\n{title}, {len(runs[True])} seeds\n")
-        print("| steps | synchronous | overlapped | difference |\n|---|---|---|---|")
-        for begin in begins:
-            pair = means(runs[False], begin), means(runs[True], begin)
-            apart = [after - before for before, after in zip(*pair, strict=True)]
-            margin = T_95[len(apart)] * statistics.stdev(apart) / math.sqrt(len(apart))
-            shown = " | ".join(f"{statistics.mean(one):.3f}" for one in pair)
-            print(f"| {begin + 1} to {begin + WINDOW} | {shown} | {statistics.mean(apart):+.3f} ± {margin:.3f} |")
-        print(f"\nsteps to {LEVEL}:", *(sorted(map(steps_to, runs[overlap])) for overlap in (False, True)))
+        if len((runs := runs_of(rows, task))[True]) > 1:
+            yield title, runs
+
+
+def _table(title: str, runs: Runs) -> str:
+    seeds, lines = len(runs[True]), ["| steps | synchronous | overlapped | difference |", "|---|---|---|---|"]
+    for begin in range(0, len(runs[True][0]), WINDOW):
+        pair = means(runs[False], begin), means(runs[True], begin)
+        apart = [after - before for before, after in zip(*pair, strict=True)]
+        margin = T_95[seeds] * statistics.stdev(apart) / math.sqrt(seeds)
+        shown = " | ".join(f"{statistics.mean(one):.3f}" for one in pair)
+        lines.append(f"| {begin + 1} to {begin + WINDOW} | {shown} | {statistics.mean(apart):+.3f} ± {margin:.3f} |")
+    reached = [_reached([steps_to(run) for run in runs[overlap]]) for overlap in (False, True)]
+    text = f"Steps until the mean reward of {OVER} steps was {LEVEL}: {reached[0]}; with overlap {reached[1]}."
+    return f"**{title}**, {seeds} seeds:\n\n{chr(10).join(lines)}\n\n{text}\n"
+
+
+def _reached(steps: list[float]) -> str:
+    known = [one for one in steps if one < math.inf]
+    if not known:
+        return "never"
+    left = f" (in {len(known)} of {len(steps)} seeds)" if len(known) < len(steps) else ""
+    return f"{min(known)} to {max(known)}, median {statistics.median(known):g}{left}"
+
+
+def draw(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Draw a panel for each task."""
+    panels = []
+    for title, runs in _tasks(rows):
+        steps = [*range(1, len(runs[True][0]) + 1)]
         lines = [
-            Line(name, [*range(3, steps - 1)], smooth(runs[overlap]), colour)
+            Line(name, steps, smooth(runs[overlap]), colour)
             for name, overlap, colour in (("synchronous", False, 1), ("overlapped", True, 2))
         ]
         panels.append(Panel(title, "step", lines))
-    write_figure(home() / "docs/assets/overlap.svg", panels, "Reward by step, synchronous and overlapped")
+    write_figure(path, panels, "Reward by step, synchronous and overlapped")
 
 
 def smooth(runs: list[list[float]]) -> list[float]:
-    """Return the mean over seeds and over 5 steps around each."""
+    """Return the mean over seeds and over the 5 steps around each, of which the ends have fewer."""
     mean = [statistics.mean(values) for values in zip(*runs, strict=True)]
-    return [statistics.mean(mean[step - 2 : step + 3]) for step in range(2, len(mean) - 2)]
-
-
-if __name__ == "__main__":
-    main()
+    return [statistics.mean(mean[max(0, step - 2) : step + 3]) for step in range(len(mean))]

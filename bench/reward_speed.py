@@ -15,10 +15,7 @@ Children are started and warm before a round begins. Targets on two cores: 50,00
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
 import random
 import statistics
 import time
@@ -26,12 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from made_by import made_by
+from made_by import begin, write_record
 
 from grpo_recipes.paths import home
 from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.rewards.pool import RewardPool
-from grpo_recipes.runs.rundir import write_json
 
 GROUP = 8
 NUMBERS = [
@@ -53,7 +49,7 @@ def main() -> None:
     """Measure and write the result."""
     options = _options()
     rows = options.rows
-    load = [round(load, 2) for load in os.getloadavg()]
+    origin = begin(options.out, "math-verify", "sympy")
     result = {
         "what": "completions a second, median of the rounds",
         "exact match, numbers, this process": _measure(_exact, lambda seed: numbers(rows, seed), options.rounds),
@@ -61,12 +57,8 @@ def main() -> None:
         "rows": {"numbers": rows, "expressions": rows // 16, "numbers and expressions": rows // 8},
         "group": GROUP,
         "rounds": options.rounds,
-        "machine": {"cores": os.cpu_count(), "cpu": _processor(), "load_average_before": load},
-        "versions": {name: importlib.metadata.version(name) for name in ("math-verify", "sympy", "grpo-recipes")}
-        | {"python": platform.python_version()},
-        **made_by(),
     }
-    write_json(options.out, result)
+    write_record(options.out, result, origin)
     print(json.dumps(result, indent=1))
 
 
@@ -167,11 +159,6 @@ def _completion(answer: str, draw: random.Random) -> list[dict[str, str]]:
     """A chat message of about 1,400 characters that ends with the answer."""
     reasoning = " ".join(draw.choices(_WORDS, k=360))
     return [{"role": "assistant", "content": f"{reasoning}\n<answer>{answer}</answer>"}]
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

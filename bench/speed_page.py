@@ -9,13 +9,16 @@ from typing import Any
 from grpo_recipes.paths import home
 
 PAGE = home() / "docs/performance.md"
+FIGURE = "![Ratios with their intervals, beside their goals](assets/speed.svg)"
 BEGIN = "## Measured\n"  # what stands below it is made here
 # Part -> its heading, what its ratios are to, and (case, arm) -> the goal; a case of None is any.
 PARTS: dict[str, tuple[str, str, dict[tuple[str | None, str], float]]] = {
     "update": ("Update phase", "bare TRL", {
         ("lognormal", "ours"): 0.50, ("equal", "ours"): 1.02,
     }),
-    "step": ("Whole step, through a server", "bare TRL", {("lognormal", "ours"): 0.60, ("equal", "ours"): 1.02}),
+    "step": ("Whole step, through a server", "bare TRL", {
+        ("lognormal", "ours"): 0.60, ("lognormal, 8 x 16", "ours"): 0.60, ("equal", "ours"): 1.02,
+    }),
     "added": ("What we add to a step", "bare TRL", {(None, "ours"): 1.02}),
     "overlap": ("Sampling while training", "in turn", {(None, "overlapped"): 0.75}),
     "maxent": ("MaxEnt", "GRPO", {(None, "tempered"): 1.02, (None, "weighted_mle"): 1.02}),
@@ -24,37 +27,44 @@ PARTS: dict[str, tuple[str, str, dict[tuple[str | None, str], float]]] = {
 GOALS = {"check": 1.0, "plan": 1.0, "launch": 25.0}  # seconds
 
 
-def write_page(record: dict[str, Any]) -> None:
-    """Put the tables below the last heading of the page."""
-    PAGE.write_text(PAGE.read_text().split(BEGIN)[0] + BEGIN + tables(record))
+def page(record: dict[str, Any]) -> str:
+    """Return the page with the tables of a record below its last heading."""
+    return PAGE.read_text().split(BEGIN)[0] + BEGIN + tables(record)
 
 
 def tables(record: dict[str, Any]) -> str:
-    """Return a table for each part that was measured."""
-    parts = [_ratios(name, record[name]) for name in PARTS if name in record]
+    """Return what the page shows: the figure, and a table for each part that was measured."""
+    parts = [FIGURE, *[_ratios(name, record[name]) for name in PARTS if name in record]]
     parts += [_commands(record["commands"])] if "commands" in record else []
     return "\n" + "\n\n".join(parts) + "\n"
 
 
+def goal_of(part: str, case: str | None, arm: str) -> float | None:
+    """Return the ratio that an arm should have, or None."""
+    goals = PARTS[part][2]
+    return goals.get((case, arm), goals.get((None, arm)))
+
+
 def _ratios(name: str, part: dict[str, Any]) -> str:
-    heading, base, goals = PARTS[name]
-    if "refused" in part["found"]:
-        return f"### {heading}\n\nNot measured: {part['found']['refused']}."
-    rows = []
-    for case, arm, found in _arms(part["found"], base):
-        goal = goals.get((case, arm), goals.get((None, arm)))
-        ratio = found["ratio"]
-        rows.append(
-            f"| {case or ''} | {arm} | {ratio['median']:.2f} | {ratio['low']:.2f} to {ratio['high']:.2f} | "
-            f"{'' if goal is None else f'{goal:.2f}'} | {found['seconds_median']:.2f} | "
-            f"{found['fed_per_real_token']:.2f} |"
-        )
-    pairs = min(len(found["seconds"]) for _, _, found in _arms(part["found"], base))
-    head = f"| | | ratio to {base} | 95 % | goal | seconds | tokens fed per real one |\n|---|---|---|---|---|---|---|"
-    return f"### {heading}\n\n{_circumstances(part, pairs)}\n\n{head}\n" + "\n".join(rows)
+    heading, base, _ = PARTS[name]
+    arms = list(arms_of(part["found"], base))
+    cases, sampled = any(case for case, _, _ in arms), all("seconds_sampling" in found for _, _, found in arms)
+    names = ["", f"ratio to {base}", "95 %", "goal", "seconds", "tokens fed per real one"]
+    rows = [[""] * cases + names + ["seconds of sampling"] * sampled]
+    rows.append(["---"] * len(rows[0]))
+    for case, arm, found in arms:
+        goal, ratio = goal_of(name, case, arm), found["ratio"]
+        numbers = [found["seconds_median"], found["fed_per_real_token"], *[found.get("seconds_sampling")] * sampled]
+        # Spaces that break no line.
+        interval = f"{ratio['low']:.2f}\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}{ratio['high']:.2f}"
+        shown = [f"{ratio['median']:.2f}", interval, "" if goal is None else f"{goal:.2f}"]
+        rows.append([case or ""] * cases + [arm, *shown, *(f"{one:.2f}" for one in numbers)])
+    pairs = min(len(found["seconds"]) for _, _, found in arms)
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([f"### {heading}\n\n{_circumstances(part, pairs)}\n", *lines])
 
 
-def _arms(
+def arms_of(
     found: dict[str, Any], base: str, case: str | None = None
 ) -> Iterator[tuple[str | None, str, dict[str, Any]]]:
     """Yield the case, the name and the figures of each arm, but of the base."""
@@ -63,7 +73,7 @@ def _arms(
             if name != base:
                 yield case, name, inner
         elif isinstance(inner, dict):
-            yield from _arms(inner, base, None if name == "arms" else " ".join(filter(None, (case, name))))
+            yield from arms_of(inner, base, None if name == "arms" else " ".join(filter(None, (case, name))))
 
 
 def _commands(part: dict[str, Any]) -> str:

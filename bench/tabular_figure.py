@@ -9,7 +9,7 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
-from grpo_recipes.report.chart import axis
+from grpo_recipes.report.chart import Axis, axis
 from grpo_recipes.report.page import short
 
 # The letters, lines and colours of report.html.
@@ -26,6 +26,7 @@ path{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}.grid{s
 """
 WIDTH, HEIGHT, GAP, LEFT, TOP = 300, 230, 62, 44, 44
 FOOT = 74
+_LOW = 0.7  # lines below it have a vertical axis of their own
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One frame; the vertical axis goes from 0 to 1."""
+    """One frame; the vertical axis goes from 0 to 1, or to a tick above lines that stay low."""
 
     title: str
     x_name: str
@@ -77,26 +78,25 @@ def write_figure(path: Path, panels: Sequence[Panel], spoken: str) -> None:
 
 
 def _panel(panel: Panel, left: float) -> Markup:
-    low, high = _range(panel)
-    ticks = _powers(low, high) if panel.logarithmic else axis(low, high).ticks
-    levels = axis(0.0, 1.0).ticks
+    across, levels = _axis(panel), _levels(panel)
+    low, high, top = across.low, across.high, levels[-1]
     return element(
         "g",
         element("text", panel.title, class_="title", y=-16),
-        element("path", class_="grid", d="".join(f"M0 {_up(level)}h{WIDTH}" for level in levels)),
-        *[element("text", short(level), x=-8, y=_up(level) + 4, text_anchor="end") for level in levels],
+        element("path", class_="grid", d="".join(f"M0 {_up(level, top)}h{WIDTH}" for level in levels)),
+        *[element("text", short(level), x=-8, y=_up(level, top) + 4, text_anchor="end") for level in levels],
         *[
             element("text", short(tick), x=_across(panel, tick, low, high), y=HEIGHT + 20, text_anchor="middle")
-            for tick in ticks
+            for tick in across.ticks
         ],
         element("text", panel.x_name, x=WIDTH / 2, y=HEIGHT + 42, text_anchor="middle"),
-        *[drawn for line in panel.lines for drawn in _line(panel, line, low, high)],
+        *[drawn for line in panel.lines for drawn in _line(panel, line, low, high, top)],
         transform=f"translate({left} {TOP})",
     )
 
 
-def _line(panel: Panel, line: Line, low: float, high: float) -> list[Markup]:
-    points = [f"{_across(panel, x, low, high)} {_up(y)}" for x, y in zip(line.xs, line.ys, strict=True)]
+def _line(panel: Panel, line: Line, low: float, high: float, top: float) -> list[Markup]:
+    points = [f"{_across(panel, x, low, high)} {_up(y, top)}" for x, y in zip(line.xs, line.ys, strict=True)]
     kind = f"c{line.colour}{' dash' if line.dashed else ''}"
     drawn = [element("path", class_=kind, d=f"M{'L'.join(points)}")]
     if line.marked:
@@ -119,9 +119,15 @@ def _legend(lines: Sequence[Line], width: float) -> tuple[list[Markup], int]:
     return drawn, row + 1
 
 
-def _range(panel: Panel) -> tuple[float, float]:
+def _axis(panel: Panel) -> Axis:
     xs = [x for line in panel.lines for x in line.xs]
-    return min(xs), max(xs)
+    low, high = min(xs), max(xs)
+    return Axis(low, high, tuple(_powers(low, high))) if panel.logarithmic else axis(low, high)
+
+
+def _levels(panel: Panel) -> tuple[float, ...]:
+    highest = max(y for line in panel.lines for y in line.ys)
+    return axis(0.0, highest if highest < _LOW else 1.0).ticks
 
 
 def _across(panel: Panel, x: float, low: float, high: float) -> float:
@@ -130,8 +136,8 @@ def _across(panel: Panel, x: float, low: float, high: float) -> float:
     return round(WIDTH * (x - low) / (high - low), 1)
 
 
-def _up(y: float) -> float:
-    return round(HEIGHT * (1 - y), 1)
+def _up(y: float, top: float) -> float:
+    return round(HEIGHT * (1 - y / top), 1)
 
 
 def _powers(low: float, high: float) -> list[float]:

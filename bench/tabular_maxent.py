@@ -11,26 +11,23 @@ probabilities, so the only noise is that of the groups: all arms of a seed see t
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import math
-import platform
 import statistics
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from made_by import made_by
+from made_by import begin, write_record
 from tabular_figure import Line, Panel, write_figure
-from tabular_policy import GROUP, MATCHED, MEASURES, Arm, Task, Training, make_task, measure, train
+from tabular_policy import GROUP, MATCHED, MEASURES, Arm, Policy, Task, Training, make_task, measure, train
 
 from grpo_recipes.paths import home
-from grpo_recipes.runs.rundir import write_json
 
 POINTS = 25  # of a curve in the result, beside the start
 SELECTION_SEEDS = range(101, 106)  # choose the tau of an objective; no table uses them
+SPOKEN = "What stops the collapse onto one right answer"  # of the figure
 SMALL = 0.01  # a difference that no one would notice, whatever its interval
 CURVES = ("reward", "modes_share", "coverage@8")
 SHOWN_MEASURES = ("reward", "pass@8", "modes", "coverage@8")
@@ -49,12 +46,11 @@ def with_interval(values: Sequence[float]) -> list[float]:
 
 def summary(arm: Arm, training: Training, base: Training) -> dict[str, Any]:
     """An arm's part of the result; differences are to ``base``, run by run."""
-    final = training.curves[-1]
-    matched = training.matched()
+    final, matched = training.final, training.matched
     reached = [row for row in matched if row is not None]
     result: dict[str, Any] = {
         "objective": arm.objective, "tau": None if arm.tau == math.inf else arm.tau, "beta": arm.beta,
-        "utility": arm.utility, "per_token": arm.per_token, "lr": arm.lr,
+        "utility": arm.utility, "per_token": arm.per_token, "lr": arm.lr, "kl": arm.kl, "entropy": arm.entropy,
         "final": _intervals(final.tolist(), MEASURES),
         "runs": {name: _rounded(final[:, place].tolist()) for place, name in enumerate(MEASURES)},
         "runs_that_reach_the_matched_reward": len(reached),
@@ -63,13 +59,12 @@ def summary(arm: Arm, training: Training, base: Training) -> dict[str, Any]:
     if len(reached) == len(matched):
         result["at_matched_reward"] = _intervals(reached, [*MEASURES, "step"])
     if arm.sampled:
-        result["less_dr_grpo"] = _intervals((final - base.curves[-1]).tolist(), MEASURES)
-        pairs = [(row, other) for row, other in zip(matched, base.matched(), strict=True) if row and other]
+        result["less_dr_grpo"] = _intervals((final - base.final).tolist(), MEASURES)
+        pairs = [(row, other) for row, other in zip(matched, base.matched, strict=True) if row and other]
         if len(pairs) == len(matched):
             gaps = [[one - two for one, two in zip(row, other, strict=True)] for row, other in pairs]
             result["less_dr_grpo_at_matched_reward"] = _intervals(gaps, [*MEASURES, "step"])
-    means = training.curves[:: _stride(len(training.curves) - 1)].mean(1)
-    columns = dict(zip(MEASURES, means.T.tolist(), strict=True))
+    columns = dict(zip(MEASURES, training.curve.mean(1).T.tolist(), strict=True))
     result["curve"] = {name: _rounded(columns[name], 4) for name in CURVES}
     return result
 
@@ -95,7 +90,7 @@ def baselines(task: Task) -> dict[str, dict[str, float | None]]:
     reward = round(float(share_K[best]), 6)
     means = {"random": torch.zeros_like(task.start_PK), "untrained": task.start_PK}
     table: dict[str, dict[str, float | None]] = {
-        name: dict(zip(MEASURES, _rounded(measure(logits_PK, task).mean(0).tolist()), strict=True))
+        name: dict(zip(MEASURES, _rounded(measure(Policy.of(logits_PK), task).mean(0).tolist()), strict=True))
         for name, logits_PK in means.items()
     }
     constant = [reward, reward, None, None, round(float(covered), 6)]
@@ -114,6 +109,9 @@ TAUS: dict[str, tuple[float, ...]] = {
 }
 DR_GRPO = Arm("dr_grpo")
 PLAIN = [Arm("grpo"), DR_GRPO]
+WITH_KL = [Arm("grpo", kl=beta) for beta in (0.1, 0.2, 0.3, 0.4, 0.5, 0.7)]
+WITH_ENTROPY = [Arm("grpo", entropy=bonus) for bonus in (0.1, 0.2, 0.3, 0.4, 0.5, 0.7)]
+BASELINES = [*PLAIN, Arm("maxrl"), Arm("pass_at_k"), *WITH_KL, *WITH_ENTROPY]
 PLACEBOS = [Arm("grpo", again=True), Arm("dr_grpo", again=True), Arm("tempered", 1000.0)]
 # tau 0.2 with beta 3 are the values of an early recipe for weighted_mle.
 WITH_REFERENCE = [Arm(name, *pair) for name in ("listwise", "weighted_mle") for pair in ((0.1, 0.1), (0.2, 3.0))]
@@ -134,10 +132,11 @@ def grid(kind: str) -> list[Arm]:
 
 def run_arms(arms: Sequence[Arm], task: Task, seeds: Sequence[int], steps: int) -> dict[str, Any]:
     """Each arm's summary, by name; differences are to Dr.GRPO on the same seeds."""
-    base = train(DR_GRPO, task, seeds, steps)
+    stride = _stride(steps)
+    base = train(DR_GRPO, task, seeds, steps, stride)
     results = {}
     for arm in arms:
-        results[arm.name] = summary(arm, train(arm, task, seeds, steps), base)
+        results[arm.name] = summary(arm, base if arm == DR_GRPO else train(arm, task, seeds, steps, stride), base)
         final = results[arm.name]["final"]
         print(f"{arm.name:<40} {' '.join(f'{name} {final[name][0]:.3f}' for name in MEASURES)}", flush=True)
     return results
@@ -149,18 +148,18 @@ def select(task: Task, steps: int) -> dict[str, Any]:
     for kind in TAUS:
         by_tau = {}
         for arm in grid(kind):
-            final = train(arm, task, SELECTION_SEEDS, steps).curves[-1].mean(0).tolist()
+            final = train(arm, task, SELECTION_SEEDS, steps, steps).final.mean(0).tolist()
             by_tau[f"{arm.tau:g}"] = dict(zip(MEASURES, _rounded(final), strict=True))
-        chosen[kind] = best_of(kind, by_tau)
+        best = best_of(by_tau)
+        name = next(arm.name for arm in grid(kind) if f"{arm.tau:g}" == best)
+        chosen[kind] = {"tau": float(best), "arm": name, "by_tau": by_tau}
     return chosen
 
 
-def best_of(kind: str, by_tau: dict[str, dict[str, float]]) -> dict[str, Any]:
+def best_of(by_value: dict[str, dict[str, float]]) -> str:
     """The most coverage@8 among those that reach the matched reward; among all where none does."""
-    able = [tau for tau, row in by_tau.items() if row["reward"] >= MATCHED] or list(by_tau)
-    best = max(able, key=lambda tau: by_tau[tau]["coverage@8"])
-    name = next(arm.name for arm in grid(kind) if f"{arm.tau:g}" == best)
-    return {"tau": float(best), "arm": name, "by_tau": by_tau}
+    able = [value for value, row in by_value.items() if row["reward"] >= MATCHED] or list(by_value)
+    return max(able, key=lambda value: by_value[value]["coverage@8"])
 
 
 def conclusions(result: dict[str, Any]) -> list[str]:
@@ -264,7 +263,8 @@ def run(prompts: int, seeds: Sequence[int], steps: int) -> dict[str, Any]:
     """The whole comparison; the same arguments give the same result."""
     torch.set_num_threads(1)
     task = make_task(prompts)
-    every = [*PLAIN, *PLACEBOS, *(arm for kind in TAUS for arm in grid(kind)), *WITH_REFERENCE, *EXPECTED, *OTHER_LR]
+    every = [*BASELINES, *PLACEBOS, *(arm for kind in TAUS for arm in grid(kind))]
+    every += [*WITH_REFERENCE, *EXPECTED, *OTHER_LR]
     variants = {
         "right answers equally likely before training": make_task(prompts, right_ratio=1.0),
         "24 answers a prompt": make_task(prompts, answers=24),
@@ -300,15 +300,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=home() / "bench/results/tabular_maxent.json")
     parser.add_argument("--figure", type=Path, default=home() / "docs/assets/maxent_tabular.svg")
     options = parser.parse_args()
-    began = time.perf_counter()
+    origin = begin(options.out)
     result = run(options.prompts, range(1, options.seeds + 1), options.steps)
-    result |= {
-        "seconds": round(time.perf_counter() - began),
-        "versions": {"torch": importlib.metadata.version("torch"), "python": platform.python_version()},
-        **made_by(),
-    }
-    write_json(options.out, result)
-    write_figure(options.figure, figure_panels(result), "What stops the collapse onto one right answer")
+    write_record(options.out, result, origin)
+    write_figure(options.figure, figure_panels(result), SPOKEN)
     print(table(result), *result["conclusions"], sep="\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -40,10 +41,14 @@ class Arm:
     """One way to weigh a group.
 
     Attributes:
-        tau: temperature of the weights; SEED's alpha.
+        tau: temperature of the weights; SEED's alpha; what entropy is worth in the reward of ``soft_reward``.
         sampled: False is the expected update, that of an infinite group.
-        per_token: log-probabilities are divided by the answers' lengths, in the weights and in the loss.
+        per_token: the loss is a mean over an answer's tokens; log-probabilities in weights are divided by its length.
         again: other random numbers: how far equal arms differ.
+        kappa: temperature of the policy's own distribution over summed log-probabilities in ``listwise``.
+        spread: kappa is at least this many standard deviations of the group's summed log-probabilities.
+        kl: coefficient of KL(policy || start), whose exact gradient is subtracted.
+        entropy: coefficient of the policy's entropy, whose exact gradient is added.
     """
 
     objective: str
@@ -54,15 +59,23 @@ class Arm:
     lr: float = 1.0
     sampled: bool = True
     again: bool = False
+    kappa: float = 1.0
+    spread: float = 0.0
+    kl: float = 0.0
+    entropy: float = 0.0
 
     @property
     def name(self) -> str:
         """As the tables call it."""
         kind = " length_scaled" if self.utility == "length_scaled" else " per token" if self.per_token else ""
         parts = [self.objective + kind]
-        if self.objective not in ("grpo", "dr_grpo"):
+        if self.objective not in ("grpo", "dr_grpo", "maxrl", "pass_at_k"):
             parts.append(f"{'alpha' if self.objective == 'seed' else 'tau'} {self.tau:g}")
         parts += [f"beta {self.beta:g}"] if self.beta else []
+        parts += [f"kappa {self.kappa:g}"] if self.kappa != 1 else []
+        parts += [f"spread {self.spread:g}"] if self.spread else []
+        parts += [f"KL {self.kl:g}"] if self.kl else []
+        parts += [f"entropy {self.entropy:g}"] if self.entropy else []
         parts += [f"lr {self.lr:g}"] if self.lr != 1 else []
         parts += ["expected"] if not self.sampled else []
         return ", ".join([*parts, *(["again"] if self.again else [])])
@@ -75,16 +88,33 @@ class Task:
     Attributes:
         right_PK: which answers are right.
         start_PK: log-probabilities of the policy before training, which is the reference as well.
-        lengths_PK: tokens of an answer, 4 to LONGEST, whether right or wrong.
+        lengths_PK: tokens of an answer, whether right or wrong.
+        wordings: the ways to say any answer, as cumulative probability (W,) and log-probability (W,); None: one way.
     """
 
     right_PK: torch.Tensor
     start_PK: torch.Tensor
     lengths_PK: torch.Tensor
+    wordings: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def repeated(self, runs: int) -> Task:
         """The same prompts for several runs side by side."""
-        return Task(*(values.repeat(runs, 1) for values in (self.right_PK, self.start_PK, self.lengths_PK)))
+        wide = (values.repeat(runs, 1) for values in (self.right_PK, self.start_PK, self.lengths_PK))
+        return Task(*wide, self.wordings)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Log-probabilities of the answers, and their exp: computed once a step."""
+
+    logps_PK: torch.Tensor
+    chances_PK: torch.Tensor
+
+    @classmethod
+    def of(cls, logits_PK: torch.Tensor) -> Policy:
+        """The softmax of the logits."""
+        logps_PK = logits_PK.log_softmax(1)
+        return cls(logps_PK, logps_PK.exp())
 
 
 def make_task(prompts: int, answers: int = 100, right_ratio: float = 0.5) -> Task:
@@ -121,12 +151,23 @@ def weigh(arm: Arm, groups: Groups) -> tuple[torch.Tensor, torch.Tensor | None]:
 
     Per token they are divided by the lengths, as the loss does it that is a mean over tokens.
     """
+    advantages_PG, weights_PG = _whole_answers(arm, groups)
+    return advantages_PG / groups.lengths_PG if arm.per_token else advantages_PG, weights_PG
+
+
+def _whole_answers(arm: Arm, groups: Groups) -> tuple[torch.Tensor, torch.Tensor | None]:
     rewards_PG, group_size = groups.rewards_PG, groups.rewards_PG.shape[1]
     advantages_PG = centred(rewards_PG)
     if arm.objective == "grpo":
         return advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-4), None
     if arm.objective == "dr_grpo":
         return advantages_PG, None
+    if arm.objective == "maxrl":
+        return maxrl_advantages(rewards_PG), None
+    if arm.objective == "pass_at_k":
+        return pass_at_k_advantages(rewards_PG, SAMPLES), None
+    if arm.objective == "soft_reward":
+        return centred(rewards_PG - arm.tau * groups.logps_PG), None
     if arm.objective == "seed":
         keys = [[str(answer) for answer in row] for row in groups.answers_PG.tolist()]
         scale_P, _ = semantic_entropy_scale(groups.logps_PG / groups.lengths_PG, keys, arm.tau)
@@ -135,15 +176,50 @@ def weigh(arm: Arm, groups: Groups) -> tuple[torch.Tensor, torch.Tensor | None]:
         q_PG = listwise_q(rewards_PG, 1.0, EPSILON)
         tokens_PG = groups.lengths_PG if arm.per_token else torch.ones_like(groups.lengths_PG)
         weights_PG = target_weights(q_PG, groups.ref_logps_PG / tokens_PG, arm.tau, arm.beta)
-        own_PG = policy_weights(groups.logps_PG / tokens_PG, ~rewards_PG.isnan())
-        gaps_PG = weights_PG - own_PG if arm.objective == "listwise" else weights_PG
-        return group_size * gaps_PG / tokens_PG, weights_PG
+        if arm.objective == "weighted_mle":
+            return group_size * weights_PG, weights_PG
+        kappa_PG = tokens_PG if arm.per_token else policy_temperature(groups.logps_PG, arm.kappa, arm.spread)
+        own_PG = policy_weights(groups.logps_PG / kappa_PG, ~rewards_PG.isnan())
+        return group_size * (weights_PG - own_PG), weights_PG
     tau: float | torch.Tensor = arm.tau
     if arm.objective == "adaptive":
         tau = mode_adaptive_tau(arm.tau, _distinct_right(groups))[:, None]
     lengths_PG = groups.lengths_PG / LONGEST if arm.utility == "length_scaled" else 1.0
     weights_PG = tempered_weights(advantages_PG * lengths_PG, tau)
     return group_size * weights_PG * advantages_PG, weights_PG
+
+
+def maxrl_advantages(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """MaxRL's (https://arxiv.org/abs/2602.02710): G r / sum r - 1, and 0 where no answer has a reward."""
+    mean_P1 = rewards_PG.mean(1, keepdim=True)
+    return torch.where(mean_P1 > 0, rewards_PG / mean_P1 - 1, 0.0)
+
+
+def pass_at_k_advantages(rewards_PG: torch.Tensor, k: int) -> torch.Tensor:
+    """Those of pass@k training (https://arxiv.org/abs/2508.10751, the analytical derivation), for rewards of 0 and 1.
+
+    A sample's reward is the mean over all sets of ``k`` in the group that it is in, each 1 where one of it is right;
+    less the mean over all sets, and divided by their standard deviation.
+    """
+    size = rewards_PG.shape[1]
+    wrong = [[math.comb(n, k) / math.comb(size, k), _wrong_sets(n, size, k)] for n in range(size + 1)]
+    table_N2 = torch.tensor(wrong, dtype=rewards_PG.dtype)
+    none_right_P1, with_wrong_P1 = table_N2[(size - rewards_PG.sum(1)).long()].split(1, dim=1)
+    gain_PG = none_right_P1 - torch.where(rewards_PG > 0, 0.0, with_wrong_P1)
+    deviation_P1 = (none_right_P1 * (1 - none_right_P1)).sqrt()
+    return torch.where(deviation_P1 > 0, gain_PG / deviation_P1, 0.0)
+
+
+def _wrong_sets(wrong: int, size: int, k: int) -> float:
+    """Share of the sets of a wrong answer that have no right one."""
+    return math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1) if wrong else 0.0
+
+
+def policy_temperature(logps_PG: torch.Tensor, least: float, spread: float) -> torch.Tensor:
+    """Kappa (P, 1): ``least``, or ``spread`` standard deviations of the group's log-probabilities if that is more."""
+    if not spread:
+        return torch.full_like(logps_PG[:, :1], least)
+    return (spread * logps_PG.std(1, keepdim=True)).clamp(min=least)
 
 
 def _distinct_right(groups: Groups) -> torch.Tensor:
@@ -218,53 +294,70 @@ class Step:
     eff_rollouts: float | None = None
 
 
-def sampled_step(arm: Arm, logits_PK: torch.Tensor, task: Task, draws_PG: torch.Tensor) -> Step:
-    """Gradient of the mean of advantage times log-probability over one group per prompt."""
-    logps_PK = logits_PK.log_softmax(1)
-    answers_PG = torch.searchsorted(logps_PK.exp().cumsum(1), draws_PG).clamp(max=logits_PK.shape[1] - 1)
+def sampled_step(
+    arm: Arm, policy: Policy, task: Task, draws_PG: torch.Tensor, word_draws_PG: torch.Tensor | None = None
+) -> Step:
+    """Gradient of the mean of advantage times log-probability over one group per prompt.
+
+    The wording adds to the log-probability of a completion, and is not trained.
+    """
+    sums_PK = policy.chances_PK.cumsum(1)
+    answers_PG = torch.searchsorted(sums_PK, draws_PG).clamp(max=sums_PK.shape[1] - 1)
+    logps_PG, ref_logps_PG = policy.logps_PK.gather(1, answers_PG), task.start_PK.gather(1, answers_PG)
+    if task.wordings is not None and word_draws_PG is not None:
+        sums_W, logps_W = task.wordings
+        words_PG = logps_W[torch.searchsorted(sums_W, word_draws_PG).clamp(max=len(sums_W) - 1)]
+        logps_PG, ref_logps_PG = logps_PG + words_PG, ref_logps_PG + words_PG
     groups = Groups(
-        answers_PG,
-        *(values.gather(1, answers_PG) for values in (task.right_PK.double(), logps_PK, task.start_PK)),
+        answers_PG, task.right_PK.gather(1, answers_PG).double(), logps_PG, ref_logps_PG,
         task.lengths_PK.gather(1, answers_PG),
-    )
+    )  # fmt: skip
     advantages_PG, weights_PG = weigh(arm, groups)
-    shares_PK = torch.zeros_like(logps_PK).scatter_add(1, answers_PG, advantages_PG / answers_PG.shape[1])
-    gradient_PK = shares_PK - logps_PK.exp() * shares_PK.sum(1, keepdim=True)
+    shares_PK = torch.zeros_like(sums_PK).scatter_add_(1, answers_PG, advantages_PG / answers_PG.shape[1])
+    gradient_PK = _on_logits(arm, policy, task, shares_PK)
     if weights_PG is None:
         return Step(gradient_PK)
     wrong_P = incorrect_mass(weights_PG, groups.rewards_PG == 0)
     return Step(gradient_PK, float(wrong_P.mean()), float(weight_entropy(weights_PG).exp().mean()))
 
 
-def expected_step(arm: Arm, logits_PK: torch.Tensor, task: Task) -> Step:
+def _on_logits(arm: Arm, policy: Policy, task: Task, shares_PK: torch.Tensor) -> torch.Tensor:
+    """From the factor of each answer's log-probability to the gradient of its logit, with the terms of the loss."""
+    if arm.kl or arm.entropy:
+        terms_PK = arm.kl * (task.start_PK - policy.logps_PK) - arm.entropy * policy.logps_PK
+        shares_PK = shares_PK + policy.chances_PK * terms_PK
+    return shares_PK - policy.chances_PK * shares_PK.sum(1, keepdim=True)
+
+
+def expected_step(arm: Arm, policy: Policy, task: Task) -> Step:
     """The same gradient for an infinite group: answer k makes up pi_k of it.
 
     A weight softmax(score) over such a group is the softmax of score + log pi over the answers, and the policy's own
-    weights are ~ pi * pi.
+    weights are ~ pi * pi^(1 / kappa).
     """
-    logps_PK = logits_PK.log_softmax(1)
-    policy_PK, rewards_PK = logps_PK.exp(), task.right_PK.double()
+    logps_PK, policy_PK, rewards_PK = policy.logps_PK, policy.chances_PK, task.right_PK.double()
     advantages_PK = rewards_PK - (policy_PK * rewards_PK).sum(1, keepdim=True)
     if arm.objective in ("grpo", "dr_grpo"):
         variance_P1 = (policy_PK * advantages_PK.square()).sum(1, keepdim=True)
         shares_PK = policy_PK * advantages_PK / (variance_P1.sqrt() + 1e-4 if arm.objective == "grpo" else 1.0)
-    elif arm.objective in ("listwise", "weighted_mle") and not arm.per_token:
+    elif arm.objective in ("listwise", "weighted_mle") and not arm.per_token and not arm.spread:
         total = arm.tau + arm.beta
         shares_PK = tempered_weights(rewards_PK + arm.beta * task.start_PK + total * logps_PK, total)
         if arm.objective == "listwise":
-            shares_PK = shares_PK - policy_weights(2 * logps_PK, torch.ones_like(task.right_PK))
+            own_PK = policy_weights((1 + 1 / arm.kappa) * logps_PK, torch.ones_like(task.right_PK))
+            shares_PK = shares_PK - own_PK
     elif arm.objective == "tempered" and arm.utility == "advantage":
         shares_PK = tempered_weights(advantages_PK + arm.tau * logps_PK, arm.tau) * advantages_PK
     else:
         raise ValueError(f"{arm.name} has no expected update here")
-    return Step(shares_PK - policy_PK * shares_PK.sum(1, keepdim=True))
+    return Step(_on_logits(arm, policy, task, shares_PK))
 
 
-def measure(logits_PK: torch.Tensor, task: Task) -> torch.Tensor:
+def measure(policy: Policy, task: Task) -> torch.Tensor:
     """(P, 5) the MEASURES, from the policy's probabilities."""
-    rights_PK = logits_PK.softmax(1) * task.right_PK
+    rights_PK = policy.chances_PK * task.right_PK
     reward_P, count_P = rights_PK.sum(1), task.right_PK.sum(1)
-    modes_P = weight_entropy(policy_weights(logits_PK, task.right_PK)).exp()
+    modes_P = weight_entropy(policy_weights(policy.logps_PK, task.right_PK)).exp()
     found_P = (1 - (1 - rights_PK).pow(SAMPLES)).sum(1)
     pass_P = 1 - (1 - reward_P).clamp(min=0).pow(SAMPLES)
     return torch.stack([reward_P, pass_P, modes_P, modes_P / count_P, found_P / count_P], 1)
@@ -272,42 +365,59 @@ def measure(logits_PK: torch.Tensor, task: Task) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Training:
-    """The runs of an arm: ``curves`` (steps + 1, runs, 5), and means over steps and groups."""
+    """The runs of an arm, and means over steps and groups.
 
-    curves: torch.Tensor
+    Attributes:
+        curve: (points, runs, 5) the MEASURES at each ``stride`` steps.
+        final: (runs, 5) the MEASURES at the end.
+        matched: for each run the MEASURES at the first step whose reward is MATCHED, and that step.
+        policy: at the end, prompts of one run after those of another.
+    """
+
+    curve: torch.Tensor
+    final: torch.Tensor
+    matched: list[list[float] | None]
+    policy: Policy
     wrong_mass: float | None
     eff_rollouts: float | None
 
-    def matched(self) -> list[list[float] | None]:
-        """For each run the MEASURES at the first step whose reward is MATCHED, and that step."""
-        found: list[list[float] | None] = []
-        for run in range(self.curves.shape[1]):
-            steps = (self.curves[:, run, 0] >= MATCHED).nonzero()
-            first = int(steps[0]) if len(steps) else None
-            found.append(None if first is None else [*self.curves[first, run].tolist(), float(first)])
-        return found
 
-
-def train(arm: Arm, task: Task, seeds: Sequence[int], steps: int) -> Training:
-    """All runs of an arm, side by side."""
+def train(arm: Arm, task: Task, seeds: Sequence[int], steps: int, stride: int = 1) -> Training:
+    """All runs of an arm, side by side. Only the reward is measured at each step."""
     runs, prompts = len(seeds) if arm.sampled else 1, len(task.right_PK)
-    generators = [torch.Generator().manual_seed(seed + (1000 if arm.again else 0)) for seed in seeds]
+    draws = [random_numbers(seed + (1000 if arm.again else 0), steps, prompts) for seed in seeds]
+    words = None if task.wordings is None else [random_numbers(seed + 2000, steps, prompts) for seed in seeds]
     wide = task.repeated(runs)
-    logits_PK = wide.start_PK.clone()
-    curves, taken = [measure(logits_PK, wide)], []
-    for _ in range(steps):
+    logits_PK = wide.start_PK
+    curve, spreads = [], []
+    matched: list[list[float] | None] = [None] * runs
+    for step in range(steps + 1):
+        policy = Policy.of(logits_PK)
+        reward_R = (policy.chances_PK * wide.right_PK).sum(1).view(runs, prompts).mean(1).tolist()
+        reached = [run for run in range(runs) if matched[run] is None and reward_R[run] >= MATCHED]
+        if reached or step % stride == 0 or step == steps:
+            measured = measure(policy, wide).view(runs, prompts, len(MEASURES)).mean(1)
+            for run in reached:
+                matched[run] = [*measured[run].tolist(), float(step)]
+            curve += [measured] if step % stride == 0 else []
+        if step == steps:
+            break
         if arm.sampled:
-            draws = [torch.rand(prompts, GROUP, generator=one, dtype=torch.float64) for one in generators]
-            taken.append(sampled_step(arm, logits_PK, wide, torch.cat(draws)))
+            draws_PG, words_PG = (many and torch.cat([one[step] for one in many]) for many in (draws, words))
+            taken = sampled_step(arm, policy, wide, draws_PG, words_PG)
         else:
-            taken.append(expected_step(arm, logits_PK, wide))
-        logits_PK = logits_PK + arm.lr * taken[-1].gradient_PK
-        curves.append(measure(logits_PK, wide))
-    return Training(
-        torch.stack(curves).view(steps + 1, runs, prompts, len(MEASURES)).mean(2),
-        _mean(step.wrong_mass for step in taken),
-        _mean(step.eff_rollouts for step in taken),
-    )
+            taken = expected_step(arm, policy, wide)
+        logits_PK = logits_PK + arm.lr * taken.gradient_PK
+        spreads.append((taken.wrong_mass, taken.eff_rollouts))
+    means = [_mean(column) for column in zip(*spreads, strict=True)]
+    return Training(torch.stack(curve), measured, matched, policy, *means)
+
+
+@functools.lru_cache(maxsize=32)
+def random_numbers(seed: int, steps: int, prompts: int) -> torch.Tensor:
+    """(steps, P, G) numbers from 0 to 1: those of a seed are the same for each arm."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(steps, prompts, GROUP, generator=generator, dtype=torch.float64)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

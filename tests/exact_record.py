@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
-from grpo_recipes.runs.rundir import code_state
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
+from made_by import append_record, begin
 
+FILE = os.environ.get("GRPO_EXACT_RESULT")
+ORIGIN = begin(Path(FILE), target="exact") if FILE else {}
 _COLUMNS = ("sampler", "accelerator", "ranks", "shape", "from", "ignore_data_skip", "weights", "left alone", "equal")
 
 
@@ -33,13 +37,10 @@ def record(
         weights: hash of the final weights.
         alone: the same of the run left alone.
     """
-    file = os.environ.get("GRPO_EXACT_RESULT")
-    if not file:
+    if not FILE:
         return
     facts = (sampler, accelerator, ranks, shape, begins, ignore_data_skip, weights[:16], alone[:16], weights == alone)
-    line = dict(zip(_COLUMNS, facts, strict=True)) | {"commit": code_state()["commit"]}
-    with Path(file).open("a") as lines:
-        lines.write(json.dumps(line) + "\n")
+    append_record(Path(FILE), dict(zip(_COLUMNS, facts, strict=True)), ORIGIN)
 
 
 def table(file: Path) -> str:
@@ -53,4 +54,7 @@ def table(file: Path) -> str:
 
 
 if __name__ == "__main__":
-    print(table(Path(os.environ["GRPO_EXACT_RESULT"])))
+    if sys.argv[1:] == ["new"]:
+        Path(os.environ["GRPO_EXACT_RESULT"]).unlink(missing_ok=True)
+    else:
+        print(table(Path(os.environ["GRPO_EXACT_RESULT"])))

@@ -39,7 +39,40 @@ def weigh(rewards_PG: torch.Tensor, refs_PG: torch.Tensor, tau: float | torch.Te
         "target without": maxent.target_weights(q_PG, None, tau, beta=0.0),
         "tempered": maxent.tempered_weights(rewards_PG, tau),
         "policy": maxent.policy_weights(refs_PG, ~rewards_PG.isnan()),
+        "policy, by its spread": maxent.policy_weights(refs_PG, ~rewards_PG.isnan(), 0.1, 2.0),
+        "shares": maxent.reward_shares((rewards_PG - rewards_PG.nan_to_num(nan=INF).amin(1, keepdim=True)) + 1),
     }
+
+
+@pytest.mark.parametrize("scale", [1.0, 7.0, 40.0])
+def test_by_its_spread_a_groups_policy_weights_do_not_depend_on_the_scale_of_its_log_probs(scale):
+    logps_PG = torch.tensor([[-3.0, -1.0, -7.0, -2.0]], dtype=torch.float64)
+    learns_PG = torch.tensor([[True, True, False, True]])
+    expected_PG = maxent.policy_weights(logps_PG, learns_PG, 0.5, 1.5)
+    close(maxent.policy_weights(scale * logps_PG, learns_PG, 0.5, 1.5), expected_PG)
+    spread = logps_PG[0, [0, 1, 3]].std(correction=0).item()
+    close(expected_PG, maxent.policy_weights(logps_PG, learns_PG, 1.5 * spread))
+    close(maxent.policy_weights(logps_PG, learns_PG, 90.0, 1.5), maxent.policy_weights(logps_PG, learns_PG, 90.0))
+
+
+def test_per_token_the_objective_becomes_maxrl_as_completions_grow_and_at_a_temperature_it_does_not():
+    """The length law: log-probs per token are alike in the end, and G (w - s) is G w - 1."""
+    rewards_PG = torch.tensor([[1.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+    logps_PG = torch.tensor([[-0.5, -3.0, -1.0, -2.0]], dtype=torch.float64)  # an answer's, in however many tokens
+    learns_PG, maxrl_PG = torch.ones(1, 4, dtype=torch.bool), 4 * maxent.reward_shares(rewards_PG) - 1
+    close(maxrl_PG, (rewards_PG - 0.5) / 0.5)
+    weights_PG = maxent.target_weights(maxent.listwise_q(rewards_PG, 0.1, 0.0), None, 0.2, 0.0)
+    away = [
+        (4 * (weights_PG - maxent.policy_weights(logps_PG / tokens, learns_PG)) - maxrl_PG).abs().max().item()
+        for tokens in (1, 3, 30, 300)
+    ]
+    assert away[0] > 1 and away[1] > 0.3 and away[2] < 0.07 and away[3] < 0.007
+    kept_PG = 4 * (weights_PG - maxent.policy_weights(logps_PG, learns_PG, 2.0))
+    assert kept_PG[0, 1] - kept_PG[0, 0] > 1  # of two right answers the rarer gains more
+
+
+def test_a_group_without_reward_has_no_shares():
+    close(maxent.reward_shares(torch.zeros(1, 3)), torch.zeros(1, 3))
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-9) -> None:
@@ -206,6 +239,9 @@ ONE_PG = torch.tensor([[1.0, 0.0]])
         (lambda: maxent.tempered_weights(ONE_PG, torch.tensor([[-1.0]])), "tau must be at least 0"),
         (lambda: maxent.tempered_weights(-INF * torch.ones(1, 2), 1.0), "utilities must be finite"),
         (lambda: maxent.policy_weights(ONE_PG * NAN, ONE_PG > 0), "logps_PG must be finite"),
+        (lambda: maxent.policy_weights(ONE_PG, ONE_PG > 0, temperature=0.0), "temperature must be above 0"),
+        (lambda: maxent.policy_weights(ONE_PG, ONE_PG > 0, spread=-1.0), "spread at least 0"),
+        (lambda: maxent.reward_shares(-ONE_PG), "rewards must be at least 0, not -1"),
     ],
 )
 def test_a_value_out_of_its_range_is_an_error(call, message):

@@ -30,6 +30,7 @@ def policy(bench: ModuleType) -> ModuleType:
 
 def test_a_step_is_the_gradient_of_advantage_times_log_probability(bench, policy):
     task = bench.make_task(3)
+    start = policy.Policy.of(task.start_PK)
     draws_PG = torch.rand(3, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     others = [arm for kind in bench.TAUS for arm in bench.grid(kind)[:1]]
     for arm in [*bench.SHOWN, bench.Arm("listwise", 0.2, beta=0.3), *others]:
@@ -46,21 +47,22 @@ def test_a_step_is_the_gradient_of_advantage_times_log_probability(bench, policy
         advantages_PG, _ = policy.weigh(arm, groups)
         assert advantages_PG.abs().max() > 0
         (advantages_PG * logps_PK.gather(1, answers_PG)).mean(1).sum().backward()
-        step = policy.sampled_step(arm, task.start_PK, task, draws_PG)
+        step = policy.sampled_step(arm, start, task, draws_PG)
         torch.testing.assert_close(step.gradient_PK, logits_PK.grad, atol=1e-12, rtol=0)
 
 
 def test_the_expected_update_is_that_of_a_very_large_group(bench, policy, monkeypatch):
     task = bench.make_task(3, answers=12)
+    start = policy.Policy.of(task.start_PK)
     even_G = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
     # Below 1 / group size.
     monkeypatch.setattr(policy, "EPSILON", 1e-12)
     for arm in bench.SHOWN:
-        sampled = policy.sampled_step(arm, task.start_PK, task, even_G.repeat(3, 1)).gradient_PK
-        expected = policy.expected_step(arm, task.start_PK, task).gradient_PK
+        sampled = policy.sampled_step(arm, start, task, even_G.repeat(3, 1)).gradient_PK
+        expected = policy.expected_step(arm, start, task).gradient_PK
         torch.testing.assert_close(sampled, expected, atol=2e-4, rtol=0)
     with pytest.raises(ValueError, match="no expected update"):
-        policy.expected_step(bench.Arm("seed", 1.0), task.start_PK, task)
+        policy.expected_step(bench.Arm("seed", 1.0), start, task)
 
 
 def test_the_same_arguments_give_the_same_result(bench):

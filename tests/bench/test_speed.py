@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from statistics import mean
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from grpo_recipes.recipe.configs import GRPOConfig
 
 HOME = Path(__file__).resolve().parents[2]
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +45,85 @@ def test_lengths_are_those_that_the_page_tells(speed: ModuleType) -> None:
 
 def test_each_key_of_an_arm_is_a_recipe_key(speed: ModuleType) -> None:
     known = {one.name for one in fields(GRPOConfig)}
-    for arms in (speed.ARMS, speed.ADDED, speed.MAXENT):
+    for arms in (speed.ARMS, speed.ADDED, speed.OVERLAP, speed.MAXENT):
         assert {key for keys in arms.values() for key in keys or {}} <= known
 
 
-def test_overlap_is_refused_while_there_is_no_such_key(speed: ModuleType) -> None:
-    if speed.OVERLAP in {one.name for one in fields(GRPOConfig)}:
-        pytest.skip("there is such a key")
-    assert speed.overlap(SimpleNamespace()) == {"refused": "this code has no recipe key overlap_generation"}
+def arm(ratio: float, **more: Any) -> dict[str, Any]:
+    return {
+        "ratio": {"median": ratio, "low": ratio - 0.05, "high": ratio + 0.1}, "seconds_median": 2.0,
+        "fed_per_real_token": 1.1, "seconds": [2.0] * 3, **more,
+    }  # fmt: skip
+
+
+def part(found: dict[str, Any]) -> dict[str, Any]:
+    return {"found": found, "load_before": [0.1, 0.1, 0.1], "commit": "a" * 40, "uncommitted_changes": False}
+
+
+def record(**parts: dict[str, Any]) -> dict[str, Any]:
+    arms = {"bare TRL": arm(1.0), "bare TRL again": arm(1.01), "ours": arm(0.4)}
+    return {name: part(found) for name, found in ({"update": {"lognormal": arms}} | parts).items()}
+
+
+def of_class(drawn: str, kind: str) -> list[str]:
+    paths = ElementTree.fromstring(drawn).iter(f"{SVG}path")
+    return [path.attrib["d"] for path in paths if path.attrib["class"] == kind]
+
+
+def words(drawn: str) -> list[str]:
+    return [found.text or "" for found in ElementTree.fromstring(drawn).iter(f"{SVG}text")]
+
+
+def test_the_figure_has_each_ratio_with_its_interval_and_its_goal(speed: ModuleType) -> None:
+    figure = importlib.import_module("speed_figure")
+    drawn = figure.figure(record())
+    scale = (figure.WIDTH - 2 * figure.SIDE) / 1.5  # the axis ends at 1.5
+    interval, point = of_class(drawn, "c1")[1], of_class(drawn, "c1 point")[1]  # after those of the legend
+    assert interval == f"M{round(0.35 * scale, 1)} 87H{round(0.5 * scale, 1)}"
+    assert point == f"M{round(0.4 * scale, 1)} 87h0"
+    assert of_class(drawn, "goal")[1:] == [f"M{round(0.5 * scale, 1)} 80v14"]
+    assert len(of_class(drawn, "noise point")) == 2 and "lognormal, bare TRL again" in words(drawn)
+    slower = figure.figure(record(update={"lognormal": {"bare TRL": arm(1.0), "ours": arm(0.9)}}))
+    assert of_class(slower, "c1 point")[1] == f"M{round(0.9 * scale, 1)} 55h0"
+    assert not any(text in words(drawn) for text in figure.GROWTH.values())
+
+
+def test_growth_is_drawn_once_it_is_recorded(speed: ModuleType) -> None:
+    figure = importlib.import_module("speed_figure")
+    cases = {what: [str(getattr(shape, what)) for shape in several] for what, several in speed.GROWTH.items()}
+    ratios = {what: {case: 0.3 + 0.1 * place for place, case in enumerate(found)} for what, found in cases.items()}
+    growth = {
+        what: {case: {"bare TRL": arm(1.0), "ours": arm(one)} for case, one in found.items()}
+        for what, found in ratios.items()
+    }
+    drawn = figure.figure(record(growth=growth))
+    assert set(words(drawn)) > {*figure.GROWTH.values(), *(case for found in cases.values() for case in found)}
+    points = of_class(drawn, "c1 point")[2:]  # a path for each frame
+    up = [[float(point.split()[1].removesuffix("h0")) for point in path.split("M")[1:]] for path in points]
+    assert [len(frame) for frame in up] == [3, 3, 2]
+    heights = [[figure.GROWTH_HEIGHT * (1 - one / 1.5) for one in found.values()] for found in ratios.values()]
+    assert up == [pytest.approx(frame, abs=0.1) for frame in heights]
+
+
+def test_the_page_shows_every_part_of_a_record(speed: ModuleType) -> None:
+    page = importlib.import_module("speed_page")
+    growth = {"prompts": {"2": {"bare TRL": arm(1.0), "ours": arm(0.55)}}}
+    step = {"lognormal, 8 x 16": {"bare TRL": arm(1.0), "ours": arm(0.6, seconds_sampling=0.75)}}
+    commands = {
+        "check": {"seconds": [0.4], "cpu": [0.3]}, "plan": {"seconds": [0.5], "cpu": [0.4]},
+        "launch": [{"step 1": 20.04}],
+    }  # fmt: skip
+    found = page.tables(record(step=step, growth=growth, commands=commands))
+    assert found.startswith(f"\n{page.FIGURE}\n")
+    assert "| lognormal | ours | 0.40 | 0.35\u00a0to\u00a00.50 | 0.50 | 2.00 | 1.10 |\n" in f"{found}\n"
+    assert "| lognormal, 8 x 16 | ours | 0.60 | 0.55\u00a0to\u00a00.70 | 0.60 | 2.00 | 1.10 | 0.75 |\n" in found
+    assert "| prompts 2 | ours | 0.55 | 0.50\u00a0to\u00a00.65 |  | 2.00 | 1.10 |\n" in found
+    assert "| `grpo launch` to its first step | 20.0 | | 25 |" in found
+
+
+def test_sampling_is_clocked_also_where_it_fails(speed: ModuleType) -> None:
+    seconds: list[float] = []
+    assert speed._clocked(seconds, max, 2, 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        speed._clocked(seconds, lambda: 1 / 0)
+    assert len(seconds) == 2 and all(0 <= one < 1 for one in seconds)

@@ -72,7 +72,7 @@ def test_a_word_that_no_key_has(capsys, word, fix):
 
 def test_the_key_itself_comes_first_then_names_then_meanings(capsys):
     found = list(told(capsys, "beta"))
-    assert found[0] == "beta" and found[1:4] == ["adam_beta1", "adam_beta2", "maxent_beta"]
+    assert found[0] == "beta" and found[1:5] == ["adam_beta1", "adam_beta2", "kl_beta_min", "maxent_beta"]
     assert next(iter(told(capsys, "VLLM_MODE"))) == "vllm_mode"
     with_word = ["seed" in name for name, entry in told(capsys, "seed").items() if "refused" not in entry]
     assert with_word == sorted(with_word, reverse=True) and not all(with_word)

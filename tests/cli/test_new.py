@@ -74,7 +74,7 @@ def test_its_recipe_is_the_packages_and_not_one_of_the_folder(folder, monkeypatc
     assert "data.jsonl" in (folder / "my.yaml").read_text() and "666" not in (folder / "my.yaml").read_text()
 
 
-@pytest.mark.parametrize("name", ["grpo/config_math.yaml", "maxent/config_math_listwise.yaml"])
+@pytest.mark.parametrize("name", ["grpo/config_math.yaml", "maxent/config_math_tempered.yaml"])
 def test_it_copies_a_recipe_with_a_schema_that_is_found(folder, name):
     source = home() / "recipes/Qwen3-4B" / name
     assert cli.main(["new", "my.yaml", "--from", f"recipes/Qwen3-4B/{name}"]) == 0

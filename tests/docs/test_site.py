@@ -118,7 +118,8 @@ def test_keys_of_maxent_stand_with_the_objectives_that_read_them(site: Path) -> 
     rows = re.findall(r"<td><a[^>]*><code>(maxent_\w+)</code></a></td>\s*<td>(.*?)</td>", html(site, "maxent"))
     assert {name for name, _ in rows} == {name for name in catalogue() if name.startswith("maxent_")}
     readers = {name: re.sub("</?code>", "", cell) for name, cell in rows}
-    assert readers["maxent_tau"] == "all" and readers["maxent_utility"] == "tempered"
+    assert readers["maxent_objective"] == "all" and readers["maxent_utility"] == "tempered"
+    assert readers["maxent_tau"] == "listwise, weighted_mle, tempered"
     assert readers["maxent_beta"] == "listwise, weighted_mle"
 
 

@@ -258,70 +258,22 @@ def test_metrics_of_maxent_are_those_that_are_written() -> None:
 def test_the_losses_of_the_objectives() -> None:
     told = {row[0]: row[1].strip("`") for row in table_rows(DOCS / "maxent.md", "objective") if len(row) == 3}
     losses = {kind: loss for kind, loss in told.items() if loss.endswith("grpo")}
+    temperature = "with `maxent_policy_temperature`"
+    ways = {
+        temperature: {"maxent_policy_temperature": 2.0, "maxent_length_normalize_policy": True},
+        "per token": {"maxent_policy_temperature": 0.0, "maxent_length_normalize_policy": True},
+        "summed": {"maxent_policy_temperature": 0.0, "maxent_length_normalize_policy": False},
+    }
     for name, objective in OBJECTIVES.items():
-        if objective.loss_type(True) == objective.loss_type(False):
-            assert losses.pop(f"`{name}`") == objective.loss_type(True)
-        else:
-            assert losses.pop(f"`{name}`, per token") == objective.loss_type(True)
-            assert losses.pop(f"`{name}`, summed") == objective.loss_type(False)
+        of = {way: objective.loss_type({"maxent_objective": name, **keys}.__getitem__) for way, keys in ways.items()}
+        if "maxent_policy_temperature" in objective.unread:
+            assert of.pop(temperature) == of["per token"]
+        if len(set(of.values())) == 1:
+            assert losses.pop(f"`{name}`") == of["summed"]
+            continue
+        for way, loss in of.items():
+            assert losses.pop(f"`{name}`, {way}") == loss
     assert losses == {}
-
-
-# Names of the page -> those of the raw results, applied in turn.
-_ARMS = {
-    "**": "", "placebo: ": "", ", other noise": ", again", "Dr.GRPO": "dr_grpo", "GRPO": "grpo", "SEED": "seed",
-    "listwise, sums": "listwise", "listwise, per token": "listwise per token", "tempered, advantage": "tempered",
-    "tempered, length_scaled": "tempered length_scaled", "mode-adaptive tempered": "adaptive", "maxent_beta": "beta",
-    "random answer": "random", "best constant answer": "constant",
-}  # fmt: skip
-
-
-def test_the_table_of_tables_is_that_of_the_raw_results() -> None:
-    results = json.loads((REPOSITORY / "bench/results/tabular_maxent.json").read_text())
-    rows = table_rows(DOCS / "maxent.md", "arm")
-    assert len(rows) > 15
-    for name, *cells in rows:
-        key = name
-        for ours, theirs in _ARMS.items():
-            key = key.replace(ours, theirs)
-        told = [cell.strip("* ") for cell in cells]
-        measures = ("reward", "pass@8", "modes", "coverage@8")
-        if key in results["baselines"]:
-            raw = [results["baselines"][key][measure] for measure in measures]
-        else:
-            arm = results["arms"][key]
-            reached = arm.get("at_matched_reward", {})
-            raw = [arm["final"][measure][0] for measure in measures]
-            raw += [reached["coverage@8"][0], reached["step"][0]] if reached else []
-        for cell, value in zip(told, raw, strict=False):
-            digits = len(cell.partition(".")[2])
-            assert cell == (f"{value:.{digits}f}" if value is not None else "-"), (name, cell, value)
-        assert all(cell in ("-", "not reached") for cell in told[len(raw) :]), name
-
-
-@pytest.mark.parametrize(("title", "part"), [("equations trained on", "train"), ("equations held out", "held_out")])
-def test_the_table_of_the_tiny_model_is_the_recorded_one(title: str, part: str) -> None:
-    results = json.loads((REPOSITORY / "bench/results/multi_answer.json").read_text())
-    rows = table_rows(DOCS / "maxent.md", title)
-    assert len(rows) > 12
-    for name, *cells in rows:
-        baseline = results["baselines"][part].get(name)
-        for measure, cell in zip(("mean@8", "pass@8", "distinct@8", "coverage@8", "modes"), cells, strict=True):
-            if baseline is not None:
-                assert cell == (f"{baseline[measure]:.3f}" if measure in baseline else "-"), (name, measure)
-                continue
-            arm = results["summary"][name][part][measure]
-            half = (arm["ci"][1] - arm["ci"][0]) / 2
-            assert cell == f"{arm['mean']:.3f} ± {half:.3f}", (name, measure)
-
-
-def test_the_memory_estimates_are_the_recorded_ones() -> None:
-    cases = json.loads((REPOSITORY / "bench/results/memory_estimate.json").read_text())["cases"]
-    rows = []
-    for name, case in cases.items():
-        sizes = [case[role][kind] / 2**30 for role in ("trainer", "server") for kind in ("estimated", "measured")]
-        rows.append([name, f"{case['parameters'] / 1e6:.0f}", *(f"{size:.2f}" for size in sizes)])
-    assert table_rows(DOCS / "planning.md", "run") == rows
 
 
 def test_commands_and_keys_of_the_refused_list_are_not_accepted() -> None:
@@ -373,7 +325,7 @@ SAID = {
     "grpo: TRAIN_ENTRYPOINT:": ("check", {"MAXENT": "1", "TRAIN_ENTRYPOINT": "src/grpo.py"}),
     "grpo: --maxent_tau:": (f"check {SMOKE} --maxent_tau 0.2", {}),
     "grpo: --maxent_q_epsilon:": (
-        "check recipes/Qwen3-4B/maxent/config_math_listwise.yaml --maxent_q_epsilon 0.2",
+        "check recipes/Qwen3-4B/maxent/config_math.yaml --maxent_q_epsilon 0.2",
         {},
     ),
     "grpo: --kl_target:": (f"check {SMOKE} --kl_target 0.1", {}),

@@ -78,6 +78,15 @@ def test_an_entropy_that_collapses(make_run, row):
     assert LEVEL["entropy"](make_run(rows=rows_of(row, entropy=0.004))).status == "ok", "it began there"
 
 
+def test_a_tau_at_its_limit(make_run, row):
+    keys = {"maxent_objective": "tempered", "maxent_target_eff_rollouts": 4.0}
+    run = make_run(rows=rows_of(row, maxent__tau=0.001, maxent__eff_rollouts=9.0), **keys)
+    found = LEVEL["maxent"](run)
+    assert found.status == "warning" and found.value.startswith("0.001 -> 0.001; tau stays at maxent_tau_min")
+    assert "maxent_target_ratio" in found.fix
+    assert LEVEL["maxent"](make_run(rows=rows_of(row))).value == "not measured: no temperature, as in GRPO and MaxRL"
+
+
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_gradients_that_are_no_numbers(make_run, row, value):
     found = LEVEL["gradients"](make_run(rows=[row(1), row(2, grad_norm=value), row(3, grad_norm=value)]))

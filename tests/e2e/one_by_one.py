@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
+import pytest
 from real_runs import clean_environment
 
 from grpo_recipes.paths import home
@@ -23,6 +25,8 @@ from grpo_recipes.process.scratch import make_scratch
 from grpo_recipes.process.tree import descendants
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.runs.rundir import read_json, write_json
+from grpo_recipes.runs.stop_request import StopRequest
+from grpo_recipes.weights.file import FileClient
 
 SHORT = ("--max_steps", "4", "--prompts_per_step", "4", "--num_generations", "8", "--save_strategy", "no")
 
@@ -86,6 +90,20 @@ class Bench:
                     left.kill()
             server.kill()
             server.wait()
+
+    def joined(self, patch: pytest.MonkeyPatch) -> Bench:
+        """Give this process what a client of the run's server reads."""
+        for name in ("GRPO_TOKEN_FILE", "GRPO_RUN", "GRPO_SYNC_DIR"):
+            patch.setenv(name, self.environment[name])
+        return self
+
+    def client(self, url: str, seed: int | None = 7) -> FileClient:
+        """Return the client of the ``file`` bridge; ``joined`` comes first."""
+        args = SimpleNamespace(
+            use_cpu=True, server_request_timeout=60.0, weight_guard=True, vllm_server_timeout=60.0,
+            max_concurrent_requests=256,
+        )  # fmt: skip
+        return FileClient(args=args, run_dir=self.run_dir, seed=seed, stop=StopRequest(self.run_dir), base_url=url)
 
     def train(self, server_port: int | None = None) -> tuple[int, str]:
         plan = self._plan(server_port)

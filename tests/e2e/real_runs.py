@@ -88,6 +88,7 @@ class Launch:
 # Rows of two runs of one recipe differ in these alone.
 TIMES = (
     "seconds/",
+    "seconds_max",
     "memory/",
     "pause_seconds",
     "syncs",
@@ -99,13 +100,16 @@ TIMES = (
 )
 
 
-def same_rows(one: Launch, other: Launch) -> bool:
-    """Whether two runs have the same rows of ``metrics.jsonl`` but for times."""
-    return [_without_times(row) for row in one.rows()] == [_without_times(row) for row in other.rows()]
-
-
-def _without_times(row: dict) -> dict:
-    return {key: value for key, value in row.items() if not any(part in key for part in TIMES)}
+def same_rows(one: Launch, other: Launch, *but: str) -> bool:
+    """Whether two runs have the same rows of ``metrics.jsonl`` but for times and these names."""
+    rows, others = (
+        [
+            {key: value for key, value in row.items() if not any(part in key for part in (*TIMES, *but))}
+            for row in run.rows()
+        ]
+        for run in (one, other)
+    )
+    return rows == others
 
 
 def weights_hash(run: Launch) -> str:

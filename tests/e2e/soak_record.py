@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from real_runs import Launch, same_rows, weights_hash
 
-from grpo_recipes.runs.rundir import read_json, read_rows
+from grpo_recipes.runs.rundir import read_rows
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
+from made_by import append_record, begin
+
+FILE = os.environ.get("GRPO_SOAK_RESULT")
+ORIGIN = begin(Path(FILE), target="soak") if FILE else {}
 
 
 def record(name: str, disturbed: Launch, alone: Launch, **facts: Any) -> None:
     """Add a line, where a file is asked for: both runs by their own files, and ``facts`` of the test."""
-    file = os.environ.get("GRPO_SOAK_RESULT")
-    if file:
-        with Path(file).open("a") as lines:
-            lines.write(json.dumps(compared(name, disturbed, alone) | facts) + "\n")
+    if FILE:
+        append_record(Path(FILE), compared(name, disturbed, alone) | facts, ORIGIN)
 
 
 def compared(name: str, disturbed: Launch, alone: Launch) -> dict[str, Any]:
-    """The two runs of a soak: who they are, and in what they are the same."""
-    identity = read_json(disturbed.run_dir / "run.json")
+    """The two runs of a soak: what happened, and in what they are the same."""
     summary = disturbed.summary()
     return {
         "soak": name,
-        "ended": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "began": identity["timestamp"],
-        "commit": identity["code"]["commit"],
-        "uncommitted_changes": identity["code"]["dirty"],
-        "versions": identity["versions"],
         "status": summary["status"],
         "steps": summary["steps"],
         "restarts": summary["restarts"],

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,15 +24,6 @@ COMPLETIONS = 4
 LONG = {"max_tokens": 24, "generation_kwargs": {"ignore_eos": True}}
 
 
-def connect(bench: Bench, url: str, seed: int | None = 7) -> FileClient:
-    args = SimpleNamespace(
-        use_cpu=True, server_request_timeout=60.0, weight_guard=True, vllm_server_timeout=60.0,
-        max_concurrent_requests=256,
-    )  # fmt: skip
-    stop = StopRequest(bench.run_dir)
-    return FileClient(args=args, run_dir=bench.run_dir, seed=seed, stop=stop, base_url=url)
-
-
 def generate(client: FileClient) -> dict[str, Any]:
     client.generation = "train/3"
     return client.generate(PROMPTS, n=COMPLETIONS, **LONG)
@@ -41,8 +31,8 @@ def generate(client: FileClient) -> dict[str, Any]:
 
 def other_traffic(bench: Bench, url: str, turn: int) -> None:
     """Prompts that share beginnings with ours, unseeded and not held, then a seeded generation of another size."""
-    connect(bench, url, seed=None).generate([[*PROMPTS[turn], 7], PROMPTS[2]], n=3, max_tokens=7)
-    client = connect(bench, url)
+    bench.client(url, seed=None).generate([[*PROMPTS[turn], 7], PROMPTS[2]], n=3, max_tokens=7)
+    client = bench.client(url)
     client.generation = f"other/{turn}"
     client.generate(PROMPTS[::-1][: 3 + turn], n=2, max_tokens=9)
 
@@ -78,11 +68,9 @@ def stacks_of_every_process(bench: Bench) -> dict[str, str]:
 def test_a_generation_has_the_same_bits_again_after_other_traffic_and_on_another_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(tmp_path)
-    for name in ("GRPO_TOKEN_FILE", "GRPO_RUN", "GRPO_SYNC_DIR"):
-        monkeypatch.setenv(name, bench.environment[name])
+    bench = Bench(tmp_path).joined(monkeypatch)
     with bench.server() as url:
-        client = connect(bench, url)
+        client = bench.client(url)
         first = generate(client)
         assert len({tuple(ids) for ids in first["completion_ids"]}) > len(PROMPTS)
         for turn in range(5):
@@ -97,7 +85,7 @@ def test_a_generation_has_the_same_bits_again_after_other_traffic_and_on_another
         assert len(stacks_of_every_process(bench)) == 3  # the API server, the engine, its worker
         assert all("most recent call first" in text for text in stacks_of_every_process(bench).values())
 
-        assert end_in_flight(connect(bench, url), tmp_path) < 3
+        assert end_in_flight(bench.client(url), tmp_path) < 3
         assert generate(client) == first
     with bench.server() as url:
-        assert generate(connect(bench, url)) == first
+        assert generate(bench.client(url)) == first

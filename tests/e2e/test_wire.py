@@ -10,7 +10,6 @@ import pytest
 import requests
 from one_by_one import Bench
 from safetensors.numpy import load
-from test_exact_sampling import connect
 from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.server.wire import COMPLETIONS_PATH
@@ -45,11 +44,9 @@ def both(client: Any, prompt: list[int], seed: int, **sampling: Any) -> tuple[di
 def test_ids_and_one_log_prob_a_token_travel_and_are_those_of_vllms_own_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(tmp_path)
-    for name in ("GRPO_TOKEN_FILE", "GRPO_RUN", "GRPO_SYNC_DIR"):
-        monkeypatch.setenv(name, bench.environment[name])
+    bench = Bench(tmp_path).joined(monkeypatch)
     with bench.server() as url:
-        client = connect(bench, url, seed=None)
+        client = bench.client(url, seed=None)
         watcher = FakeWatcher(client.session)
         for seed, prompt in enumerate(PROMPTS):
             ours, theirs = both(client, prompt, seed, **SAMPLING)

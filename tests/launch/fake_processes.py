@@ -1,8 +1,9 @@
 """Stand-ins for the vLLM server and the trainers: `python fake_processes.py server|trainer ...`.
 
-The server answers what the launcher asks; with a file ``hang`` in the run directory its counters stand and a request is
-out. The trainer makes a step, a row and a checkpoint each 0.1 s, honours the stop request, and like a trainer that
-reconnects it waits while its server is not ready. With a file ``benchmarks`` it goes on after its last step.
+The server, a late one once there is a file ``go``, answers what the launcher asks; with a file ``hang`` in the run
+directory its counters stand and a request is out. The trainer makes a step, a row and a checkpoint each 0.1 s, honours
+the stop request, and like a trainer that reconnects it waits while its server is not ready. With a file ``benchmarks``
+it goes on after its last step.
 """
 
 from __future__ import annotations
@@ -77,9 +78,15 @@ def train(steps: int, phase: str) -> None:
     write("rank_0.json", {**record, "exit": 0, "cause": "", "time": time.time()})
 
 
-def serve(port: int) -> None:
+def serve(port: int, late: bool = False) -> None:
+    while late and not (RUN / "go").exists():
+        time.sleep(0.05)
     http.server.ThreadingHTTPServer(("127.0.0.1", port), Server).serve_forever()
 
 
 if __name__ == "__main__":
-    {"server": lambda: serve(int(sys.argv[2])), "trainer": lambda: train(int(sys.argv[2]), sys.argv[3])}[sys.argv[1]]()
+    {
+        "server": lambda: serve(int(sys.argv[2])),
+        "late-server": lambda: serve(int(sys.argv[2]), late=True),
+        "trainer": lambda: train(int(sys.argv[2]), sys.argv[3]),
+    }[sys.argv[1]]()

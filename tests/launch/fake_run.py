@@ -134,6 +134,7 @@ def make_fake_run(
             (),
             f"{folder}/t.log",
             after=("server", *before_trainers),
+            beside=("server",),
         ),
         *others,
     ]

@@ -173,9 +173,12 @@ def test_what_only_training_needs_is_ended_before_benchmarks_and_stays_so(
     atropos_run: FakeRunOf, started: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = atropos_run(steps=3)
-    (run.folder / "benchmarks").touch()
+    for name in ("benchmarks", "hang"):
+        (run.folder / name).touch()
 
     def kill() -> None:
+        run.wait_until(lambda: all(run.records(*ALL)))  # trainers of a minute would not be done before the rest starts
+        (run.folder / "hang").unlink()
         run.wait_for_step(3)
         over = ("run-api", "environment-sums", "environment-more")
         run.wait_until(lambda: all("exit" in record for record in run.records(*over)))
@@ -195,9 +198,12 @@ def test_where_a_lost_server_takes_trainers_with_it_after_training_all_of_it_com
     atropos_run: FakeRunOf, started: list[str]
 ) -> None:
     run = atropos_run(steps=3, bridge="nccl")
-    (run.folder / "benchmarks").touch()
+    for name in ("benchmarks", "hang"):
+        (run.folder / name).touch()
 
     def kill() -> None:
+        run.wait_until(lambda: all(run.records(*ALL)))  # trainers of a minute would not be done before the rest starts
+        (run.folder / "hang").unlink()
         run.wait_for_step(3)
         run.wait_until(lambda: "exit" in run.records("run-api")[0])
         run.kill("server")
@@ -277,6 +283,7 @@ def test_a_run_that_was_asked_to_stop_starts_nothing_again(atropos_run: FakeRunO
 
     def stop() -> None:
         run.wait_for_step(2)
+        run.wait_until(lambda: all(run.records(*ALL)))
         with run.held():
             stop_file(run.folder).touch()
             run.kill("environment-sums")

@@ -84,7 +84,7 @@ def test_without_reconnecting_both_go_on_from_the_newest_checkpoint(fake_run, ca
         run.wait_for_step(2)
         first = read_json(run.folder / "processes/trainer.json")
         run.kill("server")
-        run.wait_until(lambda: run.state() == {"epoch": 2, "state": "ready"})
+        run.wait_until(lambda: run.state()["epoch"] == 2)
         run.wait_until(lambda: (read_json(run.folder / "processes/trainer.json") or first) != first)
 
     assert run.then(kill).end() == Ending(0)
@@ -219,7 +219,8 @@ def test_a_rank_that_stands_still_ends_the_run(fake_run, tmp_path):
 TOY = """
 import json, os, pathlib, time
 run = pathlib.Path(os.environ["GRPO_RUN_DIR"])
-state = json.loads((run / "processes/server_state.json").read_text())["state"]
+path = run / "processes/server_state.json"
+state = json.loads(path.read_text())["state"] if path.exists() else "none"
 with (run / "toy").open("a") as file:
     file.write(f"{state}\\n")
 time.sleep(300)
@@ -339,7 +340,99 @@ def test_a_request_by_file_while_the_server_starts_ends_it_at_once(fake_run):
     run = fake_run()
     stop_file(run.folder).touch()
     assert run.end().code == 75
-    assert not (run.folder / "processes/trainer.json").exists()
+    assert read_metrics(run.folder) == []
+
+
+def waiting(run: FakeRun) -> None:
+    """Wait until the trainers run beside the server that starts."""
+    run.wait_until((run.folder / "processes/phase_0.json").exists)
+    assert run.state() == {"epoch": 1, "state": "starting"}
+
+
+def test_trainers_start_beside_the_server_and_wait_for_it(fake_run, capsys):
+    run = fake_run(phase="sample", server="late-server")
+
+    def let_it_serve() -> None:
+        waiting(run)
+        assert read_metrics(run.folder) == []
+        (run.folder / "go").touch()
+
+    assert run.then(let_it_serve).end() == Ending(0)
+    assert [row["step"] for row in read_metrics(run.folder)] == list(range(1, 9))
+    assert "server ready after" in capsys.readouterr().out
+
+
+def test_a_server_that_dies_while_trainers_wait_for_it_is_to_blame(fake_run):
+    run = fake_run(phase="start", server="late-server")
+    trainers = []
+
+    def kill() -> None:
+        waiting(run)
+        trainers.extend(run.records("trainer"))
+        run.kill("server")
+
+    ending = run.then(kill).end(whole=True)
+    assert (ending.code, ending.cause) == (137, "the vLLM server died before it was ready")
+    assert ending.log == run.folder / "s.log" and run.state() == {"epoch": 1, "state": "gone"}
+    assert not any(is_alive(one["pid"]) for one in trainers) and "server_restarts" not in run.summary()
+
+
+def test_trainers_that_die_before_the_server_is_ready_end_the_run_at_once(fake_run):
+    run = fake_run(phase="start", server="late-server")
+
+    def kill() -> None:
+        waiting(run)
+        run.kill("trainer")
+
+    ending = run.then(kill).end(whole=True)
+    assert ending.code == 137 and ending.log == run.folder / "t.log"
+    assert not is_alive(run.records("server")[0]["pid"])
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143), (signal.SIGINT, 130), (None, 75)]
+)
+def test_a_request_to_stop_while_trainers_wait_for_the_server_ends_all_at_once(fake_run, signum, code):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has it ignored
+    run = fake_run(phase="start", server="late-server")
+
+    def ask() -> None:
+        waiting(run)
+        os.kill(os.getpid(), signum) if signum else stop_file(run.folder).touch()
+
+    assert run.then(ask).end(whole=True).code == code
+    # A guard that is asked to end before it has started its command leaves no record.
+    assert not any(is_alive(one["pid"]) for one in run.records("server", "trainer") if one)
+
+
+def test_trainers_that_wait_for_the_server_do_not_stand_still(fake_run):
+    run = fake_run(phase="start", server="late-server", stall_timeout=1.0)
+    states = []
+
+    def let_it_serve() -> None:
+        waiting(run)
+        time.sleep(2.5)
+        states.append(run.state()["state"])
+        (run.folder / "go").touch()
+
+    assert "in phase start" in run.then(let_it_serve).end().cause
+    assert states == ["starting"]
+
+
+def test_what_is_lost_while_the_server_starts_is_started_again_with_the_trainers(fake_run, tmp_path):
+    run = fake_run(server="late-server", first=[replace(toy(tmp_path, "restart with trainers"), after=())])
+    before: list = []
+
+    def kill() -> None:
+        run.wait_until((run.folder / "toy").exists)
+        waiting(run)
+        before.extend(run.records("toy", "server", "trainer"))
+        run.kill("toy")
+        run.wait_until(lambda: run.began_again({"toy": before[0], "server": before[1], "trainer": before[2]}))
+        (run.folder / "go").touch()
+
+    assert run.then(kill).end() == Ending(0)
+    assert [row["step"] for row in read_metrics(run.folder)] == list(range(1, 9))
 
 
 # Restarts and their bounds.

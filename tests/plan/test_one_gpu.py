@@ -19,6 +19,7 @@ def test_rank_0_sees_the_servers_gpu_first_and_the_other_ranks_the_next(planned,
     server, trainer = plan.processes
     assert (plan.mode, plan.bridge, plan.unused_gpus) == ("server", "shared", ())
     assert server.gpus == gpus[:1] and trainer.gpus == gpus
+    assert trainer.after == ("server",) and trainer.beside == (), "it starts when vLLM has taken its memory"
     assert server.environment["CUDA_VISIBLE_DEVICES"] == gpus[0]
     assert trainer.environment["CUDA_VISIBLE_DEVICES"] == ",".join(gpus)
     assert plan.batch.world_size == len(gpus) and option(trainer.argv, "--num_processes") == str(len(gpus))

@@ -360,6 +360,7 @@ def test_a_process_says_what_it_starts_after_when_it_is_ready_and_what_its_loss_
     server, trainer = planned(weight_sync=bridge).processes
     assert (server.after, server.ready, server.on_loss) == ((), "serving", on_loss)
     assert (trainer.after, trainer.ready, trainer.on_loss) == (("server",), "started", "fail")
+    assert trainer.beside == ("server",)
     assert planned(gpus=("0",)).processes[0].after == ()
 
 

@@ -73,7 +73,7 @@ def test_the_module_with_what_trl_would_have_added_otherwise(read, option, versi
     versions(**found)
     assert not has_trl_serve()
     argv = command(read())
-    assert argv[:4] == [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    assert argv[:4] == [sys.executable, "-P", "-m", "grpo_recipes.server.serve"]
     assert option(argv, "--logprobs-mode") == "processed_logprobs"
     assert option(argv, "--max-logprobs") == "-1"
     assert json.loads(option(argv, "--weight-transfer-config")) == {"backend": "nccl"}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.recipe import read_frozen, read_recipe
-from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe import maxent, read_frozen, read_recipe
+from grpo_recipes.recipe.check import check, notes
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
 from grpo_recipes.recipe.registry import OBJECTIVES
 
@@ -18,17 +18,28 @@ MLE = {"maxent_objective": "weighted_mle"}
 TEMPERED = {"maxent_objective": "tempered"}
 ROLLOUTS = {"maxent_target_eff_rollouts": 2.0}
 OWN = sorted({key for objective in OBJECTIVES.values() for key in objective.unread})
-VALUES = {"maxent_length_normalize_policy": False, "maxent_length_normalize_ref": False, "maxent_utility": "advantage"}
+VALUES = {
+    "maxent_length_normalize_policy": False, "maxent_length_normalize_ref": False, "maxent_utility": "advantage",
+    "maxent_tau_warmup_steps": 2, "maxent_tau_min": 0.01, "maxent_tau_max": 2.0,
+}  # fmt: skip
+VALUES |= {"maxent_target_weight_entropy": 1.1, "maxent_target_eff_rollouts": 2.0, "maxent_target_ratio": 2.0}
+KAPPA = {"maxent_policy_temperature": 2.0}
+PER_TOKEN = LISTWISE | {"maxent_policy_temperature": 0.0}
+WIDENED = LISTWISE | {"maxent_policy_spread": 1.0}
+NEEDED = {
+    "maxent_length_normalize_ref": {"maxent_beta": 1.0},
+    **{f"maxent_tau_{name}": ROLLOUTS for name in ("lr", "min", "max", "warmup_steps")},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("wrong", "right", "said"),
     [
         ({"maxent_tau": 0.1}, {"maxent_tau": 0.1, **LISTWISE}, "'maxent_tau' changes nothing in a GRPO run"),
-        ({**LISTWISE, "loss_type": "dr_grpo"}, {**LISTWISE, "loss_type": "grpo"}, "whose loss_type is grpo"),
+        ({**PER_TOKEN, "loss_type": "dr_grpo"}, {**PER_TOKEN, "loss_type": "grpo"}, "whose loss_type is grpo"),
         (
-            {**LISTWISE, "loss_type": "grpo", "maxent_length_normalize_policy": False},
-            {**LISTWISE, "loss_type": "dr_grpo", "maxent_length_normalize_policy": False},
+            {**PER_TOKEN, "loss_type": "grpo", "maxent_length_normalize_policy": False},
+            {**PER_TOKEN, "loss_type": "dr_grpo", "maxent_length_normalize_policy": False},
             "whose loss_type is dr_grpo",
         ),
         ({**TEMPERED, "loss_type": "grpo"}, {**TEMPERED, "loss_type": "dr_grpo"}, "whose loss_type is dr_grpo"),
@@ -42,6 +53,18 @@ VALUES = {"maxent_length_normalize_policy": False, "maxent_length_normalize_ref"
         ({**MLE, "maxent_q_epsilon": 0.2, "num_generations": 8}, {**MLE, "maxent_q_epsilon": 0.2}, "(0.125)"),
         ({**LISTWISE, "maxent_tau": 0}, {**LISTWISE, "maxent_tau": 0, "maxent_beta": 1}, "are both 0"),
         ({**MLE, "maxent_tau": 0.0}, {**MLE, "maxent_tau": math.inf}, "are both 0"),
+        ({**PER_TOKEN, "maxent_policy_spread": 1.0}, WIDENED, "with maxent_policy_temperature 0: it raises one above"),
+        (
+            {**LISTWISE, "maxent_length_normalize_policy": True},
+            {**PER_TOKEN, "maxent_length_normalize_policy": True},
+            "changes nothing with maxent_policy_temperature 3.5",
+        ),
+        (
+            {**LISTWISE, **KAPPA, "maxent_length_normalize_policy": False},
+            {**LISTWISE, **KAPPA},
+            "changes nothing with maxent_policy_temperature 2,",
+        ),
+        ({**LISTWISE, "loss_type": "grpo"}, {**LISTWISE, "loss_type": "dr_grpo"}, "is dr_grpo"),
         (
             {**MLE, "maxent_length_normalize_ref": False},
             {**MLE, "maxent_length_normalize_ref": False, "maxent_beta": 0.5},
@@ -50,9 +73,19 @@ VALUES = {"maxent_length_normalize_policy": False, "maxent_length_normalize_ref"
         (
             {**TEMPERED, **ROLLOUTS, "maxent_target_weight_entropy": 1.0},
             {**TEMPERED, "maxent_target_weight_entropy": 1.0},
-            "are both given",
+            "beside maxent_target_weight_entropy",
+        ),
+        (
+            {**TEMPERED, **ROLLOUTS, "maxent_target_ratio": 4},
+            {**TEMPERED, "maxent_target_ratio": 4},
+            "beside maxent_target_ratio",
         ),
         ({**TEMPERED, "maxent_tau_min": 0.01}, {**TEMPERED, **ROLLOUTS, "maxent_tau_min": 0.01}, "without a target"),
+        (
+            {**LISTWISE, "maxent_beta": 0.5, "maxent_target_ratio": 8.0},
+            {**LISTWISE, "maxent_beta": 0.4, "maxent_target_ratio": 8.0},
+            "at maxent_tau_min 0.001 a right answer weighs 7.36 times",
+        ),
         ({**TEMPERED, "maxent_tau_max": 2}, {**TEMPERED, **ROLLOUTS, "maxent_tau_max": 2}, "without a target"),
         ({**LISTWISE, "maxent_tau_lr": 2}, {**LISTWISE, **ROLLOUTS, "maxent_tau_lr": 2}, "without a target"),
         (
@@ -96,6 +129,11 @@ VALUES = {"maxent_length_normalize_policy": False, "maxent_length_normalize_ref"
             {**TEMPERED, "maxent_target_eff_rollouts": 1.01},
             "maxent_target_eff_rollouts 1 is not between 1, that of all weight",
         ),
+        (
+            {**TEMPERED, "maxent_target_ratio": 4, "maxent_tau_lr": 2},
+            {**TEMPERED, "maxent_target_ratio": 4, "maxent_tau_lr": 1.9},
+            "further past maxent_target_ratio",
+        ),
         ({"kl_target": 0.1}, {"kl_target": 0.1, "beta": 0.04}, "there is no KL to hold"),
         ({"kl_target": 0.1, **LISTWISE, "maxent_beta": 1}, {"kl_target": 0.1, **LISTWISE, "beta": 0.1}, "is no KL"),
         ({"kl_horizon": 9, "beta": 1}, {"kl_horizon": 9, "beta": 1, "kl_target": 0.1}, "without kl_target"),
@@ -103,6 +141,17 @@ VALUES = {"maxent_length_normalize_policy": False, "maxent_length_normalize_ref"
             {"kl_ctl_step_size": 0.5, "beta": 1},
             {"kl_ctl_step_size": 0.5, "beta": 1, "kl_target": 1},
             "without kl_target",
+        ),
+        ({"kl_beta_min": 0.1, "beta": 1}, {"kl_beta_min": 0.1, "beta": 1, "kl_target": 1}, "without kl_target"),
+        (
+            {"kl_beta_min": 0.1, "beta": 0.05, "kl_target": 1},
+            {"kl_beta_min": 0.05, "beta": 0.05, "kl_target": 1},
+            "kl_beta_min 0.1 is above beta (init_kl_coeff) 0.05",
+        ),
+        (
+            {"beta": 5e-5, "kl_target": 1},
+            {"kl_beta_min": 0, "beta": 5e-5, "kl_target": 1},
+            "kl_beta_min 0.0001 is above",
         ),
         ({"sync_ref_model": True}, {"sync_ref_model": True, "beta": 0.1}, "sync: beta is 0"),
         (
@@ -124,8 +173,10 @@ def test_a_broken_rule_is_told_and_the_correction_passes(read, wrong, right, sai
 def test_a_key_is_right_under_the_objectives_that_read_it_and_refused_under_others(read, key):
     value = VALUES.get(key, 0.01)
     for name, objective in OBJECTIVES.items():
-        needed = {"maxent_beta": 1.0} if key == "maxent_length_normalize_ref" and objective.targets_q else {}
-        problems = check(read(maxent_objective=name, **{**needed, key: value}), {})
+        needed = NEEDED.get(key, {}) if key not in objective.unread else {}
+        if (name, key) == ("listwise", "maxent_length_normalize_policy"):
+            needed = PER_TOKEN
+        problems = check(read(**{"maxent_objective": name, **needed, key: value}), {})
         assert (problems == []) == (key not in objective.unread), name
         assert all(f"'{key}' changes nothing under maxent_objective: {name}" in problem.what for problem in problems)
 
@@ -172,3 +223,50 @@ def test_no_other_word_is_a_tau(tmp_path: Path, written: str, read):
     for attempt in (lambda: read_recipe(path), lambda: read([f"--maxent_tau={written}"])):
         with pytest.raises(ConfigError, match="maxent_tau"):
             attempt()
+
+
+@pytest.mark.parametrize(
+    ("keys", "ratio", "limit"),
+    [
+        ({**TEMPERED, "maxent_tau": 0.05}, math.exp(20), "the positive half of MaxRL"),
+        (TEMPERED, math.exp(2), None),
+        ({**TEMPERED, "maxent_tau": 0}, math.inf, "the positive half of MaxRL"),
+        ({**TEMPERED, "maxent_tau": 100}, math.exp(0.01), "this is Dr.GRPO"),
+        ({**PER_TOKEN, "max_completion_length": 29}, math.exp(5), None),
+        ({**PER_TOKEN, "max_completion_length": 30}, math.exp(5), "this is MaxRL; a value above 0"),
+        ({**PER_TOKEN, "maxent_tau": 1.0, "max_completion_length": 30}, math.e, "draws right answers no closer"),
+        ({**PER_TOKEN, "maxent_tau": 0.1, "maxent_beta": 0.1, "max_completion_length": 30}, math.exp(5), "no closer"),
+        (
+            {**PER_TOKEN, "maxent_length_normalize_policy": False, "max_completion_length": 900},
+            math.exp(5),
+            None,
+        ),
+        ({**LISTWISE, "maxent_beta": 10.0}, math.exp(1 / 10.2), "a lower maxent_beta changes that"),
+        ({**TEMPERED, "maxent_tau": 10, "maxent_target_ratio": 3.0}, 3.0, None),
+        ({**TEMPERED, "maxent_target_eff_rollouts": 2.0}, math.exp(2), None),
+        ({**LISTWISE, "max_completion_length": 99}, math.exp(5), None),
+        ({**LISTWISE, "max_completion_length": 100}, math.exp(5), "maxent_policy_spread: 1 widens that"),
+        ({**LISTWISE, **KAPPA, "max_completion_length": 900}, math.exp(5), "with maxent_policy_temperature 2:"),
+        ({**WIDENED, "max_completion_length": 900}, math.exp(5), None),
+        ({**WIDENED, "maxent_beta": 0.3, "maxent_q_temperature": 0.5}, math.exp(4), None),
+        ({**MLE, "maxent_tau": 0.2, "maxent_q_epsilon": 0.1}, (0.6 / 0.4) ** 5, None),
+        ({**MLE, "maxent_q_temperature": 1e-3}, math.inf, "training on right answers alone"),
+        ({**MLE, "maxent_tau": math.inf}, 1.0, "training on the policy's own samples"),
+        ({"maxent_objective": "maxrl"}, math.inf, None),
+    ],
+)
+def test_a_recipe_says_how_much_a_right_answer_weighs_and_of_which_method_that_is_the_limit(read, keys, ratio, limit):
+    if "maxent_q_epsilon" in keys:  # q of two right answers and two wrong ones, floored
+        right = math.e / (2 * math.e + 2) * 0.6 + 0.1
+        ratio = (right / (0.5 - right)) ** 5
+    recipe = read(
+        **{"maxent_q_epsilon": 0.0, **keys} if keys["maxent_objective"] in ("listwise", "weighted_mle") else keys
+    )
+    assert maxent.realised_ratio(recipe) == pytest.approx(ratio, rel=1e-9)
+    found = maxent.limit_of(recipe)
+    assert found is None if limit is None else limit in found
+    assert [note for note in notes(recipe) if note == found] == ([found] if found else [])
+
+
+def test_a_grpo_recipe_is_the_limit_of_nothing(read):
+    assert maxent.limit_of(read()) is None

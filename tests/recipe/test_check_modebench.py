@@ -106,7 +106,14 @@ def test_the_shipped_recipes_are_one_experiment_on_every_number_of_gpus(task: st
     assert check(grpo, {}) == check(maxent, {}) == []
     assert grpo["dataset_name"] == f"modebench:{task}" and grpo["benchmarks"] == [f"modebench:{task}"]
     differing = {key for key in catalogue() if grpo[key] != maxent[key]}
-    assert differing <= {"maxent_objective", "run_name"} and maxent.given("maxent_objective")
+    assert differing <= {"maxent_objective", "maxent_policy_spread", "run_name"} and maxent.given("maxent_objective")
+    arms = sorted(RECIPES.glob(f"*/config_modebench_{task}_*.yaml"))
+    assert [path.stem.rpartition("_")[2] for path in arms] == ["entropy", "kl", "maxrl", "tempered"]
+    for path in arms:
+        arm = read_recipe(path)
+        assert check(arm, {}) == [] and [note for note in notes(arm) if "maxent" in note] == []
+        others = {key for key in catalogue() if arm[key] != grpo[key] and not key.startswith("maxent_")}
+        assert others in ({"run_name", "entropy_coef"}, {"run_name", "beta"}, {"run_name"})
     batches = [planned(recipe=grpo, gpus=[str(gpu) for gpu in range(count)]).batch for count in (2, 4, 7, 8)]
     assert {(batch.completions, batch.tokens) for batch in batches} == {(672, 672 * 512)}
     assert [batch.world_size for batch in batches] == [1, 3, 6, 7]

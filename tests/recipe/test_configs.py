@@ -69,8 +69,9 @@ def test_our_own_keys_are_told_apart_from_trls():
         "server_stall_timeout", "stall_timeout", "max_requeues", "kl_target", "kl_horizon", "kl_ctl_step_size",
         "maxent_objective", "maxent_utility", "maxent_tau", "maxent_tau_lr", "maxent_tau_min", "maxent_tau_max",
         "maxent_tau_warmup_steps", "maxent_beta", "maxent_q_temperature", "maxent_q_epsilon",
-        "maxent_length_normalize_ref", "maxent_length_normalize_policy", "maxent_target_weight_entropy",
-        "maxent_target_eff_rollouts",
+        "maxent_length_normalize_ref", "maxent_length_normalize_policy", "maxent_policy_temperature",
+        "maxent_policy_spread", "maxent_target_weight_entropy",
+        "maxent_target_eff_rollouts", "maxent_target_ratio", "kl_beta_min",
     }  # fmt: skip
 
 

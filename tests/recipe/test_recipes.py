@@ -18,7 +18,7 @@ from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES, environments_of
+from grpo_recipes.recipe.registry import OBJECTIVES, environments_of
 from grpo_recipes.rollouts.episode import turns_of
 
 MODELS = {
@@ -41,19 +41,20 @@ def test_there_is_one_for_each_model_and_objective() -> None:
     assert len(MAXENT) == len(MODELS) * len(OBJECTIVES)
     for path in MAXENT:
         recipe, grpo = read_recipe(path), read_recipe(path.parents[1] / "grpo" / "config_math.yaml")
-        named = path.stem.removeprefix("config_math").removeprefix("_") or DEFAULT_OBJECTIVE
+        named = path.stem.removeprefix("config_math").removeprefix("_") or "listwise"
         assert recipe["maxent_objective"] == named
         differing = {key for key in catalogue() if recipe[key] != grpo[key]}
-        assert differing <= {"maxent_objective", "run_name"}, "the experiment is GRPO's but for the objective"
+        own = {"maxent_objective", "run_name", *(["maxent_policy_spread"] if named == "listwise" else [])}
+        assert differing <= own, "the experiment is GRPO's but for the objective"
         written = yaml.safe_load(path.read_text()).keys()
-        assert written == {"base", "maxent_objective", "run_name"}, "values that are defaults stand in registry.py"
+        assert written == {"base", *own}, "values that are defaults stand in registry.py"
     names = [read_recipe(path)["run_name"] for path in (*MATH, *MAXENT)]
     assert len(set(names)) == len(names)
 
 
 def test_the_smoke_task_of_maxent_is_that_of_grpo() -> None:
     grpo, maxent = (read_recipe(home() / "recipes/smoke" / name) for name in ("grpo.yaml", "maxent.yaml"))
-    assert maxent["maxent_objective"] == DEFAULT_OBJECTIVE and maxent.given("maxent_objective")
+    assert maxent["maxent_objective"] == "listwise"
     assert {key for key in catalogue() if maxent[key] != grpo[key]} <= {"maxent_objective", "run_name"}
 
 

@@ -120,10 +120,20 @@ def test_a_recipe_that_names_its_objective_is_maxents(read: Callable[..., Recipe
 def test_a_recipe_without_an_objective_is_grpos_unless_maxent_is_asked_for(read: Callable[..., Recipe]) -> None:
     recipe, problems = with_task(read(), RequestedTask())
     assert (task_of(recipe), recipe.entry, problems) == ("grpo", None, [])
-    recipe, problems = with_task(read(maxent_tau=0.1), MAXENT)
-    assert (task_of(recipe), recipe.source("maxent_objective"), problems) == ("maxent", "MAXENT", [])
-    assert check(recipe, {}) == [], "its maxent_tau is read"
-    assert with_task(recipe, RequestedTask("maxent", "MAXENT", "src/mine.py"))[0].entry == "src/mine.py"
+    recipe, problems = with_task(read(maxent_objective="maxrl"), RequestedTask("maxent", "MAXENT", "src/mine.py"))
+    assert (task_of(recipe), recipe.entry, problems) == ("maxent", "src/mine.py", [])
+
+
+def test_a_maxent_run_without_an_objective_is_told_so_and_nothing_else_follows_from_it(
+    read: Callable[..., Recipe],
+) -> None:
+    keys = {"maxent_tau": 0.1, "maxent_utility": "advantage", "maxent_target_ratio": 4.0, "maxent_policy_spread": 1.0}
+    recipe, problems = with_task(read(**keys), MAXENT)
+    assert (task_of(recipe), recipe["maxent_objective"], problems) == ("maxent", None, [])
+    (problem,) = check(recipe, {})
+    assert problem.where == "MAXENT" and "needs a maxent_objective, and none is the default" in problem.what
+    assert problem.fix.startswith("write maxent_objective: listwise or maxrl or tempered or weighted_mle;")
+    assert [problem.where for problem in check(read(maxent_objective=None), {})] == ["recipe.yaml:2"]
 
 
 @pytest.mark.parametrize(
@@ -169,10 +179,10 @@ def test_the_variable_of_the_objective_alone_chooses_nothing(read: Callable[...,
 
 
 def test_a_frozen_recipe_says_its_task_by_itself(read: Callable[..., Recipe], tmp_path: Path) -> None:
-    recipe, _ = with_task(read(), MAXENT)
+    recipe, _ = with_task(read([], {"MAXENT_OBJECTIVE": "listwise"}), MAXENT)
     (tmp_path / "frozen.yaml").write_text(recipe.as_yaml())
     again = read_frozen(tmp_path / "frozen.yaml")
-    assert task_of(again) == "maxent" and again.source("maxent_objective") == "MAXENT"
+    assert task_of(again) == "maxent" and again.source("maxent_objective") == "MAXENT_OBJECTIVE"
     same_task(again, RequestedTask(), "maxent")
     same_task(again, MAXENT, "maxent")
     with pytest.raises(ConfigError, match="--task: asks for GRPO, but this run is MaxEnt"):
@@ -187,20 +197,24 @@ def test_a_plan_shows_what_is_optimised(planned: Callable, read: Callable[..., R
     plan = planned(maxent_objective="listwise", maxent_tau=0.25, maxent_beta=1)
     assert (plan.task, plan.entry) == ("maxent", "src/maxent-grpo.py")
     assert any(word.endswith("/src/maxent-grpo.py") for word in plan.process("trainer").argv)
-    assert "objective  listwise, tau 0.25, maxent_beta 1, loss_type grpo" in describe(plan).splitlines()
+    weight = "with rewards of 0 and 1 a right answer weighs {} a wrong one"
+    said = f"objective  listwise, tau 0.25, maxent_beta 1, loss_type dr_grpo; {weight.format('2.23 times')}"
+    assert said in describe(plan).splitlines()
     sums = planned(maxent_objective="weighted_mle", maxent_length_normalize_policy=False).as_json()["maxent"]
     assert sums == {
         "objective": "weighted_mle",
         "tau": OBJECTIVES["weighted_mle"].tau,
         "beta": 0.0,
         "loss_type": "dr_grpo",
+        "ratio": "4.85e+08 times",
     }
     plan = planned(flags=["--maxent_objective", "tempered", "--maxent_tau", "inf"])
-    assert "objective  tempered, tau inf, loss_type dr_grpo" in describe(plan).splitlines()
+    assert f"objective  tempered, tau inf, loss_type dr_grpo; {weight.format('1 times')}" in describe(plan).splitlines()
     varied = planned(environment={"MAXENT_TAU": "0.125"}, maxent_objective="tempered")
-    assert "objective  tempered, tau 0.125, loss_type dr_grpo" in describe(varied).splitlines()
+    said = f"objective  tempered, tau 0.125, loss_type dr_grpo; {weight.format('2.98e+03 times')}"
+    assert said in describe(varied).splitlines()
     again = json.loads(json.dumps(plan.as_json(), allow_nan=False))["maxent"]
-    assert again == {"objective": "tempered", "tau": "inf", "beta": None, "loss_type": "dr_grpo"}
+    assert again == {"objective": "tempered", "tau": "inf", "beta": None, "loss_type": "dr_grpo", "ratio": "1 times"}
     plan = planned()
     assert (plan.task, plan.entry, plan.maxent) == ("grpo", "src/grpo.py", None) and "objective" not in describe(plan)
 
@@ -215,8 +229,10 @@ def test_a_launch_says_what_is_optimised(
         names = Names(run.folder, "mine", "mine-abcd", "stamp")
         say_start(Attempt(run, read(**keys), plan, names, Scratch(tmp_path, tmp_path), {}, "", workers=None))
         told = capsys.readouterr().out
-        assert told.count("grpo: objective weighted_mle, tau 0.2, maxent_beta 0.5, loss_type grpo\n") == said
-        assert told.count("objective") == said
+        assert (
+            told.count("grpo: objective weighted_mle, tau 0.2, maxent_beta 0.5, loss_type grpo; with rewards") == said
+        )
+        assert told.count("objective weighted_mle") == said
 
 
 @on_cpu
@@ -228,7 +244,7 @@ def test_a_launch_says_what_is_optimised(
         ([], {"TRAIN_ENTRYPOINT": "src/maxent-grpo.py"}, "maxent.yaml", "maxent"),
         (["--task", "maxent"], {}, "maxent.yaml", "maxent"),
         ([str(SMOKE / "maxent.yaml")], {}, "maxent.yaml", "maxent"),
-        ([str(SMOKE / "grpo.yaml")], {"MAXENT": "1"}, "grpo.yaml", "maxent"),
+        ([str(SMOKE / "grpo.yaml")], {"MAXENT": "1", "MAXENT_OBJECTIVE": "maxrl"}, "grpo.yaml", "maxent"),
     ],
 )
 def test_commands_agree_on_the_task(
@@ -249,6 +265,19 @@ def test_commands_agree_on_the_task(
     assert cli.main(["launch", "--dry-run", *words]) == 0
     assert f"/{recipe} ({task}, src/{'maxent-grpo' if task == 'maxent' else 'grpo'}.py)" in capsys.readouterr().out
     assert cli.main(["check", *words]) == 0 and recipe in capsys.readouterr().out
+
+
+@on_cpu
+@pytest.mark.parametrize("command", ["check", "plan", "launch"])
+def test_maxent_asked_for_with_a_recipe_of_grpo_ends_before_anything_starts(
+    nothing_set: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("MAXENT", "1")
+    assert cli.main([command, str(SMOKE / "grpo.yaml")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "grpo: MAXENT: a MaxEnt run needs a maxent_objective, and none is the default. Fix: write max"
+    )
 
 
 @on_cpu
@@ -291,10 +320,10 @@ def test_the_last_run_is_resumed_with_keys_that_its_own_recipe_reads(
     write_json(run.folder / "plan.json", {"task": "maxent", "entry": "src/maxent-grpo.py"})
     resume = ["launch", "--resume", "last", "--allow-changed-code", "--dry-run"]
     assert cli.main([*resume, "--maxent_tau", "0.3"]) == 0
-    assert "objective  tempered, tau 0.3" in capsys.readouterr().out
+    assert "objective  listwise, tau 0.3" in capsys.readouterr().out
     monkeypatch.setenv("MAXENT_TAU", "0.4")
     assert cli.main(resume) == 0
-    assert "objective  tempered, tau 0.4" in capsys.readouterr().out
+    assert "objective  listwise, tau 0.4" in capsys.readouterr().out
     assert cli.main([*resume, "--maxent_utilty", "advantage"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "grpo: --maxent_utilty: unknown key 'maxent_utilty'. Fix: write --maxent_utility advantage"

@@ -87,6 +87,11 @@ CASES = {
         {"maxent__incorrect_mass": 0.8}, {"maxent_objective": "listwise"},
         "wrong answers in 100 % of the steps, and listwise", False,
     ),
+    "tau at its limit": (
+        {"maxent__tau": 0.001, "maxent__eff_rollouts": 9.0}, {"maxent_target_eff_rollouts": 4.0},
+        "tau stays at maxent_tau_min (0.001), where maxent/eff_rollouts is 9: maxent_target_eff_rollouts (4) is out of",
+        False,
+    ),
 }  # fmt: skip
 
 
@@ -183,6 +188,27 @@ def test_weight_on_wrong_answers_counts_where_the_policy_is_moved_towards_it(nam
     rows = changed(healthy(60), maxent__incorrect_mass=0.8)
     assert [notice.name for _, notice in live(rows, maxent_objective=name)] == ["wrong weights"]
     assert live(rows, maxent_objective="tempered") == live(rows) == []
+
+
+@pytest.mark.parametrize(
+    ("tau", "key", "measured", "said"),
+    [
+        (0.001, "eff_rollouts", 9.0, "write maxent_target_ratio instead, which is in reach at any number of right"),
+        (1000.0, "eff_rollouts", 3.0, "lower maxent_target_eff_rollouts, or raise maxent_tau_max"),
+        (0.001, "ratio", 2.0, "lower maxent_target_ratio, or lower maxent_tau_min"),
+        (1000.0, "ratio", 6.0, "raise maxent_target_ratio, or raise maxent_tau_max"),
+        (0.001, "eff_rollouts", 3.0, ""),  # it can rise
+        (0.001, "ratio", 6.0, ""),
+        (0.001, "ratio", 3.9, ""),  # near enough
+        (0.002, "eff_rollouts", 9.0, ""),
+    ],
+)
+def test_tau_at_a_limit_is_told_where_its_target_is_beyond(tau: float, key: str, measured: float, said: str) -> None:
+    metric = "maxent__target_ratio" if key == "ratio" else f"maxent__{key}"
+    rows = changed(healthy(60), **{"maxent__tau": tau, metric: measured})
+    found = live(rows, **{f"maxent_target_{key}": 4.0})
+    assert [said in notice.fix for _, notice in found] == ([True] if said else [])
+    assert live(changed(iter(rows), maxent__tau=0.5), **{f"maxent_target_{key}": 4.0}) == live(rows) == []
 
 
 def test_steps_between_two_generations_say_nothing_of_rewards() -> None:

@@ -176,6 +176,11 @@ def test_the_phase_of_a_run_is_that_of_the_server_then_of_the_rank_furthest_behi
     write_json(tmp_path / SERVER_STATE, {"epoch": 1, "state": "starting"})
     os.utime(tmp_path / SERVER_STATE, (50.0, 50.0))
     assert activity(tmp_path) == ("starting the server", 50.0)
+    write_json(tmp_path / "processes/phase_0.json", {"phase": "start", "since": 60.0, "step": 0})
+    assert activity(tmp_path) == ("starting the server", 50.0), "the trainer waits for it"
+    write_json(tmp_path / "processes/phase_0.json", {"phase": "sample", "since": 60.0, "step": 1})
+    assert activity(tmp_path) == ("sampling", 60.0), "it waits for the next server"
+    (tmp_path / "processes/phase_0.json").unlink()
     write_json(tmp_path / SERVER_STATE, {"epoch": 1, "state": "ready"})
     assert activity(tmp_path)[0] == "importing packages" and time.time() - activity(tmp_path)[1] < 60
     for rank, name, step, since in ((0, "update", 3, 20.0), (1, "sample", 3, 10.0), (2, "sync", 4, 5.0)):

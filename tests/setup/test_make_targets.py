@@ -21,6 +21,8 @@ from setup_checkout import REPOSITORY
         ("test", '-m pytest -m "not slow and not soak and not alone"'),
         ("docs", "-m mkdocs build --strict"),
         ("coverage", "tests/check_guide_rows.py"),
+        ("evidence", "bench/evidence.py"),
+        ("maxent", "for part in tuning report lengths graph; do"),
     ],
 )
 def test_a_target_runs_its_command(target: str, command: str) -> None:

@@ -46,8 +46,8 @@ def handed_on(done: subprocess.CompletedProcess[str], tmp_path: Path) -> list[st
         ([], [MATH, "--task", "grpo"]),
         (["--model", "Qwen/Qwen3-4B"], ["recipes/Qwen3-4B/grpo/config_math.yaml", "--task", "grpo"]),
         (
-            ["--model=Qwen3-4B", "--task=maxent", "--config=math_listwise"],
-            ["recipes/Qwen3-4B/maxent/config_math_listwise.yaml", "--task", "maxent"],
+            ["--model=Qwen3-4B", "--task=maxent", "--config=math_tempered"],
+            ["recipes/Qwen3-4B/maxent/config_math_tempered.yaml", "--task", "maxent"],
         ),
         (["--accelerator", "zero3"], [MATH, "--task", "grpo", "--accelerator", "zero3"]),
         (["--tp", "2"], [MATH, "--task", "grpo", "--vllm_tensor_parallel_size", "2"]),
@@ -74,9 +74,9 @@ def test_the_line_of_the_docs_reaches_training_sh(train, tmp_path: Path) -> None
 
 
 def test_variables_stand_for_flags_and_flags_win(train, tmp_path: Path) -> None:
-    variables = {"MODEL": "Qwen3-4B", "TASK": "maxent", "CONFIG_SUFFIX": "math_listwise", "TP": "2", "DP": "1"}
+    variables = {"MODEL": "Qwen3-4B", "TASK": "maxent", "CONFIG_SUFFIX": "math_tempered", "TP": "2", "DP": "1"}
     words = handed_on(train(**variables, OPTIONAL_ARGS="--seed 8"), tmp_path)
-    recipe = "recipes/Qwen3-4B/maxent/config_math_listwise.yaml"
+    recipe = "recipes/Qwen3-4B/maxent/config_math_tempered.yaml"
     assert words == [recipe, "--task", "maxent", "--vllm_tensor_parallel_size", "2", "--seed", "8"]
     words = handed_on(train("--config", "math", "--tp", "4", "--args", "--seed 9", **variables), tmp_path)
     assert words[-4:] == ["--vllm_tensor_parallel_size", "4", "--seed", "9"]

@@ -41,7 +41,8 @@ def make_trainer(
 ) -> GRPOTrainer:
     """A trainer with plain gradient descent."""
     folder.mkdir(exist_ok=True, parents=True)
-    keys = DESCENT | {"max_completion_length": LONGEST} | keys
+    objective = {"maxent_objective": "tempered"} if issubclass(kind, MaxEntGRPOTrainer) else {}
+    keys = DESCENT | {"max_completion_length": LONGEST} | objective | keys
     args = GRPOConfig(output_dir=str(folder / "checkpoints"), **keys)
     tokenizer = smoke.build_tokenizer()
     trainer = kind(

@@ -59,6 +59,29 @@ def test_tau_moves_towards_the_target_entropy(tmp_path: Path, model: str) -> Non
     assert all(after < before for before, after in pairwise(taus))
 
 
+@pytest.mark.parametrize("maxent_objective", ["tempered", "listwise"])
+def test_a_ratio_is_held_where_a_few_completions_are_right(tmp_path: Path, model: str, maxent_objective: str) -> None:
+    """The reward tells an eighth of the completions apart, and most groups have none: tau is measured by the others."""
+
+    def pure_accuracy_math(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float(sum(ids) % 8 == 0) for ids in completion_ids]
+
+    keys = {"maxent_objective": maxent_objective, "maxent_tau": 0.1, "maxent_target_ratio": 4.0, "maxent_tau_lr": 0.5}
+    trainer = make_trainer(tmp_path, model, rewards=(pure_accuracy_math,), max_steps=24, **keys)
+    trainer.train()
+    rows = rows_of(tmp_path)
+    measured = [row["maxent/target_ratio"] for row in rows if "maxent/target_ratio" in row]
+    assert 12 <= len(measured) < 24 and measured[-1] == pytest.approx(4.0, rel=0.02) and measured[0] > 100
+    for row, after in pairwise(rows):
+        assert ("maxent/eff_rollouts" in row) == ("maxent/target_ratio" in row)
+        assert (row["maxent/tau"] != after["maxent/tau"]) == ("maxent/target_ratio" in row), "nothing moves else"
+
+
+def test_two_targets_are_refused(tmp_path: Path, model: str) -> None:
+    with pytest.raises(ValueError, match="maxent_target_ratio and maxent_target_weight_entropy are given"):
+        make_trainer(tmp_path, model, **HELD_TAU, maxent_target_ratio=4.0)
+
+
 def test_a_run_without_controllers_logs_no_beta(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, GRPOTrainer, max_steps=1, beta=0.05)
     trainer.train()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.rollouts.backends import Prompt, Sampling
 from grpo_recipes.trainers.checks import trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
@@ -75,9 +76,17 @@ def written_loss(trainer: GRPOTrainer, output: dict[str, Any], reference: torch.
         if keys["maxent_objective"] == "tempered":
             losses.append(tempered_loss(group, logps[of], lengths[of], keys))
             continue
+        if keys["maxent_objective"] == "maxrl":
+            losses.append(maxrl_loss(group, logps[of]))
+            continue
         w = torch.tensor(q_weights(group, refs[of].tolist(), keys))
         if keys["maxent_objective"] == "weighted_mle":
             losses.append(-(w * policy[of]).sum())
+        elif kappa := keys.get("maxent_policy_temperature", 3.5):
+            spread = logps[of][known].detach().double().std(correction=0).item() if known.any() else 0.0
+            kappa = max(kappa, keys.get("maxent_policy_spread", 0.0) * spread)
+            log_s = (logps[of] / kappa).masked_fill(~known, -INF).log_softmax(0).masked_fill(~known, 0.0)
+            losses.append(-(w * log_s).sum() * kappa / LONGEST)
         else:
             log_s = policy[of].masked_fill(~known, -INF).log_softmax(0).masked_fill(~known, 0.0)
             losses.append(-(w * log_s).sum())
@@ -103,7 +112,17 @@ def tempered_loss(
     return -sum(terms) / len(rewards)
 
 
+def maxrl_loss(rewards: list[float | None], logps: torch.Tensor) -> torch.Tensor:
+    """MaxRL: mean over the group of (reward / mean reward - 1) * sum of log-probs / T_max, on-policy."""
+    known = [place for place, reward in enumerate(rewards) if reward is not None]
+    mean = sum(rewards[place] for place in known) / max(len(known), 1)
+    if not mean:
+        return logps.sum() * 0
+    return -sum((rewards[place] / mean - 1) * logps[place] / LONGEST for place in known) / len(rewards)
+
+
 SUM = {"maxent_length_normalize_policy": False}
+PER_TOKEN = {"maxent_policy_temperature": 0.0}
 REFERENCE = {"maxent_beta": 0.7}
 
 
@@ -126,7 +145,16 @@ REFERENCE = {"maxent_beta": 0.7}
             "maxent_q_epsilon": 0.1,
             **REFERENCE,
         },
-        {"maxent_objective": "listwise", "maxent_tau": 0.2, **SUM},
+        {"maxent_objective": "listwise", "maxent_tau": 0.2, **REFERENCE, **PER_TOKEN},
+        {"maxent_objective": "listwise", "maxent_tau": 0.2, **PER_TOKEN, **SUM},
+        {"maxent_objective": "listwise", "maxent_tau": 0.2, "maxent_policy_temperature": 2.0},
+        {
+            "maxent_objective": "listwise",
+            "maxent_tau": 0.2,
+            "maxent_policy_temperature": 0.5,
+            "maxent_policy_spread": 1.5,
+        },
+        {"maxent_objective": "maxrl"},
         {"maxent_objective": "tempered", "maxent_tau": 0.3},
         {"maxent_objective": "tempered", "maxent_tau": 0.0},
         {"maxent_objective": "tempered", "maxent_tau": 0.05, "maxent_utility": "length_scaled"},
@@ -163,6 +191,24 @@ def test_tempered_at_infinite_tau_is_dr_grpo_bit_for_bit(tmp_path: Path, model: 
     row = rows_of(tmp_path / "ours")[0]
     assert (row["maxent/tau"], row["maxent/target_ratio"]) == ("inf", 1.0)
     assert (ours.state.log_history[0]["maxent/tau"], ours.state.log_history[0]["step"]) == ("inf", 1)
+
+
+def test_maxrl_wants_rewards_that_are_not_negative(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, rewards=(pure_accuracy_math,), maxent_objective="maxrl")
+    output = generation(trainer, prompts=3)
+    advantages = output["advantages"].view(-1, GROUP)
+    right = torch.tensor(pure_accuracy_math([ids[mask.bool()].tolist() for ids, mask in zip(
+        output["completion_ids"], output["completion_mask"], strict=True)])).view(-1, GROUP)  # fmt: skip
+    share = right.mean(1, keepdim=True)
+    assert torch.allclose(advantages, torch.where(share > 0, right / share.clamp(min=1e-9) - 1, 0.0), atol=1e-6)
+    assert "maxent/tau" not in trainer._metrics["train"]
+
+    def penalty(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [-1.0] * len(completion_ids)
+
+    negative = make_trainer(tmp_path / "negative", model, rewards=(penalty,), maxent_objective="maxrl")
+    with pytest.raises(ConfigError, match=r"maxrl: rewards must be at least 0, not -1.*rescale the reward"):
+        generation(negative)
 
 
 def test_a_reference_at_beta_0_is_the_initial_model(tmp_path: Path, model: str) -> None:
@@ -282,8 +328,8 @@ def test_metrics_of_weights_are_those_of_the_groups(tmp_path: Path, model: str) 
     output = generation(trainer, prompts=5)
     w = (output["advantages"].double() / GROUP).view(-1, GROUP)
     right = torch.tensor(trainer._logs["rewards"]["pure_accuracy_math"]).view(-1, GROUP) == 1
-    entropy = -torch.xlogy(w, w).sum(1)
     both = right.any(1) & ~right.all(1)
+    entropy = -torch.xlogy(w, w).sum(1)[both]  # in the others rewards are equal, and at any tau the weights
     assert 0 < both.sum() < 5
     ratios = [w[p][right[p]].mean() / w[p][~right[p]].mean() for p in range(5) if both[p]]
     expected = {
@@ -322,12 +368,11 @@ def test_an_accuracy_reward_without_a_verdict_calls_nothing_wrong(tmp_path: Path
     assert wrong == 0.0 < pushed
 
 
-def test_groups_that_tell_nothing_leave_no_metric_of_right_and_wrong(tmp_path: Path, model: str) -> None:
+def test_groups_that_tell_nothing_leave_no_metric_of_weights(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, rewards=(lambda completions, **_: [0.5] * len(completions),))
     generation(trainer)
     metrics = trainer._metrics["train"]
-    assert metrics["maxent/eff_rollouts"] == [pytest.approx(GROUP)]
-    assert "maxent/incorrect_mass" not in metrics and "maxent/target_ratio" not in metrics
+    assert {name for name in metrics if name.startswith("maxent/")} == {"maxent/tau", "maxent/beta"}
 
 
 @pytest.mark.parametrize(

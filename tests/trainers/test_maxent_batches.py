@@ -104,10 +104,14 @@ HELD_KL = {**TEMPERED, "beta": 0.5, "kl_target": 0.01, "kl_horizon": 20.0, "kl_c
         (LISTWISE, {"maxent_q_temperature": 0.5}),
         (LISTWISE, {"maxent_q_epsilon": 0.1}),
         (REFERENCED, {"maxent_length_normalize_ref": False}),
-        (LISTWISE, {"maxent_length_normalize_policy": False}),
+        (LISTWISE, {"maxent_policy_temperature": 2.0}),
+        (LISTWISE, {"maxent_policy_temperature": 0.0}),
+        (LISTWISE, {"maxent_policy_spread": 8.0}),
+        ({**LISTWISE, "maxent_policy_temperature": 0.0}, {"maxent_length_normalize_policy": False}),
         (TEMPERED, {"maxent_utility": "length_scaled"}),
         (TEMPERED, {"maxent_target_weight_entropy": 0.5}),
         (TEMPERED, {"maxent_target_eff_rollouts": 2.0}),
+        (TEMPERED, {"maxent_target_ratio": 4.0}),
         (ENTROPY, {"maxent_tau_lr": 1.0}),
         ({**ENTROPY, "maxent_target_weight_entropy": 0.01}, {"maxent_tau_min": 0.19}),
         ({**ENTROPY, "maxent_target_weight_entropy": 1.3}, {"maxent_tau_max": 0.21}),
@@ -116,6 +120,7 @@ HELD_KL = {**TEMPERED, "beta": 0.5, "kl_target": 0.01, "kl_horizon": 20.0, "kl_c
         ({**HELD_KL, "max_steps": 3}, {"kl_target": 1e3}),  # in the first step the KL is 0
         (HELD_KL, {"kl_horizon": 40.0}),
         (HELD_KL, {"kl_ctl_step_size": 0.2}),
+        (HELD_KL, {"kl_beta_min": 0.49}),
     ],
     ids=lambda value: next(iter(value)) if len(value) == 1 else "",
 )

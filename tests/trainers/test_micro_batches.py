@@ -11,6 +11,7 @@ import torch
 import trl
 from peft import LoraConfig
 from transformers import TrainerCallback
+from transformers.training_args import OptimizerNames
 
 from grpo_recipes import smoke
 from grpo_recipes.trainers import micro_batches
@@ -115,6 +116,17 @@ def test_options_of_the_loss_have_the_gradient_of_unmodified_trl(
     keys = {**KEYS, "beta": 0.1, "max_steps": 2, "learning_rate": 1e-2, **keys}
     ours = make_trainer(tmp_path, model, GRPOTrainer, tokens_per_micro_batch=60, **keys)
     same(ours, unmodified(tmp_path, model, **keys), tolerance=3e-6 if keys["max_steps"] > 2 else 1e-6)
+
+
+@pytest.mark.parametrize("optim", ["lomo", "adalomo", "sgd"])
+def test_an_optimizer_that_steps_in_the_backward_pass_keeps_trls_micro_batches(
+    tmp_path: Path, model: str, optim: str
+) -> None:
+    trainer = make_trainer(tmp_path, model, GRPOTrainer, **KEYS)
+    trainer.args.optim = OptimizerNames(optim)  # as transformers keeps it
+    ours = micro_batches.MicroBatches(trainer)
+    with ours.collecting():
+        assert ours.take({}) == (optim == "sgd")
 
 
 @pytest.mark.parametrize("objective", ["tempered", "listwise", "weighted_mle"])

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from grpo_recipes.recipe.registry import BRIDGES
+from grpo_recipes.runs.rundir import stop_file
+from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.server.wire import COMPLETIONS_PATH
+from grpo_recipes.trainers import rank
 from grpo_recipes.weights import client as client_module
 from grpo_recipes.weights.bridges import CLIENTS
 from grpo_recipes.weights.file import FileClient
@@ -188,6 +191,24 @@ def test_a_server_that_takes_too_long_to_come_back_ends_the_wait(connect, state,
     state(2, "starting")
     with pytest.raises(ServerError, match=r"not ready again after 0\.3 s"):
         client.generate(PROMPTS, n=2)
+
+
+def test_trainers_wait_for_the_first_server(tmp_path, state, monkeypatch) -> None:
+    monkeypatch.setattr(rank, "_LATE_SECONDS", 0.0)
+    stop = StopRequest(tmp_path)
+    state(1, "starting")
+    with pytest.raises(ServerError, match=r"not ready after 0\.3 s"):
+        rank.wait_for_first_server(tmp_path, 0.3, stop)
+    ready, start = later(lambda: state(1, "ready")), time.monotonic()
+    rank.wait_for_first_server(tmp_path, 30.0, stop)
+    assert not ready.is_alive() and time.monotonic() - start < 3
+    state(1, "gone")
+    with pytest.raises(ServerError, match="the vLLM server is gone; its log says why"):
+        rank.wait_for_first_server(tmp_path, 30.0, stop)
+    state(1, "starting")
+    stop_file(tmp_path).touch()
+    rank.wait_for_first_server(tmp_path, 30.0, stop)
+    assert time.monotonic() - start < 4
 
 
 def test_without_a_file_of_its_state_a_lost_server_is_an_error_at_once(connect, server) -> None:

@@ -15,7 +15,10 @@ import torch
 
 LEAST_Q = 1e-12
 EMA_DECAY = 0.9
+EQUAL = 1e-9  # rewards closer than this are equal
 _MOST = 700.0  # nats; exp of more is no float
+_FURTHEST = 10.0  # factor by which the log of a ratio counts as off its target at most
+_ABOVE = {"weight_entropy": 0, "eff_rollouts": 1, "target_ratio": 1}  # measure -> what its targets are above
 
 
 def listwise_q(rewards_PG: torch.Tensor, temperature: float, epsilon: float) -> torch.Tensor:
@@ -74,22 +77,52 @@ def tempered_weights(utilities_PG: torch.Tensor, tau: float | torch.Tensor) -> t
     return _tempered(utilities_PG, scorable_PG, _temperature(tau, utilities_PG))
 
 
-def policy_weights(logps_PG: torch.Tensor, scorable_PG: torch.Tensor) -> torch.Tensor:
+def policy_weights(
+    logps_PG: torch.Tensor, scorable_PG: torch.Tensor, temperature: float = 1.0, spread: float = 0.0
+) -> torch.Tensor:
     """Return the policy's own distribution over a group, which the listwise objective moves to the target.
 
-    ``logps_PG`` are log-probabilities of whole completions under the policy, in nats, per token or summed. Raise
-    ValueError where that of a scorable completion is NaN or infinite.
+    ``logps_PG`` are log-probabilities of whole completions under the policy, in nats, per token or summed. They are
+    divided by ``temperature``, above 0 and in nats, or by ``spread`` times their standard deviation over the scorable
+    completions of the group where that is more. Raise ValueError where the log-probability of a scorable completion is
+    NaN or infinite, or a temperature or a spread is out of its range.
     """
     logps_PG = _at_least_float32(logps_PG)
     if not logps_PG[scorable_PG].isfinite().all():
         raise ValueError("logps_PG must be finite for each scorable completion")
-    return _softmax(logps_PG, scorable_PG)
+    if not 0 < temperature < math.inf or not 0 <= spread < math.inf:
+        raise ValueError(f"temperature must be above 0, spread at least 0, both finite: not {temperature} and {spread}")
+    if spread == 0:
+        return _softmax(logps_PG / temperature, scorable_PG)
+    known_PG = logps_PG.masked_fill(~scorable_PG, torch.nan)
+    variance_P1 = (known_PG - known_PG.nanmean(1, keepdim=True)).square().nanmean(1, keepdim=True).nan_to_num(nan=0.0)
+    return _softmax(logps_PG / (spread * variance_P1.sqrt()).clamp(min=temperature), scorable_PG)
+
+
+def reward_shares(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """Return each completion's share of its group's reward: (P, G) weights that sum to 1, or to 0 where all have none.
+
+    MaxRL's advantage (https://arxiv.org/abs/2602.02710), reward over the group's mean less 1, is G times them less 1.
+    Raise ValueError for a reward below 0 or infinite.
+    """
+    rewards_PG, scorable_PG = _split(rewards_PG, "rewards")
+    rewards_PG = rewards_PG.masked_fill(~scorable_PG, 0.0)
+    if (rewards_PG < 0).any():
+        raise ValueError(f"rewards must be at least 0, not {rewards_PG.min().item():g}")
+    total_P1 = rewards_PG.sum(1, keepdim=True)
+    return rewards_PG / total_P1.masked_fill(total_P1 == 0, 1.0)
 
 
 def centred(rewards_PG: torch.Tensor) -> torch.Tensor:
     """Return rewards less the mean of their group, Dr.GRPO's advantage (https://arxiv.org/abs/2503.20783); NaN kept."""
     rewards_PG = _at_least_float32(rewards_PG)
     return rewards_PG - rewards_PG.nanmean(1, keepdim=True)
+
+
+def rewards_differ(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """Return which groups, (P,), have known rewards that differ: in the others no tau tells completions apart."""
+    most_P, least_P = (rewards_PG.nan_to_num(nan=none) for none in (-torch.inf, torch.inf))
+    return most_P.amax(1) - least_P.amin(1) > EQUAL
 
 
 def weight_entropy(weights_PG: torch.Tensor) -> torch.Tensor:
@@ -104,6 +137,12 @@ def incorrect_mass(weights_PG: torch.Tensor, wrong_PG: torch.Tensor) -> torch.Te
     weights_PG = _at_least_float32(weights_PG)
     mass_P = weights_PG.masked_fill(~wrong_PG, 0.0).sum(1)
     return mass_P.masked_fill(~(weights_PG > 0).any(1), torch.nan)
+
+
+def target_ratio(weights_PG: torch.Tensor, right_PG: torch.Tensor, wrong_PG: torch.Tensor) -> torch.Tensor:
+    """Return (P,) mean weights of a right answer by that of a wrong one; NaN for a group without one of the two."""
+    right_P, wrong_P = (weights_PG.masked_fill(~one, 0.0).sum(1) / one.sum(1) for one in (right_PG, wrong_PG))
+    return right_P / wrong_P
 
 
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
@@ -143,12 +182,14 @@ class KLController:
 
     Each step multiplies beta by 1 + clip(kl / target - 1, +-step_size) * completions / horizon. The number of
     completions makes the horizon independent of the batch. A step counts for at most one horizon: beta stays positive.
+    Below a target that the policy does not reach, beta falls to ``minimum``, from where it can come back.
     """
 
     beta: float  # the coefficient in force; above 0
     target: float  # KL to hold, in the unit of the KL that ``update`` is given (TRL's is nats per token); above 0
     horizon: float  # completions over which beta changes by a factor of 1 + step_size at most; above 0
     step_size: float  # largest relative error that one step corrects; above 0, below 1
+    minimum: float = 0.0  # least beta; at most beta
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value out of its range."""
@@ -157,13 +198,15 @@ class KLController:
                 raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
         if not 0 < self.step_size < 1:
             raise ValueError(f"step_size must be above 0 and below 1, not {self.step_size}")
+        if not 0 <= self.minimum <= self.beta:
+            raise ValueError(f"minimum must be at least 0 and at most beta ({self.beta}), not {self.minimum}")
 
     def update(self, kl: float, completions: int) -> None:
         """Adjust beta to the KL of a step over this many completions of all processes. NaN is ignored."""
         if math.isnan(kl):
             return
         error = max(-self.step_size, min(self.step_size, kl / self.target - 1))
-        self.beta *= 1 + error * min(completions / self.horizon, 1.0)
+        self.beta = max(self.minimum, self.beta * (1 + error * min(completions / self.horizon, 1.0)))
 
     def state_dict(self) -> dict[str, float]:
         """Return the state for a checkpoint."""
@@ -176,50 +219,52 @@ class KLController:
 
 @dataclass
 class TauController:
-    """Adaptive temperature of the weights: log tau rises by lr for each nat that the mean entropy is short of a target.
+    """Adaptive temperature of the weights: log tau rises by lr for each nat that they are short of a target's spread.
 
-    The mean runs over the steps, 0.9 of the last one and 0.1 of the new value; it begins with the first value. A target
-    in effective rollouts is compared in logarithms, so that both targets have the unit nats.
+    The weight entropy and the logarithm of the effective rollouts are nats, of a mean over the steps: 0.9 of the last
+    one and 0.1 of the new value, beginning with the first. Of the target ratio it is log (log ratio / log target), of
+    the step alone: for rewards of 0 and 1 that is log tau less its right value, so that lr is the share of the error
+    which a step corrects. At most a factor of 10 counts: ratios of 1 and less, or inf, are finite errors.
     """
 
     tau: float  # the temperature in force; within minimum and maximum
     lr: float  # change of log tau per nat
     minimum: float  # above 0
     maximum: float
+    measure: str  # what is held, a mean over groups by the name of its metric
+    target: float
     warmup_steps: int = 0  # first steps that only measure
-    # Mean of a group to hold, of the weight entropy in nats or of the effective rollouts: exactly one is given.
-    target_entropy: float | None = None
-    target_eff_rollouts: float | None = None
     _mean: float | None = field(default=None, init=False)
     _updates: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value out of its range."""
-        if (self.target_entropy is None) == (self.target_eff_rollouts is None):
-            raise ValueError("give exactly one of target_entropy and target_eff_rollouts")
         if not 0 < self.minimum <= self.tau <= self.maximum < math.inf:
             found = f"minimum is {self.minimum}, tau {self.tau}, maximum {self.maximum}"
             raise ValueError(f"0 < minimum <= tau <= maximum must hold; {found}")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be above 0 and finite, not {self.lr}")
-        for name, least in (("target_entropy", 0), ("target_eff_rollouts", 1)):
-            if (target := getattr(self, name)) is not None and not target > least:
-                raise ValueError(f"{name} must be above {least}, not {target}")
+        if not _ABOVE[self.measure] < self.target < math.inf:
+            raise ValueError(f"target of {self.measure} must be above {_ABOVE[self.measure]}, not {self.target}")
 
-    def update(self, entropy: float, eff_rollouts: float) -> None:
-        """Adjust tau to the mean weight entropy and effective rollouts of a step's groups. NaN is ignored."""
-        value = entropy if self.target_eff_rollouts is None else eff_rollouts
+    def update(self, value: float) -> None:
+        """Adjust tau to what a step measured. NaN is ignored."""
         if math.isnan(value):
             return
-        self._mean = value if self._mean is None else EMA_DECAY * self._mean + (1 - EMA_DECAY) * value
+        error = self._error(value)
         self._updates += 1
-        if self._updates <= self.warmup_steps:
-            return
-        goal, mean = self.target_entropy, self._mean
-        if self.target_eff_rollouts is not None:
-            goal, mean = math.log(self.target_eff_rollouts), math.log(mean)
-        factor = math.exp(min(self.lr * (goal - mean), _MOST))
-        self.tau = min(self.maximum, max(self.minimum, self.tau * factor))
+        if self._updates > self.warmup_steps:
+            self.tau = min(self.maximum, max(self.minimum, self.tau * math.exp(min(self.lr * error, _MOST))))
+
+    def _error(self, value: float) -> float:
+        """Return by how many nats tau is too low."""
+        if self.measure == "target_ratio":
+            excess = math.log(max(value, 1.0)) / math.log(self.target)
+            return math.log(min(_FURTHEST, max(1 / _FURTHEST, excess)))
+        self._mean = value if self._mean is None else EMA_DECAY * self._mean + (1 - EMA_DECAY) * value
+        if self.measure == "eff_rollouts":
+            return math.log(self.target / self._mean)
+        return self.target - self._mean
 
     def state_dict(self) -> dict[str, float | int | None]:
         """Return the state for a checkpoint."""

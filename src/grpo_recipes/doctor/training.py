@@ -9,6 +9,10 @@ from grpo_recipes.runs.health import UNSCORED, ZERO_REWARD, notices_of
 from grpo_recipes.runs.rundir import Run
 
 _NOTHING = ok("no step was taken")
+_UNMEASURED = {
+    "kl": "beta is 0",
+    "maxent/tau": "no temperature, as in GRPO and MaxRL",
+}  # metric -> why a run may have none
 _DOMINATES = 0.5
 _SLOW_START = 300.0
 _PHASES = ("sample", "score", "sync", "save", "evaluate", "update")
@@ -32,8 +36,8 @@ def _level(name: str, about: str, key: str, *notices: str, worst: str = PROBLEM)
             return Finding(worst if notice.serious else WARNING, f"{what}; {notice.text}", notice.fix)
         if not run.rows:
             return _NOTHING
-        if key == "kl" and all(row.get(key) is None for row in run.rows):
-            return ok("not measured: beta is 0")
+        if key in _UNMEASURED and all(row.get(key) is None for row in run.rows):
+            return ok(f"not measured: {_UNMEASURED[key]}")
         zero = not run.is_running() and not any(abs(value) >= ZERO_REWARD for value in values)  # too short for a notice
         return judge(
             what,
@@ -55,6 +59,8 @@ LEVELS = (
            "entropy", worst=WARNING),
     _level("gradients", "Loss, gradient norm and learning rate: numbers, not 0, and not too large.", "grad_norm",
            "not finite", "no gradient", "learning rate", "steep"),
+    _level("maxent", "Weights of MaxEnt-GRPO: on right answers, and tau not stuck at a limit of its controller.",
+           "maxent/tau", "tau at its limit", "wrong weights", worst=WARNING),
 )  # fmt: skip
 
 

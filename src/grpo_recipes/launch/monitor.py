@@ -327,8 +327,10 @@ class Monitor:
 
     def _rank_stall(self, trainers: Group, phases: list[Phase], now: float) -> Ending | None:
         ranks = rank_pids(self._folder)
-        if self._attempt.plan.mode == "server" and self._server() is None:  # a sync waits for the next server
-            phases = [phase for phase in phases if phase.name not in SYNC_PHASES]
+        if self._attempt.plan.mode == "server" and self._server() is None:  # which a start, or a sync, waits for
+            phases = [phase for phase in phases if phase.name not in ("start", *SYNC_PHASES)]
+            if not phases:
+                return None
         late = self._rank_stalls.look(phases, now, [rank for rank, pid in ranks.items() if is_stopped(pid)])
         if late is None:
             return None

@@ -314,25 +314,41 @@ class Supervisor:
 
     def _start_missing(self) -> Ending | None:
         """Start what does not run, in the plan's order; return why the run ends, or what is lost, meanwhile."""
-        attempt = self._attempt
-        for role, members in self._planned.items():
-            if role in self._groups or (self._trained and members[0].until_trained):
+        for role in self._planned:
+            if not self._is_missing(role):
                 continue
-            members = [self._with_newest_model(process) for process in members]
-            ready = members[0].ready
-            if ready == "serving":
-                attempt.renew_token()  # whoever took the port of a server that died has its token
-                self._write_server_state("starting")
-            started = [
+            group = self._start(role)
+            if group.process.ready != "started":
+                for other in self._beside(role):
+                    self._groups[other] = self._start(other)
+                if ending := self._wait_until_ready(group.members[0]):
+                    return ending
+            self._groups[role] = group
+        self._monitor.start_again()
+        return None
+
+    def _is_missing(self, role: str) -> bool:
+        return role not in self._groups and not (self._trained and self._planned[role][0].until_trained)
+
+    def _start(self, role: str) -> Group:
+        """Start the processes of a role."""
+        attempt = self._attempt
+        members = [self._with_newest_model(process) for process in self._planned[role]]
+        if members[0].ready == "serving":
+            attempt.renew_token()  # whoever took the port of a server that died has its token
+            self._write_server_state("starting")
+        return Group(
+            [
                 RemoteChild(attempt.workers, process) if process.node
                 else Child(process, attempt.environment, self._folder, attempt.scratch)
                 for process in members
-            ]  # fmt: skip
-            if ready != "started" and (ending := self._wait_until_ready(started[0])):
-                return ending
-            self._groups[role] = Group(started)
-        self._monitor.start_again()
-        return None
+            ]
+        )  # fmt: skip
+
+    def _beside(self, role: str) -> list[str]:
+        """Return what may start now that ``role`` has started and is not ready: it waits for that itself."""
+        waiting = ((other, members[0]) for other, members in self._planned.items() if self._is_missing(other))
+        return [other for other, one in waiting if role in one.beside and {*one.after} - {role} <= self._groups.keys()]
 
     def _with_newest_model(self, process: Process) -> Process:
         self._model = processes.newest_model(process, self._attempt.environment) or self._model

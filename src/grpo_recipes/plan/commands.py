@@ -246,7 +246,7 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
     `trl vllm-serve`, which runs it) does not find its version. The module behind both takes the same flags.
     """
     on_cpu, implementation = device == "cpu", recipe["vllm_model_impl"]
-    program = python_module("vllm.entrypoints.openai.api_server", "--model", model)
+    program = python_module("grpo_recipes.server.serve", "--model", model)
     needed = {  # by TRL's trainer; `trl vllm-serve` adds these itself
         "--model-impl": implementation,
         "--logprobs-mode": "processed_logprobs",
@@ -347,9 +347,8 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
         "--main_process_port": plan.ports.main_process,
     }
     launch = python_module("grpo_recipes.launch.accelerate", *_flags(flags), str(home() / plan.entry))
-    suffix = f"_node{placed.node}" if placed.node else ""
     named = Path(environment.get("TRAINING_LOG") or f"logs/liv_train_{names.run}_{names.timestamp}.log")
-    log = str(named.with_stem(named.stem + suffix))
+    log = str(named.with_stem(named.stem + (f"_node{placed.node}" if placed.node else "")))
     after = (*(("server",) if plan.mode == "server" else ()), *((RUN_API,) if plan.ports.run_api else ()))
     decided: dict[str, object] = {  # by the launcher: flags of the entry script beside the frozen recipe
         "--config": names.run_dir / "recipe.yaml",
@@ -382,4 +381,10 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
             "--vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode),
             "--vllm_max_model_length": longest_sequence(recipe),
         }
-    return Process("trainer", [*launch, *_flags(decided)], variables, placed.gpus, log, placed.node, after)
+    argv = [*launch, *_flags(decided)]
+    return Process("trainer", argv, variables, placed.gpus, log, placed.node, after, _beside(plan))
+
+
+def _beside(plan: Plan) -> tuple[str, ...]:
+    """Return what trainers start beside; one on the server's own GPU would take memory that vLLM is measuring."""
+    return ("server",) if plan.mode == "server" and plan.bridge != "shared" else ()

@@ -22,7 +22,7 @@ from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.estimates import GIB, UnknownShape, Workload, needs
 from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.plan.types import Names, Plan, Weighting
-from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe import Recipe, maxent
 from grpo_recipes.recipe.atropos import packing_problems
 from grpo_recipes.recipe.bridges import accelerator_of, refusal
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
@@ -149,6 +149,8 @@ def _notes(
         yield "an episode of full turns ends unfinished: max_completion_length leaves no token for what is said between"
     if recipe["overlap_generation"]:
         yield OFF_POLICY
+    if limit := maxent.limit_of(recipe):
+        yield limit
     if plan.unused_gpus:
         yield f"nothing uses GPU {', '.join(plan.unused_gpus)}"
 
@@ -214,8 +216,9 @@ def _weighting(recipe: Recipe) -> Weighting:
     """Return what a MaxEnt recipe optimises."""
     name, tau, beta = (recipe[key] for key in ("maxent_objective", "maxent_tau", "maxent_beta"))
     objective = OBJECTIVES[name]
-    loss_type = objective.loss_type(recipe["maxent_length_normalize_policy"])
-    return Weighting(name, objective.tau_or_default(tau), beta if objective.targets_q else None, loss_type)
+    weight = maxent.times(maxent.realised_ratio(recipe))
+    pull, loss_type = beta if objective.targets_q else None, objective.loss_type(recipe.__getitem__)
+    return Weighting(name, objective.tau_or_default(tau), pull, loss_type, weight)
 
 
 def _mode(recipe: Recipe, resources: Resources) -> str:

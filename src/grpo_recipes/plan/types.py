@@ -19,6 +19,7 @@ RUN_API = "run-api"  # role of Atropos' server of groups
 ENVIRONMENT = "environment-"  # begins the role of an Atropos environment; its label follows
 Ready = Literal["started", "serving", "answering"]
 OnLoss = Literal["fail", "restart", "restart with trainers"]
+_TUPLES = ("gpus", "after", "beside", "keeps")
 _LABELS = {"server": "the vLLM API server", "trainer": "accelerate launch", RUN_API: RUN_API}
 
 
@@ -33,6 +34,7 @@ class Process:
     log: str
     node: int = 0  # index of the node it runs on
     after: tuple[str, ...] = ()  # roles whose processes must be ready before this one starts
+    beside: tuple[str, ...] = ()  # those of ``after`` that need only have been started: it waits for them itself
     # When it is ready: as soon as it has started, once it serves this run's model at the plan's address, or once a GET
     # of ``ready_url``, where it listens itself, is answered with 200.
     ready: Ready = "started"
@@ -48,9 +50,7 @@ class Process:
     @classmethod
     def of_json(cls, plain: Mapping[str, Any]) -> Process:
         """Return the process that ``Plan.as_json`` wrote."""
-        return cls(
-            **{**plain, "gpus": tuple(plain["gpus"]), "after": tuple(plain["after"]), "keeps": tuple(plain["keeps"])}
-        )
+        return cls(**{**plain, **{name: tuple(plain[name]) for name in _TUPLES}})
 
     def full_environment(self, shared: Mapping[str, str]) -> dict[str, str]:
         """Return its whole environment: its own and the ``shared`` one, without secrets that its role does not need."""
@@ -97,13 +97,16 @@ class Weighting:
     """What a MaxEnt run optimises."""
 
     objective: str  # a key of ``registry.OBJECTIVES``
-    tau: float  # temperature of its weights, the first one where a controller moves it; may be infinite
+    tau: float | None  # temperature of its weights, the first one where a controller moves it; may be infinite
     beta: float | None  # maxent_beta, the pull of its target to the reference; None for an objective without it
     loss_type: str  # TRL's loss, which the objective fixes
+    ratio: str  # weight of a right answer over that of a wrong one, with rewards of 0 and 1
 
     def __str__(self) -> str:
+        tau = "" if self.tau is None else f", tau {self.tau:g}"
         beta = "" if self.beta is None else f", maxent_beta {self.beta:g}"
-        return f"{self.objective}, tau {self.tau:g}{beta}, loss_type {self.loss_type}"
+        weight = f"with rewards of 0 and 1 a right answer weighs {self.ratio} a wrong one"
+        return f"{self.objective}{tau}{beta}, loss_type {self.loss_type}; {weight}"
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,6 @@ class Plan:
         ``device`` keeps its old key ``flavour``, so that earlier runs can be read.
         """
         plain = {"flavour" if key == "device" else key: value for key, value in asdict(self).items()}
-        if self.maxent is not None and math.isinf(self.maxent.tau):
+        if self.maxent is not None and self.maxent.tau == math.inf:
             plain["maxent"]["tau"] = "inf"
         return plain

@@ -456,7 +456,7 @@ _IDLE: tuple[tuple[str, Condition, str], ...] = (
 
 def notes(recipe: Recipe) -> list[str]:
     """Return what is worth knowing of a right recipe before its job waits in a queue, a line each."""
-    found = list(recipe.notes)
+    found = [*recipe.notes, *filter(None, [maxent.limit_of(recipe)])]
     group, accumulation = recipe["num_generations"], recipe["gradient_accumulation_steps"]
     one = recipe["per_device_train_batch_size"] * (recipe["steps_per_generation"] or accumulation)
     multiple = group // math.gcd(group, one)

@@ -12,7 +12,7 @@ from typing import Any
 import trl
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES, SERVER_BACKENDS
+from grpo_recipes.recipe.registry import OBJECTIVES, SERVER_BACKENDS
 
 # Plain `str` in TRL's types, so that a typo would only fail inside the trainer.
 TRL_CHOICES: dict[str, list[str]] = {
@@ -342,10 +342,14 @@ class GRPOConfig(trl.GRPOConfig):
         min=1e-09)
     kl_horizon: float = _key(2000.0, "kl_target: completions in which beta can change by its factor.", min=1.0)
     kl_ctl_step_size: float = _key(0.2, "kl_target: largest relative error a step answers to.", min=1e-06, max=0.99)
-    maxent_objective: str = _key(DEFAULT_OBJECTIVE,
-        "What MaxEnt-GRPO optimises; naming it makes this a MaxEnt recipe. listwise: cross-entropy from a target over "
-        "the group to the policy's own distribution over it. weighted_mle: likelihood weighted by that target. "
-        "tempered: Dr.GRPO with rows weighted by softmax(utility / tau).", choices=sorted(OBJECTIVES))
+    kl_beta_min: float = _key(1e-4,
+        "kl_target: least beta, from where it comes back in time when the KL has long been below its target.", min=0.0)
+    maxent_objective: str | None = _key(None,
+        "What MaxEnt-GRPO optimises; naming it makes this a MaxEnt recipe, and none is the default. listwise: "
+        "cross-entropy from a target over the group to the policy's own distribution over it. weighted_mle: likelihood "
+        "weighted by that target. tempered: Dr.GRPO with rows weighted by softmax(utility / tau). maxrl: reward over "
+        "the group's mean, less 1.",
+        choices=sorted(OBJECTIVES))
     maxent_tau: float | None = _key(None,
         "Temperature of the MaxEnt weights: 0 puts all on the best of a group, .inf weighs alike; the objective's own "
         "by default.", min=0.0, infinite=True)
@@ -355,15 +359,26 @@ class GRPOConfig(trl.GRPOConfig):
     maxent_length_normalize_ref: bool = _key(True,
         "Whether the reference's log-prob of a completion is divided by its length in the MaxEnt target.")
     maxent_length_normalize_policy: bool = _key(True,
-        "Whether the policy's log-prob of a completion is divided by its length in the MaxEnt loss.")
+        "Whether the policy's log-prob of a completion is divided by its length in the MaxEnt loss: of weighted_mle, "
+        "and of listwise with maxent_policy_temperature 0.")
+    maxent_policy_temperature: float = _key(3.5,
+        "Temperature (nats) of the policy's distribution over a group in listwise: softmax(summed log-prob / it). "
+        "0 is the length of each completion, by which the objective weakens.", min=0.0)
+    maxent_policy_spread: float = _key(0.0,
+        "listwise: where the log-probs of a group spread further, maxent_policy_temperature becomes this many of their "
+        "standard deviations.", min=0.0)
     maxent_utility: str = _key("advantage",
         "Utility that tempered weighs by: advantage (reward minus the group's mean), or length_scaled (that times "
         "length / max_completion_length, as in the paper).", choices=["advantage", "length_scaled"])
+    maxent_target_ratio: float | None = _key(None,
+        "Mean MaxEnt weight of a right answer by that of a wrong one that tau is moved to hold; fixed tau without.",
+        min=1.01)
     maxent_target_weight_entropy: float | None = _key(None,
-        "Mean entropy (nats) of the MaxEnt weights that tau is moved to hold; fixed tau without.", min=0.0)
+        "Mean entropy (nats) of the MaxEnt weights that tau is moved to hold: with rewards of 0 and 1 at least the log "
+        "of the number of right answers.", min=0.0)
     maxent_target_eff_rollouts: float | None = _key(None,
-        "Mean effective number of completions of a group (exp of the weights' entropy) that tau is moved to hold.",
-        min=1.0)
+        "Mean effective number of completions of a group (exp of the weights' entropy) that tau is moved to hold: with "
+        "rewards of 0 and 1 at least the number of right answers.", min=1.0)
     maxent_tau_lr: float = _key(0.2, "Step of tau's controller: change of log tau per nat of error.", min=1e-06)
     maxent_tau_min: float = _key(0.001, "Smallest tau of the controller.", min=1e-09)
     maxent_tau_max: float = _key(1000.0, "Largest tau of the controller.", min=1e-09)

@@ -1,6 +1,8 @@
 """How low precision and warm-up can keep a run from learning anything. Pure: no torch, no socket."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from grpo_recipes.recipe import Recipe
 
@@ -61,12 +63,16 @@ def reached_share(recipe: Recipe) -> float:
     return 1.0 if warm < steps else (steps - 1) / warm  # the first step is step 0 of the schedule
 
 
-def own_micro_batches(recipe: Recipe) -> str | None:
-    """Return the key, with its value, by which a step must keep TRL's own micro-batches; None where nothing does."""
+def own_micro_batches(keys: Recipe | Mapping[str, Any]) -> str | None:
+    """Return the key, with its value, by which a step must keep TRL's own micro-batches; None where nothing does.
+
+    A quantile over TRL's micro-batch, a coefficient that its last one moves, and an optimizer that steps in the
+    backward pass do not allow for others.
+    """
     keeping = {
-        "trim_padding": not recipe["trim_padding"],
-        "top_entropy_quantile": recipe["top_entropy_quantile"] < 1.0,
-        "use_adaptive_entropy": recipe["use_adaptive_entropy"],
-        "optim": "lomo" in recipe["optim"],
+        "trim_padding": not keys["trim_padding"],
+        "top_entropy_quantile": keys["top_entropy_quantile"] < 1.0,
+        "use_adaptive_entropy": keys["use_adaptive_entropy"],
+        "optim": "lomo" in keys["optim"],
     }
-    return next((f"{key}: {str(recipe[key]).lower()}" for key, keeps in keeping.items() if keeps), None)
+    return next((f"{key}: {str(keys[key]).lower()}" for key, keeps in keeping.items() if keeps), None)

@@ -4,21 +4,28 @@ import math
 from collections.abc import Callable
 
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.registry import OBJECTIVES, Objective
+from grpo_recipes.recipe.registry import OBJECTIVES, TAU_TARGETS, Objective, policy_per_token, tau_targets
 from grpo_recipes.recipe.rules import Rule, given, matching, removal
 from grpo_recipes.recipe.tasks import MAXENT, task_of
 
-# Targets of tau's controller: the name of the largest value, the smallest value, and the largest for a group's size.
-_ENTROPY, _ROLLOUTS = "maxent_target_weight_entropy", "maxent_target_eff_rollouts"
-_TARGETS: dict[str, tuple[str, int, Callable[[int], float]]] = {
-    _ENTROPY: ("log(num_generations)", 0, math.log),
-    _ROLLOUTS: ("num_generations", 1, float),
+_MOST = 700.0  # nats; exp of more is no float
+# Ratios of weights: all alike, wrong answers with so little that w is r / sum r, and with none.
+_LIKE_EQUAL, _FEW, _LIKE_NONE = 1.2, 100.0, 1000.0
+# Tokens from which listwise is MaxRL per token, and has one completion of a group in s by a fixed temperature
+# (docs/maxent.md, The length law).
+_LONG, _VERY_LONG = 30, 100
+
+_RATIO = "maxent_target_ratio"
+# Targets of tau's controller that a group's size limits: the name of the largest value, the smallest, and the largest.
+_LIMITED: dict[str, tuple[str, int, Callable[[int], float]]] = {
+    "maxent_target_weight_entropy": ("log(num_generations)", 0, math.log),
+    "maxent_target_eff_rollouts": ("num_generations", 1, float),
 }
 
 
 def objective_of(recipe: Recipe) -> Objective | None:
-    """Return the objective of a MaxEnt recipe, None of another."""
-    return OBJECTIVES[recipe["maxent_objective"]] if task_of(recipe) == MAXENT else None
+    """Return the objective of a MaxEnt recipe; None of another, and where it names none."""
+    return OBJECTIVES.get(recipe["maxent_objective"]) if task_of(recipe) == MAXENT else None
 
 
 def _targets_q(recipe: Recipe) -> bool:
@@ -26,24 +33,106 @@ def _targets_q(recipe: Recipe) -> bool:
     return objective is not None and objective.targets_q
 
 
-def _tau(recipe: Recipe) -> float:
-    return OBJECTIVES[recipe["maxent_objective"]].tau_or_default(recipe["maxent_tau"])
+def _tau(recipe: Recipe) -> float | None:
+    objective = OBJECTIVES.get(recipe["maxent_objective"])
+    return objective.tau_or_default(recipe["maxent_tau"]) if objective else None
 
 
-def _target(recipe: Recipe, count: int = 1) -> list[str]:
-    """Return the targets that a MaxEnt recipe gives to the controller of tau, where there are ``count`` of them."""
-    targets = [key for key in _TARGETS if recipe[key] is not None and task_of(recipe) == MAXENT]
-    return targets if len(targets) == count else []
+def realised_ratio(recipe: Recipe, tau: float | None = None) -> float:
+    """Return how many times a wrong answer's weight a right one has, where rewards are 0 and 1.
+
+    Half of the group is right, all completions are as likely under the reference, and have max_completion_length.
+    ``tau`` is the temperature; by default that of the start, or what holds the recipe's maxent_target_ratio.
+    """
+    if tau is None and _target(recipe) == [_RATIO]:
+        return float(recipe[_RATIO])
+    tau = _tau(recipe) if tau is None else tau
+    if tau is None:
+        return math.inf
+    if not _targets_q(recipe):
+        return _exp(1 / tau) if tau else math.inf
+    group, epsilon = recipe["num_generations"], recipe["maxent_q_epsilon"]
+    wrong = 1 / (1 + _exp(1 / recipe["maxent_q_temperature"])) * 2 / group  # of the softmax, before its floor
+    q_wrong, q_right = (one * (1 - group * epsilon) + epsilon for one in (wrong, 2 / group - wrong))
+    pull = tau + recipe["maxent_beta"]
+    return _exp(math.log(q_right / q_wrong) / pull) if q_wrong and pull else math.inf
+
+
+def _exp(power: float) -> float:
+    return math.exp(power) if power < _MOST else math.inf
+
+
+def limit_of(recipe: Recipe) -> str | None:
+    """Return which other method a MaxEnt recipe all but is, and what makes it another; None for any other recipe.
+
+    Where a controller moves tau there is no saying.
+    """
+    name, ratio, tau = recipe["maxent_objective"], realised_ratio(recipe), _tau(recipe)
+    if task_of(recipe) != MAXENT or tau is None or _targets(recipe):
+        return None
+    weight = f"maxent_objective: {name} with tau {tau:g}: a right answer weighs {times(ratio)} what a wrong one does"
+    if ratio < _LIKE_EQUAL:
+        others = {"tempered": "this is Dr.GRPO", "weighted_mle": "this is training on the policy's own samples"}
+        lower = "maxent_beta" if _targets_q(recipe) and realised_ratio(recipe, 0.0) < _LIKE_EQUAL else "maxent_tau"
+        return f"{weight}, so {others.get(name, 'it hardly learns from rewards')}; a lower {lower} changes that"
+    if name == "listwise":
+        return _limit_of_listwise(recipe, ratio)
+    if ratio > _LIKE_NONE:
+        other = "this is training on right answers alone"
+        if name == "tempered":
+            other = "wrong ones are not pushed down: this is the positive half of MaxRL (maxent_objective: maxrl)"
+        return f"{weight}, so {other}"
+    return None
+
+
+def _limit_of_listwise(recipe: Recipe, ratio: float) -> str | None:
+    longest, temperature = recipe["max_completion_length"], recipe["maxent_policy_temperature"]
+    length = f"max_completion_length is {longest}"
+    if temperature and longest >= _VERY_LONG and not recipe["maxent_policy_spread"]:
+        return (
+            f"maxent_objective: listwise with maxent_policy_temperature {temperature:g}: completions of {_VERY_LONG} "
+            f"tokens and more ({length}) differ by many more nats than that, so the one likeliest of a group has "
+            "nearly all of the policy's distribution over it; maxent_policy_spread: 1 widens that"
+        )
+    if policy_per_token(recipe.__getitem__) and longest >= _LONG:
+        right_only = ratio > _FEW and recipe["maxent_beta"] == 0
+        what = "this is MaxRL" if right_only else "it draws right answers no closer to each other"
+        return (
+            f"maxent_policy_temperature: 0 divides log-probs by the length: at {_LONG} tokens a completion and more "
+            f"({length}) {what}; a value above 0 does not weaken with the length"
+        )
+    return None
+
+
+def times(ratio: float) -> str:
+    """Return a ratio of weights for a person."""
+    return "infinitely many times" if ratio == math.inf else f"{ratio:.3g} times"
+
+
+def _targets(recipe: Recipe) -> list[str]:
+    """Return the keys by which a MaxEnt recipe gives the controller of tau a target."""
+    return tau_targets(recipe.__getitem__) if task_of(recipe) == MAXENT else []
+
+
+def _target(recipe: Recipe) -> list[str]:
+    """Return the one target of a MaxEnt recipe that has one."""
+    return targets if len(targets := _targets(recipe)) == 1 else []
 
 
 def _equal_weights(recipe: Recipe, target: str) -> float:
-    return _TARGETS[target][2](recipe["num_generations"])
+    return _LIMITED[target][2](recipe["num_generations"])
+
+
+def _outside_of_groups(recipe: Recipe) -> list[str]:
+    """Return the target that no weights of a group have."""
+    limited = [key for key in _target(recipe) if key in _LIMITED]
+    return [key for key in limited if not _LIMITED[key][1] < recipe[key] <= _equal_weights(recipe, key)]
 
 
 def _outside(recipe: Recipe) -> list[str]:
     """Return the key by which the controller's tau starts outside of its limits; swapped limits have a rule."""
     low, high, tau = recipe["maxent_tau_min"], recipe["maxent_tau_max"], _tau(recipe)
-    if not _target(recipe) or low <= tau <= high or (low > high and 0 < tau < math.inf):
+    if tau is None or not _target(recipe) or low <= tau <= high or (low > high and 0 < tau < math.inf):
         return []
     limit = "maxent_tau_min" if tau < low else "maxent_tau_max"
     return [limit if recipe.given(limit) and not recipe.given("maxent_tau") else "maxent_tau"]
@@ -58,19 +147,32 @@ def _unread(recipe: Recipe) -> list[str]:
 def _fixed(recipe: Recipe) -> dict[str, str]:
     """Return the keys of TRL that the objective fixes, with their values."""
     objective = objective_of(recipe)
-    return objective.fixed_keys(recipe["maxent_length_normalize_policy"]) if objective else {}
+    return objective.fixed_keys(recipe.__getitem__) if objective else {}
 
 
 # fmt: off
 RULES = (
     Rule("{item}", lambda r: task_of(r) != MAXENT and given(r, "maxent_*"), "'{item}' changes nothing in a GRPO run",
-        "{removal}, or make it a MaxEnt run (maxent_objective in the recipe, or MAXENT=1)"),
+        "{removal}, or make it a MaxEnt run (maxent_objective in the recipe)"),
+    Rule("maxent_objective", lambda r: task_of(r) == MAXENT and r["maxent_objective"] is None,
+        "a MaxEnt run needs a maxent_objective, and none is the default",
+        f"write maxent_objective: {' or '.join(sorted(OBJECTIVES))}; docs/maxent.md says what each was shown to do"),
     Rule("{item}", _unread, "'{item}' changes nothing under maxent_objective: {maxent_objective}",
         lambda r, key: f"{removal(r, key)}, or write maxent_objective: "
         + " or ".join(name for name, objective in sorted(OBJECTIVES.items()) if key not in objective.unread)),
     Rule("{item}", lambda r: [key for key, value in _fixed(r).items() if r.given(key) and r[key] != value],
         lambda r, key: f"{key}: {r[key]} contradicts maxent_objective: {r['maxent_objective']}, whose {key} is "
         f"{_fixed(r)[key]}", "{removal}"),
+    Rule("maxent_length_normalize_policy",
+        lambda r: r["maxent_objective"] == "listwise" and r["maxent_policy_temperature"] > 0
+        and given(r, "maxent_length_normalize_policy"),
+        "'{item}' changes nothing with maxent_policy_temperature {maxent_policy_temperature:g}, which divides the "
+        "summed log-prob", "{removal}, or write maxent_policy_temperature: 0"),
+    Rule("maxent_policy_spread",
+        lambda r: r["maxent_objective"] == "listwise" and r["maxent_policy_temperature"] == 0
+        and given(r, "maxent_policy_spread"),
+        "'{item}' changes nothing with maxent_policy_temperature 0: it raises one above 0",
+        "{removal}, or remove maxent_policy_temperature"),
     Rule("maxent_q_epsilon", lambda r: _targets_q(r) and r["maxent_q_epsilon"] * r["num_generations"] >= 1,
         lambda r, _: f"maxent_q_epsilon {r['maxent_q_epsilon']:g} is not below 1 / num_generations "
         f"({1 / r['num_generations']:g}): q would be negative",
@@ -80,24 +182,35 @@ RULES = (
         "write maxent_tau: 0.01 or more, or a maxent_beta"),
     Rule("{item}", lambda r: _targets_q(r) and r["maxent_beta"] == 0 and given(r, "maxent_length_normalize_ref"),
         "'{item}' changes nothing with maxent_beta 0: no reference is read", "{removal}, or add a maxent_beta"),
-    Rule("{item}", lambda r: task_of(r) == MAXENT and not _target(r) and not _target(r, 2)
+    Rule("{item}", lambda r: task_of(r) == MAXENT and _tau(r) is not None and not _targets(r)
         and given(r, "maxent_tau_lr maxent_tau_min maxent_tau_max maxent_tau_warmup_steps"),
-        "'{item}' changes nothing without a target: tau is fixed", f"{{removal}}, or add {_ENTROPY} or {_ROLLOUTS}"),
-    Rule(_ROLLOUTS, lambda r: bool(_target(r, 2)),
-        f"{_ENTROPY} and {_ROLLOUTS} are both given, and tau can follow only one target", "keep one of the two"),
-    Rule("{item}", lambda r: [key for key in _target(r) if not _TARGETS[key][1] < r[key] <= _equal_weights(r, key)],
-        lambda r, key: f"{key} {r[key]:g} is not between {_TARGETS[key][1]}, that of all weight on one completion, and "
-        f"{_TARGETS[key][0]} ({_equal_weights(r, key):g}), that of equal weights", "write a value between the two"),
+        "'{item}' changes nothing without a target: tau is fixed", f"{{removal}}, or add {next(iter(TAU_TARGETS))}"),
+    Rule("{item}", lambda r: _targets(r)[1:],
+        lambda r, key: f"{key} stands beside {_targets(r)[0]}, and tau can follow only one target", "keep one of them"),
+    Rule("{item}", _outside_of_groups,
+        lambda r, key: f"{key} {r[key]:g} is not between {_LIMITED[key][1]}, that of all weight on one completion, and "
+        f"{_LIMITED[key][0]} ({_equal_weights(r, key):g}), that of equal weights", "write a value between the two"),
+    Rule(_RATIO, lambda r: _target(r) == [_RATIO] and r[_RATIO] > realised_ratio(r, r["maxent_tau_min"]),
+        lambda r, _: f"{_RATIO} {r[_RATIO]:g} is out of reach: at maxent_tau_min {r['maxent_tau_min']:g} a right "
+        f"answer weighs {times(realised_ratio(r, r['maxent_tau_min']))} what a wrong one does",
+        "lower it, or lower maxent_tau_min or maxent_beta"),
+    Rule("maxent_tau_lr", lambda r: _target(r) == [_RATIO] and r["maxent_tau_lr"] >= 2,
+        "maxent_tau_lr {maxent_tau_lr:g} takes tau further past maxent_target_ratio with each step",
+        "write less than 2: 1 corrects the whole error, 0.2 a fifth"),
     Rule("maxent_tau_min", lambda r: _target(r) and r["maxent_tau_min"] > r["maxent_tau_max"],
         "maxent_tau_min {maxent_tau_min:g} is above maxent_tau_max {maxent_tau_max:g}", "swap the two"),
     Rule("{item}", _outside,
         lambda r, _: f"tau starts at {_tau(r):g}, outside of maxent_tau_min {r['maxent_tau_min']:g} and maxent_tau_max "
         f"{r['maxent_tau_max']:g}", "write a maxent_tau between them, or another limit"),
-    Rule("{item}", lambda r: r["kl_target"] is None and given(r, "kl_horizon kl_ctl_step_size"),
+    Rule("{item}", lambda r: r["kl_target"] is None and given(r, "kl_horizon kl_ctl_step_size kl_beta_min"),
         "'{item}' changes nothing without kl_target: beta is fixed", "{removal}, or add kl_target"),
     Rule("kl_target", lambda r: r["kl_target"] is not None and r["beta"] == 0,
         "the controller multiplies beta, which is 0: there is no KL to hold",
         "write beta (init_kl_coeff) above 0, e.g. beta: 0.04"),
+    Rule("{item}", lambda r: ["kl_beta_min" if r.given("kl_beta_min") else "beta"]
+        if r["kl_target"] is not None and 0 < r["beta"] < r["kl_beta_min"] else [],
+        "kl_beta_min {kl_beta_min:g} is above beta (init_kl_coeff) {beta:g}, where the controller starts",
+        lambda r, _: f"write kl_beta_min: {r['beta'] / 100:g}, or a larger beta"),
     Rule("ref_model_name_or_path",
         lambda r: r["ref_model_name_or_path"] and r["beta"] == 0 and not (_targets_q(r) and r["maxent_beta"] > 0),
         "'ref_model_name_or_path' changes nothing: no term of the loss reads a reference",

@@ -324,44 +324,64 @@ def benchmark_sources(names: Iterable[str]) -> list[tuple[str, str | None, str]]
     return [(benchmark.id, benchmark.config, benchmark.split) for benchmark in chosen]
 
 
-DEFAULT_OBJECTIVE = "tempered"
 _OF_TARGETS = frozenset(
     ("maxent_q_temperature", "maxent_q_epsilon", "maxent_beta",
      "maxent_length_normalize_ref", "maxent_length_normalize_policy")
 )  # fmt: skip
 _OF_UTILITIES = frozenset(("maxent_utility",))
+_OF_POLICY = frozenset(("maxent_policy_temperature", "maxent_policy_spread"))
+# Keys that give tau's controller a target -> what it measures, the metric maxent/<name>.
+TAU_TARGETS = {
+    "maxent_target_ratio": "target_ratio",
+    "maxent_target_weight_entropy": "weight_entropy",
+    "maxent_target_eff_rollouts": "eff_rollouts",
+}
+_OF_TAU = frozenset(
+    ("maxent_tau", "maxent_tau_lr", "maxent_tau_min", "maxent_tau_max", "maxent_tau_warmup_steps", *TAU_TARGETS)
+)
 
 
 @dataclass(frozen=True)
 class Objective:
     """One objective of MaxEnt-GRPO: its mathematics is in ``algorithms.maxent``, the evidence in docs/maxent.md."""
 
-    tau: float  # default of maxent_tau
+    tau: float | None  # default of maxent_tau; None where there is no temperature
     unread: frozenset[str]  # the maxent keys that it does not read
     targets_q: bool  # weights come from listwise_q and the reference, so that tau + beta must be positive
 
-    def tau_or_default(self, given: float | None) -> float:
+    def tau_or_default(self, given: float | None) -> float | None:
         """Return the temperature of a recipe with this ``maxent_tau``, the objective's own by default."""
         return self.tau if given is None else given
 
-    def loss_type(self, length_normalize_policy: bool) -> str:
+    def loss_type(self, recipe: Callable[[str], Any]) -> str:
         """Return TRL's ``loss_type``, which the objective fixes: ``grpo`` is a mean over tokens, ``dr_grpo`` a sum."""
-        return "grpo" if self.targets_q and length_normalize_policy else "dr_grpo"
+        return "grpo" if self.targets_q and policy_per_token(recipe) else "dr_grpo"
 
-    def fixed_keys(self, length_normalize_policy: bool) -> dict[str, str]:
+    def fixed_keys(self, recipe: Callable[[str], Any]) -> dict[str, str]:
         """Return the keys of TRL that the objective fixes: weights come from the sum of rewards as they are."""
-        loss = self.loss_type(length_normalize_policy)
+        loss = self.loss_type(recipe)
         return {"loss_type": loss, "scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize"}
 
 
-# DEFAULT_OBJECTIVE and every tau are what `bench/multi_answer.py --tuning` picked, with rewards of 0 and 1: the most
-# distinct right answers at a mean reward at most 0.02 below GRPO's. listwise kept by far the most answers but met that
-# condition nowhere; its tau is the one with the highest mean reward.
+def policy_per_token(recipe: Callable[[str], Any]) -> bool:
+    """Return whether the loss divides the policy's log-prob by each completion's length; ``recipe`` looks up a key."""
+    has_temperature = recipe("maxent_objective") == "listwise" and recipe("maxent_policy_temperature") > 0
+    return not has_temperature and bool(recipe("maxent_length_normalize_policy"))
+
+
+# No objective is the default: none has shown what docs/maxent-protocol.md asks of one. The tau of listwise and of
+# tempered, and maxent_policy_temperature, are those of its tuning; that of weighted_mle is a convention.
 OBJECTIVES: dict[str, Objective] = {
     "listwise": Objective(tau=0.2, unread=_OF_UTILITIES, targets_q=True),
-    "weighted_mle": Objective(tau=0.05, unread=_OF_UTILITIES, targets_q=True),
-    "tempered": Objective(tau=0.05, unread=_OF_TARGETS, targets_q=False),
+    "weighted_mle": Objective(tau=0.05, unread=_OF_UTILITIES | _OF_POLICY, targets_q=True),
+    "tempered": Objective(tau=0.5, unread=_OF_TARGETS | _OF_POLICY, targets_q=False),
+    "maxrl": Objective(tau=None, unread=_OF_TARGETS | _OF_POLICY | _OF_UTILITIES | _OF_TAU, targets_q=False),
 }
+
+
+def tau_targets(recipe: Callable[[str], Any]) -> list[str]:
+    """Return the keys by which a recipe gives tau's controller a target."""
+    return [key for key in TAU_TARGETS if recipe(key) is not None]
 
 
 def built_for_cpu() -> bool:

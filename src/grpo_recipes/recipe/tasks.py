@@ -12,7 +12,6 @@ from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import DEFAULT_SOURCE, Recipe, Value
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
-from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE
 
 GRPO, MAXENT = "grpo", "maxent"
 ENTRIES = {GRPO: "src/grpo.py", MAXENT: "src/maxent-grpo.py"}
@@ -66,7 +65,8 @@ def task_of(recipe: Recipe) -> str:
 def with_task(recipe: Recipe, asked: RequestedTask) -> tuple[Recipe, list[Problem]]:
     """Return the recipe with its task, and what contradicts that.
 
-    A recipe without an objective that MaxEnt is asked for gets the default one, with what asked for it as its source.
+    One that MaxEnt is asked for and that names no objective is MaxEnt's with None, whose source is what asked for it: a
+    rule of ``recipe.maxent`` refuses it.
     """
     recipe = replace(recipe, entry=asked.entry)
     key, objective = "maxent_objective", recipe.values["maxent_objective"]
@@ -80,7 +80,7 @@ def with_task(recipe: Recipe, asked: RequestedTask) -> tuple[Recipe, list[Proble
     if asked.task is None and objective.source in ENVIRONMENT_KEYS and not objective.shadowed:
         # A variable of the shell is there for every run: alone it does not choose the algorithm.
         what, fix = f"'{key}' changes nothing in a GRPO run", f"set MAXENT=1 too, or unset {objective.source}"
-        return recipe.with_value(key, Value(DEFAULT_OBJECTIVE, DEFAULT_SOURCE)), [Problem(objective.source, what, fix)]
+        return recipe.with_value(key, Value(None, DEFAULT_SOURCE)), [Problem(objective.source, what, fix)]
     return recipe, []
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_recipes.recipe.registry import OBJECTIVES
+from grpo_recipes.recipe.registry import OBJECTIVES, TAU_TARGETS, tau_targets
 
 MANY = 10  # steps in a row, or steps averaged, before anything is said while a run goes on; as many until it is over
 FEW = 5  # steps of a run that ended with fewer than MANY
@@ -28,6 +28,7 @@ HIGH_KL = 1.0  # nats a token: the policy gives its own tokens e times the proba
 STEEP = 100.0  # median gradient norm
 COLLAPSED = 0.05  # share of the first entropies that is left
 LOW_RATE = 0.01  # share of learning_rate that a step took at most
+OFF_TARGET = 0.05  # relative error of what the controller of tau holds
 WRONG_WEIGHT = 0.5  # share of a group's weight on wrong answers, and share of the steps where it is more
 
 _REWARD = re.compile(r"rewards/(.+)/mean")
@@ -234,7 +235,7 @@ _STREAKS: dict[str, Callable[[Row], bool | None]] = {
 }
 _METRICS = (
     "frac_reward_zero_std", "completions/clipped_ratio", "rewards/no_verdict", "kl", "grad_norm", "entropy",
-    "learning_rate", "maxent/incorrect_mass",
+    "learning_rate", "maxent/incorrect_mass", "maxent/tau", *(f"maxent/{name}" for name in TAU_TARGETS.values()),
 )  # fmt: skip
 
 
@@ -324,6 +325,32 @@ def _wrong_weights(health: Health, enough: int) -> Facts | None:
     return {"first": streak.begin, "share": percent(streak.total / steps), "objective": name}
 
 
+def _tau_at_limit(health: Health, enough: int) -> Facts | None:
+    """Return facts where tau stays at a limit of its controller, beyond which its target would be."""
+    taus = health.metrics["maxent/tau"].window
+    for key in tau_targets(health.value) if len(taus) >= enough else ():
+        measure, target, ratio = f"maxent/{TAU_TARGETS[key]}", health.value(key), key == "maxent_target_ratio"
+        window = health.metrics[measure].window
+        if len(window) < enough:
+            continue
+        level = statistics.fmean(value for _, value in window)
+        # A smaller tau has less entropy, fewer effective completions and a larger ratio.
+        limit = "maxent_tau_min" if (level > target) != ratio else "maxent_tau_max"
+        at, low = health.value(limit), limit == "maxent_tau_min"
+        if abs(level / target - 1) <= OFF_TARGET or not all(math.isclose(tau, at) for _, tau in taus):
+            continue
+        remedy = f"{'raise' if level > target else 'lower'} {key}, or {'lower' if low else 'raise'} {limit}"
+        if low and ratio and health.value("maxent_beta"):
+            remedy += " or maxent_beta"
+        if low and not ratio:
+            remedy = (
+                f"write maxent_target_ratio instead, which is in reach at any number of right answers, or raise {key}"
+            )
+        what = f"tau stays at {limit} ({at:g}), where {measure} is {level:.3g}: {key} ({target:g}) is out of reach"
+        return {"first": taus[0][0], "what": what, "remedy": remedy}
+    return None
+
+
 _MORE_SPREAD = "raise num_generations or temperature, or take prompts of another difficulty"
 _SHORTER = (
     "raise {max_completion_length}, or ask for short answers in system_prompt; check that chat_template ends a turn as "
@@ -361,4 +388,5 @@ _RULES = (
           "more than half of the MaxEnt weight was on wrong answers in {share} of the steps, and {objective} moves the "
           "policy towards the weights",
           "lower maxent_q_temperature, maxent_tau or maxent_beta", serious=False),
+    _Rule("tau at its limit", _tau_at_limit, "{what}", "{remedy}", serious=False),
 )  # fmt: skip

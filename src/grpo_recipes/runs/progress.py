@@ -53,16 +53,18 @@ def has_trained(run_dir: Path) -> bool:
 
 def activity(run_dir: Path) -> tuple[str, float]:
     """Return what the processes do that are furthest behind, and since when (``time.time()``); 0 if that is unknown."""
-    if phases := read_phases(run_dir):
-        last = min(phases, key=lambda phase: (phase.step, phase.since))
+    phases, state = read_phases(run_dir), run_dir / SERVER_STATE
+    starting = (json_mapping(state) or {}).get("state") == "starting"
+    last = min(phases, key=lambda phase: (phase.step, phase.since), default=None)
+    if last and not (starting and last.name == "start"):  # in which a trainer waits for the server
         return _PHASES.get(last.name, last.name), last.since
-    state = run_dir / SERVER_STATE
+    if starting:
+        with contextlib.suppress(OSError):
+            return "starting the server", state.stat().st_mtime
     begun = 0.0
     for path in (run_dir / "processes").glob("*.json"):
         with contextlib.suppress(OSError):
             begun = max(begun, path.stat().st_mtime)
-    if (json_mapping(state) or {}).get("state") == "starting":
-        return "starting the server", begun
     return "importing packages", begun
 
 

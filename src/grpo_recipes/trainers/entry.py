@@ -39,6 +39,8 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         rank.check_world(run, args.world_size, args.device.type)
         rank.first_barrier(run, args.device)
         rank.allow_fsdp_on_cpu()
+        # The imports took long. What follows takes memory, and fails where the model is broken: the server says that.
+        rank.wait_for_first_server(run, args.vllm_server_timeout, stop)
         _leave_if_asked(stop, run, args.device)
         tokenizer = load_tokenizer(model_args, args)
         least = args.generation_batch_size // args.num_generations

@@ -65,7 +65,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if args.kl_target is not None:
             if args.beta == 0.0:
                 raise ValueError("kl_target needs beta above 0: a multiple of 0 stays 0")
-            self.controllers["kl"] = KLController(args.beta, args.kl_target, args.kl_horizon, args.kl_ctl_step_size)
+            limits = args.kl_horizon, args.kl_ctl_step_size, args.kl_beta_min
+            self.controllers["kl"] = KLController(args.beta, args.kl_target, *limits)
         self.checkpoints = Checkpoints(self)
         self.checks = Checks(self)
         self.preemption = Preemption(self, stop)

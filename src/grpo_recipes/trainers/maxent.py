@@ -8,16 +8,17 @@ Every objective is a transform of the advantages: TRL's loss of a fixed ``loss_t
 import math
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from grpo_recipes.algorithms import maxent
 from grpo_recipes.attributes import replaced
-from grpo_recipes.errors import config_error
+from grpo_recipes.errors import config_error, translate
 from grpo_recipes.evaluate.scores import accuracy, weighted_rewards
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.recipe.registry import OBJECTIVES, Objective
+from grpo_recipes.recipe.registry import OBJECTIVES, TAU_TARGETS, Objective, policy_per_token, tau_targets
 from grpo_recipes.trainers.checks import trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
@@ -42,6 +43,8 @@ class MaxEntGRPOTrainer(GRPOTrainer):
     """``GRPOTrainer`` with the objective ``args.maxent_objective``. Takes the same arguments."""
 
     def __init__(self, *, args: GRPOConfig, **kwargs: Any):
+        if args.maxent_objective is None:
+            raise ValueError("maxent_objective is None: name one, none is the default")
         self._objective = OBJECTIVES[args.maxent_objective]
         self._fixed_tau = self._objective.tau_or_default(args.maxent_tau)
         self._target_beta = args.maxent_beta if self._objective.targets_q else 0.0
@@ -50,27 +53,28 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         with replaced(args, beta=self._target_beta if lent else args.beta):
             super().__init__(args=args, **kwargs)
         self.beta = args.beta
-        if args.maxent_target_weight_entropy is not None or args.maxent_target_eff_rollouts is not None:
+        if targets := tau_targets(partial(getattr, args)):
+            if len(targets) > 1:
+                raise ValueError(f"{' and '.join(targets)} are given, and tau can follow only one target")
             self.controllers["tau"] = maxent.TauController(
                 self._fixed_tau, args.maxent_tau_lr, args.maxent_tau_min, args.maxent_tau_max,
-                args.maxent_tau_warmup_steps, args.maxent_target_weight_entropy, args.maxent_target_eff_rollouts,
+                TAU_TARGETS[targets[0]], getattr(args, targets[0]), args.maxent_tau_warmup_steps,
             )  # fmt: skip
-        self._measured: list[tuple[float, float]] = []  # weight entropy and effective rollouts in this optimizer step
+        self._measured: list[float] = []  # by the controller of tau, in this optimizer step
         self._on_wrong: deque[tuple[float, float]] = deque(maxlen=_WARN_AFTER)  # positive advantages: on wrong, on all
         self._warned = False
         self.checkpoints.unsaved |= {"on_wrong": "_on_wrong", "warned": "_warned"}
 
     @property
-    def tau(self) -> float:
-        """The temperature in force."""
+    def tau(self) -> float | None:
+        """The temperature in force; None for an objective without one."""
         return self.controllers["tau"].tau if "tau" in self.controllers else self._fixed_tau
 
     def move_controllers(self) -> None:
-        """Move GRPO's, and tau by the generations of the step; a step without one moves nothing and is not counted."""
+        """Move GRPO's, and tau by the generations of the step that measured it; a step without one is not counted."""
         super().move_controllers()
-        if "tau" in self.controllers and self._measured:
-            entropies, eff_rollouts = zip(*self._measured, strict=True)
-            self.controllers["tau"].update(sum(entropies) / len(entropies), sum(eff_rollouts) / len(eff_rollouts))
+        if self._measured:
+            self.controllers["tau"].update(sum(self._measured) / len(self._measured))
         self._measured.clear()
 
     def sample_and_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -92,7 +96,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         advantages_PG = self._advantages(groups, weights_PG)
         self._log_weights(groups, weights_PG)
         self._warn_of_wrong(groups, advantages_PG)
-        return None if not self._objective.targets_q and self.tau == math.inf else advantages_PG
+        return None if self.args.maxent_objective == "tempered" and self.tau == math.inf else advantages_PG
 
     def _groups(self, output: dict[str, Any]) -> Groups:
         """Return the generation over all ranks."""
@@ -118,13 +122,18 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         if (found := accuracy(self.rewards_BR, self.reward_func_names)) is not None:
             judged_B, right_B = found
             return judged_B.view_as(rewards_PG), right_B.view_as(rewards_PG)
-        right_PG = maxent.centred(rewards_PG) > 1e-9  # without accuracy: above the mean; equal rewards decide nothing
+        # Without accuracy: above the mean. Equal rewards decide nothing.
+        right_PG = maxent.centred(rewards_PG) > maxent.EQUAL
         return right_PG.any(dim=1, keepdim=True).expand_as(right_PG), right_PG
 
     def _weights(self, groups: Groups) -> torch.Tensor:
         """Return the objective's weights, (P, G): of each group they sum to 1 over the completions that learn."""
         args = self.args
-        if not self._objective.targets_q:
+        if args.maxent_objective == "maxrl":
+            fix = "rescale the reward to 0 and more, or take another maxent_objective"
+            with translate(ValueError, lambda error: config_error("maxent_objective", f"maxrl: {error}", fix)):
+                return maxent.reward_shares(groups.rewards_PG.masked_fill(~groups.learns_PG, torch.nan))
+        if args.maxent_objective == "tempered":
             utilities_PG = maxent.centred(groups.rewards_PG)
             if args.maxent_utility == "length_scaled":
                 utilities_PG = utilities_PG * groups.lengths_PG / self.max_completion_length
@@ -141,35 +150,45 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
         ``grpo`` takes a mean over tokens; ``dr_grpo`` divides a sum by ``max_completion_length``: undone here.
         """
-        if not self._objective.targets_q:
-            learning_P1 = groups.learns_PG.sum(dim=1, keepdim=True)
+        args, learning_P1 = self.args, groups.learns_PG.sum(dim=1, keepdim=True)
+        if args.maxent_objective == "tempered":
             return (learning_P1 * weights_PG * maxent.centred(groups.rewards_PG)).nan_to_num(nan=0.0)
-        normalized, policy_PG = self.args.maxent_length_normalize_policy, groups.policy_logps_PG
+        if args.maxent_objective == "maxrl":
+            return (learning_P1 * weights_PG - 1).masked_fill(~groups.learns_PG | (weights_PG.sum(1, True) == 0), 0.0)
+        normalized, policy_PG = policy_per_token(partial(getattr, args)), groups.policy_logps_PG
+        temperature = 0.0
         if policy_PG is not None:
+            temperature = args.maxent_policy_temperature
             policy_PG = policy_PG / groups.lengths_PG.clamp(min=1) if normalized else policy_PG
-            weights_PG = weights_PG - maxent.policy_weights(policy_PG, groups.learns_PG)
-        return self.num_generations * (1 if normalized else self.max_completion_length) * weights_PG
+            spread = args.maxent_policy_spread
+            weights_PG = weights_PG - maxent.policy_weights(policy_PG, groups.learns_PG, temperature or 1.0, spread)
+        summed = not (normalized or temperature)  # a temperature multiplies the loss by itself over this length
+        return self.num_generations * (self.max_completion_length if summed else 1) * weights_PG
 
     def _log_weights(self, groups: Groups, weights_PG: torch.Tensor) -> None:
-        """Log metrics of a generation, over its groups with weights; none where no group has any."""
-        found = {"maxent/tau": self.tau, "maxent/beta": self._target_beta}
-        entropy_P = maxent.weight_entropy(weights_PG)
-        entropy_P = entropy_P[~entropy_P.isnan()]
-        if len(entropy_P):
-            entropy, eff_rollouts = entropy_P.mean().item(), entropy_P.exp().mean().item()
-            self._measured.append((entropy, eff_rollouts))
-            mass_P = maxent.incorrect_mass(weights_PG, groups.wrong_PG)[groups.judged_PG.any(dim=1)]
+        """Log metrics of a generation: wrong weight of all groups, the spread of weights where rewards differ."""
+        mass_P = maxent.incorrect_mass(weights_PG, groups.wrong_PG)[groups.judged_PG.any(dim=1)]
+        found = {
+            "maxent/tau": math.nan if self.tau is None else self.tau,
+            "maxent/beta": self._target_beta,
+            "maxent/incorrect_mass": mass_P.nanmean().item(),
+        }
+        differ_P = maxent.rewards_differ(groups.rewards_PG.masked_fill(~groups.learns_PG, torch.nan))
+        if differ_P.any():
+            entropy_P = maxent.weight_entropy(weights_PG[differ_P])
+            ratio_P = maxent.target_ratio(*(one[differ_P] for one in (weights_PG, groups.right_PG, groups.wrong_PG)))
             found |= {
-                "maxent/weight_entropy": entropy,
+                "maxent/weight_entropy": entropy_P.mean().item(),
                 "maxent/weight_entropy_min": entropy_P.min().item(),
                 "maxent/weight_entropy_max": entropy_P.max().item(),
-                "maxent/eff_rollouts": eff_rollouts,
-                "maxent/incorrect_mass": mass_P.nanmean().item(),
-                "maxent/target_ratio": _target_ratio(weights_PG, groups).item(),
+                "maxent/eff_rollouts": entropy_P.exp().mean().item(),
+                "maxent/target_ratio": ratio_P.nanmean().item(),
             }
+        found = {name: value for name, value in found.items() if not math.isnan(value)}
         for name, value in found.items():
-            if not math.isnan(value):  # no group has both right and wrong answers
-                self._metrics["train"][name].append(value)
+            self._metrics["train"][name].append(value)
+        if "tau" in self.controllers and (measure := f"maxent/{self.controllers['tau'].measure}") in found:
+            self._measured.append(found[measure])
 
     def _warn_of_wrong(self, groups: Groups, advantages_PG: torch.Tensor) -> None:
         """Warn once, by rank 0, when most of what is reinforced is wrong."""
@@ -189,7 +208,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
 def fix_loss(args: GRPOConfig, objective: Objective) -> None:
     """Set the keys of TRL's loss that the objective fixes; refuse values that are neither TRL's default nor its."""
-    for key, value in objective.fixed_keys(args.maxent_length_normalize_policy).items():
+    for key, value in objective.fixed_keys(partial(getattr, args)).items():
         if getattr(args, key) not in (value, GRPOConfig.__dataclass_fields__[key].default):
             raise ValueError(f"{key}: {getattr(args, key)} is not what maxent_objective fixes it to ({value})")
         setattr(args, key, value)
@@ -197,11 +216,3 @@ def fix_loss(args: GRPOConfig, objective: Objective) -> None:
 
 def _summed(logps_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     return logps_BT.double().masked_fill(mask_BT == 0, 0.0).sum(dim=1)
-
-
-def _target_ratio(weights_PG: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Return the mean weight of a right answer over that of a wrong one, averaged over the groups with both; or NaN."""
-    members = (groups.right_PG, groups.wrong_PG)
-    both_P = members[0].any(dim=1) & members[1].any(dim=1)
-    right_P, wrong_P = ((weights_PG.masked_fill(~one, 0.0).sum(dim=1) / one.sum(dim=1))[both_P] for one in members)
-    return (right_P / wrong_P).mean()

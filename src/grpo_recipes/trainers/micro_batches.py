@@ -24,6 +24,7 @@ from accelerate.utils import DistributedType
 from torch.nn.functional import pad
 
 from grpo_recipes.attributes import replaced
+from grpo_recipes.recipe.learning import own_micro_batches
 from grpo_recipes.trainers.passes import fed, passes, split
 
 Rows = dict[str, Any]  # what TRL's loss reads: tensors with a row for each completion, and others
@@ -44,10 +45,8 @@ class MicroBatches:
         self._parts: list[Rows] = []
         self._inside = False  # inside ``collecting``; elsewhere a loss is that of the rows that are passed
         self._backward, self._gather = trainer.accelerator.backward, trainer.accelerator.gather
-        # A quantile over TRL's micro-batch, a coefficient that the last one moves, a mean over a whole pass of a
-        # mixture of experts, and an optimizer that steps in the backward pass do not allow for other micro-batches.
-        whole = trainer.top_entropy_quantile < 1.0 or trainer.use_adaptive_entropy or trainer.aux_loss_enabled
-        self._on = bool(trainer.args.trim_padding and not whole and "lomo" not in str(trainer.args.optim))
+        # Nor does a mean over a whole pass of a mixture of experts allow for others.
+        self._on = own_micro_batches(vars(trainer.args)) is None and not trainer.aux_loss_enabled
 
     def clear(self) -> None:
         """Forget what was collected of a step that was not taken."""

@@ -23,9 +23,13 @@ from grpo_recipes.plan.types import MEETING_SECONDS
 from grpo_recipes.process.reports import PhaseFile, dump_stacks_on_signal
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe.learning import float32_fix, lost_updates, updates_float32
-from grpo_recipes.runs.rundir import read_json, write_json, write_last_json
+from grpo_recipes.runs.rundir import SERVER_STATE, read_json, write_json, write_last_json
+from grpo_recipes.runs.stop_request import StopRequest
+from grpo_recipes.weights.client import ServerError, server_state
 
 _COLLECTIVES_SECONDS = 60.0
+# A server that starts: how long the launcher may take to end it after its time, and between two looks at its state.
+_LATE_SECONDS, _TICK_SECONDS = 60.0, 0.2
 
 
 @contextmanager
@@ -111,6 +115,19 @@ def first_barrier(run_dir: Path, device: torch.device, seconds: float | None = N
         torch.distributed.all_reduce(present, async_op=True).wait(limit)
     if int(present) != torch.distributed.get_world_size():
         raise RuntimeError(f"{int(present)} of {torch.distributed.get_world_size()} ranks took part in an all-reduce")
+
+
+def wait_for_first_server(run_dir: Path, timeout: float, stop: StopRequest) -> None:
+    """Wait until the run's server is ready, at most ``timeout`` seconds and a margin, or the run is to stop.
+
+    The launcher starts trainers beside it, and ends the run where the server takes too long.
+    """
+    deadline = time.monotonic() + timeout + _LATE_SECONDS
+    while (state := server_state(run_dir / SERVER_STATE)[1]) != "ready" and not stop.requested():
+        if state == "gone" or time.monotonic() > deadline:
+            why = "is gone" if state == "gone" else f"was not ready after {timeout:g} s (vllm_server_timeout)"
+            raise ServerError(f"the vLLM server {why}; its log says why")
+        time.sleep(_TICK_SECONDS)
 
 
 # accelerate's names for how processes share a model, by our `accelerator` key.

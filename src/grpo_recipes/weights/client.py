@@ -60,6 +60,12 @@ class GenerationAborted(Exception):
     """A generation was given up because the run stops."""
 
 
+def server_state(file: Path) -> tuple[int, str]:
+    """Return the number and the state of the run's server, as the launcher wrote them; without the file it is ready."""
+    content = read_json(file) or {"epoch": 1, "state": "ready"}
+    return int(content["epoch"]), str(content["state"])
+
+
 class BridgeClient(VLLMClient):
     """A bridge is a subclass with ``_send`` or ``take``; with ``_resend`` of what was sent last where it reconnects.
 
@@ -196,8 +202,7 @@ class BridgeClient(VLLMClient):
 
     def _server_state(self) -> tuple[int, str]:
         """Return which of the run's servers is up, by its number, and its state, as the launcher wrote them."""
-        content = read_json(self._state_file) or {"epoch": 1, "state": "ready"}
-        return int(content["epoch"]), str(content["state"])
+        return server_state(self._state_file)
 
     def _server_changed(self) -> bool:
         """Return whether another server than the one last waited for is there, or soon will be."""
