@@ -11,7 +11,7 @@ import pytest
 import yaml
 from hypothesis import settings
 from ran_tests import pytest_runtest_logreport
-from rotation import leave_out_other_days
+from rotation import leave_out_other_days, skip_where_time_is_over
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.devices import Node, Resources
@@ -45,11 +45,16 @@ LONGEST = (
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose the day's tests, and begin with those that take longest: the processes then end about together."""
-    leave_out_other_days(config, items)
     first = [Path(__file__).parent / name for name in LONGEST]
     items.sort(
         key=lambda item: next((at for at, path in enumerate(first) if item.path.is_relative_to(path)), len(first))
     )
+    leave_out_other_days(config, items)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start no rotating test when the time is over."""
+    skip_where_time_is_over(item)
 
 
 @pytest.fixture(autouse=True)

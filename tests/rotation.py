@@ -1,16 +1,20 @@
 """Choose the rotating tests of a day, where GRPO_DAY gives one (a whole number): `.ci/run` counts the days.
 
 Whole runs take minutes. `make e2e` runs all that are marked `rotating`. CI runs an eighth a day of those that inject a
-`fault`, and a sixteenth of the others.
+`fault`, and a sixteenth of the others, after all other tests. On a slow machine it starts none of them once the time
+that GRPO_ROTATE_UNTIL gives (in seconds since 1970) is over: they have another day.
 """
 
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 
 DAYS_OF_FAULTS, DAYS_OF_OTHERS = 8, 16
+TIME_IS_OVER = "the time of today's rotating tests is over: make e2e runs all"
+ROTATES = (pytest.mark.slow, pytest.mark.rotating)  # marks of a parameter that takes many seconds
 
 
 def leave_out_other_days(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -20,12 +24,24 @@ def leave_out_other_days(config: pytest.Config, items: list[pytest.Item]) -> Non
         return
     left_out = set(rotating(items)) - share(items, int(day))
     config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
+    items[:] = sorted((item for item in items if item not in left_out), key=is_rotating)
+
+
+def skip_where_time_is_over(item: pytest.Item) -> None:
+    """Skip a rotating test that would start too late."""
+    until = os.environ.get("GRPO_ROTATE_UNTIL")
+    if until and is_rotating(item) and time.time() > float(until):
+        pytest.skip(TIME_IS_OVER)
+
+
+def is_rotating(item: pytest.Item) -> bool:
+    """Return whether an item does not run every day."""
+    return item.get_closest_marker("rotating") is not None
 
 
 def rotating(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return the items that do not run every day."""
-    return [item for item in items if item.get_closest_marker("rotating")]
+    return [item for item in items if is_rotating(item)]
 
 
 def share(items: list[pytest.Item], day: int) -> set[pytest.Item]:

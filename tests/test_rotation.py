@@ -6,10 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fault_rows import is_rotating
+from rotation import TIME_IS_OVER, skip_where_time_is_over
 
 TESTS = Path(__file__).parent
 EACH_DAY = """
@@ -62,6 +66,26 @@ def test_a_day_leaves_out_those_of_the_other_days(days) -> None:
         assert (name in listed) == (name in shares[20781 % 16]), name
 
 
+@pytest.mark.parametrize(
+    ("mark", "seconds", "skipped"), [("rotating", -1, True), ("rotating", 60, False), ("slow", -1, False)]
+)
+def test_once_the_time_is_over_rotating_tests_are_not_started(monkeypatch, mark, seconds, skipped) -> None:
+    monkeypatch.setenv("GRPO_ROTATE_UNTIL", str(time.time() + seconds))
+    item = SimpleNamespace(get_closest_marker={mark: mark}.get)
+    with pytest.raises(pytest.skip.Exception, match="today's") if skipped else nullcontext():
+        skip_where_time_is_over(item)
+
+
+def test_one_that_is_not_started_counts_as_one_of_another_day(tmp_path) -> None:
+    ran = tmp_path / "ran"
+    late = {"GRPO_ROTATE_UNTIL": "1", "GRPO_RAN_TESTS": str(ran)}
+    said = run("-m", "pytest", "-rs", "setup/test_setup.py", "-k", "silent_index or conda_prefix", **late)
+    assert said.count(TIME_IS_OVER) == 1
+    assert {line.split("::")[1] for line in ran.read_text().splitlines()} == {"test_conda_prefix"}
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_make_coverage_takes_those_for_rotating_that_pytest_does() -> None:
     files = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if "mark.rotating" in path.read_text()]
     (line,) = [line for line in run("-c", EACH_DAY, *files).splitlines() if line.startswith("days ")]

@@ -316,6 +316,8 @@ def test_an_environment_has_its_share_of_groups_under_way(weight: float, most: i
     assert max(environment.under_way) == most
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_two_environments_of_a_run_send_groups_through_every_trouble(make_run, tmp_path, vllm, api) -> None:
     third = {"id": f"{FILE}:Count", "weight": 1.0, "min_allocation": 0.5}
     run = make_run(atropos_mixture={"environments": [{"id": "arithmetic", "weight": 3.0}, third]})

@@ -144,6 +144,8 @@ def test_guessers(bench: ModuleType) -> None:
     assert scores["uniform over the right answers"]["modes"] == pytest.approx(len(right))
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_model_is_made_once_and_depends_on_draw_and_plan(bench: ModuleType, tmp_path: Path) -> None:
     plan = bench.Pretraining(steps=2, batch=4)
     task = bench.graph(tmp_path / "one", 0, plan)

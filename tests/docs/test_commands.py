@@ -19,6 +19,7 @@ import pytest
 import yaml
 from doc_pages import PAGES, REPOSITORY, blocks, code_words, prose
 from report.synthetic_runs import make_run
+from rotation import ROTATES
 
 from grpo_recipes import cli
 from grpo_recipes.plan.devices import environment_device
@@ -34,6 +35,8 @@ import test_your_own_run
 MATH = "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
 MODEBENCH = "recipes/Qwen2.5-0.5B-Instruct"
 
+# Of these commands, those that load torch, transformers or data.
+LOADING = r"check --deep|check-rewards|benchmarks"
 # Seconds at most; nothing is started or written.
 RUN_HERE = {
     "CONFIG=recipes/smoke/grpo.yaml grpo check",
@@ -136,7 +139,9 @@ def run_as_it_stands(command: str, cwd: Path, folder: Path) -> subprocess.Comple
     )
 
 
-@pytest.mark.parametrize("command", sorted(RUN_HERE))
+@pytest.mark.parametrize(
+    "command", [pytest.param(one, marks=ROTATES if re.search(LOADING, one) else ()) for one in sorted(RUN_HERE)]
+)
 def test_it_runs_as_it_stands(command: str, tmp_path: Path) -> None:
     if environment_device() != "cpu":
         pytest.skip("what runs by default in a CUDA environment needs GPUs")
@@ -146,9 +151,7 @@ def test_it_runs_as_it_stands(command: str, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "command", [*sorted(IN_A_FOLDER), pytest.param(LOADS, marks=[pytest.mark.slow, pytest.mark.rotating])]
-)
+@pytest.mark.parametrize("command", [*sorted(IN_A_FOLDER), pytest.param(LOADS, marks=ROTATES)])
 def test_it_runs_in_a_folder_of_a_user(command: str, tmp_path: Path) -> None:
     if environment_device() != "cpu":
         pytest.skip("what runs by default in a CUDA environment needs GPUs")

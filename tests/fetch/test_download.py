@@ -58,6 +58,8 @@ fcntl.flock = flock
 """
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_what_was_fetched_loads_with_the_network_cut_off(shell: Shell, hub: FakeHub) -> None:
     shell.recipe()
     fetched = shell.run(*documented("grpo fetch my.yaml", {"my.yaml": "recipe.yaml"}, fake="the hub"))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rotation import ROTATES
 
 from grpo_recipes.launch import run as launch_run
 from grpo_recipes.launch.processes import Child, Ending
@@ -194,6 +195,8 @@ def test_what_only_training_needs_is_ended_before_benchmarks_and_stays_so(
     assert run.summary()["server_restarts"] == 1 and "process_restarts" not in run.summary()
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_where_a_lost_server_takes_trainers_with_it_after_training_all_of_it_comes_again(
     atropos_run: FakeRunOf, started: list[str]
 ) -> None:
@@ -227,7 +230,7 @@ def test_a_server_that_reconnects_is_started_again_alone(atropos_run: FakeRunOf,
     assert started == [*ALL, "server"] and run.summary()["server_restarts"] == 1
 
 
-@pytest.mark.parametrize("lost", ["server", "run-api"])
+@pytest.mark.parametrize("lost", ["server", pytest.param("run-api", marks=ROTATES)])
 def test_where_the_server_cannot_go_on_without_its_trainers_everything_is_started_again(
     atropos_run: FakeRunOf, started: list[str], lost: str
 ) -> None:

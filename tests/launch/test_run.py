@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rotation import ROTATES
 
 from grpo_recipes.launch import run as launch_run
 from grpo_recipes.launch.monitor import StopSignals
@@ -192,6 +193,8 @@ def test_a_server_that_makes_no_token_is_replaced(fake_run, capsys):
     assert run.summary()["server_restarts"] == 1
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_server_that_is_stopped_is_replaced(fake_run):
     run = fake_run(steps=200, server_stall_timeout=1.0)
 
@@ -390,7 +393,13 @@ def test_trainers_that_die_before_the_server_is_ready_end_the_run_at_once(fake_r
 
 
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143), (signal.SIGINT, 130), (None, 75)]
+    ("signum", "code"),
+    [
+        (signal.SIGUSR1, 75),
+        pytest.param(signal.SIGTERM, 143, marks=ROTATES),
+        pytest.param(signal.SIGINT, 130, marks=ROTATES),
+        (None, 75),
+    ],
 )
 def test_a_request_to_stop_while_trainers_wait_for_the_server_ends_all_at_once(fake_run, signum, code):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has it ignored

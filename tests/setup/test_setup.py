@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from documented import documented
+from rotation import ROTATES
 from setup_checkout import REPOSITORY, Checkout
 
 USR1_BIT = 1 << 9  # signal 10 in the SigIgn mask of /proc/PID/status
@@ -194,7 +195,7 @@ def test_cuda_environment_stays_on_a_login_node(checkout: Checkout) -> None:
         ("exit 9", "echo '(null)'; echo gpu:a100:4", "cuda"),
         ("echo 'GPU 0: NVIDIA A100'", "exit 1", "cuda"),
         ("echo 'NVIDIA-SMI has failed'", "echo '(null)'", "cpu"),
-        ("exit 9", "sleep 100", "cpu"),
+        pytest.param("exit 9", "sleep 100", "cpu", marks=ROTATES),
     ],
     ids=["cluster", "machine", "neither", "silent controller"],
 )
@@ -261,9 +262,9 @@ def silent_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-@pytest.mark.parametrize(
-    "setting", ["PIP_INDEX_URL", pytest.param("PIP_EXTRA_INDEX_URL", marks=pytest.mark.slow, id="extra")]
-)
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.parametrize("setting", ["PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"])
 def test_silent_index_is_noticed(checkout: Checkout, silent_port: int, setting: str, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{silent_port}/simple"
     indexes = {"PIP_INDEX_URL": f"file://{tmp_path}", setting: url}

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rotation import ROTATES
 
 pytest.importorskip("hydra")
 
@@ -30,7 +31,7 @@ def made(folder: Path) -> list:
     return [read_sweep(path.parent) for path in sorted(folder.glob("multirun/*/*/sweeps/*/sweep.json"))]
 
 
-@pytest.mark.parametrize("words", [EIGHTEEN, LISTS], ids=["commas", "lists"])
+@pytest.mark.parametrize("words", [EIGHTEEN, pytest.param(LISTS, marks=ROTATES)], ids=["commas", "lists"])
 def test_eighteen_runs_differ_in_folder_and_configuration_and_end_in_one_table(folder, fake_launches, capsys, words):
     assert multirun(FREE, *words) == 0
     (one,) = made(folder)

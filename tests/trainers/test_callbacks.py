@@ -114,6 +114,8 @@ def test_a_stop_request_does_not_finish_a_run(tmp_path: Path) -> None:
     assert train(tmp_path)[0].state.global_step == STEPS
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_wandb_gets_the_names_and_the_id_of_the_run(folder: Path) -> None:
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     code += "from pathlib import Path; from tiny_training import train; train(Path('run'), report_to='wandb')"

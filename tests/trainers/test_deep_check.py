@@ -199,6 +199,8 @@ def test_a_game_is_played_with_moves_that_it_takes(read, tmp_path):
     assert "reward 3, goes on after 3 turns" in told and "[policy] [" in told
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_template_renders_the_answers_of_tools(read, tmp_path, monkeypatch):
     pytest.importorskip("verifiers")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "rollouts/envs"))

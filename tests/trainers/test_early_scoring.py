@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rotation import ROTATES
 from weights.fake_server import FakeServer
 
 from grpo_recipes.rewards.load import IsolatedReward
@@ -106,7 +107,7 @@ def test_a_group_is_judged_before_the_last_one_has_arrived(server, tmp_path, see
     assert len(called.read_text().split()) == PROMPTS * GROUP  # each once
 
 
-@pytest.mark.parametrize("code", [REWARD, HANGS], ids=["unscored", "over the limit"])
+@pytest.mark.parametrize("code", [REWARD, pytest.param(HANGS, marks=ROTATES)], ids=["unscored", "over the limit"])
 def test_what_is_judged_early_is_what_would_be_judged_afterwards(server, tmp_path, code, monkeypatch) -> None:
     """Also in a run that is done again: what a limit decided is not called again."""
     found, one_by_one = {}, {"max_concurrent_requests": 1, "seed_server": False}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rotation import ROTATES
 from transformers import TrainerCallback
 
 from grpo_recipes.runs.checkpoints import newest_complete
@@ -72,7 +73,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["easy", "hard"])
+@pytest.mark.parametrize("name", ["easy", pytest.param("hard", marks=ROTATES)])
 @pytest.mark.parametrize("step", [0, 2], ids=["on start", "step 2"])
 def test_a_run_stopped_among_its_sets_goes_on_with_those_left(
     tmp_path: Path, whole: tuple[Path, GRPOTrainer], name: str, step: int
@@ -227,6 +228,8 @@ def test_persistent_workers_do_not_keep_the_first_set(tmp_path: Path) -> None:
     assert found == [2.0, 20.0, 5.0, 2.0]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_draws_of_a_set_do_not_depend_on_the_sets_before_it(tmp_path: Path) -> None:
     folder = tmp_path / "reversed"
     train(folder, held_out=dict(reversed(sets().items())), eval_on_start=True, **KEYS | {"max_steps": 1})

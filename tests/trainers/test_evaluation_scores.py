@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from rotation import ROTATES
 
 from grpo_recipes.evaluate.scores import answer_labels
 from grpo_recipes.report.read import read_table
@@ -44,7 +45,7 @@ def by_two_processes(folder: Path) -> dict[str, Any]:
     return dict(first)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=ROTATES)])
 def test_an_evaluation_has_the_scores_of_its_completions(tmp_path: Path, processes: int) -> None:
     found = evaluate(tmp_path) if processes == 1 else by_two_processes(tmp_path)
 

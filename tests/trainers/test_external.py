@@ -101,6 +101,8 @@ def test_the_weights_of_the_last_step_are_looked_at_too(server: FakeSglang, tmp_
         trainer.serve_final_weights()
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_seed_of_evaluations_alone_decides_what_they_draw(server: FakeSglang, tmp_path: Path) -> None:
     keys = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "eval_max_completion_length": 2}
     drawn = []

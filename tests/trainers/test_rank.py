@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -16,32 +17,51 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.process.tree import is_alive
 from grpo_recipes.trainers.rank import check_sharing, check_updates, check_world
 
+# Imports once what takes seconds; then each line of its input is a process of its own: code, variables, file of errors.
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
 from grpo_recipes.errors import Problem, ConfigError
 from grpo_recipes.process.reports import run_folder
 from grpo_recipes.trainers.rank import rank_record
+for line in sys.stdin:
+    code, variables, errors = json.loads(line)
+    if not (child := os.fork()):
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    os._exit(0)
+os.environ.update(variables)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
 run = run_folder()
 with rank_record(run):
     path = run / "processes" / f"rank_{os.environ.get('RANK', '0')}.json"
     assert json.loads(path.read_text())["pid"] == os.getpid() and "exit" not in json.loads(path.read_text())
-    exec(sys.argv[1])
+    exec(code)
 """
 
 
+@pytest.fixture(scope="module")
+def template() -> Iterator[subprocess.Popen[str]]:
+    """The process of which every rank is a fork."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", SCRIPT], stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
+        process.stdin.close()
+
+
 @pytest.fixture
-def rank(tmp_path):
+def rank(tmp_path, template):
     """``rank(code, RANK=...)`` runs code inside a rank record and returns exit code, record and stderr."""
     (tmp_path / "processes").mkdir()
 
     def run(code: str, number: str = "0") -> tuple[int, dict, str]:
-        environment = {**os.environ, "GRPO_RUN_DIR": str(tmp_path), "RANK": number}
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, code], env=environment, capture_output=True, text=True, timeout=60
-        )
+        variables = {"GRPO_RUN_DIR": str(tmp_path), "RANK": number}
+        print(json.dumps([code, variables, str(tmp_path / "stderr.txt")]), file=template.stdin, flush=True)
+        exit_code = int(template.stdout.readline())
         record = json.loads((tmp_path / f"processes/rank_{number}.json").read_text())
-        return done.returncode, record, done.stderr
+        return exit_code, record, (tmp_path / "stderr.txt").read_text()
 
     return run
 

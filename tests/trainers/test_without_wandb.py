@@ -57,6 +57,8 @@ def ran(environment: dict[str, str], *words: Any, cwd: Path) -> subprocess.Compl
     return subprocess.run(argv, env=environment, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_client_and_trainer_need_no_wandb(without_wandb: dict[str, str], tmp_path: Path, model: str) -> None:
     pytest.importorskip("atroposlib")
     missing = ran(without_wandb, "-c", "import wandb", cwd=tmp_path)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import requests
+from rotation import ROTATES
 
 pytest.importorskip("vllm")
 
@@ -110,7 +111,7 @@ def steps(calls: list[str]) -> list[str]:
     return [call for call in calls if call in (INIT, START, UPDATE, FINISH)]
 
 
-@pytest.mark.parametrize("workers", [1, 2], indirect=True)
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=ROTATES), 2], indirect=True)
 def test_weights_arrive_whole_in_order_and_through_several_buffers(client, server, workers):
     client.init_communicator("cuda")
     for changed in ("", "steps"):
@@ -203,7 +204,9 @@ def test_a_server_without_the_transfer_is_refused_before_any_group(client, serve
     assert steps(server.seen().calls) == []
 
 
-@pytest.mark.parametrize("orders", [{"hangs": [INIT]}, {"refuses": [INIT]}], ids=["hangs", "refuses"])
+@pytest.mark.parametrize(
+    "orders", [{"hangs": [INIT]}, pytest.param({"refuses": [INIT]}, marks=ROTATES)], ids=["hangs", "refuses"]
+)
 def test_a_rendezvous_that_never_comes_ends_within_its_limit(server, connect, read, tmp_path, monkeypatch, orders):
     """A real rank that waits for a server which never joins, and the launcher's monitor beside it."""
     monkeypatch.setattr(monitor, "_DUMP_SECONDS", 1)
