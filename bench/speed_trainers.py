@@ -66,14 +66,15 @@ def solutions() -> list[float]:
     return [float(len(re.findall(r"\w+|[^\w\s]", json.loads(line)["answer"]))) for line in lines]
 
 
-def build_model(folder: Path) -> Path:
-    """Write a random model of four layers and 256 hidden units, about 3.6M parameters, whose embeddings are untied."""
+def build_model(folder: Path, **sizes: Any) -> Path:
+    """Write a random model: by default four layers, 256 hidden units, about 3.6M parameters, untied embeddings."""
     tokenizer = smoke.build_tokenizer()
-    config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=1024, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=False,
-    )  # fmt: skip
+    given = {
+        "vocab_size": len(tokenizer), "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 1024,
+        "tie_word_embeddings": False, **sizes,
+    }  # fmt: skip
+    config = Qwen2Config(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **given)
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -81,9 +82,13 @@ def build_model(folder: Path) -> Path:
 
 
 def trainer_of(
-    folder: Path, model: Path, shape: Shape, steps: int, keys: Keys, callback: TrainerCallback, port: int | None = None
-) -> Any:
-    """Return a trainer of that shape, which asks the server at ``port``, or none: then completions are of a table."""
+    folder: Path, model: Path, shape: Shape, steps: int, keys: Keys, callback: TrainerCallback, port: int | None = None,
+    common: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """Return a trainer of that shape, which asks the server at ``port``, or none: then completions are of a table.
+
+    ``common`` are keys of bare TRL too, in the place of those here.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = shape.prompts * shape.group
     micro_batch = min(shape.micro_batch, rows // shape.ranks)
@@ -105,6 +110,7 @@ def trainer_of(
         "model_init_kwargs": {"dtype": "float32"},
         **({"use_vllm": True, "vllm_mode": "server", "vllm_server_port": port} if port else {"use_vllm": False}),
         **({"weight_sync": "file"} if port and keys is not None else {}),
+        **(common or {}),
         **(keys or {}),
     }
     draw = random.Random(7)

@@ -114,6 +114,7 @@ def assert_equal(job: Job, alone: Job) -> None:
     wait_until(lambda: not job.launch.processes(), "end of every process")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("count", "nodes", "steps", "epoch"),
     [

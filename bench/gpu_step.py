@@ -1,0 +1,256 @@
+"""What an optimizer step takes and holds on one GPU, beside unmodified TRL and beside the estimate of `grpo plan`.
+
+    python bench/gpu_step.py [--only PART...] [--steps 8] [--out bench/results/gpu_step.json]
+
+No vLLM is needed: completions are given, as in ``speed.py``. The model is random, of Qwen2.5-0.5B's sizes, in float32
+with bfloat16 autocast and gradient checkpointing. A part that fails says with what, and the others go on.
+
+* ``gradients``: how far ours is from bare TRL's on the same completions; beside it bare TRL in smaller micro-batches;
+* ``memory``: the peak of torch's allocator, what it reserved and what the GPU held, and the estimate;
+* ``updates``: the share of weights that one AdamW step of 1e-6 changes, in bfloat16 and in float32;
+* ``update``: seconds of a step, trainers in turn, on lognormal and on equal lengths.
+
+``--quick`` runs all of it with a tiny model, on a CPU where there is no GPU: to see that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from interleave import interleave
+from made_by import begin, finished
+from speed import AGAIN, BARE, OURS, SKIPPED, ratio
+from speed_trainers import Keys, Shape, build_model, trainer_of
+from transformers import TrainerCallback
+
+from grpo_recipes.paths import home
+from grpo_recipes.plan.estimates import Workload, model_facts
+from grpo_recipes.runs.rundir import write_json
+
+GPU = torch.cuda.is_available()
+REAL: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+FEWER_LAYERS = 6  # of the model whose gradients are compared
+SHAPE = Shape(longest=960, prompts=8, group=8, micro_batch=8)
+COMMON: dict[str, Any] = {"use_cpu": not GPU, "bf16": GPU, "gradient_checkpointing": True}
+PROMPT = 64  # tokens of the longest prompt, about
+HALF, FREE = "bare TRL, half of the micro-batch", "ours, padding_free (sdpa)"
+PADDING_FREE = {"padding_free": True, "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"}}
+LOSSES: dict[str, dict[str, Any]] = {
+    "dapo": {"loss_type": "dapo"}, "grpo": {"loss_type": "grpo"}, "dr_grpo": {"loss_type": "dr_grpo"},
+}  # fmt: skip
+
+
+class Gradient(TrainerCallback):
+    """Keep the gradient of the first step, on the CPU."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Copy it before it is used."""
+        for name, weight in model.named_parameters():
+            if weight.grad is not None and name not in self.found:
+                self.found[name] = weight.grad.detach().float().cpu().clone()
+
+
+class Bench:
+    """A folder, and models of both sizes in it."""
+
+    def __init__(self, scratch: Path, steps: int, sizes: dict[str, Any], shape: Shape):
+        self.scratch, self.steps, self.shape, self._count = scratch, steps, shape, 0
+        self.model = build_model(scratch / "model", **sizes)
+        layers = min(FEWER_LAYERS, int(sizes.get("num_hidden_layers", FEWER_LAYERS)))
+        self.small = build_model(scratch / "small", **sizes | {"num_hidden_layers": layers})
+
+    def trainer(
+        self, keys: Keys, callback: TrainerCallback, *, steps: int = 1, model: Path | None = None,
+        shape: Shape | None = None, **common: Any,
+    ) -> Any:  # fmt: skip
+        """Return a trainer with a folder of its own."""
+        self._count += 1
+        folder, shape = self.scratch / str(self._count), shape or self.shape
+        return trainer_of(folder, model or self.model, shape, steps, keys, callback, common=COMMON | common)
+
+
+def release() -> None:
+    """Give back the memory of what is no longer used."""
+    gc.collect()
+    if GPU:
+        torch.cuda.empty_cache()
+
+
+def gradients(bench: Bench) -> dict[str, Any]:
+    """Norm of the difference to bare TRL's gradient, over its norm."""
+    found: dict[str, Any] = {}
+    half = bench.shape._replace(micro_batch=bench.shape.micro_batch // 2)
+    arms: dict[str, tuple[Keys, Shape]] = {
+        BARE: (None, bench.shape), HALF: (None, half), OURS: ({}, bench.shape), FREE: (PADDING_FREE, bench.shape)
+    }  # fmt: skip
+    for bf16 in (False, True) if GPU else (False,):
+        for name, loss in LOSSES.items():
+            taken = {}
+            for arm, (keys, shape) in arms.items():
+                callback = Gradient()
+                trainer = bench.trainer(keys, callback, model=bench.small, shape=shape, bf16=bf16, **loss)
+                trainer.train()
+                taken[arm] = callback.found
+                del trainer
+                release()
+            precision = "bfloat16 autocast" if bf16 else "float32"
+            found.setdefault(precision, {})[name] = {
+                arm: distance(one, taken[BARE]) for arm, one in taken.items() if arm != BARE
+            }
+    return found
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the norm of the difference over that of the other."""
+    assert one.keys() == other.keys() and other
+    apart = sum(float((one[name] - other[name]).double().square().sum()) for name in other)
+    whole = sum(float(weight.double().square().sum()) for weight in other.values())
+    return float(f"{(apart / whole) ** 0.5:.3g}")
+
+
+def memory(bench: Bench) -> dict[str, Any]:
+    """Bytes at the worst moment of two steps, and the estimate for the same."""
+    longest = bench.shape.longest + PROMPT
+    sizes = {one: one * longest for one in (bench.shape.micro_batch, bench.shape.micro_batch // 2)}
+    arms: dict[str, Keys] = {BARE: None, OURS: {}}
+    arms |= {f"ours, {tokens} tokens": {"tokens_per_micro_batch": tokens} for tokens in sizes.values()}
+    found: dict[str, Any] = {}
+    for lengths in ("lognormal", "equal"):
+        for arm, keys in arms.items():
+            release()
+            if GPU:
+                torch.cuda.reset_peak_memory_stats()
+            trainer = bench.trainer(keys, TrainerCallback(), steps=2, shape=bench.shape._replace(lengths=lengths))
+            trainer.train()
+            tokens = (keys or {}).get("tokens_per_micro_batch", bench.shape.micro_batch * longest)
+            found.setdefault(lengths, {})[arm] = {**held(), "estimated": estimate(bench, tokens)}
+            del trainer
+    release()
+    return found
+
+
+def held() -> dict[str, int]:
+    """Return torch's peaks, and what the GPU has in use for all processes."""
+    if not GPU:
+        return {}
+    free, whole = torch.cuda.mem_get_info()
+    peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return peaks | {"beside torch": whole - free - torch.cuda.memory_reserved()}
+
+
+def estimate(bench: Bench, tokens: int) -> dict[str, int]:
+    """Return what `grpo plan` says of a training process of this kind."""
+    shape, sequence = bench.shape, bench.shape.longest + PROMPT
+    work = Workload(
+        **model_facts(json.loads((bench.model / "config.json").read_text())),
+        per_device_train_batch_size=shape.micro_batch, tokens_per_micro_batch=tokens, world_size=1, mode="server",
+        completions=shape.prompts * shape.group, sequence=sequence, completion=shape.longest, low=GPU, opponents=0,
+        reference=False, device="cuda", accelerator="single", bridge="nccl", attn_implementation="sdpa",
+        dtype="float32", gradient_checkpointing=True, lora_modules_to_save=None, lora_r=0, optim="adamw_torch",
+        use_peft=False, vllm_enable_sleep_mode=False, vllm_tensor_parallel_size=1,
+    )  # fmt: skip
+    parts = work.trainer()
+    return parts | {"total": sum(parts.values())}
+
+
+def updates(bench: Bench) -> dict[str, Any]:
+    """Share of the weights that another value has after one step of AdamW."""
+    found = {}
+    for dtype in ("bfloat16", "float32"):
+        given = {"learning_rate": 1e-6, "model_init_kwargs": {"dtype": dtype}, "lr_scheduler_type": "constant"}
+        trainer = bench.trainer(None, TrainerCallback(), model=bench.small, **given)
+        before = {name: weight.detach().cpu().clone() for name, weight in trainer.model.named_parameters()}
+        trainer.train()
+        after = {name: weight.detach().cpu() for name, weight in trainer.model.named_parameters()}
+        changed = sum(int((after[name] != weight).sum()) for name, weight in before.items())
+        found[dtype] = round(changed / sum(weight.numel() for weight in before.values()), 4)
+        del trainer
+        release()
+    return found
+
+
+def update(bench: Bench) -> dict[str, Any]:
+    """Seconds of a step and their ratio to those of bare TRL beside them."""
+    arms: dict[str, Keys] = {BARE: None, AGAIN: None, OURS: {}, FREE: PADDING_FREE}
+    found: dict[str, Any] = {}
+    for lengths in ("lognormal", "equal"):
+        given = {"shape": bench.shape._replace(lengths=lengths), "steps": bench.steps + SKIPPED + 1}
+        make = {arm: partial(bench.trainer, keys, **given) for arm, keys in arms.items()}
+        seconds = {arm: values[SKIPPED:] for arm, values in interleave(make).items()}
+        found[lengths] = {
+            arm: {
+                "ratio": ratio(values, seconds[BARE]), "seconds_median": round(statistics.median(values), 4),
+                "seconds": [round(one, 4) for one in values],
+            }
+            for arm, values in seconds.items()
+        }  # fmt: skip
+        del make
+        release()
+    return found
+
+
+PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    "gradients": gradients, "memory": memory, "updates": updates, "update": update
+}  # fmt: skip
+
+
+def main() -> None:
+    """Measure, and write the record after each part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="measure these parts alone")
+    parser.add_argument("--steps", type=int, default=8, help="of each trainer, that count")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, to see that all of it runs")
+    parser.add_argument("--out", type=Path, default=home() / "bench/results/gpu_step.json")
+    options = parser.parse_args()
+    origin = begin(options.out, "accelerate", "triton")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    sizes = {} if options.quick else REAL
+    shape = Shape(longest=24, prompts=2, group=4, micro_batch=4) if options.quick else SHAPE
+    result: dict[str, Any] = {"what": __doc__.splitlines()[0], "gpu": gpu(), "shape": shape._asdict(), "sizes": sizes}
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(Path(scratch), 2 if options.quick else options.steps, sizes, shape)
+        for name in options.only or PARTS:
+            began = time.perf_counter()
+            try:
+                result[name] = PARTS[name](bench)
+            except Exception as error:
+                result[name] = {"failed": f"{type(error).__name__}: {error}"}
+                traceback.print_exc()
+            release()
+            print(f"{name}: {time.perf_counter() - began:.0f} s\n{json.dumps(result[name], indent=1)}", flush=True)
+            write_json(options.out, result | finished(origin))
+
+
+def gpu() -> dict[str, Any]:
+    """Return what GPU it is, and what drives it."""
+    if not GPU:
+        return {"name": None}
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    return {"nvidia-smi": said, "torch's CUDA": torch.version.cuda, "capability": capability}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""What ``bench/gpu_step.py`` measures, in small and without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.rotating]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("gpu") / "gpu_step.json"
+    command = [sys.executable, str(REPOSITORY / "bench/gpu_step.py"), "--quick", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(out.read_text()))
+
+
+def test_no_part_fails_and_gradients_are_those_of_trl(found) -> None:
+    assert all("failed" not in found[part] for part in ("gradients", "memory", "updates", "update"))
+    apart = [one for loss in found["gradients"]["float32"].values() for one in loss.values()]
+    assert len(apart) == 9 and max(apart) < 1e-5
+    assert found["updates"]["bfloat16"] < 0.2 and found["updates"]["float32"] > 0.8
+
+
+def test_the_estimate_is_that_of_the_micro_batch(found) -> None:
+    held = {arm: one["estimated"] for arm, one in found["memory"]["equal"].items()}
+    assert (
+        held["ours, 176 tokens"]["activations"] < held["ours, 352 tokens"]["activations"] == held["ours"]["activations"]
+    )
