@@ -8,8 +8,9 @@ with bfloat16 autocast and gradient checkpointing. A part that fails says with w
 * ``gradients``: how far ours is from bare TRL's on the same completions; beside it bare TRL in smaller micro-batches;
 * ``memory``: the peak of torch's allocator, what it reserved and what the GPU held, and the estimate;
 * ``updates``: the share of weights that one AdamW step of 1e-6 changes, in bfloat16 and in float32;
-* ``update``: seconds of a step, trainers in turn, on lognormal and on equal lengths.
+* ``lognormal``, ``equal``: seconds of a step on such lengths, trainers in turn.
 
+A part that is not measured keeps its record.
 ``--quick`` runs all of it with a tiny model, on a CPU where there is no GPU: to see that it runs.
 """
 
@@ -40,7 +41,7 @@ from transformers import TrainerCallback
 
 from grpo_recipes.paths import home
 from grpo_recipes.plan.estimates import Workload, model_facts
-from grpo_recipes.runs.rundir import write_json
+from grpo_recipes.runs.rundir import read_json, write_json
 
 GPU = torch.cuda.is_available()
 REAL: dict[str, Any] = {
@@ -190,28 +191,24 @@ def updates(bench: Bench) -> dict[str, Any]:
     return found
 
 
-def update(bench: Bench) -> dict[str, Any]:
+def update(lengths: str, bench: Bench) -> dict[str, Any]:
     """Seconds of a step and their ratio to those of bare TRL beside them."""
-    arms: dict[str, Keys] = {BARE: None, AGAIN: None, OURS: {}, FREE: PADDING_FREE}
-    found: dict[str, Any] = {}
-    for lengths in ("lognormal", "equal"):
-        given = {"shape": bench.shape._replace(lengths=lengths), "steps": bench.steps + SKIPPED + 1}
-        make = {arm: partial(bench.trainer, keys, **given) for arm, keys in arms.items()}
-        seconds = {arm: values[SKIPPED:] for arm, values in interleave(make).items()}
-        found[lengths] = {
-            arm: {
-                "ratio": ratio(values, seconds[BARE]), "seconds_median": round(statistics.median(values), 4),
-                "seconds": [round(one, 4) for one in values],
-            }
-            for arm, values in seconds.items()
-        }  # fmt: skip
-        del make
-        release()
-    return found
+    arms: dict[str, Keys] = {BARE: None, AGAIN: None, OURS: {}} | ({FREE: PADDING_FREE} if lengths != "equal" else {})
+    given = {"shape": bench.shape._replace(lengths=lengths), "steps": bench.steps + SKIPPED + 1}
+    taken = interleave({arm: partial(bench.trainer, keys, **given) for arm, keys in arms.items()})
+    seconds = {arm: values[SKIPPED:] for arm, values in taken.items()}
+    return {
+        arm: {
+            "ratio": ratio(values, seconds[BARE]), "seconds_median": round(statistics.median(values), 4),
+            "seconds": [round(one, 4) for one in values],
+        }
+        for arm, values in seconds.items()
+    }  # fmt: skip
 
 
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
-    "gradients": gradients, "memory": memory, "updates": updates, "update": update
+    "gradients": gradients, "memory": memory, "updates": updates,
+    "lognormal": partial(update, "lognormal"), "equal": partial(update, "equal"),
 }  # fmt: skip
 
 
@@ -227,19 +224,22 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     sizes = {} if options.quick else REAL
     shape = Shape(longest=24, prompts=2, group=4, micro_batch=4) if options.quick else SHAPE
-    result: dict[str, Any] = {"what": __doc__.splitlines()[0], "gpu": gpu(), "shape": shape._asdict(), "sizes": sizes}
+    before = read_json(options.out) or {}
+    result = {"what": str(__doc__).splitlines()[0], "shape": shape._asdict(), "sizes": sizes}
+    result |= {name: before[name] for name in PARTS if name in before}
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(Path(scratch), 2 if options.quick else options.steps, sizes, shape)
         for name in options.only or PARTS:
             began = time.perf_counter()
             try:
-                result[name] = PARTS[name](bench)
+                found = PARTS[name](bench)
             except Exception as error:
-                result[name] = {"failed": f"{type(error).__name__}: {error}"}
+                found = {"failed": f"{type(error).__name__}: {error}"}
                 traceback.print_exc()
+            result[name] = {"found": found, "gpu": gpu()} | finished(origin)
             release()
             print(f"{name}: {time.perf_counter() - began:.0f} s\n{json.dumps(result[name], indent=1)}", flush=True)
-            write_json(options.out, result | finished(origin))
+            write_json(options.out, result)
 
 
 def gpu() -> dict[str, Any]:
