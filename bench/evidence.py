@@ -110,6 +110,37 @@ def memory() -> str:
     return _table(["run", "parameters (M)", *head], rows)
 
 
+def gpu_seconds() -> str:
+    """Return what a step on a GPU takes beside bare TRL's."""
+    rows = []
+    for arm, one in _record("gpu_step")["lognormal"]["found"].items():
+        ends = f"{one['ratio']['low']:.2f} to {one['ratio']['high']:.2f}"
+        rows.append([arm, f"{one['ratio']['median']:.2f}", ends, f"{one['seconds_median']:.2f}"])
+    return _table(["lognormal lengths", "ratio", "95 %", "seconds"], rows)
+
+
+def gpu_memory() -> str:
+    """Return what a training process on a GPU holds, beside the estimate, in GiB."""
+    rows = []
+    for lengths, arms in _record("gpu_step")["memory"]["found"].items():
+        for arm, one in arms.items():
+            taken = [one["allocated"], one["reserved"], one["reserved"] + one["beside torch"]]
+            cells = [f"{size / 2**30:.2f}" for size in (*taken, one["estimated"]["total"])]
+            rows.append([lengths, arm, *cells, f"{one['estimated']['total'] / taken[-1]:.2f}"])
+    return _table(["lengths", "trainer", "allocated", "reserved", "on the GPU", "estimated", "ratio"], rows)
+
+
+def gpu_gradients() -> str:
+    """Return how far gradients on a GPU are from bare TRL's."""
+    found = _record("gpu_step")["gradients"]["found"]
+    rows = [
+        [precision, f"`{loss}`", *(f"{apart:.1e}" for apart in arms.values())]
+        for precision, losses in found.items()
+        for loss, arms in losses.items()
+    ]
+    return _table(["precision", "loss_type", *next(iter(found["float32"].values()))], rows)
+
+
 def syncs() -> str:
     """Return what a sync costs by each bridge, in copies of the weights."""
     record, rows = _record("weights"), []
@@ -177,6 +208,9 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"maxent {name}": made for name, made in multi_answer_report.TABLES.items()},
     "overlap": lambda: overlap_figure.tables(_rows("overlap")).strip(),
     "memory": memory,
+    "gpu seconds": gpu_seconds,
+    "gpu memory": gpu_memory,
+    "gpu gradients": gpu_gradients,
     "syncs": syncs,
     "environments": learned,
     "games": played,

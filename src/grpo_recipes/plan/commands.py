@@ -32,6 +32,7 @@ CPU_KV_CACHE_GIB = 1
 _SECONDS_A_GB = 30.0  # more for each GB of weights: read at 50 MB/s, with time to compile and capture what is larger
 _HUB_LOGIN = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
 _KEEP_ALIVE_SECONDS = 30 * 24 * 3600
+_NOT_CUDNN = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 _COLOCATED_SHARE = 0.3  # of a GPU's memory for a vLLM that shares it with a trainer, unless the recipe says another
 # A login shell's Python and MPI settings reach into ours: PMI_SIZE alone changes the world size of a CPU process.
 _REMOVED_PREFIXES = ("CONDA_", "PMI_", "PMIX_", "OMPI_")
@@ -329,6 +330,10 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
         # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
         # `accelerate launch --cpu` start one process whatever --num_processes says.
         variables["DS_ACCELERATOR"] = "cpu"
+    elif recipe["trim_padding"]:
+        # On Hopper and Blackwell torch tries cuDNN's attention first, which makes a plan for each new shape of a
+        # micro-batch, for tenths of a second. Without padding hardly any shape comes twice.
+        variables[_NOT_CUDNN] = environment.get(_NOT_CUDNN, "1")
     if plan.mode == "colocate":
         variables |= vllm_environment(plan.device) | _plugins(environment)
         if recipe["torch_compile"]:
