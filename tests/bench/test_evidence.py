@@ -25,7 +25,7 @@ def evidence() -> Iterator[ModuleType]:
 
 def test_pages_and_figures_are_those_of_the_records(evidence: ModuleType) -> None:
     made = evidence.made()
-    pages = {"environments.md", "maxent.md", "overlap.md", "performance.md", "planning.md", "weights.md"}
+    pages = {"environments.md", "gpu.md", "maxent.md", "overlap.md", "performance.md", "planning.md", "weights.md"}
     own = {f"{name}.svg" for name, _, _ in evidence.multi_answer_report.figures()}
     assert {path.name for path in made} == pages | own | {
         "maxent_tabular.svg",

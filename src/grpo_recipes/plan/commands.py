@@ -322,10 +322,9 @@ def tee(environment: Mapping[str, str]) -> str | None:
     return given
 
 
-def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, machine: int) -> Process:
-    """Return the trainers of one node, the ``machine``-th of those that train: one ``accelerate launch``."""
-    placed, machines = plan.placement[machine], len(plan.placement)
-    variables = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus), "GRPO_NODE": str(placed.node)}
+def _trainer_environment(recipe: Recipe, plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of trainers on every node."""
+    variables = {}
     if plan.device == "cpu":
         # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
         # `accelerate launch --cpu` start one process whatever --num_processes says.
@@ -338,6 +337,14 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
         variables |= vllm_environment(plan.device) | _plugins(environment)
         if recipe["torch_compile"]:
             variables.pop("TORCHDYNAMO_DISABLE", None)  # it would leave the training uncompiled too
+    return variables
+
+
+def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, machine: int) -> Process:
+    """Return the trainers of one node, the ``machine``-th of those that train: one ``accelerate launch``."""
+    placed, machines = plan.placement[machine], len(plan.placement)
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus), "GRPO_NODE": str(placed.node)}
+    variables |= _trainer_environment(recipe, plan, environment)
     flags = {
         "--config_file": plan.accelerate_file,
         # accelerate starts num_processes // num_machines here, and torch adds the machines up: they may be unequal.
