@@ -14,11 +14,11 @@ import pytest
 FAKE_LAUNCH = """
 import os, signal, sys
 def told(signum, frame):
-    os.write(1, f"{signal.Signals(signum).name}\\n".encode())  # the signal may come inside the print below
+    os.write(1, f"{signal.Signals(signum).name}\\n".encode())  # no stream's lock: a signal may come at any time
     sys.exit(75)
 for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(signum, told)
-print("ready", flush=True)
+os.write(1, b"ready\\n")  # in one piece, where print under PYTHONUNBUFFERED writes its line in two
 signal.pause()
 """
 SWEEP = """
