@@ -27,7 +27,6 @@ _SILENT = "names a commit, and neither its command nor whether there were other 
 AGAIN = {
     "checkpoint_digest.json": "does not say whether there were other changes",
     "exact_resume.jsonl": _SILENT,
-    "maxent_stopped.jsonl": _LOST,
     "maxent_tuning.jsonl": _LOST,
     "overlap.jsonl": _LOST,
     "soak.jsonl": "does not name its command",
