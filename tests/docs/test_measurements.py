@@ -25,12 +25,10 @@ PAGE = REPOSITORY / "docs/measurements.md"
 _LOST = "names a commit that was lost"
 _SILENT = "names a commit, and neither its command nor whether there were other changes"
 AGAIN = {
-    "checkpoint_digest.json": "does not say whether there were other changes",
     "exact_resume.jsonl": _SILENT,
     "maxent_tuning.jsonl": _LOST,
     "overlap.jsonl": _LOST,
     "soak.jsonl": "does not name its command",
-    "speed.json": _LOST,
 }
 git = partial(subprocess.run, cwd=REPOSITORY, check=False, capture_output=True, text=True)
 
@@ -149,6 +147,25 @@ def test_the_cost_of_a_sync_is_the_recorded_one() -> None:
     copy, sync = (f"{min(values):.1f} to {max(values):.1f} seconds" for values in seconds)
     assert f"takes {copy}, by how much" in text and f"takes {sync}, " in text
     assert f"{median(seconds[1]) / min(seconds[0]):.1f} times the fastest copy" in text
+
+
+def test_what_digests_add_to_a_save_is_the_recorded_share() -> None:
+    record = json.loads((REPOSITORY / "bench/results/checkpoint_digest.json").read_text())
+    ours, other = record["saves"]["xxh3_128"], record["saves"]["sha256"]
+    low, high = ours["ratio_median_95"]
+    text = " ".join((REPOSITORY / "docs/preemption.md").read_text().split())
+    told = f"{ours['ratio_median']:.2f} times as long as one without digests (95 % interval {low:.2f}-{high:.2f})"
+    assert f"{told}; with SHA-256 it would take {other['ratio_median']:.2f} times as long" in text
+    fast = record["gigabytes_per_second_of_one_thread"]
+    assert round(fast["xxh3_128"] / fast["sha256"]) == 7 and "seven times as fast as SHA-256" in text
+
+
+def test_sampling_has_the_recorded_share_of_a_step() -> None:
+    found = json.loads((REPOSITORY / "bench/results/speed.json").read_text())["step"]["found"]
+    bare = [found[name]["bare TRL"] for name in ("lognormal", "lognormal, 8 x 16")]
+    small, large = (round(100 * one["seconds_sampling"] / one["seconds_median"]) for one in bare)
+    text = " ".join((REPOSITORY / "docs/performance.md").read_text().split())
+    assert f"{small} % of TRL's step with 4 prompts" in text and f"and {large} % with 8 prompts of 16" in text
 
 
 def test_defaults_that_surprise_are_those_of_the_keys() -> None:
