@@ -27,8 +27,6 @@ _SILENT = "names a commit, and neither its command nor whether there were other 
 AGAIN = {
     "exact_resume.jsonl": _SILENT,
     "maxent_tuning.jsonl": _LOST,
-    "overlap.jsonl": _LOST,
-    "soak.jsonl": "does not name its command",
 }
 git = partial(subprocess.run, cwd=REPOSITORY, check=False, capture_output=True, text=True)
 
@@ -158,6 +156,14 @@ def test_what_digests_add_to_a_save_is_the_recorded_share() -> None:
     assert f"{told}; with SHA-256 it would take {other['ratio_median']:.2f} times as long" in text
     fast = record["gigabytes_per_second_of_one_thread"]
     assert round(fast["xxh3_128"] / fast["sha256"]) == 7 and "seven times as fast as SHA-256" in text
+
+
+def test_what_overlap_costs_in_samples_is_the_difference_of_the_medians() -> None:
+    text = " ".join((REPOSITORY / "docs/overlap.md").read_text().split())
+    medians = re.findall(r"median ([\d.]+); with overlap [\d to]+, median ([\d.]+)\.", text)
+    assert [float(late) - float(early) for early, late in medians] == [1.5, 1.5]
+    (sums, _), (countdown, _) = medians
+    assert f"costs one and a half steps of the {sums} to" in text and f"as many of {countdown} on countdown" in text
 
 
 def test_sampling_has_the_recorded_share_of_a_step() -> None:
