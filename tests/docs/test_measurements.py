@@ -23,9 +23,7 @@ PAGE = REPOSITORY / "docs/measurements.md"
 # Records that must be made again, and why. None may come to this list; the name of one that is made again goes from it.
 # The commits of some were lost, with a machine, before they were part of the history.
 _LOST = "names a commit that was lost"
-_SILENT = "names a commit, and neither its command nor whether there were other changes"
 AGAIN = {
-    "exact_resume.jsonl": _SILENT,
     "maxent_tuning.jsonl": _LOST,
 }
 git = partial(subprocess.run, cwd=REPOSITORY, check=False, capture_output=True, text=True)
