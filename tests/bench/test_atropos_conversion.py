@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-HOME = Path(__file__).resolve().parents[2]
+from bench.scripts import script
 
 
 @pytest.fixture
 def bench() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(HOME / "bench"), *sys.path])
-        spec = importlib.util.spec_from_file_location("bench_atropos", HOME / "bench/atropos_conversion.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    with script("atropos_conversion", alias="bench_atropos") as module:
         yield module
 
 

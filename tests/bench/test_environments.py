@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-HOME = Path(__file__).resolve().parents[2]
+from bench.scripts import HOME, script
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
     pytest.importorskip("textarena")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(HOME / "bench"), *sys.path])
-        spec = importlib.util.spec_from_file_location("bench_environments", HOME / "bench/environments.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    with script("environments", alias="bench_environments") as module:
         yield module
 
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
-HOME = Path(__file__).resolve().parents[2]
+from bench.scripts import HOME, script
 
 
 @pytest.fixture(scope="module")
 def evidence() -> Iterator[ModuleType]:
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(HOME / "bench"))
-        yield importlib.import_module("evidence")
-    torch.set_num_threads(threads)
+    with script("evidence") as module:
+        yield module
 
 
 def test_pages_and_figures_are_those_of_the_records(evidence: ModuleType) -> None:

@@ -13,21 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bench.scripts import script
 from grpo_recipes.modebench.dataset import problem_of, right_answers
-
-HOME = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(HOME / "bench"))
-        import graph_task
-
-        yield graph_task
-    torch.set_num_threads(threads)
+    with script("graph_task", threads=1) as module:
+        yield module
 
 
 def test_no_graph_and_no_prompt_is_in_two_parts(bench: ModuleType) -> None:

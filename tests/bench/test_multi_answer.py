@@ -18,18 +18,13 @@ import pytest
 import torch
 from rotation import ROTATES
 
-HOME = Path(__file__).resolve().parents[2]
+from bench.scripts import script
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(HOME / "bench"))
-        import multi_answer
-
-        yield multi_answer
-    torch.set_num_threads(threads)
+    with script("multi_answer") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

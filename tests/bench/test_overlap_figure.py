@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,14 +9,13 @@ from typing import Any
 
 import pytest
 
-HOME = Path(__file__).resolve().parents[2]
+from bench.scripts import script
 
 
 @pytest.fixture(scope="module")
 def figure() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(HOME / "bench"), *sys.path])
-        yield importlib.import_module("overlap_figure")
+    with script("overlap_figure") as module:
+        yield module
 
 
 def runs(task: str, overlap: bool, *rewards: list[float]) -> list[dict[str, Any]]:

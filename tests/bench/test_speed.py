@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from statistics import mean
 from types import ModuleType
 from typing import Any
@@ -14,17 +12,16 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bench.scripts import script
 from grpo_recipes.recipe.configs import GRPOConfig
 
-HOME = Path(__file__).resolve().parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
 def speed() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(HOME / "bench"), *sys.path])
-        yield importlib.import_module("speed")
+    with script("speed") as module:
+        yield module
 
 
 def test_a_ratio_is_of_neighbouring_steps(speed: ModuleType) -> None:

@@ -9,26 +9,19 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
-HOME = Path(__file__).resolve().parents[2]
+from bench.scripts import script
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(HOME / "bench"))
-        import tabular_length
-
-        torch.set_num_threads(1)
-        yield tabular_length
-    torch.set_num_threads(threads)
+    with script("tabular_length", threads=1) as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

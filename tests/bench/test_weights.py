@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import mmap
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from bench.scripts import HOME, script
 from grpo_recipes.runs.rundir import read_json
 
-HOME = Path(__file__).resolve().parents[2]
 RECORD = HOME / "bench/results/weights.json"
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(HOME / "bench"), *sys.path])
-        # Under a name of its own: tests/weights is a package `weights` for the tests in it.
-        spec = importlib.util.spec_from_file_location("bench_weights", HOME / "bench/weights.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    with script("weights", alias="bench_weights") as module:
         yield module
 
 
