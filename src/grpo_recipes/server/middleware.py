@@ -106,7 +106,7 @@ class _Answer:
     def says_success(self) -> bool:
         """Return whether the cache is empty now: it is not while a request has a part of it, and then stays as it was.
 
-        What is no answer of vLLM's own says nothing.
+        An answer that is not vLLM's own tells nothing about it.
         """
         with contextlib.suppress(ValueError, AttributeError):
             return json.loads(self._body).get("success") is True
