@@ -427,7 +427,7 @@ def test_at_the_deadline_everything_there_is_to_see_is_said(api: RunApi, connect
 @pytest.mark.parametrize(
     ("batch_size", "before", "sizes", "why"),
     [
-        (4, [], [3, 3, 3, 3], "batches of 4 sequences are no multiple of groups of 3"),
+        (4, [], [3, 3, 3, 3], "batches of 4 sequences are not a multiple of groups of 3"),
         (8, [2, 2, 2, 2], [2, 2, 2, 2, 3], "groups of 2 and of 3 sequences do not pack"),
         (8, [8], [8, 16, 8], "a group of 16 sequences does not fit into a batch of 8"),
     ],

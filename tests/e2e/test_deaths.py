@@ -69,8 +69,9 @@ def test_of_two_ranks_the_killed_one_is_named(launch: Callable[..., Launch]) -> 
     run = launch(*ENDLESS, "--num_processes", "2")
     run.wait_for_step(2)
     pid = run.pid_of("rank_1")
+    port = read_json(run.run_dir / "plan.json")["ports"]["main_process"]
     listening = [one for process in run.processes() for one in process.net_connections("tcp")]
-    rendezvous = {one.laddr.ip for one in listening if one.status == "LISTEN" and one.laddr.port == 29525}
+    rendezvous = {one.laddr.ip for one in listening if one.status == "LISTEN" and one.laddr.port == port}
     assert rendezvous == {"127.0.0.1"}
     assert SECRET not in Path(f"/proc/{pid}/environ").read_text()
 

@@ -56,7 +56,9 @@ def test_a_reward_that_is_the_same_for_all_is_said_everywhere(launch: Callable[.
 
     said = "every completion got the reward 0.25 in {} steps in a row, from step 1 on: nothing is learned"
     lines = run.output.splitlines()
-    (first, second) = [index for index, line in enumerate(lines) if line.startswith("grpo: note: ")]
+    noted = [index for index, line in enumerate(lines) if line.startswith("grpo: note: every completion got")]
+    assert len(noted) == 2, run.output
+    first, second = noted
     assert lines[first - 1].startswith(f"step {MANY}/") and said.format(MANY) in lines[first]
     assert second > lines.index(next(line for line in lines if line.startswith(f"step {steps}/")))
     assert said.format(steps) in lines[second] and ". Fix: see what the reward looks at" in lines[second]

@@ -85,7 +85,7 @@ def test_a_least_share_is_served_first_as_far_as_its_groups_wait(waiting: int, i
 @pytest.mark.parametrize(
     ("batch_size", "sizes", "why"),
     [
-        (4, [3], "batches of 4 sequences are no multiple of groups of 3"),
+        (4, [3], "batches of 4 sequences are not a multiple of groups of 3"),
         (12, [4, 3], "groups of 3 and of 4 sequences do not pack"),
         (8, [2, 3], "groups of 2 and of 3 sequences do not pack"),
         (8, [8, 16], "a group of 16 sequences does not fit into a batch of 8"),

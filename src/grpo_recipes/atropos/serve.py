@@ -143,7 +143,7 @@ def load_environment(spec: str, copies: Path | None = None) -> type[BaseEnv]:
     kind = load_object(spec, copies)
     if not (isinstance(kind, type) and issubclass(kind, BaseEnv)):
         fix = "derive the class from grpo_recipes.atropos.environments.RecipeEnv, or from atroposlib's BaseEnv"
-        raise config_error(spec, "is no environment of Atropos", fix)
+        raise config_error(spec, "is not an Atropos environment", fix)
     missing = sorted(getattr(kind, "__abstractmethods__", ()))
     if issubclass(kind, RecipeEnv):
         plays = {name for name in ("score", "play", "scores") if getattr(kind, name) is not getattr(RecipeEnv, name)}

@@ -44,7 +44,7 @@ class Game(Environment):
         scripted = SCRIPTED if self._mafia else SCRIPTED[:1]
         self._model = "" if self._opponents in scripted else _model(self._opponents, scripted)
         if self._players is not None and (type(self._players) is not int or self._players < 1):
-            raise _wrong(f"num_players: {self._players!r} is no number of players", "write 1 or more")
+            raise _wrong(f"num_players: {self._players!r} is not a number of players", "write 1 or more")
         self._observation = given.pop("observation", "whole")
         drawn = ("seed", *(secret_mafia.ROLES if self._mafia else ()))
         if self._player not in drawn and (type(self._player) is not int or self._player < 0):

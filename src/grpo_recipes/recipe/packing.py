@@ -40,8 +40,8 @@ def foreseen_deadlock(
         )
     if batch_size % largest:
         return (
-            f"batches of {batch_size} sequences are no multiple of groups of {largest}: run-api hands out only batches "
-            "that whole groups fill exactly"
+            f"batches of {batch_size} sequences are not a multiple of groups of {largest}: run-api hands out only "
+            "batches that whole groups fill exactly"
         )
     return _starved(batch_size, group_sizes, min_allocations)
 
