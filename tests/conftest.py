@@ -16,6 +16,7 @@ from rotation import leave_out_other_days, skip_where_time_is_over
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.devices import Node, Resources
 from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.ports import _KEPT
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.recipe.check import check
@@ -58,10 +59,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def commands_leave_no_variables() -> Iterator[None]:
-    """Take back what commands of ours set in this process, for the tests that follow.
+def commands_leave_nothing() -> Iterator[None]:
+    """Take back what commands of ours set and kept in this process, for the tests that follow and the runs they start.
 
-    Not by ``monkeypatch``, which some tests undo before they call a command.
+    Variables not by ``monkeypatch``, which some tests undo before they call a command.
     """
     names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HOME", "HF_TOKEN_PATH", "CUDA_VISIBLE_DEVICES")
     before = {name: os.environ.get(name) for name in names}
@@ -70,6 +71,8 @@ def commands_leave_no_variables() -> Iterator[None]:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+    while _KEPT:  # else a run that a later test starts has other ports, and a note about it
+        _KEPT.popitem()[1].close()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.plan import ports as ours
 from grpo_recipes.plan.ports import Ports, free_ports, is_free, plan_ports
 from grpo_recipes.slurm.client import SlurmJob
 
@@ -111,6 +112,13 @@ def test_a_busy_port_the_user_gave_is_refused(read, key, name):
         free_ports(read(**{key: busy}), Ports(**{**free, name: busy}, vllm_internal=None), LOOPBACK)
     (problem,) = refused.value.problems
     assert "recipe.yaml:" in problem.where and str(busy) in problem.what and key in problem.fix
+
+
+@pytest.mark.parametrize("test", ["first", "second"])
+def test_a_test_keeps_no_port_from_the_runs_of_the_next(read, test):
+    assert ours._KEPT == {}
+    ports, _ = free_ports(read(), Ports(unused(), unused(), unused(), None), LOOPBACK)
+    assert set(ours._KEPT) == {ports.server, ports.group, ports.main_process}
 
 
 def test_two_ports_of_ours_are_never_the_same(read):
