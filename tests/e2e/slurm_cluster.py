@@ -80,9 +80,12 @@ def unavailable() -> str | None:
     return None
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """One cluster for the whole test run; skips where there can be none."""
+    """One cluster for the tests of a file, ready in a second or two; skips where there can be none.
+
+    Not for the whole test run: tests of the launcher, which ends all that runs below it, run in this process too.
+    """
     if reason := unavailable():
         pytest.skip(reason)
     with SlurmCluster(tmp_path_factory.mktemp("slurm")) as cluster:
