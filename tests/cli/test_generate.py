@@ -162,7 +162,7 @@ def test_a_file_of_another_kind_is_refused(generate, capsys) -> None:
     assert generate() == 2 and "says how it was made, does not" in capsys.readouterr().err
     Path("kept.json").rename("out.jsonl.settings.json")
     Path("out.jsonl").write_text('{"index": 0}\n')
-    assert generate() == 2 and "out.jsonl:1: is not a row that this command wrote" in capsys.readouterr().err
+    assert generate() == 2 and "out.jsonl:1: is not a row of this command" in capsys.readouterr().err
     Path("out.jsonl").write_text('{"index": 0, "prompt": [], "completions": []}\n')
     assert generate() == 2 and "prompt 0 is another one" in capsys.readouterr().err
 

@@ -148,13 +148,34 @@ def test_a_server_whose_guard_was_killed_is_ended_before_the_next_one_starts(fak
 @pytest.mark.parametrize(
     ("script", "code", "how"), [("exit 3", 3, "exited with code 3"), ("kill -9 $$", 137, "was killed by signal 9")]
 )
-def test_a_smoke_model_that_could_not_be_made_ends_the_run_with_its_code(
-    fake_run, monkeypatch, tmp_path, script, code, how
+@pytest.mark.parametrize("key", ["model_name_or_path", "dataset_name", "eval_dataset_name"])
+def test_a_smoke_task_that_could_not_be_made_ends_the_run_with_its_code(
+    fake_run, monkeypatch, tmp_path, script, code, how, key
 ):
     monkeypatch.setattr(launch_run, "smoke_command", lambda *_: (tmp_path / "smoke", ["sh", "-c", script]))
     run = fake_run()
-    attempt = replace(run.attempt, recipe={"model_name_or_path": "smoke://model"})
+    own = {"model_name_or_path": "own", "dataset_name": "own.jsonl", "eval_dataset_name": None}
+    attempt = replace(run.attempt, recipe=own | {key: "smoke:sums"})
     assert launch_run.make_smoke_task(attempt) == Ending(code, f"python -m grpo_recipes.smoke {how}")
+
+
+def test_a_smoke_task_is_made_once_for_a_model_of_the_users_own(fake_run, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        launch_run,
+        "smoke_command",
+        lambda name, _: (
+            tmp_path / name,
+            ["sh", "-c", f"mkdir -p '{tmp_path / name}'; echo >> '{tmp_path / name}/made'"],
+        ),
+    )
+    run = fake_run()
+    names = {"model_name_or_path": "own", "dataset_name": "smoke:sums", "eval_dataset_name": "smoke:sums"}
+    assert launch_run.make_smoke_task(replace(run.attempt, recipe=names)) is None
+    assert [path.name for path in tmp_path.glob("smoke:*")] == ["smoke:sums"]
+    assert (tmp_path / "smoke:sums/made").read_text() == "\n"
+    (tmp_path / "smoke:sums/COMPLETE").touch()
+    assert launch_run.make_smoke_task(replace(run.attempt, recipe=names)) is None
+    assert (tmp_path / "smoke:sums/made").read_text() == "\n"
 
 
 def test_server_restarts_0_ends_the_run_with_the_server(fake_run):

@@ -164,16 +164,18 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
 
 
 def make_smoke_task(attempt: Attempt) -> Ending | None:
-    """Make the built-in model and data of a smoke recipe, once."""
-    name = attempt.recipe["model_name_or_path"]
-    if not name.startswith(SMOKE_SCHEME):
-        return None
-    folder, command = smoke_command(name, os.environ)
-    if (folder / "COMPLETE").exists():
-        return None
-    say(f"making the smoke model and data in {shown(folder)} (once, about a minute)")
-    code = subprocess.call(command, env=attempt.environment)
-    return processes.ending_of("python -m grpo_recipes.smoke", code) if code else None
+    """Make the built-in model and data that a recipe names, once: a recipe with a model of its own needs the data."""
+    keys = ("model_name_or_path", "dataset_name", "eval_dataset_name")
+    for name in dict.fromkeys(attempt.recipe[key] or "" for key in keys):
+        if not name.startswith(SMOKE_SCHEME):
+            continue
+        folder, command = smoke_command(name, os.environ)
+        if (folder / "COMPLETE").exists():
+            continue
+        say(f"making the smoke model and data in {shown(folder)} (once, about a minute)")
+        if code := subprocess.call(command, env=attempt.environment):
+            return processes.ending_of("python -m grpo_recipes.smoke", code)
+    return None
 
 
 @dataclass

@@ -72,7 +72,7 @@ class CompletionsFile:
             row = json_mapping(line) or {}
             index, where = row.get("index"), f"{shown(self.path)}:{number}"
             if not isinstance(index, int) or not isinstance(row.get("completions"), list) or index in self.done:
-                raise config_error(where, "is not a row that this command wrote", "remove the line, or name another --out")
+                raise config_error(where, "is not a row of this command", "remove the line, or name another --out")
             if index < len(self._rows) and row.get("prompt") != self._rows[index]["prompt"]:
                 what = f"prompt {index} is another one than the dataset's now"
                 raise config_error(where, what, "name another --out, or remove the file")
