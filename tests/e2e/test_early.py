@@ -28,9 +28,11 @@ def own(completions, prompts, completion_ids):
             file.write(json.dumps([began, time.time(), prompt[-1]["content"], len(ids)]) + "\\n")
     return [sum(ids) % 7 / 7 for ids in completion_ids]
 """
-# A random model draws each of 263 tokens about as often: 5 of them end a completion, after any number of tokens.
+# A random model draws each of 263 tokens about as often: 5 of them end a completion, after any number of tokens. Not by
+# strings to stop at: when the engine hears that one was found, and its batch shrinks, would decide last bits.
+STOPS = smoke.build_tokenizer().convert_tokens_to_ids([*"0123"])
 FLAGS = {
-    "reward_workers": 1, "generation_kwargs": json.dumps({"stop": [*"0123"]}), "max_completion_length": 200,
+    "reward_workers": 1, "generation_kwargs": json.dumps({"stop_token_ids": STOPS}), "max_completion_length": 200,
     "prompts_per_step": PROMPTS, "num_generations": GROUP, "max_steps": STEPS, "save_strategy": "no",
 }  # fmt: skip
 
