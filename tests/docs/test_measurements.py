@@ -20,12 +20,6 @@ sys.path.insert(0, str(REPOSITORY / "bench"))
 
 RECORDS = sorted((REPOSITORY / "bench/results").iterdir())
 PAGE = REPOSITORY / "docs/measurements.md"
-# Records that must be made again, and why. None may come to this list; the name of one that is made again goes from it.
-# The commits of some were lost, with a machine, before they were part of the history.
-_LOST = "names a commit that was lost"
-AGAIN = {
-    "maxent_tuning.jsonl": _LOST,
-}
 git = partial(subprocess.run, cwd=REPOSITORY, check=False, capture_output=True, text=True)
 
 
@@ -79,19 +73,9 @@ def history() -> None:
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
 def test_a_record_is_of_code_in_history(record) -> None:
-    """One that is listed must have a fault: it goes from the list when it is made again."""
     text = record.read_text()
-    found = faults([json.loads(line) for line in (text.splitlines() if record.suffix == ".jsonl" else [text])])
-    if record.name in AGAIN:
-        assert found, f"{record.name} can go from the list AGAIN"
-    else:
-        assert not found
-
-
-def test_every_listed_record_is_there_and_the_page_names_it() -> None:
-    assert AGAIN.keys() <= {record.name for record in RECORDS}
-    told = PAGE.read_text().split("must be made again:")[1].split("\n\n")[0]
-    assert set(re.findall(r"`(\w+\.jsonl?)`", told)) == AGAIN.keys()
+    lines = text.splitlines() if record.suffix == ".jsonl" else [text]
+    assert faults([json.loads(line) for line in lines]) == set()
 
 
 def test_what_no_commit_has_made_is_seen() -> None:
