@@ -30,6 +30,7 @@ CANDIDATES = ("listwise, kappa", "tempered")
 CONTRASTS = [(arm, other, "coverage") for arm in CANDIDATES for other in BASELINES]
 CONTRASTS += [(arm, BASELINES[0], "unseen") for arm in CANDIDATES]
 RUNS = {"tuning": 324, "report": 320, "lengths": 54, "graph": 48}  # of the protocol
+REPORTS = ("report", "replication")  # the same runs on two processors, whose pre-trained models differ
 SHOWN = ("GRPO", "GRPO + KL", "GRPO + entropy", "MaxRL", *CANDIDATES)  # arms whose way the figures show
 DRAWS = 5  # of the report
 RESAMPLES, ALPHA = 20_000, 0.05
@@ -151,16 +152,30 @@ def verdict(found: Sequence[dict[str, Any]]) -> str | None:
 
 
 def outcome(found: Sequence[dict[str, Any]]) -> str:
-    """Return which outcome of the protocol the contrasts are, in words."""
+    """Return which outcome of the protocol the contrasts of a report are, in words."""
     if (arm := verdict(found)) is not None:
-        return (
-            f"**{arm} earns the default**: its coverage is clear of both baselines, and nothing of it is clearly below."
-        )
+        return f"**{arm}** is clear of both baselines in coverage, and clearly below in nothing."
     won = [one for one in found if one["clear"] and one["mean"] > 0 and one["measure"] == "coverage"]
     lost = [one for one in found if one["clear"] and one["mean"] < 0 and one["measure"] == "unseen"]
     above = ", ".join(f"{one['arm']} over {one['minus']}" for one in won) or "nothing"
     price = f" It costs pass@8 on what was never seen: {', '.join(one['arm'] for one in lost)}." if lost else ""
-    return f"**No objective earns the default.** Clearly more coverage: {above}.{price}"
+    return f"No objective is clear of both baselines. Clearly more coverage: {above}.{price}"
+
+
+def settled(reports: Sequence[Rows]) -> str | None:
+    """Return the objective that each report gives the default, or None."""
+    given = {verdict(contrasts(rows)) for rows in reports}
+    return given.pop() if len(given) == 1 else None
+
+
+def _verdict(reports: Sequence[Rows]) -> str:
+    given = [verdict(contrasts(rows)) or "none" for rows in reports]
+    lines = [
+        [name, rows[0]["machine"]["cpu"], arm, str(len(rows))]
+        for name, rows, arm in zip(REPORTS, reports, given, strict=True)
+    ]
+    earns = f"**{arm} earns the default**" if (arm := settled(reports)) else "**No objective earns the default**"
+    return f"{earns}: it takes both reports.\n\n{table(['report', 'processor', 'gives it to', 'runs'], lines)}"
 
 
 def arms_of(rows: Rows) -> list[str]:
@@ -271,12 +286,17 @@ def _graph(rows: Rows) -> str:
 
 
 def _of(part: str, made: Callable[[Rows], str]) -> Callable[[], str]:
+    return _of_all((part,), lambda parts: made(*parts))
+
+
+def _of_all(parts: Sequence[str], made: Callable[[Sequence[Rows]], str]) -> Callable[[], str]:
     def text() -> str:
         """Return the table; where runs are missing, what would change it, their number."""
-        rows = rows_of(part)
-        if len(rows) != RUNS[part]:
-            return f"*{len(rows)} of {RUNS[part]} runs are recorded so far; the table follows with the last of them.*"
-        return made(rows)
+        found = [rows_of(part) for part in parts]
+        for part, rows in zip(parts, found, strict=True):
+            if len(rows) != (wanted := RUNS["report" if part in REPORTS else part]):
+                return f"*{len(rows)} of {wanted} runs are recorded so far; the table follows with the last of them.*"
+        return made(found)
 
     return text
 
@@ -284,6 +304,8 @@ def _of(part: str, made: Callable[[Rows], str]) -> Callable[[], str]:
 # Name of each table of docs/maxent.md -> what makes it.
 TABLES = {
     "tuning": _of("tuning", _tuning), "primary": _of("report", _primary), "contrasts": _of("report", _contrasts),
+    "verdict": _of_all(REPORTS, _verdict), "replicated contrasts": _of("replication", _contrasts),
+    "replicated primary": _of("replication", _primary),
     "ends": _of("report", _at_the_end), "lengths": _of("lengths", _lengths), "graph": _of("graph", _graph),
 }  # fmt: skip
 

@@ -135,16 +135,41 @@ def arms(ends: dict[str, Callable[[int, int], float]]) -> list[dict]:
 BASE = {"GRPO + KL": lambda draw, seed: 0.3 + draw / 50 + seed / 500, "MaxRL": lambda draw, seed: 0.3 + draw / 50}
 
 
+def noise(draw: int, seed: int) -> float:
+    return BASE["MaxRL"](draw, seed) + (-0.01 if (draw + seed) % 2 else 0.01)
+
+
+def better(draw: int, seed: int) -> float:
+    return 0.1 + noise(draw, seed)
+
+
 def test_an_objective_earns_the_default_only_where_it_beats_both_baselines(bench: ModuleType) -> None:
     listwise, tempered = bench.report.CANDIDATES
-    noise = lambda draw, seed: BASE["MaxRL"](draw, seed) + (-0.01 if (draw + seed) % 2 else 0.01)  # noqa: E731
-    better = lambda draw, seed: 0.1 + noise(draw, seed)  # noqa: E731
     verdict = lambda **ends: bench.report.verdict(bench.report.contrasts(arms({**BASE, **ends})))  # noqa: E731
     assert verdict(**{listwise: better, tempered: noise}) == listwise
     assert verdict(**{listwise: noise, tempered: better}) == tempered
     assert verdict(**{listwise: better, tempered: better}) == listwise
     assert verdict(**{listwise: noise, tempered: noise}) is None
     assert verdict(**{listwise: lambda draw, seed: -0.1 + noise(draw, seed), tempered: noise}) is None
+
+
+def test_a_default_is_what_both_reports_give(bench: ModuleType) -> None:
+    listwise, tempered = bench.report.CANDIDATES
+    ends = {**BASE, listwise: noise, tempered: noise}
+    nothing, first, second = (arms(ends | more) for more in ({}, {listwise: better}, {tempered: better}))
+    assert bench.report.settled([first, first]) == listwise
+    for other in (nothing, second):
+        assert bench.report.settled([first, other]) is bench.report.settled([other, first]) is None
+    assert bench.report.settled([nothing, nothing]) is None
+
+
+def test_readme_says_what_the_recorded_reports_settle(bench: ModuleType) -> None:
+    recorded = [bench.report.rows_of(part) for part in bench.report.REPORTS]
+    first, second = ({one["machine"]["cpu"] for one in rows} for rows in recorded)
+    assert not first & second and recorded[0][0]["known_by"] == recorded[1][0]["known_by"]
+    assert bench.report.settled(recorded) is None
+    told = (Path(__file__).parents[2] / "README.md").read_text()
+    assert "No objective of it is the default" in " ".join(told.replace("**", "").split())
 
 
 def test_more_coverage_at_the_price_of_what_was_never_seen_is_no_default(bench: ModuleType) -> None:
@@ -263,7 +288,7 @@ def test_each_part_in_small_and_where_it_was_stopped(
 
 @pytest.mark.slow
 @pytest.mark.rotating
-@pytest.mark.parametrize("part", ["tuning", "report", "lengths", "graph"])
+@pytest.mark.parametrize("part", ["tuning", "report", "replication", "lengths", "graph"])
 def test_a_recorded_run_comes_out_again(bench: ModuleType, part: str) -> None:
     """Another one each day, from what its row says alone: where the model of the start is the same, to the last digit.
 
@@ -273,7 +298,7 @@ def test_a_recorded_run_comes_out_again(bench: ModuleType, part: str) -> None:
     rows = bench.report.rows_of(part)
     row = rows[int(os.environ.get("GRPO_DAY", 0)) * 7919 % len(rows)]
     job = bench.Job(*(row[name] for name in ("part", "arm", "keys", "seed", "draw", "tokens")))
-    curve = bench.run(job, bench.STEPS[part])["curve"]
+    curve = bench.run(job, bench.STEPS[job.part])["curve"]
     starts = [{name: of[name][0] for name in of} for of in (curve["trained on"], row["curve"]["trained on"])]
     if starts[0] == starts[1]:
         assert curve == row["curve"], row["known_by"]
@@ -315,6 +340,7 @@ def test_every_table_and_figure_is_made_from_rows_such_as_the_runs_leave(
                     "draw": job.draw,
                     "tokens": job.tokens,
                     "curve": curve,
+                    "machine": {"cpu": "a CPU"},
                 }
             )
         return found
@@ -322,8 +348,12 @@ def test_every_table_and_figure_is_made_from_rows_such_as_the_runs_leave(
     rows = {"tuning": made("tuning")}
     monkeypatch.setattr(report, "rows_of", lambda part: rows[part])
     rows |= {part: made(part) for part in ("report", "lengths", "graph")}
+    rows["replication"] = rows["report"]
     tables = {name: table() for name, table in report.TABLES.items()}
-    assert tables["contrasts"].startswith("**No objective earns the default.** Clearly more coverage: nothing.")
+    assert tables["contrasts"].startswith("No objective is clear of both baselines. Clearly more coverage: nothing.")
+    assert tables["verdict"].startswith("**No objective earns the default**: it takes both reports.")
+    assert "| report | a CPU | none | 320 |\n| replication | a CPU | none | 320 |" in tables["verdict"]
+    assert all(tables[f"replicated {name}"] == tables[name] for name in ("contrasts", "primary"))
     assert tables["contrasts"].count("| +0.000 [+0.000, +0.000] | [+0.000, +0.000] | 1.0000 | no | +0.000 |") == 6
     assert tables["primary"].count("| 0.350 [0.350, 0.350] | 0.975 [0.975, 0.975] | 60 | 40 of 40 |") == 8
     assert tables["ends"].count("| 0.800 | 0.300 | 2.000 | 0.800 | 1.000 | 0.300 | 1.000 |") == 8
