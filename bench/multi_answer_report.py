@@ -30,7 +30,7 @@ CANDIDATES = ("listwise, kappa", "tempered")
 CONTRASTS = [(arm, other, "coverage") for arm in CANDIDATES for other in BASELINES]
 CONTRASTS += [(arm, BASELINES[0], "unseen") for arm in CANDIDATES]
 RUNS = {"tuning": 324, "report": 320, "lengths": 54, "graph": 48}  # of the protocol
-REPORTS = ("report", "replication")  # the same runs on two processors, whose pre-trained models differ
+REPORTS = ("report", "replication")  # the same runs on two processors, which make other models of the same seeds
 SHOWN = ("GRPO", "GRPO + KL", "GRPO + entropy", "MaxRL", *CANDIDATES)  # arms whose way the figures show
 DRAWS = 5  # of the report
 RESAMPLES, ALPHA = 20_000, 0.05
@@ -154,7 +154,7 @@ def verdict(found: Sequence[dict[str, Any]]) -> str | None:
 def outcome(found: Sequence[dict[str, Any]]) -> str:
     """Return which outcome of the protocol the contrasts of a report are, in words."""
     if (arm := verdict(found)) is not None:
-        return f"**{arm}** is clear of both baselines in coverage, and clearly below in nothing."
+        return f"**{arm}** has clearly more coverage than both baselines, and none of its contrasts is clearly below 0."
     won = [one for one in found if one["clear"] and one["mean"] > 0 and one["measure"] == "coverage"]
     lost = [one for one in found if one["clear"] and one["mean"] < 0 and one["measure"] == "unseen"]
     above = ", ".join(f"{one['arm']} over {one['minus']}" for one in won) or "nothing"
@@ -172,10 +172,11 @@ def _verdict(reports: Sequence[Rows]) -> str:
     given = [verdict(contrasts(rows)) or "none" for rows in reports]
     lines = [
         [name, rows[0]["machine"]["cpu"], arm, str(len(rows))]
-        for name, rows, arm in zip(REPORTS, reports, given, strict=True)
+        for name, rows, arm in zip(("first", "replication"), reports, given, strict=True)
     ]
+    head = ["report", "processor", "gives the default to", "runs"]
     earns = f"**{arm} earns the default**" if (arm := settled(reports)) else "**No objective earns the default**"
-    return f"{earns}: it takes both reports.\n\n{table(['report', 'processor', 'gives it to', 'runs'], lines)}"
+    return f"{earns}: both reports have to give it.\n\n{table(head, lines)}"
 
 
 def arms_of(rows: Rows) -> list[str]:

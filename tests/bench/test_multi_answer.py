@@ -351,8 +351,8 @@ def test_every_table_and_figure_is_made_from_rows_such_as_the_runs_leave(
     rows["replication"] = rows["report"]
     tables = {name: table() for name, table in report.TABLES.items()}
     assert tables["contrasts"].startswith("No objective is clear of both baselines. Clearly more coverage: nothing.")
-    assert tables["verdict"].startswith("**No objective earns the default**: it takes both reports.")
-    assert "| report | a CPU | none | 320 |\n| replication | a CPU | none | 320 |" in tables["verdict"]
+    assert tables["verdict"].startswith("**No objective earns the default**: both reports have to give it.")
+    assert "| first | a CPU | none | 320 |\n| replication | a CPU | none | 320 |" in tables["verdict"]
     assert all(tables[f"replicated {name}"] == tables[name] for name in ("contrasts", "primary"))
     assert tables["contrasts"].count("| +0.000 [+0.000, +0.000] | [+0.000, +0.000] | 1.0000 | no | +0.000 |") == 6
     assert tables["primary"].count("| 0.350 [0.350, 0.350] | 0.975 [0.975, 0.975] | 60 | 40 of 40 |") == 8
