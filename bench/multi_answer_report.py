@@ -29,7 +29,7 @@ CANDIDATES = ("listwise, kappa", "tempered")
 # Arm, baseline and primary measure of each contrast: six, corrected together.
 CONTRASTS = [(arm, other, "coverage") for arm in CANDIDATES for other in BASELINES]
 CONTRASTS += [(arm, BASELINES[0], "unseen") for arm in CANDIDATES]
-RUNS = {"tuning": 324, "report": 320, "lengths": 54, "graph": 48}  # of the protocol
+RUNS = {"tuning": 324, "report": 320, "replication": 320, "lengths": 54, "graph": 48}  # of the protocol
 REPORTS = ("report", "replication")  # the same runs on two processors, which make other models of the same seeds
 SHOWN = ("GRPO", "GRPO + KL", "GRPO + entropy", "MaxRL", *CANDIDATES)  # arms whose way the figures show
 DRAWS = 5  # of the report
@@ -162,20 +162,24 @@ def outcome(found: Sequence[dict[str, Any]]) -> str:
     return f"No objective is clear of both baselines. Clearly more coverage: {above}.{price}"
 
 
-def settled(reports: Sequence[Rows]) -> str | None:
-    """Return the objective that each report gives the default, or None."""
-    given = {verdict(contrasts(rows)) for rows in reports}
-    return given.pop() if len(given) == 1 else None
+def given_by(reports: Sequence[Rows]) -> list[str | None]:
+    """Return the objective to which each report gives the default, or None."""
+    return [verdict(contrasts(rows)) for rows in reports]
 
 
-def _verdict(reports: Sequence[Rows]) -> str:
-    given = [verdict(contrasts(rows)) or "none" for rows in reports]
+def settled(given: Sequence[str | None]) -> str | None:
+    """Return the objective to which all reports give the default, or None."""
+    return given[0] if len(set(given)) == 1 else None
+
+
+def _verdict(*reports: Rows) -> str:
+    given = given_by(reports)
     lines = [
-        [name, rows[0]["machine"]["cpu"], arm, str(len(rows))]
+        [name, rows[0]["machine"]["cpu"], arm or "none", str(len(rows))]
         for name, rows, arm in zip(("first", "replication"), reports, given, strict=True)
     ]
     head = ["report", "processor", "gives the default to", "runs"]
-    earns = f"**{arm} earns the default**" if (arm := settled(reports)) else "**No objective earns the default**"
+    earns = f"**{settled(given) or 'No objective'} earns the default**"
     return f"{earns}: both reports have to give it.\n\n{table(head, lines)}"
 
 
@@ -286,28 +290,26 @@ def _graph(rows: Rows) -> str:
     return table(["arm", *(f"{metric}, {part}" for part, metric in shown), *last], lines)
 
 
-def _of(part: str, made: Callable[[Rows], str]) -> Callable[[], str]:
-    return _of_all((part,), lambda parts: made(*parts))
-
-
-def _of_all(parts: Sequence[str], made: Callable[[Sequence[Rows]], str]) -> Callable[[], str]:
+def _of(made: Callable[..., str], *parts: str) -> Callable[[], str]:
     def text() -> str:
         """Return the table; where runs are missing, what would change it, their number."""
         found = [rows_of(part) for part in parts]
         for part, rows in zip(parts, found, strict=True):
-            if len(rows) != (wanted := RUNS["report" if part in REPORTS else part]):
-                return f"*{len(rows)} of {wanted} runs are recorded so far; the table follows with the last of them.*"
-        return made(found)
+            if len(rows) != RUNS[part]:
+                return (
+                    f"*{len(rows)} of {RUNS[part]} runs are recorded so far; the table follows with the last of them.*"
+                )
+        return made(*found)
 
     return text
 
 
 # Name of each table of docs/maxent.md -> what makes it.
 TABLES = {
-    "tuning": _of("tuning", _tuning), "primary": _of("report", _primary), "contrasts": _of("report", _contrasts),
-    "verdict": _of_all(REPORTS, _verdict), "replicated contrasts": _of("replication", _contrasts),
-    "replicated primary": _of("replication", _primary),
-    "ends": _of("report", _at_the_end), "lengths": _of("lengths", _lengths), "graph": _of("graph", _graph),
+    "tuning": _of(_tuning, "tuning"), "verdict": _of(_verdict, *REPORTS),
+    "primary": _of(_primary, "report"), "contrasts": _of(_contrasts, "report"), "ends": _of(_at_the_end, "report"),
+    "replicated primary": _of(_primary, "replication"), "replicated contrasts": _of(_contrasts, "replication"),
+    "lengths": _of(_lengths, "lengths"), "graph": _of(_graph, "graph"),
 }  # fmt: skip
 
 

@@ -156,7 +156,9 @@ def test_an_objective_earns_the_default_only_where_it_beats_both_baselines(bench
 def test_a_default_is_what_both_reports_give(bench: ModuleType) -> None:
     listwise, tempered = bench.report.CANDIDATES
     ends = {**BASE, listwise: noise, tempered: noise}
-    nothing, first, second = (arms(ends | more) for more in ({}, {listwise: better}, {tempered: better}))
+    reports = [arms(ends | more) for more in ({}, {listwise: better}, {tempered: better})]
+    nothing, first, second = bench.report.given_by(reports)
+    assert (nothing, first, second) == (None, listwise, tempered)
     assert bench.report.settled([first, first]) == listwise
     for other in (nothing, second):
         assert bench.report.settled([first, other]) is bench.report.settled([other, first]) is None
@@ -167,7 +169,7 @@ def test_readme_says_what_the_recorded_reports_settle(bench: ModuleType) -> None
     recorded = [bench.report.rows_of(part) for part in bench.report.REPORTS]
     first, second = ({one["machine"]["cpu"] for one in rows} for rows in recorded)
     assert not first & second and recorded[0][0]["known_by"] == recorded[1][0]["known_by"]
-    assert bench.report.settled(recorded) is None
+    assert bench.report.settled(bench.report.given_by(recorded)) is None
     told = (Path(__file__).parents[2] / "README.md").read_text()
     assert "No objective of it is the default" in " ".join(told.replace("**", "").split())
 
@@ -310,7 +312,8 @@ def test_a_table_waits_for_all_runs_of_the_protocol(bench: ModuleType, monkeypat
     tuned = [row(arm, [0.4, 0.8], [0.5, 0.5], **keys) for arm, some in bench.grids().items() for keys in some]
     report = bench.report
     monkeypatch.setattr(report, "rows_of", lambda _: 3 * tuned)
-    assert {part: len(list(jobs())) for part, jobs in bench.PARTS.items()} == report.RUNS
+    made = {part: len(list(jobs())) for part, jobs in bench.PARTS.items()}
+    assert made | {"replication": made["report"]} == report.RUNS
     monkeypatch.setattr(report, "rows_of", lambda _: tuned)
     assert (
         report.TABLES["tuning"]() == "*108 of 324 runs are recorded so far; the table follows with the last of them.*"

@@ -160,13 +160,9 @@ def test_a_smoke_task_that_could_not_be_made_ends_the_run_with_its_code(
 
 
 def test_a_smoke_task_is_made_once_for_a_model_of_the_users_own(fake_run, monkeypatch, tmp_path):
+    script = 'mkdir -p "$0"; echo >> "$0/made"'
     monkeypatch.setattr(
-        launch_run,
-        "smoke_command",
-        lambda name, _: (
-            tmp_path / name,
-            ["sh", "-c", f"mkdir -p '{tmp_path / name}'; echo >> '{tmp_path / name}/made'"],
-        ),
+        launch_run, "smoke_command", lambda name, _: (tmp_path / name, ["sh", "-c", script, str(tmp_path / name)])
     )
     run = fake_run()
     names = {"model_name_or_path": "own", "dataset_name": "smoke:sums", "eval_dataset_name": "smoke:sums"}

@@ -312,7 +312,7 @@ def benchmark_problem(name: str, where: str, environments: Collection[str] = ())
         return None
     close = nearest_of(name, [*BENCHMARKS, *environments])
     if not close and name.partition(":")[0] in LIBRARIES:
-        what = f"the recipe does not train on '{name}', so there are no episodes of it to play"
+        what = f"the recipe does not train on '{name}', so it cannot play that environment"
         return Problem(where, what, "name it as environment or in environment_mixture, or remove it")
     fix = f"write '{close}'" if close else f"write one of {', '.join(BENCHMARKS)}, or the path of a .jsonl file"
     return Problem(where, f"no benchmark '{name}'", fix)
