@@ -118,7 +118,7 @@ def test_rewards_of_ones_own(check):
     code, said, problems = check(["mine.py:exact", "mine.py:short"])
 
     assert (code, problems) == (0, [])
-    assert table(said)["mine.py:exact"] == ["36", "1.000", "-", "144", "0.000", "-", "0"]
+    assert table(said)["mine.py:exact"] == ["60", "1.000", "-", "240", "0.000", "-", "0"]
     assert "grpo: note: mine.py:short gives right and wrong answers the same" in said
 
 

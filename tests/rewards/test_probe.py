@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from grpo_recipes.rewards.answers import same
 from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.rewards.probe import corruptions, probe, problems_of
 
+REPOSITORY = Path(__file__).parents[2]
 ROWS = [
     {"prompt": [{"role": "user", "content": f"{a}+{a}="}], "answer": str(2 * a), "difficulty": a} for a in range(1, 9)
 ]
@@ -87,7 +90,7 @@ def test_a_reward_gets_what_trl_gives_it():
 
     assert set(seen) == {"prompts", "completions", "completion_ids", "answer", "difficulty"}
     assert len({len(values) for values in seen.values()}) == 1
-    assert seen["completions"][0] == [{"role": "assistant", "content": "<answer>2</answer>"}]
+    assert seen["completions"][0] == [{"role": "assistant", "content": "2"}]
     assert seen["prompts"][0] == ROWS[0]["prompt"]
 
 
@@ -100,6 +103,66 @@ def test_the_users_reward_is_shown_by_the_writing_it_reads():
 
     assert (finding.right_mean, finding.wrong_mean) == (1.0, 0.0)
     assert finding.tells_apart and finding.missed is None and finding.faults == []
+
+
+def readme_reward() -> Any:
+    """Return the reward function that README shows."""
+    (code,) = re.findall(r"```python\n(def ends_with_answer.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    return namespace["ends_with_answer"]
+
+
+def by_pattern(pattern: str) -> Any:
+    """Return a reward for completions that match ``pattern``, where SOLUTION stands for the reference solution."""
+
+    def reward(completions, answer, **_):
+        pairs = [
+            (text[-1]["content"], pattern.replace("SOLUTION", re.escape(gold)))
+            for text, gold in zip(completions, answer, strict=True)
+        ]
+        return [float(re.search(expression, text, re.DOTALL) is not None) for text, expression in pairs]
+
+    return reward
+
+
+def last_integer(completions, answer, **_):
+    numbers = [re.findall(r"-?[0-9]+", text[-1]["content"]) for text in completions]
+    return [float(found[-1:] == [gold]) for found, gold in zip(numbers, answer, strict=True)]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 40])
+@pytest.mark.parametrize(
+    "reward",
+    [
+        readme_reward(),
+        last_integer,
+        by_pattern(r"^\s*SOLUTION\s*$"),
+        by_pattern(r"#### SOLUTION$"),
+        by_pattern(r"(?i)answer:\s*SOLUTION$"),
+        by_pattern(r"^<think>.*</think>\s*<answer>\s*SOLUTION\s*</answer>$"),
+    ],
+    ids=["README", "last integer", "bare", "####", "Answer:", "think and answer"],
+)
+def test_rewards_that_read_usual_formats_tell_right_from_wrong(reward, rows, read):
+    """R1: a reward that reads no tag and no box, such as README's sample, is accepted."""
+    shown = [{**ROWS[0], "answer": str(11 + 7 * index)} for index in range(rows)]
+    finding = probe("my.py:reward", reward, shown)
+
+    assert finding.tells_apart and finding.faults == []
+    assert problems_of(read(reward_funcs=["math_verify"]), shown, [finding]) == []
+
+
+def test_a_reward_that_reads_no_format_is_rejected_with_the_formats(read):
+    """R1: the fix lists formats, and a reward that reads one of them is accepted (test above)."""
+    finding = probe("my.py:reward", by_pattern("<<SOLUTION>>"), ROWS)
+    (problem,) = problems_of(read(reward_funcs=["math_verify"]), ROWS, [finding])
+
+    assert "no reward tells right answers from wrong ones" in problem.what
+    assert problem.fix.endswith(
+        r"one of these formats: 42, <answer>42</answer>, \boxed{42}, <answer>\boxed{42}</answer>, #### 42, Answer: 42, "
+        "<think> reasoning </think> <answer> 42 </answer>"
+    )
 
 
 BOXED = r"Put the final answer into \boxed{}."
@@ -135,7 +198,7 @@ def test_too_few_scores_are_a_fault():
 
     assert probe("my.py:half", half, ROWS, most_missing=0.5).faults == []
     ((what, _),) = probe("my.py:half", half, ROWS, most_missing=0.4).faults
-    assert what.startswith("leaves 60 of 120 completions unscored (it returned None")
+    assert what.startswith("leaves 140 of 280 completions unscored (it returned None")
 
 
 def test_one_value_that_is_no_number_is_a_fault():
@@ -144,5 +207,5 @@ def test_one_value_that_is_no_number_is_a_fault():
 
     finding = probe("my.py:nan_once", nan_once, ROWS)
 
-    assert finding.faults == [("leaves 1 of 120 completions unscored (not a number: nan)", "correct it")]
+    assert finding.faults == [("leaves 1 of 280 completions unscored (not a number: nan)", "correct it")]
     assert finding.failures[0].reason == "not a number: nan"

@@ -1,8 +1,8 @@
 r"""Whether a reward tells right answers from wrong ones: it is shown both, and its scores are compared.
 
-Every reference solution is written as ``<answer>…</answer>``, with ``\boxed{…}`` inside and without the tag, and then
-again with a digit changed, with a digit more, with another row's answer in its place, and empty. A ModeBench problem
-has several right answers, of which a few are written, and wrong ones of its own.
+A right completion contains the reference solution in a format that the reward may read (``_WRITINGS``). Wrong
+completions contain it with a digit changed, with one digit more, another row's solution, or nothing. A ModeBench
+problem has several right answers and its own wrong answers, and a few of each are tried.
 """
 
 import contextlib
@@ -28,15 +28,19 @@ from grpo_recipes.recipe.registry import ACCURACY, NO_ANSWER, REWARDS
 from grpo_recipes.rewards.answers import same
 from grpo_recipes.rewards.load import IsolatedReward, lent_rewards
 from grpo_recipes.rewards.pool import TIME_LIMIT
-from grpo_recipes.rewards.score import GIVEN_UP, Reward, RewardFailed, RewardWrapper, call_reward
+from grpo_recipes.rewards.score import GIVEN_UP, Reward, RewardFailed, RewardWrapper, call_reward, is_own
 from grpo_recipes.seeded import assignments, clauses_of
 
 TAG, TAGGED_BOX, BOX = "<answer>%s</answer>", r"<answer>\boxed{%s}</answer>", r"\boxed{%s}"
-# Ways of writing an answer that a reward of ours reads; those of ``math_verify`` are also tried with the user's own.
+# Formats of an answer that each shipped reward reads, and formats that the user's own reward may read.
 _WRITINGS = {
     "ours": [TAG, TAGGED_BOX], "strict": [TAG], "math_verify": [TAG, TAGGED_BOX, BOX], "modebench": [BOX],
     "satisfiability": [TAG],
 }  # fmt: skip
+OWN_WRITINGS = [
+    "%s", TAG, BOX, TAGGED_BOX, "#### %s", "Answer: %s", "<think>\nreasoning\n</think>\n<answer>\n%s\n</answer>"
+]  # fmt: skip
+_ROWS_IN_ALL_WRITINGS = 8  # later rows try one format each: the user's reward may be slow
 # Rewards that see no answer outside the tag.
 _TAGGED = ("pure_accuracy_math", "satisfiability", "cosine_length", "format_tags")
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")
@@ -133,7 +137,11 @@ def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Probe
     found = [Problem(where, f"reward '{reward}' {what}", fix) for reward, what, fix in faults]
     if not found and findings and not any(finding.tells_apart for finding in findings):
         what = "no reward tells right answers from wrong ones: all get the same on average"
-        found.append(Problem(where, what, f"add one that does, e.g. {ACCURACY[0]}, or correct your own"))
+        fix = f"add one that does, e.g. {ACCURACY[0]}, or correct your own"
+        if any(is_own(finding.reward) for finding in findings):
+            formats = ", ".join(" ".join((writing % 42).split()) for writing in OWN_WRITINGS)
+            fix += f", which must read one of these formats: {formats}"
+        found.append(Problem(where, what, fix))
     if unread := [name for name in recipe["reward_funcs"] if name in _TAGGED]:
         asked = "\n".join([recipe["system_prompt"] or "", *(str(row["prompt"]) for row in rows[:_SHOWN])])
         if r"\boxed" in asked and "<answer>" not in asked:
@@ -168,8 +176,8 @@ def probe(
     are the variables of ``reward_environment``.
     """
     ours = name in REWARDS
-    writings = _WRITINGS.get(name, _WRITINGS["strict" if strict else "ours"]) if ours else _WRITINGS["math_verify"]
-    shown = _tries(rows, writings)
+    writings = _WRITINGS.get(name, _WRITINGS["strict" if strict else "ours"]) if ours else OWN_WRITINGS
+    shown = _tries(rows, writings, len(rows) if ours else _ROWS_IN_ALL_WRITINGS)
     # What TRL gives a reward. All completions count as one token long: what they say decides.
     columns = {column: [row[column] for row, _ in shown] for column in (rows[0] if rows else ())}
     columns |= {"prompts": columns.pop("prompt", []), "completion_ids": [[0]] * len(shown)}
@@ -252,8 +260,10 @@ def corruptions(answer: str, others: Sequence[str]) -> list[str]:
     return [text for text in wrong if not same(text, answer)] + [""]
 
 
-def _tries(rows: Sequence[dict[str, Any]], writings: Sequence[str]) -> list[tuple[dict[str, Any], Try]]:
-    """Return the completions to show, each with its row."""
+def _tries(
+    rows: Sequence[dict[str, Any]], writings: Sequence[str], rows_in_all: int
+) -> list[tuple[dict[str, Any], Try]]:
+    """Return the completions to show, each with its row: ``rows_in_all`` rows in all writings, later rows in one."""
     answers, shown = [row["answer"] for row in rows], []
     for place, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         prompt = str(row["prompt"][-1]["content"]) if row.get("prompt") else ""
@@ -265,7 +275,7 @@ def _tries(rows: Sequence[dict[str, Any]], writings: Sequence[str]) -> list[tupl
             right, wrong = right_answers(answer)[:_MODES], wrong_answers(answer)
         else:
             right, wrong = [answer], corruptions(answer, answers[place + 1 :] + answers[:place])
-        for writing in writings:
+        for writing in writings if place < rows_in_all else [writings[place % len(writings)]]:
             shown += [(row, Try(prompt, answer, writing, writing % text, True)) for text in right]
             shown += [(row, Try(prompt, answer, writing, writing % text, False)) for text in wrong]
     return shown
