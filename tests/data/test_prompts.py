@@ -145,7 +145,7 @@ def test_a_missing_column_is_refused_with_those_that_exist(load, key):
     assert "problem, answer" in problem.fix
 
 
-def test_other_scalars_are_kept_for_rewards_but_for_names_that_trl_uses(load):
+def test_other_columns_are_kept_for_rewards_except_reserved_names(load):
     rows = [
         {"question": "1", "gold": 2, "level": 7, "source": "book", "easy": True, "prompt": "p", "answer": "raw"}
         | {"completion_ids": 1, "tags": ["a", "b"]}
@@ -157,8 +157,10 @@ def test_other_scalars_are_kept_for_rewards_but_for_names_that_trl_uses(load):
         "level": 7,
         "source": "book",
         "easy": True,
+        "tags": ["a", "b"],
     }
-    assert "left out, by name or as no scalars: prompt, answer, completion_ids, tags" in str(prompts)
+    reserved = "prompt (reserved name), answer (reserved name), completion_ids (reserved name)"
+    assert f"columns not passed to rewards: {reserved}" in str(prompts)
 
 
 @pytest.mark.parametrize(("least", "enough"), [(2, True), (3, True), (4, False)])
@@ -263,4 +265,5 @@ def test_columns_that_are_left_out_are_not_decoded(load, tmp_path):
     rows = {"problem": ["1"], "answer": ["2"], "picture": [{"bytes": b"no picture", "path": None}]}
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "pictures")
     prompts = load(dataset_name=str(tmp_path / "pictures"))
-    assert prompts.dataset.column_names == ["prompt", "answer"] and "left out" in str(prompts)
+    assert prompts.dataset.column_names == ["prompt", "answer"]
+    assert "columns not passed to rewards: picture (media)" in str(prompts)

@@ -34,7 +34,7 @@ def test_a_row_has_what_its_reward_needs(tokenizer: Any) -> None:
     assert prompts.dataset.column_names == ["prompt", "answer", "clauses", "problem_seed"]
     assert prompts.dataset["prompt"][0][0] == {"role": "system", "content": "Think."}
     assert str(prompts).startswith("3 problems of seeded:sat (3 read")
-    assert first_problems(args, 2) == prompts.dataset.select(range(2)).to_list()
+    assert first_problems(args, 2)[0] == prompts.dataset.select(range(2)).to_list()
 
 
 def test_an_evaluation_has_every_seed_of_its_own(tokenizer: Any) -> None:

@@ -114,3 +114,16 @@ def test_a_smoke_run_is_evaluated_on_its_held_out_sums(read, planned):
     argv = planned(recipe=read(**STEPS, **names)).process("trainer").argv
     train, test = (argv[argv.index(f"--{key}") + 1] for key in ("dataset_name", "eval_dataset_name"))
     assert train.endswith("/train.jsonl") and test == train.replace("train.jsonl", "test.jsonl")
+
+
+@pytest.mark.parametrize("column", ["image", "completion", "environment"])
+def test_a_reserved_column_that_a_reward_needs_is_named(files, read, tmp_path, column):
+    """R2: the message names the column, and its fix works."""
+    (tmp_path / "rows.jsonl").write_text(f'{{"problem": "1", "answer": "1", "{column}": "x"}}\n')
+    (tmp_path / "seen.py").write_text(f"def score(completions, {column}):\n    return [0.0]\n")
+    keys = {"dataset_name": "rows.jsonl", "reward_funcs": ["seen.py:score"]}
+    (problem,) = check(read(**keys), {})
+    assert f"needs '{column}', a column that is not passed to rewards (reserved name)" in problem.what
+    (tmp_path / "rows.jsonl").write_text(f'{{"problem": "1", "answer": "1", "my_{column}": "x"}}\n')
+    (tmp_path / "seen.py").write_text(f"def score(completions, my_{column}):\n    return [0.0]\n")
+    assert check(read(**keys), {}) == []

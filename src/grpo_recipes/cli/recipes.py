@@ -201,10 +201,13 @@ def check_rewards(options: argparse.Namespace) -> int:
         # TRL and datasets come with these, which takes seconds.
         from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows
 
-        rows = sample_rows(recipe, options.rows, find_assets(recipe, os.environ).lookup)
+        rows, counts = sample_rows(recipe, options.rows, find_assets(recipe, os.environ).lookup)
         if not rows:
             raise config_error(shown(recipe.path), "the dataset has no rows with a solution", "look at its columns")
-        results = probe_rewards(recipe, rows)
+        if counts.left_out and not options.json:
+            columns = ", ".join(f"{name} ({reason})" for name, reason in counts.left_out.items())
+            print(f"grpo: note: columns not passed to rewards: {columns}")
+        results = probe_rewards(recipe, rows, counts.left_out)
         found |= {"rows": len(rows), "rewards": [asdict(one) | {"tells_apart": one.tells_apart} for one in results]}
         if not options.json:
             _print_rewards(results)

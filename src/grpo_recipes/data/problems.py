@@ -18,6 +18,7 @@ from datasets import (
     DatasetDict,
     Features,
     IterableDataset,
+    LargeList,
     List,
     ReadInstruction,
     Value,
@@ -37,7 +38,6 @@ Message = dict[str, str]
 Batch = dict[str, list[Any]]
 
 BATCH_ROWS = 1000
-_SCALARS = ("string", "large_string", "bool", "int", "uint", "float")
 MESSAGES = List({"role": Value("string"), "content": Value("string")})
 Rows = Dataset | IterableDataset
 # (hub id, configuration, split) -> folder of `save_to_disk` that an earlier `grpo fetch` left, or None.
@@ -55,7 +55,7 @@ class DataSource:
     prompt: str  # column of the problem
     solution: str  # column of the reference solution
     keys: tuple[str, str] = _COLUMN_KEYS  # recipe keys that name the two columns, for messages
-    others: tuple[str, ...] | None = None  # other columns to keep; None keeps all scalars
+    others: tuple[str, ...] | None = None  # other columns that rewards get; None passes all but media
 
 
 def train_source(args: ScriptArguments) -> DataSource:
@@ -178,6 +178,7 @@ class Counts:
     own_system: int = 0  # kept, with a system message of their own in place of ``system_prompt``
     unmarked: int = 0  # kept, whole solutions without ``dataset_solution_marker``
     longest: int = 0  # tokens of the longest prompt kept
+    left_out: dict[str, str] = field(default_factory=dict)  # columns that rewards do not get, and why
     notes: list[str] = field(default_factory=list)  # what else the user should know
 
     def lines(self) -> list[str]:
@@ -190,7 +191,9 @@ class Counts:
             "without dataset_solution_marker in the solution, which is kept whole": self.unmarked,
         }
         longest = [f"longest prompt {self.longest} tokens"] if self.longest else []
-        return [*longest, *(f"{count} {text}" for text, count in said.items() if count), *self.notes]
+        columns = ", ".join(f"{name} ({reason})" for name, reason in self.left_out.items())
+        named = [f"columns not passed to rewards: {columns}"] if columns else []
+        return [*longest, *(f"{count} {text}" for text, count in said.items() if count), *named, *self.notes]
 
 
 def problems(
@@ -203,16 +206,14 @@ def problems(
     needed = {source.prompt: source.keys[0], source.solution: source.keys[1]}
     need_columns(source.id, names, needed | dict.fromkeys(source.others or (), source.keys[0]))
     known = rows.features or Dataset.from_dict(next(rows.iter(BATCH_ROWS))).features
-    others = list(source.others or ())
-    if source.others is None:  # every scalar whose name has no meaning to TRL
-        scalars = {name for name, kind in known.items() if isinstance(kind, Value) and kind.dtype.startswith(_SCALARS)}
-        rest = [name for name in known if name not in (source.prompt, source.solution)]
-        others = [name for name in rest if name in scalars and name not in datafiles.RESERVED_COLUMNS]
-        if left_out := [name for name in rest if name not in others]:
-            counts.notes.append(f"columns of '{source.id}' left out, by name or as no scalars: {', '.join(left_out)}")
-    text = Value("string")  # also in place of large_string, as which pandas reads texts
-    kept = {name: text if known[name] == Value("large_string") else known[name] for name in others}
-    # Other columns are not even decoded: images and long lists take most of the time where there are any.
+    others = source.others
+    if others is None:
+        columns = [name for name in known if name not in (source.prompt, source.solution)]
+        left_out = {name: reason for name in columns if (reason := _left_out(name, known[name]))}
+        counts.left_out |= left_out
+        others = tuple(name for name in columns if name not in left_out)
+    passed = {name: _common_type(known[name]) for name in others}
+    # Unselected columns are not decoded: reading images takes most of the time in datasets that have some.
     rows = rows.select_columns(list(dict.fromkeys([source.prompt, source.solution, *others])))
 
     def shaped() -> Iterator[Batch]:
@@ -234,7 +235,30 @@ def problems(
             columns = {"prompt": prompts, "answer": [answer for answer, _ in answers]}
             yield chosen(columns | {name: batch[name] for name in others}, usable)
 
-    return Problems(Features({"prompt": MESSAGES, "answer": text, **kept}), shaped())
+    return Problems(Features({"prompt": MESSAGES, "answer": Value("string"), **passed}), shaped())
+
+
+def _left_out(name: str, feature: Any) -> str:
+    """Return why rewards do not get a column, or an empty text."""
+    if name in datafiles.RESERVED_COLUMNS:
+        return "reserved name"
+    return "media" if _has_media(feature) else ""
+
+
+def _has_media(feature: Any) -> bool:
+    """Return whether a column holds images, audio, video or documents, also inside lists and dictionaries."""
+    if isinstance(feature, List | LargeList):
+        return _has_media(feature.feature)
+    return any(map(_has_media, feature.values())) if isinstance(feature, dict) else hasattr(feature, "embed_storage")
+
+
+def _common_type(feature: Any) -> Any:
+    """Return a column's type without the large texts and lists of pandas and polars, so that datasets can be joined."""
+    if isinstance(feature, List | LargeList):
+        return List(_common_type(feature.feature))
+    if isinstance(feature, dict):
+        return {name: _common_type(part) for name, part in feature.items()}
+    return Value("string") if feature == Value("large_string") else feature
 
 
 def distinct(found: Problems, counts: Counts) -> Problems:
@@ -345,8 +369,7 @@ def mixed(args: ScriptArguments, counts: Counts, fetched: Fetched | None = None)
     every = dict.fromkeys(name for part in parts for name in part.column_names)
     first = parts[0].features
     common = [name for name in every if all(part.features.get(name) == first.get(name) for part in parts)]
-    if left_out := [name for name in every if name not in common]:
-        counts.notes.append(f"columns that not all datasets of the mixture have left out: {', '.join(left_out)}")
+    counts.left_out |= {name: "not in every dataset of the mixture" for name in every if name not in common}
     joined = concatenate_datasets([part.select_columns(common) for part in parts])
     shuffled = joined.shuffle(seed=seed, keep_in_memory=True)
     joined = collected(distinct(Problems(shuffled.features, shuffled.iter(BATCH_ROWS)), counts))

@@ -301,14 +301,17 @@ def _prepared(name: str, prepare: Callable[[], Prompts]) -> Prompts:
     return replace(outcome["rest"], dataset=load_from_disk(outcome["folder"]))
 
 
-def first_problems(args: ScriptArguments, most: int, fetched: Fetched | None = None) -> list[dict[str, Any]]:
+def first_problems(
+    args: ScriptArguments, most: int, fetched: Fetched | None = None
+) -> tuple[list[dict[str, Any]], Counts]:
     """Return the first problems a recipe trains on, before any shuffle, as ``problems`` shapes them."""
+    counts = Counts()
     if args.dataset_mixture:
-        joined, _ = mixed(args, Counts(), fetched)
-        return joined.select(range(min(most, len(joined)))).to_list()
+        joined, _ = mixed(args, counts, fetched)
+        return joined.select(range(min(most, len(joined)))).to_list(), counts
     source = train_source(args)
-    found = problems(rows_of(source, args, fetched), source, args, Counts(), batch_rows=most)
-    return collected(found, most).to_list()
+    shaped = problems(rows_of(source, args, fetched), source, args, counts, batch_rows=most)
+    return collected(shaped, most).to_list(), counts
 
 
 def _fitting(found: Problems, renderer: Renderer, args: ScriptArguments, counts: Counts, limit: int | None) -> Dataset:

@@ -200,7 +200,7 @@ class DatasetConfig:
     config: str | None = _key(None, "Configuration of the dataset.")
     split: str = _key("train", "Split that is read.")
     columns: list[str] | None = _key(None,
-        "Prompt and solution column, then others kept for rewards; by default the recipe's two and all scalar ones.")
+        "Prompt and solution column, then others passed to rewards; by default the recipe's two and all others.")
     weight: float | None = _key(None, "Share of its rows used, drawn by seed; all by default.", min=0.0001, max=1.0)
 
 

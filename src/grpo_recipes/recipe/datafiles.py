@@ -18,8 +18,8 @@ BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parqu
 LIVE_OBJECTS = ("trainer_state", "log_extra", "log_metric", "environments")
 # Column names that TRL's trainer fills itself or gives a meaning of its own, and `answer`, which is ours.
 RESERVED_COLUMNS = (
-    "prompt", "prompts", "completion", "completions", "completion_ids", "messages", "image", "images", "tools",
-    "environment", "answer", *LIVE_OBJECTS,
+    "prompt", "prompts", "completion", "completions", "completion_ids", "image", "images", "environment", "answer",
+    *LIVE_OBJECTS,
 )  # fmt: skip
 _NO_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _HEAD = 1 << 20  # characters

@@ -112,6 +112,7 @@ def needed_arguments(
             known = set(columns or ()) - {*RESERVED_COLUMNS, recipe["dataset_prompt_column"]}
             if columns is not None and parameter not in known:
                 here = [*_LIVE, "solution", *sorted(known)]
+                what = f"'{name}' needs '{parameter}', which no reward gets"
                 fix = f"take one of {', '.join(dict.fromkeys(here))}, or give it a default"
                 if parameter in LIVE_OBJECTS and live is None:
                     fix = "give it a default: an evaluation alone has no trainer"
@@ -119,7 +120,10 @@ def needed_arguments(
                     fix = "write reward_isolation: none, under which the trainer's own objects are handed on"
                 elif parameter == recipe["dataset_prompt_column"]:
                     fix = "take prompts: the prompt column comes under this name, as chat messages"
-                yield recipe.problem("reward_funcs", f"'{name}' needs '{parameter}', which no reward gets", fix)
+                elif parameter in columns:
+                    what = f"'{name}' needs '{parameter}', a column that is not passed to rewards (reserved name)"
+                    fix = f"rename column '{parameter}' in the data and in the function, or give it a default"
+                yield recipe.problem("reward_funcs", what, fix)
                 break
 
 

@@ -10,8 +10,9 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from grpo_recipes.paths import shown
@@ -48,13 +49,15 @@ def keep_rewards(names: Sequence[str], run_dir: Path, update: bool = False) -> l
     return list(dict.fromkeys(notes))
 
 
-def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
+def load_rewards(
+    script_args: Any, args: Any, run_dir: Path, left_out: Mapping[str, str] = MappingProxyType({})
+) -> list[Reward]:
     """Return the rewards of a recipe's two configs, in its order, as TRL calls them.
 
     The user's own, and those of ours whose work has no bound, are called in child processes; the pool they share is
     started here. With ``reward_isolation: none`` the user's own are called in this process. ``run_dir`` has, or gets,
     copies of the user's files, and keeps the scores that limits decide. A file that does not exist is a ConfigError,
-    one that cannot be loaded otherwise a RewardFailed.
+    one that cannot be loaded otherwise a RewardFailed. ``left_out`` has the columns that rewards do not get, and why.
     """
     names, copies = script_args.reward_funcs, run_dir / REWARD_COPIES
     keep_rewards(names, run_dir)
@@ -78,11 +81,12 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
         label = end if short.count(end) == 1 else name  # the name for metrics
         if name in isolated:
             code = hashlib.sha256(copy_path(name, copies).read_bytes()).hexdigest() if is_own(name) else ""
-            rewards.append(IsolatedReward(pool, name, label, records, code, solutions if is_own(name) else ()))
+            further = solutions if is_own(name) else ()
+            rewards.append(IsolatedReward(pool, name, label, records, code, further, left_out))
         elif name == ENVIRONMENT_REWARD:
             rewards.append(EpisodeReward())
         elif is_own(name):
-            rewards.append(RewardWrapper(load_reward(name, copies), name, label, solutions))
+            rewards.append(RewardWrapper(load_reward(name, copies), name, label, solutions, left_out))
         else:
             rewards.append(make_reward(name, script_args, args))
     if isolated:
@@ -91,9 +95,11 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
 
 
 @contextlib.contextmanager
-def lent_rewards(settings: Any, run_dir: Path) -> Iterator[list[Reward]]:
+def lent_rewards(
+    settings: Any, run_dir: Path, left_out: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[list[Reward]]:
     """Lend the rewards of a recipe, whose keys are attributes of ``settings``; their child processes end afterwards."""
-    rewards = load_rewards(settings, settings, run_dir)
+    rewards = load_rewards(settings, settings, run_dir, left_out)
     try:
         yield rewards
     finally:
@@ -110,9 +116,9 @@ class IsolatedReward(RewardWrapper):
 
     def __init__(
         self, pool: RewardPool, spec: str, name: str, records: LimitRecords, code: str = "",
-        solutions: Collection[str] = (),
+        solutions: Collection[str] = (), left_out: Mapping[str, str] = MappingProxyType({}),
     ):  # fmt: skip
-        super().__init__(pool.score, spec, name, solutions)
+        super().__init__(pool.score, spec, name, solutions, left_out)
         self.pool, self.timeout, self._records = pool, pool.timeout, records
         self.early: dict[str, Score] = {}  # scores that completions of the generation at hand had while it was sampled
         self._identity = (spec, code, pool.timeout, pool.memory_gib)

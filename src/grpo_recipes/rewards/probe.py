@@ -13,13 +13,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.modebench.dataset import is_problem, right_answers, wrong_answers
@@ -30,6 +30,9 @@ from grpo_recipes.rewards.load import IsolatedReward, lent_rewards
 from grpo_recipes.rewards.pool import TIME_LIMIT
 from grpo_recipes.rewards.score import GIVEN_UP, Reward, RewardFailed, RewardWrapper, call_reward, is_own
 from grpo_recipes.seeded import assignments, clauses_of
+
+if TYPE_CHECKING:
+    from grpo_recipes.data.problems import Counts
 
 TAG, TAGGED_BOX, BOX = "<answer>%s</answer>", r"<answer>\boxed{%s}</answer>", r"\boxed{%s}"
 # Formats of an answer that each shipped reward reads, and formats that the user's own reward may read.
@@ -90,7 +93,7 @@ class ProbeResult:
         return None not in means and not math.isclose(*means, abs_tol=1e-9)
 
 
-def sample_rows(recipe: Recipe, most: int, fetched: Any) -> list[dict[str, Any]]:
+def sample_rows(recipe: Recipe, most: int, fetched: Any) -> tuple[list[dict[str, Any]], "Counts"]:
     """Return the first ``most`` rows a recipe trains on, before any shuffle; ``fetched`` looks up fetched datasets."""
     from datasets import disable_progress_bars
 
@@ -105,13 +108,22 @@ def _settings(recipe: Recipe) -> Any:
     return SimpleNamespace(**{key: entry.value for key, entry in recipe.values.items()})
 
 
-def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[ProbeResult]:
-    """Show every reward of a recipe, loaded as a trainer loads it, right and wrong completions of these rows."""
+def probe_rewards(
+    recipe: Recipe, rows: list[dict[str, Any]], left_out: Mapping[str, str] = MappingProxyType({})
+) -> list[ProbeResult]:
+    """Show every reward of a recipe, loaded as a trainer loads it, right and wrong completions of these rows.
+
+    ``left_out`` has the columns that rewards do not get, and why.
+    """
     settings = _settings(recipe)
     names = settings.reward_funcs = list(dict.fromkeys(recipe["reward_funcs"]))
     strict, most_missing = recipe["answer_matching"] == "strict", recipe["reward_max_no_verdict"]
     handed = recipe["reward_environment"]
-    with refusing_rewards(recipe), tempfile.TemporaryDirectory() as own, lent_rewards(settings, Path(own)) as rewards:
+    with (
+        refusing_rewards(recipe),
+        tempfile.TemporaryDirectory() as folder,
+        lent_rewards(settings, Path(folder), left_out) as rewards,
+    ):
         pairs = zip(names, rewards, strict=True)
         return [probe(name, reward, rows, strict, most_missing, handed) for name, reward in pairs]
 

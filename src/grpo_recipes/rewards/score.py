@@ -6,8 +6,9 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, translate
@@ -169,9 +170,13 @@ class RewardWrapper:
 
     timeout: float | None = None  # seconds it may take for one completion, None without a limit
 
-    def __init__(self, function: Callable[..., Any], spec: str, name: str, solutions: Collection[str] = ()):
+    def __init__(
+        self, function: Callable[..., Any], spec: str, name: str, solutions: Collection[str] = (),
+        left_out: Mapping[str, str] = MappingProxyType({}),
+    ):  # fmt: skip
         self._function = function
         self._solutions = solutions  # further names under which it gets ``answer``
+        self._left_out = left_out  # columns of the dataset that rewards do not get, and why
         self.spec = spec  # as the recipe names it
         self.__name__ = name  # TRL's name for its metrics
         self.scores: list[Score] = []  # (B,) of the last call
@@ -182,12 +187,21 @@ class RewardWrapper:
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Return the reward of each completion, (B,); None where it is unscored."""
-        self.scores = self._score(len(completions), self.named({**columns, "completions": completions}))
+        scores = self._score(len(completions), self.named({**columns, "completions": completions}))
+        self.scores = [self._explained(score) if score.reason else score for score in scores]
         return [score.value for score in self.scores]
 
     def named(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return columns of TRL's, and ``answer`` under its further names."""
         return {**(dict.fromkeys(self._solutions, columns["answer"]) if "answer" in columns else {}), **columns}
+
+    def _explained(self, score: Score) -> Score:
+        """Add the left-out column to the reason for a missing score, if the reason names that column."""
+        return replace(score, reason=f"{score.reason}{self._about_column(str(score.reason))}")
+
+    def _about_column(self, reason: str) -> str:
+        column = next((name for name in self._left_out if f"'{name}'" in reason), None)
+        return f"; column '{column}' is not passed to rewards: {self._left_out[column]}" if column else ""
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
         try:
@@ -197,6 +211,7 @@ class RewardWrapper:
             return [Score(None, GIVEN_UP)] * rows
         except Exception as error:
             what = described(error)
+            what += self._about_column(what)
             verb = "got" if what.startswith(NO_ANSWER) else "raised"
             raise RewardFailed(f"reward '{self.spec}' {verb} {what}") from error
         for score in scores:

@@ -53,8 +53,9 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
         return [*seen, *_episodes(recipe, *configs)]
     if uses_atropos(recipe.__getitem__):
         return [*seen, *_groups(recipe, sources)]
-    rows = sample_rows(recipe, SAMPLE, sources.lookup)
-    tried = collect([partial(_prompts, recipe, rows, *configs), partial(_rewards, recipe, rows)], lambda look: look())
+    rows, counts = sample_rows(recipe, SAMPLE, sources.lookup)
+    looks = [partial(_prompts, recipe, rows, *configs), partial(_rewards, recipe, rows, counts.left_out)]
+    tried = collect(looks, lambda look: look())
     return seen + [line for lines in tried for line in lines]
 
 
@@ -219,16 +220,17 @@ def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model
     ]
 
 
-def _rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[str]:
+def _rewards(recipe: Recipe, rows: list[dict[str, Any]], left_out: Mapping[str, str]) -> list[str]:
     """Show the rewards right and wrong answers to these rows."""
-    findings = probe_rewards(recipe, rows)
+    findings = probe_rewards(recipe, rows, left_out)
     if problems := problems_of(recipe, rows, findings):
         raise ConfigError(*problems)
 
     def mean(value: float | None) -> str:
         return "without a score" if value is None else f"{value:.3f}"
 
-    return [
+    columns = ", ".join(f"{name} ({reason})" for name, reason in left_out.items())
+    return [f"columns    not passed to rewards: {columns}"] * bool(columns) + [
         f"reward     {one.reward}: right answers {mean(one.right_mean)}, wrong ones {mean(one.wrong_mean)}"
         for one in findings
     ]

@@ -53,7 +53,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         _leave_if_asked(stop, run, args.device)
         trainer = trainer_class(
             model=model_args.model_name_or_path,
-            reward_funcs=load_rewards(script_args, args, run),
+            reward_funcs=load_rewards(script_args, args, run, prompts.counts.left_out),
             reward_max_no_verdict=script_args.reward_max_no_verdict,
             args=args,
             train_dataset=prompts.dataset,
