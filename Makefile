@@ -6,13 +6,16 @@ BIN := $(abspath $(ENV_DIR))/bin
 PYTEST_ARGS ?=
 WORKERS ?= 3
 DOCS_ADDRESS ?= 127.0.0.1:8088
+# Every test that runs is recorded, for make coverage.
+RAN_TESTS := $(abspath .cache/ran-tests.txt)
+PYTEST = GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python -m pytest
 QUICK = -m "not slow and not soak
 NONE_CHOSEN = 5
 EXACT = $(abspath bench/results/exact_resume.jsonl)
 EXACT_TESTS = tests/trainers/test_exact_resume.py tests/e2e/test_exact_ranks.py
 SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" "*.slurm" .ci/run)
 
-.PHONY: help setup smoke test e2e soak exact coverage mutants docs docs-serve maxent evidence lint format keys clean lock
+.PHONY: help setup smoke test e2e e2e-today soak exact coverage mutants docs docs-serve maxent evidence lint format keys clean lock
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -24,12 +27,18 @@ setup:  ## make the environment (nothing to do when it is complete)
 smoke:  ## set up and run the smoke recipe
 	@ENV_DIR="$(ENV_DIR)" bash training.sh
 
-test: setup  ## quick tests: in three processes, then alone those that other load would fail
-	$(BIN)/python -m pytest $(QUICK) and not alone" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) || [ $$? = $(NONE_CHOSEN) ]
-	$(BIN)/python -m pytest $(QUICK) and alone" $(PYTEST_ARGS) || [ $$? = $(NONE_CHOSEN) ]
+test: setup  ## quick tests: most in three processes, then one by one those that measure seconds
+	@mkdir -p $(dir $(RAN_TESTS)) && date '+started %s' >$(RAN_TESTS)
+	@failed=; \
+	$(PYTEST) $(QUICK) and not alone" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) || [ $$? = $(NONE_CHOSEN) ] || failed=1; \
+	$(PYTEST) $(QUICK) and alone" $(PYTEST_ARGS) || [ $$? = $(NONE_CHOSEN) ] || failed=1; \
+	[ -z "$$failed" ]
 
-e2e: setup  ## tests of whole runs, with a real Slurm where one is installed
-	$(BIN)/python -m pytest -m "slow and not soak" $(PYTEST_ARGS)
+e2e: setup  ## tests of whole runs, with a real Slurm if it is installed
+	$(PYTEST) -m "slow and not soak" $(PYTEST_ARGS)
+
+e2e-today: setup  ## the whole runs that CI makes today: some tests have one day of sixteen
+	GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python tests/today.py -m "slow and not soak" $(PYTEST_ARGS)
 
 soak: setup  ## stop and kill jobs on a real Slurm for half an hour; adds to bench/results/soak.jsonl
 	GRPO_SOAK_RESULT=$(abspath bench/results/soak.jsonl) $(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
@@ -39,8 +48,8 @@ exact: setup  ## continue runs from every checkpoint, compare final weights; wri
 	GRPO_EXACT_RESULT=$(EXACT) $(BIN)/python -m pytest $(EXACT_TESTS) $(PYTEST_ARGS)
 	@GRPO_EXACT_RESULT=$(EXACT) $(BIN)/python tests/exact_record.py
 
-coverage: setup  ## whether the tests that just ran show what tests/*_rows.yaml and findings.yaml claim (needs GRPO_RAN_TESTS)
-	$(BIN)/python tests/check_guide_rows.py
+coverage: setup  ## whether the last make test and make e2e show what tests/*_rows.yaml and findings.yaml claim
+	GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python tests/check_guide_rows.py
 
 mutants: setup  ## empty functions one at a time; each has to fail a test (MUTANTS="words" of some)
 	$(BIN)/python tests/mutants.py $(MUTANTS)

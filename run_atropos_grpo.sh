@@ -45,7 +45,7 @@ need_api() {
 
 repository=$(find_repository) || exit
 need_api "$@"
-export GRPO_DOOR=atropos EXTRAS=${EXTRAS:-environments} # the extra with atroposlib
+export GRPO_DOOR=atropos
 if [[ $1 == --help || $1 == -h ]]; then
     exec bash "$repository/training.sh" --help
 fi

@@ -91,7 +91,11 @@ mkdir -p logs
 prepare_shell
 if [[ -n $ENV_ACTIVATE || -n $CONDA_ENV ]]; then
     grpo=$(type -P grpo) || fail "the environment has no grpo command; install it there with:" \
-        "pip install --no-deps -r requirements/gpu.txt && pip install --no-deps -e ."
+        "pip install --no-deps -r requirements/gpu.txt -r requirements/environments.txt -r requirements/search.txt -e ."
+    python=${grpo%/*}/python
+    code=$("$python" -I scripts/installed_checkout.py 2>/dev/null)
+    [[ -z $code || $code -ef $repository ]] || fail "$python runs the code of $code, not of $repository." \
+        "Fix: $python -m pip install --no-deps -e $(printf %q "$repository"), or activate another environment"
 else
     bash scripts/setup.sh || exit
 fi

@@ -6,7 +6,7 @@
 #   ENV_DIR=DIR            where it lives (default: .venv at the repository root)
 #   ENV_MODE=venv|conda    venv, or a conda prefix
 #   PYTHON=FILE            the interpreter to build on (3.11 to 3.13)
-#   EXTRAS=environments,search   also the libraries of games and tasks, and Optuna; what an environment has it keeps
+#   EXTRAS=none   leave out the libraries of games and tasks (environments) and Optuna (search), until EXTRAS names them
 # Indexes, proxies, certificates and find-links are those of pip's own configuration.
 set -euo pipefail
 
@@ -75,21 +75,30 @@ choose_flavour() {
     lock_hash=$(sha256sum "$lock_file" | cut -d' ' -f1)
 }
 
-# Each extra with its name in the stamp.
+# Each extra with its key in the stamp. The value there is the hash of the extra's lock, or "none" if it was left out.
 declare -A extra_keys=([environments]=extras [search]=search) extra_hashes=()
 
-# The extras of EXTRAS, and those that the environment has.
+# Install every extra by default. EXTRAS selects some of them, or none; an installed extra is kept in any case.
 choose_extras() {
-    local name asked=" ${EXTRAS:-} "
-    asked=${asked//,/ }
-    for name in $asked; do
-        [[ -n ${extra_keys[$name]:-} ]] || fail "EXTRAS=$name is unknown; there are: EXTRAS=environments,search"
+    local name selected recorded
+    selected=${EXTRAS:-environments,search}
+    [[ $selected != none ]] || selected=
+    selected=" ${selected//,/ } "
+    for name in $selected; do
+        [[ -n ${extra_keys[$name]:-} ]] ||
+            fail "EXTRAS=$EXTRAS: '$name' is unknown. Fix: set EXTRAS=environments,search or EXTRAS=none"
     done
     for name in "${!extra_keys[@]}"; do
-        [[ $asked != *" $name "* && -z $(stamped "${extra_keys[$name]}") ]] ||
+        recorded=$(stamped "${extra_keys[$name]}")
+        extra_hashes[$name]=none
+        if [[ -n $recorded && $recorded != none ]] || { [[ $selected == *" $name "* ]] && ! left_out "$recorded"; }; then
             extra_hashes[$name]=$(sha256sum "$root/requirements/$name.txt" | cut -d' ' -f1)
+        fi
     done
 }
+
+# left_out RECORDED: whether an earlier EXTRAS left this extra out, and this call does not set EXTRAS.
+left_out() { [[ $1 == none && -z ${EXTRAS:-} ]]; }
 
 # The two flavours share module names (vllm), so one is never installed over the other.
 refuse_other_flavour() {
@@ -109,26 +118,34 @@ what_is_missing() {
     [[ -f $stamp ]] || { echo "no complete $flavour environment in $env_dir"; return; }
     [[ $(stamped lock) == "$lock_hash" ]] || { echo "requirements/${lock_file##*/} has changed"; return; }
     for name in "${!extra_hashes[@]}"; do
-        [[ $(stamped "${extra_keys[$name]}") == "${extra_hashes[$name]}" ]] ||
+        [[ ${extra_hashes[$name]} == none || $(stamped "${extra_keys[$name]}") == "${extra_hashes[$name]}" ]] ||
             { echo "requirements/$name.txt is not installed, or has changed"; return; }
     done
     version=$(python_version 2>/dev/null) || { echo "$python does not run"; return; }
     [[ $(stamped python) == "$version" ]] || { echo "its Python is now $version"; return; }
+    [[ $(installed_checkout) -ef $root ]] || { echo "$env_dir does not run the code of $root"; return; }
     # scripts name their interpreter by its full path, which breaks when an environment is moved or copied
     grep -qsF "$env_dir/bin/python" "$env_dir/bin/grpo" || { echo "$env_dir/bin/grpo is missing or was moved"; return; }
 }
 
-note_other_checkout() {
-    local owner
-    owner=$(stamped root)
-    [[ -z $owner || $owner == "$root" ]] || say "note: $env_dir runs the code of $owner, not of $root"
+installed_checkout() { "$python" -I "$root/scripts/installed_checkout.py" 2>/dev/null; }
+
+# An environment imports the code of one checkout, so a second checkout must not train with it.
+refuse_other_checkout() {
+    local owner own=$root/.venv
+    [[ -x $python ]] || return 0
+    owner=$(installed_checkout) || return 0
+    [[ ! $owner -ef $root && -f $owner/scripts/setup.sh ]] || return 0
+    [[ ! $env_dir -ef $own ]] || own=$root/.venv.own
+    fail "ENV_DIR=$env_dir: this environment runs the code of $owner, not of $root." \
+        "Fix: ENV_DIR=$(printf %q "$own") bash $(printf %q "$root/scripts/setup.sh")"
 }
 
 write_stamp() {
     local version
     version=$(python_version)
     printf '{"flavour": "%s", "lock": "%s", "extras": "%s", "search": "%s", "python": "%s", "root": "%s"}\n' \
-        "$flavour" "$lock_hash" "${extra_hashes[environments]:-}" "${extra_hashes[search]:-}" "$version" "$root" \
+        "$flavour" "$lock_hash" "${extra_hashes[environments]}" "${extra_hashes[search]}" "$version" "$root" \
         >"$stamp.new"
     mv "$stamp.new" "$stamp"
 }
@@ -270,7 +287,7 @@ install_packages() {
     fi
     pip install --no-deps -r "$lock_file" || fail "pip could not install requirements/${lock_file##*/} (its message is above)"
     for name in "${!extra_hashes[@]}"; do
-        pip install --no-deps -r "$root/requirements/$name.txt" ||
+        [[ ${extra_hashes[$name]} == none ]] || pip install --no-deps -r "$root/requirements/$name.txt" ||
             fail "pip could not install requirements/$name.txt (its message is above)"
     done
     pip install --no-deps --no-build-isolation --editable "$root" ||
@@ -311,6 +328,7 @@ main() {
     choose_flavour
     choose_extras
     refuse_other_flavour
+    refuse_other_checkout
     reason=$(what_is_missing)
     if [[ -n $reason ]]; then
         # jobs never install: compute nodes may be offline, and many jobs may start at once
@@ -321,7 +339,6 @@ main() {
     else
         say "$flavour environment in $env_dir (python $(stamped python)) is complete"
     fi
-    note_other_checkout
 }
 
 main "$@"

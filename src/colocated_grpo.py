@@ -8,6 +8,7 @@ and goes on in it with ``grpo_recipes.cli.colocated``, which reads the flags.
 
 import importlib.util
 import os
+import subprocess
 import sys
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
@@ -33,7 +34,19 @@ def need_environment():
         fix = f"run make setup in {REPOSITORY}, or export ENV_DIR=DIR of an environment that it made"
         sys.stderr.write(f"grpo: environment: {what}. Fix: {'activate it, or unset ' + own if own else fix}\n")
         sys.exit(2)
+    refuse_other_checkout(python)
     return python
+
+
+def refuse_other_checkout(python):
+    """Exit with 2 if the environment imports the code of another checkout than this file's."""
+    script = os.path.join(REPOSITORY, "scripts", "installed_checkout.py")
+    code = subprocess.run([python, "-I", script], stdout=subprocess.PIPE, text=True).stdout.strip()
+    if code and not os.path.samefile(code, REPOSITORY):
+        what = f"{python} runs the code of {code}, not of {REPOSITORY}"
+        fix = f"ENV_DIR={os.path.join(REPOSITORY, '.venv')} make -C {REPOSITORY} setup, then set the same ENV_DIR here"
+        sys.stderr.write(f"grpo: environment: {what}. Fix: {fix}\n")
+        sys.exit(2)
 
 
 def main(module="grpo_recipes.cli.colocated"):

@@ -1,8 +1,8 @@
 """Fails when a row rests on a test that did not pass here: `make coverage`.
 
 Rows are those of guide_rows.yaml, atropos_rows.yaml, findings.yaml and faults.yaml.
-Where GRPO_DAY chose a day's share of the rotating tests, one of another day is counted unless it ran and did not pass.
-GRPO_RAN_TESTS names the file in which ran_tests.py wrote down the tests of `make test` and `make e2e`.
+GRPO_RAN_TESTS is the file in which ran_tests.py recorded the tests of `make test` and `make e2e`. If `make e2e-today`
+ran a day's share of the rotating tests, a test of another day is counted unless it ran and did not pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> int:
     """Say what is not shown; 0 when everything is, 1 when not, 2 when no tests ran."""
     file = os.environ.get("GRPO_RAN_TESTS", "")
     if not Path(file).is_file():
-        print("coverage: GRPO_RAN_TESTS names no file; run .ci/run, or export it before make test, e2e and coverage")
+        print("coverage: no record of tests found. Fix: run make test and make e2e, then make coverage")
         return 2
     resting = (*rows(), *findings.rows())
     shown = counted([test for row in resting for test in row.tests], Path(file))
@@ -52,10 +52,11 @@ def _runs_here(program: str) -> bool:
 
 
 def counted(tests: Iterable[str], file: Path) -> set[str]:
-    """Of these tests, those that passed, and in a run of one day's share (GRPO_DAY) the rotating ones of other days."""
-    ran = {line.partition(" ")[2] for line in file.read_text().splitlines()}
+    """Return the tests that passed, and after a run of one day's share also the rotating tests of other days."""
+    lines = file.read_text().splitlines()
+    ran, is_share = {line.partition(" ")[2] for line in lines}, any(line.startswith("day ") for line in lines)
     passed = passed_tests(file)
-    resting = {test for test in tests if "GRPO_DAY" in os.environ and test not in ran and exists(test)}
+    resting = {test for test in tests if is_share and test not in ran and exists(test)}
     return passed.intersection(tests) | set(filter(is_rotating, resting))
 
 

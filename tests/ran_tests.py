@@ -1,4 +1,4 @@
-"""Writes down which tests ran, where GRPO_RAN_TESTS names a file: `make coverage` reads it afterwards."""
+"""Record which tests ran in the file GRPO_RAN_TESTS, which `make coverage` reads afterwards."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Choose the rotating tests of a day, where GRPO_DAY gives one (a whole number): `.ci/run` counts the days.
+"""Choose the rotating tests of the day GRPO_DAY (an integer), which `make e2e-today` sets.
 
-Whole runs take minutes. `make e2e` runs all that are marked `rotating`. CI runs an eighth a day of those that inject a
-`fault`, and a sixteenth of the others, after all other tests. On a slow machine it starts none of them once the time
-that GRPO_ROTATE_UNTIL gives (in seconds since 1970) is over: they have another day.
+Whole runs take minutes. `make e2e` runs all tests marked `rotating`. CI runs an eighth per day of those that inject a
+`fault`, and a sixteenth of the others, after all other tests. It starts none of them after GRPO_ROTATE_UNTIL (seconds
+since 1970): on a slow machine they run on another day.
 """
 
 from __future__ import annotations

@@ -133,18 +133,15 @@ def test_a_test_without_its_program_is_excused_and_one_with_it_is_not() -> None:
     assert len(check_guide_rows.judge((row,), set(), lambda name: name == program)[0]) == 1
 
 
-def test_a_test_that_rests_today_counts_and_one_that_ran_and_did_not_pass_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_test_that_rests_today_counts_and_one_that_ran_and_did_not_pass_does_not(tmp_path: Path) -> None:
     file, always, rotates = tmp_path / "ran", TEST, ROTATES
-    file.write_text("")
-    monkeypatch.delenv("GRPO_DAY", raising=False)
+    file.write_text("started 1\n")
     assert check_guide_rows.counted([always, rotates], file) == set()
-    monkeypatch.setenv("GRPO_DAY", "7")
+    file.write_text("day 7\n")
     assert check_guide_rows.counted([always, rotates], file) == {rotates}
-    file.write_text(f"passed {always}\nfailed {rotates}\n")
+    file.write_text(f"day 7\npassed {always}\nfailed {rotates}\n")
     assert check_guide_rows.counted([always, rotates], file) == {always}
-    file.write_text(f"skipped {rotates}\n")
+    file.write_text(f"day 7\nskipped {rotates}\n")
     assert check_guide_rows.counted([always, rotates], file) == set()
 
 
@@ -153,9 +150,9 @@ def test_the_check_ends_with_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str | None, code: int
 ) -> None:
     file, all_rows = tmp_path / "ran", [*rows(), *fault_rows.rows(), *findings.rows()]
-    file.write_text("".join(f"passed {test}\n" for row in all_rows for test in row.tests if test != missing))
+    passed = [f"passed {test}\n" for row in all_rows for test in row.tests if test != missing]
+    file.write_text("".join(["day 7\n", *passed]))
     monkeypatch.setenv("GRPO_RAN_TESTS", str(file))
-    monkeypatch.setenv("GRPO_DAY", "7")
     assert check_guide_rows.main() == code
     assert (TEST in capsys.readouterr().err) == bool(code)
     monkeypatch.setenv("GRPO_RAN_TESTS", str(tmp_path / "none"))
@@ -210,15 +207,12 @@ def test_a_test_exists_where_its_function_is_defined() -> None:
     assert not exists("tests/plan/test_plan.py::accelerate_file")
 
 
-def test_a_fault_rests_on_a_test_that_passed_or_that_another_day_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GRPO_DAY", "7")
+def test_a_fault_rests_on_a_test_that_passed_or_that_another_day_runs(tmp_path: Path) -> None:
     file = tmp_path / "ran"
     always, rotates = TEST, ROTATES
 
     def wrong(ran: str, *tests: str) -> list[str]:
-        file.write_text(ran)
+        file.write_text(f"day 7\n{ran}")
         return check_guide_rows.without_a_test((fault_rows.Fault("x", "ended", "", "", tests),), file)
 
     assert not wrong(f"passed {always}\n", always) and not wrong("", rotates)

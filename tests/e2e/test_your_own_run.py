@@ -57,8 +57,10 @@ def make_environment(clone: Path, name: str, flavour: str) -> None:
     script = Path(sys.executable).with_name("grpo").read_text().partition("\n")[2]
     (prefix / "bin/grpo").write_text(f"#!{prefix}/bin/python\n{script}")
     (prefix / "bin/grpo").chmod(0o755)
-    lock = (clone / "requirements" / ("cpu.txt" if flavour == "cpu" else "gpu.txt")).read_bytes()
-    stamp = {"flavour": flavour, "lock": hashlib.sha256(lock).hexdigest(), "python": platform.python_version()}
+    locks = {"lock": "cpu" if flavour == "cpu" else "gpu", "extras": "environments", "search": "search"}
+    files = {key: clone / "requirements" / f"{name}.txt" for key, name in locks.items()}
+    hashes = {key: hashlib.sha256(file.read_bytes()).hexdigest() for key, file in files.items()}
+    stamp = {"flavour": flavour, "python": platform.python_version(), **hashes}
     (prefix / "grpo-environment.json").write_text(json.dumps(stamp))
 
 

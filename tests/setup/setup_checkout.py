@@ -44,11 +44,23 @@ class Checkout:
         script = prefix / "bin" / "grpo"
         script.write_text(f'#!/bin/bash\n# {prefix}/bin/python\necho "grpo $*"\ngrep SigIgn "/proc/$$/status"\n')
         script.chmod(0o755)
-        lock = self.root / "requirements" / ("cpu.txt" if flavour == "cpu" else "gpu.txt")
+        (site,) = prefix.glob("lib/python3*/site-packages")
+        (site / "grpo_recipes.pth").write_text(f"{self.root / 'src'}\n")
         stamp = {
             "flavour": flavour,
-            "lock": hashlib.sha256(lock.read_bytes()).hexdigest(),
+            "lock": self.lock_hash("cpu" if flavour == "cpu" else "gpu"),
+            "extras": self.lock_hash("environments"),
+            "search": self.lock_hash("search"),
             "python": platform.python_version(),
         }
         (prefix / "grpo-environment.json").write_text(json.dumps(stamp))
         return prefix
+
+    def lock_hash(self, name: str) -> str:
+        """Hash a lock as the stamp records it."""
+        return hashlib.sha256((self.root / "requirements" / f"{name}.txt").read_bytes()).hexdigest()
+
+    def stamp(self, **changes: str) -> None:
+        """Change values in the stamp of the environment."""
+        file = self.root / ".venv/grpo-environment.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.server
-import json
 import re
 import shutil
 import socket
@@ -31,7 +29,7 @@ def script(tmp_path: Path) -> Callable[..., Done]:
     root = tmp_path / "repository"
     (root / "src/grpo_recipes").mkdir(parents=True)
     shutil.copy(REPOSITORY / SCRIPT, root)
-    says = 'printf "%s\\n" "$@"\necho "door=$GRPO_DOOR extras=$EXTRAS"\ngrep SigIgn "/proc/$$/status"\n'
+    says = 'printf "%s\\n" "$@"\necho "door=$GRPO_DOOR"\ngrep SigIgn "/proc/$$/status"\n'
     (root / "training.sh").write_text(says)
 
     def run(*arguments: str, file: Path | None = None, **variables: str) -> Done:
@@ -75,15 +73,13 @@ def handed_on(done: Done) -> list[str]:
     assert done.returncode == 0, done.stderr
     *words, variables, ignored = done.stdout.splitlines()
     assert int(ignored.split()[1], 16) & (1 << 9)  # USR1 is for the launcher
-    assert variables.startswith("door=atropos extras=")
+    assert variables == "door=atropos"
     return words
 
 
 def test_words_and_variables_go_on_to_the_door(script) -> None:
     done = script("--environment", "dataset", "--env.name", "x y")
     assert handed_on(done) == ["--read-variables", "--environment", "dataset", "--env.name", "x y"]
-    assert "extras=environments\n" in done.stdout  # those with atroposlib
-    assert "extras=mine\n" in script(EXTRAS="mine").stdout
     assert handed_on(script("--help")) == ["--help"]
 
 
@@ -146,16 +142,11 @@ def test_the_shell_accepts_it() -> None:
 
 
 def environment_that_says(checkout: Checkout) -> Path:
-    """Make an environment with atroposlib's extra, whose Python prints the words with which the door is called."""
+    """Make an environment whose Python prints the words with which the door is called."""
     prefix = checkout.make_environment()
-    lock, stamp = checkout.root / "requirements/environments.txt", prefix / "grpo-environment.json"
-    extras = hashlib.sha256(lock.read_bytes()).hexdigest()
-    stamp.write_text(json.dumps({**json.loads(stamp.read_text()), "extras": extras}))
     python = prefix / "bin/python"
-    python.unlink()
-    python.write_text(
-        f'#!/bin/bash\n[[ $* != *cli.atropos* ]] || {{ echo "$0 $*"; exit; }}\nexec {sys.executable} "$@"\n'
-    )
+    interpreter = python.rename(prefix / "bin/interpreter")
+    python.write_text(f'#!/bin/bash\n[[ $* != *cli.atropos* ]] || {{ echo "$0 $*"; exit; }}\nexec {interpreter} "$@"\n')
     python.chmod(0o755)
     return prefix
 

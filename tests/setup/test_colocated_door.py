@@ -12,7 +12,12 @@ import pytest
 from setup_checkout import REPOSITORY, Checkout
 
 BARE = str(Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
-SAYS = '#!/bin/bash\necho "$0 $*"\necho "path=$PYTHONPATH home=$PYTHONHOME mine=$MINE"\nexit 7\n'
+SAYS = """#!/bin/bash
+[[ $1 != -I ]] || { cat "$0.checkout" 2>/dev/null; exit; }
+echo "$0 $*"
+echo "path=$PYTHONPATH home=$PYTHONHOME mine=$MINE"
+exit 7
+"""
 
 
 def has_trl(python: str) -> bool:
@@ -64,6 +69,17 @@ def test_it_goes_on_in_the_environment_with_the_same_words(door, checkout: Check
     assert said == f"{folder}/bin/python -P -s -m grpo_recipes.cli.colocated --config my own.yaml"
     assert variables == "path= home= mine=kept"
     assert done.returncode == 7
+
+
+def test_the_environment_of_another_checkout_is_rejected(door, checkout: Checkout) -> None:
+    """M15: the entry points in Python reject it as training.sh does."""
+    folder, other = make_environment(checkout.root / "elsewhere"), checkout.root.parent
+    (folder / "bin/python.checkout").write_text(f"{other}\n")
+    done = door("--gpus", "2", ENV_DIR=str(folder))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{folder}/bin/python runs the code of {other}, not of {checkout.root}. Fix: ENV_DIR=" in done.stderr
+    (folder / "bin/python.checkout").write_text(f"{checkout.root}\n")
+    assert door(ENV_DIR=str(folder)).returncode == 7
 
 
 @pytest.mark.parametrize("name", ["ENV_ACTIVATE", "CONDA_ENV"])

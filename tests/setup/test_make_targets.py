@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import today
+from documented import documented
 from setup_checkout import REPOSITORY
 
 
@@ -20,6 +25,7 @@ from setup_checkout import REPOSITORY
         ("format", "/bin/ruff format ."),
         ("test", '-m pytest -m "not slow and not soak and not alone"'),
         ("docs", "-m mkdocs build --strict"),
+        ("e2e-today", 'tests/today.py -m "slow and not soak"'),
         ("coverage", "tests/check_guide_rows.py"),
         ("evidence", "bench/evidence.py"),
         ("maxent", "for part in tuning report lengths graph; do"),
@@ -30,6 +36,47 @@ def test_a_target_runs_its_command(target: str, command: str) -> None:
         ["make", "--dry-run", target], cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=True
     )
     assert command in told.stdout
+
+
+def test_make_test_runs_both_halves_though_the_first_fails_and_records_its_start(tmp_path: Path) -> None:
+    """R0: the tests that run alone start too, and make test fails if one half did."""
+    python, record = tmp_path / "environment/bin/python", tmp_path / "cache/ran.txt"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/bash\necho "$GRPO_RAN_TESTS: $*"\n[[ $* != *"not alone"* ]]\n')
+    python.chmod(0o755)
+    variables = [f"ENV_DIR={tmp_path / 'environment'}", f"RAN_TESTS={record}", "PYTEST_ARGS=-k x"]
+    words = [*documented("make test"), "--old-file=setup", *variables]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    first, second = [line for line in done.stdout.splitlines() if line.startswith(f"{record}: ")]
+    assert "not slow and not soak and not alone" in first and first.endswith("-k x")
+    assert "not slow and not soak and alone" in second and second.endswith("-k x")
+    assert done.returncode == 2
+    assert record.read_text().split()[0] == "started"
+    python.write_text("#!/bin/bash\nexit 5\n")  # pytest's code if no test was selected
+    assert subprocess.run(words, cwd=REPOSITORY, capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("recorded", ["started 1000\n", ""])
+def test_the_whole_runs_of_today_are_recorded_and_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: str
+) -> None:
+    """R0: make e2e-today computes the day and the time limit, which CI used to set in variables."""
+    record, calls = tmp_path / "cache/ran.txt", []
+    if recorded:
+        record.parent.mkdir()
+        record.write_text(recorded)
+    monkeypatch.setenv("GRPO_RAN_TESTS", str(record))
+    monkeypatch.setattr(sys, "argv", ["today.py", "-k", "x"])
+    run = lambda words, env: calls.append((words, env)) or SimpleNamespace(returncode=7)  # noqa: E731
+    monkeypatch.setattr(today.subprocess, "run", run)
+    assert today.main() == 7
+    ((words, env),) = calls
+    assert words[1:] == ["-m", "pytest", "-k", "x"] and env["PATH"]
+    assert int(env["GRPO_DAY"]) == int(time.time() // 86400)
+    assert float(env["GRPO_ROTATE_UNTIL"]) == pytest.approx(
+        (1000 if recorded else time.time()) + 60 * today.MINUTES, abs=600
+    )
+    assert record.read_text() == f"{recorded}day {env['GRPO_DAY']}\n"
 
 
 def test_clean_removes_what_was_built_and_no_run(tmp_path: Path) -> None:
@@ -48,7 +95,7 @@ def test_one_script_runs_everything_before_a_change() -> None:
     steps = [
         line.split("step ")[1] for line in (REPOSITORY / ".ci/run").read_text().splitlines() if "step make" in line
     ]
-    assert steps == ["make lint", "make test", "make e2e", "make coverage", "make docs"]
+    assert steps == ["make lint", "make test", "make e2e-today", "make coverage", "make docs"]
 
 
 def test_what_builds_the_documentation_is_in_the_locks() -> None:

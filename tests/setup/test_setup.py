@@ -1,7 +1,6 @@
 """scripts/setup.sh, training.sh and the locks, as real processes."""
 
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -99,52 +98,106 @@ def test_incomplete_environment_is_noticed(checkout: Checkout, change: Callable[
 # --- the extra -------------------------------------------------------------------------------------------------------
 
 
-def add_extra(checkout: Checkout, name: str = "environments", key: str = "extras") -> None:
-    file = checkout.root / ".venv/grpo-environment.json"
-    file = file if file.is_file() else checkout.make_environment() / file.name
-    lock = checkout.root / "requirements" / f"{name}.txt"
-    stamp = json.loads(file.read_text()) | {key: hashlib.sha256(lock.read_bytes()).hexdigest()}
-    file.write_text(json.dumps(stamp))
+EXTRA_KEYS = {"environments": "extras", "search": "search"}  # an extra and its key in the stamp
 
 
-def test_the_extra_is_asked_for_by_name(checkout: Checkout) -> None:
+@pytest.mark.parametrize("name", EXTRA_KEYS)
+def test_each_extra_is_part_of_the_default_environment(checkout: Checkout, name: str) -> None:
+    """R0: an environment without an extra is incomplete, whoever made it."""
     checkout.make_environment()
     assert checkout.setup(SLURM_JOB_ID="1").returncode == 0
-    missing = checkout.setup(SLURM_JOB_ID="1", EXTRAS="environments")
+    checkout.stamp(**{EXTRA_KEYS[name]: ""})
+    missing = checkout.setup(SLURM_JOB_ID="1")
     assert missing.returncode == 2
-    line = one_line(missing.stderr)
-    assert "requirements/environments.txt is not installed" in line
-    assert line.endswith("EXTRAS=environments bash scripts/setup.sh")
-    assert "EXTRAS=games is unknown" in one_line(checkout.setup(EXTRAS="games").stderr)
+    assert f"requirements/{name}.txt is not installed" in one_line(missing.stderr)
+    assert "EXTRAS" not in missing.stderr
 
 
-def test_an_environment_with_the_extra_keeps_it(checkout: Checkout) -> None:
-    add_extra(checkout)
-    for wanted in ({}, {"EXTRAS": "environments"}):
-        assert checkout.setup(SLURM_JOB_ID="1", **wanted).returncode == 0
-    (checkout.root / "requirements/environments.txt").write_text("six==1\n")
-    changed = checkout.setup(SLURM_JOB_ID="1")
-    assert changed.returncode == 2 and "environments.txt is not installed, or has changed" in changed.stderr
+def test_extras_that_were_left_out_stay_out_until_they_are_named(checkout: Checkout) -> None:
+    checkout.make_environment()
+    checkout.stamp(extras="none", search="none")
+    for variables in ({}, {"EXTRAS": "none"}):
+        assert checkout.setup(SLURM_JOB_ID="1", **variables).returncode == 0
+    for name in EXTRA_KEYS:
+        named = checkout.setup(SLURM_JOB_ID="1", EXTRAS=name)
+        assert named.returncode == 2
+        assert f"requirements/{name}.txt is not installed" in one_line(named.stderr)
+        assert named.stderr.endswith(f"EXTRAS={name} bash scripts/setup.sh\n")
 
 
-def test_two_extras_are_asked_for_together_and_each_is_kept(checkout: Checkout) -> None:
-    add_extra(checkout)
-    for wanted in ("search", "environments,search", "environments search"):
-        missing = checkout.setup(SLURM_JOB_ID="1", EXTRAS=wanted)
-        assert missing.returncode == 2 and "requirements/search.txt is not installed" in one_line(missing.stderr)
-    add_extra(checkout, "search", "search")
-    assert checkout.setup(SLURM_JOB_ID="1", EXTRAS="environments,search").returncode == 0
-    for name in ("environments", "search"):
-        lock = checkout.root / f"requirements/{name}.txt"
-        kept = lock.read_text()
-        lock.write_text("six==1\n")
-        changed = checkout.setup(SLURM_JOB_ID="1")
-        assert changed.returncode == 2 and f"{name}.txt is not installed, or has changed" in changed.stderr
-        lock.write_text(kept)
+@pytest.mark.parametrize("variables", [{}, {"EXTRAS": "none"}, {"EXTRAS": "environments search"}])
+@pytest.mark.parametrize("name", EXTRA_KEYS)
+def test_an_installed_extra_is_kept_as_its_lock_says(checkout: Checkout, name: str, variables: dict[str, str]) -> None:
+    checkout.make_environment()
+    assert checkout.setup(SLURM_JOB_ID="1", **variables).returncode == 0
+    (checkout.root / f"requirements/{name}.txt").write_text("six==1\n")
+    changed = checkout.setup(SLURM_JOB_ID="1", **variables)
+    assert changed.returncode == 2 and f"{name}.txt is not installed, or has changed" in changed.stderr
 
 
-def test_the_extras_are_tested_before_a_change() -> None:
-    assert "\nexport EXTRAS=environments,search" in (REPOSITORY / ".ci/run").read_text()
+def test_an_unknown_extra_is_rejected(checkout: Checkout) -> None:
+    line = one_line(checkout.setup(EXTRAS="games,search").stderr)
+    assert line == "setup: EXTRAS=games,search: 'games' is unknown. Fix: set EXTRAS=environments,search or EXTRAS=none"
+
+
+# --- the checkout whose code runs ------------------------------------------------------------------------------------
+
+
+def second_checkout(checkout: Checkout, tmp_path: Path) -> Checkout:
+    root = tmp_path / "second"
+    shutil.copytree(checkout.root, root, ignore=shutil.ignore_patterns(".venv*"))
+    return Checkout(root, checkout.env)
+
+
+@pytest.mark.parametrize("command", [("scripts/setup.sh",), ("training.sh",)], ids=lambda words: words[0])
+@pytest.mark.parametrize("linked", [False, True])
+def test_the_environment_of_another_checkout_is_rejected(
+    checkout: Checkout, tmp_path: Path, linked: bool, command: tuple[str]
+) -> None:
+    """M15: an environment runs the code of one checkout."""
+    prefix, other = checkout.make_environment(), second_checkout(checkout, tmp_path)
+    if linked:
+        (other.root / ".venv").symlink_to(prefix)
+    result = other.run(*command, **({} if linked else {"ENV_DIR": str(prefix)}))
+    assert result.returncode == 2 and "grpo launch" not in result.stdout
+    line = one_line(result.stderr)
+    assert f"runs the code of {checkout.root}, not of {other.root}. Fix: ENV_DIR={other.root}/.venv" in line
+    # The fix makes an environment for this checkout.
+    fix = line.partition("Fix: ")[2]
+    assert (".venv.own " in fix) == linked
+    missing = other.run("-c", fix, SLURM_JOB_ID="1")
+    assert f"no complete cpu environment in {other.root}/.venv" in one_line(missing.stderr)
+    assert checkout.setup().returncode == 0  # and the first checkout keeps its own
+
+
+def test_an_environment_whose_checkout_is_gone_is_installed_for_this_one(checkout: Checkout, tmp_path: Path) -> None:
+    """M15: after the checkout was moved, its external environment does not run any code."""
+    prefix, other = checkout.make_environment(), second_checkout(checkout, tmp_path)
+    environment = shutil.move(prefix, str(tmp_path / "environment"))
+    script = Path(environment, "bin/grpo")
+    script.write_text(script.read_text().replace(str(prefix), environment))
+    shutil.rmtree(checkout.root)
+    result = other.setup(ENV_DIR=str(environment), SLURM_JOB_ID="1")
+    assert result.returncode == 2
+    assert f"{environment} does not run the code of {other.root}" in one_line(result.stderr)
+
+
+@pytest.mark.parametrize("variable", ["ENV_ACTIVATE", "CONDA_ENV"])
+def test_an_activated_environment_of_another_checkout_is_rejected(
+    checkout: Checkout, tmp_path: Path, variable: str
+) -> None:
+    """M15: your own environment must run the code of the checkout that you launch from."""
+    prefix, other = checkout.make_environment(name="own"), second_checkout(checkout, tmp_path)
+    script = tmp_path / "activate.sh"
+    script.write_text(f"conda() {{ PATH={prefix}/bin:$PATH; }}\nconda\n")
+    variables = {"ENV_ACTIVATE": str(script)} if variable == "ENV_ACTIVATE" else {"CONDA_SH": str(script)}
+    variables |= {"CONDA_ENV": "mine"} if variable == "CONDA_ENV" else {}
+    assert checkout.run("training.sh", **variables).returncode == 0
+    result = other.run("training.sh", **variables)
+    assert result.returncode == 2 and "grpo launch" not in result.stdout
+    line = one_line(result.stderr)
+    assert f"runs the code of {checkout.root}, not of {other.root}." in line
+    assert f"Fix: {prefix}/bin/python -m pip install --no-deps -e {other.root}" in line
 
 
 @pytest.mark.parametrize(("name", "count"), [("environments", 5), ("search", 1)])

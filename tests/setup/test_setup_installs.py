@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 from setup_checkout import Checkout
 
-PINS = {"torch": "9.9", "planted-one": "1.0", "planted-two": "2.0", "iniconfig": "3.0"}
+PINS = {
+    "torch": "9.9",
+    "planted-one": "1.0",
+    "planted-two": "2.0",
+    "iniconfig": "3.0",
+    "planted-games": "4.0",
+    "planted-search": "5.0",
+}
+EXTRAS = ("planted-games", "planted-search")  # named by the locks of the extras
 
 
 def wheel(folder: Path, name: str, version: str, files: dict[str, bytes]) -> None:
@@ -51,7 +59,9 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_what_the_lock_names_and_the_project_itself_are_installed(checkout: Checkout, index: Path) -> None:
     lock = checkout.root / "requirements" / "cpu.txt"
-    lock.write_text("".join(f"{name}=={version}\n" for name, version in PINS.items()))
+    lock.write_text("".join(f"{name}=={version}\n" for name, version in PINS.items() if name not in EXTRAS))
+    for extra, pin in {"environments": "planted-games==4.0", "search": "planted-search==5.0"}.items():
+        (checkout.root / "requirements" / f"{extra}.txt").write_text(f"{pin}\n")
     with lock.open("a") as file:
         file.write(f"setuptools=={distribution('setuptools').version}\n")
     (checkout.root / "src/grpo_recipes/cli.py").write_text("main = None\n")
@@ -59,7 +69,8 @@ def test_what_the_lock_names_and_the_project_itself_are_installed(checkout: Chec
     assert made.returncode == 0, made.stdout + made.stderr
 
     python = checkout.root / ".venv/bin/python"
-    code = "import grpo_recipes, planted_one, planted_two, torch; print(torch.VERSION, grpo_recipes.__file__)"
+    modules = "grpo_recipes, planted_one, planted_two, planted_games, planted_search, torch"
+    code = f"import {modules}; print(torch.VERSION, grpo_recipes.__file__)"
     done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, cwd="/", timeout=60)
     assert done.stdout.split() == ["9.9", str(checkout.root / "src/grpo_recipes/__init__.py")], done.stderr
     assert (checkout.root / ".venv/bin/grpo").is_file()

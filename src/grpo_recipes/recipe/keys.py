@@ -177,7 +177,7 @@ SHELL_VARIABLES: dict[str, str] = {
     "ENV_MODE": "venv or conda: the kind of environment that is made",
     "ENV_DIR": "where the environment is; .venv in the repository by default",
     "PYTHON": "the Python that makes the environment",
-    "EXTRAS": "environments, search: the libraries of games and tasks, and Optuna, are installed too",
+    "EXTRAS": "optional packages to install: environments, search, both (the default), or none",
     "MODULES": "modules to load first, separated by spaces",
     "ENV_ACTIVATE": "a file to source: that environment is used as it is",
     "CONDA_ENV": "a conda environment to use as it is",
