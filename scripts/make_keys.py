@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import trl
+from passed_names import passed_names
 
 from grpo_recipes.recipe.configs import CONFIGS, NESTED, OWN_LIMITS, RANGES, TRL_CHOICES
 from grpo_recipes.recipe.dialects import ALIASES, SAME_VALUES
@@ -63,7 +64,8 @@ def _kind(hint: Any) -> tuple[str, bool]:
 def catalogue_content() -> dict[str, Any]:
     """Return what ``keys.json`` holds: keys as plain data, and those of the mappings inside a key by its path."""
     keys = dict(sorted((name, entry) for config in CONFIGS for name, entry in _entries(config).items()))
-    return {"trl": trl.__version__, "keys": keys, "nested": {path: _entries(config) for path, config in NESTED.items()}}
+    nested = {path: _entries(config) for path, config in NESTED.items()}
+    return {"trl": trl.__version__, "keys": keys, "nested": nested, "passed": passed_names(_kind)}
 
 
 _TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object"}

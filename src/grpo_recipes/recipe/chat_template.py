@@ -9,12 +9,12 @@ import importlib.util
 import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -39,7 +39,7 @@ def template_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterato
     if not environments:
         return
     own = recipe["chat_template"]
-    templates = _of_model(recipe, environment) if own is None else {"default": own}
+    templates = templates_of(recipe, environment) if own is None else {"default": own}
     key = "model_name_or_path" if own is None else "chat_template"
     if templates is None:
         return
@@ -97,8 +97,21 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
+def variables_of(templates: Iterable[str]) -> set[str] | None:
+    """Return the variables that chat templates read, without those that transformers defines; None if one is broken."""
+    defined = {*TOKENS, "raise_exception", "strftime_now"}
+    with contextlib.suppress(TemplateSyntaxError):
+        return set().union(*(meta.find_undeclared_variables(_sandbox().parse(text)) for text in templates)) - defined
+    return None
+
+
 def compiled(template: str) -> Template:
     """Compile a template as transformers does (``chat_template_utils``), which takes seconds to import."""
+    return _sandbox().from_string(template)
+
+
+def _sandbox() -> ImmutableSandboxedEnvironment:
+    """Return an environment of Jinja with the functions and tags that transformers gives chat templates."""
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
@@ -111,13 +124,13 @@ def compiled(template: str) -> Template:
     )
     sandbox.filters["tojson"] = tojson
     sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return sandbox.from_string(template)
+    return sandbox
 
 
 # --- what a model's files and an environment's code say ---------------------------------------------------------------
 
 
-def _of_model(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, str] | None:
+def templates_of(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, str] | None:
     """Return the templates of the model's tokenizer by name; None where its files are not on this machine."""
     model = recipe["model_name_or_path"] or ""
     if not model:

@@ -45,6 +45,7 @@ from grpo_recipes.recipe.datafiles import (
 from grpo_recipes.recipe.dialects import other_rewards, reward_names
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE, nearest_of
+from grpo_recipes.recipe.passed_on import passed_problems
 from grpo_recipes.recipe.registry import (
     IN_CHILDREN,
     REWARDS,
@@ -421,7 +422,7 @@ def _made_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 _CHECKS: tuple[_Check, ...] = (
     _model, _rounded_away, _environments, _user_code, _reward_arguments, _handed_variables, _benchmarks, _training_data,
-    _evaluation_data, _made_problems, template_problems, atropos.atropos_problems,
+    _evaluation_data, _made_problems, template_problems, passed_problems, atropos.atropos_problems,
 )  # fmt: skip
 
 # fmt: off

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import trl
+from accelerate.utils import GradientAccumulationPlugin
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from grpo_recipes.recipe.registry import OBJECTIVES, SERVER_BACKENDS
@@ -345,7 +346,7 @@ class GRPOConfig(trl.GRPOConfig):
     kl_beta_min: float = _key(1e-4,
         "kl_target: least beta, from where it comes back in time when the KL has long been below its target.", min=0.0)
     maxent_objective: str | None = _key(None,
-        "What MaxEnt-GRPO optimises; naming it makes this a MaxEnt recipe, and none is the default. listwise: "
+        "What MaxEnt-GRPO optimizes; it makes this a MaxEnt recipe. MAXENT=1 without it selects listwise. listwise: "
         "cross-entropy from a target over the group to the policy's own distribution over it. weighted_mle: likelihood "
         "weighted by that target. tempered: Dr.GRPO with rows weighted by softmax(utility / tau). maxrl: reward over "
         "the group's mean, less 1.",
@@ -413,13 +414,15 @@ CONFIGS = (ScriptArguments, GRPOConfig, ModelConfig)
 
 @dataclass
 class GradientCheckpointingConfig:
-    """The mapping under ``gradient_checkpointing_kwargs``: arguments of ``torch.utils.checkpoint.checkpoint``."""
+    """The mapping under ``gradient_checkpointing_kwargs``: arguments of ``gradient_checkpointing_enable``."""
 
     use_reentrant: bool = _key(False, "Whether to use the reentrant implementation.")
     preserve_rng_state: bool = _key(True, "Whether the random state is kept for the recomputation.")
     determinism_check: str = _key("default", "What is compared on recomputation.", choices=["default", "none"])
     debug: bool = _key(False, "Whether errors hold a trace of the operators.")
     early_stop: bool = _key(True, "Whether recomputation stops as soon as everything needed is there.")
+    every_n_layers: int = _key(1, "Checkpoint only every n-th decoder layer; more saves time and needs memory.", min=1)
+    offload: bool = _key(False, "Keep the saved activations in pinned host memory: less GPU memory, slower steps.")
 
 # fmt: on
 
@@ -433,4 +436,5 @@ NESTED = {
     "atropos_mixture.environments": AtroposEnvironmentConfig,
     "gradient_checkpointing_kwargs": GradientCheckpointingConfig,
     "accelerator_config": AcceleratorConfig,
+    "accelerator_config.gradient_accumulation_kwargs": GradientAccumulationPlugin,
 }

@@ -251,6 +251,8 @@ def _convert(kind: str, value: Any, from_text: bool) -> Any:
         if not isinstance(value, list):
             raise ValueError(f"{value!r:.{_LONGEST}} where {_WORDS.get(kind, 'a list')} belongs")
         return [_convert(kind[5:-1], item, from_text) for item in value]
+    if kind == "any":
+        return value
     wrong = ValueError(f"{value!r:.{_LONGEST}} where {_WORDS[kind]} belongs")
     if kind in ("dict", "bool"):
         if kind == "dict" and isinstance(value, str):

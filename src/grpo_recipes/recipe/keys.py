@@ -94,6 +94,14 @@ def nested_catalogue() -> dict[str, dict[str, dict[str, Any]]]:
     return _generated()["nested"]
 
 
+def passed_catalogue() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """Return the names in dictionaries that other libraries receive: key -> variant -> name -> type and limits.
+
+    A variant is a value of another key that decides which names are read, or an empty text.
+    """
+    return _generated()["passed"]
+
+
 def catalogue_trl() -> str:
     """Return the TRL version whose options the catalogue lists."""
     return _generated()["trl"]

@@ -38,11 +38,6 @@ _UNSUPPORTED = {
     "load_best_model_at_end": "the model of the last step is kept",
     "load_in_8bit load_in_4bit bnb_* use_bnb_*": "no model is loaded quantized, and use_peft: true saves memory",
 }
-# Arguments of from_pretrained that a key of their own gives to all that read the model.
-_OWN_KWARGS = {
-    "trust_remote_code": "trust_remote_code", "revision": "model_revision", "dtype": "dtype", "torch_dtype": "dtype",
-    "attn_implementation": "attn_implementation",
-}  # fmt: skip
 EMBEDDINGS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
 OF_DATASETS = "dataset_* max_train_prompts system_prompt eval_dataset_* eval_subsample eval_max_prompts"
 _PORTS = ("vllm_server_port", "vllm_group_port", "main_process_port", "atropos_port")
@@ -325,9 +320,6 @@ RULES = (
         lambda r, _: f"warmup_steps {r['warmup_steps']:g} with max_steps {r['max_steps']}: no step takes more than "
         f"{reached_share(r):.1%} of learning_rate", "write warmup_steps: 0, or more max_steps"),
     Rule("fp16", lambda r: r["bf16"] and r["fp16"], "'bf16' and 'fp16' are both true", "keep one"),
-    Rule("model_init_kwargs", lambda r: [key for key in _OWN_KWARGS if key in (r["model_init_kwargs"] or {})],
-        "model_init_kwargs holds {item}, which would reach the trained model and neither tokenizer nor server",
-        lambda r, key: f"take it out, and write {_OWN_KWARGS[key]}: {r['model_init_kwargs'][key]}"),
     Rule("dtype", lambda r: r["fp16"] and not r["bf16"] and r["dtype"] == "float16",
         "fp16 scales the gradients of float32 weights, dtype is float16",
         "write dtype: float32, or bf16: true and dtype: bfloat16"),

@@ -93,6 +93,27 @@ def required_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> lis
     return names + [one.arg for one, usual in zip(given.kwonlyargs, given.kw_defaults, strict=True) if usual is None]
 
 
+def call_parameters(spec: str) -> dict[str, bool] | None:
+    """Return the parameters of a user's class or function, each with whether it is required.
+
+    Return None if the source does not show them: a base class, a decorator or ``**kwargs`` may add others.
+    """
+    path, name = source_path(spec), split_spec(spec)[1]
+    function: ast.AST | None = function_source(spec)
+    with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        classes = [node for node in ast.parse(path.read_bytes()).body if name in _names_given(node)] if path else []
+        if len(classes) == 1 and isinstance(classes[0], ast.ClassDef) and not classes[0].decorator_list:
+            methods = {node.name: node for node in classes[0].body if isinstance(node, ast.FunctionDef)}
+            plain = not classes[0].bases and not classes[0].keywords and "__new__" not in methods
+            function = methods.get("__init__") or (ast.parse("def f(self): ...").body[0] if plain else None)
+    if not isinstance(function, ast.FunctionDef) or function.args.kwarg or function.decorator_list:
+        return None
+    arguments, required = function.args, required_parameters(function)
+    names = [one.arg for one in (*arguments.args, *arguments.kwonlyargs)]
+    names = names[1:] if function_source(spec) is None else names  # without self
+    return {parameter: parameter in required for parameter in names}
+
+
 def needed_arguments(
     recipe: Recipe, sets: Sequence[list[str] | None], copies: Path, live: Sequence[str] | None
 ) -> Iterator[Problem]:

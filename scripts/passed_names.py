@@ -1,0 +1,111 @@
+"""Ask other libraries which names they read in the dictionaries that a recipe passes on to them.
+
+``make_keys.py`` writes the result into ``keys.json``, because ``grpo check`` imports none of these libraries.
+"""
+
+import inspect
+import re
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
+from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
+from vllm import SamplingParams
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from grpo_recipes.recipe.passed_on import OWNED_NAMES
+
+Names = dict[str, dict[str, Any]]
+# Arguments of ``from_pretrained``, and fields of models' configurations that only training reads. Every other field
+# would make the trained model another one than the server's.
+_MODEL = {
+    "use_kernels": "bool", "allow_all_kernels": "bool", "kernel_config": "dict", "experts_implementation": "str",
+    "use_safetensors": "bool", "disable_mmap": "bool", "use_cache": "bool", "attention_dropout": "float",
+    "output_router_logits": "bool", "router_aux_loss_coef": "float",
+}  # fmt: skip
+# Liger is not in the lock: the switches of its ``apply_liger_kernel_to_*``. TRL rejects fused_linear_cross_entropy.
+_LIGER = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy")
+_CHOICES = {
+    "warmup_type": ["linear", "cosine", "1-sqrt"], "decay_type": ["linear", "cosine", "1-sqrt"],
+    "mode": ["min", "max"], "threshold_mode": ["rel", "abs"],
+}  # fmt: skip
+
+
+def passed_names(kind_of: Callable[[Any], tuple[str, bool]]) -> dict[str, dict[str, Names]]:
+    """Return key -> variant -> name -> its type; ``kind_of`` returns the catalogue's type of an annotation."""
+
+    def entry(name: str, kind: str, **facts: Any) -> dict[str, Any]:
+        choices = {"choices": _CHOICES[name]} if name in _CHOICES else {}
+        return {"type": kind, "optional": True, **choices, **facts}
+
+    def described(text: str) -> str:
+        """Return the type that a docstring's line gives in backticks."""
+        words = re.findall(r"`([^`]+)`", text.replace("Union[int, list[int]]", "list[int]"))[:2]
+        wide = [word for word in words if word.startswith(("list[", "dict"))] or words
+        if len(set(wide)) != 1 or not re.fullmatch(r"(list\[)*(int|float|str|bool)\]*|dict.*", wide[0]):
+            return "any"
+        return "dict" if wide[0].startswith("dict") else wide[0]
+
+    def parameters(*functions: Callable[..., Any]) -> Names:
+        found: Names = {}
+        for function in functions:
+            hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
+            for name, one in inspect.signature(function).parameters.items():
+                if one.kind is not one.VAR_KEYWORD and name not in OWNED_NAMES["lr_scheduler_kwargs"]:
+                    kind = kind_of(hints.get(name))[0]
+                    usual = {int: "float", float: "float", str: "str"}.get(type(one.default), kind)
+                    required = {"required": True} if one.default is one.empty else {}
+                    found[name] = entry(name, kind if kind in ("int", "bool") else usual, **required)
+        return found
+
+    def option_names(handler: Callable[..., Any], optim: str) -> Names:
+        """Return the names of ``optim_args`` that the source of a handler reads."""
+        source = inspect.getsource(handler)
+        if "bitsandbytes" in handler.__name__ and "ademamix" not in optim:
+            return {}
+        single = re.findall(r'(\w+)?\(?ctx\.optim_args(?:\.get|\.pop)?[(\[]"(\w+)"', source)
+        found = {
+            name: entry(name, {"float": "float", "int": "int", "strtobool": "bool"}.get(kind, "str"))
+            for kind, name in single
+        }
+        for names in re.findall(r"for key in \(([^)]*)\)", source):
+            found |= {name: entry(name, "float") for name in re.findall(r'"(\w+)"', names)}
+        for name in re.findall(r'ctx\.optim_args\["(\w+)"\]\.lower', source):
+            found[name] = entry(name, "bool")
+        return found
+
+    hints = typing.get_type_hints(SamplingParams)
+    server = set(hints) & set(CompletionRequest.model_fields)
+    generation = re.findall(r"^ {8}(\w+) \((.*?)(?:\):|$)", inspect.getdoc(GenerationConfig) or "", re.M)
+    generation = generation or re.findall(r"^ {8}(\w+) \((.*)", GenerationConfig.__doc__ or "", re.M)
+    batching = typing.get_type_hints(ContinuousBatchingConfig)
+    schedulers = {kind.value: [function] for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
+    schedulers["reduce_lr_on_plateau"].append(ReduceLROnPlateau)
+    schedulers["greedy"].append(GreedyLR)
+    schedulers |= {"constant": [], "constant_with_warmup": []}  # get_scheduler passes nothing on to these
+    owned = OWNED_NAMES["generation_kwargs"]
+    return {
+        "generation_kwargs": {
+            "vllm": {name: entry(name, kind_of(hints[name])[0]) for name in sorted(server - set(owned))},
+            "transformers": {name: entry(name, described(text)) for name, text in generation if name not in owned},
+        },
+        "model_init_kwargs": {"": {name: entry(name, kind) for name, kind in _MODEL.items()}},
+        "lr_scheduler_kwargs": {kind: parameters(*functions) for kind, functions in schedulers.items()},
+        "liger_kernel_config": {"": {name: entry(name, "bool") for name in _LIGER}},
+        "transformers_continuous_batching_config": {
+            "": {
+                name: entry(name, kind_of(hint)[0])
+                for name, hint in batching.items()
+                if name not in OWNED_NAMES["transformers_continuous_batching_config"]
+            }
+        },
+        "optim_args": {
+            str(optim.value): names
+            for optim, handler in _OPTIMIZER_HANDLERS.items()
+            if (names := option_names(handler, str(optim.value)))
+        },
+    }

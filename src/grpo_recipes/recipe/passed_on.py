@@ -1,0 +1,276 @@
+"""Check the dictionaries that a recipe passes on to other libraries: their names, kinds of values, and who owns a name.
+
+``keys.json`` lists the names that each library reads (``scripts/make_keys.py`` asks the libraries). A name that the
+recipe or the launcher sets is rejected with the key to use, any other unknown name with the nearest known one. Two
+dictionaries have no fixed names: ``chat_template_kwargs``, whose names the model's chat template reads, and the
+arguments of the user's own environment classes.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import yaml
+
+from grpo_recipes.environments.libraries import LIBRARIES
+from grpo_recipes.errors import Problem
+from grpo_recipes.recipe import BrokenKey, Recipe
+from grpo_recipes.recipe.chat_template import templates_of, variables_of
+from grpo_recipes.recipe.document import Entry, Value, typed
+from grpo_recipes.recipe.keys import each, nearest_of, passed_catalogue
+from grpo_recipes.recipe.registry import environments_of
+from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
+from grpo_recipes.recipe.user_code import call_parameters
+
+# Names inside a dictionary that belong to somebody else -> the recipe key that sets them, or why nothing can.
+_SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+_MESSAGES = "the trainer sets it for every prompt"
+OWNED_NAMES: dict[str, dict[str, str]] = {
+    "generation_kwargs": {
+        **_SAMPLING,
+        **each(
+            ("max_tokens max_new_tokens max_length", "max_completion_length"),
+            ("n num_return_sequences", "num_generations"),
+            ("seed", "seed"),
+            ("use_cache cache_implementation", "cache_implementation"),
+            ("guided_regex guided_decoding_regex regex", "vllm_structured_outputs_regex"),
+            ("do_sample", "the trainer always samples"),
+            ("pad_token_id bos_token_id eos_token_id", "the tokenizer sets it"),
+            ("stop_strings", "transformers needs the tokenizer for it; use_vllm: true accepts stop"),
+            (
+                "logprobs prompt_logprobs logprob_token_ids flat_logprobs skip_special_tokens detokenize output_kind "
+                "stream stream_interval priority output_attentions output_hidden_states output_scores output_logits "
+                "return_dict_in_generate disable_compile compile_config is_assistant routed_experts_prompt_start",
+                "the trainer sets it to read the completions",
+            ),
+        ),
+    },
+    "model_init_kwargs": {
+        **each(
+            ("trust_remote_code", "trust_remote_code"),
+            ("revision code_revision", "model_revision"),
+            ("dtype torch_dtype", "dtype"),
+            ("attn_implementation", "attn_implementation"),
+            ("device_map max_memory offload_folder offload_buffers", "accelerate places the model"),
+            ("tp_plan tp_size device_mesh distributed_config", "the key accelerator splits the model"),
+            ("quantization_config load_in_8bit load_in_4bit", "use_peft: true saves memory instead"),
+            ("cache_dir", "export HF_HOME instead"),
+            ("local_files_only", "export HF_HUB_OFFLINE=1 instead"),
+            ("force_download", "grpo fetch downloads the model"),
+            ("token", "export HF_TOKEN instead"),
+        ),
+    },
+    "chat_template_kwargs": each(
+        ("chat_template", "chat_template"),
+        (
+            "messages conversation tools documents tokenize add_generation_prompt continue_final_message padding "
+            "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs",
+            _MESSAGES,
+        ),
+    ),
+    "lr_scheduler_kwargs": each(
+        ("num_warmup_steps", "warmup_steps"),
+        ("num_training_steps", "max_steps"),
+        ("optimizer last_epoch", "the trainer sets it"),
+        ("lr", "learning_rate"),
+    ),
+    "optim_args": each(
+        ("lr learning_rate", "learning_rate"),
+        ("betas", "adam_beta1"),
+        ("beta1", "adam_beta1"),
+        ("beta2", "adam_beta2"),
+        ("eps", "adam_epsilon"),
+        ("weight_decay", "weight_decay"),
+    ),
+    "transformers_continuous_batching_config": each(
+        ("seed", "seed"),
+        ("return_logprobs", "the trainer sets it to read the completions"),
+    ),
+    "accelerator_config.gradient_accumulation_kwargs": {"num_steps": "gradient_accumulation_steps"},
+}
+# vLLM's names that change the distribution which completions are sampled from, as top_p does.
+_CHANGE_DISTRIBUTION = frozenset(
+    (
+        "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens",
+        "structured_outputs", "thinking_token_budget",
+    )
+)  # fmt: skip
+_CORRECTION = "vllm_importance_sampling_correction"
+_DICTIONARIES = ("generation_kwargs", "model_init_kwargs", "lr_scheduler_kwargs", "liger_kernel_config",
+                 "transformers_continuous_batching_config")  # fmt: skip
+_LONGEST = 60  # characters of a value in a fix
+_ONE_OF = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate")}
+
+
+def passed_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield what is wrong inside the dictionaries that other libraries receive."""
+    checks: list[Callable[[], Iterator[Problem]]] = [partial(_dictionary, recipe, key) for key in _DICTIONARIES]
+    checks += [partial(_accumulation, recipe), partial(_optimizer, recipe), partial(_scheduler, recipe)]
+    checks += [partial(_sampling, recipe), partial(_environments, recipe), partial(_template, recipe, environment)]
+    for check in checks:
+        with contextlib.suppress(BrokenKey):  # one wrong dictionary does not hide another's problems
+            yield from check()
+
+
+def _dictionary(recipe: Recipe, key: str) -> Iterator[Problem]:
+    """Yield what is wrong with the names and values of a dictionary whose names are in ``keys.json``."""
+    yield from _part_problems(recipe, key, recipe[key] or {}, Value(None, recipe.source(key)))
+
+
+def _accumulation(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the names of accelerate's accumulation plugin that a recipe key sets; its other names are typed keys."""
+    key, part = "accelerator_config", "gradient_accumulation_kwargs"
+    for name, value in ((recipe[key] or {}).get(part) or {}).items():
+        if name in OWNED_NAMES[f"{key}.{part}"]:
+            yield owned_name(recipe, f"{key}.{part}", name, value, recipe.place(key, part, name))
+
+
+def owned_name(recipe: Recipe, key: str, name: str, value: Any, where: str) -> Problem:
+    """Return the problem of a name inside ``key`` that a recipe key or the launcher sets."""
+    owner = OWNED_NAMES[key][name]
+    if not owner.isidentifier():
+        return Problem(where, f"{key}: '{name}' can't be set here: {owner}", f"remove {name} from {key}")
+    what = f"{key}: '{name}' would override the key {owner}"
+    text = yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+    fix = f"remove {name} from {key}"
+    if isinstance(value, dict | list | bool) or len(text) > _LONGEST:
+        return Problem(where, what, f"{fix}; use {owner}")
+    if owner in NEUTRAL_SAMPLING and recipe["use_vllm"] and value != NEUTRAL_SAMPLING[owner] and recipe[_CORRECTION]:
+        return Problem(where, what, f"{fix}, or remove it and set {owner}: {text} and {_CORRECTION}: false")
+    return Problem(where, what, f"{fix} and set {owner}: {text}")
+
+
+def known_names(recipe: Recipe, key: str) -> tuple[Mapping[str, Entry], str]:
+    """Return the names that a dictionary of this recipe may contain, and what reads them."""
+    variants = passed_catalogue()[key]
+    if key == "generation_kwargs":
+        engine = "vllm" if recipe["use_vllm"] else "transformers"
+        return variants[engine], {"vllm": "vLLM", "transformers": "transformers (use_vllm: false)"}[engine]
+    if key == "lr_scheduler_kwargs":
+        return variants[recipe["lr_scheduler_type"]], f"lr_scheduler_type: {recipe['lr_scheduler_type']}"
+    if key == "optim_args":
+        return variants.get(recipe["optim"], {}), f"optim: {recipe['optim']}"
+    return variants[""], "it"
+
+
+def _part_problems(recipe: Recipe, key: str, parts: dict[str, Any], given: Value) -> Iterator[Problem]:
+    """Yield the owned names, the unknown names and the values of a wrong kind; convert the values in place."""
+    known, reader = known_names(recipe, key)
+    for name, part in list(parts.items()):
+        where = recipe.place(key, str(name))
+        if name in OWNED_NAMES.get(key, {}) and name not in known:
+            yield owned_name(recipe, key, name, part, where)
+        elif name not in known:
+            yield _unknown_name(recipe, key, str(name), where, known, reader)
+        else:
+            value = Value(part, where, from_text=given.from_text)
+            parts[name], problems = typed(f"{key}.{name}", known[name], value)
+            yield from problems
+
+
+def _unknown_name(recipe: Recipe, key: str, name: str, where: str, known: Mapping[str, Any], reader: str) -> Problem:
+    if not known:
+        return Problem(where, f"{key}: {reader} reads no such arguments, got '{name}'", f"remove {key}")
+    others = [names for names in passed_catalogue()[key].values() if name in names]
+    close = None if others else nearest_of(name, [*known, *OWNED_NAMES.get(key, {})])
+    what = f"{key}: unknown name '{name}'" + (f"; {reader} does not read it" if others else "")
+    if close in OWNED_NAMES.get(key, {}) and close not in known:
+        owner = OWNED_NAMES[key][str(close)]
+        return Problem(where, what, f"remove {name} from {key}" + (f"; use {owner}" if owner.isidentifier() else ""))
+    if key == "model_init_kwargs" and not close:
+        fix = f"remove {name} from {key}; change the model's configuration in the config.json of a model folder"
+        return Problem(where, f"{what}. The server would not get it", fix)
+    fix = f"write '{close}'" if close else f"remove {name} from {key}; the names are {', '.join(known)}"
+    return Problem(where, what, fix)
+
+
+def _optimizer(recipe: Recipe) -> Iterator[Problem]:
+    """Yield what is wrong in ``optim_args``, a text of ``name=value`` pairs."""
+    if not recipe["optim_args"]:
+        return
+    parts = {}
+    for pair in str(recipe["optim_args"]).split(","):
+        name, equals, text = (part.strip() for part in pair.partition("="))
+        if not (name and equals and text):
+            what = f"optim_args: expected name=value pairs separated by commas, got '{pair}'"
+            known = known_names(recipe, "optim_args")[0]
+            fix = f"set optim_args: {next(iter(known))}=VALUE" if known else "remove optim_args"
+            yield recipe.problem("optim_args", what, fix)
+            return
+        parts[name] = text
+    given = Value(None, recipe.source("optim_args"), from_text=True)
+    yield from _part_problems(recipe, "optim_args", parts, given)
+
+
+def _scheduler(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the arguments that the scheduler needs and the recipe does not give, or gives twice."""
+    kind, given = recipe["lr_scheduler_type"], recipe["lr_scheduler_kwargs"] or {}
+    known = passed_catalogue()["lr_scheduler_kwargs"][kind]
+    key = "lr_scheduler_kwargs" if given else "lr_scheduler_type"
+    for name in (name for name, entry in known.items() if entry.get("required") and name not in given):
+        what = f"lr_scheduler_type: {kind} needs {name} in lr_scheduler_kwargs"
+        yield recipe.problem(key, what, f"set lr_scheduler_kwargs: {{{name}: {_tenth(recipe)}}}")
+    alternatives = _ONE_OF.get(kind, ())
+    if alternatives and len([name for name in alternatives if given.get(name) is not None]) != 1:
+        what = f"lr_scheduler_type: {kind} needs {' or '.join(alternatives)} in lr_scheduler_kwargs, and only one"
+        yield recipe.problem(key, what, "set lr_scheduler_kwargs: {min_lr_rate: 0.1}")
+
+
+def _tenth(recipe: Recipe) -> int:
+    return max(1, int(recipe["max_steps"]) // 10) if recipe["max_steps"] > 0 else 10
+
+
+def _sampling(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the names of ``generation_kwargs`` by which the server samples from another distribution."""
+    given, correction = recipe["generation_kwargs"] or {}, _CORRECTION
+    if not recipe["use_vllm"]:
+        return
+    for name in (name for name in given if name in _CHANGE_DISTRIBUTION and given[name] and recipe[correction]):
+        what = f"generation_kwargs: {name} biases the importance-sampling correction (the trainer scores the full "
+        what += "distribution)"
+        fix = f"remove {name} from generation_kwargs, or set {correction}: false"
+        yield Problem(recipe.place("generation_kwargs", name), what, fix)
+    if given.get("structured_outputs") and recipe["vllm_structured_outputs_regex"] is not None:
+        what = "generation_kwargs: structured_outputs and the key vllm_structured_outputs_regex can't be combined"
+        fix = "remove structured_outputs from generation_kwargs"
+        yield Problem(recipe.place("generation_kwargs", "structured_outputs"), what, fix)
+
+
+def _template(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield the names of ``chat_template_kwargs`` that the trainer sets, or that the chat template does not read."""
+    key = "chat_template_kwargs"
+    given = recipe[key] or {}
+    own = recipe["chat_template"]
+    templates = {"default": own} if own is not None else templates_of(recipe, environment) if given else None
+    read = variables_of(templates.values()) if templates else None
+    for name, value in given.items():
+        where = recipe.place(key, str(name))
+        if name in OWNED_NAMES[key]:
+            yield owned_name(recipe, key, name, value, where)
+        elif read is not None and name not in read:
+            names = sorted(read - set(OWNED_NAMES[key]))
+            close = nearest_of(str(name), names)
+            fix = f"remove {name} from {key}" + (f"; it reads {', '.join(names)}" if names else "")
+            what = f"{key}: the chat template does not read '{name}'"
+            yield Problem(where, what, f"write '{close}'" if close else fix)
+
+
+def _environments(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the arguments that the user's own environment classes do not accept, or lack; the code is not run."""
+    for index, (spec, arguments, _) in enumerate(environments_of(recipe.__getitem__)):
+        parameters = None if spec.partition(":")[0] in LIBRARIES else call_parameters(spec)
+        if parameters is None:
+            continue
+        inside = ("environments", index, "args") if recipe["environment"] is None else ()
+        key = "environment_mixture" if inside else "environment_args"
+        for name in (str(name) for name in arguments if str(name) not in parameters):
+            close = nearest_of(name, parameters)
+            names = f"; it accepts {', '.join(parameters)}" if parameters else ""
+            fix = f"write '{close}'" if close else f"remove {name}{names}"
+            yield Problem(
+                recipe.place(key, *inside, name), f"environment_args: '{spec}' has no parameter '{name}'", fix
+            )
+        for name in (name for name, required in parameters.items() if required and name not in arguments):
+            where = recipe.place(key, *inside) if inside or arguments else recipe.place("environment")
+            yield Problem(where, f"'{spec}' needs the argument '{name}'", f"add {name} to environment_args")
