@@ -27,7 +27,6 @@ KAPPA = {"maxent_policy_temperature": 2.0}
 PER_TOKEN = LISTWISE | {"maxent_policy_temperature": 0.0}
 WIDENED = LISTWISE | {"maxent_policy_spread": 1.0}
 NEEDED = {
-    "maxent_length_normalize_ref": {"maxent_beta": 1.0},
     **{f"maxent_tau_{name}": ROLLOUTS for name in ("lr", "min", "max", "warmup_steps")},
 }  # fmt: skip
 
@@ -65,11 +64,6 @@ NEEDED = {
             "changes nothing with maxent_policy_temperature 2,",
         ),
         ({**LISTWISE, "loss_type": "grpo"}, {**LISTWISE, "loss_type": "dr_grpo"}, "is dr_grpo"),
-        (
-            {**MLE, "maxent_length_normalize_ref": False},
-            {**MLE, "maxent_length_normalize_ref": False, "maxent_beta": 0.5},
-            "changes nothing with maxent_beta 0",
-        ),
         (
             {**TEMPERED, **ROLLOUTS, "maxent_target_weight_entropy": 1.0},
             {**TEMPERED, "maxent_target_weight_entropy": 1.0},

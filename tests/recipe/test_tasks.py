@@ -17,7 +17,7 @@ from grpo_recipes.plan.plan import describe
 from grpo_recipes.plan.types import Names
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
-from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe.check import check, notes
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.recipe.registry import OBJECTIVES
 from grpo_recipes.recipe.tasks import RequestedTask, requested_task, same_task, task_of, with_task
@@ -124,16 +124,41 @@ def test_a_recipe_without_an_objective_is_grpos_unless_maxent_is_asked_for(read:
     assert (task_of(recipe), recipe.entry, problems) == ("maxent", "src/mine.py", [])
 
 
-def test_a_maxent_run_without_an_objective_is_told_so_and_nothing_else_follows_from_it(
-    read: Callable[..., Recipe],
-) -> None:
-    keys = {"maxent_tau": 0.1, "maxent_utility": "advantage", "maxent_target_ratio": 4.0, "maxent_policy_spread": 1.0}
-    recipe, problems = with_task(read(**keys), MAXENT)
-    assert (task_of(recipe), recipe["maxent_objective"], problems) == ("maxent", None, [])
-    (problem,) = check(recipe, {})
-    assert problem.where == "MAXENT" and "needs a maxent_objective, and none is the default" in problem.what
-    assert problem.fix.startswith("write maxent_objective: listwise or maxrl or tempered or weighted_mle;")
+@pytest.mark.parametrize("keys", [{}, {"maxent_objective": None}], ids=["absent", "null"])
+def test_maxent_trains_a_recipe_that_gives_no_objective(read: Callable[..., Recipe], keys: dict[str, None]) -> None:
+    """M11: MAXENT=1 selects listwise and notes that the evidence recommends no objective."""
+    recipe, problems = with_task(read(maxent_tau=0.1, maxent_target_ratio=4.0, **keys), MAXENT)
+    assert (task_of(recipe), recipe["maxent_objective"], problems) == ("maxent", "listwise", [])
+    assert recipe.source("maxent_objective") == "MAXENT" and check(recipe, {}) == []
+    assert recipe.notes[-1] == (
+        "MAXENT: selects maxent_objective: listwise; the evidence recommends no objective (docs/maxent.md)"
+    )
     assert [problem.where for problem in check(read(maxent_objective=None), {})] == ["recipe.yaml:2"]
+
+
+def test_maxent_replaces_the_loss_of_a_grpo_recipe_and_notes_it(read: Callable[..., Recipe]) -> None:
+    """M11: values that a file gives for GRPO's loss do not keep MAXENT=1 from training; a flag's do."""
+    recipe, problems = with_task(read(loss_type="dapo", scale_rewards="batch"), MAXENT)
+    assert (recipe["loss_type"], recipe["scale_rewards"], problems, check(recipe, {})) == ("dr_grpo", "none", [], [])
+    assert "recipe.yaml:2: loss_type: dr_grpo replaces dapo; listwise fixes it" in recipe.notes
+    recipe, _ = with_task(read(["--loss_type", "dapo"]), MAXENT)
+    assert [problem.where for problem in check(recipe, {})] == ["--loss_type"]
+
+
+SHIPPED = sorted(path for path in home().glob("recipes/**/*.yaml") if path.parent.name != "base")
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: "-".join(path.parts[-3:]))
+def test_the_four_maxent_flags_of_the_guide_start_with_every_shipped_recipe(path: Path) -> None:
+    """M11: MAXENT=1 and the guide's flags together pass the checks of every recipe that listwise can train."""
+    flags = ["--maxent_tau", "0.3", "--maxent_q_temperature", "1.0", "--maxent_q_epsilon", "1e-6"]
+    flags += ["--maxent_length_normalize_ref", "true", "--maxent_objective", "listwise"]
+    flags = flags[:-2] if "maxent" not in str(path) else flags
+    recipe, problems = with_task(read_recipe(path, flags), MAXENT)
+    assert problems == [] and [str(problem) for problem in check(recipe, {}) if "maxent" in str(problem)] == []
+    assert "--maxent_length_normalize_ref: maxent_length_normalize_ref does nothing without maxent_beta above 0" in (
+        notes(recipe)
+    )
 
 
 @pytest.mark.parametrize(
@@ -268,16 +293,14 @@ def test_commands_agree_on_the_task(
 
 
 @on_cpu
-@pytest.mark.parametrize("command", ["check", "plan", "launch"])
-def test_maxent_asked_for_with_a_recipe_of_grpo_ends_before_anything_starts(
-    nothing_set: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+def test_maxent_trains_the_smoke_recipe_of_grpo(
+    nothing_set: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """M11: check, plan and launch accept a GRPO recipe with MAXENT=1, and print which objective is used."""
     monkeypatch.setenv("MAXENT", "1")
-    assert cli.main([command, str(SMOKE / "grpo.yaml")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        "grpo: MAXENT: a MaxEnt run needs a maxent_objective, and none is the default. Fix: write max"
-    )
+    for words in (["check"], ["plan"], ["launch", "--dry-run"]):
+        assert cli.main([words[0], str(SMOKE / "grpo.yaml"), *words[1:]]) == 0
+        assert "selects maxent_objective: listwise; the evidence recommends no" in capsys.readouterr().out
 
 
 @on_cpu

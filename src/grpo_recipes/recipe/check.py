@@ -442,6 +442,7 @@ _IDLE: tuple[tuple[str, Condition, str], ...] = (
         lambda r: rules.evaluates(r) and not made.seeded_sets(r), "a dataset seeded:..."),
     ("benchmark_solved", lambda r: not rules.plays_benchmarks(r), "an environment of the recipe among benchmarks"),
     ("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),
+    ("maxent_length_normalize_ref", lambda r: maxent.targets_q(r) and r["maxent_beta"] == 0, "maxent_beta above 0"),
     ("hub_*", lambda r: not r["push_to_hub"], "push_to_hub"),
     ("eval_*", lambda r: not rules.evaluates(r), "eval_strategy"),
     ("wandb_*", lambda r: "wandb" not in rules.reports_to(r), "report_to: wandb"),

@@ -28,7 +28,8 @@ def objective_of(recipe: Recipe) -> Objective | None:
     return OBJECTIVES.get(recipe["maxent_objective"]) if task_of(recipe) == MAXENT else None
 
 
-def _targets_q(recipe: Recipe) -> bool:
+def targets_q(recipe: Recipe) -> bool:
+    """Return whether the recipe's MaxEnt weights come from q and the reference."""
     objective = objective_of(recipe)
     return objective is not None and objective.targets_q
 
@@ -49,7 +50,7 @@ def realised_ratio(recipe: Recipe, tau: float | None = None) -> float:
     tau = _tau(recipe) if tau is None else tau
     if tau is None:
         return math.inf
-    if not _targets_q(recipe):
+    if not targets_q(recipe):
         return _exp(1 / tau) if tau else math.inf
     group, epsilon = recipe["num_generations"], recipe["maxent_q_epsilon"]
     wrong = 1 / (1 + _exp(1 / recipe["maxent_q_temperature"])) * 2 / group  # of the softmax, before its floor
@@ -73,7 +74,7 @@ def limit_of(recipe: Recipe) -> str | None:
     weight = f"maxent_objective: {name} with tau {tau:g}: a right answer weighs {times(ratio)} what a wrong one does"
     if ratio < _LIKE_EQUAL:
         others = {"tempered": "this is Dr.GRPO", "weighted_mle": "this is training on the policy's own samples"}
-        lower = "maxent_beta" if _targets_q(recipe) and realised_ratio(recipe, 0.0) < _LIKE_EQUAL else "maxent_tau"
+        lower = "maxent_beta" if targets_q(recipe) and realised_ratio(recipe, 0.0) < _LIKE_EQUAL else "maxent_tau"
         return f"{weight}, so {others.get(name, 'it hardly learns from rewards')}; a lower {lower} changes that"
     if name == "listwise":
         return _limit_of_listwise(recipe, ratio)
@@ -155,8 +156,8 @@ RULES = (
     Rule("{item}", lambda r: task_of(r) != MAXENT and given(r, "maxent_*"), "'{item}' changes nothing in a GRPO run",
         "{removal}, or make it a MaxEnt run (maxent_objective in the recipe)"),
     Rule("maxent_objective", lambda r: task_of(r) == MAXENT and r["maxent_objective"] is None,
-        "a MaxEnt run needs a maxent_objective, and none is the default",
-        f"write maxent_objective: {' or '.join(sorted(OBJECTIVES))}; docs/maxent.md says what each was shown to do"),
+        "maxent_objective is null, and the recipe names no other task",
+        "set maxent_objective: listwise, or remove it; docs/maxent.md has the evidence for each objective"),
     Rule("{item}", _unread, "'{item}' changes nothing under maxent_objective: {maxent_objective}",
         lambda r, key: f"{removal(r, key)}, or write maxent_objective: "
         + " or ".join(name for name, objective in sorted(OBJECTIVES.items()) if key not in objective.unread)),
@@ -173,15 +174,13 @@ RULES = (
         and given(r, "maxent_policy_spread"),
         "'{item}' changes nothing with maxent_policy_temperature 0: it raises one above 0",
         "{removal}, or remove maxent_policy_temperature"),
-    Rule("maxent_q_epsilon", lambda r: _targets_q(r) and r["maxent_q_epsilon"] * r["num_generations"] >= 1,
+    Rule("maxent_q_epsilon", lambda r: targets_q(r) and r["maxent_q_epsilon"] * r["num_generations"] >= 1,
         lambda r, _: f"maxent_q_epsilon {r['maxent_q_epsilon']:g} is not below 1 / num_generations "
         f"({1 / r['num_generations']:g}): q would be negative",
         lambda r, _: f"write less than {1 / r['num_generations']:g}, e.g. maxent_q_epsilon: 1e-6"),
-    Rule("maxent_tau", lambda r: _targets_q(r) and _tau(r) + r["maxent_beta"] <= 0,
+    Rule("maxent_tau", lambda r: targets_q(r) and _tau(r) + r["maxent_beta"] <= 0,
         "maxent_tau and maxent_beta are both 0: the target's exponents 1 / (tau + beta) are not defined",
         "write maxent_tau: 0.01 or more, or a maxent_beta"),
-    Rule("{item}", lambda r: _targets_q(r) and r["maxent_beta"] == 0 and given(r, "maxent_length_normalize_ref"),
-        "'{item}' changes nothing with maxent_beta 0: no reference is read", "{removal}, or add a maxent_beta"),
     Rule("{item}", lambda r: task_of(r) == MAXENT and _tau(r) is not None and not _targets(r)
         and given(r, "maxent_tau_lr maxent_tau_min maxent_tau_max maxent_tau_warmup_steps"),
         "'{item}' changes nothing without a target: tau is fixed", f"{{removal}}, or add {next(iter(TAU_TARGETS))}"),
@@ -212,14 +211,14 @@ RULES = (
         "kl_beta_min {kl_beta_min:g} is above beta (init_kl_coeff) {beta:g}, where the controller starts",
         lambda r, _: f"write kl_beta_min: {r['beta'] / 100:g}, or a larger beta"),
     Rule("ref_model_name_or_path",
-        lambda r: r["ref_model_name_or_path"] and r["beta"] == 0 and not (_targets_q(r) and r["maxent_beta"] > 0),
+        lambda r: r["ref_model_name_or_path"] and r["beta"] == 0 and not (targets_q(r) and r["maxent_beta"] > 0),
         "'ref_model_name_or_path' changes nothing: no term of the loss reads a reference",
         "remove it, or write beta above 0"),
     Rule("sync_ref_model",
         lambda r: r["sync_ref_model"] and not r["use_peft"] and r["beta"] == 0
-        and not (_targets_q(r) and r["maxent_beta"] > 0),
+        and not (targets_q(r) and r["maxent_beta"] > 0),
         lambda r, _: "sync_ref_model has no reference to sync: "
-        + ("beta and maxent_beta are 0" if _targets_q(r) else "beta is 0"),
+        + ("beta and maxent_beta are 0" if targets_q(r) else "beta is 0"),
         "remove sync_ref_model, or write beta above 0"),
 )
 # fmt: on

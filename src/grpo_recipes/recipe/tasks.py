@@ -5,15 +5,18 @@ MaxEnt recipe. ``with_task`` decides once: from then on a recipe is MaxEnt's exa
 frozen recipe says by itself what it is.
 """
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.paths import home
-from grpo_recipes.recipe import DEFAULT_SOURCE, Recipe, Value
+from grpo_recipes.recipe import DEFAULT_SOURCE, BrokenKey, Recipe, Value
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
+from grpo_recipes.recipe.registry import OBJECTIVES
 
 GRPO, MAXENT = "grpo", "maxent"
+SWITCHED_OBJECTIVE = "listwise"  # what MAXENT=1 selects if the recipe gives no objective
 ENTRIES = {GRPO: "src/grpo.py", MAXENT: "src/maxent-grpo.py"}
 _NAMES = {GRPO: "GRPO", MAXENT: "MaxEnt"}
 _SWITCH = {"": None, "0": GRPO, "false": GRPO, "no": GRPO, "1": MAXENT, "true": MAXENT, "yes": MAXENT}
@@ -65,13 +68,12 @@ def task_of(recipe: Recipe) -> str:
 def with_task(recipe: Recipe, asked: RequestedTask) -> tuple[Recipe, list[Problem]]:
     """Return the recipe with its task, and what contradicts that.
 
-    One that MaxEnt is asked for and that names no objective is MaxEnt's with None, whose source is what asked for it: a
-    rule of ``recipe.maxent`` refuses it.
+    If MaxEnt is requested and the recipe gives no objective, the recipe gets ``SWITCHED_OBJECTIVE`` and a note.
     """
     recipe = replace(recipe, entry=asked.entry)
     key, objective = "maxent_objective", recipe.values["maxent_objective"]
-    if asked.task == MAXENT and not recipe.given(key):
-        return recipe.with_value(key, replace(objective, source=asked.source)), []
+    if asked.task == MAXENT and objective.value is None and key not in recipe.broken:
+        return _switched(recipe, asked.source), []
     if asked.task == GRPO and recipe.given(key):
         where = objective.shadowed or objective.source
         other = f"leave out {where}" if where.startswith("--") or where in ENVIRONMENT_KEYS else "take a GRPO recipe"
@@ -82,6 +84,25 @@ def with_task(recipe: Recipe, asked: RequestedTask) -> tuple[Recipe, list[Proble
         what, fix = f"'{key}' changes nothing in a GRPO run", f"set MAXENT=1 too, or unset {objective.source}"
         return recipe.with_value(key, Value(None, DEFAULT_SOURCE)), [Problem(objective.source, what, fix)]
     return recipe, []
+
+
+def _switched(recipe: Recipe, source: str) -> Recipe:
+    """Return a recipe without an objective as a MaxEnt recipe; ``source`` is the flag or variable that requests it.
+
+    The objective fixes some keys of the loss. Values that a file gives for GRPO are replaced, each with a note; a
+    contradicting flag or variable stays, and ``recipe.maxent`` rejects it.
+    """
+    key, objective = "maxent_objective", OBJECTIVES[SWITCHED_OBJECTIVE]
+    recipe = recipe.with_value(key, Value(SWITCHED_OBJECTIVE, source))
+    said = [f"{source}: selects {key}: {SWITCHED_OBJECTIVE}; the evidence recommends no objective (docs/maxent.md)"]
+    with contextlib.suppress(BrokenKey):  # the problem of a broken key is reported already
+        for name, value in objective.fixed_keys(recipe.__getitem__).items():
+            given = recipe.values[name]
+            of_file = not (given.source.startswith("--") or given.source in ENVIRONMENT_KEYS)
+            if recipe.given(name) and of_file and recipe[name] != value:
+                said.append(f"{given.source}: {name}: {value} replaces {recipe[name]}; {SWITCHED_OBJECTIVE} fixes it")
+                recipe = recipe.with_value(name, Value(value, source))
+    return replace(recipe, notes=[*recipe.notes, *said])
 
 
 def same_task(recipe: Recipe, asked: RequestedTask, task: str) -> None:

@@ -44,7 +44,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
     def __init__(self, *, args: GRPOConfig, **kwargs: Any):
         if args.maxent_objective is None:
-            raise ValueError("maxent_objective is None: name one, none is the default")
+            raise ValueError("maxent_objective is None: set it, for example to listwise")
         self._objective = OBJECTIVES[args.maxent_objective]
         self._fixed_tau = self._objective.tau_or_default(args.maxent_tau)
         self._target_beta = args.maxent_beta if self._objective.targets_q else 0.0
