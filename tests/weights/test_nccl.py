@@ -7,18 +7,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import requests
+import torch
 from rotation import ROTATES
 
 pytest.importorskip("vllm")
 
 from grpo_recipes.launch import monitor
 from grpo_recipes.launch.monitor import Monitor
+from grpo_recipes.server.plugin import fingerprint, unit_of
 from grpo_recipes.weights.client import in_thread
 from grpo_recipes.weights.nccl import NcclClient
 from grpo_recipes.weights.transport import BadAnswer, ServerError
@@ -122,6 +126,41 @@ def test_weights_arrive_whole_in_order_and_through_several_buffers(client, serve
         assert seen.held == [expected] * workers
         assert [list(held) for held in seen.held] == [list(PARAMETERS)] * workers
     assert seen.loads == [BUFFERS * 2] * workers
+
+
+class Copies:
+    """Stands in for the NCCL group: a broadcast copies the bytes that the memory holds at that moment."""
+
+    def __init__(self) -> None:
+        self.received: list[torch.Tensor] = []
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        self.received.append(tensor.clone())
+
+
+def test_a_transfer_starts_after_the_optimizer_has_written(client, monkeypatch):
+    """G1: vLLM's side streams do not wait for the default stream, on which the optimizer writes."""
+    weights = {name: torch.zeros_like(tensor) for name, tensor in PARAMETERS.items()}
+    queued = [partial(weights[name].copy_, tensor) for name, tensor in PARAMETERS.items()]  # on the default stream
+
+    def synchronize() -> None:
+        while queued:
+            queued.pop(0)()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(client, "_post", lambda url, **kwargs: {})
+    monkeypatch.setattr(client, "call_workers", lambda method, **kwargs: [])
+    client.communicator = Copies()
+    client._held = {"parameters": {}, "packed": {}}
+    client._send(METADATA, client._fingerprinted(iter(weights.items())))
+
+    written = torch.cat([tensor.contiguous().view(torch.uint8).view(-1) for tensor in PARAMETERS.values()])
+    assert torch.equal(torch.cat(client.communicator.received), written)
+    expected = {name: int(fingerprint(tensor, unit_of(tensor))) for name, tensor in PARAMETERS.items()}
+    assert client._sent_values() == expected
+    client.communicator = None
 
 
 def test_the_protocol(client, server):

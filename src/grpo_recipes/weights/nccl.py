@@ -36,6 +36,13 @@ class NcclClient(BridgeClient):
             raise
 
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
+        """Send as TRL does, once the optimizer's writes have finished.
+
+        vLLM packs the tensors on its own streams, and the fingerprints are taken there too. These streams do not wait
+        for the default stream, on which the optimizer writes.
+        """
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self._sync += 1
         super(BridgeClient, self).update_named_params(metadata, named_params)
 
