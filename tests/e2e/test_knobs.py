@@ -42,6 +42,8 @@ def test_the_guides_variables_are_what_the_real_server_and_trainer_run_with(laun
     (told,) = re.findall(r"non-default args: (\{.*\})", run.log("server"))
     server = ast.literal_eval(told)
     assert (server["port"], server["host"], server["max_model_len"]) == (port, "127.0.0.1", 77)
+    # P1: all completions of a generation at the same time, where vLLM's default on CPU is 128.
+    assert server["max_num_seqs"] == 256
     assert (server["logprobs_mode"], server["max_logprobs"], server["dtype"]) == ("processed_logprobs", -1, "float32")
     assert server["served_model_name"][0].startswith("knobs-") and "smoke/sums" in server["model"]
     engine = next(line for line in run.log("server").splitlines() if "Initializing a V1 LLM engine" in line)

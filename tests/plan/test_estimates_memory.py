@@ -21,7 +21,7 @@ WORK = {
     "attn_implementation": None, "use_peft": False, "lora_r": 16, "lora_modules_to_save": None,
     "per_device_train_batch_size": 4, "tokens_per_micro_batch": None,
     "completions": 8, "sequence": 1536, "completion": 1024,
-    "vllm_max_model_length": 2048, "bridge": "nccl", "vllm_tensor_parallel_size": 1,
+    "vllm_max_model_length": 2048, "vllm_max_num_seqs": 840, "bridge": "nccl", "vllm_tensor_parallel_size": 1,
     "vllm_gpu_memory_utilization": 0.9, "vllm_enable_sleep_mode": False,
 }  # fmt: skip
 P = WORK["parameters"]
@@ -112,7 +112,7 @@ def test_the_optimizer_decides_its_states(optim, per_element):
 
 
 def test_an_adapter_trains_little_and_keeps_the_base_weights():
-    lora, count = parts(accelerator="single", use_peft=True), work(use_peft=True).trained
+    lora, count = parts(accelerator="single", use_peft=True, bridge="lora"), work(use_peft=True).trained
     assert count == 28 * 16 * LAYER_SIDES < P / 50
     assert lora["weights"] == 2 * P + 4 * count
     assert lora["gradients"] == 4 * count
@@ -182,6 +182,14 @@ def test_the_file_bridge_sends_a_copy():
     small = {**short, "device": "cpu", "use_peft": True, "accelerator": "single"}
     assert parts(**small, bridge="file")["weights in transit"] == 2 * P
     assert "weights in transit" not in parts(**small, bridge=None)
+
+
+def test_rank_0_has_the_buffers_of_a_transfer_by_nccl():
+    """G2: they are the worst moment of a run that trains little, at most the weights themselves."""
+    small = {"per_device_train_batch_size": 1, "sequence": 16, "completion": 8, "use_peft": True}
+    assert parts(**small)["weights in transit"] == 2 * GIB + 2 * WORK["embedding"]
+    assert work(parameters=10**8).packed_buffers == 2 * 10**8
+    assert "weights in transit" not in parts(**small, bridge="lora")
 
 
 def test_transformers_generation_keeps_a_cache_for_every_completion():

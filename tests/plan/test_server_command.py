@@ -94,6 +94,7 @@ def test_what_depends_on_the_device(read, option):
         ({"model_revision": "abc"}, "--revision", "abc"),
         ({"trust_remote_code": True}, "--trust-remote-code", None),
         ({"vllm_max_model_length": 4096}, "--max-model-len", "4096"),
+        ({"vllm_max_num_seqs": 96}, "--max-num-seqs", "96"),  # P1
     ],
 )
 def test_keys_that_reach_the_server(read, option, keys, flag, value):

@@ -81,8 +81,7 @@ def test_their_own_example_is_answered_line_by_line(tmp_path: Path, on_gpus: Non
     assert fixes["8"].startswith("remove it; vLLM captures CUDA graphs on GPUs")
     assert "num_iterations says how many steps one feeds" in fixes["19"]
     assert fixes["0"].startswith("add dataset_name")
-    (note,) = [one for one in recipe.notes if "theirs.yaml:5: " in one]
-    assert "vllm_config.max_num_seqs: 32 is not read: " in note and "vllm_gpu_memory_utilization limits its" in note
+    assert recipe["vllm_max_num_seqs"] == 32
 
 
 def test_on_cpu_vllm_is_eager_as_their_example_asks(tmp_path: Path, on_cpu: None) -> None:
@@ -148,6 +147,7 @@ def test_after_the_fixes_it_is_a_plan_of_four_gpus(tmp_path: Path, planned, opti
         ('model_name: "smoke:sums"', "model_name: a/b", "model_name_or_path", "a/b"),
         ("tensor_parallel_size: 1", "tensor_parallel_size: 2", "vllm_tensor_parallel_size", 2),
         ("max_model_len: 2048", "max_model_len: 1024", "vllm_max_model_length", 1024),
+        ("max_num_seqs: 32", "max_num_seqs: 16", "vllm_max_num_seqs", 16),
         ("gpu_memory_utilization: 0.4", "gpu_memory_utilization: 0.3", "vllm_gpu_memory_utilization", 0.3),
         ('"FULL_SHARD"', "NO_SHARD", "accelerator", "ddp"),
         ("mixed_precision: true", "mixed_precision: false", "bf16", False),
@@ -169,7 +169,6 @@ def test_every_name_changes_its_key(tmp_path: Path, old: str, new: str, key: str
     ("old", "new", "said"),
     [
         ("cpu_offload: false", "cpu_offload: true", "remove it; no parameter is moved to the CPU"),
-        ("max_num_seqs: 32", "max_num_seqs: many", "remove it; inside the trainers vLLM takes all completions"),
         ("disable_log_stats: true", "disable_log_stats: false", "remove it; vLLM inside the trainers logs no"),
         ('"FULL_SHARD"', "SHARD_GRAD_OP", "write accelerator: fsdp2 for FULL_SHARD, ddp for NO_SHARD, zero2"),
         ("mixed_precision: true", "mixed_precision: fp8", "write bf16: true, or bf16: false for float32"),

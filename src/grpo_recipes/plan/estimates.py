@@ -47,8 +47,8 @@ _TILE_TOKENS, _TILE_WORDS = 4096, 32768
 _TILE_COPIES_ON_CPU = 8  # of _backward_tile: torch makes every intermediate, where Triton works in place
 # DeepSpeed's defaults, in elements, which TRL's accelerate files leave alone.
 _ZERO_BUCKET, _ZERO3_LIVE = 500_000_000, 1_000_000_000
-# vLLM's defaults of an API server: sequences at a time, and tokens of one batch on a GPU.
-_SEQUENCES, _BATCHED_TOKENS = {"cpu": 128, "cuda": 1024}, 8192
+# vLLM's smallest default of sequences at the same time (L40S and A100 on GPUs), and its tokens per batch on a GPU.
+DEFAULT_SEQUENCES, _BATCHED_TOKENS = {"cpu": 128, "cuda": 256}, 8192
 # Keys of the recipe that decide how much memory a run takes, beside those that a plan works out.
 _KEYS = (
     "attn_implementation", "dtype", "gradient_checkpointing", "lora_modules_to_save", "lora_r", "optim", "use_peft",
@@ -112,6 +112,7 @@ class Workload(dict[str, Any]):
             "per_device_train_batch_size": plan.batch.per_device,
             "tokens_per_micro_batch": plan.micro_batch_tokens,
             "vllm_max_model_length": longest or model["positions"],
+            "vllm_max_num_seqs": plan.max_num_seqs,
             "vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode),
             "world_size": plan.batch.world_size,
             "completions": plan.batch.per_device * plan.batch.accumulation,  # of a step, on one process
@@ -222,6 +223,12 @@ class Workload(dict[str, Any]):
         return tiles + rows * self["hidden"] * (4 + self.computed) + gradient
 
     @property
+    def packed_buffers(self) -> int:
+        """vLLM's two buffers of a transfer by NCCL, on rank 0 and on each of the server's GPUs."""
+        most = 2 * GIB + self.element * self["embedding"]  # a buffer is sent once it has more than 1 GiB
+        return min(self.element * self["parameters"], most) if self["bridge"] == "nccl" else 0
+
+    @property
     def sleeps(self) -> bool:
         """Whether vLLM inside the trainers gives its memory back outside of generations."""
         return bool(self["mode"] == "colocate" and self["vllm_enable_sleep_mode"])
@@ -252,7 +259,7 @@ class Workload(dict[str, Any]):
             moments.append({"KV cache": self["completions"] * self.sequence_cache(self["sequence"])})
         if on_cpu and self["bridge"] in ("file", "restart"):
             moments.append(passing | {"weights in transit": self.element * whole})
-        moments += [{"vLLM awake": awake}] if awake else []
+        moments += [{"weights in transit": self.packed_buffers}, {"vLLM awake": awake}]
         worst = max(moments, key=lambda parts: sum(parts.values()))
         return {name: size for name, size in {**held, **worst}.items() if size}
 
@@ -264,8 +271,9 @@ class Workload(dict[str, Any]):
         on_cpu = self["device"] == "cpu"
         weights = self.element * self["parameters"] // self["vllm_tensor_parallel_size"]
         imports = 0 if self["mode"] == "colocate" else _SERVER_IMPORTS  # the trainer has them
+        sequences = self.get("vllm_max_num_seqs") or DEFAULT_SEQUENCES[self["device"]]
         parts = {"libraries": imports if on_cpu else _CUDA_CONTEXT + _CUDA_GRAPHS, "weights": weights,
-                 "output layer": 3 * _SEQUENCES[self["device"]] * self["vocabulary"] * 4}  # fmt: skip
+                 "output layer": 3 * sequences * self["vocabulary"] * 4}  # fmt: skip
         if not on_cpu:
             mlp = 2 * self["intermediate"] // self["vllm_tensor_parallel_size"]
             widest = max(mlp, self["hidden"]) + 3 * self["hidden"]
@@ -357,8 +365,11 @@ def needs(work: Workload, gpu: int | None) -> dict[str, Need]:
         return roles
     parts, available = work.server(), None if gpu is None else int(gpu * share)
     if work["device"] == "cuda":
-        least = work.sequence_cache(work["vllm_max_model_length"])
-        parts["KV cache"] = max(least, (available or 0) - sum(parts.values()))
+        left = (available or 0) - sum(parts.values())
+        parts["KV cache"] = max(left, work.sequence_cache(work["vllm_max_model_length"]))
+    if work.packed_buffers:  # outside of vLLM's share
+        parts["weights in transit"] = work.packed_buffers
+        available = None if gpu is None else min(gpu, int(gpu * share) + work.packed_buffers)
     return roles | {"server": Need(parts, available)}
 
 
@@ -391,8 +402,8 @@ def _changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
     if role == "server":
         longest = work["vllm_max_model_length"] // _LENGTH_STEP * _LENGTH_STEP
         yield from ({"vllm_max_model_length": most} for most in range(longest, work["sequence"] - 1, -_LENGTH_STEP))
-        larger = range(share + 1, _SHARES) if not work.one_gpu else ()
-        yield from ({"vllm_gpu_memory_utilization": step / _SHARES} for step in larger)
+        steps = (*range(share + 1, _SHARES), *range(share, 0, -1)) if not work.one_gpu else ()
+        yield from ({"vllm_gpu_memory_utilization": step / _SHARES} for step in steps)
         sizes = range(work["vllm_tensor_parallel_size"] + 1, heads + 1)
         yield from ({"vllm_tensor_parallel_size": size} for size in sizes if heads % size == 0)
         return

@@ -19,7 +19,7 @@ from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
 from grpo_recipes.plan.commands import gpu_share, with_processes
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.estimates import GIB, UnknownShape, Workload, needs
+from grpo_recipes.plan.estimates import DEFAULT_SEQUENCES, GIB, UnknownShape, Workload, needs
 from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.plan.types import Names, Plan, Weighting
 from grpo_recipes.recipe import Recipe, maxent
@@ -37,6 +37,9 @@ from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 ACCELERATE_FILES = {
     "single": "single_gpu", "ddp": "multi_gpu", "zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp2"
 }  # fmt: skip
+# vLLM needs at least one token of its scheduler's batch for each sequence: 2,048 is its smallest default batch.
+_MOST_SEQUENCES = 2048
+_SEQUENCES_SHARE = 10  # the sequences' logits may take one part in so many of the memory left for the KV cache
 _OF_GUIDE = ("GPUS_PER_NODE", "MAX_PROMPT_CHARS")  # variables that change nothing here
 
 
@@ -99,6 +102,7 @@ def make_plan(
         notes=list(recipe.notes),
     )
     _need_groups(recipe, plan)
+    plan = replace(plan, max_num_seqs=max_num_seqs(recipe, plan, resources.gpu_gib))
     plan.notes.extend(_notes(plan, recipe, resources, environment, most))
     plan = with_sources(plan, recipe, resources, sources) if sources else plan
     return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
@@ -189,7 +193,43 @@ def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Asse
         fix = "move it, or set CACHE_ROOT, to a folder without [ ] * ?"
         raise config_error("model_name_or_path", f"vLLM takes '{model}' for a pattern and finds nothing", fix)
     plan = replace(plan, model=model, notes=[*plan.notes, *sources.notes()])
+    plan = replace(plan, max_num_seqs=max_num_seqs(recipe, plan, resources.gpu_gib))
     return replace(plan, micro_batch_tokens=micro_batch_tokens(recipe, plan, resources.gpu_gib))
+
+
+def max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | None:
+    """Return the most completions that a vLLM engine of the run generates at the same time; None without vLLM.
+
+    By default this is the largest number that the run requests at the same time. Above vLLM's own default, the logits
+    of so many sequences take at most a tenth of the memory that remains for the KV cache.
+    """
+    if plan.mode in ("transformers", EXTERNAL):
+        return None
+    if recipe["vllm_max_num_seqs"] is not None:
+        return int(recipe["vllm_max_num_seqs"])
+    default = DEFAULT_SEQUENCES[plan.device]
+    requested = min(_requested_completions(recipe, plan, default), _MOST_SEQUENCES)
+    if plan.device == "cuda" and gpu_gib is None:
+        return requested
+    try:
+        work = Workload({**Workload.of(recipe, plan), "vllm_max_num_seqs": 1})
+    except UnknownShape:
+        return requested
+    parts = needs(work, None if gpu_gib is None else int(gpu_gib * GIB))["server"].parts
+    room = parts["KV cache"] // (_SEQUENCES_SHARE * max(1, parts["output layer"]))
+    return min(requested, max(room, default))
+
+
+def _requested_completions(recipe: Recipe, plan: Plan, default: int) -> int:
+    """Return the most completions that the run requests from one vLLM engine at the same time."""
+    world_size = plan.batch.world_size
+    requested = max(devices.rows_of_generation(recipe, plan.batch), (plan.eval_batch or 0) * world_size)
+    if recipe["benchmarks"]:
+        requested = max(requested, recipe["max_concurrent_requests"] * recipe["benchmark_samples"])
+    if plan.mode == "colocate":
+        return -(-requested * recipe["vllm_tensor_parallel_size"] // world_size)
+    # Environments of Atropos work on groups of later steps too.
+    return max(requested, default) if uses_atropos(recipe.__getitem__) else requested
 
 
 def micro_batch_tokens(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | None:

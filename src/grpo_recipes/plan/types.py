@@ -142,6 +142,8 @@ class Plan:
     notes: list[str]  # what the user should know
     processes: list[Process] = field(default_factory=list)  # in the order they start; filled in by with_processes
     atropos: str | None = None  # the environments that groups come from, the batch and run-api's address; None without
+    # Most completions that a vLLM engine generates at the same time; None: vLLM's default.
+    max_num_seqs: int | None = None
     micro_batch_tokens: int | None = None  # most tokens of a pass; None: what TRL's micro-batches have of theirs
     weight_bytes: int = 0  # of the model's files, where they are here; filled in by with_processes, as the next two
     server_timeout: float = 0.0  # seconds the server may take to be ready

@@ -324,6 +324,9 @@ class GRPOConfig(trl.GRPOConfig):
         "shared) unless this is given.", min=0.05, max=1.0)
     vllm_tensor_parallel_size: int = _key(1, "GPUs one vLLM model is split over.", min=1)
     vllm_max_model_length: int | None = _key(None, "Most tokens of prompt plus completion the server accepts.", min=1)
+    vllm_max_num_seqs: int | None = _key(None,
+        "Most completions that a vLLM engine generates at the same time. By default all completions of a generation, "
+        "evaluation batch or benchmark, fewer if memory is short.", min=1, max=2048)
     logging_steps: float = _key(1, "Always 1: one row of metrics.jsonl per optimizer step.", min=1, max=1)
     save_steps: float = _key(100, "Optimizer steps between checkpoints, or a share of all steps below 1.", min=0.0001)
     push_to_hub: bool = _key(False, "Publish the model on the hub, as hub_strategy says; needs a login that may write.")

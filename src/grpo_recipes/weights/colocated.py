@@ -114,6 +114,7 @@ def _engine(args: GRPOConfig, **kwargs: Any) -> Any:
     from grpo_recipes.weights.engine import Engine  # only here: a run without it needs no vLLM
 
     kwargs["dtype"] = (args.model_init_kwargs or {}).get("dtype") or "auto"
+    kwargs["max_num_seqs"] = args.vllm_max_num_seqs or kwargs["max_num_seqs"]
     kwargs["worker_extension_cls"] = "grpo_recipes.server.plugin.WeightReport"
     if args.use_cpu:
         # As for the server: a prompt prefilled in parts ends vLLM's CPU worker where its request has a seed. Without

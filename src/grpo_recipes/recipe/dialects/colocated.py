@@ -21,7 +21,6 @@ SECTIONS = {
     "fsdp_config": ("sharding_strategy", "cpu_offload", "mixed_precision"),
 }  # fmt: skip
 NAMES = ("model_name", "batch_size", "max_iterations", "sync_frequency")
-NOT_READ = ("max_num_seqs",)  # a number there changes speed and memory alone, which other keys decide here
 # What a section says by being there, where the file does not say it itself.
 IMPLIED: dict[str, dict[str, Any]] = {"vllm_config": {"use_vllm": True, "vllm_mode": "colocate"}}
 
@@ -82,9 +81,6 @@ def _meaning(name: str, raw: Value, group: Any, problems: list[Problem], notes: 
         problems.append(Problem(raw.source, f"'{name}' is empty", "give it a value, or remove it"))
     elif last == "batch_size":
         return _batch(raw, group, problems)
-    elif last in NOT_READ and known and type(raw.value) is int:
-        why = known.fix(None).removeprefix("remove it; ")
-        notes.append(f"{raw.source}: {name}{short(raw.value)} is not read: {why}")
     elif why := harmless(last, raw.value):
         notes.append(f"{raw.source}: {name}{short(raw.value)} changes nothing: {why}")
     elif writes := by_value(last, raw.value) or (known.values(raw.value) if known else {}):
