@@ -237,6 +237,11 @@ def test_the_engine_is_what_the_server_would_be(make: Any) -> None:
     assert on_gpu["dtype"] == "auto" and "enforce_eager" not in on_gpu
 
 
+def test_the_engine_generates_as_many_completions_at_the_same_time_as_the_recipe_says(make: Any) -> None:
+    """P1: the key reaches vLLM inside a trainer too."""
+    assert make(vllm_max_num_seqs=3).llm.arguments["max_num_seqs"] == 3
+
+
 def test_vllm_does_not_decide_the_random_states_of_the_training(make: Any) -> None:
     drawn = []
     for rank, seed in ((0, 5), (0, 6), (1, 5)):

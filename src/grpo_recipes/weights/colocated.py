@@ -36,6 +36,8 @@ class ColocatedGeneration(vllm_generation.VLLMGeneration):
         self.checksum_error: str | None = None  # why the last load failed the checksum, here
         self._held: dict[str, Any] = {}  # the first report of what vLLM holds
         self._sent: dict[str, torch.Tensor] = {}
+        if args.vllm_max_num_seqs is not None:
+            kwargs["max_num_seqs"] = args.vllm_max_num_seqs
         _meet_alone(args.device)
         with replaced(vllm_generation, LLM=partial(_engine, args)):
             super().__init__(**kwargs)
@@ -114,7 +116,6 @@ def _engine(args: GRPOConfig, **kwargs: Any) -> Any:
     from grpo_recipes.weights.engine import Engine  # only here: a run without it needs no vLLM
 
     kwargs["dtype"] = (args.model_init_kwargs or {}).get("dtype") or "auto"
-    kwargs["max_num_seqs"] = args.vllm_max_num_seqs or kwargs["max_num_seqs"]
     kwargs["worker_extension_cls"] = "grpo_recipes.server.plugin.WeightReport"
     if args.use_cpu:
         # As for the server: a prompt prefilled in parts ends vLLM's CPU worker where its request has a seed. Without
