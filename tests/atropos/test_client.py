@@ -424,6 +424,17 @@ def test_at_the_deadline_everything_there_is_to_see_is_said(api: RunApi, connect
     assert said[-2:] == ["Maximum wait time (0.5s) exceeded", lines[1]]
 
 
+def test_a_reason_that_the_caller_knows_comes_first_until_groups_have_come(api: RunApi, connect: Client) -> None:
+    """R11: the diagnosis blamed group sizes where the server had refused every request."""
+    client = connect(max_wait=0.2, likely=lambda: "the server refused 7 requests")
+    env_id = api.register_env(group_size=2)
+    assert diagnosed(client)[0] == "Maximum wait time (0.2s) exceeded: the server refused 7 requests"
+    for _ in range(2):
+        post(api, group(env_id=env_id))
+    client.next_batch()
+    assert "refused" not in diagnosed(client)[0]
+
+
 @pytest.mark.parametrize(
     ("batch_size", "before", "sizes", "why"),
     [

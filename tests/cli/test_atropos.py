@@ -681,7 +681,8 @@ def test_what_the_launch_says_to_its_environment_anyway_changes_nothing(flag: st
         ("--openai.base_url http://localhost:9004/v1", "write --vllm-port: the launch starts the server and tells its "
             "environments where it is"),
         ("--openai.server_type sglang", "write vllm, or remove it: environments ask a vLLM server"),
-        ("--openai.api_key x", "remove it; an environment of the launch has the token of its run"),
+        ("--openai.api_key x", "remove it; the launch gives its environments the token. An environment that you start "
+            "yourself reads atropos_serve.yaml"),
         ("--openai.timeout 3", "remove it; the launch starts the server and tells its environments where it is"),
         ("--server.port 8001", "remove it; an environment does not take it either. The launch tells its environments "
             "where run-api is, and one that you start yourself takes --env.rollout_server_url URL"),

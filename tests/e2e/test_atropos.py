@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -167,6 +168,45 @@ def test_a_replayed_run_ends_with_the_weights_of_the_recorded_one(launch: Callab
     assert [row["loss"] for row in again.rows()] == [row["loss"] for row in first.rows()]
     assert weights_hash(again) == weights_hash(first)
     again.wait_for_nothing_left()
+
+
+@pytest.mark.timeout(900)
+def test_an_unmodified_environment_from_its_own_terminal_is_trained_on(launch: Callable[..., Launch]) -> None:
+    """R11: atroposlib's VLLMServer and ManagedServer, by the command that the launch prints."""
+    port, program = str(free_port()), str(Path(sys.executable).with_name("run-api"))
+    words = documented("run-api --host 127.0.0.1 --port 8000", {"run-api": program, "8000": port})
+    own = [subprocess.Popen(words, stdin=subprocess.DEVNULL)]
+    try:
+        command = (
+            "grpo launch recipes/atropos/smoke.yaml --atropos_environment null --atropos_api_url http://127.0.0.1:8000 "
+            "--vllm_server_port 9001"
+        )
+        url, api_url = "http://127.0.0.1:8000", f"http://127.0.0.1:{port}"
+        words = documented(command, {"recipes/atropos/smoke.yaml": RECIPE, url: api_url, "9001": str(free_port())})
+        run = launch(*words[2:], "--max_steps", "4")
+        run.wait_for(lambda: "start your environments with: " in run.output, "the command", timeout=120)
+        line = next(line for line in run.output.splitlines() if "start your environments with: " in line)
+        serve = line.partition("start your environments with: python ENVIRONMENT.py ")[2].split()
+        settings = run.run_dir / "atropos_serve.yaml"
+        token = (run.run_dir / "environment_token").read_text()
+        file = REPOSITORY / "tests/atropos/envs/by_hand.py"
+        argv = [sys.executable, str(file), "sums", *serve[:-1], str(settings), "--env.use_wandb=False"]
+        log = run.folder / "environment.log"
+        with log.open("wb") as out:
+            own.append(subprocess.Popen(argv, stdout=out, stderr=out, env={**os.environ, "HF_HUB_OFFLINE": "1"}))
+        assert run.wait(600) == 0, run.output
+    finally:
+        for process in reversed(own):
+            process.kill()
+            process.wait()
+    assert len(run.rows()) == 4 and all(row["atropos/rejected"] == 0 for row in run.rows())
+    # The log-probs that /generate gave are the trainer's own, as long as the weights are the same.
+    assert run.rows()[0]["sampling/sampling_logp_difference/max"] < 1e-3
+    assert "evaluation 1: '<answer>" in log.read_text()
+    assert not settings.exists() and not (run.run_dir / "environment_token").exists()
+    texts = (path.read_text(errors="replace") for path in run.run_dir.rglob("*") if path.suffix in (".json", ".log"))
+    assert not any(token in text for text in texts) and token not in run.output
+    run.wait_for_nothing_left()
 
 
 def pid_of(run: Launch, role: str) -> int:

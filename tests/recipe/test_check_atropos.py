@@ -108,6 +108,9 @@ def own(tmp_path: Path) -> str:
          "a group. Fix: remove vllm_importance_sampling_mode"),
         (GROUPS | {"vllm_server_port": 8001, "atropos_port": 8001}, GROUPS | {"vllm_server_port": 8001},
          "atropos_port is 8001, and so is vllm_server_port"),
+        # R11: an external server cannot be what environments sample from.
+        (GROUPS | {"vllm_server_base_url": "http://127.0.0.1:30000"}, GROUPS,
+         "vllm_server_base_url can't be combined with vllm_mode: colocate, or with Atropos"),
         # The environments themselves.
         (GROUPS | {"atropos_environment": "arithmetics"}, GROUPS,
          "there is no Atropos environment 'arithmetics'. Fix: write arithmetic"),

@@ -11,6 +11,7 @@ import numpy
 import pytest
 
 from grpo_recipes import smoke
+from grpo_recipes.atropos.access import SETTINGS
 from grpo_recipes.atropos.group import Group, trajectories
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.rollouts.atropos import AtroposRollouts, _messages
@@ -69,6 +70,23 @@ def test_a_server_that_was_started_again_is_seen_to_while_groups_are_waited_for(
     found = source(tmp_path)
     assert [found._looks_up(trainer) for _ in range(2)] == [False, True]
     assert trainer.calls == ["reconnect", "reconnect"]
+
+
+@pytest.mark.parametrize("refused", [0, 7])
+def test_requests_without_the_token_are_the_likely_reason_that_no_groups_come(tmp_path: Path, refused: int) -> None:
+    """R11: an environment in another terminal gets 401 for ever; nothing else shows why it sends no group."""
+    trainer, found = trainer_with_server(), source(tmp_path)
+    client, asked = trainer.vllm_generation.vllm_client, list[str]()
+    answer = SimpleNamespace(json=lambda: {"requests": 0, "refused": refused})
+    client.base_url = "http://127.0.0.1:8000"
+    client.session = SimpleNamespace(get=lambda url, timeout: asked.append(url) or answer)
+    assert found._refused_requests(trainer) == "" and not asked  # of a launch that starts its environments itself
+    (tmp_path / SETTINGS).touch()
+    reason = found._refused_requests(trainer)
+    assert asked == ["http://127.0.0.1:8000/grpo/activity"] and bool(reason) == bool(refused)
+    if refused:
+        assert reason.startswith("the vLLM server refused 7 requests with a missing or wrong token. Fix: ")
+        assert reason.endswith(f"serve --config {tmp_path / SETTINGS}")
 
 
 def test_a_recipe_with_atropos_has_this_source_and_no_correction_beside_the_ratio(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_requests_without_an_answer_are_counted_and_the_engines_completions_told
     async def play() -> None:
         application = FakeApplication()
         reporting = ReportActivity(application)
-        assert await activity(reporting, application) == {"requests": 0, "completions": 5}
+        assert await activity(reporting, application) == {"requests": 0, "completions": 5, "refused": 0}
         waiting = [
             asyncio.create_task(ask(reporting, application, method, path))
             for method, path in (("POST", "/v1/completions"), ("POST", "/breaks"), ("GET", "/metrics"))

@@ -92,6 +92,7 @@ class AtroposClient:
         stopped: Callable[[], bool] = lambda: False,
         say: Callable[[str], object] = print,
         diagnose: Callable[[], list[str]] = list,
+        likely: Callable[[], str] = str,
         compressed: bool | None = None,
     ):
         """Connect to nothing yet.
@@ -104,7 +105,8 @@ class AtroposClient:
             max_wait: longest wait in seconds for the groups of one step.
             stopped: whether the run stops, and no answer is needed any more.
             say: prints a line.
-            diagnose: lines that an error at the end of a wait gets beside ours.
+            diagnose: lines that an error at the end of a wait gets next to ours.
+            likely: why no groups come, if the caller knows it better than run-api shows it; else empty.
             compressed: whether answers are compressed; by default where run-api is on another machine, since that
                 takes it longer than loopback takes to carry them.
         """
@@ -112,7 +114,7 @@ class AtroposClient:
             url, timeout=timeout, attempts=attempts, delay=delay, stopped=stopped, compressed=compressed
         )
         self.url, self.seconds = self._api.url, self._api.seconds
-        self._max_wait, self._say, self.diagnose = max_wait, say, diagnose
+        self._max_wait, self._say, self.diagnose, self._likely = max_wait, say, diagnose, likely
         self.counts = dict.fromkeys(("batches", "groups", "rejected", "stale", "lost_batches", "unknown_version"), 0)
         self.last_seen: dict[int | None, float] = {}
         self._registration: Registration | None = None
@@ -272,6 +274,8 @@ class AtroposClient:
         reason, lines = self._diagnosis()
         if self._last_rejection:
             reason = f"groups came that were rejected, the last one: {self._last_rejection}"
+        elif not self.counts["groups"]:
+            reason = self._likely() or reason
         why = f"Maximum wait time ({float(self._max_wait)}s) exceeded"
         for line in (why, _NO_BATCH):
             self._say(line)

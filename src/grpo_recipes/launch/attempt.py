@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes.atropos.access import grant_access, revoke_access
 from grpo_recipes.errors import EXIT_STOPPED, config_error, translate
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending, tail
@@ -65,6 +66,7 @@ class Attempt:
     workers: NodeWorkers
     first_step: int = 0  # step of the checkpoint it begins with
     publisher: Publisher | None = None  # None without push_to_hub
+    serve_command: str | None = None  # starts an Atropos environment in another terminal; None if none may join
     began: float = field(default_factory=time.monotonic)
 
     def server_address(self) -> tuple[str, int, str]:
@@ -103,12 +105,16 @@ def prepare(
         workers.begin(run.folder, names.served, scratch.token.read_text(), tracking)
         own = run_environment(os.environ, scratch, run.folder, names.served)
         environment = {**base_environment(os.environ), **own, **tracking}
+        serve_command = grant_access(recipe, plan, names)
+        undo.callback(revoke_access, run.folder)
         # Last: what fails before leaves the status as it was.
         path, began = run.folder / "summary.json", {"status": "running", "smoke": plan.smoke, "restarts": restarts}
         resumed_at = {"resumed_at": [*before.get("resumed_at", []), first_step]} if before else {}
         write_json(path, {**began, **resumed_at, **kept})
         undo.pop_all()
-    return Attempt(run, recipe, plan, names, scratch, environment, resumed, workers, first_step)
+    return Attempt(
+        run, recipe, plan, names, scratch, environment, resumed, workers, first_step, serve_command=serve_command
+    )
 
 
 def freeze_inputs(run: Run, recipe: Recipe, plan: Plan, update_rewards: bool = False) -> None:
@@ -167,6 +173,7 @@ def say_start(attempt: Attempt) -> None:
         f"objective {plan.maxent}" if plan.maxent else "",
         f"episodes of {plan.environment}" if plan.environment else "",
         f"groups of {plan.atropos}" if plan.atropos else "",
+        f"start your environments with: {attempt.serve_command}" if attempt.serve_command else "",
         f"batch {plan.batch}",
         f"vllm {plan.vllm}",
         *(f"note: {note}" for note in plan.notes),

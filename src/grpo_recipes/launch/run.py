@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from grpo_recipes.atropos.access import revoke_access
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, EXIT_STOPPED, ConfigError
 from grpo_recipes.fetch.assets import find_assets, need_assets, record_assets
 from grpo_recipes.launch import processes, resolve
@@ -158,6 +159,7 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
         end_descendants()
         shutil.rmtree(attempt.run.folder / rundir.SYNC_FOLDER, ignore_errors=True)
         attempt.scratch.remove()
+        revoke_access(attempt.run.folder)
     if signal.SIGTERM in stop.seen and ending.code not in (0, EXIT_STOPPED):
         return Ending(128 + signal.SIGTERM, "stopped by SIGTERM")  # Slurm sends it to every process of the job
     return ending

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 from grpo_recipes.paths import python_module
 from grpo_recipes.plan.devices import rows_of_generation
 from grpo_recipes.plan.ports import LOOPBACK, Ports
 from grpo_recipes.plan.types import ENVIRONMENT, RUN_API, Names, Plan, Process
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.registry import atropos_environments, atropos_labels, uses_atropos
+from grpo_recipes.recipe.registry import atropos_environments, atropos_labels, starts_run_api, uses_atropos
+from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
+from grpo_recipes.server.middleware import ENVIRONMENT_TOKEN_VARIABLE, SAMPLING_VARIABLE
 
 # They wait for the server most of the time, and share the machine's cores with the trainers.
 _MODEST = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
 # W&B would take what an environment logs for rows of the trainers' run, whose id is in every process.
 _SILENT = {"WANDB_MODE": "disabled"}
+ENVIRONMENT_TOKEN = "environment_token"  # file in the run directory, for environments that the user starts
 
 
 def api_url(recipe: Recipe, ports: Ports) -> str | None:
@@ -42,6 +47,22 @@ def atropos_line(recipe: Recipe, plan: Plan) -> str | None:
     own = "" if plan.ports.run_api else " of yours, which must be a new one in each attempt"
     stale = "of any age" if most is None else f"at most {most} step{'' if most == 1 else 's'} old"
     return f"{', '.join(names) or 'environments of yours'}; {batch}, {stale}; run-api{own} at {url}"
+
+
+def admits_environments(recipe: Recipe) -> bool:
+    """Return whether environments that the user starts in other terminals may sample from the run's server."""
+    return uses_atropos(recipe.__getitem__) and not starts_run_api(recipe.__getitem__)
+
+
+def server_variables(recipe: Recipe, names: Names) -> dict[str, str]:
+    """Return the server's variables for such environments: where their token is, and the recipe's sampling."""
+    if not admits_environments(recipe):
+        return {}
+    sampling = {key: recipe[key] for key in ("temperature", *NEUTRAL_SAMPLING) if recipe[key] is not None}
+    return {
+        ENVIRONMENT_TOKEN_VARIABLE: str(names.run_dir / ENVIRONMENT_TOKEN),
+        SAMPLING_VARIABLE: json.dumps(sampling),
+    }
 
 
 def run_api(plan: Plan, names: Names) -> Process | None:

@@ -186,6 +186,7 @@ def log_folder(environment: Mapping[str, str]) -> Path:
 def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names) -> Process:
     """Return the vLLM server, on the first node."""
     variables = server_environment(plan.device, plan.ports.vllm_internal) | _plugins(environment)
+    variables |= atropos.server_variables(recipe, names)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
     if plan.device == "cpu" and recipe["vllm_tensor_parallel_size"] > 1:
         # By itself vLLM wants a NUMA node for each worker, and ends where there are fewer.

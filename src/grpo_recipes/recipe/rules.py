@@ -269,7 +269,8 @@ RULES = (
     Rule("vllm_server_base_url", lambda r: asks_another(r) and not is_url(r["vllm_server_base_url"]),
         "'{vllm_server_base_url}' is not an http or https URL", "write e.g. http://127.0.0.1:30000"),
     Rule("vllm_server_base_url", lambda r: asks_another(r) and (r["vllm_mode"] == "colocate" or takes_groups(r)),
-        "neither vllm_mode: colocate nor the environments of Atropos ask it", "{removal}"),
+        "vllm_server_base_url can't be combined with vllm_mode: colocate, or with Atropos, whose environments sample "
+        "from the server that the launch starts", "{removal}"),
     Rule("max_completion_length", lambda r: asks_another(r) and r["max_completion_length"] is None,
         "the server of vllm_server_base_url wants a limit", "write e.g. max_completion_length: 256"),
     # The batch, and how long the run is.

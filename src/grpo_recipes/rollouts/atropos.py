@@ -23,6 +23,7 @@ import requests
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 
+from grpo_recipes.atropos.access import SETTINGS
 from grpo_recipes.atropos.client import AtroposClient, AtroposError, Registration
 from grpo_recipes.atropos.group import Group, Trajectory, trajectories
 from grpo_recipes.atropos.replay import RECORDING, Recording
@@ -235,6 +236,7 @@ class AtroposRollouts(Source):
             stopped=partial(self._looks_up, trainer),
             say=lambda text: print(f"grpo: {text}", flush=True),
             diagnose=partial(self._seen, trainer),
+            likely=partial(self._refused_requests, trainer),
         )
         client.register(
             Registration(
@@ -270,6 +272,19 @@ class AtroposRollouts(Source):
             lines.append(f"vLLM server at {client.base_url}: {answer}")
         logs = [(one.get("role"), one.get("log")) for one in Run(self._run_dir).plan.get("processes", [])]
         return lines + [f"log of {role}: {log}" for role, log in logs if role and log and role.startswith(_LOGGED)]
+
+    def _refused_requests(self, trainer: Any) -> str:
+        """Return that the server refused requests of environments in other terminals, and what to do; else nothing."""
+        settings = self._run_dir / SETTINGS
+        if not (trainer.use_vllm and settings.exists()):
+            return ""
+        client = trainer.vllm_generation.vllm_client
+        with suppress(requests.RequestException, ServerError, ValueError, AttributeError):
+            answer = client.session.get(f"{client.base_url}{ACTIVITY_PATH}", timeout=QUICK_SECONDS)
+            if refused := answer.json().get("refused"):
+                what = f"the vLLM server refused {refused} requests with a missing or wrong token"
+                return f"{what}. Fix: start environments with: python ENVIRONMENT.py serve --config {settings}"
+        return ""
 
     def _looks_up(self, trainer: Any) -> bool:
         """Return whether the run stops; give a server that was started again meanwhile the weights.

@@ -18,6 +18,7 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_jso
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
+from grpo_recipes.server import generate
 from grpo_recipes.server.wire import COMPLETIONS_PATH, completions_of, packed
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ router = APIRouter()
 
 
 class AnswerInArrays:
-    """Add the endpoint to vLLM's application when that starts: only then is there one to add it to."""
+    """Add our endpoints, this one and ``/generate``, when vLLM's application starts: earlier there is none."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -35,7 +36,8 @@ class AnswerInArrays:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass everything on."""
         if scope["type"] == "lifespan":
-            scope["app"].include_router(router)
+            for endpoints in (router, generate.router):
+                scope["app"].include_router(endpoints)
         await self._app(scope, receive, send)
 
 

@@ -1,7 +1,10 @@
-"""ASGI middleware of the run's server: it asks for the run's token, and reports what is under way, with which weights.
+"""ASGI middleware of the run's server: it checks tokens, and reports pending requests and the step of the weights.
 
 vLLM's own ``--api-key`` does not cover the development endpoints that change weights. The engine's own metrics do not
-change while it hangs, so activity is counted in the process that takes requests.
+change while it hangs, so activity is counted in the process that accepts requests.
+
+Two tokens exist. The run's token (``GRPO_TOKEN_FILE``) opens everything. Environments that a user starts in other
+terminals have their own token (``ENVIRONMENT_TOKEN_VARIABLE``), which only samples.
 """
 
 from __future__ import annotations
@@ -22,6 +25,13 @@ ACTIVITY_PATH = "/grpo/activity"
 POLICY_HEADER = "X-Grpo-Policy"
 SYNCED_PATH = "/reset_prefix_cache"  # of the request that ends a sync
 _POLICY = POLICY_HEADER.lower().encode()  # as ASGI has names of headers
+GENERATE_PATH = "/generate"  # where atroposlib's own client samples
+ENVIRONMENT_PATHS = ("/health", GENERATE_PATH, "/v1/models", "/v1/completions", "/v1/chat/completions")
+# Variables of a server that environments in other terminals sample from: the file of their token, and the recipe's
+# sampling parameters as JSON, for requests that do not give them.
+ENVIRONMENT_TOKEN_VARIABLE = "GRPO_ENVIRONMENT_TOKEN_FILE"
+SAMPLING_VARIABLE = "GRPO_SAMPLING"
+_FROM_ENVIRONMENT = "grpo_from_environment"  # in the scope of a request with the environments' token
 
 
 async def _answer(send: Send, status: int, kind: bytes, body: bytes) -> None:
@@ -31,28 +41,47 @@ async def _answer(send: Send, status: int, kind: bytes, body: bytes) -> None:
 
 
 class RequireToken:
-    """Answer 401 unless the request says ``Authorization: Bearer <token of GRPO_TOKEN_FILE>``."""
+    """Answer 401 unless the request has ``Authorization: Bearer TOKEN``, with a token that opens its path."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
-        self._expected = f"Bearer {Path(os.environ['GRPO_TOKEN_FILE']).read_text().strip()}".encode()
+        self._run = _bearer(os.environ["GRPO_TOKEN_FILE"])
+        file = os.environ.get(ENVIRONMENT_TOKEN_VARIABLE)
+        self._environment = _bearer(file) if file else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] not in ("http", "websocket") or hmac.compare_digest(given, self._expected):
+        """Pass the request on, or answer 401 and count it in ``app.state.refused``."""
+        if scope["type"] not in ("http", "websocket") or self._admits(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await _answer(send, 401, b"text/plain", b"this server belongs to a run; its token is missing")
+            if "app" in scope:
+                state = scope["app"].state
+                state.refused = getattr(state, "refused", 0) + 1
+            await _answer(send, 401, b"text/plain", b"this server belongs to a run; its token is missing or wrong")
+
+    def _admits(self, scope: Scope) -> bool:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if hmac.compare_digest(given, self._run):
+            return True
+        if self._environment is None or not hmac.compare_digest(given, self._environment):
+            return False
+        scope[_FROM_ENVIRONMENT] = True
+        return scope["type"] == "http" and scope["path"] in ENVIRONMENT_PATHS
+
+
+def _bearer(token_file: str) -> bytes:
+    return f"Bearer {Path(token_file).read_text().strip()}".encode()
 
 
 class ReportActivity:
     """Answer ``GET /grpo/activity`` with what is under way: ``requests`` by POST, weight loads and pauses included.
 
     ``completions`` are those that the engine was given and has not finished; while it is paused, its queue, which
-    vLLM's metrics do not show. Every answer tells the policy that it is of (``POLICY_HEADER``).
+    vLLM's metrics do not show. ``refused`` counts requests with a missing or wrong token. Every answer has the step of
+    the weights (``POLICY_HEADER``). Before the first sync, environments in other terminals get 503: the server has
+    other weights than the trainer, for example after a restart.
     """
 
     def __init__(self, app: ASGIApp):
@@ -68,9 +97,14 @@ class ReportActivity:
         if kind == "http" and method == "GET" and scope["path"] == ACTIVITY_PATH:
             # Counted before a completion is sent to the engine, in one go with sending it: what is counted here reaches
             # the engine before a request that comes later.
-            completions = scope["app"].state.engine_client.get_num_unfinished_requests()
-            body = json.dumps({"requests": self._requests, "completions": completions}).encode()
-            await _answer(send, 200, b"application/json", body)
+            state = scope["app"].state
+            completions = state.engine_client.get_num_unfinished_requests()
+            refused = getattr(state, "refused", 0)
+            activity = {"requests": self._requests, "completions": completions, "refused": refused}
+            await _answer(send, 200, b"application/json", json.dumps(activity).encode())
+            return
+        if scope.get(_FROM_ENVIRONMENT) and self._policy is None:
+            await _answer(send, 503, b"text/plain", b"the server waits for the trainer's weights")
             return
         counted = kind == "http" and method == "POST"
         told = dict(scope.get("headers", ())).get(_POLICY) if counted and scope["path"] == SYNCED_PATH else None

@@ -17,7 +17,7 @@ from safetensors.numpy import load, save
 from grpo_recipes.errors import translate
 
 COMPLETIONS_PATH = "/grpo/completions"
-_LOWEST = -9999.0  # as vLLM's own answers have a log-prob of minus infinity
+LOWEST_LOGPROB = -9999.0  # stands for minus infinity, as in vLLM's own answers
 
 
 class Completions(NamedTuple):
@@ -45,7 +45,7 @@ def completions_of(ids_BT: Sequence[Sequence[int]], logprobs_BT: Sequence[Sequen
     if [len(row) for row in logprobs_BT] != lengths.tolist():
         raise ValueError("not one log-prob for each token")
     logprobs = np.fromiter(chain.from_iterable(logprobs_BT), np.float32)
-    return Completions(lengths, ids, np.maximum(logprobs, np.float32(_LOWEST)))
+    return Completions(lengths, ids, np.maximum(logprobs, np.float32(LOWEST_LOGPROB)))
 
 
 def packed(completions: Completions) -> bytes:

@@ -152,7 +152,8 @@ ENVIRONMENT_FIELDS: Mapping[str, str] = {
     "--openai.model_name": "remove it; the server serves --model-name",
     "--openai.base_url": "write --vllm-port: the launch starts the server and tells its environments where it is",
     "--openai.server_type": "write vllm, or remove it: environments ask a vLLM server",
-    "--openai.api_key": "remove it; an environment of the launch has the token of its run",
+    "--openai.api_key": "remove it; the launch gives its environments the token. An environment that you start "
+    "yourself reads atropos_serve.yaml",
     "--server.port": "remove it; an environment does not take it either. The launch tells its environments where "
     "run-api is, and one that you start yourself takes --env.rollout_server_url URL",
 }

@@ -1,0 +1,138 @@
+"""The endpoint that Atropos' own client samples from: ``POST /generate`` with token ids, answered with log-probs.
+
+atroposlib's ``VLLMServer`` sends vLLM's ``SamplingParams`` as JSON, next to ``prompt``, and reads ``logprobs`` and
+``finish_reasons``. No released vLLM has this endpoint. vLLM's own completions code answers it here, so adapters,
+priorities and aborted requests work as everywhere. Two rules differ from ``/v1/completions``:
+
+* A missing sampling parameter is neutral, or has the recipe's value. vLLM would read the model's generation config.
+* ``max_tokens`` is lowered to the room that the prompt leaves. vLLM would reject the request.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
+from grpo_recipes.server.middleware import GENERATE_PATH, SAMPLING_VARIABLE
+from grpo_recipes.server.wire import LOWEST_LOGPROB
+
+_NEUTRAL = {"temperature": 1.0, **NEUTRAL_SAMPLING}
+_DECIDED = ("stream", "stream_options", "echo", "use_beam_search", "model", "priority")  # never the client's choice
+router = APIRouter()
+
+
+class _ServingGroups(OpenAIServingCompletion):
+    def request_output_to_completion_response(  # type: ignore[override]
+        self, final_res_batch: list[RequestOutput], request: CompletionRequest, request_id: str, *_: Any
+    ) -> dict[str, Any]:
+        """Return the answer that ``VLLMServer`` reads: lists with one entry for each completion."""
+        (result,) = final_res_batch
+        for output in result.outputs:
+            self._raise_if_error(output.finish_reason, request_id)
+        answer = {
+            "text": [output.text for output in result.outputs],
+            "token_ids": [list(output.token_ids) for output in result.outputs],
+            "finish_reasons": [output.finish_reason for output in result.outputs],
+            "prompt_token_ids": result.prompt_token_ids,
+        }
+        if request.logprobs is not None:
+            answer["logprobs"] = [_sampled_logprobs(output) for output in result.outputs]
+        if request.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = [_plain(position) for position in result.prompt_logprobs or ()]
+        return answer
+
+
+def _sampled_logprobs(output: CompletionOutput) -> list[list[dict[int, float]]]:
+    """Return ``[{token: logprob, ...}]`` for each token; the sampled token comes first, where the client reads it."""
+    positions = output.logprobs or ()
+    return [
+        [{token: _finite(position[token].logprob), **_plain(position)}]
+        for token, position in zip(output.token_ids, positions, strict=True)
+    ]
+
+
+def _plain(position: Mapping[int, Any] | None) -> dict[int, float]:
+    return {token: _finite(entry.logprob) for token, entry in (position or {}).items()}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)  # JSON has no minus infinity
+
+
+def read_request(body: Mapping[str, Any], longest: int, sampling: Mapping[str, Any]) -> CompletionRequest:
+    """Return vLLM's request for the body of ``/generate``.
+
+    Args:
+        body: the prompt and vLLM's sampling parameters.
+        longest: most tokens of a prompt with its completion.
+        sampling: values of parameters that the body does not give.
+
+    Raises:
+        ConfigError: for a parameter that vLLM does not have, or that can't be set here, and for a wrong value.
+    """
+    given = dict(body)
+    prompt = _prompt_ids(given.pop("prompt", None), longest)
+    known = set(CompletionRequest.model_fields) - {"prompt", *_DECIDED}
+    if unknown := [name for name in given if name not in known and not (name == "stream" and given[name] is False)]:
+        raise config_error(GENERATE_PATH, f"unknown parameter '{unknown[0]}'", f"use some of {_listed(known)}")
+    given.pop("stream", None)
+    most = given.get("max_tokens", CompletionRequest.model_fields["max_tokens"].default)
+    values = {**_NEUTRAL, **sampling, **{name: value for name, value in given.items() if value is not None}}
+    room = longest - len(prompt)
+    values["max_tokens"] = room if most is None else min(most, room) if isinstance(most, int) else most
+
+    def wrong(error: ValidationError) -> ConfigError:
+        first = error.errors()[0]
+        return config_error(GENERATE_PATH, f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "correct the value")
+
+    with translate(ValidationError, wrong):
+        return CompletionRequest(prompt=prompt, stream=False, **values)
+
+
+def _prompt_ids(prompt: Any, longest: int) -> list[int]:
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    if not (isinstance(ids, list) and ids and all(type(token) is int for token in ids)):
+        fix = 'send "prompt": {"prompt_token_ids": [1, 2, 3]}'
+        raise config_error(GENERATE_PATH, "expected a prompt of token ids", fix)
+    if len(ids) >= longest:
+        fix = f"send at most {longest - 1} tokens, or raise max_prompt_length in the recipe"
+        raise config_error(GENERATE_PATH, f"the prompt has {len(ids)} tokens, which leaves no room to sample", fix)
+    return ids
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+@router.post(GENERATE_PATH, dependencies=[Depends(validate_json_request)])
+@with_cancellation
+@load_aware_call
+async def generate(body: dict[str, Any], raw_request: Request) -> JSONResponse:
+    """Sample completions of one prompt for an environment."""
+    serving = copy.copy(raw_request.app.state.openai_serving_completion)
+    serving.__class__ = _ServingGroups
+    try:
+        sampling = json.loads(os.environ.get(SAMPLING_VARIABLE, "{}"))
+        request = read_request(body, serving.model_config.max_model_len, sampling)
+    except ConfigError as error:
+        return JSONResponse({"error": str(error)}, 400)
+    # The weights that are trained: the adapter, where there is one.
+    request.model = next(iter(serving.models.lora_requests), None)
+    answer = await serving.create_completion(request, raw_request)
+    if isinstance(answer, ErrorResponse):
+        return JSONResponse(answer.model_dump(), answer.error.code)
+    return JSONResponse(answer)
