@@ -345,3 +345,23 @@ def test_a_resumed_run_keeps_its_commit(grpo, tmp_path):
     (run.folder / "recipe.yaml").write_text("# x.yaml:1\nmodel_name_or_path: a/b\n")
     told = refused(grpo("launch", "--resume", str(run.folder), "--model_revision", "other", "--allow-changed-code"))
     assert "--model_revision: a resumed run goes on with the commit it began with" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "what"),
+    [
+        (["--seed", "1", "--seed", "2"], "--seed", "is given twice"),
+        (["--seed=1", "--seed=1"], "--seed", "is given twice"),
+        (["--use_vllm", "--no_use_vllm"], "--no_use_vllm", "and --use_vllm are given for one key"),
+        (["--gen-temperature", "1", "--temperature", "2"], "--temperature", "and --gen-temperature are given for one"),
+        (["--learning-rate", "1", "--learning_rate", "2"], "--learning_rate", "and --learning-rate are given"),
+        (["--task", "grpo", "--task", "maxent"], "--task", "is given twice"),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "launch", "plan"])
+def test_a_flag_that_is_given_twice_is_refused(
+    capsys: pytest.CaptureFixture[str], command: str, words: list[str], where: str, what: str
+) -> None:
+    """S10: --seed 1 --seed 2 took the last silently; a recipe with the key twice is rejected."""
+    assert main([command, SMOKE, *words]) == 2
+    assert capsys.readouterr().err.startswith(f"grpo: {where}: {what}")

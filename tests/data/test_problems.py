@@ -10,6 +10,7 @@ import pytest
 from grpo_recipes.data import read_rows
 from grpo_recipes.data.problems import column_names, need_columns
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.recipe.datafiles import data_files
 
 TEN = [{"problem": str(n), "answer": str(n), "level": n} for n in range(10)]
 
@@ -108,3 +109,15 @@ def test_without_a_network_the_fix_names_fetch(monkeypatch):
     with pytest.raises(ConfigError, match="grpo fetch RECIPE") as refused:
         read_rows("openai/gsm8k", "main", "train")
     assert refused.value.problems[0].where == "'openai/gsm8k'"
+
+
+def test_brackets_in_the_name_of_a_file_are_no_pattern(tmp_path):
+    """M9: ``a[1].jsonl`` "has no rows", because datasets reads the name as a pattern."""
+    path = tmp_path / "a[1]*.jsonl"
+    path.write_text('{"problem": "1 + 1", "answer": "2"}\n')
+    assert len(read_rows(str(path), None, "train")) == 1
+    folder = tmp_path / "b[1]"
+    folder.mkdir()
+    path.rename(folder / "a.jsonl")
+    with pytest.raises(ValueError, match="reads as a pattern: rename it"):
+        data_files(folder)

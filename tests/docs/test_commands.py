@@ -48,6 +48,7 @@ RUN_HERE = {
     f"grpo check {MATH}",
     "grpo check --deep recipes/examples/atropos_two_sums.yaml",
     "grpo check --deep recipes/examples/two_sums.yaml",
+    'grpo check recipes/smoke/grpo.yaml --eval_strategy no --unset eval_steps --reward_funcs "[pure_accuracy_math]"',
     "grpo check recipes/smoke/grpo.yaml --learning_rate 1e-6 --beta=0.04 --no_shuffle_dataset",
     "grpo launch recipes/smoke/grpo.yaml --dry-run",
     "grpo plan recipes/atropos/smoke.yaml",

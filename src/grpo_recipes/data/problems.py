@@ -3,6 +3,7 @@
 A problem has ``prompt`` (a chat), ``answer`` (a text), and other columns for rewards.
 """
 
+import glob
 import hashlib
 import json
 import math
@@ -104,7 +105,8 @@ def read_rows(
             raise ValueError(f"not a {', '.join(datafiles.BUILDERS)} file")
         if config is not None:
             raise ValueError(f"a file has no configuration '{config}'")
-        kind, files_of_split = datafiles.BUILDERS[path.suffix], {datafiles.split_name(split): str(path)}
+        file = glob.escape(str(path))  # datasets reads brackets in a name as a pattern
+        kind, files_of_split = datafiles.BUILDERS[path.suffix], {datafiles.split_name(split): file}
         return load_dataset(kind, data_files=files_of_split, **options, **_text_options(kind, path))
 
 

@@ -14,9 +14,9 @@ import yaml
 
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.paths import shown
+from grpo_recipes.recipe.dialects import ALIASES, colocated, migration, nearest, recipe_keys
 from grpo_recipes.recipe.dialects import atropos as verl
-from grpo_recipes.recipe.dialects import colocated, migration, recipe_keys
-from grpo_recipes.recipe.document import Value, read_document, read_flags, typed
+from grpo_recipes.recipe.document import UNSET, Value, read_document, read_flags, typed, unset_keys
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.secrets import secret_value
 
@@ -108,8 +108,10 @@ def merge_recipe(
     places = {key: value.source for key, value in given.items()}
     variables = ((key, name, (environment or {}).get(name)) for name, key in ENVIRONMENT_KEYS.items())
     texts = [(key, Value(text, name, from_text=True)) for key, name, text in variables if text]
-    options = [(key, Value(text, f"--{key}", from_text=True)) for key, text in flagged]
+    options = [(key, Value(text, f"--{key}", from_text=True)) for key, text in flagged if key != UNSET]
     for layer in (texts, options):
+        if layer is options:
+            _unset(given, flagged, problems)
         found = recipe_keys(layer, problems, notes)
         given |= {key: replace(value, shadowed=places.get(key, "")) for key, value in found.items()}
     values = {key: Value(entry["default"], DEFAULT_SOURCE) for key, entry in catalogue().items()}
@@ -124,6 +126,24 @@ def merge_recipe(
         values[key] = replace(value, value=converted)
         broken |= {key} if wrong else set()
     return Recipe(path, values, notes, frozenset(broken)), in_order(problems)
+
+
+def _unset(given: dict[str, Value], flagged: Iterable[tuple[str, Any]], problems: list[Problem]) -> None:
+    """Take back the keys that ``--unset`` lists, so that they have their defaults; unknown names are problems."""
+    flags = {ALIASES.get(name, name) for name, _ in flagged}
+    if any(text is True for name, text in flagged if name == UNSET):
+        problems.append(Problem(f"--{UNSET}", "is given without a value", f"write --{UNSET} KEY"))
+    for name in unset_keys(flagged):
+        key = ALIASES.get(name, name)
+        if key not in catalogue():
+            close = nearest(name)
+            fix = f"write --{UNSET} {close}" if close in catalogue() else f"remove --{UNSET} {name}"
+            problems.append(Problem(f"--{UNSET}", f"unknown key '{name}'", fix))
+        elif key in flags:
+            problems.append(
+                Problem(f"--{UNSET}", f"--{UNSET} {key} and --{key} can't be combined", "remove one of them")
+            )
+        given.pop(key, None)
 
 
 def _group(files: Iterable[Mapping[str, Value]], flagged: Iterable[tuple[str, Any]]) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import glob
 import itertools
 import json
 import os
@@ -55,6 +56,8 @@ def data_files(folder: Path) -> tuple[str, list[Path]]:
     wanted = (path for path in found if path.suffix in BUILDERS and path.name not in _NO_DATA)
     files = sorted(path for path in wanted if "/." not in f"/{path.relative_to(folder)}")
     kinds = sorted({BUILDERS[path.suffix] for path in files})
+    if glob.has_magic(str(folder)):
+        raise ValueError(f"'{folder}' has one of [ ] * ? in its name, which datasets reads as a pattern: rename it")
     if not kinds:
         raise ValueError(f"'{folder}' holds no {', '.join(BUILDERS)} file and no saved dataset")
     if len(kinds) > 1:

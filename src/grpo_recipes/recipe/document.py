@@ -18,10 +18,12 @@ from grpo_recipes.paths import home, shown
 from grpo_recipes.recipe.keys import catalogue, nearest_of, nested_catalogue
 
 BASE_KEY = "base"
+UNSET = "unset"  # the flag --unset KEY, which takes back a key of the recipe file or of a variable
 Entry = Mapping[str, Any]  # a key of the catalogue
 Place = tuple[str | int, ...]  # of a value in a file: names and indices
 _MOST_BYTES = 1 << 20
 _MOST_PARTS = 100_000
+_MOST_BASES = 10  # recipes that a recipe builds on, one through the other
 _LONGEST = 100  # characters of a value in a message
 _INT, _FLOAT, _STR, _BOOL, _MERGE, _DATE = (
     f"tag:yaml.org,2002:{name}" for name in ("int", "float", "str", "bool", "merge", "timestamp")
@@ -68,6 +70,9 @@ def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Value]]
     """Return the keys of a recipe file and of its bases, the file's own last; add what is wrong to ``problems``."""
     chain, layers = [path], [read_file(path, problems)]
     while base := layers[0].pop(BASE_KEY, None):
+        if len(chain) > _MOST_BASES:
+            what = f"'{BASE_KEY}' leads through more than {_MOST_BASES} recipes"
+            raise config_error(base.source, what, "put the keys of some of them into one file")
         chain.append(_base_file(chain, base))
         layers.insert(0, read_file(chain[-1], problems))
     return layers
@@ -174,7 +179,10 @@ def _traps(tag: str, text: str, nested: bool) -> Iterator[tuple[str, str]]:
 
 
 def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str, Any]]:
-    """Read ``--key value``, ``--key=value``, ``--key`` and ``--no_key`` (booleans), hyphens or underscores."""
+    """Read ``--key value``, ``--key=value``, ``--key`` and ``--no_key`` (booleans), hyphens or underscores.
+
+    A list is several words, words with commas, or YAML's ``[a, b]``. ``--unset key`` is a pair with the name UNSET.
+    """
     pairs: list[tuple[str, Any]] = []
     rest = list(flags)
     while rest:
@@ -192,6 +200,9 @@ def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str,
         values = [text] if equals else list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
         rest = rest if equals else rest[len(values) :]
         kind, negated = (catalogue().get(key, {}).get("type", "") for key in (name, name.removeprefix("no_")))
+        kind = "list[str]" if name == UNSET else kind
+        if kind.startswith("list") and values[:1] and values[0].startswith("[") and values[-1].endswith("]"):
+            values = [" ".join(values)]  # [a, b] without quotes is several words to the shell
         if len(values) > 1 and not kind.startswith("list"):
             problems.append(Problem(f"--{name}", f"takes one value, got {values}", "quote it or drop the rest"))
         if values:
@@ -200,6 +211,12 @@ def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str,
             off = name.startswith("no_") and negated == "bool"
             pairs.append((name.removeprefix("no_"), False) if off else (name, True))
     return pairs
+
+
+def unset_keys(flagged: Iterable[tuple[str, Any]]) -> list[str]:
+    """Return the names that ``--unset`` lists."""
+    texts = [text for name, text in flagged if name == UNSET and text is not True]
+    return [name.replace("-", "_") for text in texts for name in _convert("list[str]", text, from_text=True)]
 
 
 def typed(key: str, entry: Entry, given: Value, place: Place = ()) -> tuple[Any, list[Problem]]:
@@ -246,6 +263,8 @@ def _type_parts(key: str, parts: dict[str, Any], given: Value, place: Place) -> 
 def _convert(kind: str, value: Any, from_text: bool) -> Any:
     """Return a value as the type of the catalogue; a ValueError's text goes on from "the key is"."""
     if kind.startswith("list["):
+        if isinstance(value, str) and from_text and value.startswith("["):
+            value = _parsed_text(value)
         if isinstance(value, str) and kind != "list[dict]":
             value = [] if value == "none" else [part.strip() for part in value.split(",")] if from_text else [value]
         if not isinstance(value, list):
@@ -256,8 +275,7 @@ def _convert(kind: str, value: Any, from_text: bool) -> Any:
     wrong = ValueError(f"{value!r:.{_LONGEST}} where {_WORDS[kind]} belongs")
     if kind in ("dict", "bool"):
         if kind == "dict" and isinstance(value, str):
-            with contextlib.suppress(yaml.YAMLError, RecursionError):  # the latter on a thousand brackets
-                value = yaml.load(value, _Loader)
+            value = _parsed_text(value)
         value = as_bool(value) if kind == "bool" and from_text else value
         if not isinstance(value, dict if kind == "dict" else bool):
             raise wrong
@@ -281,6 +299,13 @@ def _convert(kind: str, value: Any, from_text: bool) -> Any:
     if kind == "int" and not number.is_integer():
         raise wrong
     return number if kind == "float" else value if isinstance(value, int) else int(number)
+
+
+def _parsed_text(text: str) -> Any:
+    """Return a text of the command line as YAML reads it, or the text itself if it is not YAML."""
+    with contextlib.suppress(yaml.YAMLError, RecursionError):  # the latter on a thousand brackets
+        return yaml.load(text, _Loader)
+    return text
 
 
 def as_bool(value: Any) -> Any:

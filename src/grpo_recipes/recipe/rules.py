@@ -98,7 +98,10 @@ def given(recipe: Recipe, names: str, any_value: bool = True) -> list[str]:
 def removal(recipe: Recipe, key: str) -> str:
     """Return how to take back a key that the recipe, a flag or a variable gives."""
     source = recipe.source(key)
-    return f"unset {source}" if source in ENVIRONMENT_KEYS else f"remove {key}"
+    if source in ENVIRONMENT_KEYS:
+        return f"unset {source}"
+    overridden = any(value.source.startswith("--") for value in recipe.values.values())
+    return f"remove {key} (flag: --unset {key})" if overridden and not source.startswith("--") else f"remove {key}"
 
 
 @functools.cache
@@ -333,7 +336,7 @@ RULES = (
     # Evaluation, benchmarks and publishing.
     Rule("{item}", lambda r: not evaluates(r)
         and given(r, "eval_steps eval_on_start num_generations_eval", any_value=False),
-        "'{item}' does nothing without eval_strategy", "add eval_strategy: steps"),
+        "'{item}' does nothing without eval_strategy", "{removal}, or add eval_strategy: steps"),
     Rule("eval_strategy", lambda r: r["eval_strategy"] == "steps" and not r["eval_steps"],
         "eval_strategy: steps without eval_steps evaluates after every optimizer step",
         "add eval_steps, e.g. eval_steps: 50"),

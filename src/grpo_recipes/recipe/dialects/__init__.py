@@ -69,6 +69,7 @@ _OTHER_PARTS = frozenset(
      "tokenizer", "teacher", "judge")
 )  # fmt: skip
 _WORD = re.compile(r"[\d.eE+-]+|true|false")  # of the command line, where all values are texts
+_MOST_SUGGESTIONS = 20  # of one file, which is not a recipe if it has more unknown names
 _FEWEST_FOREIGN = 3  # names by which a file is one of another project, rather than a recipe with a slip
 
 
@@ -179,13 +180,15 @@ def recipe_keys(layer: Iterable[tuple[str, Value]], problems: list[Problem], not
     """Return what a layer gives for each recipe key; every name that cannot be one becomes a problem."""
     found: dict[str, Value] = {}
     given: dict[str, str] = {}
+    unknown = 0
     for name, raw in layer:
         key = ALIASES.get(name, name)
         known = key in catalogue() and key != "logging_steps"
         if not known and (why := harmless(name, raw.value)):
             notes.append(f"{raw.source}: {name}{short(raw.value)} changes nothing: {why}")
-        elif problem := refusal(key, raw.source, raw.value):
+        elif problem := refusal(key, raw.source, raw.value, suggest=unknown < _MOST_SUGGESTIONS):
             problems.append(problem)
+            unknown += problem.what.startswith("unknown")
         else:
             if given.get(key, name) != name:
                 what = f"'{name}' and '{given[key]}' are two names of one key"
@@ -201,8 +204,11 @@ def recipe_keys(layer: Iterable[tuple[str, Value]], problems: list[Problem], not
     return found
 
 
-def refusal(key: str, source: str, value: Any = None) -> Problem | None:
-    """Return why a name is not a key of the catalogue, and what to write instead; None where it is one."""
+def refusal(key: str, source: str, value: Any = None, suggest: bool = True) -> Problem | None:
+    """Return why a name is not a key of the catalogue, and what to write instead; None if it is one.
+
+    The search for the nearest key takes milliseconds; ``suggest`` turns it off.
+    """
     if key in catalogue():
         return None
     if key in OWNED_KEYS:
@@ -210,7 +216,7 @@ def refusal(key: str, source: str, value: Any = None) -> Problem | None:
     flag = source.startswith("--")
     if known := names().get(key):
         return Problem(source, f"'{key}' is not a key here", known.fix(value, flag))
-    close = nearest(key)
+    close = nearest(key) if suggest else None
     if close is None:
         return Problem(source, f"unknown key '{key}'", "remove it")
     meant = names().get(close) or Meaning({close: "{value}"})

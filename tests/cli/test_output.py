@@ -1,0 +1,43 @@
+"""M9: output that can't be written ends every command in one line and a nonzero exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.paths import home
+
+FULL = Path("/dev/full")
+SMOKE = str(home() / "recipes/smoke/grpo.yaml")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"], ["--version"], ["check", "--help"], ["keys"], ["keys", "--json"], ["completion", "bash"],
+        ["check", SMOKE], ["check", SMOKE, "--json"], ["plan", SMOKE],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_full_disk_behind_stdout_is_one_line(words: list[str]) -> None:
+    """M9: no traceback, whatever command writes."""
+    with FULL.open("w") as full:
+        argv = [sys.executable, "-m", "grpo_recipes", *words]
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "grpo: stdout: cannot be written (No space left on device). "
+        "Fix: redirect it to a file on a disk with free space"
+    ]
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_stderr_keeps_the_exit_code() -> None:
+    """M9: the problems can't be printed, and the exit code still tells of them."""
+    with FULL.open("w") as full:
+        argv = [sys.executable, "-m", "grpo_recipes", "check", "none.yaml"]
+        assert subprocess.run(argv, stderr=full, timeout=120, check=False).returncode == 2
