@@ -72,11 +72,13 @@ def test_each_prompt_becomes_a_row_with_its_completions(generate, server: FakeSe
     assert "grpo: 6 prompts x 2 completions in out.jsonl" in capsys.readouterr().out
 
 
-def test_a_file_that_was_cut_off_is_continued_and_equals_a_whole_one(generate, server: FakeServer, capsys) -> None:
+@pytest.mark.parametrize("end", ["", "\0\0\0\n", "\0" * 500])
+def test_a_file_that_was_cut_off_is_continued_and_equals_a_whole_one(generate, server: FakeServer, capsys, end) -> None:
+    """R9: also if a power loss left NUL bytes."""
     assert generate() == 0
     whole = Path("out.jsonl").read_bytes()
     lines = whole.splitlines(keepends=True)
-    Path("out.jsonl").write_bytes(lines[4] + lines[1] + lines[0][:20])
+    Path("out.jsonl").write_bytes(lines[4] + lines[1] + lines[0][:20] + end.encode())
     server.asked.clear()
     assert generate() == 0
     assert Path("out.jsonl").read_bytes() == whole and len(server.asked) == 4

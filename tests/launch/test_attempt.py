@@ -253,8 +253,8 @@ def files_in(folder) -> dict:
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl", "summary.json"])
 def test_a_resume_that_is_refused_changes_nothing(resumed, tmp_path, name):
-    with (tmp_path / "run" / name).open("a") as file:
-        file.write("no row\n")
+    path = tmp_path / "run" / name
+    path.write_text("no row\n" + path.read_text())
     before = files_in(tmp_path)
     with pytest.raises(ConfigError, match=f"{name}: is damaged"):
         resumed()

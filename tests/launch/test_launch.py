@@ -16,6 +16,7 @@ from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending
 from grpo_recipes.paths import shown
+from grpo_recipes.runs.checkpoints import publish
 from grpo_recipes.runs.rundir import finish_summary, read_json
 
 STOPPED = Ending(EXIT_STOPPED, "rank 0: stopped on request before a step")
@@ -150,3 +151,50 @@ def test_ports_that_rank_0_opens_are_asked_for_on_its_node(launched, monkeypatch
     _, run = launched()
     ports = read_json(run / "plan.json")["ports"]
     assert asked == [(0, ports["group"]), (0, ports["main_process"])]
+
+
+def completed(run: Path, steps: int = 6) -> None:
+    """Let a run look as if it had completed so many steps."""
+    staged = run / "checkpoints" / "partial" / f"checkpoint-{steps}"
+    staged.mkdir(parents=True)
+    publish(staged, run / "checkpoints", steps, 1)
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1)))
+    (run / "model").mkdir()
+    finish_summary(run, status="completed")
+
+
+@pytest.mark.parametrize("steps", [("--max_steps", "4"), ("--max_steps=6",), ("--max-steps", "1")])
+def test_a_completed_run_that_is_asked_for_no_further_step_stays_completed(launched, capsys, steps):
+    """R10: a smaller or equal max_steps starts nothing."""
+    _, run = launched()
+    completed(run)
+    before = (run / "summary.json").read_bytes()
+    capsys.readouterr()
+    assert launched("--resume", str(run), *steps)[0] == 0
+    assert "has completed its 6 steps; raise --max_steps to train further" in capsys.readouterr().out
+    assert (run / "summary.json").read_bytes() == before
+    assert launched("--resume", str(run), *steps, "--save_steps", "3")[0] == EXIT_STOPPED, "another key may ask for work"
+
+
+def test_a_resume_without_metrics_jsonl_is_rejected_unless_it_is_wanted(launched, capsys):
+    """S10: deleting metrics.jsonl before a resume is noticed, and the advice works."""
+    _, run = launched()
+    completed(run)
+    (run / "metrics.jsonl").unlink()
+    capsys.readouterr()
+    resume = ("--resume", str(run), "--max_steps", "9")
+    assert launched(*resume)[0] == EXIT_CONFIG_ERROR
+    said = capsys.readouterr().err
+    assert "metrics.jsonl: not found, but checkpoint-6 was saved after 6 steps. Fix: restore the file, or add" in said
+    assert launched(*resume, "--allow-changed-code")[0] == EXIT_STOPPED
+    assert "metrics.jsonl has no rows for 6 of 6 steps; report and summary lack them" in capsys.readouterr().out
+
+
+def test_rows_that_a_power_loss_took_are_noted_and_block_nothing(launched, capsys):
+    """R9, S10: a checkpoint can be newer than the last whole row."""
+    _, run = launched()
+    completed(run)
+    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n' + "\0" * 300)
+    capsys.readouterr()
+    assert launched("--resume", str(run), "--max_steps", "9")[0] == EXIT_STOPPED
+    assert "metrics.jsonl has no rows for 4 of 6 steps" in capsys.readouterr().out

@@ -244,6 +244,7 @@ def test_a_resumed_run_keeps_its_place_in_the_data(flags: tuple[str, ...], messa
     staged = run.folder / "checkpoints" / "partial" / "checkpoint-5"
     staged.mkdir(parents=True)
     publish(staged, run.folder / "checkpoints", 5, 1)
+    (run.folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 6)))
     with pytest.raises(ConfigError, match=message):
         resumed(*flags)
     assert "the epoch begins again" in resumed(*flags, "--ignore_data_skip", "true")

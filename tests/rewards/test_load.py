@@ -314,7 +314,9 @@ def test_a_score_by_time_limit_is_given_again_without_a_call(load: Any, project:
     assert calls(project) == 4, "another limit is another question"
 
 
-def test_records_are_of_limits_alone_and_survive_a_kill(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ['{"key": "d", "gener', "\0\0\0\n", '{"key": "d"\0\0'])
+def test_records_are_of_limits_alone_and_survive_a_kill(tmp_path: Path, end: str) -> None:
+    """R9: also a power loss, which leaves NUL bytes."""
     file = tmp_path / "rewards" / "limits_0.jsonl"
     records = LimitRecords(file)
     records.add("a", 3, Score(None, "time limit", by_limit=True))
@@ -322,7 +324,7 @@ def test_records_are_of_limits_alone_and_survive_a_kill(tmp_path: Path) -> None:
     records.add("c", 3, Score(1.0))
     records.add(None, 3, Score(None, "time limit", by_limit=True))
     with file.open("a") as half:
-        half.write('{"key": "d", "gener')
+        half.write(end)
     again = LimitRecords(file)
     assert [again.known(key, 3) is not None for key in ("a", "b", "c", "d", None)] == [True, False, False, False, False]
     assert again.known("a", 2) is None

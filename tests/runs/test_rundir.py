@@ -313,3 +313,31 @@ def test_a_git_that_hangs_ends_the_launch_in_one_line(tmp_path: Path, monkeypatc
     monkeypatch.setattr(rundir, "_GIT_SECONDS", 0.2)
     with pytest.raises(ConfigError, match=r"^code: git took more than 0 seconds .*\. Fix: check the disk"):
         rundir.code_state()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl", "samples.jsonl", "slow_rewards.jsonl"])
+@pytest.mark.parametrize("damage", ["\0" * 4096, "\0" * 9 + "\n", '{"step": 3, "rew\0\0\0\n', '{"st\n\0\0\n', "no row\n"])
+def test_a_damaged_end_of_a_row_file_is_cut(tmp_path, name, damage):
+    """R9: a power loss leaves NUL bytes or a cut line behind the last row."""
+    (tmp_path / name).write_text('{"step": 1}\n{"step": 2}\n' + damage)
+    move_rows_after(tmp_path, 2)
+    assert (tmp_path / name).read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_nul_bytes_between_two_rows_cost_neither(tmp_path):
+    """R9: a row that was added after a power loss follows NUL bytes in its line."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n\0\0\0{"step": 2}\n')
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    move_rows_after(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_damaged_row_of_samples_blocks_nothing(tmp_path):
+    """R9: samples.jsonl never blocks a resume; a damaged row in the middle of metrics.jsonl still does."""
+    text = '{"step": 1}\nno row\n{"step": 2}\n'
+    (tmp_path / "samples.jsonl").write_text(text)
+    assert move_rows_after(tmp_path, 2) == 0
+    assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match="metrics.jsonl: is damaged"):
+        move_rows_after(tmp_path, 2)

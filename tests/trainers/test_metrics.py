@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_recipes.trainers.metrics import PHASES, MetricsRows, json_number, memory_row
+from grpo_recipes.trainers.metrics import PHASES, MetricsRows, append_json, json_number, memory_row
 
 from .tiny_training import train
 
@@ -24,6 +24,16 @@ from .tiny_training import train
 def test_a_number_json_does_not_know_is_written_as_text(value, written):
     assert json_number(value) == written
     json.dumps(json_number(value), allow_nan=False)
+
+
+@pytest.mark.parametrize("end", ['{"step": 1, "rew', "\0\0\0"])
+def test_a_row_never_continues_a_line_that_was_cut_short(tmp_path: Path, end: str):
+    """R9: the next attempt adds rows behind what a kill or a power loss left."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(end)
+    append_json(file, {"step": 2})
+    append_json(file, {"step": 3})
+    assert file.read_text() == end + '\n{"step": 2}\n{"step": 3}\n'
 
 
 def test_phases_have_names_for_the_progress_line():

@@ -160,7 +160,7 @@ def _read(file: Path, say: Callable[[str], object]) -> list[_Line]:
             try:
                 found.append(_line(number, offset, text, found[-1].step if found else 0))
             except ValueError as error:
-                if not text.endswith(b"\n"):  # whoever wrote it was killed
+                if not text.endswith(b"\n") or b"\0" in text:  # its writer was killed, or the machine lost power
                     say(f"{shown(file)}:{number} is cut short, and left out")
                     break
                 fix = f"remove the line and what follows, or {_SOURCE}"

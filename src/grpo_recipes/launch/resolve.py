@@ -15,6 +15,7 @@ from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import address_reachable, say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import check, choose_recipe, resolve_recipe
+from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE
 from grpo_recipes.recipe.registry import own_code
 from grpo_recipes.recipe.tasks import GRPO, requested_task, same_task
@@ -67,6 +68,7 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     rundir.wait_for_end(run)
     # Where another launch holds the run nothing is compared: it may be writing the files, and ``claim`` refuses us.
     notes = [] if run.is_running() else need_same_files(run.folder, options.allow_changed_code)
+    notes += [] if run.is_running() else need_rows(run, options.allow_changed_code)
     changed = changed_code(run)
     if changed and not options.allow_changed_code:
         raise config_error("--resume", changed, "go back to that code, or add --allow-changed-code")
@@ -89,13 +91,35 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     return run, replace(recipe, entry=run.plan.get("entry", asked.entry))
 
 
-def nothing_is_left(run: Run, options: Options) -> bool:
-    """Say so where a run is completed and nothing new is asked for: a start could only lose what is there.
+def need_rows(run: Run, allow_missing: bool) -> list[str]:
+    """Reject a resume if ``metrics.jsonl`` was removed; return a note if it lacks rows of steps that were trained.
 
-    Of a chain of jobs that each resume, those after the end then end at once, without an error.
+    Rewards, charts and the summary are computed from its rows, so they would describe another run.
+    """
+    path, checkpoint = run.folder / "metrics.jsonl", newest_complete(run.folder / "checkpoints")
+    if checkpoint is None or step_of(checkpoint) == 0:
+        return []
+    if not path.exists() and not allow_missing:
+        what = f"not found, but {checkpoint.name} was saved after {step_of(checkpoint)} steps"
+        fix = "restore the file, or add --allow-changed-code to continue without its rows"
+        raise config_error(shown(path), what, fix)
+    steps = {row["step"] for row in rundir.read_metrics(run.folder, lenient=True)}
+    missing = step_of(checkpoint) - sum(step <= step_of(checkpoint) for step in steps)
+    if missing <= 0:
+        return []
+    return [f"{shown(path)} has no rows for {missing} of {step_of(checkpoint)} steps; report and summary lack them"]
+
+
+def nothing_is_left(run: Run, recipe: Recipe, options: Options) -> bool:
+    """Say so if a run is completed and no further step or change is requested: a start could only lose results.
+
+    In a chain of jobs that each resume, those after the end then end at once, without an error.
     """
     summary, newest = run.summary, newest_complete(run.folder / "checkpoints")
-    asks = options.flags or options.update_rewards or "error" in (summary.get("published") or {})
+    flags = {key for key, _ in read_flags(options.flags, [])}
+    if 0 < recipe["max_steps"] <= summary.get("steps", 0):
+        flags.discard("max_steps")  # these steps are done
+    asks = flags or options.update_rewards or "error" in (summary.get("published") or {})
     cut = newest is not None and step_of(newest) < summary.get("steps", 0)  # later ones were removed, to go back
     if asks or cut or summary.get("status") != "completed" or not (run.folder / "model").is_dir() or run.is_running():
         return False

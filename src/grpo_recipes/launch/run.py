@@ -62,7 +62,7 @@ def launch(options: resolve.Options, resources: Resources | None = None) -> int:
     with OUTPUT.launch(), StopSignals() as stop, closing(NodeWorkers(len(resources.nodes))) as workers:
         try:
             run, recipe = resolve.resolve_run(options, resources)
-            if run and resolve.nothing_is_left(run, options):
+            if run and resolve.nothing_is_left(run, recipe, options):
                 if options.benchmark:
                     print_line("\n".join(write_benchmark(run)))
                 return 0

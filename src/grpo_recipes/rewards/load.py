@@ -21,7 +21,7 @@ from grpo_recipes.recipe.registry import ENVIRONMENT_REWARD, IN_CHILDREN
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, copy_path, copy_source, source_path, split_spec
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import GIVEN_UP, Reward, RewardWrapper, Score, is_own, load_reward, make_reward, taken
-from grpo_recipes.runs.rundir import write_whole
+from grpo_recipes.runs.rundir import json_mapping, without_damaged_end, write_whole
 
 
 def keep_rewards(names: Sequence[str], run_dir: Path, update: bool = False) -> list[str]:
@@ -191,11 +191,11 @@ class LimitRecords:
     def __init__(self, file: Path):
         self._file = file
         self._records: dict[str, tuple[int, str]] = {}
-        text = file.read_text() if file.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:  # the rest was cut off by a kill, and no other record may continue it
-            write_whole(file, whole)
-        for record in map(json.loads, whole.splitlines()):
+        text = file.read_bytes() if file.exists() else b""
+        whole = without_damaged_end(text)
+        if whole != text:  # no other record may continue a damaged one
+            write_whole(file, whole.decode())
+        for record in filter(None, map(json_mapping, whole.splitlines())):
             self._records.setdefault(record["key"], (record["generation"], record["reason"]))
 
     def known(self, key: str | None, generation: int) -> Score | None:

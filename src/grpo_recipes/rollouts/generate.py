@@ -20,7 +20,7 @@ from grpo_recipes.environments.turns import derived
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.paths import shown
 from grpo_recipes.rollouts.openai import CompletionClient, Failed, Sample, SamplingParameters
-from grpo_recipes.runs.rundir import forget, json_mapping, write_json
+from grpo_recipes.runs.rundir import forget, json_mapping, without_damaged_end, write_json
 
 Row = dict[str, Any]
 _OUT = "--out"
@@ -63,10 +63,9 @@ class CompletionsFile:
         self.done[index] = None
 
     def read(self) -> None:
-        """Find what is done already; cut off the half row that a kill has left."""
+        """Find the prompts that are done; cut off a damaged end, which a kill or a power loss leaves."""
         self._file.seek(0)
-        text = self._file.read()
-        whole = text[: text.rfind(b"\n") + 1]
+        whole = without_damaged_end(self._file.read())
         self._file.truncate(len(whole))
         for number, line in enumerate(whole.splitlines(), start=1):
             row = json_mapping(line) or {}

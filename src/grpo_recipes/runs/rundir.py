@@ -52,6 +52,7 @@ NEWEST_MODEL = "newest_model"  # in GRPO_SYNC_DIR: a link to the folder that the
 SERVER_STATE = "processes/server_state.json"
 # Files with one row of JSON a step, or a few, in the order of steps.
 ROW_FILES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "slow_rewards.jsonl")
+_FOR_PEOPLE = ("samples.jsonl", "slow_rewards.jsonl")  # nothing is computed from them: a damaged row is left out
 
 
 def _mapping_in(name: str) -> functools.cached_property[dict[str, Any]]:
@@ -360,9 +361,22 @@ def write_last_json(path: Path, content: Any) -> None:
 def json_mapping(source: str | bytes | Path) -> dict[str, Any] | None:
     """Return the JSON mapping that a text or file holds, None where it is something else or cannot be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        content = json.loads(source.read_bytes() if isinstance(source, Path) else source)
+        text = source.read_bytes() if isinstance(source, Path) else source
+        # A power loss leaves NUL bytes next to the lines that reached the disk.
+        content = json.loads(text.strip("\0\r\n ") if isinstance(text, str) else text.strip(b"\0\r\n "))
         return content if isinstance(content, dict) else None
     return None
+
+
+def without_damaged_end(text: bytes) -> bytes:
+    """Return a JSONL file's text up to its last whole row: a kill cuts a line short, a power loss leaves NUL bytes."""
+    end = text.rfind(b"\n") + 1
+    while end:
+        begin = text.rfind(b"\n", 0, end - 1) + 1
+        if json_mapping(text[begin:end]) is not None:
+            break
+        end = begin
+    return text[:end]
 
 
 def _readable(path: Path) -> contextlib.AbstractContextManager[None]:
@@ -394,28 +408,32 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_metrics(folder: Path, lenient: bool = False) -> list[dict[str, Any]]:
-    """Return the rows of ``metrics.jsonl``; a last line that a kill cut short is left out."""
+    """Return the rows of ``metrics.jsonl``, without a damaged end."""
     return read_rows(folder / "metrics.jsonl", lenient)
 
 
 def read_rows(path: Path, lenient: bool = False) -> list[dict[str, Any]]:
-    """Return the rows of a file of ``ROW_FILES``, ``lenient`` without damaged ones, which are else a ConfigError."""
+    """Return the rows of a file of ``ROW_FILES``, without a damaged end.
+
+    Other damaged rows are a ConfigError, unless ``lenient``, or unless the file is only read by people.
+    """
     return [row for _, row in _lines(path, lenient)]
 
 
 def _lines(path: Path, lenient: bool = False) -> list[tuple[str, dict[str, Any]]]:
-    """Return each whole line with its newline, and the row that it is."""
-    found, text = [], ""
+    """Return each row with its line; arguments as in ``read_rows``."""
+    lines: list[tuple[str, dict[str, Any]]] = []
+    content = b""
     if path.is_file() if lenient else path.exists():
         with _readable(path):
-            text = path.read_text(errors="replace")
-    for line in text.split("\n")[:-1]:
+            content = path.read_bytes()
+    for line in without_damaged_end(content).decode(errors="replace").split("\n"):
         row = json_mapping(line)
-        row = row if row and isinstance(row.get("step"), int) else None
-        if line and row is None and not lenient:
+        if row and isinstance(row.get("step"), int):
+            lines.append((line.strip("\0") + "\n", row))
+        elif line and not lenient and path.name not in _FOR_PEOPLE:
             raise config_error(shown(path), f"is damaged (no row: '{line[:40]}')", _REPAIR)
-        found += [(f"{line}\n", row)] if row else []
-    return found
+    return lines
 
 
 def damaged_rows(folder: Path) -> str:

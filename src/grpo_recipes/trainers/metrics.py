@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -142,10 +143,12 @@ def json_number(value: Any) -> Any:
 
 
 def append_json(file: Path, *rows: dict[str, Any]) -> None:
-    """Add rows to a JSONL file."""
-    with file.open("a") as lines:
-        for row in rows:
-            lines.write(json.dumps({key: json_number(value) for key, value in row.items()}) + "\n")
+    """Add rows to a JSONL file, on a new line even if a kill cut the last one short."""
+    texts = [json.dumps({key: json_number(value) for key, value in row.items()}) + "\n" for row in rows]
+    with file.open("ab+") as lines:
+        if lines.tell() and os.pread(lines.fileno(), 1, lines.tell() - 1) != b"\n":
+            lines.write(b"\n")
+        lines.write("".join(texts).encode())
 
 
 def write_samples(file: Path, trainer: Any, answers: list[Any], episodes: list[dict[str, Any]] | None = None) -> None:
