@@ -26,7 +26,7 @@ class Server(http.server.BaseHTTPRequestHandler):
         if self.path == "/metrics":
             body = f'vllm:generation_tokens_total{{engine="0"}} {7 if hangs else time.time()}\n'.encode()
         elif self.path == "/v1/models":
-            body = json.dumps({"data": [{"id": sys.argv[3]}]}).encode()
+            body = json.dumps({"data": [{"id": sys.argv[4]}]}).encode()
         else:
             body = json.dumps({"requests": int(hangs), "completions": 0}).encode()
         self.send_response(200)
@@ -86,7 +86,7 @@ def serve(port: int, late: bool = False) -> None:
 
 if __name__ == "__main__":
     {
-        "server": lambda: serve(int(sys.argv[2])),
-        "late-server": lambda: serve(int(sys.argv[2]), late=True),
+        "server": lambda: serve(int(sys.argv[3])),
+        "late-server": lambda: serve(int(sys.argv[3]), late=True),
         "trainer": lambda: train(int(sys.argv[2]), sys.argv[3]),
     }[sys.argv[1]]()

@@ -91,7 +91,9 @@ class FakeRun:
         os.kill(record["pid"], signum)
 
     def state(self) -> dict:
-        return read_json(self.folder / SERVER_STATE)
+        """What the launcher says of the server, without its address and process guard."""
+        state = read_json(self.folder / SERVER_STATE)
+        return {name: fact for name, fact in state.items() if name not in ("url", "guard")}
 
     def summary(self) -> dict:
         return read_json(self.folder / "summary.json")
@@ -118,7 +120,7 @@ def make_fake_run(
         *first,
         Process(
             "server",
-            [sys.executable, FAKE, server, str(plan.ports.server), "name", "--model", "first"],
+            [sys.executable, FAKE, server, "--port", str(plan.ports.server), "name", "--model", "first"],
             {},
             (),
             f"{folder}/s.log",

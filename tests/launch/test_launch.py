@@ -173,7 +173,9 @@ def test_a_completed_run_that_is_asked_for_no_further_step_stays_completed(launc
     assert launched("--resume", str(run), *steps)[0] == 0
     assert "has completed its 6 steps; raise --max_steps to train further" in capsys.readouterr().out
     assert (run / "summary.json").read_bytes() == before
-    assert launched("--resume", str(run), *steps, "--save_steps", "3")[0] == EXIT_STOPPED, "another key may ask for work"
+    assert launched("--resume", str(run), *steps, "--save_steps", "3")[0] == EXIT_STOPPED, (
+        "another key may ask for work"
+    )
 
 
 def test_a_resume_without_metrics_jsonl_is_rejected_unless_it_is_wanted(launched, capsys):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from other_user import needs_root, other_user
 from rotation import ROTATES
 
 from grpo_recipes.launch import run as launch_run
@@ -43,6 +44,50 @@ def test_a_bridge_that_reconnects_gets_a_new_server_at_the_old_address_and_the_r
     assert run.summary()["server_restarts"] == 1
     assert "was killed by signal 9: the server alone is started again (1 of 2)" in capsys.readouterr().out
     assert run.state()["state"] == "gone"
+
+
+@needs_root
+def test_a_server_whose_port_another_user_took_moves_to_another_port(fake_run, tmp_path, capsys):
+    """R6: between two servers user nobody listens on the port. It gets no request, and the run completes."""
+    run = fake_run()
+    first = run.attempt.plan.ports.server
+    received = []
+
+    def kill() -> None:
+        run.wait_for_step(2)
+        with run.held(), other_user(first, tmp_path / "received") as user:  # which tries again and again
+            guard = psutil.Process(read_json(run.folder / "processes/server.json")["guard"])
+            guard.suspend()  # the launcher waits for it before it starts the next server
+            run.kill("server")
+            user.wait()
+            guard.resume()
+            run.wait_until(lambda: run.state() == {"epoch": 2, "state": "ready"})
+            received.extend(user.received)
+
+    assert run.then(kill).end() == Ending(0)
+    assert received == []
+    last = run.attempt.plan.ports.server
+    assert last != first and len(read_metrics(run.folder)) == 8
+    assert run.summary()["server_restarts"] == 1
+    said = capsys.readouterr().out
+    assert f"port {first} (vllm_server_port) was taken by another process (pid " in said and f"); using {last}" in said
+
+
+@needs_root
+def test_a_server_whose_port_is_taken_while_it_starts_is_started_again_on_another(fake_run, tmp_path, capsys):
+    """R6: the launcher sees the other listener before it sends anything."""
+    run = fake_run(server="late-server")
+    first = run.attempt.plan.ports.server
+    with other_user(first, tmp_path / "received") as user:
+
+        def go() -> None:
+            user.wait()
+            (run.folder / "go").touch()
+
+        assert run.then(go).end() == Ending(0)
+        assert user.received == []
+    last = run.attempt.plan.ports.server
+    assert last != first and f"); using {last}" in capsys.readouterr().out
 
 
 def test_a_server_is_started_again_with_each_model_that_the_trainer_names(fake_run, tmp_path, capsys):

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from other_user import needs_root, other_user
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan import ports as ours
 from grpo_recipes.plan.ports import Ports, free_ports, is_free, plan_ports
+from grpo_recipes.process.listeners import lingers
 from grpo_recipes.slurm.client import SlurmJob
 
 LOOPBACK = "127.0.0.1"
@@ -173,9 +175,87 @@ def test_launches_of_the_same_moment_choose_different_ports(read):
     assert free_ports(recipe, Ports(*map(int, wanted), None), LOOPBACK)[1] == []  # their ends freed all
 
 
+KEEPS = """
+import sys
+from grpo_recipes.plan.ports import keep
+
+print(keep(int(sys.argv[1])), flush=True)
+sys.stdin.readline()
+"""
+
+
 def test_a_port_the_user_gave_that_another_launch_keeps_is_refused(read):
     port = unused()
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(f"\0grpo-recipes-port-{port}")
+    command = [sys.executable, "-c", KEEPS, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "True\n"
         with pytest.raises(ConfigError, match=str(port)):
             free_ports(read(vllm_server_port=port), Ports(port, unused(), unused(), None), LOOPBACK)
+        other.communicate("end\n")
+    free_ports(read(vllm_server_port=port), Ports(port, unused(), unused(), None), LOOPBACK)
+
+
+def test_a_process_of_the_run_can_listen_on_a_port_that_is_kept():
+    port = unused()
+    assert ours.keep(port) and ours.keep(port)
+    with listening(port):
+        assert not is_free(LOOPBACK, port)
+    assert is_free(LOOPBACK, port)
+
+
+def test_connections_that_an_earlier_run_closed_are_not_in_the_way():
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        client = socket.create_connection((LOOPBACK, port))
+        accepted, _ = listener.accept()
+        accepted.close()
+        client.close()
+    assert lingers(port) and ours.keep(port)
+
+
+def test_a_machine_without_a_free_port_is_told_at_once(read, monkeypatch):
+    """R5: the search for a port ends."""
+    asked = []
+    monkeypatch.setattr(ours, "is_free", lambda host, port: asked.append(port))
+    with pytest.raises(ConfigError) as refused:
+        free_ports(read(), Ports(8000, 51216, 29525, None), LOOPBACK)
+    assert 10 < len(asked) < 1000
+    assert "no free port found: 100 ports from 8000 on are in use" in str(refused.value)
+    assert "Fix: set vllm_server_port to a free port" in str(refused.value)
+    with pytest.raises(ConfigError, match="no free port found"):
+        ours.another_port(LOOPBACK, 8000)
+
+
+BINDS_NAMES = """
+import os, socket, sys
+os.setuid(65534)
+held = []
+for port in map(int, sys.argv[1:]):
+    held.append(socket.socket(socket.AF_UNIX))
+    held[-1].bind(f"\\0grpo-recipes-port-{port}")
+print("bound", flush=True)
+sys.stdin.readline()
+"""
+
+
+@needs_root
+def test_names_that_another_user_takes_do_not_hang_a_launch(read):
+    """R5: user nobody binds the abstract sockets of all ports that a launch would try."""
+    wanted = unused()
+    tried = [str(wanted + 10 * index) for index in range(50)]
+    command = [sys.executable, "-S", "-c", BINDS_NAMES, *tried]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/") as other:
+        assert other.stdout.readline() == "bound\n"
+        ports, notes = free_ports(read(), Ports(wanted, unused(), unused(), None), LOOPBACK)
+        other.communicate("end\n")
+    assert ports.server == wanted and notes == []
+
+
+@needs_root
+def test_a_port_on_which_another_user_listens_is_replaced(read, tmp_path):
+    """R5: only the kernel's own table of ports counts."""
+    wanted = unused()
+    with other_user(wanted, tmp_path / "received") as user:
+        user.wait()
+        ports, notes = free_ports(read(), Ports(wanted, unused(), unused(), None), LOOPBACK)
+    assert ports.server != wanted and len(notes) == 1 and not user.received

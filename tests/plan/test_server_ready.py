@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpo_recipes.plan import ports
 from grpo_recipes.plan.ports import NotReady, wait_until_ready
+from grpo_recipes.process import listeners
+from grpo_recipes.process.listeners import sockets_of
 from grpo_recipes.recipe.keys import catalogue
 
 pytestmark = pytest.mark.alone
@@ -77,8 +78,8 @@ def test_another_process_on_the_port_is_told_at_once(port: int) -> None:
 
 
 def test_a_server_that_began_to_listen_while_its_owner_was_looked_for_is_ours(port: int, monkeypatch) -> None:
-    found = iter([0, os.getpid()])
-    monkeypatch.setattr(ports, "listener", lambda _: next(found))
+    looks = iter([()])
+    monkeypatch.setattr(listeners, "sockets_of", lambda pids: next(looks, None) or sockets_of(pids))
     assert wait(port, timeout=10) < 10
 
 

@@ -259,7 +259,7 @@ def test_an_end_with_a_damaged_row_says_what_a_resume_needs(whole) -> None:
     def fake_supervise(attempt: Attempt, stop: object) -> Ending:
         attempt.scratch.remove()
         with (attempt.run.folder / "metrics.jsonl").open("a") as rows:
-            rows.write("no row\n")
+            rows.write('no row\n{"step": 7}\n')
         return Ending(EXIT_STOPPED, "x")
 
     said = resumed(whole, fake_supervise)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import requests
 
-from grpo_recipes.weights.transport import BadAnswer, ServerAdapter, ServerLost
+from grpo_recipes.weights.transport import BadAnswer, ServerAdapter, ServerLate, ServerLost
 
 pytestmark = pytest.mark.alone
 
@@ -27,7 +27,7 @@ class FakeClosingServer:
         self.status = "200 OK"
         self.healthy = True
         self.silent = False
-        self.cut = False
+        self.cut = self.slow = False
         self._listener = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._accept, daemon=True).start()
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -45,9 +45,14 @@ class FakeClosingServer:
         if self.silent:
             time.sleep(3)
         status = self.status if path != "/health" else "200 OK" if self.healthy else "503 Service Unavailable"
-        length = 20 if self.cut else 2
+        cut = self.cut and path != "/health"
+        length = 20 if cut else 1000 if self.slow else 2
         connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\n\r\n{{}}".encode())
-        if not self.cut:
+        with contextlib.suppress(OSError):
+            while self.slow:
+                time.sleep(0.1)
+                connection.sendall(b"x")
+        if not cut:
             connection.recv(1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         connection.close()
@@ -127,3 +132,19 @@ def test_an_error_of_a_dead_engine_is_a_lost_server_and_one_of_a_living_is_an_an
     server.healthy = False
     with pytest.raises(ServerLost, match="the engine of the vLLM server is dead: 500 in /v1/completions"):
         session.post(f"{server.url}/v1/completions", json={})
+
+
+def test_an_answer_in_small_pieces_is_late(server, session) -> None:
+    """R7: server_request_timeout bounds the whole answer, not each read."""
+    server.slow = True
+    start = time.monotonic()
+    with pytest.raises(ServerLate, match="did not answer /v1/completions within 1 s"):
+        session.post(f"{server.url}/v1/completions", json={})
+    assert 0.8 < time.monotonic() - start < 4
+
+
+def test_a_redirect_of_a_server_is_a_bad_answer(server, session) -> None:
+    """R7: the token would be sent to another address."""
+    server.status = "307 Temporary Redirect\r\nLocation: http://127.0.0.1:1/"
+    with pytest.raises(BadAnswer, match=r"the vLLM server redirects to http://127\.0\.0\.1:1/, which is not followed"):
+        session.get(server.url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +14,10 @@ import requests
 from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError
 
 from grpo_recipes.errors import translate
+from grpo_recipes.process.sessions import BoundedAdapter
 
 QUICK_SECONDS = 5.0  # for an answer that a healthy run-api gives at once
-_CONNECT_SECONDS = 10.0
+_MOST_BYTES = 1 << 30  # of an answer: a batch of long groups, as text
 _GROWTH, _LONGEST_PAUSE, _JITTER = 1.5, 2.0, 0.1  # of the pauses between requests; seconds; most part added at random
 _LOOK_SECONDS = 0.2  # between two looks at whether the run stops
 _MOST_TEXT = 300  # characters of an answer in a message
@@ -60,6 +62,8 @@ class Connection:
         encoding = "gzip" if compressed or (compressed is None and away) else "identity"
         # No connection is used twice: whether run-api closed one before or after it took a batch from its queue for us
         # could not be known.
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, BoundedAdapter(math.inf, _MOST_BYTES))
         self._session.headers.update({"Connection": "close", "Accept-Encoding": encoding})
 
     def once(self, method: str, path: str, body: Any = None, limit: float | None = None) -> requests.Response:
@@ -79,17 +83,7 @@ class Connection:
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
         headers = {} if data is None else {"Content-Type": "application/json"}
         with translate((requests.RequestException, HTTPError, TimeoutError), failed):
-            answer = self._session.request(
-                method, self.url + path, data=data, headers=headers, stream=True, timeout=(_CONNECT_SECONDS, limit)
-            )
-            with answer:
-                # Read piece by piece: the time limits of the library are those of one piece.
-                pieces = []
-                while piece := answer.raw.read1(1 << 16, decode_content=True):
-                    pieces.append(piece)
-                    if time.monotonic() - started > limit:
-                        raise TimeoutError
-        answer._content = b"".join(pieces)
+            answer = self._session.request(method, self.url + path, data=data, headers=headers, timeout=limit)
         self.seconds[path] = time.monotonic() - started
         return answer
 

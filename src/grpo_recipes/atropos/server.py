@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ReasoningConfig
 from openai.types.chat.chat_completion import ChatCompletion
@@ -37,8 +37,12 @@ from tenacity import (
 from transformers import AutoTokenizer
 
 from grpo_recipes.errors import translate
+from grpo_recipes.process.async_sessions import bounded_client
+from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
+from grpo_recipes.runs.rundir import SERVER_STATE
+from grpo_recipes.runs.server_state import server_listener
 from grpo_recipes.server.middleware import POLICY_HEADER
 
 # What is sampled from is the model's own distribution unless a request, or the configuration, says otherwise.
@@ -125,8 +129,8 @@ class RunServer(APIServer):
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None):
         own = config if isinstance(config, RunServerConfig) else RunServerConfig(**config.model_dump())
         super().__init__(own, reasoning_config=reasoning_config)
-        # Through a proxy of the environment's our own server would never answer.
-        self._http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        # The run's own server is asked without a proxy, and nothing is sent to another process on its port.
+        self._http = bounded_client(own.timeout, _owner(own.base_url))
         self._openai = openai.AsyncOpenAI(
             base_url=own.base_url, api_key=own.api_key or "none", timeout=own.timeout, max_retries=0,
             http_client=self._http,
@@ -144,7 +148,7 @@ class RunServer(APIServer):
         """Look every second whether the server is well; only where the configuration asks for a ``health_check``."""
         while True:
             self.server_healthy = False
-            with contextlib.suppress(httpx.HTTPError, OSError):
+            with contextlib.suppress(httpx2.HTTPError, OSError):
                 url = f"{self.config.base_url.removesuffix('/').removesuffix('/v1')}/health"
                 answer = await self._http.get(url, headers=self._authorization(), timeout=self.config.timeout)
                 self.server_healthy = answer.is_success
@@ -232,6 +236,12 @@ class RunServer(APIServer):
             say(f"{where} answers again after {time.monotonic() - self._lost_since:.0f} s")
             self._lost_since = None
         return answer, None if version is None else int(version)
+
+
+def _owner(url: str) -> OwnListener | None:
+    """Return the listener of the run's server, if the launcher of a run started this process."""
+    folder = os.environ.get("GRPO_RUN_DIR")
+    return server_listener(Path(folder) / SERVER_STATE, url) if folder else None
 
 
 def _may_recover(error: BaseException) -> bool:

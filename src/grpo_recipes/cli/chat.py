@@ -65,7 +65,7 @@ def chat(options: argparse.Namespace) -> int:
                 return 1
             except KeyboardInterrupt:
                 return EXIT_INTERRUPTED
-            client = CompletionClient(server.url, model=server.name, token=server.token)
+            client = CompletionClient(server.url, model=server.name, token=server.token, owner=server.owner)
         else:
             client = connect(url, options.backend, options.model, _WAIT)
         _say(f"{client.model if url else shown(model)} answers; {_HELP}")

@@ -344,7 +344,8 @@ def _sample(
             except ServerFailed as error:
                 print(f"grpo: {error}", file=sys.stderr)
                 return False
-            client = CompletionClient(server.url, model=server.name, token=server.token, say=say, **limits)
+            secured: dict[str, Any] = {"token": server.token, "owner": server.owner}
+            client = CompletionClient(server.url, model=server.name, say=say, **secured, **limits)
         old = f"; {there} are there already" if there else ""
         say(f"{len(prompts)} prompts x {n} completions -> {shown(file.path)}{old}")
         outcome = generate(client, prompts, n, sampling, file, Progress(len(prompts)))

@@ -73,6 +73,10 @@ class Attempt:
         """Return host, port and token of the server."""
         return self.plan.server_host, self.plan.ports.server, self.scratch.token.read_text()
 
+    def move_server(self, port: int) -> None:
+        """Plan the next server on another port."""
+        self.plan = replace(self.plan, ports=replace(self.plan.ports, server=port))
+
     def renew_token(self) -> None:
         """Give the next server a token of its own, on every node."""
         self.scratch.write_token(token := secrets.token_hex(16))

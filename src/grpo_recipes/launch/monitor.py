@@ -16,9 +16,10 @@ import psutil
 
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.attempt import Attempt
-from grpo_recipes.launch.processes import Ending, Group, newest_model, rank_pids
+from grpo_recipes.launch.processes import Child, Ending, Group, newest_model, rank_pids
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.ports import Activity, generated_tokens
+from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.terminal import OUTPUT, WIDTH, columns
 from grpo_recipes.process.tree import descendants
@@ -307,7 +308,10 @@ class Monitor:
         if server is None or self._stop.requested or now < self._next_server:
             return None
         self._next_server = now + min(_SERVER_SECONDS, limit / 5)
-        activity = generated_tokens(*self._attempt.server_address())
+        host, port, token = self._attempt.server_address()
+        child = server.members[0]
+        owner = OwnListener(host, port, lambda: child.guard_pid) if isinstance(child, Child) else None
+        activity = generated_tokens(host, port, token, owner)
         seconds = self._server_stalls.look(activity, phases, time.monotonic())
         if seconds is None:
             return None

@@ -27,13 +27,29 @@ from grpo_recipes.launch.monitor import Monitor, StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes
 from grpo_recipes.launch.processes import Child, Ending, Group, Started
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment, with_processes
+from grpo_recipes.plan.commands import (
+    base_environment,
+    run_environment,
+    wandb_environment,
+    with_processes,
+    with_server_port,
+)
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.estimates import need_room
 from grpo_recipes.plan.plan import describe, make_plan, with_sources
-from grpo_recipes.plan.ports import NotReady, free_ports, wait_until_answering, wait_until_ready
+from grpo_recipes.plan.ports import (
+    NotReady,
+    PortTaken,
+    another_port,
+    busy_port,
+    free_ports,
+    listener,
+    wait_until_answering,
+    wait_until_ready,
+)
 from grpo_recipes.plan.preflight import need_packages
 from grpo_recipes.plan.types import MEETING_SECONDS, Process
+from grpo_recipes.process.listeners import listening_sockets
 from grpo_recipes.process.reports import gigabytes, print_line, say
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.process.terminal import OUTPUT
@@ -337,10 +353,11 @@ class Supervisor:
     def _start(self, role: str) -> Group:
         """Start the processes of a role."""
         attempt = self._attempt
-        members = [self._with_newest_model(process) for process in self._planned[role]]
-        if members[0].ready == "serving":
-            attempt.renew_token()  # whoever took the port of a server that died has its token
+        if self._planned[role][0].ready == "serving":
+            self._leave_taken_port()
+            attempt.renew_token()  # a client may have sent the last one before it saw that the server had died
             self._write_server_state("starting")
+        members = [self._with_newest_model(process) for process in self._planned[role]]
         return Group(
             [
                 RemoteChild(attempt.workers, process) if process.node
@@ -348,6 +365,30 @@ class Supervisor:
                 for process in members
             ]
         )  # fmt: skip
+
+    def _leave_taken_port(self) -> None:
+        """Move the server, which does not run now, to another port if another process listens on its own.
+
+        A port that the user named is never replaced: that is a ConfigError, which ends the run.
+        """
+        host, before, _ = self._attempt.server_address()
+        if not listening_sockets(host, before):
+            return
+        if self._attempt.recipe.given("vllm_server_port"):
+            raise busy_port(self._attempt.recipe, "vllm_server_port", listener(before))
+        port = another_port(host, before)
+        holder = f"another process (pid {listener(before) or '?'})"
+        say(f"port {before} (vllm_server_port) was taken by {holder}; using {port}")
+        self._attempt.move_server(port)
+        planned, self._planned = self._planned, {
+            role: [with_server_port(process, host, before, port) for process in members]
+            for role, members in self._planned.items()
+        }  # fmt: skip
+        # Trainers read the address from the server's state. Environments have it in their command.
+        for group in reversed(self._running()):
+            role = group.process.role
+            if not group.process.trains and self._planned[role] != planned[role]:
+                self._end(group)
 
     def _beside(self, role: str) -> list[str]:
         """Return what may start now that ``role`` has started and is not ready: it waits for that itself."""
@@ -376,6 +417,10 @@ class Supervisor:
         try:
             wait(alive, started)
         except NotReady as error:
+            moves = started.process.ready == "serving" and not self._attempt.recipe.given("vllm_server_port")
+            if isinstance(error, PortTaken) and moves and not endings:
+                started.end()
+                return Ending(1, str(error), log=started.log, lost=started.process)
             if not endings:
                 return Ending(processes.ending_of("", started.state().exit).code or 1, str(error), log=started.log)
             if endings[0].lost:
@@ -390,7 +435,7 @@ class Supervisor:
         reads = f"reads {gigabytes(size)} of weights, " if size else ""
         say(f"waiting for the vLLM server, at most {timeout:.0f} s: it {reads}loads the model, compiles and warms up")
         waited = wait_until_ready(alive, server.guard_pid, host, port, attempt.names.served, token, timeout)
-        self._write_server_state("ready")
+        self._write_server_state("ready", server.guard_pid)
         say(f"server ready after {waited:.0f} s on {host}:{port}")
 
     def _wait_until_answering(self, alive: Callable[[], bool], child: Child) -> None:
@@ -398,6 +443,8 @@ class Supervisor:
         waited = wait_until_answering(alive, child.guard_pid, url, who, MEETING_SECONDS)
         say(f"{who} ready after {waited:.0f} s on {urlsplit(url).netloc}")
 
-    def _write_server_state(self, state: str) -> None:
-        model = {} if self._model is None else {"model": self._model}
-        rundir.write_json(self._folder / rundir.SERVER_STATE, {"epoch": self._epoch, "state": state, **model})
+    def _write_server_state(self, state: str, guard: int | None = None) -> None:
+        host, port, _ = self._attempt.server_address()
+        facts = {"url": f"http://{host}:{port}", "guard": guard, "model": self._model}
+        known = {name: fact for name, fact in facts.items() if fact is not None}
+        rundir.write_json(self._folder / rundir.SERVER_STATE, {"epoch": self._epoch, "state": state, **known})

@@ -20,6 +20,7 @@ from grpo_recipes.launch.processes import tail
 from grpo_recipes.plan.commands import base_environment, run_environment, server_command, server_environment
 from grpo_recipes.plan.devices import find_resources
 from grpo_recipes.plan.ports import LOOPBACK, NotReady, wait_until_ready
+from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.process.scratch import Scratch, make_scratch
 from grpo_recipes.process.tree import descendants, die_with_parent, end_all
 from grpo_recipes.recipe import Recipe
@@ -36,6 +37,7 @@ class Server:
     url: str
     name: str  # of its model
     token: str  # that its requests need
+    owner: OwnListener  # tells whether this server listens at the url
 
 
 @contextmanager
@@ -52,10 +54,10 @@ def serving(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Itera
         try:
             limit, token = recipe["vllm_server_timeout"], scratch.token.read_text()
             try:
-                wait_until_ready(lambda: process.poll() is None, os.getpid(), LOOPBACK, port, name, token, limit)
+                wait_until_ready(lambda: process.poll() is None, process.pid, LOOPBACK, port, name, token, limit)
             except NotReady as error:
                 raise ServerFailed(f"{error}; the end of its log:\n{tail(log)}") from error
-            yield Server(f"http://{LOOPBACK}:{port}", name, token)
+            yield Server(f"http://{LOOPBACK}:{port}", name, token, OwnListener(LOOPBACK, port, lambda: process.pid))
         finally:
             everything = descendants(process.pid)  # before it ends: they would have another parent
             if process.poll() is None:

@@ -31,6 +31,7 @@ LOGS = "logs"  # folder of the logs, where the variable LOGDIR names none
 CPU_KV_CACHE_GIB = 1
 _SECONDS_A_GB = 30.0  # more for each GB of weights: read at 50 MB/s, with time to compile and capture what is larger
 _HUB_LOGIN = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
+_SERVER_PORT_FLAGS = ("--port", "--vllm_server_port")  # of the server, of trainers
 _KEEP_ALIVE_SECONDS = 30 * 24 * 3600
 _NOT_CUDNN = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 _COLOCATED_SHARE = 0.3  # of a GPU's memory for a vLLM that shares it with a trainer, unless the recipe says another
@@ -287,6 +288,18 @@ def server_command(
     }
     layers = [text for layer in middleware for text in ("--middleware", f"grpo_recipes.server.{layer}")]
     return [*program, *layers, *_flags(flags)]
+
+
+def with_server_port(process: Process, host: str, before: int, port: int) -> Process:
+    """Return a process whose argv has the server on ``port`` in the place of the port ``before``."""
+
+    def changed(flag: str, word: str) -> str:
+        if word == f"http://{host}:{before}":
+            return f"http://{host}:{port}"
+        return str(port) if flag in _SERVER_PORT_FLAGS and word == str(before) else word
+
+    words = zip(["", *process.argv], process.argv, strict=False)
+    return replace(process, argv=[changed(flag, word) for flag, word in words])
 
 
 def has_trl_serve() -> bool:

@@ -7,16 +7,16 @@ import json
 import re
 import socket
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
 import psutil
 
 from grpo_recipes.errors import ConfigError, config_error
-from grpo_recipes.process.tree import descendants
+from grpo_recipes.process.answers import get
+from grpo_recipes.process.listeners import ForeignListener, OwnListener, lingers
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import starts_run_api
 from grpo_recipes.recipe.rules import wants_server
@@ -30,6 +30,7 @@ RUN_API_PORT = 8001  # of a run with Atropos
 PORT_KEYS = (*DEFAULT_PORTS, "atropos_port")
 LOOPBACK = "127.0.0.1"  # where run-api listens: it wants no token of anybody
 _BLOCK_BASE, _BLOCKS, _BLOCK_SIZE = 20000, 1200, 10
+_MOST_TRIES = 100  # ports that are tried in the place of a busy one
 _KEPT: dict[int, socket.socket] = {}
 
 
@@ -71,15 +72,16 @@ def free_ports(
     """
     chosen: dict[str, int] = {}
     notes = []
-    # Those of the user first, so that none of ours takes one.
+    # Ports of the user first, so that none of ours takes one.
     for key, wanted in sorted(ports.by_key(server).items(), key=lambda pair: not recipe.given(pair[0])):
-        port = wanted
         there = None if key in ("vllm_server_port", "atropos_port") else free_there
         at = LOOPBACK if key == "atropos_port" else host
-        while port in chosen.values() or not (there(port) if there else is_free(at, port) and keep(port)):
-            if recipe.given(key):
-                raise _busy(recipe, key, None if there else listener(port))
-            port = port + _BLOCK_SIZE if port + _BLOCK_SIZE <= 65535 else _BLOCK_BASE
+        usable = partial(_is_usable, chosen.values(), at, there)
+        if recipe.given(key) and not usable(wanted):
+            raise busy_port(recipe, key, None if there else listener(wanted))
+        port = wanted if recipe.given(key) else next(filter(usable, _candidates(wanted)), None)
+        if port is None:
+            raise _none_free(key, wanted)
         if port != wanted:
             holders = [f"the run's {other}" for other in chosen if chosen[other] == wanted]
             holder = (holders or ["in use by another process"])[0]
@@ -96,31 +98,61 @@ def need_named_ports(recipe: Recipe) -> None:
         needed = key == "main_process_port" or wants_server(recipe)
         host = LOOPBACK if key == "atropos_port" else recipe["vllm_server_host"]
         if needed and recipe.given(key) and not is_free(host, recipe[key]):
-            raise _busy(recipe, key, listener(recipe[key]))
+            raise busy_port(recipe, key, listener(recipe[key]))
 
 
-def _busy(recipe: Recipe, key: str, owner: int | None) -> ConfigError:
+def busy_port(recipe: Recipe, key: str, owner: int | None) -> ConfigError:
+    """Return the error of a port that the user named and another process, ``owner`` if it is known, has."""
     what = f"port {recipe[key]} is in use by another process{f' (pid {owner})' if owner else ''}"
     return config_error(recipe.source(key), what, f"free it, or remove {key} and let the launcher choose")
 
 
-def keep(port: int) -> bool:
-    """Keep other launches off ``port`` for as long as this process lives; False when one of them has it.
+def _is_usable(chosen: Collection[int], at: str, there: Callable[[int], bool] | None, port: int) -> bool:
+    return port not in chosen and (there(port) if there else is_free(at, port) and keep(port))
 
-    A run's processes listen on their ports only seconds after these were chosen. Meanwhile the choice is held by a
-    socket in Linux's abstract namespace: it is seen where the port is (one network namespace), by every user, and
-    goes with the process however that ends.
+
+def _candidates(wanted: int) -> Iterator[int]:
+    """Yield a port and those that are tried in its place."""
+    port = wanted
+    for _ in range(_MOST_TRIES):
+        yield port
+        port = port + _BLOCK_SIZE if port + _BLOCK_SIZE <= 65535 else _BLOCK_BASE
+
+
+def _none_free(key: str, wanted: int) -> ConfigError:
+    what = f"no free port found: {_MOST_TRIES} ports from {wanted} on are in use by other processes"
+    return config_error(key, what, f"set {key} to a free port (ss -ltn lists the ports in use)")
+
+
+def another_port(host: str, taken: int) -> int:
+    """Return a free port for a server whose port another process took, and keep it; ConfigError without one."""
+    for port in _candidates(taken):
+        if port != taken and is_free(host, port) and keep(port):
+            return port
+    raise _none_free("vllm_server_port", taken)
+
+
+def keep(port: int) -> bool:
+    """Keep other launches off ``port`` for as long as this process lives; return False if another process has it.
+
+    A run's processes listen on their ports only seconds after these were chosen. Until then, and between two servers,
+    a socket of this process is bound there. It binds without SO_REUSEADDR, which fails if any process is bound to the
+    port, and then allows SO_REUSEADDR, with which the run's own processes bind. The kernel's table of ports is the only
+    list of names that another user cannot fill in advance.
     """
     if port in _KEPT:
         return True
-    holder = socket.socket(socket.AF_UNIX)
-    try:
-        holder.bind(f"\0grpo-recipes-port-{port}")
-    except OSError as error:
-        holder.close()
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return False
+    with contextlib.ExitStack() as abandoned:
+        holder = abandoned.enter_context(socket.socket())
+        for reuse in (0, 1) if lingers(port) else (0,):  # closed connections of an earlier run are not in the way
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+            with contextlib.suppress(OSError):
+                holder.bind(("0.0.0.0", port))
+                break
+        else:
+            return False
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        abandoned.pop_all()
     _KEPT[port] = holder
     return True
 
@@ -155,59 +187,76 @@ class NotReady(Exception):
     """The server, or run-api, did not become ready; the message says why."""
 
 
+class PortTaken(NotReady):
+    """Another process listens on the port."""
+
+
 def wait_until_ready(
     alive: Callable[[], bool], root_pid: int, host: str, port: int, name: str, token: str, timeout: float
 ) -> float:
     """Wait for our own server, at most ``timeout`` seconds, and return the seconds waited.
 
-    It is ready once a descendant of ``root_pid`` listens on the port and serves this run's ``name``. Where it died,
-    another process took the port, or the time is over, raise NotReady.
+    It is ready once a descendant of ``root_pid`` listens on the port and serves this run's ``name``. If it died, or the
+    time is over, raise NotReady; if another process took the port, PortTaken. Nothing is sent to another process.
     """
+    owner = OwnListener(host, port, lambda: root_pid)
 
     def serves() -> bool:
-        return name in _served_models(host, port, token)
+        return name in _served_models(host, port, token, owner)
 
-    return _wait(alive, root_pid, port, serves, "the vLLM server", timeout, " s (vllm_server_timeout)")
+    return _wait(alive, owner, port, serves, "the vLLM server", timeout, " s (vllm_server_timeout)")
 
 
 def wait_until_answering(alive: Callable[[], bool], root_pid: int, url: str, who: str, timeout: float) -> float:
     """Wait as ``wait_until_ready`` for what answers a GET of ``url`` with 200; ``who`` is its name in messages."""
-    host, port, path = (one := urlsplit(url)).hostname or LOOPBACK, one.port or 80, one.path or "/"
+    parts = urlsplit(url)
+    host, port = parts.hostname or LOOPBACK, parts.port or 80
+    owner = OwnListener(host, port, lambda: root_pid)
 
     def answers() -> bool:
-        with contextlib.suppress(OSError, http.client.HTTPException):  # any other status than 2xx is an OSError
-            _ask(host, port, path)
-            return True
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return get(host, port, parts.path or "/", {}, owner)[0] == 200
         return False
 
-    return _wait(alive, root_pid, port, answers, who, timeout)
+    return _wait(alive, owner, port, answers, who, timeout)
 
 
 def _wait(
-    alive: Callable[[], bool], root_pid: int, port: int, ready: Callable[[], bool], who: str, timeout: float,
+    alive: Callable[[], bool], owner: OwnListener, port: int, ready: Callable[[], bool], who: str, timeout: float,
     unit: str = " s",
 ) -> float:  # fmt: skip
     start = time.monotonic()
+    foreign = 0  # looks in a row: a process of ours may have begun to listen between the parts of one look
     while time.monotonic() - start < timeout:
         if not alive():
             raise NotReady(f"{who} died before it was ready")
-        owner = listener(port)
-        owner = listener(port) if owner == 0 else owner  # 0 too where the socket was made between psutil's two looks
-        if owner is not None and owner not in {child.pid for child in descendants(root_pid)}:
-            raise NotReady(f"port {port} was taken by another process (pid {owner}) while {who} started")
-        if owner is not None and ready():
-            return time.monotonic() - start
+        with contextlib.suppress(ConnectionRefusedError):
+            try:
+                owner.sockets()
+                foreign = 0
+                if ready():
+                    return time.monotonic() - start
+            except ForeignListener:
+                foreign += 1
+        if foreign > 1:
+            holder = f"another process (pid {listener(port) or '?'})"
+            raise PortTaken(f"port {port} was taken by {holder} while {who} started")
         time.sleep(0.25)
     raise NotReady(f"{who} was not ready after {timeout:.0f}{unit}")
 
 
-def _served_models(host: str, port: int, token: str) -> list[str]:
+def _served_models(host: str, port: int, token: str, owner: OwnListener) -> list[str]:
     try:
-        return [model["id"] for model in json.loads(_ask(host, port, "/v1/models", token))["data"]]
-    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
-        if isinstance(error, urllib.error.HTTPError) and error.code == 401:
-            raise NotReady("the vLLM server refuses the run's own token") from None
+        status, body = get(host, port, "/v1/models", _authorization(token), owner)
+        if status == 401:
+            raise NotReady("the vLLM server refuses the run's own token")
+        return [model["id"] for model in json.loads(body)["data"]] if status == 200 else []
+    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
         return []
+
+
+def _authorization(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
 
 
 @dataclass(frozen=True)
@@ -218,23 +267,17 @@ class Activity:
     requests: int  # that it was given and has not answered: generations, weight loads, pauses
 
 
-def generated_tokens(host: str, port: int, token: str) -> Activity | None:
-    """Ask a server what it is doing; return None when it does not answer within 10 seconds, or refuses to.
+def generated_tokens(host: str, port: int, token: str, owner: OwnListener | None = None) -> Activity | None:
+    """Ask a server what it is doing; return None if it does not answer within 10 seconds, or refuses to.
 
-    Requests are counted where they come in, so that one which a hung engine never began is seen too.
+    Requests are counted where they come in, so that one which a hung engine never began is seen too. With ``owner``
+    nothing is sent to another process.
     """
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
-        metrics, activity = (_ask(host, port, path, token) for path in ("/metrics", ACTIVITY_PATH))
+        answers = [get(host, port, path, _authorization(token), owner) for path in ("/metrics", ACTIVITY_PATH)]
+        if any(status != 200 for status, _ in answers):
+            return None
+        (_, metrics), (_, activity) = answers
         counters = re.findall(rb"^vllm:generation_tokens_total\S* (\S+)$", metrics, re.MULTILINE)
         return Activity(sum(map(float, counters)), json.loads(activity)["requests"])
     return None
-
-
-def _ask(host: str, port: int, path: str, token: str = "") -> bytes:
-    """Return the answer to a GET, which may take 5 seconds; a server of ours wants the run's token."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    request = urllib.request.Request(f"http://{host}:{port}{path}", headers=headers)
-    # An empty ProxyHandler: with http_proxy set the request would go to the proxy and never be answered.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=5) as answer:
-        return bytes(answer.read())

@@ -15,6 +15,7 @@ import requests
 import torch
 
 from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.process.sessions import BoundedAdapter
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import EXTERNAL
 from grpo_recipes.rollouts.openai import VLLM, CompletionClient, Failed, Sample, SamplingParameters
@@ -56,6 +57,8 @@ def _need_development_mode(recipe: Recipe, client: CompletionClient) -> None:
     """Refuse a vLLM that loads no weights, or whose log-probs the trainer's correction could not use."""
     session = requests.Session()
     session.trust_env = False
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, BoundedAdapter(_READY_SECONDS))
     key = {"Authorization": f"Bearer {client.token}"} if client.token else {}
 
     def strange(error: Exception) -> ConfigError:
@@ -63,7 +66,7 @@ def _need_development_mode(recipe: Recipe, client: CompletionClient) -> None:
         return config_error(recipe.place(KEY), what, "name a vLLM of the version that is installed here")
 
     with translate(requests.RequestException, strange):
-        answer = session.get(f"{client.root}/server_info", params={"config_format": "json"}, headers=key, timeout=60)
+        answer = session.get(f"{client.root}/server_info", params={"config_format": "json"}, headers=key)
     if not answer.ok:
         what = f"the vLLM server at {client.root} takes no new weights: all samples would be of the first ones"
         fix = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, or remove the key: the launch starts a server"

@@ -25,12 +25,15 @@ import openai
 
 from grpo_recipes.environments.turns import derived
 from grpo_recipes.errors import config_error, translate
+from grpo_recipes.process.async_sessions import bounded_client
+from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.recipe.registry import SERVER_BACKENDS
 from grpo_recipes.secrets import masked
 
 VLLM, SGLANG = SERVER_BACKENDS
 Message = dict[str, str]
 Prompt = Sequence[int] | Sequence[Message]  # token ids, or a chat
+_MODELS_SECONDS = 10.0  # for the list of the served models
 _LOOK_SECONDS = 0.5  # between two looks at a server that starts
 _ENDS = ("stop", "length", "tool_calls")  # other endings ("abort", "error") are no completion
 
@@ -93,6 +96,7 @@ class CompletionClient:
     attempts: int = 4  # for each completion, with pauses of 0.5 s to 8 s that double; a 4xx but 408, 409, 429 has one
     say: Callable[[str], None] = print  # gets a line where the server has to be waited for
     aliases: Sequence[str] = ()  # other names of the model
+    owner: OwnListener | None = None  # of our own server: nothing is sent to another process on its port
     _ready: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -134,21 +138,24 @@ class CompletionClient:
     def _served(self, wait: float) -> dict[str, str | None]:
         """Return the names of the models that the server serves, each with what it was loaded from."""
         deadline, told = time.monotonic() + wait, False
-        with self._sync(min(self.timeout, 10.0), retries=0) as client:
-            while True:
-                try:
-                    return {one.id: getattr(one, "root", None) for one in client.models.list().data}
-                except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-                    fix = "export OPENAI_API_KEY with the key that the server was started with"
-                    raise config_error("base_url", f"{self.root} refuses us ({_said(error)})", fix) from error
-                except openai.APIError as error:
-                    if time.monotonic() >= deadline:
-                        what = f"no server answers at {self.root}/v1/models within {wait:g} s ({_said(error)})"
-                        raise config_error("base_url", what, "start the server, or write its address") from error
-                if not told:
-                    self.say(f"waiting for the server at {self.root}")
-                    told = True
-                time.sleep(_LOOK_SECONDS)
+        while True:
+            try:
+                return asyncio.run(self._models())
+            except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+                fix = "export OPENAI_API_KEY with the key that the server was started with"
+                raise config_error("base_url", f"{self.root} refuses us ({_said(error)})", fix) from error
+            except openai.APIError as error:
+                if time.monotonic() >= deadline:
+                    what = f"no server answers at {self.root}/v1/models within {wait:g} s ({_said(error)})"
+                    raise config_error("base_url", what, "start the server, or write its address") from error
+            if not told:
+                self.say(f"waiting for the server at {self.root}")
+                told = True
+            time.sleep(_LOOK_SECONDS)
+
+    async def _models(self) -> dict[str, str | None]:
+        async with self._async(min(self.timeout, _MODELS_SECONDS), retries=0) as client:
+            return {model.id: getattr(model, "root", None) for model in (await client.models.list()).data}
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParameters, seeds: Sequence[int] | None = None
@@ -179,7 +186,7 @@ class CompletionClient:
         drawn: dict[int, dict[int, Sample | Failed]] = {}
         with asyncio.Runner() as runner:
             done: asyncio.Queue[tuple[_Job, Sample | Failed] | Exception] = asyncio.Queue()
-            client = self._async()
+            client = self._async(self.timeout, self.attempts - 1)
             workers = [self._work(client, jobs, sampling, done) for _ in range(min(self.batch_size, len(prompts) * n))]
             tasks = [runner.get_loop().create_task(worker) for worker in workers]
             try:
@@ -247,7 +254,7 @@ class CompletionClient:
         body = _fields(sampling, sampling.seed, self.backend)
         if template_kwargs:
             body["chat_template_kwargs"] = dict(template_kwargs)
-        ended = None
+        ended, deadline = None, time.monotonic() + self.timeout
         with (
             translate(openai.APIError, lambda error: NoCompletion(_said(error))),
             self._sync(self.timeout, self.attempts - 1) as client,
@@ -256,6 +263,8 @@ class CompletionClient:
             ) as chunks,
         ):
             for choice in (choice for chunk in chunks for choice in chunk.choices):
+                if time.monotonic() > deadline:
+                    raise NoCompletion(f"the reply is not whole within {self.timeout:g} s")
                 ended = choice.finish_reason or ended
                 if choice.delta.content:
                     yield choice.delta.content
@@ -263,12 +272,13 @@ class CompletionClient:
             raise NoCompletion(f"the reply ended by '{ended}'" if ended else "the server broke the reply off")
 
     def _sync(self, timeout: float, retries: int) -> openai.OpenAI:
-        http = openai.DefaultHttpxClient(trust_env=False)  # a proxy of the environment's does not know our server
+        # A proxy of the environment's does not know our server.
+        http = openai.DefaultHttpxClient(trust_env=False, follow_redirects=False)
         return openai.OpenAI(http_client=http, **self._settings(timeout, retries))
 
-    def _async(self) -> openai.AsyncOpenAI:
-        http = openai.DefaultAsyncHttpxClient(trust_env=False)
-        return openai.AsyncOpenAI(http_client=http, **self._settings(self.timeout, self.attempts - 1))
+    def _async(self, timeout: float, retries: int) -> openai.AsyncOpenAI:
+        http = bounded_client(timeout, self.owner)
+        return openai.AsyncOpenAI(http_client=http, **self._settings(timeout, retries))
 
     def _settings(self, timeout: float, retries: int) -> dict[str, Any]:
         key = self.token or "none"

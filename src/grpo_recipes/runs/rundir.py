@@ -46,10 +46,7 @@ JOB_FILE = "job.json"  # its last Slurm job, and the folder that job starts in
 NO_REQUEUE = "no_requeue"  # keeps Slurm from starting a stopped run again
 SYNC_FOLDER = "sync"  # where the file bridge writes if server and rank 0 are on two nodes; gone after the attempt
 NEWEST_MODEL = "newest_model"  # in GRPO_SYNC_DIR: a link to the folder that the server is to be started with
-# Which server is up: ``{"epoch": 1, "state": "starting" | "ready" | "gone"}``, and its ``model`` where the trainer gave
-# it one. Every server that is started gets the next epoch. It has the address, the served name and the token of the
-# first.
-SERVER_STATE = "processes/server_state.json"
+SERVER_STATE = "processes/server_state.json"  # which server runs: see ``server_state.py``
 # Files with one row of JSON a step, or a few, in the order of steps.
 ROW_FILES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "slow_rewards.jsonl")
 _FOR_PEOPLE = ("samples.jsonl", "slow_rewards.jsonl")  # nothing is computed from them: a damaged row is left out

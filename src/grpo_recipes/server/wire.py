@@ -17,6 +17,7 @@ from safetensors.numpy import load, save
 from grpo_recipes.errors import translate
 
 COMPLETIONS_PATH = "/grpo/completions"
+BYTES_PER_TOKEN = 8  # of an answer: an id, and a log-prob
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, as in vLLM's own answers
 
 

@@ -24,8 +24,9 @@ from grpo_recipes.process.reports import PhaseFile, dump_stacks_on_signal
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe.learning import float32_fix, lost_updates, updates_float32
 from grpo_recipes.runs.rundir import SERVER_STATE, read_json, write_json, write_last_json
+from grpo_recipes.runs.server_state import server_state
 from grpo_recipes.runs.stop_request import StopRequest
-from grpo_recipes.weights.client import ServerError, server_state
+from grpo_recipes.weights.client import ServerError
 
 _COLLECTIVES_SECONDS = 60.0
 # A server that starts: how long the launcher may take to end it after its time, and between two looks at its state.

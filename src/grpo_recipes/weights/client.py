@@ -21,12 +21,14 @@ from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.attributes import replaced
 from grpo_recipes.errors import translate
+from grpo_recipes.process.answers import MOST_BYTES
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import BRIDGES
-from grpo_recipes.runs.rundir import SERVER_STATE, Run, json_mapping, read_json
+from grpo_recipes.runs.rundir import SERVER_STATE, Run, json_mapping
+from grpo_recipes.runs.server_state import server_listener, server_state, server_url
 from grpo_recipes.runs.stop_request import LOOK_SECONDS, StopRequest
 from grpo_recipes.server.middleware import ACTIVITY_PATH, POLICY_HEADER, SYNCED_PATH
-from grpo_recipes.server.wire import COMPLETIONS_PATH, completions_of, unpacked
+from grpo_recipes.server.wire import BYTES_PER_TOKEN, COMPLETIONS_PATH, completions_of, unpacked
 from grpo_recipes.weights.guard import WeightsDiffer, checksum_error, differing, sent_fingerprint
 from grpo_recipes.weights.sampling import sampling_seed
 from grpo_recipes.weights.transport import (
@@ -58,12 +60,6 @@ Answer = TypeVar("Answer")
 
 class GenerationAborted(Exception):
     """A generation was given up because the run stops."""
-
-
-def server_state(file: Path) -> tuple[int, str]:
-    """Return the number and the state of the run's server, as the launcher wrote them; without the file it is ready."""
-    content = read_json(file) or {"epoch": 1, "state": "ready"}
-    return int(content["epoch"]), str(content["state"])
 
 
 class BridgeClient(VLLMClient):
@@ -104,13 +100,17 @@ class BridgeClient(VLLMClient):
         """Take from the trainer that it serves what it needs beside the weights; called once, on rank 0."""
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
-        """Put token and time limit into the session, then wait for this run's own server; refuse another."""
+        """Put token and limits into the session, then wait for this run's own server; reject another one."""
         token = Path(os.environ["GRPO_TOKEN_FILE"]).read_text().strip()
+        self.base_url = server_url(self._state_file) or self.base_url
         self.session.headers["Authorization"] = f"Bearer {token}"
         self.session.trust_env = False  # an http_proxy must not see, or swallow, requests to our own server
-        self.session.mount(
-            "http://", ServerAdapter(self._args.server_request_timeout, connections=self._args.max_concurrent_requests)
+        self._adapter = ServerAdapter(
+            self._args.server_request_timeout,
+            owner=server_listener(self._state_file, self.base_url),
+            connections=self._args.max_concurrent_requests,
         )
+        self.session.mount("http://", self._adapter)
         lost = ServerError(f"no vLLM server answers at {self.base_url} after {total_timeout:.0f} s")
         served = self._wait_for(self._served_names, total_timeout, lost, retry_interval)
         if (own := os.environ["GRPO_RUN"]) not in served:
@@ -402,6 +402,7 @@ class BridgeClient(VLLMClient):
         if (regex := sampling.pop("structured_outputs_regex", None)) is not None:
             sampling.setdefault("structured_outputs", {"regex": regex})
         asked = {"model": self.model, "prompt": prompt, "n": n, **_TRL_SAMPLING, **sampling}
+        self._adapter.allow(MOST_BYTES + BYTES_PER_TOKEN * n * asked["max_tokens"])
         answer = self.session.post(f"{self.base_url}{COMPLETIONS_PATH}", json=asked)
         if answer.status_code != 200:
             raise self._refused(COMPLETIONS_PATH, answer)

@@ -8,16 +8,15 @@ from urllib.parse import urljoin
 
 import numpy as np
 import requests
-from requests.adapters import HTTPAdapter
 from urllib3.exceptions import ProtocolError
 
 from grpo_recipes.errors import translate
+from grpo_recipes.process.sessions import BoundedAdapter, UnwantedAnswer
 from grpo_recipes.server.wire import Completions
 
 # Steps of a weight transfer meet the trainer in a collective: a second one would find nobody there.
 NOT_REPEATED = {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
 ADAPTER = "grpo-adapter"  # name of the adapter that is trained, at the server: the model of a request
-_CONNECT_SECONDS = 10.0
 QUICK_SECONDS = 5.0  # for an answer that a healthy server gives at once
 
 
@@ -37,35 +36,33 @@ class BadAnswer(ServerError):
     """A living server answered with an error, with nonsense, or not at all; asked again it may do better."""
 
 
-class ServerAdapter(HTTPAdapter):
-    """Limit the wait for every answer, which TRL's calls do not, and do not retry for a minute on a dead server."""
+class ServerAdapter(BoundedAdapter):
+    """Requests to a vLLM server: which of their failures are a lost server, and which a bad answer.
 
-    def __init__(self, timeout: float, connections: int = 1):
-        self._timeout = timeout
-        super().__init__(pool_maxsize=connections, max_retries=0)
+    TRL's calls have no time limit, and retry for a minute on a dead server.
+    """
 
     def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
         """Send the request and read the whole answer.
 
-        Without one, or from a server whose engine is dead, that is a ServerLost; where a living server closed the
-        connection a BadAnswer.
+        Without one, or from a server whose engine is dead, raise ServerLost, at the deadline ServerLate. If a living
+        server closed the connection, or its answer is too large or a redirect, raise BadAnswer.
         """
-        limit = min(self._timeout, kwargs.get("timeout") or self._timeout)
-        kwargs["timeout"] = (min(limit, _CONNECT_SECONDS), limit)
-        path = request.path_url
+        limit, path = self.limit_of(kwargs.get("timeout")), request.path_url
 
         def lost(error: BaseException) -> ServerError:
-            if isinstance(error, requests.ReadTimeout):
-                return ServerLate(f"the vLLM server did not answer {path} within {limit:g} s")
+            connected = not isinstance(error, requests.ConnectTimeout)
             while cause := error.__cause__ or error.__context__:  # the operating system's own error comes last
                 error = cause
+            if isinstance(error, TimeoutError) and connected:
+                return ServerLate(f"the vLLM server did not answer {path} within {limit:g} s")
             kind = BadAnswer if self._healthy(request) else ServerLost
             return kind(f"lost the connection to the vLLM server in {path} ({error})")
 
         broken = (requests.ReadTimeout, requests.ConnectionError, requests.exceptions.ChunkedEncodingError)
-        with translate(broken, lost):
+        unwanted = translate(UnwantedAnswer, lambda error: BadAnswer(f"the vLLM server {error} (in {path})"))
+        with translate(broken, lost), unwanted:
             response = self._send(request, kwargs)
-            response.content  # noqa: B018  read here, where a broken connection can be distinguished from a bad answer
         if response.status_code >= 500 and not self._healthy(request):
             raise ServerLost(f"the engine of the vLLM server is dead: {response.status_code} in {path}")
         return response
@@ -81,14 +78,17 @@ class ServerAdapter(HTTPAdapter):
                 raise
         # The server may close a kept connection at the very moment it is used again. A new adapter: others in the pool
         # may be as old.
-        return HTTPAdapter(max_retries=0).send(request, **kwargs)
+        return self._fresh().send(request, **kwargs)
 
     def _healthy(self, request: requests.PreparedRequest) -> bool:
         headers = {name: value for name, value in request.headers.items() if name == "Authorization"}
         question = requests.Request("GET", urljoin(str(request.url), "/health"), headers=headers)
         with contextlib.suppress(requests.RequestException):
-            return HTTPAdapter(max_retries=0).send(question.prepare(), timeout=QUICK_SECONDS).ok
+            return self._fresh().send(question.prepare(), timeout=QUICK_SECONDS).ok
         return False
+
+    def _fresh(self) -> BoundedAdapter:
+        return BoundedAdapter(self._timeout, self._most_bytes, self.owner)
 
 
 def need_completions(found: Completions, count: int, longest: int, vocabulary: int | None, scored: Any) -> None:

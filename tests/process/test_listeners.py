@@ -1,0 +1,88 @@
+"""Who listens on a port: sockets of this process, and of another user."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from other_user import needs_root, other_user
+
+from grpo_recipes.process.listeners import ForeignListener, OwnListener, lingers, listening_sockets
+
+LOOPBACK = "127.0.0.1"
+LISTENS = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+
+
+def owner(port: int, root: int | None = None) -> OwnListener:
+    return OwnListener(LOOPBACK, port, lambda: os.getpid() if root is None else root)
+
+
+def test_a_listener_of_this_process_or_of_a_child_is_ours() -> None:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        assert owner(port).sockets() == {os.fstat(listener.fileno()).st_ino}
+    child = subprocess.Popen([sys.executable, "-c", LISTENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    port = int(child.stdout.readline())
+    assert len(owner(port).sockets()) == 1
+    with pytest.raises(ForeignListener):
+        owner(port, root=2**22 + 1).sockets()
+    child.communicate(b"\n")
+
+
+def test_a_port_without_a_listener_refuses_the_connection() -> None:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ConnectionRefusedError, match="Connection refused"):
+        owner(port).sockets()
+
+
+def test_the_most_specific_address_counts() -> None:
+    """The kernel gives a connection to the listener of its very address, before one of every address."""
+    with socket.create_server(("127.0.0.2", 0)) as other:
+        port = other.getsockname()[1]
+        assert listening_sockets(LOOPBACK, port) == set()
+        with socket.create_server((LOOPBACK, port)) as own:
+            assert listening_sockets(LOOPBACK, port) == {os.fstat(own.fileno()).st_ino}
+    with socket.create_server(("", 0)) as everywhere:
+        assert listening_sockets(LOOPBACK, everywhere.getsockname()[1]) == {os.fstat(everywhere.fileno()).st_ino}
+    if socket.has_dualstack_ipv6():
+        with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as both:
+            assert listening_sockets(LOOPBACK, both.getsockname()[1]) == {os.fstat(both.fileno()).st_ino}
+
+
+def test_a_listener_that_was_replaced_while_we_connected_gets_nothing() -> None:
+    """R6: another process can take the port between the look and the connection."""
+    first = socket.create_server((LOOPBACK, 0))
+    port = first.getsockname()[1]
+    with pytest.raises(ForeignListener, match="changed"), owner(port).connecting():
+        first.close()
+        second = socket.create_server((LOOPBACK, port))
+    second.close()
+
+
+@needs_root
+def test_a_listener_of_another_user_is_not_ours_whatever_its_pid(tmp_path: Path) -> None:
+    """R6: a process guard's pid can be another user's by the time it is looked at."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+    with other_user(port, tmp_path / "received") as user:
+        user.wait()
+        for root in (os.getpid(), user.process.pid, 2**22 + 1):
+            with pytest.raises(ForeignListener):
+                owner(port, root).sockets()
+        assert psutil.Process(user.process.pid).uids().effective != os.geteuid()
+
+
+def test_closed_connections_linger() -> None:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        client = socket.create_connection((LOOPBACK, port))
+        accepted, _ = listener.accept()
+        accepted.close()  # the side that closes first waits
+        client.close()
+    assert lingers(port)
