@@ -9,9 +9,13 @@ import pytest
 import yaml
 
 from grpo_recipes import cli
+from grpo_recipes.cli import recipes
+from grpo_recipes.launch.resolve import names_of
 from grpo_recipes.paths import home
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.recipe import keys, read_recipe
-from grpo_recipes.recipe.check import START_FILE
+from grpo_recipes.recipe.check import start_text
 from grpo_recipes.recipe.keys import schema_line, schema_note
 
 
@@ -21,24 +25,34 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_needs_one_edit_to_be_right(folder, capsys):
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device of the environment."""
+    monkeypatch.setattr(recipes, "environment_device", lambda: request.param)
+    return request.param
+
+
+def test_the_recipe_of_this_device_is_right_as_it_is_written(folder, capsys, device):
+    """M3: new, check and launch work on the machine on which they are typed."""
     assert cli.main(["new", "my.yaml"]) == 0
-    assert "then: grpo check my.yaml" in capsys.readouterr().out
+    assert capsys.readouterr().out == "grpo: wrote my.yaml; next: grpo check my.yaml\n"
     assert (folder / "my.yaml").read_text().startswith(f"{schema_line(folder / 'my.yaml')}\n")
-    assert cli.main(["check", "my.yaml"]) == 2
-    assert "no file 'data.jsonl'" in capsys.readouterr().err
-    (folder / "data.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     assert cli.main(["check", "my.yaml"]) == 0
+    found = capsys.readouterr().out
+    assert "note:" not in found
+    recipe = read_recipe(folder / "my.yaml")
+    resources = Resources("cuda", ("0", "1"), 8) if device == "cuda" else Resources("cpu", (), 2)
+    plan = make_plan(recipe, resources, {}, names_of(recipe))
+    assert plan.smoke == (device == "cpu") and plan.mode == "server"
 
 
 SETTING = re.compile(r"^# (?=[a-z_]+: )", re.MULTILINE)
-SECTIONS = [text for text in START_FILE.read_text().split("\n\n") if SETTING.search(text)]
+SECTIONS = [text for text in start_text("cpu").split("\n\n") if SETTING.search(text)]
 
 
 @pytest.mark.parametrize("chosen", [*([one] for one in SECTIONS), SECTIONS], ids=lambda chosen: chosen[0][2:14])
-def test_a_section_that_is_off_is_right_when_its_marks_are_taken_away(folder, capsys, chosen):
-    for name in ("data.jsonl", "held_out.jsonl"):
-        (folder / name).write_text('{"problem": "1+1", "answer": "2"}\n')
+def test_a_section_that_is_off_is_right_when_its_marks_are_taken_away(folder, capsys, device, chosen):
+    (folder / "held_out.jsonl").write_text('{"problem": "1+1", "question": "1+1", "answer": "#### 2"}\n')
     assert cli.main(["new", "my.yaml"]) == 0
     text = (folder / "my.yaml").read_text()
     before = yaml.safe_load(text)
@@ -51,7 +65,7 @@ def test_a_section_that_is_off_is_right_when_its_marks_are_taken_away(folder, ca
     capsys.readouterr()
     assert cli.main(["check", "my.yaml"]) == 0, capsys.readouterr().err
     notes = [line for line in capsys.readouterr().out.splitlines() if "does nothing" in line]
-    assert all("reward_timeout" in line for line in notes)  # of a reward of one's own, which is not there yet
+    assert all("reward_timeout" in line for line in notes)  # the reward it limits is not in the recipe yet
 
 
 def test_the_sections_are_what_a_beginner_asks_for():
@@ -66,12 +80,14 @@ def test_the_line_for_editors_survives_a_move_of_the_folder_that_holds_recipe_an
 
 
 def test_its_recipe_is_the_packages_and_not_one_of_the_folder(folder, monkeypatch):
+    monkeypatch.setattr(recipes, "environment_device", lambda: "cpu")
     (folder / "recipes" / "base").mkdir(parents=True)
-    for name in ("recipes/base/start.yaml", "start.yaml"):
+    (folder / "start").mkdir()
+    for name in ("recipes/base/start.yaml", "start.yaml", "start/cpu.yaml", "start/cuda.yaml"):
         (folder / name).write_text("seed: 666\n")
     monkeypatch.setenv("GRPO_HOME", str(folder))  # as where the package is installed without the repository
     assert cli.main(["new", "my.yaml"]) == 0
-    assert "data.jsonl" in (folder / "my.yaml").read_text() and "666" not in (folder / "my.yaml").read_text()
+    assert (folder / "my.yaml").read_text().endswith(start_text("cpu")) and "666" not in start_text("cpu")
 
 
 @pytest.mark.parametrize("name", ["grpo/config_math.yaml", "maxent/config_math_tempered.yaml"])
@@ -111,4 +127,4 @@ def test_an_empty_name_is_none(folder, capsys):
 
 def test_the_command_it_names_can_be_typed_for_a_name_with_a_space(folder, capsys):
     assert cli.main(["new", "my own.yaml"]) == 0
-    assert capsys.readouterr().out.endswith("then: grpo check 'my own.yaml'\n")
+    assert capsys.readouterr().out.endswith("next: grpo check 'my own.yaml'\n")

@@ -22,11 +22,11 @@ from grpo_recipes.fetch.hub import gated_note
 from grpo_recipes.launch.resolve import names_of
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import hub_environment
-from grpo_recipes.plan.devices import find_resources
+from grpo_recipes.plan.devices import environment_device, find_resources
 from grpo_recipes.plan.estimates import estimate
 from grpo_recipes.plan.plan import describe, make_plan
 from grpo_recipes.process.reports import aligned
-from grpo_recipes.recipe.check import START_FILE, choose_recipe, notes, reward_notes
+from grpo_recipes.recipe.check import choose_recipe, notes, reward_notes, start_text
 from grpo_recipes.recipe.dialects import ALIASES, meaning_of, names, nearest
 from grpo_recipes.recipe.dialects.migrate import is_translated, migrate
 from grpo_recipes.recipe.keys import OWNED_KEYS, VARIABLES, catalogue, nested_catalogue, schema_line, schema_note
@@ -49,7 +49,7 @@ _MOST = 10_000  # GPUs of a node, nodes, and GiB of a GPU
     option("--from", dest="source", metavar="RECIPE", help="a recipe to copy, or one of another project to translate"),
 )
 def new(options: argparse.Namespace) -> int:
-    """Write a recipe to start from, with the line by which an editor knows the keys."""
+    """Write a recipe that trains on this machine, with the line by which an editor finds the schema."""
     for where, name in (("FILE", options.file), ("--from", options.source)):
         if name == "":
             raise config_error(where, "is empty", "name a file")
@@ -61,9 +61,10 @@ def new(options: argparse.Namespace) -> int:
     path = Path(options.file)
     with translate((OSError, ValueError), unwritable):
         path.resolve()  # ValueError: a NUL in the name
-    source = choose_recipe(options.source, {}, GRPO, "cpu") if options.source else START_FILE
-    made = migrate(source, path) if options.source and is_translated(source) else None
-    text = made.text() if made else f"{schema_line(path)}\n{_SCHEMA_LINE.sub('', source.read_text(encoding='utf-8'))}"
+    source = choose_recipe(options.source, {}, GRPO, "cpu") if options.source else None
+    made = migrate(source, path) if source and is_translated(source) else None
+    copied = source.read_text(encoding="utf-8") if source else start_text(environment_device())
+    text = made.text() if made else f"{schema_line(path)}\n{_SCHEMA_LINE.sub('', copied)}"
     files = {path: text} | ({made.rewards_file: made.rewards_text()} if made and made.unwritten else {})
     for other in files:
         if os.path.lexists(other):
@@ -73,7 +74,7 @@ def new(options: argparse.Namespace) -> int:
             other.write_text(content, encoding="utf-8")
     if made:
         print(*made.report(), sep="\n")
-    print(f"grpo: {shown(path)} is written; edit it, then: grpo check {shlex.quote(shown(path))}")
+    print(f"grpo: wrote {shown(path)}; next: grpo check {shlex.quote(shown(path))}")
     return 0
 
 
