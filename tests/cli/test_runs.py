@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes import cli
+from grpo_recipes.cli import jobs
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.runs.rundir import NO_REQUEUE, Run, claim, new_run, read_json, stop_file, write_json
 from grpo_recipes.slurm import client
@@ -40,7 +42,7 @@ def fake_slurm(monkeypatch: pytest.MonkeyPatch):
             if state is None:
                 return None
             if argv[0] == "squeue":
-                return f"77|{state}|{reason}"
+                return f"77|{state}|{reason}|/x/job.sh"
             return (
                 f"JobId=77 JobState={state} Reason={reason} EndTime=2026-01-02T00:00:00 Command=/x/job.sh Comment=a b"
             )
@@ -334,7 +336,7 @@ def test_following_ends_with_the_run_and_takes_up_the_logs_of_a_new_attempt(fold
     from grpo_recipes.cli import follow
 
     monkeypatch.setattr(follow, "_SECONDS", 0.02)
-    monkeypatch.setattr(follow, "_SLURM_SECONDS", 0.05)
+    monkeypatch.setattr(jobs, "SLURM_SECONDS", 0.05)
     run = made(folder)
     log = written(folder, "trainer.log", "begun\n")
     lock = claim(run)
@@ -454,3 +456,137 @@ def test_stop_now_does_not_reach_another_host(folder, capsys) -> None:
     (run.folder / "lock").write_text("elsewhere 1\n")
     assert "the launcher runs on elsewhere" in said(capsys, "stop", "last", "--now", code=2)
     os.close(lock)
+
+
+# --- jobs of `sbatch training.sh` without a run directory ------------------------------------------------------------
+
+
+@pytest.fixture
+def bare_job(folder, monkeypatch):
+    """``bare_job(state)``: Slurm then shows job 5 of training.sh of a checkout in that state, None for no such job."""
+    checkout = folder / "checkout"
+    (checkout / "src/grpo_recipes").mkdir(parents=True)
+
+    def show(state: str | None, script: str = "training.sh", log: bool = True) -> Path:
+        def ask(*argv: str, seconds: float = 30.0) -> str | None:
+            asked.append(argv)
+            if state is None or argv[0] == "sacct":
+                return None
+            if argv[0] == "squeue":
+                return f"5|{state}|Priority|{checkout / script}" if state in ("PENDING", "RUNNING") else ""
+            return (
+                f"JobId=5 JobState={state} Reason=Priority Command={checkout / script} WorkDir={checkout} "
+                f"StdErr={checkout}/logs/slurm_5.err StdIn=/dev/null StdOut={checkout}/logs/slurm_5.out Power="
+            )
+
+        monkeypatch.setattr(client, "ask", ask)
+        monkeypatch.setattr(client, "_run", lambda *argv, **how: asked.append(argv) or "")
+        path = checkout / "logs/slurm_5.err"
+        path.parent.mkdir(exist_ok=True)
+        if log:
+            path.write_text("loading modules\nsetup: the lock has changed, and a job installs nothing\nbye\n")
+        return path
+
+    asked = show.asked = []
+    return show
+
+
+@pytest.mark.parametrize("script", ["training.sh", "run_atropos_grpo.sh", "slurm/train.slurm"])
+def test_a_job_that_waits_has_a_status_before_it_has_a_run(folder, bare_job, capsys, script) -> None:
+    """M4: a plain `sbatch training.sh` is known by its job id while it is pending."""
+    bare_job("PENDING", script, log=False)
+    assert said(capsys, "status", "5") == "job      5 PENDING (Priority)\nstate    waiting in the queue (Priority)\n"
+    table = said(capsys, "status")
+    assert re.search(rf"^\({Path(script).name}\) +waiting in the queue \(Priority\) +5\s*$", table, re.MULTILINE)
+    assert "no log of" in said(capsys, "logs", "5", code=2)
+    assert said(capsys, "stop", "5") == "grpo: job 5 is out of the queue\n"
+    assert ("scancel", "5") in bare_job.asked
+
+
+@pytest.mark.parametrize("state", ["FAILED", None])
+def test_a_job_that_failed_before_it_had_a_run_shows_its_cause(folder, bare_job, capsys, monkeypatch, state) -> None:
+    """M4: the cause in logs/slurm_JOB.err is shown, also after Slurm has forgotten the job."""
+    path = bare_job(state)
+    monkeypatch.chdir(folder / "checkout")
+    monkeypatch.setenv("RUN_ROOT", "runs")
+    lines = said(capsys, "status", "5").splitlines()
+    ending = "ended before its run directory existed" if state is None else "FAILED, without a run directory"
+    assert lines[1:] == [
+        f"state    {ending}",
+        "cause    setup: the lock has changed, and a job installs nothing",
+        "log      logs/slurm_5.err",
+    ]
+    assert said(capsys, "logs", "5") == f"==> logs/slurm_5.err <==\n{path.read_text()}"
+    told = said(capsys, "stop", "5", code=2)
+    assert "5: the job has already ended" in told and "Fix: see logs/slurm_5.err" in told
+
+
+def test_a_job_whose_run_directory_is_not_there_yet_is_cancelled(folder, bare_job, capsys) -> None:
+    """M4: a job that runs has no state to save before its run directory exists."""
+    bare_job("RUNNING")
+    assert "state    RUNNING, no run directory yet\n" in said(capsys, "status", "5")
+    assert said(capsys, "stop", "5") == "grpo: job 5 is cancelled; it had no run directory yet\n"
+
+
+@pytest.mark.parametrize("command", [("logs", "-f"), ("watch",)])
+def test_following_a_job_without_a_run_waits_for_it_and_ends_with_it(
+    folder, bare_job, capsys, monkeypatch, command
+) -> None:
+    """M4, R16: `logs -f` and `watch` of a pending job follow its run once it exists, and end if the job fails."""
+    from grpo_recipes.cli import follow
+
+    for module, name in ((follow, "_SECONDS"), (jobs, "SLURM_SECONDS")):
+        monkeypatch.setattr(module, name, 0.05)
+    bare_job("PENDING", log=False)
+
+    def train() -> None:
+        made(folder, status="completed", steps=2, job="slurm-5")
+        bare_job("COMPLETED")
+
+    timer = threading.Timer(0.5, train)
+    timer.start()
+    told = said(capsys, *command, "5")
+    timer.join()
+    assert told.startswith("grpo: job 5: waiting in the queue (Priority)\n") and "completed" in told
+    (folder / "runs/.jobs/slurm-5").unlink()
+    bare_job("PENDING")
+    timer = threading.Timer(0.5, bare_job, ["FAILED"])
+    timer.start()
+    told = said(capsys, *command, "5")
+    timer.join()
+    assert told.endswith("grpo: job 5: setup: the lock has changed, and a job installs nothing\n")
+
+
+def test_a_job_that_nobody_knows_is_rejected_even_if_slurm_is_silent(folder, silent_slurm, capsys) -> None:
+    """M4: without an answer and a log, the command ends with the reason."""
+    for name in ("status", "logs", "stop", "watch"):
+        assert "5: Slurm does not answer" in said(capsys, name, "5", code=2)
+
+
+# --- Slurm does not answer -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [("logs", "-f"), ("watch",)])
+@pytest.mark.parametrize("status", ["completed", "failed", "stopped"])
+def test_following_a_run_that_is_over_ends_though_slurm_does_not_answer(
+    folder, silent_slurm, capsys, command, status
+) -> None:
+    """R16: the state of a finished run is in its directory."""
+    made(folder, status=status, steps=2, job="slurm-77")
+    assert status in said(capsys, *command, "last")
+
+
+@pytest.mark.parametrize("command", [("logs", "-f"), ("watch",)])
+@pytest.mark.parametrize("status", ["submitted", "running"])
+def test_following_gives_up_if_slurm_stays_silent_and_no_process_is_seen(
+    folder, silent_slurm, capsys, monkeypatch, command, status
+) -> None:
+    """R16: a command that follows a run does not wait for Slurm without a limit."""
+    from grpo_recipes.cli import follow
+
+    for module, name, seconds in ((follow, "_SECONDS", 0.05), (jobs, "SLURM_SECONDS", 0), (jobs, "SILENCE_SECONDS", 1)):
+        monkeypatch.setattr(module, name, seconds)
+    run = made(folder, status=status, job="slurm-77")
+    told = said(capsys, *command, "last", code=2)
+    assert f"runs/{run.folder.name}: Slurm has not answered for" in told
+    assert "Fix: type the command again when squeue answers" in told

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes import cli
+from grpo_recipes.cli import jobs
 from grpo_recipes.cli.watch import Picture, curve
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.runs.rundir import Run, claim, move_rows_after, new_run, stop_file, write_json
@@ -233,6 +234,34 @@ def test_following_a_sweep_goes_from_trial_to_trial(folder, sweep, capsys, monke
         "of seed=1", "last of seed=1", "of seed=2",
         "grpo: runs/sweeps/mine-stamp is over: stopped, 1 of 3 trials completed",
     ]  # fmt: skip
+
+
+def test_the_table_of_runs_shows_the_jobs_of_a_sweep(folder, sweep, capsys):
+    """R16: a sweep made with --slurm has integer job ids, which the table shows."""
+    record = json.loads((sweep / "sweep.json").read_text())
+    write_json(sweep / "sweep.json", record | {"jobs": [77, 78]})
+    assert re.search(r"sweeps/mine-stamp +stopped, 1 of 3 trials completed +77 78", said(capsys, "status"))
+
+
+@pytest.mark.parametrize("command", [("logs", "-f"), ("watch",), ("status",)])
+def test_following_an_array_sweep_ends_though_slurm_does_not_answer(folder, sweep, capsys, monkeypatch, command):
+    """R16: the trials of a finished sweep are finished, whatever Slurm says."""
+
+    def ask(*argv, **how):
+        raise client.NoAnswer("connection refused")
+
+    monkeypatch.setattr(client, "ask", ask)
+    record = json.loads((sweep / "sweep.json").read_text())
+    write_json(sweep / "sweep.json", record | {"jobs": [77]})
+    for index, trial in enumerate(("seed=0", "seed=1", "seed=2")):
+        write_json(sweep / "cells" / trial / "summary.json", {"status": "completed"})
+        write_json(sweep / "cells" / trial / "job.json", {"job": f"slurm-77_{index}", "working_folder": str(folder)})
+    assert "completed, 3 of 3 trials completed" in said(capsys, *command, "mine-stamp")
+    # A trial whose end is unknown is waited for, with a limit.
+    monkeypatch.setattr(jobs, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(jobs, "SLURM_SECONDS", 0)
+    write_json(sweep / "cells/seed=2/summary.json", {"status": "running"})
+    assert command == ("status",) or "Slurm has not answered" in said(capsys, *command, "mine-stamp", code=2)
 
 
 def test_the_picture_follows_rows_that_a_resume_moved_aside(folder):

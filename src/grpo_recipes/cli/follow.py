@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import functools
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.cli import command, option, switch
+from grpo_recipes.cli.jobs import Asking, BareJob, find_bare_job, without_runs
 from grpo_recipes.cli.watch import Picture, coloured
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
@@ -51,24 +51,32 @@ _LOGS = {
     "run_api": ("run-api",), "environments": ("environment-",),
 }  # fmt: skip
 _SECONDS = 1.0  # between two looks at the files
-_SLURM_SECONDS = 15.0  # between two questions to Slurm, which others ask, too
 _MOST_BYTES = 1 << 20  # of one file at a time
 
 
-def named(which: str) -> Run | Sweep:
-    """Return the run, the sweep or the comparison a person means."""
+def named(which: str) -> Run | Sweep | BareJob:
+    """Return the run, the sweep, the comparison or the job without a run directory that the user means."""
     for parent, record, read in ((FOLDER, RECORD, read_sweep), (COMPARISONS, COMPARISON, read_comparison)):
         for folder in (Path(which), run_root(os.environ) / parent / which):
             if which and os.path.isfile(folder / record):
                 return read(folder)
-    return named_run(which)
+    try:
+        return named_run(which)
+    except ConfigError:
+        if _is_job_id(which) and (job := find_bare_job(which)):
+            return job
+        raise
+
+
+def _is_job_id(which: str) -> bool:
+    return re.fullmatch(r"\d+(_\d+)?", which) is not None
 
 
 def named_run(which: str) -> Run:
     """Return the run a person means by a folder, a name, a job id or ``last``."""
-    is_job = re.fullmatch(r"\d+(_\d+)?", which)
     fix = "name a run directory, a run in RUN_ROOT, the id of its job, or last"
-    return rundir.find_run(run_root(os.environ), str(_folder_of_job(which)) if is_job else which, which, fix)
+    name = str(_folder_of_job(which)) if _is_job_id(which) else which
+    return rundir.find_run(run_root(os.environ), name, which, fix)
 
 
 def _folder_of_job(job_id: str) -> Path:
@@ -92,7 +100,9 @@ def _state(run: Run, job: Job | None) -> tuple[str, bool]:
     """Return the run's state in a few words, and whether it has ended and nothing will start it again."""
     status = str(run.summary.get("status", "unknown"))
     status = SUBMITTED if status in _OVER and run.is_beginning() else status
-    over = not (job is not None and job.active) and (status in _OVER or not run.is_running())
+    # A Slurm that does not answer can't tell whether an unfinished run waits or runs; a finished one stays finished.
+    active = job is not None and job.active and not (job.state == NO_ANSWER and status in _OVER)
+    over = not active and (status in _OVER or not run.is_running())
     if job is not None and job.waits:
         return f"waiting in the queue{f' ({job.reason})' if job.reason else ''}", over
     if status in _OVER:
@@ -115,8 +125,9 @@ def status(options: argparse.Namespace) -> int:
         _print_runs()
         return 0
     run = named(options.which)
-    if isinstance(run, Sweep):
-        print("\n".join(sweep_lines(run, _jobs_of(run))))
+    if not isinstance(run, Run):
+        lines = run.lines() if isinstance(run, BareJob) else sweep_lines(run, _jobs_of(run))
+        print(*lines, sep="\n")
         return 0
     job = _jobs_of(run)
     state, over = _state(run, job)
@@ -148,23 +159,25 @@ _HEAD = ("state", "job", "step", "reward", "left")
 
 def _print_runs() -> None:
     """Print a table of runs and sweeps in RUN_ROOT, first the one whose summary was written last: a resume too."""
-    root = run_root(os.environ)
-    found: list[Run | Sweep] = [
-        *rundir.runs_in(root),
-        *sweeps_in(root / FOLDER),
-        *sweeps_in(root / COMPARISONS, COMPARISON),
-    ]
-    if not found:
+    root, jobs = run_root(os.environ), my_jobs()  # jobs are None if Slurm does not answer
+    runs, sweeps = rundir.runs_in(root), [*sweeps_in(root / FOLDER), *sweeps_in(root / COMPARISONS, COMPARISON)]
+    job_ids = set[str]()
+    for run in runs:
+        with contextlib.suppress(ConfigError):  # a damaged run directory, which the table shows
+            job_ids.add(run.job_id)
+    bare_jobs = without_runs((jobs or {}).values(), job_ids)
+    rows: list[tuple[str, ...]] = [(f"({job.script})", job.state, job.job_id) for job in bare_jobs]
+    entries: list[Run | Sweep] = [*runs, *sweeps]
+    for entry in sorted(entries, key=_written, reverse=True):
+        if isinstance(entry, Sweep):
+            name = f"{entry.folder.parent.name}/{entry.folder.name}"
+            rows.append((name, sweep_state(entry, jobs)[0], " ".join(map(str, entry.record["jobs"]))))
+        else:
+            rows.append((entry.folder.name, *_cells(entry, jobs)))
+    if not rows:
         print(f"grpo: there is no run in {shown(root)}")
         return
-    jobs = my_jobs()  # None where Slurm does not answer
-    rows: list[tuple[str, ...]] = [("run", *_HEAD)]
-    for one in sorted(found, key=_written, reverse=True):
-        if isinstance(one, Sweep):
-            name = f"{one.folder.parent.name}/{one.folder.name}"
-            rows.append((name, sweep_state(one, jobs)[0], " ".join(one.record["jobs"])))
-        else:
-            rows.append((one.folder.name, *_cells(one, jobs)))
+    rows.insert(0, ("run", *_HEAD))
     print(*aligned([(*row, *[""] * (len(rows[0]) - len(row))) for row in rows]), sep="\n")
 
 
@@ -181,7 +194,11 @@ def _cells(run: Run, jobs: dict[str, Job] | None) -> tuple[str, ...]:
 def sweep_state(sweep: Sweep, jobs: dict[str, Job] | None) -> tuple[str, bool]:
     """Return the state of a sweep with its completed trials, and whether it is over."""
     trials = [Run(sweep.trial_dir(index)) for index in range(len(sweep.names))]
-    active = [run for run in trials if run.is_running() or (jobs is None and run.job_id)]
+    active = [
+        run
+        for run in trials
+        if run.is_running() or (jobs is None and run.job_id and run.summary.get("status") not in _OVER)
+    ]
     active += [run for run in trials if jobs and (job := jobs.get(run.job_id)) is not None and job.active]
     over = not active and not is_locked(sweep.folder / "lock")
     done = sum(sweep.status(index) == COMPLETED for index in range(len(trials)))
@@ -233,7 +250,8 @@ def logs(options: argparse.Namespace) -> int:
     follower = Follower(kinds, options.lines)
     try:
         if options.follow:
-            _follow(found, follower)
+            if not isinstance(found := _wait_for_run(found, follower), BareJob):
+                _follow(found, follower)
         elif not [run for run in runs_of(found) if follower.look(run, instead=True)]:
             names = " or ".join(kinds or ["launch"]).replace("_", "-")
             what = f"{shown(found.folder)} has no log of {names} yet"
@@ -243,8 +261,10 @@ def logs(options: argparse.Namespace) -> int:
     return 0
 
 
-def runs_of(found: Run | Sweep) -> list[Run]:
-    """Return a run, or of a sweep the trials that run; where none does the one whose log was written last."""
+def runs_of(found: Run | Sweep | BareJob) -> list[Run | BareJob]:
+    """Return a run or a job, or the trials of a sweep that run; if none does, the trial whose log was written last."""
+    if isinstance(found, BareJob):
+        return [found]
     if isinstance(found, Run):
         return [Run(found.folder)]
     trials = [Run(found.trial_dir(index)) for index in range(len(found.names))]
@@ -261,7 +281,7 @@ class Follower:
         self._offsets: dict[Path, int] = {}
         self._shown: Path | None = None
 
-    def look(self, run: Run, instead: bool = False) -> bool:
+    def look(self, run: Run | BareJob, instead: bool = False) -> bool:
         """Print what is new; return whether there is any log at all.
 
         Without kinds of logs it is ``launch.log``, or ``instead`` the job's or the trainers', of a run that has none.
@@ -292,12 +312,36 @@ class Follower:
         return bool(paths)
 
 
+def _wait_for_run(which: Run | Sweep | BareJob, follower: Follower | None = None) -> Run | Sweep | BareJob:
+    """Return the run of a job that has none yet, once it exists; return the job if it ends before.
+
+    Print its state when it changes, and meanwhile what is new in its logs.
+    """
+    if not isinstance(which, BareJob):
+        return which
+    job_id, state, slurm = which.job_id, "", Asking(lambda: named(which.job_id))
+    while True:
+        found = slurm.answer()
+        if not isinstance(found, BareJob):
+            return found
+        if found.state != state:
+            state = found.state
+            print(f"grpo: job {job_id}: {state}", flush=True)
+        if follower is not None:
+            follower.look(found, instead=True)
+        if found.over:
+            print(*([f"grpo: job {job_id}: {found.cause}"] if found.cause else []), sep="\n", flush=True)
+            return found
+        slurm.need_answer(job_id, found.job is not None and found.job.state == NO_ANSWER)
+        time.sleep(_SECONDS)
+
+
 def _follow(found: Run | Sweep, follower: Follower) -> None:
     """Print what is new until the run or sweep is over, the last lines included."""
-    said, jobs, seen = "", _asking_rarely(found), dict[Path, None]()
+    said, slurm, seen = "", Asking(lambda: _jobs_of(found)), dict[Path, None]()
     while True:
         seen |= {run.folder: None for run in runs_of(found)}
-        state, over = _look_at(found, jobs())
+        state, over = _look_at(found, slurm.answer())
         if state != said and ("waiting" in state or state == "starting"):
             print(f"grpo: {state}", flush=True)
         said = state
@@ -309,13 +353,15 @@ def _follow(found: Run | Sweep, follower: Follower) -> None:
         if over:
             print(f"grpo: {shown(found.folder)} is over: {said}")
             return
+        slurm.need_answer(shown(found.folder), _is_silent(found, slurm.answer()))
         time.sleep(_SECONDS)
 
 
-def _asking_rarely(found: Run | Sweep) -> Callable[[], Any]:
-    """Return what returns ``_jobs_of``; Slurm is asked every ``_SLURM_SECONDS``, since others ask it, too."""
-    answer = functools.lru_cache(maxsize=1)(lambda moment: _jobs_of(found))
-    return lambda: answer(time.monotonic() // _SLURM_SECONDS)
+def _is_silent(found: Run | Sweep, jobs: Any) -> bool:
+    """Return whether Slurm does not answer and no process of the run or sweep is seen here."""
+    if isinstance(found, Sweep):
+        return jobs is None and not any(run.is_running() for run in runs_of(found))
+    return jobs is not None and jobs.state == NO_ANSWER and not Run(found.folder).is_running()
 
 
 def _jobs_of(found: Run | Sweep) -> Any:
@@ -337,15 +383,19 @@ def _look_at(found: Run | Sweep, jobs: Any) -> tuple[str, bool]:
 )
 def watch(options: argparse.Namespace) -> int:
     """Draw a run until it ends; where stdout is no terminal, draw once and print a line for each step."""
-    found = named(options.which)
-    jobs = _asking_rarely(found)
-
-    def look() -> tuple[str, bool]:
-        return _look_at(found, jobs())
-
     try:
+        found = _wait_for_run(named(options.which))
+        if isinstance(found, BareJob):
+            return 0
+        slurm = Asking(lambda: _jobs_of(found))
+
+        def look() -> tuple[str, bool]:
+            state, over = _look_at(found, slurm.answer())
+            slurm.need_answer(shown(found.folder), not over and _is_silent(found, slurm.answer()))
+            return state, over
+
         if isinstance(found, Sweep):
-            _watch(lambda width: sweep_lines(found, jobs()), look, lambda: [])
+            _watch(lambda width: sweep_lines(found, slurm.answer()), look, lambda: [])
         else:
             picture, steps = Picture(found.folder), Progress(found.folder)
             _watch(lambda width: picture.lines(width, *look()), look, lambda: [*map(steps.line, steps.rows.new())])
@@ -392,6 +442,9 @@ def _watch(
 def stop(options: argparse.Namespace) -> int:
     """Ask a run, or the trials of a sweep, to save and end; take a job that waits out of the queue."""
     found = named(options.which)
+    if isinstance(found, BareJob):
+        _stop_job(found)
+        return 0
     state, over = _look_at(found, _jobs_of(found))
     if over:
         again = found.again() if isinstance(found, Sweep) else f"grpo launch --resume {shown(found.folder)}"
@@ -408,6 +461,17 @@ def stop(options: argparse.Namespace) -> int:
         if (options.now or not is_locked(found.folder / "lock")) and not _look_at(run, _jobs_of(run))[1]:
             _stop_run(run, options.now)
     return 0
+
+
+def _stop_job(job: BareJob) -> None:
+    """Cancel a job that has no run directory."""
+    if job.over:
+        fix = f"see {shown(next(reversed(job.logs.values())))}" if job.logs else f"see sacct -j {job.job_id}"
+        raise config_error(job.job_id, f"the job has already ended ({job.state})", fix)
+    cancel(job.job_id)
+    waited = job.job is not None and job.job.waits
+    end = "is out of the queue" if waited else "is cancelled; it had no run directory yet"
+    print(f"grpo: job {job.job_id} {end}")
 
 
 def _stop_run(found: Run, now: bool) -> None:

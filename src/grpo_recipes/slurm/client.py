@@ -143,6 +143,8 @@ class Job:
     reason: str = ""  # why it waits, if Slurm says so
     ends: str = ""  # when its time is over at the latest, as Slurm writes it, if known
     script: Path | None = None  # its batch script, if known
+    out: Path | None = None  # its logs, if Slurm names them
+    err: Path | None = None
 
     @property
     def active(self) -> bool:
@@ -164,9 +166,10 @@ def find_job(job_id: str) -> Job | None:
         if shown := ask("scontrol", "show", "job", job_id, "-o"):
             # A value may hold spaces; it ends where the next `Key=` begins.
             fields = dict(re.findall(r"(?:^|\s)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", shown.splitlines()[0]))
-            known = {key: text for key, text in fields.items() if text not in ("None", "Unknown", "(null)")}
-            script = Path(known["Command"]) if known.get("Command") else None
-            return Job(job_id, known.get("JobState", ""), known.get("Reason", ""), known.get("EndTime", ""), script)
+            known = {key: text for key, text in fields.items() if text not in ("", "None", "Unknown", "(null)")}
+            script, out, err = (Path(known[key]) if key in known else None for key in ("Command", "StdOut", "StdErr"))
+            state, reason, ends = (known.get(key, "") for key in ("JobState", "Reason", "EndTime"))
+            return Job(job_id, state, reason, ends, script, out, err)
         recorded = _printed("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State")  # many sites keep no records
         return Job(job_id, recorded.split()[0]) if recorded else None
     return Job(job_id, NO_ANSWER)
@@ -175,9 +178,12 @@ def find_job(job_id: str) -> Job | None:
 def my_jobs() -> dict[str, Job] | None:
     """Return the user's jobs that wait or run, by their ids; empty without Slurm, None where it does not answer."""
     with contextlib.suppress(NoAnswer):
-        listed = ask("squeue", "--me", "-r", "-h", "-o", "%i|%T|%r") or ""
-        rows = [line.split("|") for line in listed.splitlines()]
-        return {row[0]: Job(row[0], row[1], "" if row[2] == "None" else row[2]) for row in rows if len(row) == 3}
+        listed = ask("squeue", "--me", "-r", "-h", "-o", "%i|%T|%r|%o") or ""
+        rows = [f"{line}|".split("|", 3) for line in listed.splitlines() if line.count("|") >= 2]
+        return {
+            job_id: Job(job_id, state, "" if reason == "None" else reason, script=Path(command.rstrip("|")))
+            for job_id, state, reason, command in rows
+        }
     return None
 
 

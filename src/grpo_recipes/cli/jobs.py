@@ -1,0 +1,151 @@
+"""Slurm jobs of `sbatch training.sh` without a run directory: they wait in the queue, or failed before they made one.
+
+Such a job is known by its batch script, which Slurm shows, or by its logs, ``logs/slurm_JOB.out`` and ``.err`` in the
+working folder or in the repository. ``Asking`` bounds how often and how long a command asks Slurm.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.errors import config_error
+from grpo_recipes.paths import home, shown
+from grpo_recipes.process.terminal import readable
+from grpo_recipes.secrets import masked
+from grpo_recipes.slurm.client import NO_ANSWER, Job, find_job
+
+SLURM_SECONDS = 15.0  # between two questions to Slurm
+SILENCE_SECONDS = 300.0  # after which a command that follows a run ends
+SCRIPTS = ("training.sh", "run_atropos_grpo.sh", "train.slurm")
+# Lines by which our scripts and Slurm end a job early.
+_CAUSE = re.compile(r"^(?:[\w.]+\.sh|setup|grpo|ERROR|slurmstepd|sbatch|srun)\b.*:|error", re.IGNORECASE)
+_TAIL_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class BareJob:
+    """A job without a run directory, as `grpo logs` follows one: it has the attributes that it reads from a run."""
+
+    job_id: str
+    job: Job | None  # None if Slurm does not know it any more
+    logs: dict[str, Path]  # slurm.out and slurm.err, if they exist
+    folder: Path  # a run directory that does not exist
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended."""
+        return self.job is None or not self.job.active
+
+    def is_running(self) -> bool:
+        """Return whether the job may still write its logs."""
+        return not self.over
+
+    @property
+    def state(self) -> str:
+        """The state of the job in a few words."""
+        if self.job is None:
+            return "ended before its run directory existed"
+        if self.job.waits:
+            return f"waiting in the queue{f' ({self.job.reason})' if self.job.reason else ''}"
+        if self.job.state == NO_ANSWER:
+            return "unknown, Slurm does not answer"
+        return f"{self.job.state}, {'no run directory yet' if self.job.active else 'without a run directory'}"
+
+    @property
+    def script(self) -> str:
+        """The name of the batch script, empty if Slurm does not show it."""
+        return self.job.script.name if self.job is not None and self.job.script is not None else ""
+
+    @property
+    def cause(self) -> str:
+        """The last line of the logs that says why the job ended, empty while the job is active."""
+        lines = [line for path in self.logs.values() for line in _last_lines(path)] if self.over else []
+        causes = [line for line in lines if _CAUSE.search(line)] or lines
+        return causes[-1] if causes else ""
+
+    def lines(self) -> list[str]:
+        """Return the facts for `grpo status`."""
+        known = f"{self.job_id} {self.job or 'is no longer known to Slurm'}"
+        facts = [("job", known), ("state", self.state), ("cause", self.cause)]
+        facts += [("log", shown(path)) for path in self.logs.values()]
+        return [f"{name:<8} {text}" for name, text in facts if text]
+
+
+class Asking:
+    """Slurm's last answer to a question, asked again after ``SLURM_SECONDS``, because other users ask Slurm too."""
+
+    def __init__(self, question: Callable[[], Any]):
+        self._question = question
+        self._answer: Any = None
+        self._next = -math.inf
+        self._silent_since: float | None = None
+
+    def answer(self) -> Any:
+        """Return the last answer; ask again if it is old."""
+        if time.monotonic() >= self._next:
+            self._answer = self._question()
+            self._next = time.monotonic() + SLURM_SECONDS
+        return self._answer
+
+    def need_answer(self, where: str, silent: bool) -> None:
+        """Raise a ConfigError if Slurm has been ``silent`` for ``SILENCE_SECONDS`` without a break."""
+        self._silent_since = (self._silent_since or time.monotonic()) if silent else None
+        if self._silent_since is not None and time.monotonic() - self._silent_since >= SILENCE_SECONDS:
+            what = f"Slurm has not answered for {SILENCE_SECONDS / 60:.0f} minutes, and no process of it is seen here"
+            raise config_error(where, what, "type the command again when squeue answers")
+
+
+def find_bare_job(job_id: str) -> BareJob | None:
+    """Return the job of our batch scripts with that id; None if Slurm and the logs do not know it as ours.
+
+    If Slurm does not answer and there are no logs, raise a ConfigError.
+    """
+    job = find_job(job_id)
+    logs = _logs_of(job_id, job)
+    if not logs and job is not None and job.state == NO_ANSWER:
+        raise config_error(job_id, "Slurm does not answer, and no run or log has this job id", "try again later")
+    if not logs and not (job is not None and is_ours(job)):
+        return None
+    return BareJob(job_id, job, logs, Path(f"job-{job_id}"))
+
+
+def is_ours(job: Job) -> bool:
+    """Return whether the job runs one of the batch scripts of a checkout of this project."""
+    script = job.script
+    if script is None or script.name not in SCRIPTS:
+        return False
+    return any((folder / "src/grpo_recipes").is_dir() for folder in (script.parent, script.parent.parent))
+
+
+def without_runs(jobs: Iterable[Job], job_ids: set[str]) -> list[BareJob]:
+    """Return the jobs of our batch scripts that are not among the job ids of runs."""
+    return [
+        BareJob(job.id, job, _logs_of(job.id, job), Path(f"job-{job.id}"))
+        for job in jobs
+        if job.id not in job_ids and is_ours(job)
+    ]
+
+
+def _logs_of(job_id: str, job: Job | None) -> dict[str, Path]:
+    """Return the job's logs that exist: where Slurm writes them, else in logs/ here or in the repository."""
+    logs = {}
+    for end in ("out", "err"):
+        known = getattr(job, end, None)
+        places = [known] if known else [folder / f"logs/slurm_{job_id}.{end}" for folder in (Path(), home())]
+        if path := next((path for path in places if path.is_file()), None):
+            logs[f"slurm.{end}"] = path
+    return logs
+
+
+def _last_lines(path: Path) -> list[str]:
+    """Return the last lines of a log that are not empty, with secrets masked."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        text = readable(masked(file.read().decode(errors="replace")))
+    return [line.strip() for line in text.splitlines() if line.strip()]
