@@ -10,12 +10,12 @@ import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.cli import recipes
+from grpo_recipes.cli.recipes import start_text
 from grpo_recipes.launch.resolve import names_of
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.recipe import keys, read_recipe
-from grpo_recipes.recipe.check import start_text
 from grpo_recipes.recipe.keys import schema_line, schema_note
 
 

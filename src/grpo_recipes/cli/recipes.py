@@ -26,7 +26,7 @@ from grpo_recipes.plan.devices import environment_device, find_resources
 from grpo_recipes.plan.estimates import estimate
 from grpo_recipes.plan.plan import describe, make_plan
 from grpo_recipes.process.reports import aligned
-from grpo_recipes.recipe.check import choose_recipe, notes, reward_notes, start_text
+from grpo_recipes.recipe.check import choose_recipe, notes, reward_notes
 from grpo_recipes.recipe.dialects import ALIASES, meaning_of, names, nearest
 from grpo_recipes.recipe.dialects.migrate import is_translated, migrate
 from grpo_recipes.recipe.keys import OWNED_KEYS, VARIABLES, catalogue, nested_catalogue, schema_line, schema_note
@@ -37,6 +37,7 @@ from grpo_recipes.slurm.client import job_end_time, walltime_seconds
 if TYPE_CHECKING:
     from grpo_recipes.rewards.probe import ProbeResult, Try
 
+_START = Path(__file__).parents[1] / "recipe/start"  # a recipe for each device, and optional sections
 _SCHEMA_LINE = re.compile(r"\A# yaml-language-server: .*\n")
 _ROWS = 200  # of the dataset, shown to the rewards
 _WIDTH = 60  # characters of a prompt or completion in a line
@@ -76,6 +77,11 @@ def new(options: argparse.Namespace) -> int:
         print(*made.report(), sep="\n")
     print(f"grpo: wrote {shown(path)}; next: grpo check {shlex.quote(shown(path))}")
     return 0
+
+
+def start_text(device: str) -> str:
+    """Return the recipe that `grpo new` writes, which trains on the device as it is."""
+    return "\n".join((_START / f"{name}.yaml").read_text(encoding="utf-8") for name in (device, "options"))
 
 
 @command(

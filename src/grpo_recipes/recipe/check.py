@@ -62,7 +62,6 @@ from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
 from grpo_recipes.recipe.user_code import compared, copy_path, function_source, needed_arguments, problem_with
 from grpo_recipes.smoke import SMOKE_DATA, SMOKE_SCHEME, SMOKE_TASKS
 
-_START = Path(__file__).with_name("start")  # what grpo new writes: the device's recipe, then optional sections
 _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
 _NOT_OF_SEEDS = ("modebench_prompts", "modebench_test_prompts", "modebench_seed")  # unread by a seeded dataset
 _Check = Callable[[Recipe, Mapping[str, str]], Iterator[Problem]]
@@ -92,11 +91,6 @@ def _refused(rule: Rule, recipe: Recipe, _: Mapping[str, str]) -> Iterator[Probl
         words |= {"item": item, "removal": rules.removal(recipe, key)}
         what, fix = (text(recipe, item) if callable(text) else text.format(**words) for text in (rule.what, rule.fix))
         yield recipe.problem(key, what, fix)
-
-
-def start_text(device: str) -> str:
-    """Return the recipe that `grpo new` writes, which trains on the device as it is."""
-    return "\n".join((_START / f"{name}.yaml").read_text(encoding="utf-8") for name in (device, "options"))
 
 
 def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, device: str) -> Path:
