@@ -14,10 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_recipes.cli import colocated
+from grpo_recipes.cli import colocated, main
 from grpo_recipes.cli.colocated import DETAILS
 from grpo_recipes.cli.doors import launch_words
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources, environment_device
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
@@ -205,18 +206,24 @@ def test_a_resumed_run_goes_on_as_it_began(machine) -> None:
 NODES = ("--gpus", "4", "--nodes", "2", "--node-rank", "0", "--master-addr", ADDRESS)
 
 
-def test_several_nodes_need_slurm_and_the_command_is_told(machine, monkeypatch) -> None:
+def test_outside_slurm_the_user_starts_each_node(machine) -> None:
+    """R12: the documented commands, one per node, are accepted as with torchrun."""
     machine(4)
-    (said,) = refused(*NODES, "--config", SMOKE, "--log-level", "DEBUG", "--max_steps", "9", "--dry-run")
-    what, command = said.split(" Fix: submit ")
-    assert what.startswith("--nodes: 2 nodes, and this is no Slurm job: ")
-    level = "--log_level debug --log_level_replica debug"
-    assert command == (
-        f"{DETAILS}=DETAIL sbatch --nodes=2 --gres=gpu:4 training.sh {colocated.shown(SMOKE)}"
-        f" {shlex.join((*OURS, '8'))} {level} --max_steps 9"
-    )
-    machine(None)
-    assert "--gres" not in refused(*NODES)[0]
+    first = colocated.read([*NODES, "--max_steps", "9"])
+    assert first.options.meeting == Meeting(nodes=2, rank=0, address=ADDRESS, port=29500)
+    assert first.options.flags == (*OURS, "8", "--max_steps", "9") and first.variables == {}
+    second = ["--node-rank", "1", "--master-addr", "10.9.9.9", "--master-port", "30123"]
+    second = colocated.read(["--gpus", "4", "--nodes", "2", *second])
+    assert second.options.meeting == Meeting(nodes=2, rank=1, address="10.9.9.9", port=30123)
+    words = launch_words(["grpo", "launch"], second.options, {})
+    assert words.endswith("--nodes 2 --node-rank 1 --master-addr 10.9.9.9 --master-port 30123")
+
+
+def test_a_dry_run_of_several_nodes_shows_all_of_them(machine, capsys) -> None:
+    machine(4)
+    code, out, err = printed(capsys, *NODES, "--config", SMOKE, "--prompts_per_step", "16", "--dry-run")
+    assert code == 0 and "nodes      2: ADDRESS_OF_NODE_0, ADDRESS_OF_NODE_1" in out, err
+    assert out.count('"--machine_rank"') == 2
 
 
 def test_several_nodes_of_a_job_are_one_launch(machine, monkeypatch) -> None:
@@ -227,7 +234,7 @@ def test_several_nodes_of_a_job_are_one_launch(machine, monkeypatch) -> None:
     assert colocated.read(list(NODES)).variables == {}
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     assert refused(*NODES)[0].startswith(
-        "NCCL_SOCKET_IFNAME: NCCL_SOCKET_IFNAME names another interface than that of --master-addr, ib0."
+        "NCCL_SOCKET_IFNAME: is eth0, and --master-addr is on ib0. Fix: unset it, or set it to ib0"
     )
 
 
@@ -236,11 +243,15 @@ def test_several_nodes_of_a_job_are_one_launch(machine, monkeypatch) -> None:
     [
         (2, {"--node-rank": None}, "--node-rank: is missing. Fix: write --node-rank 0 on the first node"),
         (2, {"--node-rank": "2"}, "--node-rank: is 2, with --nodes 2. Fix: write a number from 0, below 2"),
+        (0, {"--node-rank": "1", "--master-addr": None}, "--master-addr: is missing. Fix: write the address of node 0"),
+        (0, {"--node-rank": "1", "--master-addr": "localhost"}, "--master-addr: 'localhost' is the loopback, which no"),
+        (0, {"--node-timeout": "0"}, "--node-timeout: is 0. Fix: write --node-timeout 600"),
+        (0, {"--master-port": "80"}, "--master-port: is 80. Fix: write --master-port 29500"),
         (2, {"--node-rank": "-1"}, "--node-rank: is -1, with --nodes 2. Fix: write a number from 0, below 2"),
         (2, {"--node-rank": "1"}, "--node-rank: the launch on node 0 starts the processes of node 1 too."),
         (2, {"--master-addr": None}, f"--master-addr: is missing. Fix: write one of node 0: here {ADDRESS}"),
         (2, {"--master-addr": "localhost"}, "--master-addr: 'localhost' is the loopback, which no other node reaches."),
-        (2, {"--master-addr": "10.9.9.9"}, "--master-addr: '10.9.9.9' is not an address of this node. Fix: write one"),
+        (2, {"--master-addr": "10.9.9.9"}, "--master-addr: '10.9.9.9' is not an address of this node, which is"),
         (2, {"--master-addr": "a" * 70}, "--master-addr: 'aaa"),
         (1, {"--nodes": "1"}, "--master-addr: '10.1.2.3': the processes of one node meet at its loopback. Fix: leave"),
         (3, {}, "--nodes: is 2, the Slurm job has 3. Fix: write --nodes 3 --node-rank 0 --master-addr"),
@@ -254,13 +265,29 @@ def test_wrong_flags_of_nodes_are_refused(machine, nodes: int, changed: dict, sa
     assert [one.startswith(said) for one in refused(*arguments)].count(True) == 1
 
 
+def test_torchrun_is_told_what_to_run_instead(machine, monkeypatch, capsys) -> None:
+    """R12: torchrun starts the command several times, and each would start the whole run."""
+    machine(4)
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    what = "torchrun: has started this command in 4 processes, but the launch starts the training processes itself."
+    code, _, err = printed(capsys, "--config", SMOKE)
+    assert code == 2 and err == f"grpo: {what} Fix: run without torchrun: python run_colocated_grpo.py --gpus 4\n"
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.setenv("GROUP_RANK", "1")
+    fix = "--gpus 4 --nodes 2 --node-rank 1 --master-addr ADDRESS_OF_NODE_0"
+    assert refused() == [f"{what} Fix: run without torchrun: python run_colocated_grpo.py {fix}"]
+    assert main(["launch", SMOKE, "--dry-run"]) == 2
+    assert "run without torchrun: grpo launch RECIPE --num_processes 4" in capsys.readouterr().err
+
+
 def test_help_names_every_flag(capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         colocated.main(["--help"])
     told = capsys.readouterr().out
     assert ended.value.code == 0 and "docs/colocated.md" in told
     flags = ["--gpus", "--nodes", "--node-rank", "--master-addr", "--master-port", "--config", "--log-level"]
-    flags += ["--redirect-output", "--dry-run"]
+    flags += ["--node-timeout", "--redirect-output", "--dry-run"]
     assert all(f"{flag} " in told for flag in flags)
     assert re.findall(r"^\| `(--[\w-]+)` \|", (home() / "docs/colocated.md").read_text(), re.MULTILINE) == flags
 

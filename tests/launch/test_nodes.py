@@ -22,8 +22,9 @@ import pytest
 from dead_scratch import dead_scratch
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.launch import nodes
-from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, node_address, preflight_nodes, srun_command
+from grpo_recipes.launch import channels, nodes
+from grpo_recipes.launch.channels import srun_command
+from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, node_address, preflight_nodes
 from grpo_recipes.launch.processes import Ending, Group, Rank, State, wait_for_ending
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.types import Process
@@ -242,7 +243,7 @@ def test_other_output_of_a_node_does_no_harm(job, workers, tmp_path):
 
 
 def test_an_srun_that_does_not_end_is_killed(job, tmp_path, monkeypatch):
-    monkeypatch.setattr(nodes, "_END_SECONDS", 0.5)
+    monkeypatch.setattr(channels, "END_SECONDS", 0.5)
     environment = job()
     (tmp_path / "bin" / "srun").write_text("#!/bin/sh\ntrap '' TERM\nwhile :; do sleep 0.1; done\n")
     with closing(NodeWorkers(2)) as workers:
@@ -424,7 +425,7 @@ def test_a_node_worker_that_is_killed_ends_the_run_and_leaves_nothing(job, worke
 LAUNCHER = """
 import os, sys, time
 from pathlib import Path
-from grpo_recipes.launch import nodes
+from grpo_recipes.launch import channels, nodes
 from grpo_recipes.plan.types import Process
 from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild
 from grpo_recipes.plan.devices import Resources

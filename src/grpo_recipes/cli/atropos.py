@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.cli import Parser, answer, load, recipe_name
-from grpo_recipes.cli.doors import in_words_of, launch_words, strange, with_gpus
+from grpo_recipes.cli.doors import in_words_of, launch_words, one_node_options, strange, with_gpus
+from grpo_recipes.cli.nodes import reject_other_launchers
 from grpo_recipes.cli.runs import launch_options
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.launch.resolve import Options
@@ -93,6 +94,7 @@ def read(arguments: list[str]) -> Door:
 
 
 def _launch(door: Door) -> int:
+    reject_other_launchers(f"{DOOR} --num_processes", os.environ)
     say(launch_words(["grpo", "launch"], door.options, door.variables))
     for note in door.notes:
         say(f"note: {note}")
@@ -143,7 +145,7 @@ def _parser() -> Parser:
     launching = parser.add_argument_group("options of grpo launch")
     names_of_script = ", ".join(one.name for one in of_script)
     launching.add_argument(READ_ALL, action="store_true", help=f"read {names_of_script} too, as {OF_THE_SCRIPT} does")
-    for names, settings in load("launch").all_options():
+    for names, settings in one_node_options(load("launch").all_options()):
         launching.add_argument(*names, **settings)
     return parser
 

@@ -3,19 +3,16 @@
 import argparse
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from grpo_recipes.cli import Parser, answer, load, option, recipe_name
 from grpo_recipes.cli.doors import in_words_of, launch_words, strange, with_gpus
+from grpo_recipes.cli.nodes import NODE_OPTIONS, NodeFlags, read_nodes, reject_other_launchers
 from grpo_recipes.cli.runs import launch_options
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
-from grpo_recipes.launch.nodes import INTERFACE_VARIABLES
 from grpo_recipes.launch.resolve import Options
 from grpo_recipes.launch.run import launch
 from grpo_recipes.paths import home, shown
@@ -32,19 +29,13 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 OPTIONS = (
     option("--gpus", type=int, metavar="N",
         help="training processes of a node, each with a GPU and a vLLM; processes in a CPU environment (default 1)"),
-    option("--nodes", type=int, default=1, metavar="N", help="nodes of the Slurm job (default 1)"),
-    option("--node-rank", type=int, metavar="N", help="with --nodes: 0, the node whose launch starts all of them"),
-    option("--master-addr", metavar="ADDRESS",
-        help="with --nodes: address of node 0, on the network by which the nodes reach each other"),
-    option("--master-port", type=int, metavar="PORT", help="the port at which the training processes meet"),
     option("--log-level", type=str.upper, choices=LEVELS, help="what each training process logs"),
     option("--redirect-output", metavar="FILE", help="add stdout and stderr to FILE"),
 )  # fmt: skip
-_NAMES = [name for names, _ in OPTIONS for name in names]
+_NAMES = [name for names, _ in (*OPTIONS, *NODE_OPTIONS) for name in names]
 DETAILS = "TORCH_DISTRIBUTED_DEBUG"
 # Of torch 2.13. With DETAIL its DistributedDataParallel takes the wrapped gloo for gloo, and dies of signal 11.
 _MOST_DETAILS = {"cuda": "DETAIL", "cpu": "INFO"}
-NETWORK = INTERFACE_VARIABLES[0]
 # Flags of the launch that stand for ours, in messages.
 _OURS = {
     "RECIPE": "--config", "--num_processes": "--gpus", "--main_process_port": "--master-port",
@@ -79,17 +70,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read(arguments: list[str]) -> Door:
     """Return the launch that the flags ask for; a ConfigError names everything that is wrong with them."""
+    reject_other_launchers(f"python {PROGRAM} --gpus", os.environ)
     options, flags = _parser().parse_known_args(arguments)
-    ours = _flags(options)
-    problems = [*_wrong_numbers(options), *strange(flags, _NAMES, PROGRAM), *_given_twice(flags, ours)]
+    resources = find_resources(os.environ)
+    problems, nodes = list(_wrong_numbers(options)), NodeFlags()
+    try:
+        nodes = read_nodes(options, resources.job)
+    except ConfigError as error:
+        problems += error.problems
+    ours = [*_flags(options), *nodes.flags]
+    problems += [*strange(flags, _NAMES, PROGRAM), *_given_twice(flags, ours)]
     if problems:
         raise ConfigError(*problems)
-    resources = find_resources(os.environ)
-    asked = launch_options(options, _recipe(options, resources.device), [*ours, *flags])
+    asked = launch_options(options, _recipe(options, resources.device), [*ours, *flags], nodes.meeting)
     detailed = options.log_level == "DEBUG" and not os.environ.get(DETAILS)
-    variables = {DETAILS: _MOST_DETAILS[resources.device]} if detailed else {}
-    if problems := _nodes(options, resources, variables, asked):
-        raise ConfigError(*problems)
+    variables = {**nodes.variables, **({DETAILS: _MOST_DETAILS[resources.device]} if detailed else {})}
     resources, notes = _devices(options, resources)
     return Door(asked, resources, variables, notes, options.redirect_output)
 
@@ -102,6 +97,7 @@ def _parser() -> Parser:
     parser.set_defaults(recipe=None)
     for names, settings in (*OPTIONS, *load("launch").all_options()):
         parser.add_argument(*names, **settings)
+    parser.set_defaults(nodes=1)  # --gpus counts the processes of a node
     return parser
 
 
@@ -110,8 +106,6 @@ def _flags(options: argparse.Namespace) -> list[str]:
     keys: dict[str, object] = {"use_vllm": "true", "vllm_mode": "colocate"} if options.resume is None else {}
     if options.resume is None or options.gpus is not None:
         keys["num_processes"] = _gpus(options) * options.nodes
-    if options.master_port is not None:
-        keys["main_process_port"] = options.master_port
     if options.log_level is not None:
         keys |= dict.fromkeys(("log_level", "log_level_replica"), options.log_level.lower())
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
@@ -122,9 +116,8 @@ def _gpus(options: argparse.Namespace) -> int:
 
 
 def _wrong_numbers(options: argparse.Namespace) -> Iterator[Problem]:
-    for flag, number in (("--gpus", _gpus(options)), ("--nodes", options.nodes)):
-        if number < 1:
-            yield Problem(flag, f"is {number}", f"write {flag} 1 or more")
+    if _gpus(options) < 1:
+        yield Problem("--gpus", f"is {options.gpus}", "write --gpus 1 or more")
 
 
 def _given_twice(flags: list[str], ours: list[str]) -> Iterator[Problem]:
@@ -136,68 +129,6 @@ def _given_twice(flags: list[str], ours: list[str]) -> Iterator[Problem]:
             decided = _OURS.get(f"--{key}")
             fix = f"keep {decided}" if decided else "leave it out, or use grpo launch"
             yield Problem(flag.partition("=")[0], f"{decided or PROGRAM} decides {key}", fix)
-
-
-def _nodes(
-    options: argparse.Namespace, resources: Resources, variables: dict[str, str], asked: Options
-) -> list[Problem]:
-    """Return what is wrong with the flags of several nodes, else add the variable that names their interface."""
-    nodes, rank, address, job = options.nodes, options.node_rank, options.master_addr, resources.job
-    problems: list[Problem] = []
-    if rank is None and nodes > 1:
-        problems.append(Problem("--node-rank", "is missing", "write --node-rank 0 on the first node"))
-    elif not 0 <= (rank or 0) < nodes:
-        what, fix = f"is {rank}, with --nodes {nodes}", f"write a number from 0, below {nodes}, or more --nodes"
-        problems.append(Problem("--node-rank", what, fix))
-    if nodes == 1 and address not in (None, "localhost", "127.0.0.1"):
-        what = f"'{address}': the processes of one node meet at its loopback"
-        problems.append(Problem("--master-addr", what, "leave it out, or write --nodes"))
-    elif nodes > 1:
-        found = _interface(address)
-        if isinstance(found, Problem):
-            problems.append(found)
-        elif set_by := next((name for name in INTERFACE_VARIABLES if os.environ.get(name)), ""):
-            if os.environ[set_by] != found:
-                what = f"{set_by} names another interface than that of --master-addr, {found}"
-                problems.append(Problem(set_by, what, "unset it, or leave it to name the interface"))
-        else:
-            variables[NETWORK] = found
-    if nodes > 1 and job is None:
-        gpus = [f"--gres=gpu:{_gpus(options)}"] if resources.device == "cuda" else []
-        start = ["sbatch", f"--nodes={nodes}", *gpus, "training.sh"]
-        what = f"{nodes} nodes, and this is no Slurm job: nothing here starts processes on another machine"
-        given = {name: text for name, text in variables.items() if name != NETWORK}  # which is this machine's
-        fix = f"submit {launch_words(start, replace(asked, dry_run=False), given)}"
-        problems.append(Problem("--nodes", what, fix))
-    elif job is not None and job.nodes != nodes:
-        several = " --node-rank 0 --master-addr ADDRESS_OF_THIS_NODE" if job.nodes > 1 else ""
-        what = f"is {nodes}, the Slurm job has {job.nodes}"
-        problems.append(Problem("--nodes", what, f"write --nodes {job.nodes}{several}"))
-    elif not problems and rank:
-        what = f"the launch on node 0 starts the processes of node {rank} too"
-        problems.append(Problem("--node-rank", what, "run this once, on the first node of the job, without srun"))
-    return problems
-
-
-def _interface(address: str | None) -> str | Problem:
-    """Return the network interface of this node that has an address, or why it cannot be node 0's."""
-    where = "--master-addr"
-    own = {
-        one.address: name
-        for name, addresses in psutil.net_if_addrs().items()
-        for one in addresses
-        if one.family == socket.AF_INET and not one.address.startswith("127.")
-    }
-    fix = f"write one of node 0: here {', '.join(own) or 'is none but the loopback'}"
-    if not address:
-        return Problem(where, "is missing", fix)
-    try:
-        found = socket.gethostbyname(address)
-    except (OSError, UnicodeError):
-        return Problem(where, f"'{address}' is no address that this node knows", fix)
-    if found.startswith("127."):
-        return Problem(where, f"'{address}' is the loopback, which no other node reaches", fix)
-    return own.get(found) or Problem(where, f"'{address}' is not an address of this node", fix)
 
 
 def _devices(options: argparse.Namespace, resources: Resources) -> tuple[Resources, list[str]]:

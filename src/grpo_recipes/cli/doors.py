@@ -4,8 +4,10 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 
-from grpo_recipes.cli import load, meant_option
+from grpo_recipes.cli import Option, load, meant_option
+from grpo_recipes.cli.nodes import NODE_OPTIONS
 from grpo_recipes.errors import ConfigError, Problem, config_error
+from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.launch.resolve import Options
 from grpo_recipes.plan.devices import Resources
 
@@ -18,16 +20,31 @@ def launch_words(start: list[str], options: Options, variables: Mapping[str, str
         *(["--task", options.task] if options.task else []),
         *(["--resume", options.resume] if options.resume else []),
         *options.flags,
+        *_meeting_words(options.meeting),
         *(f"--{field.name.replace('_', '-')}" for field in fields(options) if getattr(options, field.name) is True),
     ]  # fmt: skip
     return " ".join([*(f"{name}={shlex.quote(text)}" for name, text in variables.items()), shlex.join(words)])
+
+
+def _meeting_words(meeting: Meeting | None) -> list[str]:
+    """Return the flags of nodes that are started by hand."""
+    if meeting is None:
+        return []
+    flags = {"--nodes": meeting.nodes, "--node-rank": meeting.rank, "--master-addr": meeting.address,
+             "--master-port": meeting.port}  # fmt: skip
+    return [str(word) for pair in flags.items() for word in pair]
+
+
+def one_node_options(options: Iterable[Option]) -> list[Option]:
+    """Return options of `grpo launch` without those of several nodes."""
+    return [option for option in options if option not in NODE_OPTIONS]
 
 
 def strange(flags: list[str], own: Iterable[str], program: str) -> Iterator[Problem]:
     """Yield the flags that begin or misspell one of a door's ``own``; `grpo launch` knows the others."""
     if flags and not flags[0].startswith("-"):
         yield Problem(f"'{flags[0]}'", "is no flag", f"write --config {shlex.quote(flags[0])} for a recipe")
-    known = [*own, *(name for names, _ in load("launch").all_options() for name in names)]
+    known = [*own, *(name for names, _ in one_node_options(load("launch").all_options()) for name in names)]
     for flag in flags:
         if close := meant_option(flag, known, takes_recipe=True):
             yield Problem(flag.partition("=")[0], f"is not an option of {program}", f"write {close}")

@@ -27,7 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from grpo_recipes.cli import Option, Parser, answer, load, option
-from grpo_recipes.cli.doors import in_words_of, launch_words, strange
+from grpo_recipes.cli.doors import in_words_of, launch_words, one_node_options, strange
+from grpo_recipes.cli.nodes import reject_other_launchers
 from grpo_recipes.cli.runs import launch_options, read_search, sweep_backend
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.launch.run import launch
@@ -51,7 +52,8 @@ _ADDRESS = ("vllm_server_port", "vllm_server_base_url")
 _OF_A_LAUNCH = ("model.device", "generation.base_url", "eval.base_url")  # another one does not make another run
 _OVERRIDE = re.compile(r"[+~]{0,2}[\w.]+=")
 # Options of a launch that a sweep lacks, and of a sweep that a launch lacks, --local and --slurm last.
-_LAUNCH = [option("--cfg"), *(one for one in load("launch").options if one[0][0] != "--dry-run")]
+_STARTS = one_node_options(load("launch").options)
+_LAUNCH = [option("--cfg"), *(start for start in _STARTS if start[0][0] != "--dry-run")]
 _SWEEP = [
     one
     for one in (*load("sweep").options, *load("sweep").exclusive)
@@ -85,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    reject_other_launchers(f"python {PROGRAM} --num_processes", os.environ)
     words, others = _overrides(arguments)
     options, flags = _parser().parse_known_args(others)
     if problems := list(strange(flags, ["--cfg", "--multirun", *(names[0] for names, _ in _SWEEP)], PROGRAM)):
@@ -331,7 +334,7 @@ def _parser() -> Parser:
     parser.set_defaults(recipe=None, config=None)
     parser.add_argument("-m", "--multirun", action="store_true", help="run every combination: KEY=A,B or KEY='[A,B]'")
     parser.add_argument("--cfg", choices=["job"], help="print the configuration, and end")
-    for names, settings in (*load("launch").options, *_SWEEP[:-2]):
+    for names, settings in (*_STARTS, *_SWEEP[:-2]):
         parser.add_argument(*names, **settings)
     group = parser.add_mutually_exclusive_group()
     for names, settings in _SWEEP[-2:]:

@@ -9,13 +9,16 @@ from pathlib import Path
 
 from grpo_recipes.cli import Option, command, option, recipe_name, switch
 from grpo_recipes.cli.follow import named_run
+from grpo_recipes.cli.nodes import NODE_OPTIONS, read_nodes, reject_other_launchers
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.launch.resolve import Options
 from grpo_recipes.launch.run import launch as launch_run
 from grpo_recipes.launch.submission import need_environment, prepare, send, site_profile
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe.keys import catalogue, run_root
 from grpo_recipes.report.pages import write_comparison, write_report
+from grpo_recipes.slurm.client import slurm_job
 from grpo_recipes.slurm.profile import KEYS, Profile
 from grpo_recipes.sweep.compare import MODES, Contest
 from grpo_recipes.sweep.compare import compare as compare_modes
@@ -44,17 +47,27 @@ OVERRIDES = ("account", "partition", "time", "nodes", "gpus", "mem", "cpus", "qo
     switch("--update-rewards", help="with --resume: use the files of your rewards as they are now"),
     switch("--dry-run", help="print argv and environment of every process"),
     switch("--benchmark", help="end with seconds and memory of steps and weight transfers; benchmark.json has them"),
+    *NODE_OPTIONS,
     takes_recipe=True,
 )
 def launch(options: argparse.Namespace) -> int:
     """Run a recipe, or continue a run; return the run's exit code."""
-    return launch_run(launch_options(options, recipe_name(options), options.flags))
+    reject_other_launchers("grpo launch RECIPE --num_processes", os.environ)
+    nodes = read_nodes(options, slurm_job(os.environ))
+    os.environ.update(nodes.variables)
+    flags = (*nodes.flags, *options.flags)
+    return launch_run(launch_options(options, recipe_name(options), flags, nodes.meeting))
 
 
-def launch_options(options: argparse.Namespace, recipe: str | None, flags: Sequence[str]) -> Options:
-    """Return what `grpo launch` does with its options, a recipe and the flags of recipe keys."""
-    changes = options.allow_changed_code, options.update_rewards
-    return Options(recipe, options.task, options.resume, *changes, options.dry_run, options.benchmark, tuple(flags))
+def launch_options(
+    options: argparse.Namespace, recipe: str | None, flags: Sequence[str], meeting: Meeting | None = None
+) -> Options:
+    """Return the options of `grpo launch` for a command line, with a recipe and the flags of recipe keys."""
+    return Options(
+        recipe=recipe, task=options.task, resume=options.resume, allow_changed_code=options.allow_changed_code,
+        update_rewards=options.update_rewards, dry_run=options.dry_run, benchmark=options.benchmark,
+        flags=tuple(flags), meeting=meeting,
+    )  # fmt: skip
 
 
 def _site_options(required: bool) -> list[Option]:

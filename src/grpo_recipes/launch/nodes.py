@@ -1,23 +1,19 @@
-"""A run on several nodes: one srun with a worker a node, which does there what the launcher orders.
+"""A run on several nodes: a worker on each node does what the launcher orders.
 
-The launcher itself runs what the plan has for the first node, where it is; the node workers run the rest. Orders and
-reports go through srun's own input and output, which need no network of ours and no file system that is up to date:
-orders as lines of JSON, the same for all; reports in pieces, since Slurm keeps no long line in one piece. When a
-worker's input ends, the launcher closed it, or it or srun is gone: then the worker ends everything of the run on its
-node. The launcher's side comes first, then the worker (``main``).
+The launcher itself runs the processes that the plan has for the first node; the node workers run the others. Orders
+and reports go through a channel: one srun in a Slurm job (``channels``), or connections of nodes that the user started
+by hand (``rendezvous``). Orders are lines of JSON, the same for all workers. Reports come in pieces, since Slurm splits
+long lines. If a worker's input ends, the launcher closed it, or the channel is gone: then the worker ends everything of
+the run on its node. The launcher's side comes first, then the worker (``main``, ``serve_node``).
 """
 
 import contextlib
 import itertools
 import json
 import os
-import re
 import select
-import shlex
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -30,8 +26,10 @@ from typing import Any
 import psutil
 
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate
+from grpo_recipes.launch.channels import Channel, SrunChannel
 from grpo_recipes.launch.processes import Child, Ending, Started, State, rank_pids, rank_records
-from grpo_recipes.paths import python_module
+from grpo_recipes.launch.rendezvous import ADDRESS_VARIABLE, RANK_VARIABLE, Meeting, join
+from grpo_recipes.paths import home
 from grpo_recipes.plan.commands import base_environment, run_environment
 from grpo_recipes.plan.devices import Node, Resources, environment_device, visible_gpus
 from grpo_recipes.plan.ports import is_free, keep
@@ -39,8 +37,7 @@ from grpo_recipes.plan.preflight import node_problems, raise_file_limit
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
-from grpo_recipes.process.tree import OWN_CHILDREN, become_subreaper, end_descendants, reap
-from grpo_recipes.recipe.keys import SRUN_OPTIONS
+from grpo_recipes.process.tree import become_subreaper, end_descendants, reap
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.slurm.client import address_of_node
 
@@ -49,109 +46,95 @@ INTERFACE_VARIABLES = ("NETWORK_INTERFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_I
 _ANSWER_SECONDS = 60.0
 _START_SECONDS = 180.0  # the first report of a worker: Python read from a cold file system
 _CONNECT_SECONDS = 20.0
-_END_SECONDS = 30.0
 _TICK_SECONDS = 0.2
 _MARK = "grpo-node"  # first word of a report; other lines on standard output are not ours
 _PIECE = 800  # characters of a report in a line
+_UNSTARTED = Ending(
+    EXIT_CONFIG_ERROR, "node 0 rejected the launch before anything was started; its output has the reason"
+)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 Report = dict[str, Any]
 
 
 class NodeWorkers:
-    """One srun over the ``count`` nodes of the job, and what its workers reported; on one node nothing is started."""
+    """The workers of the ``count`` nodes of a run, and their reports; on one node nothing is started."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, channel: Channel | None = None) -> None:
         self.count = count
         self.reports: dict[tuple[str, int, str], Report] = {}  # by kind, node, and name of a process
         self.starts = itertools.count(1)  # numbers of the starts of processes
         self._writing = threading.Lock()
-        self._srun: subprocess.Popen[str] | None = None
+        self._channel: Channel = SrunChannel(count) if channel is None else channel
+        self._pieces: dict[str, str] = {}  # of unfinished reports, by node
 
-    def start(self, environment: Mapping[str, str]) -> None:
-        """Start a worker on every node; refuse a launch that is not on the first node, or has no srun."""
-        if environment.get("SLURM_NODEID") != "0" or environment.get("SLURM_PROCID", "0") != "0":
-            what = "a job on several nodes is launched once, on its first node; this is not there"
-            raise config_error("SLURM_NODEID", what, "submit training.sh with sbatch")
-        if shutil.which("srun") is None:
-            raise config_error("srun", "is not installed here", "load the module that has it, e.g. MODULES=slurm")
-        # A prologue of the site may write anything; what a terminal sends to us would end the step.
-        self._srun = subprocess.Popen(
-            srun_command(self.count, environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            errors="replace", start_new_session=True,
-        )  # fmt: skip
-        OWN_CHILDREN.add(self._srun.pid)
-        threading.Thread(target=self._read, args=(self._srun,), daemon=True).start()
+    def start(self, environment: Mapping[str, str], folder: Path = Path()) -> None:
+        """Start or await a worker on every node; ``folder`` is on the file system that all nodes share."""
+        self._channel.start(environment, folder, self._read)
 
     def alive(self) -> bool:
-        """Return whether srun, and so every worker, runs."""
-        return self._srun is not None and self._srun.poll() is None
+        """Return whether every worker runs."""
+        return self._channel.alive()
 
     def ending(self) -> str:
-        """Return how srun ended, in words."""
-        return f"srun, which runs the node workers, exited with code {self._srun.wait() if self._srun else None}"
+        """Describe how the workers ended: by the error that a node reported, or by the end of the channel."""
+        errors = [
+            f"node {node}: {report['error']}" for (kind, node, _), report in self.reports.items() if kind == "failed"
+        ]
+        return "; ".join(errors) or self._channel.ending()
 
     def send(self, order: str, to: Sequence[int] | None = None, **facts: Any) -> None:
-        """Send an order to nodes, by default to all but the first; a lost srun is found by ``alive``, not here."""
+        """Send an order to nodes, by default to all but the first; ``alive`` finds a lost worker, not this."""
         line = json.dumps({"order": order, "to": list(range(1, self.count) if to is None else to), **facts})
-        if self._srun is not None and self._srun.stdin is not None:
-            with self._writing, contextlib.suppress(OSError, ValueError):
-                self._srun.stdin.write(line + "\n")
-                self._srun.stdin.flush()
+        with self._writing:
+            self._channel.send(line)
 
     def ask(self, order: str, to: Sequence[int], seconds: float = _ANSWER_SECONDS, **facts: Any) -> list[Report]:
-        """Send an order to nodes and return the report of its name by each; refuse the job where one stays silent."""
+        """Send an order to nodes and return each node's report of that name; reject nodes that stay silent."""
         for node in to:
             self.reports.pop((order, node, ""), None)
         self.send(order, to, **facts)
         deadline = time.monotonic() + seconds
         while silent := [node for node in to if (order, node, "") not in self.reports]:
             if not self.alive():
-                fix = "see what srun wrote above, in the job's error log"
-                raise config_error("nodes of the job", self.ending(), fix)
+                raise config_error("nodes of the run", self.ending(), self._channel.lost_fix)
             if time.monotonic() > deadline:
                 what = f"node {silent[0]} did not answer within {seconds:.0f} s"
-                raise config_error("nodes of the job", what, "look at that node, or exclude it with sbatch --exclude")
+                raise config_error("nodes of the run", what, self._channel.silent_fix)
             time.sleep(0.05)
         return [self.reports[(order, node, "")] for node in to]
 
     def port_of(self, node: int) -> Callable[[int], bool] | None:
-        """Return what says whether a port of another node is free, None for the launcher's own."""
+        """Return a function that tells whether a port of another node is free, None for the launcher's own node."""
         return (lambda port: bool(self.ask("port", [node], port=port)[0]["free"])) if node else None
 
     def begin(self, run_dir: Path, mark: str, token: str, variables: Mapping[str, str]) -> None:
         """Have every other node make its scratch folders; ``mark`` is GRPO_RUN, ``variables`` go to every process."""
-        # The run's token goes through srun's input, so it is in no argv and no log.
+        # The run's token goes through the channel, so it is in no argv and no log.
         facts: Report = {"run_dir": str(run_dir), "mark": mark, "token": token, "variables": dict(variables)}
         for node, report in enumerate(self.ask("begin", range(1, self.count), **facts), 1):
             if report["removed"]:
                 say(f"node {node}: {report['removed']}")
 
-    def close(self) -> None:
-        """Have the workers end everything on their nodes, and wait for srun; safe to call twice."""
-        if self._srun is None:
-            return
-        assert self._srun.stdin is not None
-        with self._writing, contextlib.suppress(OSError):
-            self._srun.stdin.close()
-        for harder in (self._srun.terminate, self._srun.kill, lambda: None):  # at SIGTERM srun kills the step
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._srun.wait(_END_SECONDS)
-                return
-            harder()
+    def close(self, ending: Ending = _UNSTARTED) -> None:
+        """Tell the workers how the run ended, have them end everything on their nodes; safe to call twice."""
+        self.send("over", code=ending.code, cause=ending.cause)
+        self._channel.close()
 
-    def _read(self, srun: subprocess.Popen[str]) -> None:
-        """Collect the workers' reports, which come in pieces, until srun ends."""
-        pieces: dict[str, str] = {}
-        assert srun.stdout is not None
-        for line in srun.stdout:
-            words = line.rstrip("\n").split(" ", 3)
-            if words[0] != _MARK or len(words) < 4:
-                continue
-            _, node, more, piece = words
-            pieces[node] = pieces.get(node, "") + piece
-            if more == "0":
-                report = json.loads(pieces.pop(node))
-                self.reports[(report["kind"], int(node), report.get("name", ""))] = report
+    def _read(self, line: str) -> None:
+        """Collect a worker's report, which comes in pieces."""
+        words = line.rstrip("\n").split(" ", 3)
+        if words[0] != _MARK or len(words) < 4:
+            return
+        _, node, more, piece = words
+        self._pieces[node] = self._pieces.get(node, "") + piece
+        if more != "0":
+            return
+        report = json.loads(self._pieces.pop(node))
+        if report["kind"] == "signal":  # a request at another node is a request to the launcher
+            say(f"node {node}: {signal.Signals(report['signum']).name}")
+            os.kill(os.getpid(), report["signum"])
+        self.reports[(report["kind"], int(node), report.get("name", ""))] = report
 
 
 class RemoteChild(Started):
@@ -165,7 +148,7 @@ class RemoteChild(Started):
         workers.send("start", [process.node], name=name, process=asdict(process))
 
     def state(self) -> State:
-        # What its node reported last; without srun it is lost.
+        # The newest report of its node; without the channel the process is lost.
         report, workers = self._workers.reports.get(self._key), self._workers
         state = State.of_json(report["state"]) if report else State()
         if workers.alive():
@@ -178,36 +161,23 @@ class RemoteChild(Started):
         self._workers.reports.pop(self._key, None)
 
 
-def srun_command(count: int, environment: Mapping[str, str]) -> list[str]:
-    """Return the one srun of a job on ``count`` nodes; a second one would wait for the first."""
-    with translate(ValueError, lambda error: config_error(SRUN_OPTIONS, str(error), "close the quotes, or unset it")):
-        further = shlex.split(environment.get(SRUN_OPTIONS, ""))
-    cores = re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    return [
-        "srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--overlap",
-        f"--cpus-per-task={min(map(int, cores), default=1)}",  # else all processes of a node share one core
-        "--kill-on-bad-exit=1", "--mpi=none", "--input=all",
-        "--export=ALL",  # a job submitted with --export=NONE would start the workers without an environment
-        f"--chdir={os.getcwd()}",
-        *further,
-        *python_module("grpo_recipes.launch.nodes"),
-    ]  # fmt: skip
-
-
-def preflight_nodes(workers: NodeWorkers, resources: Resources, environment: Mapping[str, str]) -> Resources:
+def preflight_nodes(
+    workers: NodeWorkers, resources: Resources, environment: Mapping[str, str], folder: Path = Path()
+) -> Resources:
     """Start the node workers, and return the resources with the nodes as they report them; unchanged on one node.
 
-    A job with a node that lacks what a run needs, or whose nodes do not all reach each other, ends before anything
-    heavy starts.
+    A run ends before anything heavy starts if a node lacks something that it needs, or if two nodes do not reach each
+    other. ``folder`` is on the file system that all nodes share.
     """
     raise_file_limit()  # of the processes that the launcher starts, those of the first node
     if not resources.nodes:
         if problems := node_problems(len(resources.gpus), environment):
             raise ConfigError(*problems)
         return resources
-    workers.start(environment)
+    workers.start(environment, folder)
     all_nodes = range(workers.count)
-    reports = workers.ask("describe", all_nodes, _START_SECONDS)
+    needed = [sys.executable, str(home()), str(folder.absolute())] if folder.exists() else [sys.executable, str(home())]
+    reports = workers.ask("describe", all_nodes, _START_SECONDS, needed=needed)
     if problems := [
         Problem(f"node {report['host']}, {where}", what, fix)
         for report in reports
@@ -241,7 +211,7 @@ def preflight_nodes(workers: NodeWorkers, resources: Resources, environment: Map
 
 
 def _addresses(reports: list[Report], environment: Mapping[str, str]) -> list[str]:
-    """Return each node's address on the interface that is named, else the one by which Slurm knows the node."""
+    """Return each node's address: on the interface that is named, at which it met node 0, or as Slurm knows it."""
     variable = next((name for name in INTERFACE_VARIABLES if environment.get(name)), "")
     wanted = environment.get(variable, "").split(",")[0].removeprefix("=")  # NCCL and gloo take a list, NCCL also "="
     lacking = [report for report in reports if not report["interfaces"].get(wanted)]
@@ -251,7 +221,7 @@ def _addresses(reports: list[Report], environment: Mapping[str, str]) -> list[st
         known = ", ".join(name for name, own in lacking[0]["interfaces"].items() if own)
         what = f"node {lacking[0]['host']} has no address on '{wanted}' (it has {known})"
         raise config_error(variable, what, "name the interface that joins the nodes, or unset it")
-    addresses = [node_address(report["host"]) for report in reports]
+    addresses = [report["address"] or node_address(report["host"]) for report in reports]
     if addresses[0].startswith("127."):  # on its own node a name may mean the loopback
         no_way = translate(OSError, lambda error: _no_way(f"the first node finds no way to {addresses[1]}: {error}"))
         with no_way, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -270,14 +240,20 @@ def node_address(name: str) -> str:
 
 
 def _no_way(what: str) -> ConfigError:
-    fix = "name the interface that joins them with NETWORK_INTERFACE, or have the firewall between them opened"
+    fix = "set NETWORK_INTERFACE to the interface that joins them, or open the firewall between them"
     return config_error("network of the nodes", what, fix)
 
 
 class NodeWorker:
     """The worker of one node, which runs an order by the method of its name."""
 
-    def __init__(self, node: int) -> None:
+    def __init__(
+        self, node: int, orders: int = 0, write: Callable[[bytes], object] | None = None, address: str | None = None
+    ) -> None:
+        """Read orders from the descriptor ``orders``; ``address`` is this node's, if the nodes have met there."""
+        self.ending = Ending(1, "the connection to node 0 was lost: its command ended, or its machine is gone")
+        self._orders, self._write, self._address = orders, write or _print_bytes, address
+        self._signals: list[int] = []  # received and not yet reported
         self._node = node
         self._run_dir = Path()
         self._scratch: Scratch | None = None
@@ -286,37 +262,66 @@ class NodeWorker:
         self._reported: dict[str, dict[str, Any]] = {}  # the newest report of each process
 
     def run(self) -> None:
-        """Obey until standard input ends; then end everything of the run on this node, and remove its scratch."""
-        rest = b""
+        """Obey until the input ends; then end everything of the run on this node, and remove its scratch."""
         try:
-            while True:
-                if not select.select([sys.stdin], [], [], _TICK_SECONDS)[0]:
-                    self._look()
-                    continue
-                orders = os.read(sys.stdin.fileno(), 1 << 16)
-                if not orders:
-                    return
-                *lines, rest = (rest + orders).split(b"\n")
-                for order in map(json.loads, lines):
-                    if self._node in order.pop("to"):
-                        getattr(self, f"order_{order.pop('order')}")(**order)
+            self._obey()
+        except (ConnectionError, TimeoutError):
+            return  # the launcher is gone
+        except ConfigError as error:
+            with contextlib.suppress(OSError):
+                self._report("failed", error=str(error))
+            raise
         finally:
             end_descendants()
             if self._scratch is not None:
                 self._scratch.remove()
 
-    def order_describe(self) -> None:
-        """Report what this node offers."""
+    def _obey(self) -> None:
+        unread = b""
+        while True:
+            while self._signals:
+                self._report("signal", signum=self._signals.pop(0))
+            if not select.select([self._orders], [], [], _TICK_SECONDS)[0]:
+                self._look()
+                continue
+            received = os.read(self._orders, 1 << 16)
+            if not received:
+                return
+            *lines, unread = (unread + received).split(b"\n")
+            for order in map(json.loads, lines):
+                name, nodes = order.pop("order"), order.pop("to")
+                if self._node in nodes:
+                    getattr(self, f"order_{name}")(**order)
+
+    def forward_signals(self) -> None:
+        """Pass signals on to the launcher, as a terminal does on a single node."""
+        for signum in _SIGNALS:
+            signal.signal(signum, lambda signum, _: self._signals.append(signum))
+
+    def order_over(self, code: int, cause: str) -> None:
+        """Keep how the run ended."""
+        self.ending = Ending(code, cause)
+
+    def order_describe(self, needed: Sequence[str] = ()) -> None:
+        """Report what this node offers, and which of the ``needed`` files it does not see."""
         raise_file_limit()
         interfaces = {
-            name: [one.address for one in addresses if one.family == socket.AF_INET]
+            name: [entry.address for entry in addresses if entry.family == socket.AF_INET]
             for name, addresses in psutil.net_if_addrs().items()
         }
         gpus = visible_gpus(os.environ) if environment_device() == "cuda" else ()
         host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-        cores = len(os.sched_getaffinity(0))
+        if self._address is not None:
+            host = f"{self._node} ({host})"
         problems = [astuple(problem) for problem in node_problems(len(gpus), os.environ)]
-        self._report("describe", gpus=gpus, cores=cores, host=host, interfaces=interfaces, problems=problems)
+        for path in needed:
+            if not os.path.exists(path):
+                what = f"does not see {path} of the first node"
+                problems.append(("shared files", what, "keep it on a file system that all nodes share"))
+        self._report(
+            "describe", gpus=gpus, cores=len(os.sched_getaffinity(0)), host=host, interfaces=interfaces,
+            problems=problems, address=self._address,
+        )  # fmt: skip
 
     def order_port(self, port: int) -> None:
         """Report whether a port is free on this node, and keep other launches off it."""
@@ -407,19 +412,39 @@ class NodeWorker:
         text = json.dumps({"kind": kind, **facts})
         for start in range(0, len(text), _PIECE):
             more = int(start + _PIECE < len(text))
-            print(_MARK, self._node, more, text[start : start + _PIECE], flush=True)
+            self._write(f"{_MARK} {self._node} {more} {text[start : start + _PIECE]}\n".encode())
+
+
+def _print_bytes(text: bytes) -> None:
+    sys.stdout.buffer.write(text)
+    sys.stdout.buffer.flush()
+
+
+def serve_node(meeting: Meeting, command: dict[str, Any]) -> int:
+    """Run the worker of a node that the user started; return the exit code of the run."""
+    connection = join(meeting, command)
+    with contextlib.closing(connection):
+        say(f"node {meeting.rank}: connected to node 0 at {meeting.place}, which runs the launch; its output is there")
+        become_subreaper()
+        own_address = str(connection.getsockname()[0])
+        worker = NodeWorker(meeting.rank, connection.fileno(), connection.sendall, own_address)
+        worker.forward_signals()
+        worker.run()
+    ending = worker.ending
+    say(f"node {meeting.rank}: the run ended with exit code {ending.code}{f': {ending.cause}' if ending.cause else ''}")
+    return ending.code
 
 
 def main() -> int:
     """Run the worker of this node."""
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        # Slurm's signals reach every process of the job; what they mean is for the launcher to say. Not SIG_IGN, which
+    for signum in _SIGNALS:
+        # Slurm's signals reach every process of the job, and the launcher decides what they mean. Not SIG_IGN, which
         # the processes started here would inherit.
         signal.signal(signum, lambda *_: None)
     become_subreaper()
-    node = os.environ["SLURM_NODEID"]
+    node = os.environ.get(RANK_VARIABLE) or os.environ["SLURM_NODEID"]
     try:
-        NodeWorker(int(node)).run()
+        NodeWorker(int(node), address=os.environ.get(ADDRESS_VARIABLE)).run()
     except ConfigError as error:
         print(f"grpo: node {node}: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG_ERROR

@@ -6,8 +6,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.paths import CODE_VARIABLE, shown
 from grpo_recipes.plan.commands import LOGS, log_folder
 from grpo_recipes.plan.devices import Resources, rows_of_generation
@@ -39,6 +41,12 @@ class Options:
     dry_run: bool = False
     benchmark: bool = False
     flags: tuple[str, ...] = ()
+    meeting: Meeting | None = None  # of nodes that the user starts by hand
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what must be equal on all nodes as plain data."""
+        nodes = self.meeting.nodes if self.meeting else 1
+        return {**asdict(replace(self, meeting=None)), "flags": " ".join(self.flags), "meeting": None, "--nodes": nodes}
 
 
 def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Recipe]:

@@ -24,8 +24,9 @@ from grpo_recipes.fetch.assets import find_assets, need_assets, record_assets
 from grpo_recipes.launch import processes, resolve
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, go_back, prepare, say_start
 from grpo_recipes.launch.monitor import Monitor, StoppedAtOnce, StopSignals
-from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes
+from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes, serve_node
 from grpo_recipes.launch.processes import Child, Ending, Group, Started
+from grpo_recipes.launch.rendezvous import MeetingChannel
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import (
     base_environment,
@@ -73,9 +74,16 @@ def launch(options: resolve.Options, resources: Resources | None = None) -> int:
     ConfigError is raised and nothing was started.
     """
     resources = resources or find_resources(os.environ)
+    meeting, channel = options.meeting, None
+    if meeting is not None:
+        resources = resources if resources.nodes else resources.on_nodes(meeting.nodes)
+        channel = MeetingChannel(meeting, options.as_json())
     if options.dry_run:
         return _dry_run(options, resources)
-    with OUTPUT.launch(), StopSignals() as stop, closing(NodeWorkers(len(resources.nodes))) as workers:
+    if meeting is not None and meeting.rank > 0:
+        run, _ = resolve.resolve_run(options, resources)  # raises the errors of node 0 before the nodes meet
+        return 0 if run and resolve.nothing_is_left(run, options) else serve_node(meeting, options.as_json())
+    with OUTPUT.launch(), StopSignals() as stop, closing(NodeWorkers(len(resources.nodes), channel)) as workers:
         try:
             run, recipe = resolve.resolve_run(options, resources)
             if run and resolve.nothing_is_left(run, recipe, options):
@@ -84,6 +92,7 @@ def launch(options: resolve.Options, resources: Resources | None = None) -> int:
                 return 0
             attempt = _prepare(run, recipe, options, resources, stop, workers)
         except StoppedAtOnce as stopped:
+            workers.close(stopped.ending())
             return end_without_run(stopped.ending(), stop.wants_requeue, resources.job)
         ending = supervise(attempt, stop)
         return finish(attempt, ending, stop.wants_requeue, resources.job, options.benchmark)
@@ -95,7 +104,7 @@ def _prepare(
 ) -> Attempt:  # fmt: skip
     """Check and plan, then make the run directory and all that the processes need."""
     names = resolve.names_of(recipe, run)
-    resources = preflight_nodes(workers, resources, os.environ)
+    resources = preflight_nodes(workers, resources, os.environ, names.run_dir.parent)
     plan = make_plan(recipe, resources, os.environ)
     need_packages(plan.mode)
     there = workers.port_of(plan.placement[0].node)
@@ -157,6 +166,7 @@ def _dry_run(options: resolve.Options, resources: Resources) -> int:
 
 def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
     """Run the processes; however that ends, nothing of the run is left afterwards."""
+    ending = Ending(1, "the launcher failed")
     try:
         stop.release(rundir.stop_file(attempt.run.folder))
         say_start(attempt)
@@ -171,13 +181,19 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
     finally:
         stop.ignore()
         OUTPUT.live("")
-        attempt.workers.close()  # before the rest, which would take srun for one of ours
+        ending = _ended_by_slurm(ending, stop)
+        attempt.workers.close(ending)  # before the rest, which would take srun for one of ours
         end_descendants()
         shutil.rmtree(attempt.run.folder / rundir.SYNC_FOLDER, ignore_errors=True)
         attempt.scratch.remove()
         revoke_access(attempt.run.folder)
+    return ending
+
+
+def _ended_by_slurm(ending: Ending, stop: StopSignals) -> Ending:
+    """Blame SIGTERM, which Slurm sends to every process of the job, for whatever failed after it."""
     if signal.SIGTERM in stop.seen and ending.code not in (0, EXIT_STOPPED):
-        return Ending(128 + signal.SIGTERM, "stopped by SIGTERM")  # Slurm sends it to every process of the job
+        return Ending(128 + signal.SIGTERM, "stopped by SIGTERM")
     return ending
 
 

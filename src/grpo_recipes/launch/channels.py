@@ -1,0 +1,134 @@
+"""How orders reach the node workers and reports come back: through one srun of the Slurm job.
+
+A channel carries lines of text. It starts the workers, sends each order to all of them, and calls ``on_line`` with each
+line that a worker reports. ``rendezvous.MeetingChannel`` does the same for nodes that the user starts by hand.
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from grpo_recipes.errors import config_error, translate
+from grpo_recipes.paths import python_module
+from grpo_recipes.process.tree import OWN_CHILDREN
+from grpo_recipes.recipe.keys import SRUN_OPTIONS
+
+WORKER_MODULE = "grpo_recipes.launch.nodes"
+END_SECONDS = 30.0  # for the workers to end everything on their nodes
+OnLine = Callable[[str], None]
+
+
+class Channel(Protocol):
+    """The connection between the launcher and the workers of all nodes."""
+
+    silent_fix: str  # what to do about a node that does not answer
+    lost_fix: str  # what to do if the channel itself ends
+
+    def start(self, environment: Mapping[str, str], folder: Path, on_line: OnLine) -> None:
+        """Start or await the workers; ``folder`` is on the file system that all nodes share."""
+
+    def alive(self) -> bool:
+        """Return whether every worker is still connected."""
+
+    def ending(self) -> str:
+        """Describe how the channel ended."""
+
+    def send(self, line: str) -> None:
+        """Send a line to every worker; ``alive`` finds a lost channel, not this."""
+
+    def close(self) -> None:
+        """End the workers and wait for them; safe to call twice."""
+
+
+class SrunChannel:
+    """One srun over the ``count`` nodes of a Slurm job; its standard input and output carry the lines."""
+
+    silent_fix = "check that node, or exclude it with sbatch --exclude"
+    lost_fix = "read the error of srun above, in the job's error log"
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._srun: subprocess.Popen[str] | None = None
+
+    def start(self, environment: Mapping[str, str], folder: Path, on_line: OnLine) -> None:
+        """Start a worker on every node; reject a launch that is not on the first node, or has no srun."""
+        if environment.get("SLURM_NODEID") != "0" or environment.get("SLURM_PROCID", "0") != "0":
+            what = "a job on several nodes is launched once, on its first node; this is another node"
+            raise config_error("SLURM_NODEID", what, "submit training.sh with sbatch")
+        if shutil.which("srun") is None:
+            raise config_error("srun", "is not installed here", "load the module that has it, e.g. MODULES=slurm")
+        # A prologue of the site may write anything, and a signal from a terminal would end the step.
+        self._srun = subprocess.Popen(
+            srun_command(self._count, environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            errors="replace", start_new_session=True,
+        )  # fmt: skip
+        OWN_CHILDREN.add(self._srun.pid)
+        threading.Thread(target=read_lines, args=(self._srun, on_line), daemon=True).start()
+
+    def alive(self) -> bool:
+        """Return whether srun, and so every worker, runs."""
+        return self._srun is not None and self._srun.poll() is None
+
+    def ending(self) -> str:
+        """Describe how srun ended."""
+        return f"srun, which runs the node workers, exited with code {self._srun.wait() if self._srun else None}"
+
+    def send(self, line: str) -> None:
+        """Write a line to srun, which copies it to every worker."""
+        if self._srun is not None:
+            write_line(self._srun, line)
+
+    def close(self) -> None:
+        """Close srun's input, wait for srun, then end it by force."""
+        if self._srun is not None:
+            end_worker(self._srun)
+
+
+def read_lines(process: subprocess.Popen[str], on_line: OnLine) -> None:
+    """Call ``on_line`` with each line that a process prints, until it ends."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        on_line(line)
+
+
+def write_line(process: subprocess.Popen[str], line: str) -> None:
+    """Write a line to a process; a process that has ended is no error here."""
+    if process.stdin is not None:
+        with contextlib.suppress(OSError, ValueError):
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+
+
+def end_worker(process: subprocess.Popen[str]) -> None:
+    """Close the input of srun or of a worker, wait until it ends, and end it by force if it does not."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+    for use_force in (process.terminate, process.kill, lambda: None):  # after SIGTERM srun kills the step
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+            return
+        use_force()
+
+
+def srun_command(count: int, environment: Mapping[str, str]) -> list[str]:
+    """Return the one srun of a job on ``count`` nodes; a second one would wait for the first."""
+    with translate(ValueError, lambda error: config_error(SRUN_OPTIONS, str(error), "close the quotes, or unset it")):
+        site_options = shlex.split(environment.get(SRUN_OPTIONS, ""))
+    cores = re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    return [
+        "srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--overlap",
+        f"--cpus-per-task={min(map(int, cores), default=1)}",  # else all processes of a node share one core
+        "--kill-on-bad-exit=1", "--mpi=none", "--input=all",
+        "--export=ALL",  # a job submitted with --export=NONE would start the workers without an environment
+        f"--chdir={os.getcwd()}",
+        *site_options,
+        *python_module(WORKER_MODULE),
+    ]  # fmt: skip
