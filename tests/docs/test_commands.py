@@ -54,6 +54,7 @@ RUN_HERE = {
     "grpo plan recipes/atropos/smoke.yaml",
     "grpo plan recipes/smoke/grpo.yaml",
     "grpo plan recipes/smoke/grpo.yaml --weight_sync file",
+    "grpo plan recipes/smoke/grpo.yaml --gpus 1 --vllm_gpu shared",
     "grpo plan recipes/smoke/grpo.yaml --gpus 2 --weight_sync shared",
     f"grpo plan {MATH} --gpus 1 --vllm_mode colocate",
     f"grpo plan {MATH} --gpus 8",

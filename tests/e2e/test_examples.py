@@ -57,7 +57,7 @@ def judge(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model")]
     argv += ["--served-model-name", "judge", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     argv += ["--enforce-eager", "--max-model-len", "512"]
-    variables = {**clean_environment(tmp_path, "judge"), **server_environment("cpu", None), "VLLM_API_KEY": KEY}
+    variables = {**clean_environment(tmp_path, "judge"), **server_environment("cpu", None, {}), "VLLM_API_KEY": KEY}
     variables["VLLM_PLUGINS"] = ""
     with (tmp_path / "judge.log").open("wb") as log:
         process = subprocess.Popen(argv, env=variables, stdout=log, stderr=log, start_new_session=True)

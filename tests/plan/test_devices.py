@@ -46,6 +46,14 @@ def test_a_gpu_the_driver_does_not_list_is_refused(visible):
         select_gpus(LISTING, visible)
 
 
+@pytest.mark.parametrize(("visible", "once"), [("0,0", "0"), ("1,0,1", "1,0"), (f"0,{UUIDS[0]}", "0")])
+def test_a_gpu_that_is_listed_twice_is_rejected(visible, once):
+    """G3: 0,0 is not two GPUs; with DDP it would be two NCCL ranks on one."""
+    with pytest.raises(ConfigError, match=rf"is listed twice.*Fix: set CUDA_VISIBLE_DEVICES={once}; vllm_gpu: shared"):
+        select_gpus(LISTING, visible)
+    assert select_gpus(LISTING, once) == tuple(once.split(","))
+
+
 def test_a_driver_without_gpus_lists_none():
     assert select_gpus("No devices found.\n", None) == ()
 

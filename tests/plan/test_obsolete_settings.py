@@ -28,7 +28,7 @@ def test_nothing_obsolete_is_set(planned, tmp_path, device):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_usage_statistics_are_off(device):
-    assert server_environment(device, None)["VLLM_NO_USAGE_STATS"] == "1"
+    assert server_environment(device, None, {})["VLLM_NO_USAGE_STATS"] == "1"
 
 
 def test_a_token_under_its_old_name_is_masked():

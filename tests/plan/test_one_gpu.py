@@ -8,6 +8,7 @@ from grpo_recipes.doctor import recipes
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.devices import Node
 from grpo_recipes.plan.plan import describe
+from grpo_recipes.plan.preflight import sampler_problems
 
 SHARED = {"weight_sync": "shared", "dtype": "float32"}
 NODES = [Node(tuple("0123"), 8, f"10.0.0.{number}", "eth0") for number in (1, 2)]
@@ -28,7 +29,7 @@ def test_rank_0_sees_the_servers_gpu_first_and_the_other_ranks_the_next(planned,
 def test_vllm_leaves_room_on_its_gpu_as_a_colocated_one_does(planned, option):
     plan = planned(**SHARED)
     assert option(plan.process("server").argv, "--gpu-memory-utilization") == "0.3"
-    note = "vLLM takes 0.3 of GPU 0 (vllm_gpu_memory_utilization), and rank 0 trains on the rest of it"
+    note = "vLLM takes 0.3 of GPU 0 (vllm_gpu_memory_utilization), and the trainers there use the remaining memory"
     assert note in plan.notes and note in describe(plan)
     plan = planned(**SHARED, vllm_gpu_memory_utilization=0.4)
     assert option(plan.process("server").argv, "--gpu-memory-utilization") == "0.4"
@@ -74,3 +75,75 @@ def test_memory_that_has_no_handle_for_another_process_is_refused(planned, name)
 def test_memory_that_goes_with_its_server_takes_the_trainers_along(planned):
     assert planned(**SHARED).process("server").on_loss == "restart with trainers"
     assert planned(device="cpu", **SHARED).process("server").on_loss == "restart"
+
+
+@pytest.mark.parametrize("bridge", ["file", "lora"])
+def test_one_gpu_is_enough_for_a_server_and_its_trainer(planned, option, bridge):
+    """G3: a documented key puts server and trainer on one GPU, without listing it twice."""
+    lora = {"use_peft": True, "lora_target_modules": ["all-linear"]} if bridge == "lora" else {}
+    plan = planned(gpus=("0",), vllm_gpu="shared", weight_sync=bridge, **lora)
+    server, trainer = plan.processes
+    assert (plan.mode, plan.bridge, server.gpus, trainer.gpus) == ("server", bridge, ("0",), ("0",))
+    assert option(server.argv, "--gpu-memory-utilization") == "0.3"
+    assert any("vLLM takes 0.3 of GPU 0" in note for note in plan.notes)
+
+
+def test_a_trainer_on_the_servers_gpu_starts_after_it(planned):
+    """G6: vLLM measures the free memory while it starts, so nothing else may change it."""
+    plan = planned(gpus=("0",), vllm_gpu="shared")
+    assert plan.bridge == "file", "the choice of weight_sync: auto"
+    assert plan.process("trainer").after == ("server",) and plan.process("trainer").beside == ()
+    assert plan.process("server").on_loss == "restart with trainers"
+    apart = planned(gpus=("0", "1"), weight_sync="file")
+    assert apart.process("trainer").beside == ("server",) and apart.process("server").on_loss == "restart"
+
+
+def test_all_gpus_train_next_to_a_server_that_shares_them(planned):
+    """G3: with several GPUs, the server has the first and every GPU trains."""
+    plan = planned(gpus=("0", "1", "2"), vllm_gpu="shared")
+    assert plan.process("server").gpus == ("0",) and plan.process("trainer").gpus == ("0", "1", "2")
+    assert plan.unused_gpus == ()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"weight_sync": "nccl"}, "NCCL can't join two processes on one GPU. Fix: set weight_sync: file"),
+        ({"weight_sync": "restart"}, "a new server needs a free GPU. Fix: set weight_sync: file"),
+        ({"overlap_generation": True}, "overlap_generation and vllm_gpu: shared can't be combined"),
+        ({"nodes": NODES, "vllm_node": "own"}, "vllm_gpu: shared and vllm_node: own can't be combined"),
+    ],
+)
+def test_what_does_not_work_on_one_gpu_is_rejected(planned, keys, message):
+    """G3: contradictions are errors before anything starts."""
+    with pytest.raises(ConfigError, match=message):
+        planned(vllm_gpu="shared", **keys)
+
+
+def test_a_server_on_one_gpu_is_told_the_key(planned):
+    """G3: the rejection of one GPU lists the key that makes it enough, and the key does."""
+    with pytest.raises(ConfigError, match=r"vllm_mode: server needs two GPUs.*or vllm_gpu: shared"):
+        planned(gpus=("0",), vllm_mode="server")
+    assert planned(gpus=("0",), vllm_mode="server", vllm_gpu="shared").mode == "server"
+
+
+def test_flashinfers_sampler_is_not_compiled_for_a_training(planned):
+    """G6: it returns no log-probs, so no training uses it, and vLLM's warm-up would compile it with nvcc."""
+    for mode, role in (("server", "server"), ("colocate", "trainer")):
+        plan = planned(vllm_mode=mode)
+        assert plan.process(role).environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+        plan = planned(vllm_mode=mode, environment={"VLLM_USE_FLASHINFER_SAMPLER": "1"})
+        assert plan.process(role).environment["VLLM_USE_FLASHINFER_SAMPLER"] == "1", "the user decides"
+    assert "VLLM_USE_FLASHINFER_SAMPLER" not in planned(device="cpu").process("server").environment
+
+
+def test_a_sampler_that_nvcc_compiles_is_rejected_without_nvcc(tmp_path):
+    """G6: FlashInfer's sampler needs nvcc at its first use, which is minutes after the start."""
+    environment = {"VLLM_USE_FLASHINFER_SAMPLER": "1", "PATH": str(tmp_path), "CUDA_HOME": str(tmp_path),
+                   "CUDA_PATH": str(tmp_path)}  # fmt: skip
+    (problem,) = sampler_problems(environment)
+    assert problem.fix.startswith("unset VLLM_USE_FLASHINFER_SAMPLER, or load the site's CUDA module")
+    assert list(sampler_problems({**environment, "VLLM_USE_FLASHINFER_SAMPLER": "0"})) == []
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").touch()
+    assert list(sampler_problems(environment)) == []

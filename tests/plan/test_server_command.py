@@ -125,7 +125,7 @@ def test_a_model_without_dtype_is_served_as_its_own(read, option):
 
 
 def test_the_servers_environment():
-    cuda, cpu = server_environment("cuda", None), server_environment("cpu", 20073)
+    cuda, cpu = server_environment("cuda", None, {}), server_environment("cpu", 20073, {})
     assert cuda["VLLM_SERVER_DEV_MODE"] == "1"
     assert "VLLM_PORT" not in cuda and cpu["VLLM_PORT"] == "20073"
     assert set(cuda) < set(cpu)

@@ -80,7 +80,7 @@ def _start(
     variables = {
         **base_environment(environment),
         **run_environment(environment, scratch, folder, name),
-        **server_environment(resources.device, None),
+        **server_environment(resources.device, None, os.environ),
         "CUDA_VISIBLE_DEVICES": ",".join(resources.gpus[:parallel]),
     }
     argv = server_command(recipe, model, name, LOOPBACK, port, resources.device)

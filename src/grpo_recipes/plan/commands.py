@@ -18,6 +18,7 @@ from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, python_module
 from grpo_recipes.plan import atropos
 from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.preflight import FLASHINFER_SAMPLER
 from grpo_recipes.plan.types import MEETING_SECONDS, RUN_API, Names, OnLoss, Plan, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe
@@ -186,7 +187,7 @@ def log_folder(environment: Mapping[str, str]) -> Path:
 
 def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names) -> Process:
     """Return the vLLM server, on the first node."""
-    variables = server_environment(plan.device, plan.ports.vllm_internal) | _plugins(environment)
+    variables = server_environment(plan.device, plan.ports.vllm_internal, environment) | _plugins(environment)
     variables |= atropos.server_variables(recipe, names)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
     if plan.device == "cpu" and recipe["vllm_tensor_parallel_size"] > 1:
@@ -198,7 +199,8 @@ def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: N
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
         argv += ["--enable-lora", "--max-lora-rank", str(next(one for one in LORA_RANKS if one >= recipe["lora_r"]))]
     log = environment.get("SERVER_LOG") or f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
-    alone = plan.bridge is not None and plan.device in BRIDGES[plan.bridge].reconnects
+    # On a GPU that a trainer uses, vLLM would start again with less free memory than it was planned for.
+    alone = plan.bridge is not None and plan.device in BRIDGES[plan.bridge].reconnects and not plan.gpu_shared
     on_loss: OnLoss = "restart" if alone else "restart with trainers"
     renewed = plan.bridge == "restart"
     return Process(
@@ -220,19 +222,23 @@ def _plugins(environment: Mapping[str, str]) -> dict[str, str]:
     return {"VLLM_PLUGINS": f"{given},grpo_recipes"} if given else {}
 
 
-def vllm_environment(device: str) -> dict[str, str]:
+def vllm_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of every process with vLLM inside, a server's or a trainer's."""
     variables = {"VLLM_NO_USAGE_STATS": "1"}
+    if device == "cuda":
+        # FlashInfer's sampler returns no log-probs, so training never uses it, but vLLM's warm-up compiles it with
+        # nvcc, which many machines lack. A value of the user's environment wins; see preflight.py.
+        variables[FLASHINFER_SAMPLER] = environment.get(FLASHINFER_SAMPLER, "0")
     if device == "cpu":
         # The sampler is compiled with the first batch, which takes longer than a smoke run samples in all.
         variables |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB), "TORCHDYNAMO_DISABLE": "1"}
     return variables
 
 
-def server_environment(device: str, internal_port: int | None) -> dict[str, str]:
+def server_environment(device: str, internal_port: int | None, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a server beyond the run's own; vLLM numbers its own ports from ``internal_port``."""
     variables = {
-        **vllm_environment(device),
+        **vllm_environment(device, environment),
         "VLLM_SERVER_DEV_MODE": "1",
         "GRPO_SERVER": "1",  # to our plug-in, which vLLM loads inside colocated ranks too
         # By default the server closes a connection after 5 s without a request; the next may come at that moment.
@@ -325,8 +331,9 @@ def longest_sequence(recipe: Recipe) -> int | None:
 
 
 def gpu_share(recipe: Recipe, mode: str) -> float:
-    """Return the share of a GPU's memory that vLLM may take: less of one that trains too."""
-    if (mode == "colocate" or recipe["weight_sync"] == "shared") and not recipe.given("vllm_gpu_memory_utilization"):
+    """Return the fraction of a GPU's memory that vLLM may take: less of a GPU that trains too."""
+    shares = mode == "colocate" or "shared" in (recipe["weight_sync"], recipe["vllm_gpu"])
+    if shares and not recipe.given("vllm_gpu_memory_utilization"):
         return _COLOCATED_SHARE
     return float(recipe["vllm_gpu_memory_utilization"])
 
@@ -353,7 +360,7 @@ def _trainer_environment(recipe: Recipe, plan: Plan, environment: Mapping[str, s
         # micro-batch, for tenths of a second. Without padding hardly any shape comes twice.
         variables[_NOT_CUDNN] = environment.get(_NOT_CUDNN, "1")
     if plan.mode == "colocate":
-        variables |= vllm_environment(plan.device) | _plugins(environment)
+        variables |= vllm_environment(plan.device, environment) | _plugins(environment)
         if recipe["torch_compile"]:
             variables.pop("TORCHDYNAMO_DISABLE", None)  # it would leave the training uncompiled too
     return variables
@@ -418,5 +425,5 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
 
 
 def _beside(plan: Plan) -> tuple[str, ...]:
-    """Return what trainers start beside; one on the server's own GPU would take memory that vLLM is measuring."""
-    return ("server",) if plan.mode == "server" and plan.bridge != "shared" else ()
+    """Return the roles that trainers start next to; on the server's GPU they would change the memory it measures."""
+    return ("server",) if plan.mode == "server" and not plan.gpu_shared else ()

@@ -18,6 +18,7 @@ from grpo_recipes.recipe.keys import catalogue_trl
 from grpo_recipes.recipe.registry import built_for_cpu
 from grpo_recipes.slurm.client import SlurmJob, slurm_job
 
+ONE_GPU_BRIDGES = ("file", "lora", "shared")  # weight sync methods that work with server and rank 0 on one GPU
 _DRIVER_SECONDS = 60  # a driver that takes longer hangs
 
 
@@ -141,9 +142,15 @@ def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
         if item not in indices and not any(uuid.startswith(item) for uuid in uuids):
             what = f"this machine has no GPU '{item}' (nvidia-smi -L lists {len(indices)})"
             raise config_error("CUDA_VISIBLE_DEVICES", what, "unset it, or name GPUs that nvidia-smi -L lists")
-    return tuple(
-        next((uuid for uuid in uuids if item not in indices and uuid.startswith(item)), item) for item in wanted
-    )
+    chosen = [next((uuid for uuid in uuids if item not in indices and uuid.startswith(item)), item) for item in wanted]
+    uuid_of = dict(re.findall(r"^GPU (\d+):.*\(UUID: (.*)\)", listing, re.MULTILINE))
+    gpus = [uuid_of.get(item, item) for item in chosen]  # a GPU has one name here, whether listed by index or UUID
+    if twice := next((item for item, gpu in zip(wanted, gpus, strict=True) if gpus.count(gpu) > 1), ""):
+        what = f"GPU {twice} is listed twice in '{visible}', and CUDA accepts each GPU once"
+        once = ",".join(item for index, item in enumerate(wanted) if gpus.index(gpus[index]) == index)
+        fix = f"set CUDA_VISIBLE_DEVICES={once}; vllm_gpu: shared puts server and trainer on one GPU"
+        raise config_error("CUDA_VISIBLE_DEVICES", what, fix)
+    return tuple(chosen)
 
 
 def gpu_memory(environment: Mapping[str, str]) -> float | None:
@@ -157,8 +164,23 @@ def gpu_memory(environment: Mapping[str, str]) -> float | None:
 
 
 def share_gpu(recipe: Recipe, resources: Resources, mode: str) -> bool:
-    """Return whether server and rank 0 are to have one copy of the weights, and so one GPU."""
-    return mode == "server" and resources.device == "cuda" and recipe["weight_sync"] == "shared"
+    """Return whether the server and rank 0 use one GPU: by ``vllm_gpu``, or because they share the weights."""
+    shares = "shared" in (recipe["weight_sync"], recipe["vllm_gpu"])
+    return mode == "server" and resources.device == "cuda" and shares
+
+
+def need_shareable_gpu(recipe: Recipe, resources: Resources, mode: str, bridge: str | None) -> None:
+    """Reject ``vllm_gpu: shared`` if the server and rank 0 can't be on one GPU."""
+    if recipe["vllm_gpu"] != "shared" or mode != "server" or resources.device == "cpu":
+        return
+    source = recipe.source("vllm_gpu")
+    if bridge not in ONE_GPU_BRIDGES:
+        reason = "NCCL can't join two processes on one GPU" if bridge == "nccl" else "a new server needs a free GPU"
+        what = f"vllm_gpu: shared and weight_sync: {bridge} can't be combined: {reason}"
+        raise config_error(source, what, "set weight_sync: file, or remove vllm_gpu")
+    if recipe["vllm_node"] == "own":
+        what = "vllm_gpu: shared and vllm_node: own can't be combined: no trainer is on the server's node"
+        raise config_error(source, what, "remove vllm_gpu, or set vllm_node: shared")
 
 
 def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -121,7 +121,7 @@ class Workload(dict[str, Any]):
             "low": mixed_precision(recipe) != "no",  # whether a forward pass computes in 16 bits, whatever the weights
             "opponents": len(frozen_opponents(recipe.__getitem__)),
             "reference": recipe["beta"] != 0.0 or bool(plan.maxent and plan.maxent.beta),
-            **{name: getattr(plan, name) for name in ("device", "mode", "accelerator", "bridge")},
+            **{name: getattr(plan, name) for name in ("device", "mode", "accelerator", "bridge", "gpu_shared")},
             **{key: recipe[key] for key in _KEYS},
         }
         return cls(facts)
@@ -144,7 +144,7 @@ class Workload(dict[str, Any]):
     @property
     def one_gpu(self) -> bool:
         """Whether vLLM has the GPU of a trainer; on CPU, whether it is inside."""
-        return self["mode"] == "colocate" or (self["device"], self["bridge"]) == ("cuda", "shared")
+        return self["mode"] == "colocate" or self["gpu_shared"]
 
     @property
     def shards(self) -> int:

@@ -66,8 +66,9 @@ def make_plan(
     apart = mode == "server" and trainers[0].node != 0
     accelerator = accelerator_of(recipe, batch.world_size, environment)
     bridge, why = _bridge(recipe, resources, mode, apart or (mode == "colocate" and len(trainers) > 1), accelerator)
+    devices.need_shareable_gpu(recipe, resources, mode, bridge)
     nodes, task, model = resources.all_nodes(), task_of(recipe), recipe["model_name_or_path"]
-    if devices.share_gpu(recipe, resources, mode):
+    if devices.share_gpu(recipe, resources, mode) and bridge == "shared":
         devices.need_exportable_memory(environment)
     # The same on every node, since results on CPU depend on it; one core is for the server, where there may be one.
     cores = min((nodes[one.node].cores - (mode != "colocate")) // one.count for one in trainers)
@@ -93,6 +94,7 @@ def make_plan(
         server_gpus=server_gpus,
         placement=trainers,
         server_apart=apart,
+        gpu_shared=devices.share_gpu(recipe, resources, mode),
         unused_gpus=devices.unused(resources, devices.used_gpus(server_gpus, trainers)),
         accelerator=accelerator,
         accelerate_file=accelerate_file(accelerator, environment),
@@ -146,8 +148,8 @@ def _notes(
     if resources.device == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
         yield f"Slurm says {job.gpus_on_node} GPUs, the driver shows {len(resources.gpus)}; the driver counts"
     if devices.share_gpu(recipe, resources, plan.mode):
-        share = f"{gpu_share(recipe, 'server'):g} of GPU {plan.server_gpus[0]} (vllm_gpu_memory_utilization)"
-        yield f"vLLM takes {share}, and rank 0 trains on the rest of it"
+        fraction = f"{gpu_share(recipe, 'server'):g} of GPU {', '.join(plan.server_gpus)} (vllm_gpu_memory_utilization)"
+        yield f"vLLM takes {fraction}, and the trainers there use the remaining memory"
     turns, length = recipe["environment_max_turns"], recipe["environment_turn_length"]
     if turns > 1 and length and turns * length == recipe["max_completion_length"]:
         yield "an episode of full turns ends unfinished: max_completion_length leaves no token for what is said between"
@@ -281,14 +283,15 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
         return mode
     if len(nodes) == len(resources.gpus) == 1 and mode == "server" and not devices.share_gpu(recipe, resources, mode):
         if uses_atropos(recipe.__getitem__):
-            what = "Atropos' environments ask a vLLM server beside the trainer, and one GPU is visible"
-            raise config_error(where, what, "ask for more GPUs, or write weight_sync: shared (one GPU for both)")
+            what = "Atropos' environments need a vLLM server next to the trainer, and one GPU is visible"
+            raise config_error(where, what, "ask for more GPUs, or set vllm_gpu: shared (one GPU for both)")
         if recipe["overlap_generation"]:
             what = "overlap_generation needs a GPU for the server beside the trainer's, and one is visible"
             raise config_error(recipe.source("overlap_generation"), what, "remove it, or ask for more GPUs")
         if recipe.given("vllm_mode"):
             what = "vllm_mode: server needs two GPUs, one is visible"
-            raise config_error(where, what, "write vllm_mode: colocate, or ask for more GPUs")
+            fix = "write vllm_mode: colocate, or vllm_gpu: shared (one GPU for both), or ask for more GPUs"
+            raise config_error(where, what, fix)
         return "colocate"
     return mode
 
@@ -311,6 +314,8 @@ def _chosen_bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool)
         return str(recipe["weight_sync"]), f"asked for by {recipe.source('weight_sync')}"
     if resources.device == "cpu":
         return "file", f"no GPU: safetensors in {'the run directory' if apart else 'shared memory'}"
+    if devices.share_gpu(recipe, resources, mode):
+        return "file", "server and rank 0 are on one GPU: safetensors in shared memory"
     return "nccl", "server and trainers are on GPUs"
 
 

@@ -31,6 +31,7 @@ _LEAST_CORES, _LEAST_MEMORY = 2, 8e9
 GOOD_CORES, GOOD_GIB = 8, 32  # of a GPU: what the shipped profiles ask for
 FEWEST_FILES = 1024  # open at once: vLLM and torch take one for each connection, engine and shared tensor
 _MANY_FILES = 65536
+FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 SHARED_BYTES = 320 * 2**20  # the message queue of a vLLM engine: ten chunks of 24 MiB, and NCCL's or torch's own
 SOCKET_BYTES = 107  # sizeof(sockaddr_un.sun_path) - 1
 # A run's folder below TMPDIR, and the name vLLM gives a socket there (a uuid).
@@ -47,7 +48,7 @@ def node_problems(gpus: int, environment: Mapping[str, str]) -> list[Problem]:
         version = (nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader") or "").split("\n")[0].strip()
         if old := old_driver(version, environment):
             problems.append(Problem("NVIDIA driver", *old))
-        problems += compiler_problems(environment)
+        problems += [*compiler_problems(environment), *sampler_problems(environment)]
         cores, (memory, _) = min(len(os.sched_getaffinity(0)), cgroup_cores()), cgroup_memory()
         most_cores, most_memory = os.cpu_count() or 1, psutil.virtual_memory().total
         short = too_little(gpus, cores, memory, most_cores, most_memory)
@@ -138,6 +139,17 @@ def compiler_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
     if not header.is_file():
         fix = "apt-get install python3-dev, or make the environment of a Python that has it: PYTHON=FILE make setup"
         yield Problem("Python.h", f"{header} is missing, with which Triton builds kernels", fix)
+
+
+def sampler_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield the lack of nvcc if the user turned on FlashInfer's sampler, which nvcc compiles at the first use."""
+    toolkits = [Path(environment.get(name) or "/usr/local/cuda") for name in ("CUDA_HOME", "CUDA_PATH")]
+    path = environment.get("PATH")
+    if environment.get(FLASHINFER_SAMPLER) != "1" or any((toolkit / "bin/nvcc").is_file() for toolkit in toolkits):
+        return
+    if shutil.which("nvcc", path=path) is None:
+        what = "is 1, and nvcc, which compiles FlashInfer's sampler at its first use, was not found"
+        yield Problem(FLASHINFER_SAMPLER, what, f"unset {FLASHINFER_SAMPLER}, or load the site's CUDA module (nvcc)")
 
 
 def _scratch_problems(environment: Mapping[str, str]) -> Iterator[Problem]:

@@ -133,6 +133,7 @@ class Plan:
     server_gpus: tuple[str, ...]  # on the first node
     placement: tuple[Placement, ...]  # the trainers of each node that trains; the first holds rank 0
     server_apart: bool  # whether rank 0 is on another node than the server: they share no memory
+    gpu_shared: bool  # whether the server and rank 0 use one GPU
     unused_gpus: tuple[str, ...]  # GPUs of the job that nothing uses
     accelerator: str  # how the trainers share the model: single, ddp, zero2, zero3, fsdp2, or custom by CONFIG_FILE
     accelerate_file: str

@@ -445,8 +445,9 @@ _IDLE: tuple[tuple[str, Condition, str], ...] = (
     ("hub_*", lambda r: not r["push_to_hub"], "push_to_hub"),
     ("eval_*", lambda r: not rules.evaluates(r), "eval_strategy"),
     ("wandb_*", lambda r: "wandb" not in rules.reports_to(r), "report_to: wandb"),
-    ("weight_sync_timeout vllm_server_host vllm_server_port vllm_group_port vllm_node vllm_gpu_memory_utilization "
-        "vllm_tensor_parallel_size vllm_max_model_length vllm_max_num_seqs server_restarts server_stall_timeout",
+    ("weight_sync_timeout vllm_server_host vllm_server_port vllm_group_port vllm_node vllm_gpu "
+        "vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_length vllm_max_num_seqs "
+        "server_restarts server_stall_timeout",
         rules.asks_another, "a server that the launch starts (vllm_server_base_url names another)"),
     ("server_backend", lambda r: not rules.asks_another(r), "vllm_server_base_url"),
     ("max_concurrent_requests", lambda r: not rules.asks_another(r) and not rules.wants_server(r), "a vLLM server"),

@@ -317,11 +317,15 @@ class GRPOConfig(trl.GRPOConfig):
     vllm_node: str = _key("shared",
         "In a job on several nodes: shared: trainers have the first node's other GPUs; own: the server has that node.",
         choices=["shared", "own"])
+    vllm_gpu: str = _key("own",
+        "own: the server's GPUs only serve; shared: trainers use them too, so that one GPU is enough for a server "
+        "(weight_sync file or lora; weight_sync: shared always does this).",
+        choices=["own", "shared"])
     vllm_server_port: int = _key(8000, "Port of the vLLM server.", min=1024, max=65535)
     vllm_group_port: int = _key(51216, "Port of the NCCL group that carries the weights.", min=1024, max=65535)
     vllm_gpu_memory_utilization: float = _key(0.9,
-        "Share of GPU memory vLLM may use: 0.90 of its own GPU, 0.3 of one that trains too (colocate, or weight_sync: "
-        "shared) unless this is given.", min=0.05, max=1.0)
+        "Fraction of GPU memory that vLLM may use: 0.90 of its own GPU, 0.3 of a GPU that trains too (colocate, "
+        "vllm_gpu: shared or weight_sync: shared) unless this is given.", min=0.05, max=1.0)
     vllm_tensor_parallel_size: int = _key(1, "GPUs one vLLM model is split over.", min=1)
     vllm_max_model_length: int | None = _key(None, "Most tokens of prompt plus completion the server accepts.", min=1)
     vllm_max_num_seqs: int | None = _key(None,
