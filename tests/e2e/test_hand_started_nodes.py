@@ -105,10 +105,9 @@ def test_one_command_per_node_trains_as_one_run(two_nodes: TwoNodes) -> None:
 def test_a_lost_link_ends_the_run_on_both_nodes(two_nodes: TwoNodes) -> None:
     """R12: the other node is named within the documented 40 seconds, and nothing is left on either node."""
     places = {"python": sys.executable, "4": "1", "run_colocated_grpo.py": str(REPOSITORY / "run_colocated_grpo.py")}
-    shown = "python run_colocated_grpo.py --gpus 4 --nodes 2 --node-rank 0 --master-addr 192.168.1.100"
-    first = documented(shown, places)
-    shown = "python run_colocated_grpo.py --gpus 4 --nodes 2 --node-rank 1 --master-addr 192.168.1.100"
-    second = documented(shown, places)
+    on_node_0 = "python run_colocated_grpo.py --gpus 4 --nodes 2 --node-rank 0 --master-addr 192.168.1.100"
+    on_node_1 = "python run_colocated_grpo.py --gpus 4 --nodes 2 --node-rank 1 --master-addr 192.168.1.100"
+    first, second = documented(on_node_0, places), documented(on_node_1, places)
     flags = [*SHORT, "--max_steps", "100000"]
     node_0 = two_nodes.start(0, [*first, *flags], ENV_DIR=sys.prefix)
     node_1 = two_nodes.start(1, [*second, *flags], ENV_DIR=sys.prefix)

@@ -238,3 +238,19 @@ def test_axes_have_titles() -> None:
     assert '<p class="y-title">nats a token</p>' in made and ">optimizer step</text>" in made
     assert ">share</p>" in draw(Chart("x", [Curve("x", [1, 2], [0.5, 1.0])], shares=True))
     assert ">minutes in steps</text>" in draw(Chart("x", [Curve("x", [1, 2], [0.5, 1.0])], x_name="min"))
+
+
+def test_a_metric_of_every_second_step_is_a_line():
+    """M17: with two steps per generation, the reward exists on every second step."""
+    assert FRAME.path("line", [0, 1, 2, 3, 4], [0.0, None, 0.5, None, 1.0]) == "M0 1000L400 500L800 0"
+    band = FRAME.path("band", [0, 1, 2], [0.0, None, 0.0], [1.0, None, 1.0])
+    assert band == "M0 0L400 0L400 1000L0 1000z"
+
+
+def test_a_point_without_neighbors_is_drawn_as_a_dot():
+    """M17: a line of no length is one pixel wide, so a lone point needs a wider stroke."""
+    curve = Curve("reward", [0, 1, 2, 3, 4, 5], [0.0, None, None, None, 1.0, 1.0])
+    assert FRAME.lone_points(curve) == "M0 1000h0"
+    assert FRAME.lone_points(Curve("reward", [0, 1, 2], [None, 0.5, None])) == "M200 500h0"
+    assert FRAME.lone_points(Curve("reward", [0, 1], [0.5, 0.5])) == ""
+    assert FRAME.lone_points(Curve("reward", [0, 1], [0.5, None], kind="dots")) == "", "they are dots already"

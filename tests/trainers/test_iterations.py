@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import yaml
 
 from grpo_recipes.paths import home
 from grpo_recipes.trainers import iterations
+from grpo_recipes.trainers.metrics import json_number
 
 from .tiny_training import train
 
@@ -50,6 +52,41 @@ def test_each_iteration_has_its_means_and_terms_that_add_up(
         assert one["loss_entropy"] == pytest.approx(-0.01 * mean["entropy"]) != 0
         assert one["loss_pg"] + one["loss_kl"] + one["loss_entropy"] == pytest.approx(one["loss_total"])
         assert all(math.isfinite(value) for value in one.values() if isinstance(value, float))
+
+
+def test_terms_that_do_not_add_up_are_visible(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S9: loss_pg is computed from the policy-gradient term, so that a wrong KL term breaks the sum."""
+    trained(tmp_path, model, monkeypatch)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    args = SimpleNamespace(beta=0.1, entropy_coef=0.01)
+    right = iterations.train_metrics(0, rows, args)
+    assert right["loss_pg"] + right["loss_kl"] + right["loss_entropy"] == pytest.approx(right["loss_total"], abs=1e-6)
+    wrong = iterations.train_metrics(0, [{**row, "kl": row["kl"] + 1.0} for row in rows], args)
+    assert wrong["loss_pg"] == right["loss_pg"]
+    assert abs(wrong["loss_pg"] + wrong["loss_kl"] + wrong["loss_entropy"] - wrong["loss_total"]) > 0.05
+
+
+@pytest.mark.parametrize("keys", [{}, {"trim_padding": False}])
+def test_the_policy_gradient_term_is_the_loss_of_a_run_without_the_others(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
+    """S9: at the first step both runs have the same weights and completions, so the terms are equal."""
+    base = yaml.safe_load((home() / "recipes/base/offline_grpo.yaml").read_text())
+    given = {"max_steps": 4, "loss_type": base["loss_type"], **keys}
+    trained(tmp_path / "both", model, monkeypatch, **given)
+    trained(tmp_path / "alone", model, monkeypatch, **given, beta=0.0, entropy_coef=0.0)
+    both, alone = (
+        json.loads((tmp_path / name / "run/metrics.jsonl").read_text().splitlines()[0]) for name in ("both", "alone")
+    )
+    assert both["loss"] != pytest.approx(alone["loss"], abs=1e-6)
+    assert both["loss_pg"] == pytest.approx(alone["loss"], abs=1e-6) == alone["loss_pg"]
+
+
+def test_a_term_that_is_off_is_zero_and_not_minus_zero() -> None:
+    """M20: loss_entropy was -0.0 without an entropy bonus."""
+    found = iterations.train_metrics(0, [{"step": 1, "entropy": 0.5}], SimpleNamespace(beta=0.0, entropy_coef=0.0))
+    assert [math.copysign(1, found[name]) for name in ("loss_kl", "loss_entropy")] == [1.0, 1.0]
+    assert math.copysign(1, json_number(-0.0)) == 1.0
 
 
 def same_for_all(completions: list[Any], **_: Any) -> list[float]:

@@ -8,6 +8,7 @@ import bisect
 import functools
 import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -167,6 +168,22 @@ def around(
     return low, high
 
 
+def stretches(rows: Sequence[Sequence[float | None]]) -> list[list[tuple[float, ...]]]:
+    """Split the rows without a missing value where they are farther apart than usual.
+
+    A metric of each generation has a value on every second row if a generation feeds two steps: no gap is meant.
+    """
+    whole = [index for index, row in enumerate(rows) if None not in row]
+    distances = [after - before for before, after in itertools.pairwise(whole)]
+    usual = statistics.median(distances) if distances else 1
+    parts: list[list[tuple[float, ...]]] = []
+    for index, distance in zip(whole, [math.inf, *distances], strict=True):
+        if distance > usual:
+            parts.append([])
+        parts[-1].append(tuple(value for value in rows[index] if value is not None))
+    return parts
+
+
 @dataclass(frozen=True)
 class Chart:
     """Curves in one frame, of which at least one has a value."""
@@ -213,23 +230,28 @@ class Chart:
         return sum(not self.up.low <= value <= self.up.high for column in columns for value in known(column))
 
     def path(self, kind: str, xs: Sequence[float], *edges: Column) -> str:
-        """Return the line along one edge, or the area between two, broken where a value is missing.
+        """Return the line along one edge, or the area between two, broken at gaps that are longer than usual.
 
         A lone point, or each of ``dots``, is a line of no length, which round line ends make visible.
         """
         parts = []
-        rows = zip(xs, *edges, strict=True)
-        for is_whole, stretch in itertools.groupby(rows, key=lambda row: None not in row):
-            if is_whole:
-                places, *values = zip(*stretch, strict=True)
-                lines = [[self._point(x, y) for x, y in zip(places, column, strict=True)] for column in values]
-                if len(lines) == 2:
-                    parts.append(f"M{'L'.join(lines[1] + lines[0][::-1])}z")
-                elif kind == "dots" or len(places) == 1:
-                    parts += [f"M{point}h0" for point in lines[0]]
-                else:
-                    parts.append(f"M{'L'.join(lines[0])}")
+        for stretch in stretches(list(zip(xs, *edges, strict=True))):
+            xs_of_stretch, *values = zip(*stretch, strict=True)
+            lines = [[self._point(x, y) for x, y in zip(xs_of_stretch, column, strict=True)] for column in values]
+            if len(lines) == 2:
+                parts.append(f"M{'L'.join(lines[1] + lines[0][::-1])}z")
+            elif kind == "dots" or len(stretch) == 1:
+                parts += [f"M{point}h0" for point in lines[0]]
+            else:
+                parts.append(f"M{'L'.join(lines[0])}")
         return "".join(parts)
+
+    def lone_points(self, curve: Curve) -> str:
+        """Return the points of a line that have no neighbor, to be drawn as dots: the line itself is too thin."""
+        if curve.kind in ("dots", "layer"):
+            return ""
+        alone = [stretch[0] for stretch in stretches(list(zip(curve.x, curve.line, strict=True))) if len(stretch) == 1]
+        return "".join(f"M{self._point(x, y)}h0" for x, y in alone)
 
     def _point(self, x: float, y: float) -> str:
         return f"{round(WIDTH * self.across.share(x))} {round(HEIGHT * (1 - self.up.share(y)))}"

@@ -108,7 +108,8 @@ class Progress:
         length, kl, entropy = (number(row.get(key)) for key in ("completions/mean_length", "kl", "entropy"))
         parts = {
             "step": f"step {step}/{last}",
-            "reward": f"reward {_reward(row.get('reward'))}",
+            # A step that uses the completions of an earlier generation has no reward.
+            "reward": f"reward {_reward(row['reward'])}" if "reward" in row else "",
             "won": won(row),
             "length": "" if length is None else f"length {length:.0f}",
             "kl": f"kl {kl:.3f}" if kl is not None else f"entropy {entropy:.2f}" if entropy is not None else "",

@@ -33,6 +33,7 @@ from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows
 from grpo_recipes.trainers.micro_batches import MicroBatches
 from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, reference_of, refuse_shards
 from grpo_recipes.trainers.passes import in_trimmed_passes
+from grpo_recipes.trainers.policy_gradient import PolicyGradient
 from grpo_recipes.trainers.temperatures import at_own_temperatures
 from grpo_recipes.weights.bridges import CLIENTS, bridge_in_place, join_bridge
 from grpo_recipes.weights.client import BridgeClient
@@ -82,6 +83,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             super().__init__(args=args, **kwargs)
         self.rows = MetricsRows(self, run_dir, args.process_index)
         self.micro_batches = MicroBatches(self)
+        self.policy_gradient = PolicyGradient(self)
         self.rollouts = OverlappedRollouts(self) if args.overlap_generation else rollouts_of(self)
         if self.use_vllm:
             if self.vllm_generation.mode == "server":
@@ -228,7 +230,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         with replaced(self, temperature_B=inputs.get("temperature")):
-            return super()._compute_loss(model, inputs)
+            return self.policy_gradient.loss(super()._compute_loss, model, inputs)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """Return TRL's log-probs of completions: in the loss, under the reference, and those that are checked."""

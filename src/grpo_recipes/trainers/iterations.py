@@ -94,19 +94,19 @@ def steps_of_iteration(args: Any) -> int:
 def train_metrics(iteration: int, rows: Sequence[dict[str, Any]], args: Any) -> dict[str, Any]:
     """Return means over the steps of an iteration.
 
-    ``loss_total`` is the loss that is minimised. ``loss_kl`` is ``beta`` times ``kl_divergence``, ``loss_entropy`` is
-    minus ``entropy_coef`` times the entropy, and ``loss_pg`` the rest, so the three add up to ``loss_total``.
+    ``loss_total`` is the minimized loss. ``loss_pg`` is its policy-gradient term, computed by itself (see
+    ``policy_gradient``), ``loss_kl`` is ``beta`` times ``kl_divergence``, and ``loss_entropy`` is minus
+    ``entropy_coef`` times the entropy. The three add up to ``loss_total``.
     """
-    total, kl, entropy = (_mean(rows, name) for name in ("loss", "kl", "entropy"))
-    of_kl = fmean(row.get("beta", args.beta) * row.get("kl", 0.0) for row in rows or [{}])
-    of_entropy = -fmean(row.get("entropy_coef", args.entropy_coef) * row.get("entropy", 0.0) for row in rows or [{}])
-    found = {
-        "loss_total": total,
-        "loss_pg": None if total is None else total - of_kl - of_entropy,
-        "loss_kl": of_kl,
-        "loss_entropy": of_entropy,
-        "kl_divergence": kl,
-        "entropy_mean": entropy,
+    kl_terms = [row.get("beta", args.beta) * row.get("kl", 0.0) for row in rows]
+    entropy_terms = [row.get("entropy_coef", args.entropy_coef) * row.get("entropy", 0.0) for row in rows]
+    metrics = {
+        "loss_total": _mean(rows, "loss"),
+        "loss_pg": _mean(rows, "loss_pg"),
+        "loss_kl": fmean(kl_terms or [0.0]),
+        "loss_entropy": 0.0 - fmean(entropy_terms or [0.0]),  # minus 0.0 would be -0.0
+        "kl_divergence": _mean(rows, "kl"),
+        "entropy_mean": _mean(rows, "entropy"),
         "reward_mean": _mean(rows, "reward"),
         "grad_norm": _mean(rows, "grad_norm"),
         "lr": _mean(rows, "learning_rate"),
@@ -115,7 +115,7 @@ def train_metrics(iteration: int, rows: Sequence[dict[str, Any]], args: Any) -> 
     return {
         "iteration": iteration,
         "steps": [row["step"] for row in rows],
-        **{name: value for name, value in found.items() if value is not None},
+        **{name: value for name, value in metrics.items() if value is not None},
         **({"problem_seeds": sorted(set(seeds))} if seeds else {}),
     }
 

@@ -138,8 +138,10 @@ def memory_row(device: torch.device) -> dict[str, float]:
 
 
 def json_number(value: Any) -> Any:
-    """Return an infinite or undefined number, which JSON does not have, as the text inf, -inf or nan."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    """Return a number as JSON has it: an infinite or undefined number becomes text, and -0.0 becomes 0.0."""
+    if not isinstance(value, float):
+        return value
+    return value + 0.0 if math.isfinite(value) else str(value)
 
 
 def append_json(file: Path, *rows: dict[str, Any]) -> None:

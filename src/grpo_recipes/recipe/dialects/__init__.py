@@ -165,7 +165,7 @@ def meaning_of(name: str) -> Meaning | None:
 
 def harmless(name: str, value: Any) -> str:
     """Return why a setting changes nothing though it is not ours, empty where it would."""
-    if name == "logging_steps" and str(value) == "1":
+    if name == "logging_steps" and str(value) in ("1", "1.0"):  # a frozen recipe has the number as TRL types it
         return ""
     patterns = HARMLESS.get(name, "").split()
     patterns += ["none"] if name in OWNED_KEYS or name in names() else []
