@@ -20,6 +20,7 @@ ROOMS: dict[str, str] = {
     "paths": "where the repository and its caches are",
     "errors": "what a wrong input is answered with",
     "stats": "pass@k",
+    "numbers": "limits of rewards and log-probs in float32",
     "attributes": "attributes that are replaced for a while",
     "smoke": "the built-in model and its sums",
     "algorithms": "the mathematics of MaxEnt-GRPO and its controllers",

@@ -201,6 +201,22 @@ PROBLEMS = {
         "trajectory 0: inference_logprobs hold a value that does not belong there",
     ),
     "score that is no number": (group(3, scores=[0.0, math.nan, 1.0]), "trajectory 1: score nan"),
+    # S8: finite in float64, and not in the float32 of the trainer.
+    "score of 1e39": (group(3, scores=[0.0, 1.0, 1e39]), "trajectory 2: score 1e+39 is infinite in float32"),
+    "score of an endless integer": (group(3, scores=[0.0, 10**400, 1.0]), "trajectory 1: score inf"),
+    "score whose square overflows": (
+        group(3, scores=[-1e20, 0.0, 1.0]), "trajectory 0: score -1e+20 is beyond 1e+15, where the variance of a group"
+    ),
+    "advantage of 1e39": (
+        group(3, advantages=[[0.0] * 4, [0.0] * 4 + [1e39], [0.0] * 6]),
+        "trajectory 1: 1e+39 is infinite in float32 among its advantages",
+    ),
+    "log-prob that stands for minus infinity": (
+        changed("inference_logprobs", 1, [1.0] * 3 + [-0.5, -9999.0]),
+        "trajectory 1: inference log-prob -9999 of a trained token, below -104: float32 has no such probability",
+    ),
+    "temperature of 1e39": (group(3, generation_params={"temperature": 1e39}), "trajectory 0: temperature 1e+39"),
+    "temperature of 1e-9": (group(3, generation_params={"temperature": 1e-9}), "trajectory 0: temperature 1e-09"),
     "score of text": (group(3, scores=[0.0, 1.0, "1"]), "trajectory 2: score '1'"),
     "infinite advantage": (
         group(3, advantages=[[0.0] * 4, [0.0] * 4 + [math.inf], [0.0] * 6]), "trajectory 1: inf among its advantages"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_recipes.numbers import LARGEST
 from grpo_recipes.rewards.child import GARBLED, read_reply
-from grpo_recipes.rewards.score import LARGEST
 
 SPECS = ("math_verify", "own.py:score")
 READY = {"ready": {"math_verify": None, "own.py:score": ["completions"]}, "together": ["own.py:score"]}

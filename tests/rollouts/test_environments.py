@@ -116,6 +116,7 @@ def test_what_a_class_returns_beside_the_reward_is_kept() -> None:
         ([[{"role": "robot", "content": ""}], 1.0, False], "as the observation"),
         (["seen", math.nan, False], "Answers.step returned nan as the reward"),
         (["seen", math.inf, True], "returned inf as the reward"),
+        (["seen", 1e39, True], "returned 1e+39 as the reward. Fix: return a number between -1e+15 and 1e+15"),  # S8
         (["seen", "1", False], "returned '1' as the reward"),
         (["seen", None, False], "returned None as the reward"),
         (["seen", 1.0, None], "returned None as done"),
@@ -347,6 +348,7 @@ def test_the_script_of_secret_mafia_plays_valid_moves_and_wins_more_than_drawn_o
         ("textarena:TicTacToe-v0", {"num_players": 2.0}, "num_players: 2.0 is not a number of players"),
         ("textarena:TicTacToe-v0", {"legal_reward": "lots"}, "legal_reward: 'lots' is no reward. Fix: write a number"),
         ("textarena:TicTacToe-v0", {"illegal_reward": math.nan}, "illegal_reward: nan is no reward"),
+        ("textarena:TicTacToe-v0", {"illegal_reward": 1e39}, "illegal_reward: 1e+39 is no reward"),
         ("textarena:TicTacToe-v0", {"legal_reward": None}, "legal_reward: None is no reward"),
         ("textarena:Mastermind-v0", {"opponents": "policy"}, "opponents: 'Mastermind-v0' has none. Fix: remove it"),
         ("textarena:SecretMafia-v0", {"rounds": 1}, "unexpected keyword argument 'rounds'"),

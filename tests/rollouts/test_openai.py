@@ -209,8 +209,10 @@ def scored(ids: list[int], logprobs: list[float | None], reason: str | None = "s
 
 
 @pytest.mark.parametrize(
-    "content", [scored([], []), scored([1, 2], [-0.5]), scored([1], [None]), scored([1], [-0.5], None)]
-)
+    "content",
+    [scored([], []), scored([1, 2], [-0.5]), scored([1], [None]), scored([1], [-0.5], None),
+     scored([1], [-9999.0]), scored([1], [0.5])],  # S8: no log-prob of a sampled token
+)  # fmt: skip
 def test_a_completion_needs_a_log_prob_for_each_token_and_an_end(server: FakeServer, content: dict[str, Any]) -> None:
     server.content = content
     ((failed,),) = client(server).sample([[5]], 1, PLAIN)

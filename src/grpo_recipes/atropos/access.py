@@ -22,7 +22,9 @@ from grpo_recipes.recipe.registry import longest_trajectory
 from grpo_recipes.weights.transport import ADAPTER
 
 SETTINGS = "atropos_serve.yaml"
-_NEVER = 10**12  # total_steps: run-api also counts batches that the trainer drops, so a smaller number ends too early
+# Of an environment, as total_steps: it then runs until the training ends. run-api also counts batches that the trainer
+# drops, so max_steps would end it too early.
+ENDLESS = 10**12
 _HEADER = """\
 # Settings for Atropos environments that you start yourself: python ENVIRONMENT.py serve --config THIS_FILE
 # It holds a secret, and is removed when the launch ends. --env.* flags win over it.
@@ -61,7 +63,7 @@ def serve_settings(recipe: Recipe, plan: Plan, names: Names, token: str) -> dict
         "group_size": recipe["num_generations"],
         "max_token_length": longest_trajectory(recipe.__getitem__),
         "rollout_server_url": str(recipe["atropos_api_url"]).rstrip("/"),
-        "total_steps": _NEVER,
+        "total_steps": ENDLESS,
     }
     return {"env": {name: value for name, value in environment.items() if value is not None}, "openai": [server] * 2}
 

@@ -28,10 +28,12 @@ from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from pydantic import Field
 from transformers.utils import cached_file
 
+from grpo_recipes.atropos.access import ENDLESS
 from grpo_recipes.atropos.server import PromptTooLong, RunServer, RunServerConfig, generation_params, noting
 from grpo_recipes.environments.renderer import Renderer
 from grpo_recipes.environments.turns import Message, Turn
 from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.numbers import reward_problem
 from grpo_recipes.recipe.keys import catalogue, nearest_of
 from grpo_recipes.recipe.registry import ENVIRONMENT_REWARD, IN_CHILDREN, REWARDS
 from grpo_recipes.recipe.user_code import copy_path, problem_with
@@ -40,7 +42,6 @@ from grpo_recipes.rewards.score import Score, call_reward, is_own, make_reward
 from grpo_recipes.runs.rundir import json_mapping
 
 MASKED, UNSAMPLED = -100, 1.0  # Atropos' signs for a token that is not trained on, in masks and log-probs
-_ENDLESS = 10**12  # steps
 ENVIRONMENT = "environment"  # in generation_params: its name, for metrics
 
 Item = Mapping[str, Any]
@@ -58,7 +59,7 @@ class RecipeEnvConfig(BaseEnvConfig):
     )
     include_messages: bool = Field(False, description="Send texts beside the token ids.")
     steps_per_eval: int = Field(0, description="Steps between two calls of evaluate; 0 for none.")
-    total_steps: int = Field(_ENDLESS, description="Steps after which it ends; the launch ends it with the run.")
+    total_steps: int = Field(ENDLESS, description="Steps after which it ends; the launch ends it with the run.")
     max_batches_offpolicy: int = Field(2, description="Batches that may wait for the trainer.")
     max_num_workers_per_node: int = Field(64, description="Most groups under way at once.")
     seed: int = Field(0, description="Of the items; the recipe's by default.")
@@ -246,8 +247,10 @@ def _token_advantages(episodes: Sequence[Episode], rewards: Sequence[Sequence[fl
 
 def _numbers(worth: float | Sequence[float]) -> list[float]:
     numbers = [float(one) for one in (worth if isinstance(worth, Sequence) else [worth])]
-    if not numbers or not all(map(math.isfinite, numbers)):
-        raise ValueError(f"the score {worth!r}, where a finite number belongs, or one for each turn")
+    problem = next(filter(None, map(reward_problem, numbers)), None) or reward_problem(math.fsum(numbers))
+    if not numbers or problem:
+        why = problem or "it is empty"
+        raise ValueError(f"the score {worth!r} can't be trained on ({why}). Fix: return a number, or one per turn")
     return numbers
 
 

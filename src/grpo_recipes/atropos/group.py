@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from grpo_recipes.numbers import LARGEST, LOWEST_LOGPROB, reward_problem
+
 UNTRAINED = -100  # in the masks of the wire, at each token that is not trained on
 UNTRAINED_LOGPROB = 1.0  # likewise in its log-probs: no log-prob of a token is positive
 _SETTINGS = ("generation_params", "group_overrides")  # of a whole group, free-form
@@ -23,6 +25,7 @@ _SETTINGS = ("generation_params", "group_overrides")  # of a whole group, free-f
 _PER_TOKEN = ("inference_logprobs", "advantages", "ref_logprobs")
 _PASSED_ON = ("messages", "distill_token_ids", "distill_logprobs")
 Rows = list[list[float]]
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-4, 1e4  # logits divided by other ones overflow float32, or are all equal
 
 
 @dataclass(frozen=True)
@@ -210,17 +213,34 @@ def _number_problem(group: Group) -> str | None:
     logprobs = flat.columns["inference_logprobs"]
     if (wrong := flat.trained & ~np.isfinite(logprobs)).any():
         return f"trajectory {flat.row(wrong)}: inference log-prob {logprobs[np.argmax(wrong)]} of a trained token"
+    if (wrong := flat.trained & (logprobs < LOWEST_LOGPROB)).any():
+        at = np.argmax(wrong)
+        return (
+            f"trajectory {flat.row(wrong)}: inference log-prob {logprobs[at]:g} of a trained token, below "
+            f"{LOWEST_LOGPROB:g}: float32 has no such probability"
+        )
     if (wrong := flat.trained & (logprobs > 0)).any():
         at = np.argmax(wrong)
         return f"trajectory {flat.row(wrong)}: inference log-prob {logprobs[at]:g} > 0 of a trained token"
     for index, score in enumerate(group.scores):
-        if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+        if isinstance(score, bool) or not isinstance(score, int | float):
             return f"trajectory {index}: score {score!r}"
+        if problem := reward_problem(_as_float(score)):
+            return f"trajectory {index}: score {problem}"
     for name in ("advantages", "ref_logprobs"):
         values = flat.columns.get(name)
-        if values is not None and (wrong := ~np.isfinite(values)).any():
-            return f"trajectory {flat.row(wrong)}: {values[np.argmax(wrong)]} among its {name}"
+        if values is not None and (wrong := ~(np.abs(values) <= LARGEST)).any():
+            problem = reward_problem(float(values[np.argmax(wrong)]))
+            return f"trajectory {flat.row(wrong)}: {problem} among its {name}"
     return None
+
+
+def _as_float(number: float) -> float:
+    """Return a number of JSON, in which integers have no limit, as a float."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def _setting_problem(group: Group) -> str | None:
@@ -230,7 +250,7 @@ def _setting_problem(group: Group) -> str | None:
     for index in range(len(group.tokens)):
         value: Any = group.temperature(index)
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (numeric and math.isfinite(value) and value >= 0):
+        if value is not None and not (numeric and (value == 0 or _LEAST_TEMPERATURE <= value <= _MOST_TEMPERATURE)):
             return f"trajectory {index}: temperature {value!r}"
     return None
 

@@ -8,7 +8,6 @@ checkpoint), ``legal_reward``, ``illegal_reward`` and, in SecretMafia, ``useful_
 
 import copy
 import json
-import math
 import os
 import random
 import re
@@ -19,6 +18,7 @@ from typing import Any
 from grpo_recipes.environments import secret_mafia
 from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED, Environment, Noise, Turn, derived, kept
 from grpo_recipes.errors import config_error
+from grpo_recipes.numbers import reward_problem
 
 _BRACKETED = re.compile(r"\[[^\[\]\n]{1,60}\]")
 _SPEAKER = re.compile(r"\[(GAME|Player \d+)\]")
@@ -37,7 +37,7 @@ class Game(Environment):
         self._player = given.pop("player", 0)
         self._worth = {kind: given.pop(f"{kind}_reward", 0.0) for kind in ("legal", "illegal", "useful")}
         for kind, worth in self._worth.items():
-            if type(worth) not in (int, float) or not math.isfinite(worth):
+            if type(worth) not in (int, float) or reward_problem(worth):
                 raise _wrong(f"{kind}_reward: {worth!r} is no reward", "write a number")
         self._mafia = name.startswith("SecretMafia")
         self._opponents = given.pop("opponents", SCRIPTED[0])

@@ -7,12 +7,12 @@ import difflib
 import importlib.util
 import inspect
 import json
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_recipes.environments.turns import Environment, Noise, Turn, derived
 from grpo_recipes.errors import ConfigError, Problem, config_error
+from grpo_recipes.numbers import reward_problem
 
 _LONGEST = 200  # characters of arguments in a message
 INSTALL = "EXTRAS=environments bash scripts/setup.sh"
@@ -147,8 +147,8 @@ class _Task(Environment):
                 score, failed = float(self._dataset.score_answer(answer, self._entry)), ""
             except Exception as error:  # some scorers parse the answer and trip over it: it is wrong, and that is shown
                 score, failed = 0.0, repr(error)
-        if not math.isfinite(score):
-            raise config_error("environment", f"{self._name} scored {score}", "leave this dataset out")
+        if problem := reward_problem(score):
+            raise config_error("environment", f"{self._name} scored {problem}", "leave this dataset out")
         info = {"correct": float(score == 1), "answered": float(answer is not None)}
         told = {"answer": str(self._entry["answer"])} | ({"scorer": failed} if failed else {})
         return Turn([], score, True, info | told)
@@ -215,7 +215,7 @@ class _Server(Environment):
         shown = seen[name] if name else next(iter(seen.values())) if len(seen) == 1 else seen
         text = shown if isinstance(shown, str) else json.dumps(shown, sort_keys=True, ensure_ascii=False)
         reward = float(result.reward or 0.0)
-        if not math.isfinite(reward):
-            raise config_error("environment", f"{self._url} gave the reward {reward}", "correct the server")
+        if problem := reward_problem(reward):
+            raise config_error("environment", f"{self._url} gave the reward {problem}", "correct the server")
         messages = [] if result.done else [{"role": "user", "content": text}]
         return Turn(messages, reward, bool(result.done), {"end": text} if result.done else {})

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from grpo_recipes.errors import config_error
+from grpo_recipes.numbers import LARGEST, reward_problem
+
 Message = dict[str, str]  # role, content
 POLICY, BASE = "policy", "base"  # models that play opponents: the one that is trained, and what it began as
 SCRIPTED = ("random", "crowd")  # opponents that are no model
@@ -26,6 +29,10 @@ class Turn:
     tools: list[dict[str, Any]] = field(default_factory=list)  # that the policy may call, with the first turn
     opponent: str = ""  # the model that is to answer in the policy's place: "policy" untrained, "base" or a checkpoint
     seat: int = 0  # of that opponent
+
+    def __post_init__(self) -> None:
+        if problem := reward_problem(self.reward):
+            raise config_error("environment", f"it gave the reward {problem}", f"return at most {LARGEST:.0e}")
 
 
 class Environment(Protocol):

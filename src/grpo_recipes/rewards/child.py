@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.numbers import reward_problem
 from grpo_recipes.process import tree
 from grpo_recipes.recipe.registry import NO_ANSWER
 from grpo_recipes.rewards.score import (
-    LARGEST,
     Reward,
     Score,
     call_reward,
@@ -76,7 +76,7 @@ def child_environment(handed: Collection[str] = ()) -> dict[str, str]:
 
 def is_score(value: Any) -> bool:
     """Return whether a child sent a number that can be a reward."""
-    return _is_number(value) and abs(value) <= LARGEST
+    return _is_number(value) and reward_problem(value) is None
 
 
 def read_reply(line: bytes, rewards: Collection[str], valid: Callable[[Any], bool] = is_score) -> dict[str, Any]:

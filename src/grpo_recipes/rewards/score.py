@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,13 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, translate
+from grpo_recipes.numbers import reward_problem
 from grpo_recipes.recipe.registry import NO_ANSWER, REWARDS
 from grpo_recipes.recipe.user_code import copy_path, load_object, source_path, split_spec
 from grpo_recipes.runs.stop_request import CutShort, StopRequest
 
 Reward = Callable[..., list[float | None]]
 GIVEN_UP = "not called: too many unscored before it, or the run was stopped"
-LARGEST = 3.4e38  # rewards are float32 in the trainer; beyond this they are infinite there
 _LONGEST_REASON = 300  # characters; a reply of a child must fit a pipe's atomic write
 
 
@@ -136,11 +135,8 @@ def _score(entry: Any) -> Score:
         value = float(entry)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         return Score(None, described(error))
-    if not math.isfinite(value):
-        return Score(None, f"not a number: {value}")
-    if abs(value) > LARGEST:
-        return Score(None, f"not a number: {value:.0e} is infinite in float32")
-    return Score(value)
+    problem = reward_problem(value)
+    return Score(value) if problem is None else Score(None, f"not a number: {problem}")
 
 
 def described(error: BaseException) -> str:

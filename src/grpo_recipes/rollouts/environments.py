@@ -9,6 +9,7 @@ from typing import Any
 from grpo_recipes.environments.libraries import LIBRARIES, load_library, need_arguments
 from grpo_recipes.environments.turns import Environment, Message, Noise, Turn, seeded
 from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.numbers import LARGEST, reward_problem
 from grpo_recipes.recipe.user_code import load_object, split_spec
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -44,8 +45,10 @@ class _Own(Environment):
         if not isinstance(answer, tuple) or len(answer) not in (3, 4):
             raise self._wrong("step", answer)
         observation, reward, done, info = (*answer, {})[:4]
-        if isinstance(reward, bool | str) or not hasattr(reward, "__float__") or not math.isfinite(reward):
-            raise self._wrong("step", reward, "as the reward", "return a finite number")
+        if isinstance(reward, bool | str) or not hasattr(reward, "__float__") or reward_problem(float(reward)):
+            raise self._wrong(
+                "step", reward, "as the reward", f"return a number between {-LARGEST:.0e} and {LARGEST:.0e}"
+            )
         if not isinstance(done, bool) and type(done).__name__ not in ("bool_", "bool"):
             raise self._wrong("step", done, "as done", "return True or False")
         if not isinstance(info, Mapping) or not all(_informs(value) for value in info.values()):

@@ -13,7 +13,6 @@ on how many completions are asked for.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ import openai
 
 from grpo_recipes.environments.turns import derived
 from grpo_recipes.errors import config_error, translate
+from grpo_recipes.numbers import is_logprob
 from grpo_recipes.process.async_sessions import bounded_client
 from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.recipe.registry import SERVER_BACKENDS
@@ -330,8 +330,10 @@ def _whole(ids: Any, logprobs: Any, text: Any, reason: Any) -> Sample:
     if reason not in _ENDS:
         raise NoCompletion(f"the completion ended by '{reason}'")
     ids, logprobs = [int(one) for one in ids], [float(one) for one in logprobs]
-    if not ids or len(ids) != len(logprobs) or any(math.isnan(one) for one in logprobs):
+    if not ids or len(ids) != len(logprobs):
         raise ValueError(f"{len(ids)} tokens, {len(logprobs)} log-probs")
+    if wrong := [logprob for logprob in logprobs if not is_logprob(logprob)]:
+        raise ValueError(f"{wrong[0]:g} is not the log-prob of a sampled token")
     return Sample(ids, logprobs, str(text), str(reason))
 
 

@@ -1,0 +1,27 @@
+"""Limits of numbers that come from outside: rewards, scores, advantages and log-probs.
+
+Python computes in float64, training in float32. 1e39 is finite in the first and infinite in the second. Smaller numbers
+also break a step, because a group's variance squares its rewards.
+"""
+
+import math
+
+LARGEST = 1e15  # of a reward, score or advantage: the variance of a large group stays finite in float32
+LOWEST_LOGPROB = -104.0  # of a sampled token: float32 has no smaller probability, so -9999 is not a log-prob
+_LARGEST_FLOAT32 = 3.4028234e38
+
+
+def reward_problem(value: float) -> str | None:
+    """Return why a reward, score or advantage can't be trained on; None if it can."""
+    if not math.isfinite(value):
+        return f"{value}"
+    if abs(value) > _LARGEST_FLOAT32:
+        return f"{value:.0e} is infinite in float32"
+    if abs(value) > LARGEST:
+        return f"{value:.0e} is beyond {LARGEST:.0e}, where the variance of a group overflows float32"
+    return None
+
+
+def is_logprob(value: float) -> bool:
+    """Return whether a number can be the log-prob of a sampled token; a positive rounding error is allowed."""
+    return LOWEST_LOGPROB <= value <= 1e-3
