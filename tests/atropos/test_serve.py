@@ -117,7 +117,8 @@ def test_with_the_lora_bridge_completions_come_from_the_adapter(make_run) -> Non
     assert environment.server.servers[0].config.model_name == "grpo-adapter"
 
 
-def test_an_environment_of_others_gets_the_runs_server_and_our_defaults(make_run) -> None:
+def test_an_environment_of_others_gets_the_runs_server_and_keeps_its_values(make_run, tokenizer_name, capsys) -> None:
+    """S7: each value that the run changes is printed with its reason."""
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     environment = made(make_run(
         atropos_environment=f"{FILE}:Count", atropos_environment_args={"begin": 5, "max_batches_offpolicy": 1},
@@ -126,8 +127,16 @@ def test_an_environment_of_others_gets_the_runs_server_and_our_defaults(make_run
     config = environment.config
     assert type(environment.server.servers[0]) is RunServer and environment.tokenizer.chat_template == template
     assert (config.begin, config.temperature, config.group_size, config.wandb_name) == (5, 0.7, 2, "count")
-    assert (config.use_wandb, config.steps_per_eval, config.ensure_scores_are_not_same) == (False, 0, False)
-    assert config.max_batches_offpolicy == 1 and config.total_steps > 10**9
+    assert (config.steps_per_eval, config.ensure_scores_are_not_same, config.include_messages) == (100, True, False)
+    assert config.max_batches_offpolicy == 1 and config.total_steps > 10**9 and not config.use_wandb
+    said = capsys.readouterr().out.splitlines()
+    lines = [line.partition("environment count: ")[2] for line in said if "environment count: " in line]
+    assert {line.split()[0] for line in lines} == {
+        "group_size", "max_token_length", "tokenizer_name", "rollout_server_url", "temperature", "total_steps",
+        "use_wandb", "wandb_name",
+    }  # fmt: skip
+    assert "group_size 4 -> 2: num_generations of the recipe" in lines
+    assert "total_steps 1000 -> 1000000000000: an environment runs until the training ends" in lines
 
 
 def test_the_runs_copy_of_a_users_file_is_what_runs(make_run, tmp_path) -> None:
@@ -137,6 +146,48 @@ def test_the_runs_copy_of_a_users_file_is_what_runs(make_run, tmp_path) -> None:
     copy_source(f"{file}:Count", run / "rewards")
     file.write_text("raise SystemExit('changed since the run began')")
     assert type(made(run)).__name__ == "Count"
+
+
+def test_every_field_that_a_run_may_change_has_a_reason_and_ours_change_none(make_run, capsys) -> None:
+    """S7: an environment of ours has no values of another author."""
+    changed = set(serve._OWNED) - {"batch_size"} | {"seed", "max_tokens", "system_prompt", "wandb_name"}
+    assert changed | {"group_size", "total_steps", "use_wandb", "max_batches_offpolicy"} == set(serve._REASONS)
+    made(make_run(atropos_environment="arithmetic", temperature=0.5, system_prompt="hello"))
+    assert " -> " not in capsys.readouterr().out
+
+
+def test_an_environment_that_would_never_begin_begins_and_arguments_win(make_run, capsys) -> None:
+    base = serve.load_environment(f"{FILE}:Count").config_init()[0]
+    assert serve._needed(base.model_copy(update={"max_batches_offpolicy": 0}))["max_batches_offpolicy"] == 1
+    args = {"total_steps": 120, "steps_per_eval": 20}
+    config = made(make_run(atropos_environment=f"{FILE}:Count", atropos_environment_args=args)).config
+    assert (config.total_steps, config.steps_per_eval) == (120, 20)
+    assert "total_steps" not in capsys.readouterr().out
+
+
+def test_what_an_environment_logs_is_kept_in_the_run_directory(make_run) -> None:
+    """S7: with W&B off in its process, the results of ``evaluate`` were lost."""
+    run = make_run(atropos_environment=f"{FILE}:Logs")
+    environment = made(run)
+    environment.curr_step = 4
+    asyncio.run(environment.wandb_log())
+    (row,) = map(json.loads, (run / "environment-logs.jsonl").read_text().splitlines())
+    assert (row["step"], row["eval/percent_correct"]) == (4, 0.5)
+
+
+def test_a_request_gets_at_most_max_completion_length_and_the_first_is_printed(make_run, vllm, capsys) -> None:
+    """S7: also of requests that are not trained on, which vLLM would refuse at the length of a whole sequence."""
+    environment = made(make_run(atropos_environment="arithmetic"), server=vllm.url)
+    (server,) = environment.server.servers
+
+    async def ask() -> None:
+        for most in (24, 4, 99):
+            await server.chat_completion(messages=[{"role": "user", "content": "1+1="}], n=1, max_tokens=most)
+        await server.chat_completion(messages=[{"role": "user", "content": "1+1="}], n=1)
+
+    asyncio.run(ask())
+    assert [request["max_tokens"] for request in vllm.asked] == [8, 4, 8, 8]
+    assert capsys.readouterr().out.count("more tokens than max_completion_length, the first for 24, get 8") == 1
 
 
 @pytest.mark.parametrize(
@@ -179,8 +230,7 @@ def test_trajectories_that_are_collected_one_by_one_keep_their_log_probs(make_ru
     plain = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     assert group["generation_params"] == {**plain, "temperature": 0.9, "policy_version": 6, "environment": "count"}
     assert problem_of(Group.of_wire(group), size=2, longest=24, vocabulary=len(TOKENIZER)) is None
-    # It asks for as many tokens as a whole sequence may have, which vLLM would refuse.
-    assert {one["max_tokens"] for one in vllm.asked} == {24 - len(vllm.asked[0]["prompt"])}
+    assert {one["max_tokens"] for one in vllm.asked} == {8}  # S7: the recipe's max_completion_length
 
 
 def test_what_an_environment_says_of_its_groups_stays(make_run, vllm) -> None:

@@ -32,6 +32,7 @@ from atroposlib.envs.server_handling.server_baseline import AsyncSemWithAdaptive
 from pydantic import BaseModel, ValidationError
 from tenacity import RetryError
 
+from grpo_recipes.atropos.access import ENDLESS
 from grpo_recipes.atropos.environments import (
     ENVIRONMENT,
     ArithmeticEnv,
@@ -40,6 +41,7 @@ from grpo_recipes.atropos.environments import (
     RecipeEnv,
     RecipeEnvConfig,
 )  # fmt: skip
+from grpo_recipes.atropos.recorded import metrics_file, recorded
 from grpo_recipes.atropos.server import (
     PLAIN,
     PromptTooLong,
@@ -74,11 +76,25 @@ _OWNED = {
     "temperature": "temperature",
     "tokenizer_name": "model_name_or_path",
 }
-# Defaults of ours that every environment gets: its own are for runs that it rules itself.
-_DEFAULTS = (
-    "use_wandb", "ensure_scores_are_not_same", "include_messages", "steps_per_eval", "total_steps",
-    "max_batches_offpolicy",
-)  # fmt: skip
+# Why a run changes a field of an environment that is not ours. All other fields keep the environment's values.
+_REASONS = {
+    "chat_template": "chat_template of the recipe",
+    "chat_template_kwargs": "chat_template_kwargs of the recipe",
+    "group_size": "num_generations of the recipe",
+    "inference_weight": "the weight of the environment in the recipe",
+    "max_batches_offpolicy": "below 1 it would never start a group",
+    "max_token_length": "max_prompt_length and max_completion_length of the recipe",
+    "max_tokens": "max_completion_length of the recipe",
+    "min_batch_allocation": "the min_allocation of the environment in the recipe",
+    "rollout_server_url": "the run-api of the run",
+    "seed": "seed of the recipe",
+    "system_prompt": "system_prompt of the recipe",
+    "temperature": "temperature of the recipe",
+    "tokenizer_name": "the model of the run",
+    "total_steps": "an environment runs until the training ends",
+    "use_wandb": "the trainer reports to W&B; metrics of the environment go to a file of the run directory",
+    "wandb_name": "the name of the environment in the run",
+}
 # Of a trajectory, beside tokens, masks and scores.
 _OF_ROWS = ("inference_logprobs", "advantages", "ref_logprobs", "messages", "images")
 _MOST_FAILURES = 24  # groups in a row
@@ -117,19 +133,22 @@ def made(run: Path, index: int, api_url: str, server_url: str) -> Any:
     kind = load_environment(entry.id, copies)
     plan = Run(run).plan
     config = configured(kind, entry, recipe, str(plan["model"]), api_url, label)
+    for line in changes(kind.config_init()[0], config, entry.args):
+        say(f"environment {label}: {line}")
     server = RunServerConfig(
         base_url=f"{server_url.rstrip('/')}/v1",
         model_name=ADAPTER if plan["bridge"] == "lora" else os.environ["GRPO_RUN"],
         tokenizer_name=str(plan["model"]),
         timeout=int(recipe["server_request_timeout"]),
         longest=config.max_token_length,
+        longest_completion=recipe["max_completion_length"],
         sampling={key: recipe[key] for key in PLAIN if recipe[key] is not None},
         patience=plan["server_timeout"] + recipe["server_stall_timeout"] + _MARGIN_SECONDS,
     )
     if issubclass(kind, DatasetEnv):
         kind.copies, kind.fetched = copies, staticmethod(fetched_sets(run))
     kind.server_cls = RunServer
-    environment = kind(config, [server], slurm=False, testing=False)
+    environment = recorded(kind, metrics_file(run, label))(config, [server], slurm=False, testing=False)
     if recipe["chat_template"] is not None:
         environment.tokenizer.chat_template = recipe["chat_template"]
     watched(environment, label)
@@ -169,7 +188,7 @@ def environment_problems(
         kind = load_environment(spec, copies)
         base = kind.config_init()[0]
         check_arguments(type(base), args)
-        config = _filled(base, {**_defaults(base), **args})
+        config = _filled(base, {**_needed(base), **args})
         if issubclass(kind, RecipeEnv):
             kind.look(config, copies, fetched)
     except ConfigError as error:
@@ -183,7 +202,7 @@ def environment_problems(
 def configured(
     kind: type[BaseEnv], entry: AtroposEnvironment, recipe: Recipe, model: str, api_url: str, label: str
 ) -> Any:
-    """Return the configuration of an environment: its own, then the recipe's values, then its arguments, then ours."""
+    """Return the configuration of an environment: its own values, except those that the run or its arguments set."""
     base = kind.config_init()[0]
     fields = type(base).model_fields
     check_arguments(type(base), entry.args)
@@ -200,8 +219,16 @@ def configured(
         "chat_template": recipe["chat_template"],
         "chat_template_kwargs": recipe["chat_template_kwargs"],
     }
-    values = {**_defaults(base), "wandb_name": label, **given, **entry.args, **owned}
+    values = {**_needed(base), "wandb_name": label, **given, **entry.args, **owned}
     return _filled(base, {name: value for name, value in values.items() if name in fields or name in entry.args})
+
+
+def changes_of(recipe: Recipe, index: int) -> list[str]:
+    """Return the values that a run of this recipe would change in its INDEX-th environment, as ``changes`` does."""
+    entry, label = atropos_environments(recipe.__getitem__)[index], atropos_labels(recipe.__getitem__)[index]
+    kind, model = load_environment(entry.id), recipe["model_name_or_path"]
+    config = configured(kind, entry, recipe, model, recipe["atropos_api_url"] or "of the launch", label)
+    return changes(kind.config_init()[0], config, entry.args)
 
 
 def longest(recipe: Recipe) -> int:
@@ -226,10 +253,25 @@ def check_arguments(config: type[BaseModel], args: Collection[str]) -> None:
         raise ConfigError(*problems)
 
 
-def _defaults(base: BaseModel) -> dict[str, Any]:
-    """Return ours of an environment that is not of ours."""
-    ours = RecipeEnvConfig.model_fields
-    return {} if isinstance(base, RecipeEnvConfig) else {name: ours[name].default for name in _DEFAULTS}
+def _needed(base: Any) -> dict[str, Any]:
+    """Return the values without which an environment could not be part of a run; its arguments still win."""
+    needed: dict[str, Any] = {"total_steps": max(base.total_steps, ENDLESS), "use_wandb": False}
+    return needed if base.max_batches_offpolicy > 0 else {**needed, "max_batches_offpolicy": 1}
+
+
+def changes(base: BaseModel, config: BaseModel, args: Collection[str]) -> list[str]:
+    """Return a line for each value of an environment's author that the run changes: field, old, new and reason.
+
+    Arguments of the recipe are left out, and so are defaults of ours.
+    """
+    defaults = {name: field.default for name, field in RecipeEnvConfig.model_fields.items()}
+    ours = defaults if isinstance(base, RecipeEnvConfig) else {}
+    lines = []
+    for name, old in base.model_dump().items():
+        new = getattr(config, name)
+        if new != old and name not in args and not (name in ours and ours[name] == old):
+            lines.append(f"{name} {old!r} -> {new!r}: {_REASONS[name]}")
+    return lines
 
 
 def _filled(base: BaseModel, values: Mapping[str, Any]) -> Any:

@@ -76,6 +76,7 @@ class RunServerConfig(APIServerConfig):
     base_url: str = "http://localhost:9001/v1"
     health_check: bool = False  # requests wait for the server by themselves
     longest: int | None = Field(None, description="Most tokens of a prompt with its completion.")
+    longest_completion: int | None = Field(None, description="Most tokens of a completion.")
     sampling: dict[str, Any] = Field({}, description="Sampling parameters of requests that do not give them.")
     patience: float = Field(1800.0, description="Seconds for which a server that is lost is asked again.")
 
@@ -137,6 +138,7 @@ class RunServer(APIServer):
         )  # fmt: skip
         self._lost_since: float | None = None  # time.monotonic
         self._synced = False  # whether an answer named the policy it is of
+        self._lowers = False  # whether a request for too many tokens was printed
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -192,10 +194,20 @@ class RunServer(APIServer):
         return prompt, list(ids), list(logprobs), list(reasons)
 
     def _body(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the JSON of a request with all sampling parameters, those that were given before others."""
+        """Return the JSON of a request with all sampling parameters; those that were given win.
+
+        ``max_tokens`` is at most ``longest_completion``; the first request that asks for more is printed.
+        """
         extra = given.pop("extra_body", None) or {}
-        named = {_NAMES.get(name, name): value for name, value in given.items() if value is not None}
-        return {**PLAIN, **self.config.sampling, **named, **extra, "model": self.config.model_name}
+        named = {_NAMES.get(name, name): value for name, value in {**given, **extra}.items() if value is not None}
+        body = {**PLAIN, **self.config.sampling, **named, "model": self.config.model_name}
+        most, asked = self.config.longest_completion, body.get("max_tokens")
+        if most is not None and (asked is None or asked > most):
+            body["max_tokens"] = most
+            if asked is not None and not self._lowers:
+                self._lowers = True
+                say(f"requests for more tokens than max_completion_length, the first for {asked}, get {most}")
+        return body
 
     def _authorization(self) -> dict[str, str]:
         file = os.environ.get("GRPO_TOKEN_FILE")

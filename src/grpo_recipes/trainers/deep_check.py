@@ -126,7 +126,8 @@ def _episodes(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list
 
 def _groups(recipe: Recipe, sources: Assets) -> list[str]:
     """Load each environment of Atropos, with its arguments and its dataset; what it sends is seen in a run alone."""
-    from grpo_recipes.atropos.serve import environment_problems  # needs a package that no other recipe does
+    # Needs a package that no other recipe does.
+    from grpo_recipes.atropos.serve import changes_of, environment_problems
 
     found = atropos_environments(recipe.__getitem__)
     places = [place(recipe, index) for index in range(len(found))]
@@ -136,7 +137,11 @@ def _groups(recipe: Recipe, sources: Assets) -> list[str]:
     ]
     if any(checked):
         raise ConfigError(*[problem for problems in checked for problem in problems])
-    return [f"groups     of {one.id}: it loads, and takes its arguments" for one in found]
+    seen = []
+    for index, one in enumerate(found):
+        seen.append(f"groups     of {one.id}: it loads, and takes its arguments")
+        seen += [f"groups     of {one.id}: the run changes {change}" for change in changes_of(recipe, index)]
+    return seen
 
 
 def _play(recipe: Recipe, index: int) -> tuple[list[Turn], list[str]]:

@@ -45,6 +45,13 @@ class Own(Count):
         return [{**group, "generation_params": {"temperature": 0.1}}, None], [{"number": 9}]
 
 
+class Logs(Count):
+    """Logs what its ``evaluate`` found, as environments do."""
+
+    async def wandb_log(self, wandb_metrics=None):
+        await super().wandb_log({**(wandb_metrics or {}), "eval/percent_correct": 0.5})
+
+
 class Broken(Count):
     async def collect_trajectory(self, item):
         raise ZeroDivisionError("a fault of its own")
