@@ -375,7 +375,8 @@ def test_the_newest_groups_are_taken_and_the_others_kept_until_they_are_too_old(
     keys = {**TAKE, "max_staleness": 2}
     assert [one.policy_version for one in client.take(1, **{**keys, "current": 7})] == [7]
     assert client.counts == {
-        "batches": 1, "groups": 4, "rejected": 0, "stale": 1, "lost_batches": 0, "unknown_version": 0,
+        "batches": 1, "groups": 4, "rejected": 0, "stale": 1, "lost_batches": 0, "stolen_batches": 0,
+        "unknown_version": 0,
     }  # fmt: skip
     assert [one.policy_version for one in client.take(1, **{**keys, "current": 8})] == [6]
     client.post([of_version(version) for version in (9, 9, 8, 8)])
@@ -466,6 +467,63 @@ def test_a_dead_environment_with_a_least_share_is_reported(api: RunApi, connect:
     lines = diagnosed(client)
     assert f"  environment {dead}: no group of it ever came, 0 of its groups in the queue" in lines
     assert lines[0].endswith(f"with a least share and no groups stops every batch: perhaps {dead}")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ([3, 2, 2, 2, 2], "groups of 2 and of 3 sequences do not pack"),
+        ([16, 8, 8], "a group of 16 sequences does not fit into a batch of 8"),
+        ([3, 3, 3], "batches of 8 sequences are not a multiple of groups of 3"),
+    ],
+)
+def test_groups_of_no_environment_are_diagnosed_by_all_their_sizes(
+    api: RunApi, connect: Client, sizes: list[int], why: str
+) -> None:
+    """M10: run-api shows the largest size to environments only, and none has joined."""
+    client = connect({"batch_size": 8}, max_wait=0.2)
+    client.post([group(size) for size in sizes])
+    first, *lines = diagnosed(client)
+    assert first.startswith(f"Maximum wait time (0.2s) exceeded: deadlock, since {why}")
+    assert f"  groups without an env_id: {len(sizes)} in the queue" in lines
+    assert not any("no group ever came" in line for line in lines)
+
+
+def test_groups_without_an_env_id_wait_for_ever_next_to_a_least_share(api: RunApi, connect: Client) -> None:
+    """M10: the diagnosis blamed the environment with the least share."""
+    client = connect({"batch_size": 4}, max_wait=0.2)
+    sharing = api.register_env(group_size=2, min_batch_allocation=0.25)
+    client.post([group(2) for _ in range(4)])
+    first, *lines = diagnosed(client)
+    assert first.endswith("while an environment has a min_allocation, run-api hands out no group without an env_id")
+    assert f"  environment {sharing}: no group of it ever came, 0 of its groups in the queue" in lines
+
+
+def test_batches_that_another_client_took_are_counted_and_said(api: RunApi, connect: Client, said: list[str]) -> None:
+    """M10: run-api counts each batch that it packs, and at an empty queue each of them went to a client."""
+    client = connect()
+    client.post([group(2) for _ in range(8)])
+    client.next_batch()
+    assert client.counts["stolen_batches"] == 0
+    assert api.get("/batch").json()["batch"] and api.get("/batch").json()["batch"]
+    client.next_batch()
+    client.post([group(2)])
+    for _ in range(2):
+        assert client._poll() is None
+    assert client.counts["stolen_batches"] == 2
+    assert [line for line in said if "another client" in line] == [
+        f"another client of run-api at {api.url} took 2 batches of this training. Fix: give each trainer its own "
+        "run-api"
+    ]
+
+
+def test_all_groups_that_wait_for_the_trainer_are_counted(api: RunApi, connect: Client) -> None:
+    """M10: /status leaves out the batches that run-api has packed already."""
+    client = connect()
+    client.post([group(2) for _ in range(11)])  # five batches of two groups, and one group
+    assert client.waiting(2) == 11
+    client.next_batch()
+    assert client.status()["queue_size"] == 1 and client.waiting(2) == 9
 
 
 def test_no_environment_at_all_is_said(connect: Client) -> None:

@@ -196,11 +196,10 @@ GONE = {
     "--init-method env://": _DISTRIBUTED,
     "--num-inference-nodes 0": _DISTRIBUTED,
     "--port 9001": "write --vllm-port for the server, or --atropos_port for run-api",
-    "--max-lora-rank 32": "remove it; the server has room for --lora-r",
 }
 # Flags that are tested by a test of their own.
 ELSEWHERE = {"--device", "--log-dir", "--single-copy", "--vllm-config-path", "--debug-loading", "--enable-lora",
-    "--enforce-eager"}  # fmt: skip
+    "--max-lora-rank", "--enforce-eager"}  # fmt: skip
 
 
 @pytest.mark.parametrize(("flag", "keys"), CHANGES, ids=lambda one: str(one)[:50])
@@ -290,6 +289,21 @@ def test_single_copy_is_shared_vllm() -> None:
     assert recipe_of(door)["weight_sync"] == "shared"
     assert "--single-copy is --weight-bridge-mode shared_vllm" in door.notes
     assert resolved("--single-copy", "--weight-bridge-mode", "shared_vllm")["weight_sync"] == "shared"
+
+
+def test_room_for_adapters_must_be_enough_and_changes_nothing() -> None:
+    """M10: the guide's server has --max-lora-rank 32 and its trainer --lora-r 16."""
+    door = read(*NEEDED, *LORA, "--max-lora-rank", "32", "--lora-r", "16")
+    assert recipe_of(door)["lora_r"] == 16
+    assert "--max-lora-rank 32 changes nothing: the server has room for --lora-r 16" in door.notes
+    assert refused(*NEEDED, *LORA, "--max-lora-rank", "8") == [
+        "--max-lora-rank: is 8, below --lora-r 16. Fix: write --max-lora-rank 16, or leave it out"
+    ]
+    assert refused(*NEEDED, "--max-lora-rank", "32") == [
+        "--max-lora-rank: does nothing with --weight-bridge-mode none. Fix: write --weight-bridge-mode lora_only, or "
+        "leave it out"
+    ]
+    assert "whole number" in refused(*NEEDED, *LORA, "--max-lora-rank", "x")[0]
 
 
 def test_flags_of_their_server_say_what_happens_anyway_or_are_refused(machine, monkeypatch, tmp_path) -> None:

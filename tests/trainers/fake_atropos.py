@@ -19,7 +19,8 @@ class ScriptedClient:
 
     def __init__(self, make: Callable[[int], list[Group] | None], stopped: Callable[[], bool] = lambda: False):
         self._make, self._stopped = make, stopped
-        self.counts = dict.fromkeys(("batches", "groups", "rejected", "stale", "lost_batches", "unknown_version"), 0)
+        names = "batches groups rejected stale lost_batches stolen_batches unknown_version"
+        self.counts = dict.fromkeys(names.split(), 0)
         self.seconds = {"/batch": 0.25}
         self.asked: list[dict[str, Any]] = []
 
@@ -35,6 +36,6 @@ class ScriptedClient:
         self.counts["batches"] += 1
         return found
 
-    def status(self) -> dict[str, int]:
+    def waiting(self, size: int) -> int:
         """Say that three groups wait."""
-        return {"current_step": 0, "queue_size": 3}
+        return 3

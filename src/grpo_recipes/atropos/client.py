@@ -76,7 +76,7 @@ class AtroposClient:
 
     Attributes:
         counts: batches and groups that were handed out, groups that were rejected, stale, or of an unknown policy
-            version, and batches that run-api may have handed out to nobody.
+            version, batches that run-api may have handed out to nobody, and batches that another client took.
         last_seen: when the last group of each environment came, by ``env_id``, as ``time.monotonic`` says.
         seconds: of the last request to each path.
     """
@@ -115,7 +115,9 @@ class AtroposClient:
         )
         self.url, self.seconds = self._api.url, self._api.seconds
         self._max_wait, self._say, self.diagnose, self._likely = max_wait, say, diagnose, likely
-        self.counts = dict.fromkeys(("batches", "groups", "rejected", "stale", "lost_batches", "unknown_version"), 0)
+        self.counts = dict.fromkeys(
+            ("batches", "groups", "rejected", "stale", "lost_batches", "stolen_batches", "unknown_version"), 0
+        )
         self.last_seen: dict[int | None, float] = {}
         self._registration: Registration | None = None
         self._early: list[list[Group]] = []  # batches that came before anybody waited for one
@@ -248,6 +250,7 @@ class AtroposClient:
         if content.get("status") == "error":
             raise self._forgotten(str(content.get("message")))
         if content["batch"] is None:
+            self._count_stolen()
             return None
         with translate(ValueError, lambda error: AtroposError(f"run-api at {self.url} handed out {error}")):
             groups = [Group.of_wire(plain) for plain in content["batch"]]
@@ -264,6 +267,35 @@ class AtroposClient:
         self._say(
             f"Successfully retrieved batch with {len(groups)} items ({len(groups)} groups, {sequences} sequences)"
         )
+
+    def _count_stolen(self) -> None:
+        """Count the batches that another client of run-api took.
+
+        Call this after ``/batch`` had none: then run-api holds no packed batch, so each batch that ``current_step``
+        counts went to a client.
+        """
+        packed, _ = self._api.look("/status")
+        if self._registration is None or "current_step" not in packed:
+            return
+        ours = self.counts["batches"] + self.counts["lost_batches"] + self.counts["stolen_batches"]
+        stolen = int(packed["current_step"]) - self._registration.starting_step - ours
+        if stolen > 0:
+            self.counts["stolen_batches"] += stolen
+            self._say(
+                f"another client of run-api at {self.url} took {stolen} batches of this training. Fix: give each "
+                "trainer its own run-api"
+            )
+
+    def waiting(self, size: int) -> int:
+        """Return the groups of ``size`` that wait for this trainer: queued or packed at run-api, and kept here."""
+        status = self.status()
+        waiting = int(status["queue_size"]) + len(self._kept)
+        if self._registration is not None:
+            ours = self.counts["batches"] + self.counts["lost_batches"] + self.counts["stolen_batches"]
+            packed = int(status["current_step"]) - self._registration.starting_step - ours
+            waiting += max(0, packed) * self._registration.batch_size // size
+            waiting += sum(len(batch) for batch in self._early)
+        return waiting
 
     def _lose(self, why: str) -> None:
         self.counts["lost_batches"] += 1

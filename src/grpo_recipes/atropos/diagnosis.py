@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
-from grpo_recipes.atropos.connection import Connection
+from grpo_recipes.atropos.connection import AtroposError, Connection
 from grpo_recipes.recipe.packing import foreseen_deadlock
 
 _MOST_ENVIRONMENTS = 64  # that are asked for
 _DEADLOCK = "deadlock"
+# Asks for the largest group in the queue; its weight leaves the shares of the others as they are.
+_OBSERVER = {"max_token_length": 1, "desired_name": "diagnosis", "weight": 1e-6, "group_size": 1}
 _BUFFER = (
     "the queue is empty; a group of another size than its environment registered waits, out of sight, until others "
     "complete that size"
@@ -34,9 +37,10 @@ def diagnosis(
     info, no_info = connection.look("/info")
     environments = _environments(connection)
     queued = int(status.get("queue_size", 0))
-    found = {*sizes, *(_queued_sizes(connection, environments) if queued else ())}
-    packing = _packing(queued, batch_size or int(info.get("batch_size", -1)), found, environments)
-    seen = _seen(environments, last_seen)
+    found = {*sizes, *(_queued_sizes(connection) if queued else ())}
+    nameless = _without_id(connection, queued, environments)
+    packing = _packing(queued, batch_size or int(info.get("batch_size", -1)), found, environments, nameless)
+    seen = _seen(environments, last_seen, nameless)
     # Where nothing is queued, who has sent nothing says more than the queue.
     reason = packing if queued or packing.startswith(_DEADLOCK) else "; ".join(seen)
     lines = [f"/status of run-api at {connection.url}: {status}", f"/info: {info or no_info}", *seen]
@@ -54,15 +58,34 @@ def _environments(connection: Connection) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _queued_sizes(connection: Connection, environments: Mapping[int, Mapping[str, Any]]) -> set[int]:
-    """Return the sizes of queued groups that run-api shows: the latest one's, and the largest."""
+def _queued_sizes(connection: Connection) -> set[int]:
+    """Return the sizes of queued groups that run-api shows: the size of the latest group, and the largest size.
+
+    run-api shows the largest size only to an environment. So an environment of no weight joins for the question.
+    """
     latest, _ = connection.look("/latest_example")
-    sizes = {int(one["max_group_size"]) for one in environments.values() if "max_group_size" in one}
-    return sizes | ({len(latest["tokens"])} if latest.get("tokens") else set())
+    sizes = {len(latest["tokens"])} if latest.get("tokens") else set()
+    with suppress(AtroposError):
+        env_id = connection.ask("POST", "/register-env", _OBSERVER, repeat=False).get("env_id")
+        if env_id is not None:
+            shown, _ = connection.look("/status-env", {"env_id": env_id})
+            connection.ask("POST", "/disconnect-env", {"env_id": env_id}, repeat=False)
+            sizes |= {int(shown["max_group_size"])} if "max_group_size" in shown else set()
+    return sizes
 
 
-def _seen(environments: Mapping[int, Mapping[str, Any]], last_seen: Mapping[int | None, float]) -> list[str]:
-    """Return when each environment was last seen, and what it has in the queue."""
+def _without_id(connection: Connection, queued: int, environments: Mapping[int, Mapping[str, Any]]) -> int:
+    """Return how many queued groups belong to no environment: those that the environments do not count as theirs."""
+    latest, _ = connection.look("/latest_example") if queued else ({}, "")
+    theirs = sum(int(environment.get("self_queue_size", 0)) for environment in environments.values())
+    known = not environments or latest.get("env_id") not in environments
+    return max(0, queued - theirs) if known and latest.get("tokens") else 0
+
+
+def _seen(
+    environments: Mapping[int, Mapping[str, Any]], last_seen: Mapping[int | None, float], nameless: int
+) -> list[str]:
+    """Return when each environment was last seen, and how many groups it has in the queue."""
     now = time.monotonic()
     lines = []
     for env_id in [*environments, *(one for one in last_seen if one not in environments)]:
@@ -70,11 +93,13 @@ def _seen(environments: Mapping[int, Mapping[str, Any]], last_seen: Mapping[int 
         queued = environments.get(env_id, {}).get("self_queue_size") if env_id is not None else None
         beside = "" if queued is None else f", {queued} of its groups in the queue"
         lines.append(f"environment {'without an id' if env_id is None else env_id}: {seen}{beside}")
+    if nameless:
+        lines.append(f"groups without an env_id: {nameless} in the queue")
     return lines or ["no environment has joined, and no group ever came"]
 
 
 def _packing(
-    queued: int, batch_size: int, sizes: Collection[int], environments: Mapping[int, Mapping[str, Any]]
+    queued: int, batch_size: int, sizes: Collection[int], environments: Mapping[int, Mapping[str, Any]], nameless: int
 ) -> str:
     """Return what run-api's packing rule makes of the queue."""
     if batch_size > 0 and (why := foreseen_deadlock(batch_size, sorted(sizes))):
@@ -85,6 +110,8 @@ def _packing(
     line = f"the groups in the queue ({queued}{of_sizes}) do not fill a batch of {batch_size} sequences"
     shares = any(one.get("unallocated_fraction", 1.0) < 1.0 for one in environments.values())
     lacking = [str(index) for index, one in environments.items() if not one.get("self_queue_size")]
+    if shares and nameless:
+        return f"{line}; while an environment has a min_allocation, run-api hands out no group without an env_id"
     if shares and lacking:
         line += f"; an environment with a least share and no groups stops every batch: perhaps {', '.join(lacking)}"
     return line

@@ -49,6 +49,17 @@ def atropos_line(recipe: Recipe, plan: Plan) -> str | None:
     return f"{', '.join(names) or 'environments of yours'}; {batch}, {stale}; run-api{own} at {url}"
 
 
+def restart_note(recipe: Recipe) -> str:
+    """Return what weight_sync: restart costs a run with Atropos."""
+    stale = recipe["atropos_max_staleness"]
+    old = "of any age" if stale is None else f"up to {stale} steps old"
+    return (
+        "weight_sync: restart starts a new server after each generation, which takes about a minute, and the trainer "
+        f"still takes groups {old} that wait at run-api. weight_sync: file takes under a second; "
+        "atropos_max_staleness: 0 takes only new groups"
+    )
+
+
 def admits_environments(recipe: Recipe) -> bool:
     """Return whether environments that the user starts in other terminals may sample from the run's server."""
     return uses_atropos(recipe.__getitem__) and not starts_run_api(recipe.__getitem__)

@@ -17,6 +17,7 @@ import yaml
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
+from grpo_recipes.plan.atropos import restart_note
 from grpo_recipes.plan.commands import gpu_share, with_processes
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.estimates import DEFAULT_SEQUENCES, GIB, UnknownShape, Workload, needs
@@ -155,6 +156,8 @@ def _notes(
         yield "an episode of full turns ends unfinished: max_completion_length leaves no token for what is said between"
     if recipe["overlap_generation"]:
         yield OFF_POLICY
+    if plan.bridge == "restart" and uses_atropos(recipe.__getitem__):
+        yield restart_note(recipe)
     if limit := maxent.limit_of(recipe):
         yield limit
     if plan.unused_gpus:

@@ -56,6 +56,8 @@ METRICS = {
         Metric("Groups rejected", "malformed or too long", smooth=False, compared=False, unit="groups"),
     "atropos/lost_batches":
         Metric("Batches lost", "that run-api could not send", smooth=False, compared=False, unit="batches"),
+    "atropos/stolen_batches":
+        Metric("Batches stolen", "that another client took", smooth=False, compared=False, unit="batches"),
     "atropos/batches_per_minute": Metric("Batches from run-api", "as they come", compared=False, unit="per minute"),
     "atropos/tokens_per_second":
         Metric("Tokens from run-api", "of the groups that are trained on", compared=False, unit="per second"),

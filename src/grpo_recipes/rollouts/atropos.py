@@ -38,7 +38,12 @@ from grpo_recipes.weights.transport import QUICK_SECONDS, ServerError
 
 _Found = TypeVar("_Found")
 _LOGGED = ("run-api", "server", "environment-")  # roles of processes whose logs may say why no groups come
-_COUNTED = ("rejected", "stale", "lost_batches")  # of the client's counts, those that are metrics of a step
+_COUNTED = (
+    "rejected",
+    "stale",
+    "lost_batches",
+    "stolen_batches",
+)  # of the client's counts, those that are metrics of a step
 _LEAST_SPREAD = 1e-4  # below it advantages are taken to be equal, and not divided by it
 # Ways to sample that change log-probs -> their values that do not.
 _PLAIN: dict[str, tuple[float, ...]] = {name: (value,) for name, value in NEUTRAL_SAMPLING.items()}
@@ -217,7 +222,7 @@ class AtroposRollouts(Source):
                 "atropos/api_seconds": client.seconds["/batch"],
                 "atropos/batches_per_minute": counted["batches"] / minutes,
                 "atropos/tokens_per_second": tokens / minutes / 60,
-                "atropos/queue": float(client.status()["queue_size"]),
+                "atropos/queue": float(client.waiting(size)),
                 **{f"atropos/{name}": float(counted[name]) for name in _COUNTED},
                 **_staleness(groups, step),
                 **self._by_environment(groups),

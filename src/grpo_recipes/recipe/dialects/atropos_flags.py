@@ -127,7 +127,8 @@ FLAGS: tuple[Flag, ...] = (
         switch=True),
     _flag("--enforce-eager", "of their server: refused on GPUs, where vLLM captures CUDA graphs; on CPU there are none",
         switch=True),
-    _refused("--max-lora-rank", "remove it; the server has room for --lora-r"),
+    _flag("--max-lora-rank", "of their server: at least --lora-r; changes nothing, the server has room for --lora-r",
+        modes=ADAPTERS),
 )
 
 # Flags of an Atropos environment, which is a process of its own there. Those that are keys of a recipe here, as the

@@ -235,6 +235,7 @@ def _is_local(url: str, port: Any) -> bool:
 def count(it: Translation, value: Callable[[str], Any], mode: str | None) -> None:
     """Translate what counts sequences, steps and GPUs; ``value`` looks up a key of the recipe as it is so far."""
     _sequences(it, value)
+    _room_for_adapters(it, value("lora_r"), mode)
     interval = it.whole(INTERVAL)
     if interval is not None and interval > 1:
         steps = value("gradient_accumulation_steps")
@@ -255,6 +256,20 @@ def count(it: Translation, value: Callable[[str], Any], mode: str | None) -> Non
             it.refuse("NUM_GPUS", f"{gpus} leaves no GPU to train on: the server has {parallel}", "export more")
         else:
             it.put("NUM_GPUS", num_processes=trainers)
+
+
+def _room_for_adapters(it: Translation, rank: Any, mode: str | None) -> None:
+    """Read --max-lora-rank: their server's room for adapters, which must be enough for --lora-r."""
+    name = "--max-lora-rank"
+    room = it.whole(name)
+    if room is None:
+        return
+    if mode is not None and mode not in ADAPTERS:
+        it.refuse(name, f"does nothing with {MODE} {mode}", f"write {MODE} {ADAPTERS[0]}, or leave it out")
+    elif isinstance(rank, int) and room < rank:
+        it.refuse(name, f"is {room}, below --lora-r {rank}", f"write {name} {rank}, or leave it out")
+    else:
+        it.notes.append(f"{name} {room} changes nothing: the server has room for --lora-r {rank}")
 
 
 def _sequences(it: Translation, value: Callable[[str], Any]) -> None:
