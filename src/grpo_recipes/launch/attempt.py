@@ -74,8 +74,11 @@ class Attempt:
         return self.plan.server_host, self.plan.ports.server, self.scratch.token.read_text()
 
     def move_server(self, port: int) -> None:
-        """Plan the next server on another port."""
+        """Plan the next server on another port; environments in other terminals must be started again."""
         self.plan = replace(self.plan, ports=replace(self.plan.ports, server=port))
+        self.serve_command = grant_access(self.recipe, self.plan, self.names)
+        if self.serve_command:
+            say(f"the server's URL changes; start your environments again with: {self.serve_command}")
 
     def renew_token(self) -> None:
         """Give the next server a token of its own, on every node."""
