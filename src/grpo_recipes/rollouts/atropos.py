@@ -38,12 +38,7 @@ from grpo_recipes.weights.transport import QUICK_SECONDS, ServerError
 
 _Found = TypeVar("_Found")
 _LOGGED = ("run-api", "server", "environment-")  # roles of processes whose logs may say why no groups come
-_COUNTED = (
-    "rejected",
-    "stale",
-    "lost_batches",
-    "stolen_batches",
-)  # of the client's counts, those that are metrics of a step
+_COUNTED = ("rejected", "stale", "lost_batches", "stolen_batches")  # the client's counts that are metrics of a step
 _LEAST_SPREAD = 1e-4  # below it advantages are taken to be equal, and not divided by it
 # Ways to sample that change log-probs -> their values that do not.
 _PLAIN: dict[str, tuple[float, ...]] = {name: (value,) for name, value in NEUTRAL_SAMPLING.items()}

@@ -283,7 +283,7 @@ def _row(entry: Entry, code: int | None) -> dict[str, Any]:
 
 def table(rows: Sequence[Mapping[str, Any]], at_once: int, resources: Resources) -> list[str]:
     """Return the table, its foot, and a line for each mode that did not complete."""
-    cells = [("mode", "status", "steps", "step s", "sync s", "syncs", "trainer GB", "save MB", "reward")]
+    cells = [("mode", "status", "steps", "step s", "sync s", "syncs", "mem GB", "save MB", "reward")]
     for row in rows:
         numbers, size = row["benchmark"] or {}, row["checkpoint_bytes"]
         peak = numbers.get("peak_gpu_memory_gb", numbers.get("peak_process_memory_gb"))
@@ -293,7 +293,8 @@ def table(rows: Sequence[Mapping[str, Any]], at_once: int, resources: Resources)
         known += [peak, None if size is None else size / 1e6, row["final_reward"]]
         cells.append((row["mode"], str(row["status"]), *(NOTHING if one is None else short(one) for one in known)))
     whose = "process (RSS)" if resources.device == "cpu" else "process on its GPU"
-    foot = [f"trainer: the peak of the first training {whose}, without the server's memory; save: a checkpoint"]
+    foot = [f"mem: the peak of the first training {whose}; save: a checkpoint"]
+    foot.append("mem leaves out the server, which has its own copy of the weights, except with shared_vllm")
     if resources.device == "cpu" and at_once > 1:
         foot.append(
             f"{at_once} modes shared {resources.cores} CPU cores: their times are longer than of one alone (--jobs 1)"
