@@ -12,6 +12,8 @@ import pytest
 from real_runs import Launch
 from test_resume import checkpoints
 
+from grpo_recipes.runs.rundir import read_json
+
 # Without a server: what is tried here is the same with one.
 ALONE = ("--use_vllm", "false", "--prompts_per_step", "2", "--num_generations", "4", "--max_steps", "100000")
 
@@ -44,6 +46,9 @@ def test_a_disk_that_fills_up_ends_the_run_and_costs_no_checkpoint(
 
     assert ended_within(run, 30) == 1, run.output
     assert "No space left on device" in run.output and "grpo: fix: grpo doctor shows which; make room" in run.output
+    summary = read_json(run.run_dir / "summary.json")
+    assert summary["status"] == "failed" and "No space left on device" in summary["cause"]
+    assert not [path for path in run.run_dir.rglob(".*") if path.is_file() and path.stat().st_size == 0]
     (small_disk / "filler").unlink()
     kept = checkpoints(run)
     assert kept

@@ -14,7 +14,7 @@ import pytest
 from rotation import ROTATES
 
 from grpo_recipes.launch import processes
-from grpo_recipes.launch.processes import Child, Ending, Group, tail, wait_for_ending
+from grpo_recipes.launch.processes import Child, Ending, Group, first_error, tail, wait_for_ending
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.secrets import MASK
@@ -199,3 +199,41 @@ def test_the_tail_of_a_log_has_the_users_own_lines_and_no_frames_of_libraries(tm
 def test_the_tail_of_a_missing_or_empty_log_is_empty(tmp_path):
     (tmp_path / "empty").touch()
     assert tail(tmp_path / "none") == tail(Path(tmp_path / "empty")) == ""
+
+
+TRACEBACK = """step 3
+WARNING: ImportError: no flash attention, which is fine
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "metrics.py", line 3, in append
+[rank0]:     lines.write(text)
+[rank0]: OSError: [Errno 28] No space left on device: 'runs/mine/metrics.jsonl'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+RuntimeError: cannot save
+"""
+ENGINE = """(APIServer pid=7) INFO 11-27 14:00:00 [api.py:1] started
+(EngineCore pid=9) WARNING 11-27 14:00:01 [x.py:2] KeyError: harmless
+(EngineCore pid=9) ERROR 11-27 14:00:02 [core.py:10] EngineCore encountered a fatal error.
+(EngineCore pid=9) ERROR 11-27 14:00:02 [core.py:10] Traceback (most recent call last):
+(EngineCore pid=9) ERROR 11-27 14:00:02 [core.py:10]   File "cpu_attn.py", line 3, in forward
+(EngineCore pid=9) ERROR 11-27 14:00:02 [core.py:10] ValueError: Unsupported head size 16
+(APIServer pid=7) ERROR 11-27 14:00:03 [async_llm.py:1] vllm.v1.engine.exceptions.EngineDeadError: EngineCore died
+(EngineCore pid=9) RuntimeError: leaked semaphore
+"""
+
+
+def test_the_first_error_of_a_log_is_found(tmp_path):
+    """R3, R8: not the last one, and not what another process says of it."""
+    log = tmp_path / "log"
+    log.write_text(TRACEBACK)
+    assert first_error(log) == "OSError: [Errno 28] No space left on device: 'runs/mine/metrics.jsonl'"
+    log.write_text("Traceback (most recent call last):\nValueError: of the process before\n" + ENGINE)
+    begins = log.read_text().index("(APIServer")
+    engine = processes._ENGINE_ERROR
+    assert first_error(log, begins, engine) == "ValueError: Unsupported head size 16"
+    killed = "".join(line for line in ENGINE.splitlines(keepends=True) if "(API" in line)
+    log.write_text(killed)
+    assert first_error(log, 0, engine) == "", "an engine that was killed says nothing"
+    assert first_error(tmp_path / "none") == ""

@@ -561,6 +561,16 @@ def test_the_bounds_of_one_role_are_not_anothers():
     assert ending.cause == f"{died.cause}; environment sums was started again 1 times already (server_restarts)"
 
 
+def test_an_engine_that_fails_before_the_first_step_is_not_started_again():
+    """R3: the next one would fail alike; after a step the error may be of that step."""
+    lost = replace(LOST, cause="the engine died: ValueError: x", error="ValueError: x")
+    ending = Restarts(2).after(lost, False)
+    assert ending.lost is None
+    assert ending.cause.startswith("the engine died: ValueError: x; before the first step, so the next one would fail")
+    assert Restarts(2, stepped=True).after(lost, False) is lost
+    assert Restarts(2).after(replace(lost, error=""), False).lost, "it was killed"
+
+
 def test_what_refuses_its_input_is_not_started_again_with_the_same():
     refused = Ending(2, "environment sums (pid 6) exited with code 2", lost=SERVER)
     assert Restarts(2).after(refused, stopping=False) == replace(refused, lost=None)

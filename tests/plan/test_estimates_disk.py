@@ -12,7 +12,8 @@ import yaml
 from grpo_recipes import cli
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError
 from grpo_recipes.plan.devices import environment_device
-from grpo_recipes.plan.estimates import UnknownShape, estimate_disk, in_gib, model_facts, need_room
+from grpo_recipes.plan.estimates import UnknownShape, estimate_disk, in_gib, model_facts
+from grpo_recipes.plan.room import need_room
 
 from .model_folders import SMALL, model_folder
 
@@ -87,7 +88,7 @@ def test_free_bytes_are_those_the_user_may_write(disk, tmp_path):
 
 
 def test_what_a_resumed_run_has_written_is_room(disk, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=10, f_frsize=100))
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=10, f_frsize=100, f_files=0))
     kept = tmp_path / "runs/one/checkpoints/checkpoint-2"
     kept.mkdir(parents=True)
     (kept / "weights").write_bytes(b"x" * 500)
@@ -96,7 +97,7 @@ def test_what_a_resumed_run_has_written_is_room(disk, tmp_path, monkeypatch):
 
 def test_the_limit_that_is_named_fits(disk, monkeypatch):
     free = 10 * 6 * P
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1))
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1, f_files=0))
     found = disk(save_total_limit=20)
     assert not found.fits
     named = yaml.safe_load(found.fix)
@@ -105,7 +106,7 @@ def test_the_limit_that_is_named_fits(disk, monkeypatch):
 
 
 def test_where_not_even_one_fits_another_folder_is_named(disk, monkeypatch):
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=9 * P, f_frsize=1))
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=9 * P, f_frsize=1, f_files=0))
     least = in_gib(2 * 6 * P + 2 * P)
     assert disk().fix == f"run_root: a folder with {least} GiB free, and save_total_limit: 1"
 
@@ -114,7 +115,7 @@ def test_a_run_that_cannot_fit_is_refused(read, planned, tmp_path, monkeypatch):
     recipe = read(model_name_or_path=model_folder(tmp_path / "model", SMALL), max_prompt_length=8)
     plan = planned(recipe=recipe)
     need_room(recipe, plan, tmp_path / "runs/one")
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1, f_files=0))
     with pytest.raises(ConfigError) as refused:
         need_room(recipe, plan, tmp_path / "runs/one")
     assert "GiB are free in" in str(refused.value)
@@ -138,7 +139,7 @@ def test_launch_refuses_before_it_makes_anything(tmp_path, monkeypatch, capsys):
     (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     monkeypatch.chdir(tmp_path)
-    full, statvfs = SimpleNamespace(f_bavail=0, f_frsize=1), os.statvfs
+    full, statvfs = SimpleNamespace(f_bavail=0, f_frsize=1, f_files=0), os.statvfs
     monkeypatch.setattr(os, "statvfs", lambda path: statvfs(path) if str(path).startswith("/dev/") else full)
     assert cli.main(["launch", "recipe.yaml"]) == EXIT_CONFIG_ERROR
     said = capsys.readouterr().err

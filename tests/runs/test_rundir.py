@@ -339,3 +339,48 @@ def test_a_damaged_row_of_samples_blocks_nothing(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl: is damaged"):
         move_rows_after(tmp_path, 2)
+
+
+@pytest.fixture
+def full(tmp_path):
+    """``full(what)``: fill a small disk with bytes, or with files."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=20", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs root to mount a small disk")
+
+    def fill(what: str) -> None:
+        with pytest.raises(OSError, match="No space left"):
+            for number in range(100):
+                (folder / f"filler-{number}").write_bytes(b"x" * (1 << 19 if what == "bytes" else 0))
+
+    yield folder, fill
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("what", ["bytes", "files"])
+def test_a_full_disk_gets_the_end_of_a_run_and_no_empty_files(full, what, capsys):
+    """R8, R17: summary.json is final, and no temporary files are left."""
+    folder, fill = full
+    write_json(folder / "summary.json", {"status": "running"})
+    fill(what)
+    before = {path.name for path in folder.iterdir()}
+    with pytest.raises(OSError, match="No space left"):
+        write_json(folder / "summary.json", {"status": "failed"})
+    assert {path.name for path in folder.iterdir()} == before
+    assert finish_summary(folder, status="failed", exit_code=1, cause="rank 0: No space left on device")
+    assert {path.name for path in folder.iterdir()} == before
+    summary = read_json(folder / "summary.json")
+    assert summary["status"] == "failed" and "No space left" in summary["cause"]
+    assert "could not be written" not in capsys.readouterr().out
+
+
+def test_what_does_not_fit_into_the_blocks_of_a_file_leaves_it_whole(full, capsys):
+    """R17: half a summary would block the resume."""
+    folder, fill = full
+    write_json(folder / "summary.json", {"status": "running"})
+    fill("bytes")
+    finish_summary(folder, status="failed", cause="x" * 5000)
+    assert read_json(folder / "summary.json") == {"status": "running"}
+    assert "summary.json could not be written (No space left on device)" in capsys.readouterr().out

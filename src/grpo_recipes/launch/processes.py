@@ -37,6 +37,11 @@ from grpo_recipes.runs import rundir
 from grpo_recipes.secrets import masked
 
 _LAST_LINES = 30
+_ERROR = r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception): [^\n]+)"
+# vLLM begins the lines of a process with its name. The API server reports the engine's death later.
+_ENGINE_ERROR = re.compile(rf"^\((?:EngineCore|Worker)[^)\n]*\) (?:ERROR [^\n]*?\] )?{_ERROR}", re.MULTILINE)
+_TRACEBACK_ERROR = re.compile(rf"Traceback \(most recent call last\):\n(?:.*\n)*?(?:\[[^\]\n]*\]:? ?)?{_ERROR}")
+_MOST_LOG, _MOST_ERROR = 4_000_000, 300  # bytes of a log that are searched, characters of an error
 _LOOK_SECONDS = 0.2  # between two looks at all processes
 _PRINTED_SECONDS = 5.0  # within which a parent has printed how its ranks died
 _NEWS_SECONDS = 8.0  # longer than a node needs to see what is gone: 2 s, 0.3 s and _PRINTED_SECONDS in ``Child.state``
@@ -57,6 +62,7 @@ class Ending:
     log: Path | None = None  # its last lines explain the ending
     lost: Process | None = None  # the process that was lost, where it is not a trainer
     renews: bool = False  # whether it works, and is only to be started again with another model
+    error: str = ""  # the first error that the lost process wrote to its log
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,7 @@ class Started:
     def __init__(self, process: Process) -> None:
         self.process = process
         self.log = Path(process.log).absolute()
+        self.log_begins = self.log.stat().st_size if self.log.is_file() else 0  # an earlier process wrote the rest
 
     def state(self) -> State:
         """Return what is seen of it now; where something is gone, wait for seconds until its exit code is known."""
@@ -243,6 +250,11 @@ class Group:
             ranks=[rank for state in states for rank in state.ranks],
         )
 
+    def first_error(self) -> str:
+        """Return the first error that the engine of a server wrote; empty for other processes."""
+        serves = self.process.ready == "serving"
+        return first_error(self.log, self.members[0].log_begins, _ENGINE_ERROR) if serves else ""
+
     def end(self) -> None:
         """End them on every node at once."""
         threads = [threading.Thread(target=member.end) for member in self.members]
@@ -284,7 +296,9 @@ def find_ending(groups: Sequence[Group], stopping: bool) -> Ending | None:
     if not stopping and (trainers is None or trainers.alive or trainers.exit != 0):
         for group in groups:
             if not group.process.trains and (lost := group.state().lost):
-                return replace(lost, code=lost.code or 1, log=group.log, lost=group.process)
+                error = group.first_error()
+                cause = f"{lost.cause}: {error}" if error else lost.cause
+                return replace(lost, code=lost.code or 1, cause=cause, log=group.log, lost=group.process, error=error)
     if trainers is None:
         return None
     ending = _rank_ending(trainers, stopping)
@@ -312,7 +326,9 @@ def _rank_ending(trainers: State, stopping: bool) -> Ending | None:
         elif rank.gone:
             where = f" on node {record['node']}" if record.get("node") else ""
             ending = ending_of(f"rank {number} (pid {record['pid']}{where})", rank.code)
-            ending = replace(ending, code=ending.code or 1, failed_rank=number, log=log)
+            error = first_error(log) if rank.code is None or rank.code > 0 else ""
+            cause = f"{ending.cause}: {error}" if error else ending.cause
+            ending = replace(ending, code=ending.code or 1, cause=cause, failed_rank=number, log=log)
             ended_with_others = rank.code in (None, -signal.SIGTERM)
             failures.append((2 if ended_with_others else 0, time.time(), ending))
     return min(failures, key=lambda failure: failure[:2])[2] if failures else None
@@ -332,6 +348,15 @@ def tail(log: Path, lines: int = _LAST_LINES) -> str:
         file.seek(max(0, log.stat().st_size - max(400 * lines, 60_000)))
         text = without_library_frames(readable(file.read().decode(errors="replace")))
         return masked("\n".join(text.rstrip("\n").split("\n")[-lines:]))
+    return ""
+
+
+def first_error(log: Path, begins: int = 0, pattern: re.Pattern[str] = _TRACEBACK_ERROR) -> str:
+    """Return the first error in a log from a byte on, in one line without secrets; empty if there is none."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(begins)
+        if match := pattern.search(readable(file.read(_MOST_LOG).decode(errors="replace"))):
+            return masked(match[1].strip())[:_MOST_ERROR]
     return ""
 
 

@@ -36,7 +36,6 @@ from grpo_recipes.plan.commands import (
     with_server_port,
 )
 from grpo_recipes.plan.devices import Resources, find_resources
-from grpo_recipes.plan.estimates import need_room
 from grpo_recipes.plan.plan import describe, make_plan, with_sources
 from grpo_recipes.plan.ports import (
     NotReady,
@@ -49,6 +48,7 @@ from grpo_recipes.plan.ports import (
     wait_until_ready,
 )
 from grpo_recipes.plan.preflight import need_packages
+from grpo_recipes.plan.room import need_room
 from grpo_recipes.plan.types import MEETING_SECONDS, Process
 from grpo_recipes.process.listeners import listening_sockets
 from grpo_recipes.process.reports import gigabytes, print_line, say
@@ -219,6 +219,7 @@ class Restarts:
     most: int  # the recipe's server_restarts; 0 never restarts
     done: Counter[str] = field(default_factory=Counter)
     idle: set[str] = field(default_factory=set)  # roles that were started again since a step was completed
+    stepped: bool = False  # whether a step was completed in this attempt
 
     def after(self, ending: Ending, stopping: bool) -> Ending:
         """Return the ending; where nothing is started again it has no ``lost``, and names the bound that forbids it."""
@@ -228,7 +229,9 @@ class Restarts:
         # With that code a process refuses what it was given, which will be the same the next time.
         if lost is None or lost.on_loss == "fail" or stopping or self.most == 0 or ending.code == EXIT_CONFIG_ERROR:
             return replace(ending, lost=None)
-        if self.done[lost.role] >= self.most:
+        if ending.error and not self.stepped:
+            why = "before the first step, so the next one would fail alike: it is not started again"
+        elif self.done[lost.role] >= self.most:
             why = f"{lost.called} was started again {self.done[lost.role]} times already (server_restarts)"
         elif lost.role in self.idle:
             why = f"no step was completed since {lost.called} was started again"
@@ -267,6 +270,7 @@ class Supervisor:
             monitor.show_progress()
             if monitor.stepped:
                 self._restarts.idle.clear()
+                self._restarts.stepped = True
             ending = self._restarts.after(ending, self._stopping())
             if ending.lost is None:
                 rundir.write_last_json(self._folder / rundir.SERVER_STATE, {"epoch": self._epoch, "state": "gone"})

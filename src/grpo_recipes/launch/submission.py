@@ -17,9 +17,10 @@ from grpo_recipes.launch.attempt import SUBMITTED, freeze_inputs
 from grpo_recipes.launch.resolve import OFFLINE_WANDB, make_logs, names_of, need_wandb_route, needs_wandb, note_job
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, python_module, shown
 from grpo_recipes.plan.devices import Resources, environment_device
-from grpo_recipes.plan.estimates import Estimates, estimate, need_room
+from grpo_recipes.plan.estimates import Estimates, estimate
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.preflight import GOOD_CORES, GOOD_GIB, slurm_bytes, too_little
+from grpo_recipes.plan.room import need_room
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.publish.push import need_target
 from grpo_recipes.recipe import Recipe, Value

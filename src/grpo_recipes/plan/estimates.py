@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import config_error, translate
-from grpo_recipes.paths import shown
+from grpo_recipes.errors import translate
 from grpo_recipes.plan.commands import CPU_KV_CACHE_GIB, gpu_share, longest_sequence
 from grpo_recipes.plan.speed import Speed, find_speed
 from grpo_recipes.plan.types import Names, Plan
@@ -451,15 +450,6 @@ def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Disk:
     room = ((free or 0) - model) // max(1, checkpoint) - 1  # one more is written before one goes
     least = f"run_root: a folder with {in_gib(2 * checkpoint + model)} GiB free, and save_total_limit: 1"
     return need if need.fits else replace(need, fix=f"save_total_limit: {room}" if room >= 1 else least)
-
-
-def need_room(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
-    """Refuse a run whose checkpoints cannot fit, before anything is started."""
-    with contextlib.suppress(UnknownShape):
-        disk = estimate_disk(recipe, plan, run_dir)
-        if not disk.fits:
-            free = f"{in_gib(disk.available or 0)} GiB are free in {shown(run_dir.parent)}"
-            raise config_error("run_root", f"the run writes {in_gib(disk.total)} GiB, {free}", f"write {disk.fix}")
 
 
 @dataclass(frozen=True)

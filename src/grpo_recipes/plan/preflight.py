@@ -4,6 +4,7 @@ The facts and the least of each are here once: `grpo doctor` shows them, `grpo l
 and `grpo submit` judges by them what a job asks for.
 """
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import math
@@ -29,6 +30,7 @@ _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 # the machine's memory before the first weight.
 _LEAST_CORES, _LEAST_MEMORY = 2, 8e9
 GOOD_CORES, GOOD_GIB = 8, 32  # of a GPU: what the shipped profiles ask for
+FEWEST_INODES = 500  # new files of a run: checkpoints, logs, records, compiled kernels
 FEWEST_FILES = 1024  # open at once: vLLM and torch take one for each connection, engine and shared tensor
 _MANY_FILES = 65536
 FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
@@ -158,6 +160,10 @@ def _scratch_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
     if (length := socket_length(temporary)) > SOCKET_BYTES:
         what = f"{temporary} is too long for a unix socket ({length} of {SOCKET_BYTES} bytes)"
         yield Problem("TMPDIR", what, "export TMPDIR=/tmp, or another short folder on the node")
+    for name, folder in (("TMPDIR", temporary), (str(SHARED_MEMORY), SHARED_MEMORY)):
+        if folder.is_dir() and (few := few_inodes(folder)):
+            fix = "remove what is left there (grpo doctor), or mount it with more inodes"
+            yield Problem(name, f"{few} in {folder}", "set TMPDIR to another disk" if name == "TMPDIR" else fix)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < FEWEST_FILES:
         what = f"a process may open {hard} files (ulimit -Hn), a run needs {FEWEST_FILES}"
@@ -166,6 +172,16 @@ def _scratch_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
         fix = "docker run --shm-size=16g, apptainer --bind /dev/shm; or remove what is left there (grpo doctor)"
         what = f"{gigabytes(free)} free, vLLM's queues need {gigabytes(SHARED_BYTES)}"
         yield Problem(str(SHARED_MEMORY), what, fix)
+
+
+def few_inodes(folder: Path) -> str:
+    """Return what is wrong if the file system of a folder, which need not exist, has few inodes left; else nothing."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    with contextlib.suppress(OSError):
+        disk = os.statvfs(there)
+        if disk.f_files and disk.f_favail < FEWEST_INODES:  # some file systems count none
+            return f"{disk.f_favail} more files fit, a run needs {FEWEST_INODES} (df -i)"
+    return ""
 
 
 def raise_file_limit() -> None:

@@ -44,6 +44,7 @@ from grpo_recipes.recipe.datafiles import (
 )
 from grpo_recipes.recipe.dialects import other_rewards, reward_names
 from grpo_recipes.recipe.document import read_flags
+from grpo_recipes.recipe.head_size import head_size_problems
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE, nearest_of
 from grpo_recipes.recipe.passed_on import passed_problems
 from grpo_recipes.recipe.registry import (
@@ -75,7 +76,7 @@ def check(recipe: Recipe, environment: Mapping[str, str], device: str | None = N
     problems: list[Problem] = []
     rows = (*rules.RULES, *maxent.RULES, *made.RULES, *atropos.RULES, *overlap.RULES)
     checks: list[_Check] = [*(functools.partial(_refused, row) for row in rows), *_CHECKS]
-    checks.append(functools.partial(bridge_problems, device=device))
+    checks += [functools.partial(of_device, device=device) for of_device in (bridge_problems, head_size_problems)]
     for rule in checks:
         with contextlib.suppress(BrokenKey):  # reported already; a rule that reads a broken key cannot be judged
             problems += rule(recipe, environment)

@@ -109,6 +109,7 @@ _CAUSES = {
         "correct the environment and add --update-rewards to the resume, or raise environment_timeout where it says "
         "time limit; grpo check --deep RECIPE plays it",
     r"TooManyWithoutVerdict": "correct the reward it names, or raise reward_timeout: grpo check-rewards RECIPE",
+    r"it is not started again": "correct what the error says; the log has its traceback",
     r"BadAnswer": "the server's log, which it names, has the reason",
     r"vLLM (API server|engine process)|vLLM server":
         "its log has the reason; server_restarts: N restarts it N times",

@@ -343,16 +343,33 @@ def write_json(path: Path, content: Any) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old one or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):  # a full disk leaves it empty
+            temporary.unlink()
+        raise
 
 
 def write_last_json(path: Path, content: Any) -> None:
-    """Write JSON at the end of a run: a full disk is reported, and must not hide what ended the run."""
+    """Write JSON at the end of a run, on a full disk over the file that is there; else print that it failed."""
     try:
         write_json(path, content)
     except OSError as error:
-        print(f"grpo: note: {path.name} could not be written ({error.strerror})", flush=True)
+        if not _overwrite(path, json.dumps(content, default=str) + "\n"):
+            print(f"grpo: note: {path.name} could not be written ({error.strerror})", flush=True)
+
+
+def _overwrite(path: Path, text: str) -> bool:
+    """Write a file anew in the blocks that it has on the disk; return False if they are too few."""
+    content = text.encode()
+    with contextlib.suppress(OSError), path.open("r+b") as file:
+        if len(content) <= os.fstat(file.fileno()).st_blocks * 512:  # the unit of st_blocks, whatever the disk's is
+            file.write(content)
+            file.truncate()
+            return True
+    return False
 
 
 def json_mapping(source: str | bytes | Path) -> dict[str, Any] | None:

@@ -1,0 +1,36 @@
+"""Reject a model whose attention heads vLLM can't compute on CPU: the engine dies at the first request. No torch."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from grpo_recipes.errors import Problem
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.rules import asks_another
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
+
+
+def head_size_problems(recipe: Recipe, _: Mapping[str, str], device: str | None = None) -> Iterator[Problem]:
+    """Yield the problem of a model folder whose head_dim vLLM lacks on ``device`` (None: any)."""
+    if not recipe["use_vllm"] or asks_another(recipe) or device != "cpu":
+        return
+    size = head_size(Path(os.path.expanduser(recipe["model_name_or_path"] or "")))
+    if size is not None and size not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        what = f"head_dim is {size}, and vLLM's attention on CPU has {sizes}"
+        yield recipe.problem("model_name_or_path", what, "use a model with one of these, or set use_vllm: false")
+
+
+def head_size(folder: Path) -> int | None:
+    """Return the head_dim in a model folder's config.json; None if it has none, or if MLA decides the size."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, ZeroDivisionError):
+        config = json.loads((folder / "config.json").read_bytes())
+        config = config.get("text_config") or config
+        if config.get("kv_lora_rank"):
+            return None
+        heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+        return config.get("head_dim") or (hidden // heads if heads and hidden else None)
+    return None

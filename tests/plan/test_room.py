@@ -1,0 +1,49 @@
+"""R8: a file system without inodes is found before anything starts: bytes alone are not room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.plan import preflight
+from grpo_recipes.plan.preflight import few_inodes, node_problems
+from grpo_recipes.plan.room import need_room
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Iterator[Path]:
+    """A disk with room for 50 files."""
+    folder = tmp_path / "few"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400m,nr_inodes=50", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs root to mount a small disk")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_run_folder_without_inodes_is_rejected(few: Path, read, planned) -> None:
+    recipe = read()
+    with pytest.raises(ConfigError) as rejected:
+        need_room(recipe, planned(recipe=recipe), few / "runs" / "one")
+    assert "run_root: 49 more files fit, a run needs 500 (df -i) in" in str(rejected.value)
+    assert "Fix: remove files there, or set run_root to a folder on another file system" in str(rejected.value)
+    need_room(recipe, planned(recipe=recipe), few.parent / "runs" / "one")  # the fix
+
+
+def test_tmpdir_and_shared_memory_without_inodes_are_problems(few: Path, monkeypatch) -> None:
+    monkeypatch.setattr(preflight, "SHARED_MEMORY", few)
+    found = {problem.where: problem for problem in node_problems(0, {"SLURM_TMPDIR": str(few)})}
+    assert "49 more files fit" in found["TMPDIR"].what and "49 more files fit" in found[str(few)].what
+    assert not any("more files fit" in problem.what for problem in node_problems(0, {}) if problem.where == "TMPDIR")
+
+
+def test_a_file_system_that_counts_no_inodes_is_accepted(tmp_path: Path, monkeypatch) -> None:
+    found = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*found[:5], 0, 0, 0, *found[8:])))
+    assert few_inodes(tmp_path) == ""
