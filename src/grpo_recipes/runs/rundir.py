@@ -153,9 +153,6 @@ def _ends(path: Path) -> str:
         return (head + file.read()).decode(errors="replace")
 
 
-# --- made, found and claimed --------------------------------------------------------------------------------------
-
-
 def timestamp() -> str:
     """Return local time to the second, as names have it."""
     return datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -275,9 +272,6 @@ def stop_file(folder: Path) -> Path:
     return folder / "stop"
 
 
-# --- the code of a run --------------------------------------------------------------------------------------------
-
-
 def changed_code(run: Run) -> str | None:
     """Return what differs between the code of the run and the code here, or None."""
     before = run.identity["code"]
@@ -330,9 +324,6 @@ def _git(*arguments: str) -> str:
             ["git", *arguments], cwd=home(), stderr=subprocess.DEVNULL, text=True, timeout=_GIT_SECONDS
         )
     return ""
-
-
-# --- its files ----------------------------------------------------------------------------------------------------
 
 
 def write_json(path: Path, content: Any) -> None:
