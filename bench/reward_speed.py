@@ -1,6 +1,7 @@
 """Completions that the accuracy rewards judge in a second.
 
     python bench/reward_speed.py [--rounds 5] [--workers 2] [--out bench/results/reward_speed.json]
+    python bench/reward_speed.py --against HEAD~1  # also runs that commit, in turns, and prints the ratio
 
 Groups of 8 completions of about 1,400 characters, no two alike, half of them right, each in another way of writing:
 
@@ -16,8 +17,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +53,9 @@ Rows = tuple[list[Any], list[str]]
 def main() -> None:
     """Measure and write the result."""
     options = _options()
+    if options.against:
+        print(json.dumps(_compared(options), indent=1))
+        return
     rows = options.rows
     origin = begin(options.out, "math-verify", "sympy")
     result = {
@@ -62,11 +70,36 @@ def main() -> None:
     print(json.dumps(result, indent=1))
 
 
+def _compared(options: argparse.Namespace) -> dict[str, float]:
+    """Return the speed of this code divided by the speed of another commit, from rounds that alternate."""
+    rates: dict[str, dict[str, list[float]]] = {"this code": {}, options.against: {}}
+    with tempfile.TemporaryDirectory() as folder:
+        other, out = Path(folder) / "other", Path(folder) / "out.json"
+        git = ["git", "-C", str(home()), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(other), options.against], check=True)
+        try:
+            for _ in range(options.rounds):
+                for label, code in (("this code", home()), (options.against, other)):
+                    command = [sys.executable, __file__, "--rounds", "1", "--out", str(out)]
+                    command += ["--rows", str(options.rows), "--workers", str(options.workers)]
+                    environment = {**os.environ, "PYTHONPATH": str(code / "src")}
+                    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+                    for task, result in json.loads(out.read_text()).items():
+                        if isinstance(result, dict) and "median" in result:
+                            rates[label].setdefault(task, []).append(result["median"])
+        finally:
+            subprocess.run([*git, "remove", "--force", str(other)], check=True)
+    here, there = rates["this code"], rates[options.against]
+    print(json.dumps(rates, indent=1))
+    return {f"ratio, {task}": round(statistics.median(here[task]) / statistics.median(there[task]), 2) for task in here}
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=32_000)
     parser.add_argument("--workers", type=int, default=2, help="child processes")
+    parser.add_argument("--against", metavar="COMMIT", help="compare with this commit; writes no record")
     parser.add_argument("--out", type=Path, default=home() / "bench/results/reward_speed.json")
     return parser.parse_args()
 

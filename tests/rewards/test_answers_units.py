@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.rewards.answers import unit_of
+from grpo_recipes.rewards.units import unit_of
 
 
 @pytest.mark.parametrize(

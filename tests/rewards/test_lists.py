@@ -227,7 +227,8 @@ def test_math_verify_compares_items_as_mathematics(gold, answer, expected):
 
 @pytest.mark.parametrize("gold", ["1 000", "2 3", r"1\ 2", "12. 345", r"2 1/2 \pi", r"(1 2, \pi)"])
 def test_a_reference_with_numbers_side_by_side_is_unscored(gold):
-    assert math_verify(["<answer>5</answer>", f"<answer>{gold}</answer>"], [gold] * 2) == [None, None]
+    assert math_verify(["<answer>5</answer>", "<answer>1, 2</answer>"], [gold] * 2) == [None, None]
+    assert math_verify([f"<answer> {gold}</answer>"], [gold]) == [1.0], "the same text is right before any parsing"
 
 
 @pytest.mark.parametrize("reward", REWARDS)

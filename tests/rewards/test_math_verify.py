@@ -58,7 +58,7 @@ def test_a_tag_counts_before_a_box():
 
 @pytest.mark.parametrize("gold", [r"\frac{", ""])
 def test_a_reference_that_cannot_be_read_is_unscored(gold):
-    assert math_verify(["<answer>18</answer>", "18"], [gold, gold]) == [None, None]
+    assert math_verify(["<answer>18</answer>", "18", "<answer></answer>"], [gold] * 3) == [None] * 3
 
 
 def test_it_judges_alike_outside_the_main_thread():

@@ -39,6 +39,7 @@ from grpo_recipes.recipe.registry import (
     benchmark_columns,
     is_file,
 )
+from grpo_recipes.rewards.answers import final_text
 from grpo_recipes.rewards.score import RewardWrapper, make_reward
 from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, problem_seed, sampling_keys
 from grpo_recipes.rollouts.episode import Episode
@@ -312,7 +313,7 @@ class Runner:
                 "problem": problem.prompt[-1]["content"], "gold": problem.gold, "scores": given,
                 "lengths": [len(tokens) for tokens in ids],
                 "truncated": [not tokens or tokens[-1] not in ends for tokens in ids],
-                **({"modes": [mode_of(text, problem.gold) for text in answers]} if name in TASKS else {}),
+                **({"modes": [mode_of(final_text(text), problem.gold) for text in answers]} if name in TASKS else {}),
             }  # fmt: skip
             found.append({**row, "completions": [masked(answer) for answer in answers]})
         self._keep(name, found, rows)

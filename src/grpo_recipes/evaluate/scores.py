@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from grpo_recipes.recipe.registry import ACCURACY
-from grpo_recipes.rewards.answers import completion_text, last_answer, last_boxed, same
+from grpo_recipes.rewards.answers import final_text, last_answer, last_boxed, same
 from grpo_recipes.rewards.score import Reward, RewardWrapper
 from grpo_recipes.stats import Interval, scores_at_k
 
@@ -47,8 +47,8 @@ def verdicts(rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Tensor
 
 
 def answer_in(completion: str | list[dict[str, Any]]) -> str | None:
-    """Return what the last ``<answer>…</answer>`` of a completion holds, or its last box; None without an answer."""
-    text = completion_text(completion)
+    """Return the content of a completion's last ``<answer>…</answer>``, or of its last box; None without an answer."""
+    text = final_text(completion)
     answer = last_boxed(text) if (tagged := last_answer(text)) is None else tagged
     return (answer or "").strip() or None
 

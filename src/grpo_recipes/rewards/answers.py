@@ -11,6 +11,7 @@ A text is cleaned of formula signs first, which leaves a space, so that two numb
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,12 +19,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from grpo_recipes.rewards.notation import DOLLAR, clean, closing_brace, without_braces
+from grpo_recipes.rewards.units import trailing_unit, unit_of
+
 LONGEST = 500  # a longer answer is compared as it is: cleaning is for answers, not for essays
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
+_THINK, _THINK_END = "<think>", "</think>"
 _DEEPEST = 8  # brackets inside each other; deeper ones are compared as text
-_DOLLAR = "¤"  # in place of \$, which does not begin a formula; a unit as well
-_BOX = re.compile(r"\\boxed\{")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?P<brace>\{)?")
+_UNBRACED = re.compile(r"[^\s$\\]+")  # ``\boxed 42``
 _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;~]|\\[()\[\],;: !]|\\q?quad(?![A-Za-z])|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
     r"|\\(?:text|textrm|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*\})*"
@@ -32,50 +37,42 @@ _SEPARATOR = re.compile(r"(?<!\\)[,;]|and|or")
 # White space around signs means nothing. The full stop is not one of them: `12. 345` is not a number.
 _PUNCTUATION = re.compile(r"\s*([^\w\s.,])\s*")
 
-_NAME = r"\\?[A-Za-z]\w*(?:_\{\w+\})?"
-_VARIABLE = re.compile(rf"({_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})+\s*\))\s*=\s*([^=]+)")
+_SYMBOL = r"\\?[A-Za-z]\w*(?:_\{\w+\})?"
+# Also ``f(x)``, ``f'(0)``, ``f^{-1}(x)``, ``P(A)`` and ``\angle ABC``.
+_NAME = rf"(?:\\angle\s*)?{_SYMBOL}(?:'*(?:\^\{{?-1\}}?)?\s*\(\s*[\w\s,]+\))?"
+_VARIABLE = re.compile(
+    rf"({_NAME}|\(\s*{_SYMBOL}(?:\s*,\s*{_SYMBOL})+\s*\))\s*(?::?==?|\\approx(?![A-Za-z])|\\in(?![A-Za-z]))\s*(.+)",
+    re.DOTALL,
+)
+_APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])")
+_OPTION = re.compile(
+    r"(?:(?i:option|choice)\s+)?(?:\(\s*(?P<bracketed>[A-Ja-j])\s*\)|(?P<letter>[A-Ja-j])(?=[.):]|$))[.):]*"
+    r"(?:\s+(?P<wording>.+))?",
+    re.DOTALL,
+)
 _RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|neq?)(?![A-Za-z])")
 
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)"
 _DECIMAL = rf"(?:{_WHOLE}(?:\.[0-9]*)?|\.[0-9]+)"
 _NUMBER = re.compile(
-    rf"(?P<sign>[-+]?)\s*(?P<currency>[{_DOLLAR}$€£¥]?)\s*(?P<inner>[-+]?)\s*"
+    rf"(?P<sign>[-+]?)\s*(?P<currency>[{DOLLAR}$€£¥]?)\s*(?P<inner>[-+]?)\s*"
     rf"(?:(?:(?P<whole>[0-9]+)\s*)?\\frac\s*\{{\s*(?P<above>-?{_DECIMAL})\s*\}}\s*\{{\s*(?P<below>-?{_DECIMAL})\s*\}}"
     rf"|(?:(?P<mixed>[0-9]+)\s+(?=[0-9]+\s*/))?(?P<number>{_DECIMAL})(?:\s*/\s*(?P<divisor>{_DECIMAL}))?)"
     r"(?P<unit>(?![0-9.,/]).*)?",
     re.DOTALL,
 )
 
-_CHARACTERS = str.maketrans(
-    dict.fromkeys("\u2212\u2013\ufe63\uff0d", "-")
-    | dict.fromkeys("\u200b\ufeff", "")
-    | dict.fromkeys("\u2009\u202f", r"\,")
-    | {"²": "^2", "³": "^3", "±": r"\pm ", "°": " degrees ", "~": " "}
+_POWER_OF_TEN = r"(?:[eE]|(?:\\times(?![A-Za-z])|\\cdot(?![A-Za-z])|[*x])\s*10\s*(?:\^|\*\*)\s*)"
+_SCIENTIFIC = re.compile(
+    rf"(?P<number>[-+]?{_DECIMAL})\s*{_POWER_OF_TEN}[{{(]?(?P<exponent>[-+]?[0-9]{{1,3}})[)}}]?(?P<unit>(?![0-9.,/^]).*)?",
+    re.DOTALL,
 )
-# Commas and thin spaces that occur only inside a number: 1{,}000, 1,\!000, 1\,000.
-_GROUPED_IN_LATEX = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?:\s*\{\s*,\s*\}\s*|,\\!\s*|\\,)[0-9]{3})+(?![0-9])")
-_NO_DIGITS = re.compile(r"[^0-9]+")
-# What must be in the text for the pattern to match, which saves most of the searches; the pattern; what replaces it.
-_REWRITES = tuple(
-    (needed, re.compile(pattern), replacement)
-    for needed, pattern, replacement in (
-        ("\\", r"(?<!\\)\\\$", _DOLLAR),
-        ("\\", r"\\%", "%"),
-        ("\\", r"(?<!\\)\\[()\[\]]", " "),
-        ("\\", r"\\(?:left|right|displaystyle|[Bb]igg?[lr]?)(?![A-Za-z])|(?<!\\)\\!", ""),
-        ("\\", r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])", " "),
-        ("\\", r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])", " degrees "),
-        ("$", r"\$\$?([^$]+)\$\$?", r" \1 "),
-        ("\\", r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        ("\\", r"\\frac\s*([0-9])\s*(?=[0-9{])", r"\\frac{\1}"),
-        ("\\", r"(\\frac\s*\{[^{}]*\})\s*([0-9])", r"\1{\2}"),
-        ("^", r"\s+(?=\^)", ""),
-    )
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
+_BASES |= {"eleven": 11, "twelve": 12, "sixteen": 16}
+_BASE = re.compile(
+    r"(?P<digits>-?[0-9][0-9A-Fa-f]*)\s*(?:_\s*\{?\s*|\(?\s*(?:in\s+)?base[\s-]*)(?P<base>[0-9]+|[a-z]{3,8})\s*[)}]?"
 )
-_LINES = re.compile(r"(?<=[0-9])[ \t]*[\r\n]\s*(?=[0-9])")  # a number a line is a list
-_COMMANDS = re.compile(r"\\(boxed|fbox|text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox)\s*\{")
-_LEAD_IN = re.compile(r"(?i:(?:the\s+)?(?:final\s+)?answers?(?:\s+(?:is|are))?(?:\s*[:=]\s*|\s+)|=\s*)(?=\S)")
 
 _GROUPED = r"(?<![0-9.])(?<!\S,)[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])"
 _WORD = r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
@@ -84,8 +81,10 @@ _PART = re.compile(
     rf"|(?P<number>{_GROUPED})|(?P<separator>(?:[,;]\s*)?{_WORD}|[,;])"
 )
 _COMMA = re.compile(r"\s*,\s*")
-# Brackets around items in one character each: braces for a set; {…} alone only groups.
-_BRACKETS = {r"\{": "{", r"\}": "}", r"\lbrace": "{", r"\rbrace": "}", r"\langle": "<", r"\rangle": ">"}
+_SHORT_SCRIPT = re.compile(r"([_^])\{(\w)\}")
+_LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
+# Brackets around items in one character each: braces for a set; {…} without backslashes only groups.
+_BRACKETS = {r"\{": "{", r"\}": "}", r"\lbrace": "{", r"\rbrace": "}", r"\langle": "(", r"\rangle": ")"}
 _BRACKETS |= {bracket: bracket for bracket in "()[]"}
 
 
@@ -107,12 +106,24 @@ def completion_text(completion: str | list[dict[str, Any]]) -> str:
     return str(completion[-1].get("content") or "") if completion else ""
 
 
+def final_text(completion: str | list[dict[str, Any]]) -> str:
+    """Return the text after the last ``</think>``: only there is an answer, and an unclosed think block has none."""
+    text = completion_text(completion)
+    if "think>" not in text:
+        return text
+    text = text.rpartition(_THINK_END)[2]
+    return "" if _THINK in text else text
+
+
+def solution_text(solution: Any) -> str:
+    """Return a reference solution as text: numbers, booleans and lists of typed columns as JSON writes them."""
+    return solution if isinstance(solution, str) else json.dumps(solution, ensure_ascii=False, default=str)
+
+
 def last_answer(text: str) -> str | None:
     """Return the content of the last ``<answer>…</answer>``, None where there is none."""
     start = text.rfind(_OPEN, 0, text.rfind(_CLOSE) + 1)
-    if start < 0:
-        return None
-    return text[start + len(_OPEN) : text.find(_CLOSE, start)]
+    return None if start < 0 else text[start + len(_OPEN) : text.find(_CLOSE, start)]
 
 
 def last_boxed(text: str) -> str | None:
@@ -121,19 +132,29 @@ def last_boxed(text: str) -> str | None:
     Boxes with nothing but a comma, a semicolon, ``and`` or ``or`` between them are one list, and returned as it is
     written: ``\boxed{1} and \boxed{2}`` answers the same as ``\boxed{1 and 2}``.
     """
-    starts = [match.start() for match in _BOX.finditer(text)]
-    end = _closing_brace(text, starts[-1]) if starts else -1
+    boxes = list(_BOX.finditer(text))
+    if boxes and not boxes[-1]["brace"]:
+        unbraced = _UNBRACED.match(text, boxes[-1].end())
+        return unbraced[0].rstrip(".,;") if unbraced else None
+    starts = [match.start() for match in boxes if match["brace"]]
+    end = closing_brace(text, starts[-1]) if starts else -1
     if end < 0:
         return None
     first = starts.pop()
     box, differ = text[first : end + 1], False
-    while starts and (close := _closing_brace(text, starts[-1])) >= 0:
+    while starts and (close := closing_brace(text, starts[-1])) >= 0:
         between = text[close + 1 : first]
         if not (_BETWEEN_BOXES.fullmatch(between) and _SEPARATOR.search(between)):
             break
         first = starts.pop()
         differ = differ or text[first : close + 1] != box
     return text[first : end + 1] if differ else box[box.index("{") + 1 : -1]
+
+
+def reference(gold: str) -> str:
+    r"""Return the answer of a reference solution: its last ``\boxed{…}`` if it has one, else all of it."""
+    boxed = last_boxed(gold) if "box" in gold else None
+    return gold if boxed is None else boxed
 
 
 def is_right(text: str, gold: str, matching: str) -> bool:
@@ -146,7 +167,7 @@ def is_right(text: str, gold: str, matching: str) -> bool:
         return False
     if matching == "strict":
         return answer.strip() != "" and answer.strip() == gold.strip()
-    return same(answer, gold)
+    return same(answer, reference(gold))
 
 
 def same(answer: str, gold: str) -> bool:
@@ -155,15 +176,43 @@ def same(answer: str, gold: str) -> bool:
     A unit or a variable counts only where both have one: ``18 dollars`` is ``18``, but not ``18 cents``; ``10%`` is
     ``10`` and not ``0.1``.
     """
-    return agree(normal(answer), normal(gold), alike)
+    answer, gold = answer.strip(), gold.strip()
+    if answer == gold:
+        return answer != ""
+    left, right = normal(answer), normal(gold)
+    if isinstance(left.value, int | Fraction) and isinstance(right.value, int | Fraction):
+        return alike(left, right)
+    return agree(left, right, alike) or same_choice(answer, gold, same)
 
 
 def alike(left: Answer, right: Answer) -> bool:
     """Return whether two answers have the same value, and no two units or variables that differ."""
-    if left.value != right.value or left.value == "":
-        return False
+    return left.value == right.value and left.value != "" and compatible(left, right)
+
+
+def compatible(left: Answer, right: Answer) -> bool:
+    """Return whether two answers have no two units or variables that differ."""
     units_agree = not left.unit or not right.unit or left.unit == right.unit
     return units_agree and (not left.variable or not right.variable or left.variable == right.variable)
+
+
+def same_choice(answer: str, gold: str, equal: Callable[[str, str], bool]) -> bool:
+    """Return whether both answers choose the same option: ``B``, ``(b)``, ``B. Paris``, ``(B) 42``.
+
+    ``equal`` compares the wording of options. An option that is written out with its letter equals its wording.
+    """
+    chosen, due = _option(answer), _option(gold)
+    if chosen and due and chosen[0] and due[0]:
+        return chosen[0] == due[0] and (not chosen[1] or not due[1] or equal(chosen[1], due[1]))
+    written = chosen if chosen and chosen[1] else due
+    return bool(written and written[1]) and equal(written[1], gold if written is chosen else answer)
+
+
+@functools.lru_cache(maxsize=8192)
+def _option(text: str) -> tuple[str, str] | None:
+    """Return letter and wording of a multiple-choice answer, None if it is not one."""
+    match = _OPTION.fullmatch(clean(text)) if len(text) <= LONGEST else None
+    return ((match["bracketed"] or match["letter"]).upper(), match["wording"] or "") if match else None
 
 
 def agree(left: Answer, right: Answer, equal: Callable[[Answer, Answer], bool]) -> bool:
@@ -173,7 +222,7 @@ def agree(left: Answer, right: Answer, equal: Callable[[Answer, Answer], bool]) 
     list that is compared with a tuple, or ``x=1, y=2`` with ``1, 2``. ``equal`` compares two answers without items.
     """
     one, other = left.value, right.value
-    if not (isinstance(one, tuple) and isinstance(other, tuple)):
+    if not (isinstance(one, tuple) and isinstance(other, tuple)) or bool(left.word) != bool(right.word):
         return equal(left, right)
     brackets = {left.brackets, right.brackets}  # a list without any may be a set, or a tuple in parentheses
     if len(one) != len(other) or (len(brackets) > 1 and brackets not in ({"", "{}"}, {"", "()"})):
@@ -216,13 +265,12 @@ def normal(text: str) -> Answer:
 
 @functools.lru_cache(maxsize=8192)
 def _normal(text: str) -> Answer:
-    return Answer(int(text)) if _INTEGER.fullmatch(text) else _read(_clean(text), depth=0)
+    return Answer(int(text)) if _INTEGER.fullmatch(text) else _read(clean(text), depth=0)
 
 
 def _read(text: str, depth: int) -> Answer:
     """Return the normal form of a cleaned text."""
-    assignment = _VARIABLE.fullmatch(text) if "=" in text else None
-    variable, text = assignment.groups() if assignment else ("", text)
+    variable, text = _named(text) if "=" in text or r"\approx" in text or r"\in" in text else ("", text)
     number = _number(text, variable)
     if number is not None:
         return number
@@ -234,9 +282,10 @@ def _read(text: str, depth: int) -> Answer:
     elif len(signed := _both_signs(text)) > 1:
         texts, brackets = signed, ""
     listed = len(texts) > 1 and depth < _DEEPEST and r"\begin" not in text
-    items = [_read(_without_braces(one), depth + 1) for one in texts] if listed else []
+    items = [_read(without_braces(one), depth + 1) for one in texts] if listed else []
     if not items or any(one.value == "" for one in items):
-        return Answer(_PUNCTUATION.sub(r"\1", text).removeprefix("+"), variable=variable)
+        text, unit = trailing_unit(text)
+        return Answer(_spelling(text), unit, variable)
     if not brackets:  # x=1, 2 names both
         variable = variable or ("" if any(one.variable for one in items[1:]) else items[0].variable)
         items, variable = [one if one.variable else replace(one, variable=variable) for one in items], ""
@@ -244,8 +293,50 @@ def _read(text: str, depth: int) -> Answer:
     return Answer(tuple(items), "", variable, brackets, word)
 
 
+def _named(text: str) -> tuple[str, str]:
+    r"""Return the variable and the value of ``x = 5``, ``x \in [0, 1]``, ``x = \frac{1}{3} \approx 0.333``.
+
+    The exact value counts, not its approximation. ``x = 1, y = 2`` is a list, and ``3 + 5 = 8`` has no variable.
+    """
+    assignment = _VARIABLE.fullmatch(text)
+    variable, value = assignment.groups() if assignment else ("", text)
+    if "=" in value and _SEPARATOR.search(value):
+        variable, value = "", text
+    return variable, _APPROXIMATELY.split(value)[0].strip() or value
+
+
+def _spelling(text: str) -> str:
+    r"""Return text in one spelling: no space around signs, ``x_1`` for ``x_{1}``, words of any case alike."""
+    text = _PUNCTUATION.sub(r"\1", text).removeprefix("+")
+    return _LETTERS.sub(lambda match: match[0].lower(), _SHORT_SCRIPT.sub(r"\1\2", text))
+
+
 def _number(text: str, variable: str) -> Answer | None:
-    """Return ``text`` as a number with its unit; None when it is something else, or divides by zero."""
+    """Return ``text`` as a number with its unit; None if it is something else, or divides by zero."""
+    return _plain_number(text, variable) or _scientific(text, variable) or _in_base(text, variable)
+
+
+def _scientific(text: str, variable: str) -> Answer | None:
+    match = _SCIENTIFIC.fullmatch(text)
+    unit = unit_of(match["unit"] or "") if match else None
+    if match is None or unit is None:
+        return None
+    return Answer(Fraction(_exact(match["number"])) * Fraction(10) ** int(match["exponent"]), unit, variable)
+
+
+def _in_base(text: str, variable: str) -> Answer | None:
+    """Return the digits with their base as unit, so that it counts only if both answers have one."""
+    match = _BASE.fullmatch(text)
+    base = match["base"] if match else ""
+    base = str(_BASES.get(base, base))
+    if match is None or not base.isdecimal():
+        return None
+    digits = match["digits"]
+    value = int(digits) if digits.lstrip("-").isdecimal() else digits.upper()
+    return Answer(value, f"base {base}", variable)
+
+
+def _plain_number(text: str, variable: str) -> Answer | None:
     match = _NUMBER.fullmatch(text)
     unit = unit_of(match["unit"] or "") if match else None
     if match is None or unit is None or (match["sign"] and match["inner"]):
@@ -269,57 +360,6 @@ def _exact(digits: str) -> int | Fraction:
     """Return a number written with digits, a point and commas; a whole one as int, which is far faster."""
     digits = digits.replace(",", "")
     return Fraction(digits) if "." in digits else int(digits)
-
-
-# --- the text of an answer
-
-
-def _clean(text: str) -> str:
-    """Return an answer without formula signs, boxes, bold, a full stop, an introduction."""
-    text = text.translate(_CHARACTERS)
-    if "\\" in text or "{" in text:
-        text = _GROUPED_IN_LATEX.sub(lambda match: _NO_DIGITS.sub("", match[0]), _without_commands(text))
-    for needed, pattern, replacement in _REWRITES:
-        if needed in text:
-            text = pattern.sub(replacement, text)
-    text = " ".join(_LINES.sub(", ", text).split())
-    if text.startswith("**") and text.endswith("**") and len(text) > 4:
-        text = text[2:-2].strip()
-    introduction = _LEAD_IN.match(text)
-    text = (text[introduction.end() :] if introduction else text).removesuffix(".").strip()
-    return _without_braces(text)
-
-
-def _without_braces(text: str) -> str:
-    """Return the text without ``{…}`` around the whole of it."""
-    while text.startswith("{") and _closing_brace(text, 0) == len(text) - 1:
-        text = text[1:-1].strip()
-    return text
-
-
-def _without_commands(text: str) -> str:
-    r"""Return the text with ``\boxed{…}`` and ``\text{…}`` replaced by their content, braces inside it and all."""
-    start = 0
-    while match := _COMMANDS.search(text, start):
-        end = _closing_brace(text, match.end() - 1)
-        if end < 0:
-            start = match.end()
-            continue
-        # A space keeps their content apart: 5\text{eggs}, and 12\boxed{3} is not 123.
-        gap = " " if match[1] in ("boxed", "fbox") or text[match.end()].isalnum() else ""
-        text = text[: match.start()] + gap + text[match.end() : end] + gap + text[end + 1 :]
-        start = match.start()
-    return text
-
-
-def _closing_brace(text: str, start: int) -> int:
-    """Return where the first brace that opens from ``start`` on is closed, -1 where it is not."""
-    depth = 0
-    for position in range(start, len(text)):
-        depth += (text[position] == "{") - (text[position] == "}")
-        if depth == 0 and text[position] == "}":
-            return position
-    return -1
 
 
 def _walk(text: str) -> Iterator[tuple[re.Match[str], re.Match[str] | None]]:
@@ -388,56 +428,3 @@ def _both_signs(text: str) -> list[str]:
     r"""Return ``1+2`` and ``1-2`` for ``1\pm 2``, and any other text as it is."""
     single = text.count(r"\pm") == 1 and r"\mp" not in text
     return [text.replace(r"\pm", sign) for sign in "+-"] if single else [text]
-
-
-# --- units
-
-# The words for one unit, of which the first stands for all; a pound is money or weight, as the problem says.
-_UNITS = """
-    dollar dollars usd buck bucks $ ¤ | cent cents ¢ | euro euros eur € | pound pounds lb lbs £ gbp | yen ¥ jpy |
-    percent % percentage pct | degree degrees deg | metre m meter meters metres |
-    centimetre cm centimeter centimeters centimetres | millimetre mm millimeter millimeters millimetres |
-    kilometre km kilometer kilometers kilometres | inch inches | foot feet ft | yard yards yd | mile miles mi |
-    gram g grams gramme grammes | kilogram kg kilograms kilo kilos | ounce ounces oz | litre l liter liters litres |
-    millilitre ml milliliter milliliters millilitres | second s sec secs seconds | minute min mins minutes |
-    hour h hr hrs hours | day days | week weeks | month months | year years yr yrs | mph | square sq | cubic cu |
-    per /
-"""
-_UNIT_OF_WORD = {word: words.split()[0] for words in _UNITS.split("|") for word in words.split()}
-# Words that change the number before them: with one of these it is not a number and a unit.
-_CHANGES_THE_NUMBER = """
-    and or not plus minus over less more fewer than from between choose mod remainder divided multiplied squared cubed
-    factorial sqrt root pi sin cos tan log exp below under above negative infinity point zero one two three four five
-    six seven eight nine ten tens dozen dozens hundred hundreds thousand thousands million millions billion billions
-    trillion trillions half halves third thirds fourth fourths quarter quarters fifth fifths sixth sixths eighth eighths
-    tenth tenths hundredth hundredths thousandth thousandths mil bil grand gross lakh lakhs crore crores
-    quadrillion quadrillions
-"""
-_NO_UNIT = frozenset(_CHANGES_THE_NUMBER.split())
-_UNIT_WORD = re.compile(r"\s*([A-Za-z]+(?:-[A-Za-z]+)*|[%$¤¢€£¥/])(?:\^\{?([23])\}?)?")
-_MOST_WORDS = 5
-
-
-def unit_of(text: str) -> str | None:
-    """Return the unit that follows a number, in one spelling: ``" cm^2"`` and ``"centimeters^2"`` give the same.
-
-    A word glued to the number must be a known unit (``5cm``, but ``5x`` is a product); after a space any word of three
-    letters or more is one (``5 eggs``), unless it changes the number (``5 million``). ``""`` for blank text, None when
-    the text is something else.
-    """
-    if not text or text.isspace():
-        return ""
-    matches = list(_UNIT_WORD.finditer(text))
-    if "".join(match[0] for match in matches) != text.rstrip() or len(matches) > _MOST_WORDS:
-        return None
-    words = []
-    for match in matches:
-        word = match[1]
-        known = _UNIT_OF_WORD.get(word if len(word) == 1 else word.lower())
-        if known is None:
-            word = word.lower()
-            if match.start(1) == 0 or word in _NO_UNIT or (len(word) < 3 and word not in ("of", "in")):
-                return None
-            known = word.rstrip("s") if len(word) > 3 else word
-        words.append(known + (match[2] or ""))
-    return " ".join(words)

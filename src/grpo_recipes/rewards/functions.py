@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from grpo_recipes.modebench.dataset import is_problem, mode_of
-from grpo_recipes.rewards.answers import completion_text, is_right, last_answer
+from grpo_recipes.rewards.answers import completion_text, final_text, is_right, last_answer, solution_text
 from grpo_recipes.seeded import clauses_of, satisfies
 
 _ONE_ANSWER = re.compile(r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
@@ -25,7 +25,7 @@ def pure_accuracy_math(
     compares text, up to surrounding white space.
     """
     rows = zip(completions, answer, strict=True)
-    return [float(is_right(completion_text(completion), str(gold), answer_matching)) for completion, gold in rows]
+    return [float(is_right(final_text(completion), solution_text(gold), answer_matching)) for completion, gold in rows]
 
 
 def modebench(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
@@ -34,7 +34,7 @@ def modebench(completions: list[Any], answer: list[Any], **_: Any) -> list[float
     ``answer`` has the problems as JSON; None where a row is not a ModeBench problem.
     """
     return [
-        float(mode_of(completion_text(completion), problem) is not None) if is_problem(problem) else None
+        float(mode_of(final_text(completion), problem) is not None) if is_problem(problem) else None
         for completion, problem in zip(completions, map(str, answer), strict=True)
     ]
 
@@ -47,7 +47,7 @@ def satisfiability(completions: list[Any], clauses: list[Any], **_: Any) -> list
     rewards: list[float | None] = []
     for completion, text in zip(completions, clauses, strict=True):
         try:
-            rewards.append(float(satisfies(last_answer(completion_text(completion)) or "", clauses_of(text))))
+            rewards.append(float(satisfies(last_answer(final_text(completion)) or "", clauses_of(text))))
         except ValueError:
             rewards.append(None)
     return rewards
@@ -59,8 +59,11 @@ def environment(completions: list[Any], episode_reward: list[float | None], **_:
 
 
 def format_tags(completions: list[Any], **_: Any) -> list[float | None]:
-    """Return 1.0 for free text followed by exactly one non-empty answer tag and nothing else, otherwise 0.0."""
-    return [float(_ONE_ANSWER.fullmatch(completion_text(completion)) is not None) for completion in completions]
+    """Return 1.0 for free text followed by exactly one non-empty answer tag and nothing else, otherwise 0.0.
+
+    Like all rewards that look for an answer, it reads only the text after the last ``</think>``.
+    """
+    return [float(_ONE_ANSWER.fullmatch(final_text(completion)) is not None) for completion in completions]
 
 
 def cosine_length(

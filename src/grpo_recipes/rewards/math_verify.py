@@ -1,54 +1,69 @@
-r"""Equality as the math-verify library sees it: ``\frac{\sqrt{2}}{2}`` is ``1/\sqrt{2}``.
+r"""Equality by the math-verify library: ``\frac{\sqrt{2}}{2}`` equals ``1/\sqrt{2}``.
 
-Numbers are compared exactly and words as text; sympy compares the rest. It may never end on what a model writes, so
-this is called in a child process, which is killed at the time limit (``reward_timeout``). The library's own limit is
-turned off: it is an alarm signal, which outside the main thread makes every score wrong without a word.
+Numbers are compared exactly and words as text (``answers``). Everything else is written as LaTeX (``notation``), parsed
+to sympy and compared by the library. sympy may never end on what a model writes, so this reward is called in a child
+process with a time limit (``reward_timeout``). The library's own limit is off: its alarm signal, outside the main
+thread, makes every score wrong.
 """
 
+import contextlib
 import functools
 import logging
 import re
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from math_verify import LatexExtractionConfig, parse, verify
+import sympy
+from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
+from math_verify import verify
+from math_verify.grader import should_treat_as_complex
 
 from grpo_recipes.rewards import answers
+from grpo_recipes.rewards.notation import KNOWN_WORDS, to_latex
 
 for _part in ("parser", "grader", "utils"):
     logging.getLogger(f"math_verify.{_part}").setLevel(logging.ERROR)  # it warns that its alarm is off
 
-_LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
-_COMMAND = re.compile(r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+|_\{\w+\}|\b(?:and|or)\b")
-# sympy takes a word for the product of its letters, in which `yes` is `sey`.
-_WORD = re.compile(r"[A-Za-z]{3}")
-# math-verify adds numbers that are side by side, as in `1 1/2`: `2 3` is 5 to it.
+# The library's other steps drop letters that it takes for units, and break nested parentheses.
+_NORMALIZATION = NormalizationConfig(basic_latex=True, boxed="none")
+_COMMAND = re.compile(r"\\(?:begin|end|operatorname|mathbb)\{\w+\}|\\[A-Za-z]+|_\{\w+\}")
+# A word stands between spaces, unlike a product of variables next to a sign or a digit: `xyz + 1`, `2xyz`.
+_WORD = re.compile(r"(?<![\w\\^_(+*/=<>])(?<![+*/=<>]\s)[A-Za-z]{3,}(?!\w|\s*[\^_(+*/=<>])")
+_TIME = re.compile(r"[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?(?: ?[ap]m)?")
+# The parser adds numbers that are side by side, as in `1 1/2`: it reads `2 3` as 5.
 _SIDE_BY_SIDE = re.compile(r"[0-9]\.?\s+\.?[0-9]")
+_EQUALS = re.compile(r"(?<![\\<>!:])=")
+_POINTS = (0.7390851332, 1.3247179572, 0.5671432904, 1.1591478312, 0.8346268417)  # numbers that no answer is made of
 
 
 def math_verify(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
-    r"""Return 1.0 where the completion's answer equals the reference solution, 0.0 where not or where it is unreadable.
+    r"""Return 1.0 if the completion's answer equals the reference solution, 0.0 if it differs or cannot be read.
 
-    The answer is in the last ``<answer>…</answer>``, without one in the last ``\boxed{…}``. Of a reference solution in
-    words its last ``\boxed{…}`` counts. None where the reference solution itself cannot be read.
+    The answer is in the last ``<answer>…</answer>`` after any ``</think>``, or in the last ``\boxed{…}`` if there is no
+    such tag. If the reference solution has a ``\boxed{…}``, its last one counts. None if the reference solution cannot
+    be read and the answer is not the same text.
     """
     rows = zip(completions, answer, strict=True)
-    return [_score(answers.completion_text(completion), _final(str(gold))) for completion, gold in rows]
+    return [_score(answers.final_text(completion), answers.solution_text(gold)) for completion, gold in rows]
 
 
-def _final(gold: str) -> str:
-    boxed = answers.last_boxed(gold)
-    return boxed if boxed is not None and _is_text(answers.normal(gold)) else gold
-
-
-def _score(text: str, gold: str) -> float | None:
-    answer, reference = answers.last_answer(text), answers.normal(gold)
+def _score(text: str, solution: str) -> float | None:
+    answer, gold = answers.last_answer(text), answers.reference(solution)
     answer = answers.last_boxed(text) if answer is None else answer
-    if not _readable(reference):
-        return None
-    if answer is None or _is_text(reference):
-        return float(answer is not None and answers.same(answer, gold))
-    return float(answers.same(answer, gold) or answers.agree(reference, answers.normal(answer), _equal_items))
+    if answer is not None and (answers.same(answer, solution) or equal(answer, gold)):
+        return 1.0
+    return 0.0 if _readable(answers.normal(gold)) else None
+
+
+def equal(answer: str, gold: str) -> bool:
+    """Return whether two answers are equal as text, by value or as mathematics."""
+    if answers.same(answer, gold):
+        return True
+    left, right = answers.normal(gold), answers.normal(answer)
+    if _is_text(left):
+        return False
+    return answers.agree(left, right, _equal_items) or answers.same_choice(answer, gold, equal)
 
 
 def _readable(answer: answers.Answer) -> bool:
@@ -58,46 +73,132 @@ def _readable(answer: answers.Answer) -> bool:
 
 
 def _is_text(answer: answers.Answer) -> bool:
-    """Return whether the answer contains a word, which is not mathematics."""
-    return _WORD.search(_COMMAND.sub(" ", _latex(answer))) is not None
+    """Return whether the answer is words or a time of day, which is not mathematics."""
+    return _has_words(answer) or _TIME.fullmatch(_latex(answer)) is not None
+
+
+def _has_words(answer: answers.Answer) -> bool:
+    return any(word not in KNOWN_WORDS for word in _WORD.findall(_COMMAND.sub(" ", _latex(answer))))
 
 
 def _equal_items(gold: answers.Answer, answer: answers.Answer) -> bool:
     """Return whether two answers, of which at most one has items, are equal."""
-    text = isinstance(gold.value, str) or isinstance(answer.value, str)
-    return answers.alike(gold, answer) or (text and _equal(_sided(gold, answer), _sided(answer, gold)))
+    if answers.alike(gold, answer):
+        return True
+    if not _same_units(gold, answer):
+        return False
+    if gold.word or answer.word:
+        sets = _solutions(gold), _solutions(answer)
+        return None not in sets and sets[0] == sets[1]
+    if not (isinstance(gold.value, str) or isinstance(answer.value, str)):
+        return False
+    return not _has_words(answer) and _equal(_sided(gold, answer), _sided(answer, gold))
+
+
+def _solutions(answer: answers.Answer) -> Any:
+    """Return the set that an interval, an inequality, or inequalities joined by ``and`` or ``or`` describe, or None."""
+    if isinstance(answer.value, tuple) and answer.word:
+        sets = [_solutions(item) for item in answer.value]
+        if None not in sets:
+            return sympy.Union(*sets) if answer.word == "or" else sympy.Intersection(*sets)
+    (parsed,) = _parsed(_latex(answer)) or (None,)
+    with contextlib.suppress(Exception):  # sympy raises any exception on relations that it cannot solve
+        return parsed if isinstance(parsed, sympy.Set) else parsed.as_set()
+    return None
+
+
+def _same_units(gold: answers.Answer, answer: answers.Answer) -> bool:
+    return not gold.unit or not answer.unit or gold.unit == answer.unit
 
 
 def _sided(answer: answers.Answer, other: answers.Answer) -> str:
-    """Return an answer as LaTeX, with its variable where the other has another: ``y=2x`` is ``x=y/2``, not ``x=2x``."""
+    """Return an answer as LaTeX, with its variable if the other has another: ``y=2x`` is ``x=y/2``, not ``x=2x``."""
     equation = other.variable or (isinstance(other.value, str) and "=" in other.value)
     named = answer.variable and equation and other.variable != answer.variable
-    return f"{answer.variable}={_latex(answer)}" if named else _latex(answer)
+    latex = _matrix(answer, str(other.value)) or _latex(answer)
+    return f"{answer.variable}={latex}" if named else latex
+
+
+def _matrix(answer: answers.Answer, other: str) -> str | None:
+    """Return a tuple next to a matrix as matrix: ``(1, 2)`` is a vector, ``[[1, 2], [3, 4]]`` has two rows."""
+    if "matrix}" not in other or not isinstance(answer.value, tuple) or answer.brackets not in ("()", "[]"):
+        return None
+    rows = [_latex(replace(item, brackets="")).replace(", ", "&") for item in answer.value]
+    between = r"\\" if r"\\" in other else "&"
+    return rf"\begin{{pmatrix}}{between.join(rows)}\end{{pmatrix}}"
 
 
 @functools.lru_cache(maxsize=1024)  # completions of one prompt often agree
 def _equal(gold: str, answer: str) -> bool:
+    # A chain such as 3+5=8 means its last step. An answer's other numbers must be equal to it: not 41=42.
+    *earlier, last = _EQUALS.split(gold)
+    if len(earlier) > 1 or (earlier and _constant(earlier[0]) and _constant(last)):
+        gold, earlier = last, []
+    *steps, last = _EQUALS.split(answer)
+    if steps and not earlier:
+        answer = last
+        if not all(_equal(answer, step) for step in steps if _constant(step)):
+            return False
     try:
-        return verify(list(_parsed(gold)), list(_parsed(answer)), timeout_seconds=None, raise_on_error=True)
+        left, right = _parsed(gold), _parsed(answer)
+        if not (left and right) or _differ(left[0], right[0]):
+            return False
+        return verify(list(left), list(right), allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
     except MemoryError:
         raise  # the limit of the child process: unscored
-    except Exception:  # sympy raises what it likes on what it cannot compare
+    except Exception:  # sympy raises any exception on expressions that it cannot compare
         return False
 
 
+def _constant(latex: str) -> bool:
+    parsed = _parsed(latex)
+    return bool(parsed) and isinstance(parsed[0], sympy.Expr) and not parsed[0].free_symbols
+
+
+def _differ(left: Any, right: Any) -> bool:
+    """Return whether two expressions have different values at one point; False if that is not certain.
+
+    This takes a fraction of the time that sympy needs to find no way to make them equal.
+    """
+    if not (isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr)):
+        return False
+    symbols = left.free_symbols | right.free_symbols
+    points = dict(zip(sorted({symbol.name for symbol in symbols}), _POINTS, strict=False))
+    with contextlib.suppress(Exception):  # more symbols than points, or a function that sympy cannot evaluate
+        point = {symbol: points[symbol.name] for symbol in symbols}
+        first, second = (complex(expression.subs(point).evalf(20)) for expression in (left, right))
+        return abs(first - second) > 1e-6 * max(1.0, abs(first), abs(second))
+    return False
+
+
 @functools.lru_cache(maxsize=1024)
-def _parsed(latex: str) -> tuple[Any, ...]:
-    """Return an answer as sympy sees it, empty where it cannot be read."""
-    if _SIDE_BY_SIDE.search(latex):
+def _parsed(text: str) -> tuple[Any, ...]:
+    """Return an answer as sympy sees it, empty if it cannot be read."""
+    try:
+        latex = normalize_latex(to_latex(text), _NORMALIZATION)
+        if _SIDE_BY_SIDE.search(latex):
+            return ()
+        is_real = not should_treat_as_complex(latex)
+        return (_exact(latex2sympy(latex, is_real=is_real, convert_degrees=False, normalization_config=None)),)
+    except MemoryError:
+        raise
+    except Exception:  # the parser raises any exception, RecursionError included
         return ()
-    return tuple(parse(rf"\boxed{{{latex}}}", _LATEX, fallback_mode="no_fallback", parsing_timeout=None))
+
+
+def _exact(parsed: Any) -> Any:
+    """Return parsed mathematics with exact decimals and the imaginary unit, unless ``i`` is a running index."""
+    numbers: dict[Any, Any] = {number: sympy.Rational(str(number)) for number in parsed.atoms(sympy.Float)}
+    if not parsed.has(sympy.Sum, sympy.Product):
+        numbers |= {symbol: sympy.I for symbol in parsed.free_symbols if symbol.name == "i"}
+    return parsed.xreplace(numbers) if numbers else parsed
 
 
 def _latex(answer: answers.Answer) -> str:
     """Return the answer without units, variables and dress, as LaTeX."""
     value = answer.value
     if isinstance(value, tuple):
-        first, last = ("\\" + bracket if bracket in "{}" else bracket for bracket in answer.brackets or ("", ""))
+        first, last = (rf"\{bracket}" if bracket in ("{", "}") else bracket for bracket in answer.brackets or ("", ""))
         return first + ", ".join(map(_latex, value)) + last
     if isinstance(value, Fraction) and value.denominator != 1:
         return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"

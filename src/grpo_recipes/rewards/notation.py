@@ -1,0 +1,271 @@
+r"""One notation for what models and datasets write: LaTeX, Unicode, plain-text mathematics and Markdown.
+
+``clean`` prepares an answer for the exact comparison (``answers``), ``to_latex`` prepares an expression for the parser
+of math-verify. Both are pure text functions, so that neither has to guess what the other saw.
+
+    from grpo_recipes.rewards.notation import clean, to_latex
+
+    clean(r"The answer is $\boxed{½}$.")  # r"\frac{1}{2}"
+    to_latex("2*sqrt(3)/2 + pi^10")  # r"2\cdot \sqrt{3}/2 + \pi ^{10}"
+"""
+
+# ruff: noqa: RUF001 (the tables below translate ambiguous characters)
+from __future__ import annotations
+
+import re
+
+DOLLAR = "¤"  # replaces \$, which does not begin a formula; a unit as well
+
+_FRACTIONS = {
+    "½": "1 2", "⅓": "1 3", "⅔": "2 3", "¼": "1 4", "¾": "3 4", "⅕": "1 5", "⅖": "2 5", "⅗": "3 5", "⅘": "4 5",
+    "⅙": "1 6", "⅚": "5 6", "⅛": "1 8", "⅜": "3 8", "⅝": "5 8", "⅞": "7 8",
+}  # fmt: skip
+_SYMBOLS = {
+    "π": "pi", "θ": "theta", "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "λ": "lambda", "μ": "mu",
+    "φ": "phi", "ω": "omega", "σ": "sigma", "∞": "infty", "≤": "le", "≥": "ge", "≠": "ne", "≈": "approx",
+    "×": "times", "·": "cdot", "⋅": "cdot", "∪": "cup", "∩": "cap", "∈": "in", "∅": "emptyset", "±": "pm", "∓": "mp",
+    "⟨": "langle", "⟩": "rangle", "√": "sqrt", "∠": "angle", "⌊": "lfloor", "⌋": "rfloor", "…": "ldots",
+}  # fmt: skip
+_RAISED, _LOWERED, _PLAIN = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n"
+_CHARACTERS = str.maketrans(
+    dict.fromkeys("\u2212\u2013\u2014\ufe63\uff0d", "-")
+    | dict.fromkeys("\u200b\ufeff", "")
+    | dict.fromkeys("\u2009\u202f", r"\,")
+    | dict.fromkeys("’′", "'")
+    | {mark: "\\frac{{{}}}{{{}}}".format(*parts.split()) for mark, parts in _FRACTIONS.items()}
+    | {mark: f"\\{name} " for mark, name in _SYMBOLS.items()}
+    | {"°": " degrees ", "÷": "/", "∛": r"\sqrt[3]", "ℝ": r"\mathbb{R}"}
+)
+_SCRIPTS = tuple(
+    (re.compile(f"[{marks}]+"), sign, str.maketrans(marks, _PLAIN)) for marks, sign in ((_RAISED, "^"), (_LOWERED, "_"))
+)
+# Commas and thin spaces that occur only inside a number: 1{,}000, 1,\!000, 1\,000.
+_GROUPED_IN_LATEX = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?:\s*\{\s*,\s*\}\s*|,\\!\s*|\\,)[0-9]{3})+(?![0-9])")
+# Repeating decimals: 0.1\overline{6}, 0.\bar3, 0.(3), 0.333...
+_REPEATING = re.compile(
+    r"(?<![0-9.,])(?P<whole>[0-9]*)\.(?P<fixed>[0-9]*?)(?:\\(?:overline|bar|dot)\s*(?:\{\s*(?P<block>[0-9]+)\s*\}|(?P<digit>[0-9]))"
+    r"|\((?P<bracketed>[0-9]+)\)(?=\s*$)|(?:(?P<repeated>[0-9])(?P=repeated){2,}|(?P<pattern>[0-9]{2,}?)(?P=pattern)+)\s*(?:\.\.\.|\\l?dots(?![A-Za-z])))"
+)
+_NO_DIGITS = re.compile(r"[^0-9]+")
+_DEGREES_IN_FUNCTION = r"(\\?(?:sin|cos|tan|cot|sec|csc)\s*)(?:\(\s*([0-9.]+)\s*degrees\s*\)|([0-9.]+)\s*degrees)"
+_SET_BUILDER = r"^\s*\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![A-Za-z])|[|:])\s*(.+?)\s*\\\}\s*$"
+# Text that the pattern needs, which saves most searches; the pattern; its replacement.
+_LATEX_REWRITES = tuple(
+    (needed, re.compile(pattern), replacement)
+    for needed, pattern, replacement in (
+        (r"\$", r"(?<!\\)\\\$", DOLLAR),
+        (r"\%", r"\\%", "%"),
+        ("\\", r"(?<!\\)\\[()\[\],;: ]|\\q?quad(?![A-Za-z])", " "),
+        ("\\", r"\\(?:left|right|displaystyle|limits|[Bb]igg?[lr]?)(?![A-Za-z])|(?<!\\)\\!", ""),
+        (r"\circ", r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})", " degrees "),
+        (r"\degree", r"\\degree(?![A-Za-z])", " degrees "),
+        ("frac", r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        ("frac", r"\\frac\s*([0-9])\s*(?=[0-9{])", r"\\frac{\1}"),
+        ("frac", r"(\\frac\s*\{[^{}]*\})\s*([0-9])", r"\1{\2}"),
+        (r"\varnothing", r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
+        (r"\choose", r"\{([^{}]+)\\choose([^{}]+)\}", r"\\binom{\1}{\2}"),
+    )
+)
+_REWRITES = tuple(
+    (needed, re.compile(pattern), replacement)
+    for needed, pattern, replacement in (
+        ("~", r"~", " "),
+        ("*", r"(?<![^\s(])\*\*(?=\S)([^*]+)(?<=\S)\*\*(?![\w*])", r"\1"),
+        ("$", r"\$\$?([^$]+)\$\$?", r" \1 "),
+        (r"\{", _SET_BUILDER, r"\1"),
+        ("degrees", _DEGREES_IN_FUNCTION, r"\1(\2\3\\pi/180)"),
+        ("real", r"(?i)\ball (?:the )?real(?: number)?s\b", r"\\mathbb{R}"),
+        ("^", r"\s+(?=\^)", ""),
+        (".m", r"(?<=[0-9])\s*([ap])\.\s?m\.?(?![A-Za-z])", r" \1m"),
+        ("M", r"(?<=[0-9])\s*([AP])\.?\s?M\.?(?![A-Za-z])", lambda match: f" {match[1].lower()}m"),
+    )
+)
+_ALL_REWRITES = (*_LATEX_REWRITES, *_REWRITES)
+_PAIRS = {"{}": re.compile(r"[{}]"), "()": re.compile(r"[()]"), "[]": re.compile(r"[\[\]]")}
+_QUOTES = tuple("\"'*_`")
+_QUOTED = re.compile(r"""^(["'*_`]+)(.+)\1\s*$""", re.DOTALL)
+_DOUBLED = re.compile(r"\\(?=\\[A-Za-z])")  # as JSON escapes commands
+_LINES = re.compile(r"(?<=[0-9])[ \t]*[\r\n]\s*(?=[0-9])")  # one number per line is a list
+_COMMANDS = re.compile(
+    r"\\(boxed|fbox|text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|operatorname)\s*\{"
+)
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z{])\s*(?!\{)")
+_LEAD_IN = re.compile(
+    r"(?i:(?:the\s+)?(?:final\s+)?answers?(?:\s+(?:is|are))?(?:\s*[:=]\s*|\s+)|(?:=|\\approx(?![A-Za-z]))\s*)(?=\S)"
+)
+
+
+def clean(text: str) -> str:
+    """Return an answer without formula signs, boxes, bold, a full stop and an introduction."""
+    if not text.isascii():
+        text = _without_unicode(text)
+    latex = "\\" in text
+    if latex and r"\\" in text and r"\begin" not in text:
+        text = _DOUBLED.sub("", text)
+    if latex or "{" in text:
+        text = _GROUPED_IN_LATEX.sub(lambda match: _NO_DIGITS.sub("", match[0]), _without_commands(text))
+    for needed, pattern, replacement in _ALL_REWRITES if latex else _REWRITES:
+        if needed in text:
+            text = pattern.sub(replacement, text)
+    if "." in text and ("\\" in text or "..." in text or text.endswith(")")):
+        text = _REPEATING.sub(_repeating_fraction, text)
+    if text[:1] in _QUOTES:
+        text = _QUOTED.sub(r"\2", text)
+    text = " ".join(_LINES.sub(", ", text).split())
+    introduction = _LEAD_IN.match(text)
+    text = text[introduction.end() :] if introduction else text
+    return without_braces((text if text.endswith("..") else text.removesuffix(".")).strip())
+
+
+def _repeating_fraction(match: re.Match[str]) -> str:
+    block = match["block"] or match["digit"] or match["bracketed"] or match["repeated"] or match["pattern"]
+    start = match["whole"] + match["fixed"]
+    above = int(start + block) - int(start or "0")
+    return rf"\frac{{{above}}}{{{'9' * len(block)}{'0' * len(match['fixed'])}}}"
+
+
+def _without_unicode(text: str) -> str:
+    """Return the text with mathematical characters as LaTeX: ``½ √2 x²`` and the like."""
+    for marks, sign, plain in _SCRIPTS:
+        text = marks.sub(lambda match, sign=sign, plain=plain: f"{sign}{{{match[0].translate(plain)}}}", text)
+    return text.translate(_CHARACTERS)
+
+
+def without_braces(text: str) -> str:
+    """Return the text without ``{…}`` around all of it."""
+    while text.startswith("{") and closing_brace(text, 0) == len(text) - 1:
+        text = text[1:-1].strip()
+    return text
+
+
+def _without_commands(text: str) -> str:
+    r"""Return the text with ``\boxed{…}`` and ``\text{…}`` replaced by their content, braces inside it and all."""
+    text, start = _BARE_BOX.sub(" ", text) if "box" in text else text, 0
+    while match := _COMMANDS.search(text, start):
+        end = closing_brace(text, match.end() - 1)
+        if end < 0:
+            start = match.end()
+            continue
+        # A space keeps the content apart: 5\text{eggs}, and 12\boxed{3} is not 123.
+        gap = " " if match[1] in ("boxed", "fbox") or text[match.end()].isalnum() else ""
+        text = text[: match.start()] + gap + text[match.end() : end] + gap + text[end + 1 :]
+        start = match.start()
+    return text
+
+
+def closing_brace(text: str, start: int) -> int:
+    """Return the index that closes the first brace from ``start`` on, -1 if it is not closed."""
+    return closing(text, start, "{}")
+
+
+def closing(text: str, start: int, brackets: str) -> int:
+    """Return the index that closes the first bracket of this kind from ``start`` on, -1 if it is not closed."""
+    depth = 0
+    for bracket in _PAIRS[brackets].finditer(text, start):
+        depth += 1 if bracket[0] == brackets[0] else -1
+        if depth == 0 and bracket[0] == brackets[1]:
+            return bracket.start()
+    return -1
+
+
+# --- plain-text mathematics as LaTeX
+
+_FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan"}
+_FUNCTIONS |= {"ln", "log", "exp", "min", "max", "gcd", "det", "lim"}
+_OTHER_NAMES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
+_GREEK = {"alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "sigma", "phi", "omega", "Delta", "Omega"}
+_CONSTANTS = {name: f"\\{name} " for name in (*_GREEK, "pi", "infty", "cup", "cap")}
+_CONSTANTS |= dict.fromkeys(("infinity", "inf", "oo"), r"\infty ") | {"union": r"\cup ", "lcm": r"\operatorname{lcm}"}
+_SIGNS = {"**": "^", "*": r"\cdot ", "<=": r"\le ", "=<": r"\le ", ">=": r"\ge ", "!=": r"\ne ", "'": r"_{prime}"}
+KNOWN_WORDS = _FUNCTIONS | set(_OTHER_NAMES) | set(_CONSTANTS) | {"sqrt", "cbrt", "abs", "floor", "ceil", "and", "or"}
+_TOKEN = re.compile(
+    r"\\begin\{\w+\}|\\end\{\w+\}|\\[A-Za-z]+|\\.|[A-Za-z]+|\*\*|<=|=<|>=|!=|[0-9]+(?:\.[0-9]+)?|.", re.DOTALL
+)
+_PIECE = re.compile(r"\s*(\\[A-Za-z]+|[0-9]+(?:\.[0-9]+)?|[A-Za-z])")
+_ARGUMENT_END = re.compile(
+    r"[-+=<>,;)\]}|&]|\\(?:\\|le|ge|cdot|times|sin|cos|tan|cot|sec|csc|ln|log|end)(?![A-Za-z])|$"
+)
+_AROUND = {"abs": ("|", "|"), "floor": (r"\lfloor ", r"\rfloor "), "ceil": (r"\lceil ", r"\rceil ")}
+# Two numbers side by side are a product if the first is an exponent: 2^6 3^5.
+_POWER_PRODUCT = re.compile(r"(\^\{[0-9]+\})\s+(?=[0-9])")
+
+
+def to_latex(text: str) -> str:
+    r"""Return cleaned mathematics as LaTeX: ``sqrt(3)/2``, ``pi``, ``x**2``, ``\sin^2t``, ``\sqrt2``, ``\frac ab``."""
+    parts: list[str] = []
+    index = 0
+    while index < len(text):
+        token = _TOKEN.match(text, index)
+        assert token is not None
+        part, index = _rewritten(token[0], text, token.end(), parts)
+        parts.append(part)
+    return _POWER_PRODUCT.sub(r"\1\\cdot ", "".join(parts))
+
+
+def _rewritten(token: str, text: str, end: int, before: list[str]) -> tuple[str, int]:
+    """Return the LaTeX of a token with its arguments, and the index after them."""
+    name = _OTHER_NAMES.get(token.lstrip("\\"), token.lstrip("\\"))
+    if name in ("sqrt", "cbrt"):
+        return _root(name, text, end)
+    if name == "frac" and token != name:
+        above, end = _argument(text, end)
+        below, end = _argument(text, end)
+        return rf"\frac{{{above}}}{{{below}}}", end
+    if name in _FUNCTIONS and (token != name or _applies(text, end)):
+        return _function(name, text, end)
+    if token in _AROUND and text.startswith("(", end) and (close := closing(text, end, "()")) > 0:
+        return to_latex(text[end + 1 : close]).join(_AROUND[token]), close + 1
+    if token in ("^", "**", "_"):
+        return _script("^" if token == "**" else token, text, end)
+    if token == "U" and before and "".join(before).rstrip().endswith((")", "]", "}")):
+        return r"\cup ", end
+    return _CONSTANTS.get(token, _SIGNS.get(token, token)), end
+
+
+def _applies(text: str, end: int) -> bool:
+    """Return whether a function's name in plain letters is followed by an argument."""
+    return re.match(r"\s*[(|\\0-9]|\s*[\^_]|\s+[A-Za-z](?![A-Za-z])", text[end:]) is not None
+
+
+def _argument(text: str, start: int) -> tuple[str, int]:
+    """Return a command's argument as LaTeX (``{…}``, ``(…)``, a number, letter or command), and the index after it."""
+    start += len(text[start:]) - len(text[start:].lstrip())
+    for brackets in ("{}", "()"):
+        if text.startswith(brackets[0], start) and (close := closing(text, start, brackets)) > 0:
+            return to_latex(text[start + 1 : close]), close + 1
+    piece = _PIECE.match(text, start)
+    if piece is None:
+        return "", start
+    return _rewritten(piece[1], text, piece.end(), [])
+
+
+def _root(name: str, text: str, end: int) -> tuple[str, int]:
+    degree = "[3]" if name == "cbrt" else ""
+    if text.startswith("[", end) and (close := closing(text, end, "[]")) > 0:
+        degree, end = text[end : close + 1], close + 1
+    radicand, end = _argument(text, end)
+    return rf"\sqrt{degree}{{{radicand}}}", end
+
+
+def _script(sign: str, text: str, end: int) -> tuple[str, int]:
+    """Return an exponent or index in braces: ``^(1/2)``, ``^-1``, ``^10``."""
+    negative = re.match(r"\s*-\s*", text[end:])
+    content, end = _argument(text, end + (negative.end() if negative else 0))
+    return f"{sign}{{{'-' if negative else ''}{content}}}", end
+
+
+def _function(name: str, text: str, end: int) -> tuple[str, int]:
+    r"""Return a function with its argument in parentheses if it has an exponent or a base: ``\sin^2t``."""
+    scripts = ""
+    while match := re.match(r"\s*([\^_])", text[end:]):
+        script, end = _script(match[1], text, end + match.end())
+        scripts += script
+    if name == "exp" and not scripts and text.startswith("(", end):
+        argument, end = _argument(text, end)
+        return f"e^{{{argument}}}", end
+    rest = text[end:].lstrip()
+    if not scripts or not rest or rest[0] in "({":
+        return f"\\{name}{scripts} ", end
+    stop = _ARGUMENT_END.search(text, end)
+    assert stop is not None
+    return f"\\{name}{scripts}({to_latex(text[end : stop.start()].strip())})", stop.start()
