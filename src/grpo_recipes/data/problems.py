@@ -11,9 +11,11 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy
 from datasets import (
     Dataset,
     DatasetDict,
@@ -227,7 +229,8 @@ def problems(
             if batch is None:
                 return
             prompts = [chat_of(value, source, system) for value in batch[source.prompt]]
-            answers = [answer_of(value, marker, source) for value in batch[source.solution]]
+            solutions = _as_written(batch[source.solution], known[source.solution])
+            answers = [answer_of(value, marker, source) for value in solutions]
             usable = [index for index, prompt in enumerate(prompts) if prompt and answers[index][0]]
             counts.read += len(prompts)
             counts.empty += len(prompts) - len(usable)
@@ -261,6 +264,14 @@ def _common_type(feature: Any) -> Any:
     if isinstance(feature, dict):
         return {name: _common_type(part) for name, part in feature.items()}
     return Value("string") if feature == Value("large_string") else feature
+
+
+def _as_written(values: list[Any], feature: Any) -> list[Any]:
+    """Return numbers of narrow columns as they were written: float32 stores 0.1 as 0.10000000149011612."""
+    narrow = {"float16": numpy.float16, "float32": numpy.float32}.get(getattr(feature, "dtype", ""))
+    if narrow is None:
+        return values
+    return [value if value is None else float(str(narrow(value))) for value in values]
 
 
 def distinct(found: Problems, counts: Counts) -> Problems:
@@ -343,12 +354,14 @@ def answer_of(value: Any, marker: str | None, source: DataSource) -> tuple[str, 
 
 
 def _text(value: Any, column: str, key: str, source: DataSource) -> str:
-    """Return a scalar as text, '' when it is missing. A whole number that JSON made a float is written without '.0'."""
+    """Return a scalar as JSON writes it, '' if it is missing. A whole number that JSON made a float has no '.0'."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     if isinstance(value, str | bool | int | float):
+        return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, Decimal):
         return str(value)
     what = f"column '{column}' of '{source.id}' holds {_short(value)}, where a text belongs"
     raise config_error(key, what, "name a column of texts, or save it as texts")
