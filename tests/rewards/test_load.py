@@ -89,7 +89,7 @@ def load(tmp_path: Path) -> Iterator[Any]:
             "answer_matching": "normalized",
         }
         script_args = SimpleNamespace(reward_funcs=list(names), **{**defaults, **keys})
-        rewards = load_rewards(script_args, SimpleNamespace(max_completion_length=10), tmp_path / "run")
+        rewards = load_rewards(script_args, SimpleNamespace(max_completion_length=10, seed=1), tmp_path / "run")
         made.extend(rewards)
         return rewards
 

@@ -31,6 +31,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.numbers import reward_problem
 from grpo_recipes.process import tree
 from grpo_recipes.recipe.registry import NO_ANSWER
+from grpo_recipes.rewards.chance import seed_later_imports, seed_libraries
 from grpo_recipes.rewards.score import (
     Reward,
     Score,
@@ -151,6 +152,8 @@ def _work(requests: int, replies: int) -> NoReturn:
     faulthandler.enable()
     with os.fdopen(requests, "rb") as stream, contextlib.suppress(EOFError):
         memory_bytes, copies, specs, concurrency, handed, everywhere, network = pickle.load(stream)
+        seed_later_imports()
+        seed_libraries(0)  # for draws while the rewards are loaded
         _stripped = everywhere - set(os.environ)
         _secrets.extend(os.environ[name] for name in handed if secret_name(name) and os.environ.get(name))
         _limit_this_process(memory_bytes)
@@ -173,8 +176,8 @@ def _work(requests: int, replies: int) -> NoReturn:
             if spec in together:
                 event_loop().run(_answer_together(rewards[spec], rows, replies, limit, concurrency))
             else:
-                for row, columns in rows:
-                    _answer(rewards[spec], row, columns, replies)
+                for row, columns, seed in rows:
+                    _answer(rewards[spec], row, columns, seed, replies)
     os._exit(0)
 
 
@@ -209,10 +212,12 @@ def _leave_network() -> None:
     sys.addaudithook(refuse)
 
 
-def _answer(reward: Reward, row: int, columns: dict[str, Any], replies: int) -> None:
+def _answer(reward: Reward, row: int, columns: dict[str, Any], seed: int | None, replies: int) -> None:
     """Call the reward on one row, and reply."""
     own, began = os.getpid(), time.monotonic()
     try:
+        if seed is not None:
+            seed_libraries(seed)
         (score,) = call_reward(reward, {name: [entry] for name, entry in columns.items()}, 1)
     except BaseException as error:  # SystemExit too: a reward may call anything
         score = _score_of(error)
@@ -220,25 +225,32 @@ def _answer(reward: Reward, row: int, columns: dict[str, Any], replies: int) -> 
 
 
 async def _answer_together(
-    reward: Callable[..., Any], rows: list[tuple[int, dict[str, Any]]], replies: int, limit: float, concurrency: int
-) -> None:
-    """Call an async reward on each row, so many at a time and each for ``limit`` seconds, and reply in order."""
+    reward: Callable[..., Any], rows: list[tuple[int, dict[str, Any], int | None]], replies: int, limit: float,
+    concurrency: int,
+) -> None:  # fmt: skip
+    """Call an async reward on each row, ``concurrency`` at a time and each for ``limit`` seconds, and reply in order.
+
+    Random numbers are reproducible until the first ``await`` that waits: later draws mix with other calls.
+    """
     import asyncio
 
     own, turns = os.getpid(), asyncio.Semaphore(concurrency)
 
-    async def called(columns: dict[str, Any]) -> tuple[Score, float]:
+    async def called(columns: dict[str, Any], seed: int | None) -> tuple[Score, float]:
         """Return the score of one row and its seconds."""
         async with turns:
             began = time.monotonic()
             try:
+                if seed is not None:
+                    seed_libraries(seed)
                 async with asyncio.timeout(limit) as time_left:
                     (score,) = scores_of(await reward(**{name: [entry] for name, entry in columns.items()}), 1)
             except BaseException as error:
                 score = Score(None, TIME_LIMIT, by_limit=True) if time_left.expired() else _score_of(error)
             return score, time.monotonic() - began
 
-    for (row, _), task in zip(rows, [asyncio.create_task(called(columns)) for _, columns in rows], strict=True):
+    tasks = [asyncio.create_task(called(columns, seed)) for _, columns, seed in rows]
+    for (row, *_), task in zip(rows, tasks, strict=True):
         score, seconds = await task
         _send(replies, row, score, seconds, own)
 

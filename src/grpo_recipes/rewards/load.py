@@ -19,6 +19,7 @@ from grpo_recipes.paths import shown
 from grpo_recipes.recipe.datafiles import LIVE_OBJECTS, solution_names
 from grpo_recipes.recipe.registry import ENVIRONMENT_REWARD, IN_CHILDREN
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, copy_path, copy_source, source_path, split_spec
+from grpo_recipes.rewards.chance import call_seed
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import GIVEN_UP, Reward, RewardWrapper, Score, is_own, load_reward, make_reward, taken
 from grpo_recipes.runs.rundir import json_mapping, without_damaged_end, write_whole
@@ -82,7 +83,7 @@ def load_rewards(
         if name in isolated:
             code = hashlib.sha256(copy_path(name, copies).read_bytes()).hexdigest() if is_own(name) else ""
             further = solutions if is_own(name) else ()
-            rewards.append(IsolatedReward(pool, name, label, records, code, further, left_out))
+            rewards.append(IsolatedReward(pool, name, label, records, code, further, left_out, args.seed))
         elif name == ENVIRONMENT_REWARD:
             rewards.append(EpisodeReward())
         elif is_own(name):
@@ -111,15 +112,16 @@ def lent_rewards(
 class IsolatedReward(RewardWrapper):
     """A reward of a pool, called once for equal arguments, and not again where a limit decided before.
 
-    ``code`` is a hash of the user's code, since other code may end otherwise.
+    ``code`` is a hash of the user's code, since other code may end otherwise. ``run_seed`` and the generation decide
+    the random numbers that a call draws.
     """
 
     def __init__(
         self, pool: RewardPool, spec: str, name: str, records: LimitRecords, code: str = "",
-        solutions: Collection[str] = (), left_out: Mapping[str, str] = MappingProxyType({}),
+        solutions: Collection[str] = (), left_out: Mapping[str, str] = MappingProxyType({}), run_seed: int = 0,
     ):  # fmt: skip
         super().__init__(pool.score, spec, name, solutions, left_out)
-        self.pool, self.timeout, self._records = pool, pool.timeout, records
+        self.pool, self.timeout, self._records, self._run_seed = pool, pool.timeout, records, run_seed
         self.early: dict[str, Score] = {}  # scores that completions of the generation at hand had while it was sampled
         self._identity = (spec, code, pool.timeout, pool.memory_gib)
 
@@ -164,8 +166,10 @@ class IsolatedReward(RewardWrapper):
         asked = {name: [values[row] for row in called] for name, values in sent.items()}
         if give_up_after is not None:
             give_up_after -= sum(score.unscored for score in early.values() if score and not score.replayed)
+        # A call's seed depends on its arguments, not on its order: calls are early, shared by equal rows, or repeated.
+        seeds = [call_seed(self._run_seed, generation, self.spec, keys[row] or row) for row in called]
         with self.pool.turn:
-            scores = self.pool.score(self.spec, asked.pop("completions"), asked, give_up_after, stopped)
+            scores = self.pool.score(self.spec, asked.pop("completions"), asked, give_up_after, stopped, seeds=seeds)
         found |= dict(zip(called, scores, strict=True))
         return keys, [found[row] for row in same_as]
 

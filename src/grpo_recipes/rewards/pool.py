@@ -138,6 +138,7 @@ class RewardPool:
         give_up_after: int | None = None,
         stopped: Callable[[], bool] = lambda: False,
         names: Sequence[str] | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> list[Score]:
         """Call a reward on each completion, and return (B,) scores in order.
 
@@ -145,6 +146,7 @@ class RewardPool:
         each. With more unscored completions than ``give_up_after``, or once ``stopped``, which is asked a few times a
         second, the rest is not called. A row is called where the one of its name in ``names`` was called before, while
         that child lives; another child, which has to repeat what the calls before did, gets their time too.
+        ``seeds`` are the (B,) seeds of the calls' random numbers.
         RewardFailed where the reward cannot be loaded, or a column cannot be sent to another process.
         """
         kept = taken({**(columns or {}), "completions": completions}, self.takes[reward])
@@ -164,7 +166,8 @@ class RewardPool:
                 for child in [child for child in self._children if child.ready and not child.rows]:
                     if len(self._busy()) < self.workers and (rows := self._next_rows(child, reward)):
                         columns = [{name: values[row] for name, values in kept.items()} for row in rows]
-                        child.call(reward, rows, columns, self._limit(child, reward, rows[0]))
+                        row_seeds = [seeds[row] if seeds else None for row in rows]
+                        child.call(reward, rows, columns, row_seeds, self._limit(child, reward, rows[0]))
                         self._homes |= {self._called_by[row]: child for row in rows if self._called_by}
                 self._listen(_TICK_SECONDS)
                 self._enforce()
@@ -360,10 +363,12 @@ class _Child:
         self._unread = b""
         self.push()
 
-    def call(self, reward: str, rows: list[int], columns: list[dict[str, Any]], limit: float) -> None:
+    def call(
+        self, reward: str, rows: list[int], columns: list[dict[str, Any]], seeds: list[int | None], limit: float
+    ) -> None:
         """Let it call a reward on each of some rows, ``limit`` seconds each; every score is a later reply, in order."""
         self.reward, self.rows, self.limit, self.since = reward, rows, limit, time.monotonic()
-        self.unsent += pickle.dumps((reward, limit, list(zip(rows, columns, strict=True))))
+        self.unsent += pickle.dumps((reward, limit, list(zip(rows, columns, seeds, strict=True))))
         self.push()
 
     def push(self) -> None:
