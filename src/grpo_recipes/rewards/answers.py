@@ -132,23 +132,34 @@ def last_boxed(text: str) -> str | None:
     Boxes with nothing but a comma, a semicolon, ``and`` or ``or`` between them are one list, and returned as it is
     written: ``\boxed{1} and \boxed{2}`` answers the same as ``\boxed{1 and 2}``.
     """
-    boxes = list(_BOX.finditer(text))
-    if boxes and not boxes[-1]["brace"]:
-        unbraced = _UNBRACED.match(text, boxes[-1].end())
+    boxes = _boxes_from_the_end(text)
+    last = next(boxes, None)
+    if last is None:
+        return None
+    if not last["brace"]:
+        unbraced = _UNBRACED.match(text, last.end())
         return unbraced[0].rstrip(".,;") if unbraced else None
-    starts = [match.start() for match in boxes if match["brace"]]
-    end = closing_brace(text, starts[-1]) if starts else -1
+    end = closing_brace(text, last.start())
     if end < 0:
         return None
-    first = starts.pop()
+    first = last.start()
     box, differ = text[first : end + 1], False
-    while starts and (close := closing_brace(text, starts[-1])) >= 0:
+    for earlier in boxes:
+        close = closing_brace(text, earlier.start()) if earlier["brace"] else -1
         between = text[close + 1 : first]
-        if not (_BETWEEN_BOXES.fullmatch(between) and _SEPARATOR.search(between)):
+        if close < 0 or not (_BETWEEN_BOXES.fullmatch(between) and _SEPARATOR.search(between)):
             break
-        first = starts.pop()
+        first = earlier.start()
         differ = differ or text[first : close + 1] != box
     return text[first : end + 1] if differ else box[box.index("{") + 1 : -1]
+
+
+def _boxes_from_the_end(text: str) -> Iterator[re.Match[str]]:
+    position = len(text)
+    while (position := text.rfind("box", 0, position)) >= 0:
+        match = _BOX.match(text, max(0, position - 1)) or _BOX.match(text, max(0, position - 2))
+        if match:
+            yield match
 
 
 def reference(gold: str) -> str:
