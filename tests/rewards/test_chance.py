@@ -51,7 +51,7 @@ def launch(
     """Return completion -> reward of each step of a run, whose children are new."""
     settings = SimpleNamespace(
         reward_funcs=[f"drawing.py:{reward}"], reward_isolation="completion", reward_workers=workers, seed=seed,
-        reward_timeout=30.0, reward_memory_gib=4.0, reward_environment=[], reward_concurrency=4, dataset_mixture=None,
+        reward_timeout=300.0, reward_memory_gib=4.0, reward_environment=[], reward_concurrency=4, dataset_mixture=None,
         dataset_solution_column="answer", eval_dataset_solution_column=None,
     )  # fmt: skip
     (tmp_path / "run").mkdir(exist_ok=True)
