@@ -121,6 +121,33 @@ def _shared_memory(_: str) -> None:
     time.sleep(1000)
 
 
+HELD: list[int] = []
+
+
+def _memfd(mebibytes: str) -> list[float]:
+    """Keep one more file in memory, which no process maps."""
+    HELD.append(os.memfd_create("wild"))
+    for _ in range(int(mebibytes)):
+        os.write(HELD[-1], b"x" * (1 << 20))
+    time.sleep(0.1)
+    return [1.0]
+
+
+def _shared_file(mebibytes: str) -> list[float]:
+    """Leave one more closed file in /dev/shm."""
+    with open(f"/dev/shm/wild-{os.getpid()}-{time.monotonic_ns()}", "wb") as file:
+        for _ in range(int(mebibytes)):
+            file.write(b"x" * (1 << 20))
+    time.sleep(0.1)
+    return [1.0]
+
+
+def _print(mebibytes: str) -> list[float]:
+    for _ in range(int(mebibytes)):
+        os.write(2, b"x" * (1 << 20))
+    return [1.0]
+
+
 def _noise(_: str) -> list[float]:
     print('{"row": 0, "value": 9}\n' * 100)
     os.write(1, b"\x00garbage\n" * 10000)
@@ -168,6 +195,9 @@ ACTIONS = {
     "return-twice": _return_twice,
     "8GB": lambda _: [float(len(bytearray(8 << 30)))],
     "shared-memory": _shared_memory,
+    "memfd": _memfd,
+    "shared-file": _shared_file,
+    "print": _print,
     "segfault": lambda _: ctypes.string_at(0),
     "killed": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "exit": lambda _: os._exit(0),

@@ -427,5 +427,7 @@ def _present(result: dict[str, Any], scored: Rows, out: Path) -> None:
         value, limits = result[name], result.get(f"{name}_ci")
         text = "none" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
         print(f"{name:<12}{text:>8}" + (f"  {limits[0]:.3f} to {limits[1]:.3f}" if limits else ""))
+    if result.get("pass@1", 0.0) is None and result["reward"] is not None:
+        say("pass@k counts rewards of at least 1, and these graded rewards are all lower; compare mean@k and best@k")
     say(f"{result['prompts']} prompts x {result['samples']} completions of {result['model']}")
     say(f"scores in {shown(out / 'eval.json')}, samples in {shown(out / 'eval.html')}")

@@ -39,11 +39,17 @@ def accuracy(rewards_BR: torch.Tensor, names: list[str]) -> tuple[torch.Tensor, 
 def verdicts(rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Tensor) -> list[bool | None]:
     """Return whether each completion is right, (B,), None where that is unknown.
 
-    An accuracy reward says so; in a recipe without one a weighted reward of at least 1 is right.
+    An accuracy reward decides. In a recipe without one, a weighted reward of at least 1 is right. If such rewards are
+    graded and none reaches 1, nothing tells which completions are right.
     """
     totals_B = weighted_rewards(rewards_BR, weights_R)
-    judged_B, right_B = accuracy(rewards_BR, names) or (~totals_B.isnan(), totals_B >= RIGHT)
+    known_B = torch.zeros_like(totals_B, dtype=torch.bool) if _only_graded(totals_B) else ~totals_B.isnan()
+    judged_B, right_B = accuracy(rewards_BR, names) or (known_B, totals_B >= RIGHT)
     return [right if judged else None for judged, right in zip(judged_B.tolist(), right_B.tolist(), strict=True)]
+
+
+def _only_graded(totals_B: torch.Tensor) -> bool:
+    return bool(((totals_B > 1 - RIGHT) & (totals_B < RIGHT)).any() and not (totals_B >= RIGHT).any())
 
 
 def answer_in(completion: str | list[dict[str, Any]]) -> str | None:

@@ -32,6 +32,7 @@ from grpo_recipes.numbers import reward_problem
 from grpo_recipes.process import tree
 from grpo_recipes.recipe.registry import NO_ANSWER
 from grpo_recipes.rewards.chance import seed_later_imports, seed_libraries
+from grpo_recipes.rewards.memory import own_shared_memory
 from grpo_recipes.rewards.score import (
     Reward,
     Score,
@@ -48,6 +49,7 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 MOST_PROCESSES = 64  # of one child process, itself included
 TIME_LIMIT = "time limit"
 GARBLED = {"died": "its process sent garbled replies"}
+_LONGEST_REASON = 2000  # characters of a reply; ours are far shorter
 _tracebacks_left = 3  # to print in a worker; a reward that is wrong is wrong for every completion
 # In a worker: the names of variables that the trainer has and this process does not, and values of those handed to it.
 _stripped: frozenset[str] = frozenset()
@@ -88,7 +90,8 @@ def read_reply(line: bytes, rewards: Collection[str], valid: Callable[[Any], boo
     match reply:
         case {"score": [value, reason, seconds, bool()], "row": row} if len(reply) == 2 and type(row) is int:
             fits = value is None or (reason is None and valid(value))
-            right = fits and isinstance(reason, str | None) and _is_number(seconds) and 0 <= seconds < 1e9
+            short = reason is None or (isinstance(reason, str) and len(reason) <= _LONGEST_REASON)
+            right = fits and short and _is_number(seconds) and 0 <= seconds < 1e9
         case {"ready": dict(takes), "together": list(together)} if len(reply) == 2:
             columns = [names for names in takes.values() if names is not None]
             texts = [names for names in columns if isinstance(names, list) and "completions" in names]
@@ -156,6 +159,7 @@ def _work(requests: int, replies: int) -> NoReturn:
         seed_libraries(0)  # for draws while the rewards are loaded
         _stripped = everywhere - set(os.environ)
         _secrets.extend(os.environ[name] for name in handed if secret_name(name) and os.environ.get(name))
+        own_shared_memory(memory_bytes)
         _limit_this_process(memory_bytes)
         if not network:
             _leave_network()

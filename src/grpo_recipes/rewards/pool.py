@@ -16,6 +16,7 @@ import pickle
 import selectors
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -23,8 +24,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from grpo_recipes.errors import translate
 from grpo_recipes.paths import python_module
@@ -37,11 +36,14 @@ from grpo_recipes.rewards.child import (
     is_score,
     read_reply,
 )  # fmt: skip
+from grpo_recipes.rewards.memory import used_by
 from grpo_recipes.rewards.score import GIVEN_UP, RewardFailed, Score, taken
 
 START_SECONDS = 300.0  # imports over a network disk, while every rank does the same
 _FAILED_STARTS = 3  # in a row
-_TICK_SECONDS = 0.25  # between looks at what a row that takes longer than this uses
+_TICK_SECONDS = 0.25  # between two measurements of a child whose row takes longer than this
+_MEASURE_SECONDS = 1.0  # between two measurements of a child with quick rows
+_MOST_PRINTED = 16 << 20  # bytes that the rewards of a pool may print in its life; the rest is dropped
 _END_SECONDS = 5.0  # a keeper that is asked to end needs milliseconds
 _FIRST_CALL_SECONDS = 10.0
 _CHUNK_SECONDS, _CHUNK_ROWS = 0.05, 64  # work handed out at once
@@ -93,6 +95,7 @@ class RewardPool:
         self._wanted = self.workers  # children; one more is kept ready after the first was replaced
         self._ending: list[_Child] = []
         self._failed_starts = 0
+        self._print_left = _MOST_PRINTED
         # Of the call of ``score`` under way: its rows, those to hand out, those to hand out alone since a child died
         # with them and others, the scores by row, and how many of them have no value.
         self.asked = 0
@@ -127,6 +130,8 @@ class RewardPool:
         for child in list(self._children):
             self._dismiss(child)
         while self._ending:
+            for child in self._ending:
+                self._print(child)
             self._ending = [child for child in self._ending if not child.ended()]
             time.sleep(0.005)
 
@@ -213,14 +218,30 @@ class RewardPool:
         with selectors.DefaultSelector() as selector:
             for child in self._children:
                 selector.register(child.stdout, selectors.EVENT_READ, child)
+                if not child.stderr.closed:
+                    selector.register(child.stderr, selectors.EVENT_READ, child)
                 if child.unsent:
                     selector.register(child.stdin, selectors.EVENT_WRITE, child)
             ready = {key.data: None for key, _ in selector.select(max(0.0, min([at_most, *left])))}
         for child in ready:
             child.push()
-            for reply in child.replies():
+            replies = child.replies()
+            self._print(child)  # before a reply that raises: it may be the traceback
+            for reply in replies:
                 if child in self._children:  # not replaced because of an earlier reply
                     self._take(child, reply)
+
+    def _print(self, child: _Child) -> None:
+        """Show what a child printed, within the pool's limit."""
+        printed = child.printed()
+        if printed and self._print_left > 0:
+            shown, self._print_left = printed[: self._print_left], self._print_left - len(printed)
+            with contextlib.suppress(OSError):  # the log is full or gone, which ends no run
+                sys.stderr.flush()
+                os.write(2, shown)
+            if self._print_left <= 0:
+                limit = f"{_MOST_PRINTED >> 20} MiB"
+                print(f"\ngrpo: {self._names}: printed {limit}; later output is dropped", file=sys.stderr, flush=True)
 
     def _take(self, child: _Child, reply: dict[str, Any]) -> None:
         if child.ready == ("score" not in reply) or ("row" in reply and [reply["row"]] != child.rows[:1]):
@@ -251,22 +272,27 @@ class RewardPool:
         return child.since + child.limit + (_GRACE_SECONDS if child.reward in self.together else 0.0)
 
     def _enforce(self) -> None:
-        """Stop what is over a limit; of the slow children look at one, since to add up its memory takes a while."""
+        """Stop children over a limit; measure one child at a time, since adding up its memory takes a while."""
         now = time.monotonic()
         for child in list(self._children):
             if child.rows and now > self._deadline(child):
                 self._stop(child, TIME_LIMIT)
             elif not child.ready and now - child.since > START_SECONDS:
                 raise RewardFailed(f"the rewards {self._names} were not loaded within {START_SECONDS:.0f} s")
-        slow = [child for child in self._busy() if now - child.since > _TICK_SECONDS]
-        if slow:
-            child = min(slow, key=lambda child: child.looked_at)
+        due = [
+            child for child in self._busy()
+            if now - child.since > _TICK_SECONDS or now - child.looked_at > _MEASURE_SECONDS
+        ]  # fmt: skip
+        if due:
+            child = min(due, key=lambda child: child.looked_at)
             child.looked_at = time.monotonic()
             family = tree.descendants(child.pid)
             if len(family) > MOST_PROCESSES:
                 self._stop(child, f"process limit ({MOST_PROCESSES})")
-            elif sum(map(_memory, family)) > self._memory:
+            elif used_by(family) > self._memory:
                 self._stop(child, "memory limit")
+        for child in self._ending:
+            self._print(child)
         self._ending = [child for child in self._ending if not child.ended()]
 
     def _stop(self, child: _Child, reason: str) -> None:
@@ -342,13 +368,13 @@ class _Child:
     ):
         self.process = subprocess.Popen(
             python_module("grpo_recipes.rewards.child", str(os.getpid())),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=environment,
             start_new_session=True,
         )  # fmt: skip
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.stdin, self.stdout = self.process.stdin, self.process.stdout
-        os.set_blocking(self.stdin.fileno(), False)
-        os.set_blocking(self.stdout.fileno(), False)
+        assert self.process.stdin and self.process.stdout and self.process.stderr
+        self.stdin, self.stdout, self.stderr = self.process.stdin, self.process.stdout, self.process.stderr
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            os.set_blocking(pipe.fileno(), False)
         self.pid = self.process.pid  # of the keeper, below which everything else of this child is
         self.rewards, self.valid = rewards, valid  # that it is to load; whether a value of theirs is one
         self.ready = False  # they are loaded
@@ -392,6 +418,16 @@ class _Child:
         # At the end of the pipe `read` returns b"", while nothing has come yet None.
         return [*replies, {"died": "its process died"}] if part == b"" else replies
 
+    def printed(self) -> bytes:
+        """Return what it printed since the last call, at most 1 MiB."""
+        parts: list[bytes] = []
+        part: bytes | None = None
+        while not self.stderr.closed and len(parts) < 16 and (part := self.stderr.read(1 << 16)):
+            parts.append(part)
+        if part == b"":
+            self.stderr.close()
+        return b"".join(parts)
+
     def ended(self) -> bool:
         """Return whether nothing of it is left; a keeper that does not obey is killed with its descendants."""
         if self.process.poll() is None:
@@ -402,11 +438,5 @@ class _Child:
             self.process.wait()
         self.stdin.close()
         self.stdout.close()
+        self.stderr.close()
         return True
-
-
-def _memory(process: psutil.Process) -> int:
-    """Return the bytes a process holds, a page that several share counted once among them."""
-    with contextlib.suppress(psutil.Error):  # ended meanwhile, or changed its user
-        return int(process.memory_full_info().pss)
-    return 0

@@ -1,0 +1,94 @@
+"""All memory of a reward's child: private memory, shared memory, memfd files, and files in ``/dev/shm``.
+
+The kernel limits the private memory of one process only (``RLIMIT_DATA``). The child therefore gets its own
+``/dev/shm`` of limited size, which ends with it, and the pool adds up the rest.
+
+    from grpo_recipes.rewards.memory import used_by
+
+    used_by(tree.descendants(pid))  # bytes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+_SHARED_MEMORY = "/dev/shm"
+_NEW_MOUNTS, _NEW_IPC, _NEW_USER = 0x00020000, 0x08000000, 0x10000000
+_RECURSIVE, _PRIVATE, _NO_SUID, _NO_DEVICES = 1 << 14, 1 << 18, 2, 4
+
+
+def own_shared_memory(most_bytes: int) -> None:
+    """Give this process an empty ``/dev/shm`` of this size, if the system allows it. For processes with one thread."""
+    probe = os.fork()  # a failure half-way would leave this process in another user namespace
+    if probe == 0:
+        code = 1
+        with contextlib.suppress(OSError):
+            code = 0 if _mounted(most_bytes) else 1
+        os._exit(code)
+    if os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1]) == 0:
+        _mounted(most_bytes)
+
+
+def _mounted(most_bytes: int) -> bool:
+    libc, user, group = ctypes.CDLL(None), os.geteuid(), os.getegid()
+    if libc.unshare(_NEW_MOUNTS | _NEW_IPC | (_NEW_USER if user else 0)) != 0:
+        return False
+    if user:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    if libc.mount(None, b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None) != 0:
+        return False
+    flags, options = ctypes.c_ulong(_NO_SUID | _NO_DEVICES), f"size={most_bytes},mode=1777".encode()
+    return bool(libc.mount(b"tmpfs", _SHARED_MEMORY.encode(), b"tmpfs", flags, options) == 0)
+
+
+def used_by(processes: Sequence[psutil.Process]) -> int:
+    """Return the bytes that processes hold together. A page that several of them map counts once."""
+    private = mapped = 0
+    files: dict[tuple[int, int], int] = {}
+    for process in processes:
+        with contextlib.suppress(OSError, KeyError):  # it has ended, or has another user
+            sizes = _mapped_sizes(process.pid)
+            mapped += sizes.get("Pss_Shmem", 0)
+            private += sizes["Pss"] - sizes.get("Pss_Shmem", 0)
+            files |= _open_shared_files(process.pid)
+    # Pages of open files may be mapped too: counting both would count them twice.
+    return private + max(mapped, sum(files.values()) + _own_folder(processes))
+
+
+def _mapped_sizes(pid: int) -> dict[str, int]:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+
+
+def _open_shared_files(pid: int) -> dict[tuple[int, int], int]:
+    """Return the bytes of a process's open memfd files, and of open files in the machine's ``/dev/shm``, by file id."""
+    sizes, machines = {}, not _own_folder_of(pid)
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            target = os.readlink(entry.path)
+            if target.startswith("/memfd:") or (machines and target.startswith(f"{_SHARED_MEMORY}/")):
+                status = os.stat(entry.path)
+                sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sizes
+
+
+def _own_folder(processes: Sequence[psutil.Process]) -> int:
+    return max((_own_folder_of(process.pid) for process in processes), default=0)
+
+
+def _own_folder_of(pid: int) -> int:
+    """Return the bytes in a process's own ``/dev/shm``, 0 if it uses the machine's."""
+    with contextlib.suppress(OSError):
+        folder = f"/proc/{pid}/root{_SHARED_MEMORY}"
+        if os.stat(folder).st_dev != os.stat(_SHARED_MEMORY).st_dev:
+            space = os.statvfs(folder)
+            return (space.f_blocks - space.f_bfree) * space.f_frsize
+    return 0
