@@ -100,3 +100,28 @@ def test_another_name_of_a_key_shows_the_key(capsys):
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first == "grpo: 'init_kl_coeff' is read as beta" and second.startswith("beta  (float")
     assert next(iter(told(capsys, "gen_temperature"))) == "temperature"
+
+
+@pytest.mark.parametrize(
+    ("word", "keys"),
+    [
+        ("wandb", {"report_to", "wandb_project", "wandb_entity"}),
+        ("tensorboard", {"report_to"}),
+        ("think", {"chat_template_kwargs"}),
+        ("lora", {"use_peft", "lora_r"}),
+        ("deepspeed", {"accelerator"}),
+        ("curriculum", {"shuffle_dataset"}),
+    ],
+)
+def test_common_words_find_their_keys(capsys, word, keys):
+    """M5: wandb, tensorboard and think found nothing useful."""
+    found = told(capsys, word)
+    assert keys <= found.keys()
+    refused = [index for index, entry in enumerate(found.values()) if "refused" in entry]
+    assert not refused or refused[0] >= len(keys), "keys come before names that are refused"
+
+
+def test_a_word_is_not_found_inside_others(capsys):
+    """M5: a word matches at the beginning of a word."""
+    assert "no key matches" in refused(capsys, "hema")
+    assert all("ate" not in name.split("_") for name in told(capsys, "rate"))

@@ -71,7 +71,7 @@ def own(tmp_path: Path) -> str:
          "'http://host:port' is not an http or https URL"),
         (THEIRS | {"atropos_port": 8000}, THEIRS,
          "atropos_port is that of a run-api which the launch starts, atropos_api_url names one that runs already. Fix: "
-         "remove one of the two"),
+         "remove atropos_port, or remove atropos_api_url"),
         # What contradicts it.
         (GROUPS | {"environment": f"{__file__}:Environment"}, GROUPS,
          "'environment' and Atropos are two sources of completions. Fix: keep one of them"),
@@ -95,8 +95,8 @@ def own(tmp_path: Path) -> str:
          "vllm_node: own puts rank 0 on another node than run-api, which listens on the first node's loopback alone. "
          "Fix: write vllm_node: shared, or start a run-api yourself and name it in atropos_api_url"),
         (GROUPS | {"eval_strategy": "steps", "eval_steps": 5}, GROUPS | {"benchmarks": ["gsm8k"]},
-         "eval_strategy: steps has nothing to evaluate on: groups of Atropos are for training. Fix: write "
-         "eval_strategy: 'no'; benchmarks test the final model"),
+         "eval_strategy: steps has nothing to evaluate on: groups of Atropos are for training. Fix: set "
+         "eval_strategy: 'no' and remove eval_steps; benchmarks test the final model"),
         (GROUPS | {"atropos_batch_max_wait_time": 3600}, GROUPS | {"atropos_batch_max_wait_time": 12.0},
          "atropos_batch_max_wait_time 3600 is not below stall_timeout 3600, after which a trainer that waits counts as "
          "hung. Fix: raise stall_timeout, or wait less"),

@@ -124,6 +124,10 @@ def test_rewards_keep_their_weights(asked, weights, ours, left, tmp_path, monkey
         ("system_prompt: x", "dataset_solution_column", "solution"),
         ("loss_type: grpo", "dataset_prompt_column", "prompt"),
         ("lora_rank: 8", "use_peft", True),
+        ("lora_r: 8", "use_peft", True),
+        ("eval_steps: 8", "eval_strategy", "steps"),
+        ("accelerate_config: zero3", "accelerator", "zero3"),
+        ("val_before_train: true\neval_strategy: epoch", "eval_on_start", True),
         ("eval_strategy: steps\neval_steps: 5", "eval_subsample", 1.0),
         ("kl_loss_coef: 0.01\nuse_kl_loss: false", "beta", 0.0),
         ("use_peft: true\npush_to_hub: true\nhub_strategy: every_save", "hub_strategy", "end"),
@@ -159,7 +163,7 @@ def test_a_setting_becomes_what_does_the_same(text, key, value, tmp_path) -> Non
         ("callbacks: [push_to_hub_revision]", "hub_strategy publishes checkpoints"),
         ("hub_model_id: acme/base-${VERSION}\npush_to_hub: true", "is not the name of a repository"),
         ("packing: true", "supervised fine-tuning"),
-        ("lora_r: 8", "does nothing without use_peft"),
+        ("lora_r: 8\nuse_peft: false", "does nothing without use_peft"),
         ("hub_token: abc", "no recipe holds a secret"),
         ("report_to: []", "it is empty"),
         ("objective: maxent_entropy", "write maxent_objective for MaxEnt, remove it for GRPO"),
@@ -221,3 +225,54 @@ def test_toml_is_read(tmp_path) -> None:
     assert values(made)["model_name_or_path"] == "a/b" and values(made)["learning_rate"] == 1e-6
     (tmp_path / "bad.toml").write_text("[")
     assert cli.main(["new", str(tmp_path / "x.yaml"), "--from", str(tmp_path / "bad.toml")]) == 2
+
+
+def test_datasets_of_the_trl_cli_become_a_mixture(tmp_path) -> None:
+    """M2: TRL's ``datasets:`` with path and name."""
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text("model_path: a/b\ndatasets:\n  - {path: openai/gsm8k, name: main}\ntest_split_size: 0.1\n")
+    mixture = values(migrate(theirs, tmp_path / "my.yaml"))["dataset_mixture"]
+    assert mixture == {"datasets": [{"id": "openai/gsm8k", "config": "main"}], "test_split_size": 0.1}
+
+
+def test_a_reward_function_of_verl_is_kept(tmp_path, monkeypatch) -> None:
+    """M2: verl's ``custom_reward_function``."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "score.py").write_text("def mine(completions, **columns): ...\n")
+    (tmp_path / "theirs.yaml").write_text("custom_reward_function: {path: score.py, name: mine}\nlr: 1.0e-6\n")
+    assert values(migrate(Path("theirs.yaml"), Path("my.yaml")))["reward_funcs"] == ["score.py:mine"]
+
+
+@pytest.mark.parametrize("name", ["train.py", "train.sh"])
+def test_a_script_is_not_a_recipe_to_translate(name, tmp_path, monkeypatch, capsys) -> None:
+    """M2: a script gets its own message."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("import trl\n")
+    assert cli.main(["new", "my.yaml", "--from", name]) == 2
+    assert f"'{name}' is a script, not a recipe. Fix: write its settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("tools", "environment: verifiers:NAME"),
+        ("environment_factory", "environment: file.py:Class"),
+        ("rollout_func", "environment: file.py:Class"),
+        ("dynamic_sampling", "scale_rewards: none"),
+        ("max_staleness", "overlap_generation: true"),
+        ("curriculum", "shuffle_dataset: false"),
+        ("defaults", "--cfg job"),
+    ],
+)
+def test_a_name_without_an_equal_key_names_what_there_is(name, instead, tmp_path) -> None:
+    """M2: "remove it" without the equivalent."""
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(TRL + f"{name}: [x]\n")
+    assert instead in migrate(theirs, tmp_path / "my.yaml").text()
+
+
+def test_a_model_that_reads_pictures_is_noted(tmp_path) -> None:
+    """M2: a vision model "is right"."""
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text("model_name_or_path: Qwen/Qwen2.5-VL-3B-Instruct\nlr: 1.0e-6\n")
+    assert "reads pictures; only its text part" in migrate(theirs, tmp_path / "my.yaml").report()[0]

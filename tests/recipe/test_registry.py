@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from transformers import Trainer, TrainingArguments
 
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.registry import ACCURACY, IN_CHILDREN, REWARDS, missing_package
+from grpo_recipes.recipe.registry import ACCURACY, IN_CHILDREN, REWARDS, TRACKER_CALLBACKS, missing_package
 from grpo_recipes.rewards.score import make_reward
 
 DEFAULTS = SimpleNamespace(**{key: entry["default"] for key, entry in catalogue().items()})
@@ -115,3 +117,29 @@ def test_a_package_that_is_installed_is_not_missing(tmp_path: Path, monkeypatch:
     (tmp_path / "liger_kernel.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert missing_package("use_liger_kernel", True) is None and missing_package("use_liger_kernel", False) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "package"),
+    [
+        ("callbacks", ["transformers.integrations:MLflowCallback"], "mlflow"),
+        ("callbacks", ["mine.py:Mine", "transformers.integrations:TrackioCallback"], "trackio"),
+        ("callbacks", ["transformers:TrainerCallback"], None),
+        ("report_to", ["wandb"], None),
+        ("report_to", ["tensorboard", "none"], None),
+        ("optim", "galore_adamw", "galore-torch"),
+        ("use_liger_kernel", True, "liger-kernel"),
+    ],
+)
+def test_a_package_that_a_value_needs_is_named(key, value, package):
+    """R14: trackers' callbacks passed the check, and the run ended in a traceback."""
+    assert missing_package(key, value) == package
+
+
+def test_callbacks_of_trackers_are_classes_of_transformers():
+    """R14: the table against the library."""
+    source = Path(importlib.util.find_spec("transformers").origin).with_name("integrations") / "integration_utils.py"
+    classes = set(re.findall(r"^class (\w+Callback)\(", source.read_text(), re.MULTILINE))
+    assert {name for name, _ in TRACKER_CALLBACKS.values()} <= classes
+    ours = {"TensorBoardCallback", "WandbCallback", "KubeflowCallback"}
+    assert classes - {name for name, _ in TRACKER_CALLBACKS.values()} <= ours

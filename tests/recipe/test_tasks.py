@@ -164,16 +164,16 @@ def test_the_four_maxent_flags_of_the_guide_start_with_every_shipped_recipe(path
 @pytest.mark.parametrize(
     ("flags", "environment", "keys", "cure"),
     [
-        ([], {}, {"maxent_objective": "tempered"}, "take a GRPO recipe"),
-        (["--maxent_objective", "tempered"], {}, {}, "leave out --maxent_objective"),
-        ([], {"MAXENT_OBJECTIVE": "tempered"}, {}, "leave out MAXENT_OBJECTIVE"),
+        ([], {}, {"maxent_objective": "tempered"}, "use a GRPO recipe"),
+        (["--maxent_objective", "tempered"], {}, {}, "remove --maxent_objective"),
+        ([], {"MAXENT_OBJECTIVE": "tempered"}, {}, "unset MAXENT_OBJECTIVE"),
     ],
 )
 def test_grpo_asked_for_against_a_maxent_recipe_is_refused(
     read: Callable[..., Recipe], flags: list[str], environment: dict[str, str], keys: dict[str, str], cure: str
 ) -> None:
     _, (problem,) = with_task(read(flags, environment, **keys), GRPO)
-    assert problem.where == "--task" and problem.fix == f"leave out --task, or {cure}"
+    assert problem.where == "--task" and problem.fix == f"remove --task, or {cure}"
 
 
 @pytest.mark.parametrize("asked", [RequestedTask(), MAXENT])
@@ -190,7 +190,7 @@ def test_the_recipe_is_named_where_a_variable_overrides_its_objective_and_grpo_i
     read: Callable[..., Recipe],
 ) -> None:
     _, (problem,) = with_task(read([], {"MAXENT_OBJECTIVE": "listwise"}, maxent_objective="tempered"), GRPO)
-    assert problem.what.startswith("asks for GRPO, recipe.yaml:") and problem.fix.endswith("take a GRPO recipe")
+    assert problem.what.startswith("asks for GRPO, recipe.yaml:") and problem.fix.endswith("use a GRPO recipe")
 
 
 def test_the_variable_of_the_objective_alone_chooses_nothing(read: Callable[..., Recipe]) -> None:

@@ -29,7 +29,15 @@ from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe.check import choose_recipe, notes, reward_notes
 from grpo_recipes.recipe.dialects import ALIASES, meaning_of, names, nearest
 from grpo_recipes.recipe.dialects.migrate import is_translated, migrate
-from grpo_recipes.recipe.keys import OWNED_KEYS, VARIABLES, catalogue, nested_catalogue, schema_line, schema_note
+from grpo_recipes.recipe.keys import (
+    OWNED_KEYS,
+    SEARCH_WORDS,
+    VARIABLES,
+    catalogue,
+    nested_catalogue,
+    schema_line,
+    schema_note,
+)
 from grpo_recipes.recipe.registry import BENCHMARKS, environments_of, uses_atropos
 from grpo_recipes.recipe.tasks import GRPO
 from grpo_recipes.slurm.client import job_end_time, walltime_seconds
@@ -63,6 +71,9 @@ def new(options: argparse.Namespace) -> int:
     with translate((OSError, ValueError), unwritable):
         path.resolve()  # ValueError: a NUL in the name
     source = choose_recipe(options.source, {}, GRPO, "cpu") if options.source else None
+    if source and source.suffix in (".py", ".sh"):
+        fix = "write its settings into a .yaml file, one key: value a line, and translate that"
+        raise config_error("--from", f"'{shown(source)}' is a script, not a recipe", fix)
     made = migrate(source, path) if source and is_translated(source) else None
     copied = source.read_text(encoding="utf-8") if source else start_text(environment_device())
     text = made.text() if made else f"{schema_line(path)}\n{_SCHEMA_LINE.sub('', copied)}"
@@ -105,18 +116,28 @@ def keys(options: argparse.Namespace) -> int:
         nested = {f"{path}.{name}": one for path, inner in nested_catalogue().items() for name, one in inner.items()}
         entries = {**catalogue(), **nested}
     known = meaning_of(word) if word and not table and word not in catalogue() else None
-    if known and not known.writes:
+    topic = [] if table else [key for key, words in SEARCH_WORDS.items() if word in words.split()]
+    if known and not known.writes and not topic:
         raise config_error(f"'{options.word}'", "is not a key of a recipe", known.instead)
-    exact = set(known.writes) if known else {word}
+    exact = {*topic, *known.writes} if known else {word, *topic}
+    begins = re.compile(rf"(?<![a-z0-9]){re.escape(word)}")  # "ema" is not found in "schema"
 
     def order(name: str) -> tuple[bool, bool, str]:
-        return name.lower() not in exact, word not in name.lower(), name
+        return name.lower() not in exact, not begins.search(name.lower().replace("_", " ")), name
 
-    chosen = [name for name in entries if word in f"{name} {entries[name]['help']}".lower() or name in exact]
+    def mentions(name: str) -> bool:
+        text = f"{name} {entries[name]['help']}".lower()
+        return bool(begins.search(text) or begins.search(text.replace("_", " ")))
+
+    chosen = [name for name in entries if name in exact or mentions(name)]
     found = {name: entries[name] for name in sorted(chosen, key=order)}
     if word and not table:
         refused = {name: one.fix(None) for name, one in names().items() if name != word} | OWNED_KEYS
-        found |= {name: {"help": refused[name], "refused": True} for name in sorted(refused) if word in name}
+        found |= {
+            name: {"help": refused[name], "refused": True}
+            for name in sorted(refused)
+            if begins.search(name.replace("_", " "))
+        }
     if not found:
         close = None if table else nearest(options.word)
         fix = f"try {close}" if close else f"see grpo keys {table}".rstrip()
@@ -126,7 +147,7 @@ def keys(options: argparse.Namespace) -> int:
         f"'{word}' is read as {ALIASES[word]}"
         if word in ALIASES
         else f"for '{word}' {known.fix(None)}"
-        if known
+        if known and (known.writes or topic)
         else ""
     )
     note = f"grpo: {same}\n" if same else ""

@@ -5,7 +5,9 @@ import itertools
 
 from grpo_recipes.cli import COMMANDS, Command, command, load, option
 from grpo_recipes.cli.replay import ACTIONS
+from grpo_recipes.recipe.document import UNSET
 from grpo_recipes.recipe.keys import catalogue
+from grpo_recipes.recipe.rules import unsupported_keys
 
 # zsh reads bash's completions in its emulation of sh. Where nothing is offered, both complete names of files.
 _SCRIPT = """# {shell}: source <(grpo completion {shell})
@@ -53,7 +55,7 @@ def completion(options: argparse.Namespace) -> int:
         _SCRIPT.format(
             shell=options.shell,
             setup=_SETUP[options.shell],
-            keys=" ".join(catalogue()),
+            keys=" ".join(key for key in [*catalogue(), UNSET] if key not in unsupported_keys()),
             commands=" ".join(COMMANDS),
             options=_cases({name: f"words='{' '.join(one.flags())} --help'" for name, one in commands.items()}),
             with_keys="|".join(recipes),

@@ -41,7 +41,7 @@ RULES = (
         "'{atropos_api_url}' is not an http or https URL", "write e.g. http://localhost:8000"),
     Rule("atropos_port", lambda r: r[_API_URL] is not None and r.given("atropos_port"),
         "atropos_port is that of a run-api which the launch starts, atropos_api_url names one that runs already",
-        "remove one of the two"),
+        "remove atropos_port, or remove atropos_api_url"),
     Rule("{item}", lambda r: takes_groups(r) and plays(r) and given(r, "environment environment_mixture"),
         "'{item}' and Atropos are two sources of completions", "keep one of them"),
     Rule("{item}", lambda r: takes_groups(r) and [key for key in given(r, OF_DATASETS)
@@ -65,7 +65,8 @@ RULES = (
         "write vllm_node: shared, or start a run-api yourself and name it in atropos_api_url"),
     Rule("eval_strategy", lambda r: takes_groups(r) and evaluates(r),
         "eval_strategy: {eval_strategy} has nothing to evaluate on: groups of Atropos are for training",
-        "write eval_strategy: 'no'; benchmarks test the final model"),
+        lambda r, _: "set eval_strategy: 'no'" + " and remove eval_steps" * r.given("eval_steps")
+        + "; benchmarks test the final model"),
     Rule("atropos_batch_max_wait_time",
         lambda r: takes_groups(r) and r["atropos_batch_max_wait_time"] >= r["stall_timeout"],
         "atropos_batch_max_wait_time {atropos_batch_max_wait_time:g} is not below stall_timeout {stall_timeout:g}, "

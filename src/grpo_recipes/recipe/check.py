@@ -42,7 +42,7 @@ from grpo_recipes.recipe.datafiles import (
     has_splits,
     is_saved,
 )
-from grpo_recipes.recipe.dialects import other_rewards, reward_names
+from grpo_recipes.recipe.dialects import reward_fix
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.head_size import head_size_problems
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE, nearest_of
@@ -111,6 +111,8 @@ def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, 
     for path in (Path(name), home() / name):
         if os.path.isfile(path):  # of Path itself a name too long raises OSError
             return path
+    if os.path.isdir(name):
+        raise config_error(where, f"'{name}' is a folder", "name a .yaml file in it")
     close = _close_recipes(name, default, task)
     several = "e.g. " if len(close) > 1 else ""
     nearest = f"write {several}{', '.join(close[:3])}"
@@ -127,7 +129,7 @@ def _close_recipes(name: str, default: str, task: str) -> list[str]:
         return [close]
     stem = nearest_of(Path(name).stem, {Path(path).stem for path in known})
     alike = (path for path in known if Path(path).stem == stem)
-    return sorted(alike, key=lambda path: (path != default, f"/{task}/" not in path, path))
+    return sorted(filter(os.path.isfile, alike), key=lambda path: (path != default, f"/{task}/" not in path, path))
 
 
 def resolve_recipe(
@@ -236,14 +238,7 @@ def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
                 if not copied and (problem := problem_with(name, recipe.place(key))):
                     yield problem
             elif name not in REWARDS:
-                fix = f"write one of {', '.join(sorted(REWARDS))}, or your own as module:function or file.py:function"
-                if close := reward_names().get(name) or nearest_of(name, REWARDS):
-                    fix = f"write {close}"
-                elif why := {**other_rewards(True), **other_rewards(False)}.get(name):
-                    fix = f"remove it ({why}), or write your own as file.py:function"
-                elif "." in name:
-                    fix = f"write {name}:function" if name.endswith(".py") else f"write {':'.join(name.rsplit('.', 1))}"
-                yield recipe.problem(key, f"no reward '{name}'", fix)
+                yield recipe.problem(key, f"no reward '{name}'", reward_fix(name))
 
 
 def _reward_arguments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ _WORDS = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dict": "a mapping",
     "list[dict]": "a list of mappings",
 }  # fmt: skip
+_READ_AS_BOOL = ("no", "yes", "on", "off", "true", "false")  # words that need quotes in YAML
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -204,7 +206,13 @@ def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str,
         if kind.startswith("list") and values[:1] and values[0].startswith("[") and values[-1].endswith("]"):
             values = [" ".join(values)]  # [a, b] without quotes is several words to the shell
         if len(values) > 1 and not kind.startswith("list"):
-            problems.append(Problem(f"--{name}", f"takes one value, got {values}", "quote it or drop the rest"))
+            problems.append(
+                Problem(
+                    f"--{name}",
+                    f"takes one value, got {values}",
+                    f"write --{name} {shlex.quote(values[0])}, or quote the value",
+                )
+            )
         if values:
             pairs.append((name, values if len(values) > 1 and kind.startswith("list") else values[0]))
         else:
@@ -317,7 +325,9 @@ def _limits(entry: Entry, value: Any) -> Iterator[tuple[str, str]]:
     """Yield the limit of the catalogue that a value breaks, and what to write."""
     low, high, choices = entry.get("min"), entry.get("max"), entry.get("choices")
     if low is not None and value < low:
-        yield f"{value}, below {low}", f"{low} or more"
+        usual = entry.get("default")
+        example = f", e.g. {usual:g}" if isinstance(usual, int | float) and usual > low else ""
+        yield f"{value}, below {low}", f"{low} or more{example}"
     if high is not None and value > high:
         yield f"{value}, above {high}", f"{high} or less"
     if choices and isinstance(value, str) and value not in choices:
@@ -327,7 +337,7 @@ def _limits(entry: Entry, value: Any) -> Iterator[tuple[str, str]]:
 
 def _example(entry: Entry) -> str:
     if entry.get("choices"):
-        return "one of " + ", ".join(entry["choices"])
+        return "one of " + ", ".join(f'"{word}"' if word in _READ_AS_BOOL else word for word in entry["choices"])
     if entry.get("auto"):
         return f"auto, or {_WORDS[entry['type']]}"
     return _WORDS.get(entry["type"], "a list, e.g. [a, b]")

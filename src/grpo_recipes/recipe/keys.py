@@ -53,6 +53,27 @@ OWNED_KEYS = each(
     ),
 )
 
+# Keys that `grpo keys WORD` finds by more words than those of their names and help.
+SEARCH_WORDS = {
+    "accelerator": "deepspeed fsdp zero parallel sharding",
+    "atropos_environment": "tools",
+    "chat_template_kwargs": "think thinking reasoning enable_thinking",
+    "environment": "tools multi-turn game agent",
+    "max_completion_length": "tokens length think thinking",
+    "model_init_kwargs": "kernels liger",
+    "overlap_generation": "async staleness",
+    "prompts_per_step": "batch batch_size",
+    "report_to": "wandb tensorboard mlflow trackio tracker logger logging",
+    "reward_funcs": "think format judge",
+    "shuffle_dataset": "curriculum",
+    "use_peft": "lora adapter qlora",
+    "use_vllm": "vllm server",
+    "wandb_entity": "wandb",
+    "wandb_project": "wandb",
+    "wandb_run_group": "wandb",
+    "weight_sync": "nccl bridge",
+}
+
 # Environment variables that stand for a key; a flag of the same key wins over the variable, which wins over the recipe.
 ENVIRONMENT_KEYS: dict[str, str] = {
     "RUN_NAME": "run_name",

@@ -139,6 +139,13 @@ def _outside(recipe: Recipe) -> list[str]:
     return [limit if recipe.given(limit) and not recipe.given("maxent_tau") else "maxent_tau"]
 
 
+def _within_limits(recipe: Recipe, _: str) -> str:
+    """Return the fix of a tau that starts outside of its controller's limits."""
+    low, high = sorted((recipe["maxent_tau_min"], recipe["maxent_tau_max"]))
+    middle = f"set maxent_tau: {math.sqrt(low * high):.3g}"
+    return f"{middle}, or other limits" if low < high else f"remove maxent_tau_max, or {middle}"
+
+
 def _unread(recipe: Recipe) -> list[str]:
     """Return the maxent keys that a MaxEnt recipe gives and its objective does not read."""
     objective = objective_of(recipe)
@@ -188,19 +195,21 @@ RULES = (
         lambda r, key: f"{key} stands beside {_targets(r)[0]}, and tau can follow only one target", "keep one of them"),
     Rule("{item}", _outside_of_groups,
         lambda r, key: f"{key} {r[key]:g} is not between {_LIMITED[key][1]}, that of all weight on one completion, and "
-        f"{_LIMITED[key][0]} ({_equal_weights(r, key):g}), that of equal weights", "write a value between the two"),
+        f"{_LIMITED[key][0]} ({_equal_weights(r, key):g}), that of equal weights", 
+        lambda r, key: f"set {key}: {(_LIMITED[key][1] + _equal_weights(r, key)) / 2:.3g}"),
     Rule(_RATIO, lambda r: _target(r) == [_RATIO] and r[_RATIO] > realised_ratio(r, r["maxent_tau_min"]),
         lambda r, _: f"{_RATIO} {r[_RATIO]:g} is out of reach: at maxent_tau_min {r['maxent_tau_min']:g} a right "
         f"answer weighs {times(realised_ratio(r, r['maxent_tau_min']))} what a wrong one does",
         "lower it, or lower maxent_tau_min or maxent_beta"),
     Rule("maxent_tau_lr", lambda r: _target(r) == [_RATIO] and r["maxent_tau_lr"] >= 2,
         "maxent_tau_lr {maxent_tau_lr:g} takes tau further past maxent_target_ratio with each step",
-        "write less than 2: 1 corrects the whole error, 0.2 a fifth"),
+        "set maxent_tau_lr: 0.2, which corrects a fifth of the error, or 1, which corrects all of it"),
     Rule("maxent_tau_min", lambda r: _target(r) and r["maxent_tau_min"] > r["maxent_tau_max"],
-        "maxent_tau_min {maxent_tau_min:g} is above maxent_tau_max {maxent_tau_max:g}", "swap the two"),
+        "maxent_tau_min {maxent_tau_min:g} is above maxent_tau_max {maxent_tau_max:g}",
+        "set maxent_tau_min: {maxent_tau_max:g} and maxent_tau_max: {maxent_tau_min:g}"),
     Rule("{item}", _outside,
         lambda r, _: f"tau starts at {_tau(r):g}, outside of maxent_tau_min {r['maxent_tau_min']:g} and maxent_tau_max "
-        f"{r['maxent_tau_max']:g}", "write a maxent_tau between them, or another limit"),
+        f"{r['maxent_tau_max']:g}", _within_limits),
     Rule("{item}", lambda r: r["kl_target"] is None and given(r, "kl_horizon kl_ctl_step_size kl_beta_min"),
         "'{item}' changes nothing without kl_target: beta is fixed", "{removal}, or add kl_target"),
     Rule("kl_target", lambda r: r["kl_target"] is not None and r["beta"] == 0,

@@ -7,6 +7,7 @@ arguments of the user's own environment classes.
 """
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -157,6 +158,10 @@ def known_names(recipe: Recipe, key: str) -> tuple[Mapping[str, Entry], str]:
 def _part_problems(recipe: Recipe, key: str, parts: dict[str, Any], given: Value) -> Iterator[Problem]:
     """Yield the owned names, the unknown names and the values of a wrong kind; convert the values in place."""
     known, reader = known_names(recipe, key)
+    if key == "model_init_kwargs" and parts.get("use_kernels") and importlib.util.find_spec("kernels") is None:
+        what = f"{key}: use_kernels needs the package kernels, which is not installed"
+        fix = f"remove use_kernels from {key}, or pip install kernels into this environment"
+        yield Problem(recipe.place(key, "use_kernels"), what, fix)
     for name, part in list(parts.items()):
         where = recipe.place(key, str(name))
         if name in OWNED_NAMES.get(key, {}) and name not in known:

@@ -99,6 +99,21 @@ def bridges_for(setups: Collection[str], device: str | None = None) -> list[str]
     return [name for name in serving if device is None or BRIDGES[name].runs_on(device)]
 
 
+# Trackers that transformers supports by a callback -> the callback's class, and the package with its module.
+TRACKER_CALLBACKS = {
+    "azure_ml": ("AzureMLCallback", ("azureml-core", "azureml")),
+    "clearml": ("ClearMLCallback", ("clearml", "clearml")),
+    "codecarbon": ("CodeCarbonCallback", ("codecarbon", "codecarbon")),
+    "comet_ml": ("CometCallback", ("comet-ml", "comet_ml")),
+    "dagshub": ("DagsHubCallback", ("dagshub", "dagshub")),
+    "dvclive": ("DVCLiveCallback", ("dvclive", "dvclive")),
+    "flyte": ("FlyteCallback", ("flytekit", "flytekit")),
+    "mlflow": ("MLflowCallback", ("mlflow", "mlflow")),
+    "neptune": ("NeptuneCallback", ("neptune", "neptune")),
+    "swanlab": ("SwanLabCallback", ("swanlab", "swanlab")),
+    "trackio": ("TrackioCallback", ("trackio", "trackio")),
+}
+
 # Key, its values -> the package they need and the module it installs; the first that fits counts. None is in the lock.
 _PACKAGES = {
     ("use_liger_kernel", "True"): ("liger-kernel", "liger_kernel"),
@@ -118,6 +133,9 @@ _PACKAGES = {
     ("optim", "*[28]bit"): ("bitsandbytes", "bitsandbytes"),
     ("optim", "ademamix"): ("bitsandbytes", "bitsandbytes"),
     ("optim", "rmsprop_bnb"): ("bitsandbytes", "bitsandbytes"),
+    ("report_to", "wandb"): ("wandb", "wandb"),
+    ("report_to", "tensorboard"): ("tensorboard", "tensorboard"),
+    **{("callbacks", f"transformers*:{name}"): package for name, package in TRACKER_CALLBACKS.values()},
 }
 PACKAGE_KEYS = tuple(dict.fromkeys(key for key, _ in _PACKAGES))
 
@@ -390,7 +408,10 @@ def built_for_cpu() -> bool:
 
 
 def missing_package(key: str, value: Any) -> str | None:
-    """Return the package that a key's value needs and this environment lacks, without importing it."""
-    needs = (one for (name, values), one in _PACKAGES.items() if name == key and fnmatchcase(str(value), values))
-    package, module = next(needs, (None, None))
-    return package if module and importlib.util.find_spec(module) is None else None
+    """Return the package that a key's value, or an item of it, needs and this environment lacks; import nothing."""
+    for item in value if isinstance(value, list) else [value]:
+        needs = (need for (name, values), need in _PACKAGES.items() if name == key and fnmatchcase(str(item), values))
+        package, module = next(needs, (None, None))
+        if module and importlib.util.find_spec(module) is None:
+            return package
+    return None

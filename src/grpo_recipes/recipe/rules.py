@@ -18,6 +18,7 @@ from grpo_recipes.recipe.registry import (
     ONE_ANSWER,
     PACKAGE_KEYS,
     SAT_REWARD,
+    TRACKER_CALLBACKS,
     environments_of,
     frozen_opponents,
     missing_package,
@@ -104,6 +105,11 @@ def removal(recipe: Recipe, key: str) -> str:
     return f"remove {key} (flag: --unset {key})" if overridden and not source.startswith("--") else f"remove {key}"
 
 
+def unsupported_keys() -> set[str]:
+    """Return the keys of TRL that every recipe is rejected for, unless their value is the default."""
+    return set(matching(" ".join(_UNSUPPORTED)))
+
+
 @functools.cache
 def matching(names: str) -> tuple[str, ...]:
     """Return the keys of the catalogue with one of some names, * for any ending."""
@@ -150,6 +156,14 @@ def takes_groups(recipe: Recipe) -> bool:
     return named or (recipe["atropos_api_url"] is not None and not by_variable_alone)
 
 
+def _tracker_callback(name: str) -> str:
+    """Return how to report to a tracker that transformers supports by a callback, or an empty text."""
+    if name not in TRACKER_CALLBACKS:
+        return ""
+    callback, (package, _) = TRACKER_CALLBACKS[name]
+    return f"; for {name}, pip install {package} and add callbacks: [transformers.integrations:{callback}]"
+
+
 def _twice(names: list[Any]) -> list[Any]:
     return [name for name in dict.fromkeys(names) if names.count(name) > 1]
 
@@ -183,8 +197,7 @@ RULES = (
         f"begin with a letter or digit, without '/' or line ends, at most {_LONGEST_NAME} bytes"),
     Rule("report_to", lambda r: [name for name in reports_to(r) if name not in REPORTERS],
         "'{item}' is not supported",
-        f"write one of {', '.join(REPORTERS)}; another tracker's callback goes into callbacks, e.g. "
-        "transformers.integrations:MLflowCallback"),
+        lambda _, name: f"write one of {', '.join(REPORTERS)}{_tracker_callback(name)}"),
     Rule("{item}", lambda r: [key for key in PACKAGE_KEYS if missing_package(key, r[key])],
         lambda r, key: f"{key} {r[key]} needs the package {missing_package(key, r[key])}, which is not installed",
         lambda r, key: f"{removal(r, key)}, or pip install {missing_package(key, r[key])} into this environment"),
@@ -197,14 +210,14 @@ RULES = (
     Rule("reward_weights",
         lambda r: r["reward_weights"] is not None and len(r["reward_weights"]) != len(r["reward_funcs"]),
         lambda r, _: f"{len(r['reward_weights'])} weights for {len(r['reward_funcs'])} rewards",
-        "give one weight for each of reward_funcs"),
+        lambda r, _: f"set reward_weights: {[1.0] * len(r['reward_funcs'])}, one weight for each of reward_funcs"),
     Rule("reward_weights", lambda r: r["reward_weights"] is not None and not any(r["reward_weights"] or [1]),
         "every reward has the weight 0: all completions score the same",
-        "give one of them a weight, or remove the key"),
+        lambda r, _: f"remove reward_weights, or set reward_weights: {[1.0] * len(r['reward_funcs'])}"),
     Rule("soft_punish_cache",
         lambda r: r["max_completion_length"] is not None and (r["soft_punish_cache"] or 0) > r["max_completion_length"],
         "soft_punish_cache {soft_punish_cache} exceeds max_completion_length {max_completion_length}: every completion "
-        "would be punished", lambda r, _: f"write {r['max_completion_length'] // 4}, a quarter of it"),
+        "would be punished", lambda r, _: f"set soft_punish_cache: {r['max_completion_length'] // 4}"),
     # Environments.
     Rule("environment_mixture", lambda r: bool(r["environment"] and r["environment_mixture"]),
         "environment and environment_mixture are both given", "keep one of them"),
@@ -282,11 +295,13 @@ RULES = (
         "'{item}' contradicts prompts_per_step, from which it is derived", "remove {item} (or prompts_per_step)"),
     Rule("steps_per_generation",
         lambda r: r["steps_per_generation"] is not None and r["generation_batch_size"] is not None,
-        "'generation_batch_size' and 'steps_per_generation' say the same in two ways", "remove one of the two"),
+        "'generation_batch_size' and 'steps_per_generation' say the same in two ways",
+        "remove generation_batch_size, or remove steps_per_generation"),
     Rule("generation_batch_size",
         lambda r: r["steps_per_generation"] is None and (r["generation_batch_size"] or 0) % r["num_generations"],
         "generation_batch_size {generation_batch_size} is not whole groups of num_generations {num_generations}",
-        "write a multiple of {num_generations}"),
+        lambda r, _: "set generation_batch_size: "
+        f"{r['generation_batch_size'] // r['num_generations'] * r['num_generations'] or r['num_generations']}"),
     Rule("tokens_per_micro_batch", lambda r: r["tokens_per_micro_batch"] is not None and bool(own_micro_batches(r)),
         lambda r, _: f"'tokens_per_micro_batch' contradicts {own_micro_batches(r)}, which keeps TRL's micro-batches",
         "{removal}; per_device_train_batch_size limits those"),
@@ -295,14 +310,15 @@ RULES = (
         f"{_longest(r)} tokens (max_prompt_length and max_completion_length)",
         lambda r, _: f"write {_longest(r)} or more"),
     Rule("padding_free", lambda r: r["padding_free"] and not r["trim_padding"],
-        "padding_free contradicts trim_padding: false, TRL's own padding", "remove one of the two"),
+        "padding_free contradicts trim_padding: false, TRL's own padding",
+        "remove trim_padding, or remove padding_free"),
     Rule("padding_free", lambda r: r["padding_free"] and r["trim_padding"]
         and r["attn_implementation"] not in VARLEN_ATTENTION,
         lambda r, _: "padding_free needs an attention that keeps rows apart by their positions, and "
         f"attn_implementation is {r['attn_implementation'] or 'not named'}",
-        "write attn_implementation: flash_attention_2 (or sdpa, which takes longer than with padding)"),
+        "set attn_implementation: sdpa (slower than padding), or flash_attention_2 (needs flash-attn)"),
     Rule("accelerator_config", lambda r: [name for name in _DEALING if (r["accelerator_config"] or {}).get(name)],
-        lambda _, name: f"with {name}: true {_DEALING[name]}", "remove {item}"),
+        lambda _, name: f"with {name}: true {_DEALING[name]}", "remove {item} from accelerator_config"),
     Rule("max_steps", lambda r: r["max_steps"] == 0 or r["max_steps"] < -1,
         "'max_steps' is {max_steps}", "write 1 or more, or -1 for num_train_epochs"),
     Rule("num_train_epochs", lambda r: r["max_steps"] == -1 and r["num_train_epochs"] <= 0,
@@ -400,7 +416,7 @@ RULES = (
     Rule("lora_target_modules", lambda r: r["use_peft"]  # whether the model has the others shows when it is loaded
         and [name for name in r["lora_target_modules"] or () if name.rpartition(".")[2] in EMBEDDINGS],
         "an adapter on '{item}' is not supported: log-probs are computed from the layer's own weights",
-        "name linear layers between the embeddings, e.g. [q_proj, v_proj], or [all-linear]"),
+        "set lora_target_modules: [all-linear], or list linear layers such as q_proj"),
     Rule("{item}", lambda r: r["use_peft"] and r["weight_sync"] == "lora"
         and given(r, "use_dora lora_modules_to_save", any_value=False),
         "weight_sync: lora does not carry '{item}': vLLM serves plain adapters alone",

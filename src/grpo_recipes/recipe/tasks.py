@@ -19,6 +19,7 @@ GRPO, MAXENT = "grpo", "maxent"
 SWITCHED_OBJECTIVE = "listwise"  # what MAXENT=1 selects if the recipe gives no objective
 ENTRIES = {GRPO: "src/grpo.py", MAXENT: "src/maxent-grpo.py"}
 _NAMES = {GRPO: "GRPO", MAXENT: "MaxEnt"}
+_VARIABLES = ("MAXENT", "TRAIN_ENTRYPOINT")
 _SWITCH = {"": None, "0": GRPO, "false": GRPO, "no": GRPO, "1": MAXENT, "true": MAXENT, "yes": MAXENT}
 
 
@@ -39,7 +40,7 @@ def requested_task(environment: Mapping[str, str], option: str | None = None) ->
     switch, entry = environment.get("MAXENT", ""), environment.get("TRAIN_ENTRYPOINT") or None
     problems = []
     if switch.lower() not in _SWITCH:
-        fix = "write MAXENT=1 for MaxEnt-GRPO, MAXENT=0 for GRPO, or unset it"
+        fix = "unset MAXENT, or set MAXENT=1 for MaxEnt-GRPO, or set MAXENT=0 for GRPO"
         problems.append(Problem("MAXENT", f"is '{switch}'", fix))
     if entry and not (home() / entry).is_file():
         what, fix = f"there is no entry script {entry}", f"use {', '.join(ENTRIES.values())}"
@@ -56,7 +57,8 @@ def requested_task(environment: Mapping[str, str], option: str | None = None) ->
     for source, task in given:
         if task != wanted:
             written = f"'{entry if source == 'TRAIN_ENTRYPOINT' else switch}' contradicts {first} ({wanted})"
-            raise config_error(source, written, "unset one of the two")
+            other = f"unset {first}" if first in _VARIABLES else f"remove {first}"
+            raise config_error(source, written, f"unset {source}, or {other}")
     return RequestedTask(wanted, first, entry)
 
 
@@ -76,9 +78,10 @@ def with_task(recipe: Recipe, asked: RequestedTask) -> tuple[Recipe, list[Proble
         return _switched(recipe, asked.source), []
     if asked.task == GRPO and recipe.given(key):
         where = objective.shadowed or objective.source
-        other = f"leave out {where}" if where.startswith("--") or where in ENVIRONMENT_KEYS else "take a GRPO recipe"
+        other = f"unset {where}" if where in ENVIRONMENT_KEYS else f"remove {where}" if where.startswith("--") else ""
         what = f"asks for GRPO, {where} for MaxEnt-GRPO (maxent_objective)"
-        return recipe, [Problem(asked.source, what, f"leave out {asked.source}, or {other}")]
+        first = f"unset {asked.source}" if asked.source in _VARIABLES else f"remove {asked.source}"
+        return recipe, [Problem(asked.source, what, f"{first}, or {other or 'use a GRPO recipe'}")]
     if asked.task is None and objective.source in ENVIRONMENT_KEYS and not objective.shadowed:
         # A variable of the shell is there for every run: alone it does not choose the algorithm.
         what, fix = f"'{key}' changes nothing in a GRPO run", f"set MAXENT=1 too, or unset {objective.source}"

@@ -19,7 +19,7 @@ from grpo_recipes.errors import Problem
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe.document import Value, as_bool
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OWNED_KEYS, catalogue, each, nearest_of
-from grpo_recipes.recipe.registry import built_for_cpu
+from grpo_recipes.recipe.registry import REWARDS, built_for_cpu
 from grpo_recipes.secrets import secret_value
 
 NAMES_FILE = Path(__file__).with_name("names.yaml")
@@ -146,6 +146,21 @@ def other_rewards(judging: bool) -> dict[str, str]:
     return {name: why for why, of_row in rows.items() for name in of_row.split()}
 
 
+def reward_fix(name: str) -> str:
+    """Return what to write instead of a name that is not a reward."""
+    if close := reward_names().get(name) or nearest_of(name, REWARDS):
+        return f"write {close}"
+    if why := {**other_rewards(True), **other_rewards(False)}.get(name):
+        return f"remove it ({why}), or write your own as file.py:function"
+    if name.endswith(".py"):
+        return f"write {name}:function"
+    if "/" in name:
+        return "write a function that asks the model, as file.py:function (docs/rewards.md)"
+    if "." in name and all(part.isidentifier() for part in name.split(".")):
+        return f"write {':'.join(name.rsplit('.', 1))}"
+    return f"write one of {', '.join(sorted(REWARDS))}, or your own as module:function or file.py:function"
+
+
 def meaning_of(name: str) -> Meaning | None:
     """Return what a name is here, a key of the catalogue itself included; None where nobody knows.
 
@@ -192,7 +207,7 @@ def recipe_keys(layer: Iterable[tuple[str, Value]], problems: list[Problem], not
         else:
             if given.get(key, name) != name:
                 what = f"'{name}' and '{given[key]}' are two names of one key"
-                problems.append(Problem(raw.source, what, f"keep {key}"))
+                problems.append(Problem(raw.source, what, f"remove {name if name != key else given[key]}"))
             elif key != name:
                 notes.append(f"{raw.source}: '{name}' is read as {key}")
             if key == "weight_sync" and raw.value in ADAPTER_MODES:

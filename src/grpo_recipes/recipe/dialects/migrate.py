@@ -34,6 +34,7 @@ _JUDGES = (*ACCURACY, "cosine_length")
 _LOADERS = ("json", "csv", "parquet", "text")  # named in place of a dataset, whose files another setting has
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _LOGIN = re.compile(r"(hf|hub|api|auth|access|wandb)_?(token|key)|^token$|password|secret")
+_VISION = re.compile(r"(?i)[-_.]vl\b|[-_]vl[-_]|vision|llava|pixtral|smolvlm|internvl|paligemma")
 _TEACHES = re.compile(r"(?:use|write) (\w+)$")
 # Defaults that older versions of TRL had otherwise.
 _MOVED = {"beta": "0.04", "temperature": "0.9", "loss_type": "grpo or bnpo", "max_prompt_length": "512"}
@@ -144,6 +145,8 @@ def migrate(source: Path, target: Path) -> Migration:
         made.lines += _translated(name, value)
     _once(made.lines)
     foreign = next((line for line in made.lines if line.why.startswith("it belongs to ")), None)
+    if (model := made.get("model_name_or_path")) and _VISION.search(str(model.value)):
+        made.notes.insert(0, f"{model.value} reads pictures; only its text part can be trained here")
     if foreign and made.get("reward_funcs") is None and made.get("num_generations") is None:
         why = f"{foreign.name} {foreign.why.removeprefix('it ')}, and no reward is named"
         made.notes.insert(0, f"{source.name} is not a GRPO recipe: {why}. The recipe written here trains with GRPO")
@@ -158,7 +161,23 @@ def _read(source: Path, problems: list[Problem]) -> dict[str, Any]:
         wrong = config_error(source.name, "is not valid TOML", "correct it there")
         with translate((tomllib.TOMLDecodeError, UnicodeDecodeError), lambda _: wrong):
             return tomllib.loads(source.read_text(encoding="utf-8"))
-    return {name: given.value for name, given in read_file(source, problems).items()}
+    return _joined({name: given.value for name, given in read_file(source, problems).items()})
+
+
+def _joined(read: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with those joined that mean one key together: TRL's datasets, and verl's reward function."""
+    entries, size = read.get("datasets"), read.get("test_split_size")
+    if isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries):
+        names = {"path": "id", "name": "config"}
+        mixed = [{names.get(part, part): value for part, value in entry.items()} for entry in entries]
+        more = {} if size is None else {"test_split_size": size}
+        left = {name: value for name, value in read.items() if name not in ("datasets", "test_split_size", "streaming")}
+        read = {**left, "dataset_mixture": {"datasets": mixed, **more}}
+    reward = read.get("custom_reward_function")
+    if isinstance(reward, dict) and reward.get("path"):
+        read = {**read, "reward_funcs": [f"{reward['path']}:{reward.get('name') or 'compute_score'}"]}
+        del read["custom_reward_function"]
+    return read
 
 
 def _of_atropos(file: Mapping[str, Value]) -> list[Line]:
@@ -368,8 +387,12 @@ def _add(made: Migration, names: set[str]) -> None:
     if truncated:
         add("vllm_importance_sampling_correction", False, f"{', '.join(truncated)} would bias it")
     rank = made.get("lora_r")
-    if rank and rank.name != rank.key and rank.value:
-        add("use_peft", True, f"{rank.name} asks for LoRA")
+    if rank and rank.value and "use_peft" not in names:
+        add("use_peft", True, f"{rank.name} asks for LoRA; remove both to train all weights")
+    mixture = made.get("dataset_mixture")
+    held_out = not mixture or "test_split_size" in mixture.value or made.get("eval_dataset_name")
+    if held_out and (steps := made.get("eval_steps")) and steps.value and "do_eval" not in names:
+        add("eval_strategy", "steps", "eval_steps asks for evaluations; remove both to train without")
     evaluates = made.get("eval_strategy")
     logged = next((line.value for line in made.lines if line.key == "logging_steps"), None)
     if evaluates and evaluates.value == "steps" and isinstance(logged, int) and logged > 1:
