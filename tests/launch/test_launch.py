@@ -163,6 +163,16 @@ def completed(run: Path, steps: int = 6) -> None:
     finish_summary(run, status="completed")
 
 
+def test_the_second_node_of_a_completed_run_ends_without_a_meeting(launched, capsys):
+    """R12: a node that the user starts by hand for a completed run does not wait for node 0."""
+    _, run = launched()
+    completed(run)
+    capsys.readouterr()
+    nodes = ("--nodes", "2", "--node-rank", "1", "--master-addr", "192.0.2.1")
+    assert launched("--resume", str(run), *nodes)[0] == 0
+    assert "has completed its 6 steps" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("steps", [("--max_steps", "4"), ("--max_steps=6",), ("--max-steps", "1")])
 def test_a_completed_run_that_is_asked_for_no_further_step_stays_completed(launched, capsys, steps):
     """R10: a smaller or equal max_steps starts nothing."""

@@ -81,8 +81,8 @@ def launch(options: resolve.Options, resources: Resources | None = None) -> int:
     if options.dry_run:
         return _dry_run(options, resources)
     if meeting is not None and meeting.rank > 0:
-        run, _ = resolve.resolve_run(options, resources)  # raises the errors of node 0 before the nodes meet
-        return 0 if run and resolve.nothing_is_left(run, options) else serve_node(meeting, options.as_json())
+        run, recipe = resolve.resolve_run(options, resources)  # raises the errors of node 0 before the nodes meet
+        return 0 if run and resolve.nothing_is_left(run, recipe, options) else serve_node(meeting, options.as_json())
     with OUTPUT.launch(), StopSignals() as stop, closing(NodeWorkers(len(resources.nodes), channel)) as workers:
         try:
             run, recipe = resolve.resolve_run(options, resources)
