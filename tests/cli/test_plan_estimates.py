@@ -130,10 +130,10 @@ def test_submit_judges_by_the_profile(plan, tmp_path, monkeypatch, capsys):
     command = ["submit", "recipe.yaml", "--profile", "site.yaml", "--dry-run", "--dataset_name", "rows.jsonl"]
     assert cli.main([*command, "--accelerator", "ddp"]) == EXIT_CONFIG_ERROR
     assert "the trainer needs 75.9 of 22.8 GiB" in capsys.readouterr().err
-    small = ["--per_device_train_batch_size", "1", "--use_peft", "true", "--vllm_gpu_memory_utilization", "0.95"]
+    small = ["--per_device_train_batch_size", "1", "--use_peft", "true", "--vllm_gpu_memory_utilization", "0.85"]
     assert cli.main([*command, "--accelerator", "ddp", *small]) == 0
     assert " of 22.8 GiB" in capsys.readouterr().err
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1, f_files=0))
     assert cli.main([*command, "--accelerator", "ddp", *small]) == EXIT_CONFIG_ERROR
     assert "GiB are free in" in capsys.readouterr().err
 
