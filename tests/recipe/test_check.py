@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.recipe import read_recipe
+from grpo_recipes.recipe import read_recipe, registry
 from grpo_recipes.recipe.check import check, resolve_recipe
 
 ROOT = Path(__file__).parents[2] / "recipes"
@@ -77,7 +77,7 @@ def test_there_are_shipped_recipes():
         (
             {"report_to": ["mlflow"]},
             {"report_to": ["wandb", "tensorboard"]},
-            "e.g. transformers.integrations:MLflowCallback",
+            "add callbacks: [transformers.integrations:MLflowCallback]",
         ),
         ({"report_to": "all"}, {"report_to": "none"}, "'all' is not supported"),
     ],
@@ -230,5 +230,9 @@ def test_a_value_of_the_wrong_type_hides_no_other_problem(tmp_path, keys, more):
     assert len(refused.value.problems) > 1 and more in str(refused.value)
 
 
-def test_the_callback_of_another_tracker_is_accepted(read):
+def test_the_callback_of_another_tracker_needs_its_package(read, monkeypatch):
+    """R14: a missing package passed the check and ended the run in a traceback."""
+    (problem,) = check(read(callbacks=["transformers.integrations:MLflowCallback"]), {})
+    assert "needs the package mlflow, which is not installed" in problem.what
+    monkeypatch.setitem(registry._PACKAGES, ("callbacks", "transformers*:MLflowCallback"), ("json", "json"))
     assert check(read(callbacks=["transformers.integrations:MLflowCallback"]), {}) == []
