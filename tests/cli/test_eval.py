@@ -167,7 +167,7 @@ def test_another_reward_scores_the_same_completions(evaluate, server: Answers, c
     assert result()["no_verdict"] == len(sixes) and result()["pass@1"] == 1.0  # right is a reward of 1 at least
     before = Path("mine.py").read_text()
     Path("mine.py").write_text(before.replace("2.0", "0.5"))
-    assert evaluate("my.yaml", "--reward", "mine.py:ends") == 0 and result()["pass@1"] == 0.0
+    assert evaluate("my.yaml", "--reward", "mine.py:ends") == 0 and result()["pass@1"] is None  # graded below 1 (M20)
 
 
 def test_k_is_chosen_up_to_the_completions_there_are(evaluate, capsys) -> None:
