@@ -249,7 +249,10 @@ def gpu() -> dict[str, Any]:
     asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
-    return {"nvidia-smi": said, "torch's CUDA": torch.version.cuda, "capability": capability}
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    return {
+        "nvidia-smi": said, "torch's CUDA": torch.version.cuda, "capability": capability, "cudnn_sdp_enabled": cudnn
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ SCORES = ("pass@1", "pass@8", "mean@8", "distinct@8", "coverage@8")
 # Read by the libraries under us; the launcher hands them on as they are.
 PASSED_ON = {
     "HF_TOKEN", "NCCL_DEBUG", "NLTK_DATA", "TORCH_DISTRIBUTED_DEBUG", "TENSORBOARD_LOGGING_DIR", "WANDB_API_KEY",
-    "WANDB_MODE", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "TORCH_CUDNN_SDPA_DEPRIORITIZED",
+    "WANDB_MODE", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL",
 }  # fmt: skip
 # Removed from the children's environment, or written by us.
 REMOVED = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}

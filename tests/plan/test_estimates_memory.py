@@ -206,6 +206,13 @@ def test_a_server_is_split_over_its_gpus():
     assert split.server()["activations"] == 8192 * 4 * 3584 * 2
 
 
+def test_a_server_of_float32_weights_holds_them_in_the_precision_of_the_trainer():
+    """G4: weights and KV cache of the server are half of the trainer's weights, except if both share one copy."""
+    low, shared = work(dtype="float32"), work(dtype="float32", bridge="shared")
+    assert (low.server()["weights"], shared.server()["weights"]) == (2 * P, 4 * P)
+    assert 2 * low.sequence_cache(100) == shared.sequence_cache(100)
+
+
 def test_a_checkpoint_holds_the_states_of_all_processes():
     assert work().checkpoint() == 2 * P + 4 * P
     assert work(accelerator="zero3").checkpoint() == 2 * P + 12 * P + 2 * P

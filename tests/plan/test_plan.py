@@ -455,18 +455,6 @@ def test_the_users_vllm_plugins_are_kept_and_ours_is_added(planned):
     assert server.environment["VLLM_PLUGINS"] == "mine,grpo_recipes"
 
 
-@pytest.mark.parametrize(
-    ("device", "trims", "given", "expected"),
-    [("cuda", True, None, "1"), ("cuda", True, "0", "0"), ("cuda", False, None, None), ("cpu", True, None, None)],
-)
-def test_attention_makes_no_plan_for_each_shape_where_shapes_are_many(planned, device, trims, given, expected):
-    name = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
-    environment = {} if given is None else {name: given}
-    plan = planned(device=device, environment=environment, trim_padding=trims)
-    for process in plan.processes:
-        assert process.environment.get(name) == (expected if process.role == "trainer" else None)
-
-
 def test_a_recipe_name_that_no_file_can_have(tmp_path):
     with pytest.raises(ConfigError, match="there is no recipe"):
         choose_recipe("x" * 5000, {}, "grpo", "cpu")

@@ -120,6 +120,24 @@ def test_seeded_requests_are_taken_in_the_order_of_prompts(read, option, device,
     assert not seeded or option(argv, "--scheduling-policy") == "priority"
 
 
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({"dtype": "float32", "bf16": True}, "bfloat16"),
+        ({"dtype": "float32"}, "bfloat16"),  # TRL's default
+        ({"dtype": "float32", "bf16": False, "fp16": True}, "float16"),
+        ({"dtype": "float32", "bf16": False}, "float32"),
+        ({"dtype": "bfloat16", "bf16": False}, "bfloat16"),
+        ({"dtype": "float32", "bf16": True, "weight_sync": "shared"}, "float32"),  # one copy for both
+        ({"dtype": None}, "auto"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_server_computes_in_the_precision_of_the_trainer(read, option, device, keys, dtype):
+    """G4: in float32, vLLM has no FlashAttention and needs twice the KV cache."""
+    assert option(command(read(**keys), device), "--dtype") == dtype
+
+
 def test_a_model_without_dtype_is_served_as_its_own(read, option):
     assert option(command(read(dtype=None)), "--dtype") == "auto"
 

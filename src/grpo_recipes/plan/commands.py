@@ -23,7 +23,7 @@ from grpo_recipes.plan.types import MEETING_SECONDS, RUN_API, Names, OnLoss, Pla
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
-from grpo_recipes.recipe.learning import mixed_precision
+from grpo_recipes.recipe.learning import mixed_precision, served_dtype
 from grpo_recipes.recipe.registry import BRIDGES, EXTERNAL, LORA_RANKS
 from grpo_recipes.recipe.rules import longest_completion
 from grpo_recipes.runs.rundir import SYNC_FOLDER
@@ -34,7 +34,6 @@ _SECONDS_A_GB = 30.0  # more for each GB of weights: read at 50 MB/s, with time 
 _HUB_LOGIN = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
 _SERVER_PORT_FLAGS = ("--port", "--vllm_server_port")  # of the server, of trainers
 _KEEP_ALIVE_SECONDS = 30 * 24 * 3600
-_NOT_CUDNN = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 _COLOCATED_SHARE = 0.3  # of a GPU's memory for a vLLM that shares it with a trainer, unless the recipe says another
 # A login shell's Python and MPI settings reach into ours: PMI_SIZE alone changes the world size of a CPU process.
 _REMOVED_PREFIXES = ("CONDA_", "PMI_", "PMIX_", "OMPI_")
@@ -276,7 +275,7 @@ def server_command(
         "--served-model-name": name,
         "--host": host,
         "--port": port,
-        "--dtype": recipe["dtype"] or "auto",
+        "--dtype": served_dtype(recipe["dtype"], mixed_precision(recipe), recipe["weight_sync"] == "shared"),
         "--worker-extension-cls": "grpo_recipes.server.plugin.WeightReport",
         "--max-model-len": longest_sequence(recipe),
         "--max-num-seqs": max_num_seqs or recipe["vllm_max_num_seqs"],
@@ -355,10 +354,6 @@ def _trainer_environment(recipe: Recipe, plan: Plan, environment: Mapping[str, s
         # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
         # `accelerate launch --cpu` start one process whatever --num_processes says.
         variables["DS_ACCELERATOR"] = "cpu"
-    elif recipe["trim_padding"]:
-        # On Hopper and Blackwell torch tries cuDNN's attention first, which makes a plan for each new shape of a
-        # micro-batch, for tenths of a second. Without padding hardly any shape comes twice.
-        variables[_NOT_CUDNN] = environment.get(_NOT_CUDNN, "1")
     if plan.mode == "colocate":
         variables |= vllm_environment(plan.device, environment) | _plugins(environment)
         if recipe["torch_compile"]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from grpo_recipes.errors import translate
 from grpo_recipes.plan.commands import CPU_KV_CACHE_GIB, gpu_share, longest_sequence
+from grpo_recipes.plan.needs import GIB, Disk, Need, Parts, in_gib
 from grpo_recipes.plan.speed import Speed, find_speed
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
@@ -24,8 +25,6 @@ from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.recipe.registry import BRIDGES, EXTERNAL, frozen_opponents
 from grpo_recipes.runs.rundir import json_mapping
 
-GIB = 1 << 30
-Parts = dict[str, int]  # bytes
 Facts = dict[str, Any]
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Decoders with grouped attention and a gated MLP, which are all counted the same way.
@@ -151,6 +150,11 @@ class Workload(dict[str, Any]):
         return self["world_size"] if self.zero or self["accelerator"] == "fsdp2" else 1
 
     @property
+    def served(self) -> int:
+        """A weight, and a value of the KV cache, in vLLM: of the trainer's precision, or the trainer's own weight."""
+        return self.element if self["bridge"] == "shared" else self.computed
+
+    @property
     def trained(self) -> int:
         """The elements that are trained: all, or an adapter of every linear layer and embeddings beside it."""
         if not self["use_peft"]:
@@ -268,7 +272,7 @@ class Workload(dict[str, Any]):
         The KV cache of a GPU is what the rest leaves of vLLM's share of it, and not in this.
         """
         on_cpu = self["device"] == "cpu"
-        weights = self.element * self["parameters"] // self["vllm_tensor_parallel_size"]
+        weights = self.served * self["parameters"] // self["vllm_tensor_parallel_size"]
         imports = 0 if self["mode"] == "colocate" else _SERVER_IMPORTS  # the trainer has them
         sequences = self.get("vllm_max_num_seqs") or DEFAULT_SEQUENCES[self["device"]]
         parts = {"libraries": imports if on_cpu else _CUDA_CONTEXT + _CUDA_GRAPHS, "weights": weights,
@@ -276,67 +280,20 @@ class Workload(dict[str, Any]):
         if not on_cpu:
             mlp = 2 * self["intermediate"] // self["vllm_tensor_parallel_size"]
             widest = max(mlp, self["hidden"]) + 3 * self["hidden"]
-            return parts | {"activations": _BATCHED_TOKENS * widest * self.element}
+            return parts | {"activations": _BATCHED_TOKENS * widest * self.served}
         transit = {"weights in transit": weights} if self["bridge"] == "file" else {}
         return parts | {"KV cache": CPU_KV_CACHE_GIB * GIB} | transit
 
     def sequence_cache(self, length: int) -> int:
         """Return the KV cache that one sequence of ``length`` tokens takes on one of the server's GPUs."""
         keys = max(self["keys"] // max(1, self["kv_heads"]), self["keys"] // self["vllm_tensor_parallel_size"])
-        return length * 2 * self["layers"] * keys * self.element
+        return length * 2 * self["layers"] * keys * self.served
 
     def checkpoint(self) -> int:
         """Return the trained weights and the optimizer's part of a checkpoint, of all processes together."""
         weights = 4 * self.trained if self["use_peft"] else self.element * self["parameters"]
         model = self.trained_element * self["parameters"] if self.zero else 0  # DeepSpeed adds the weights it trains
         return weights + self.states * self.shards + model
-
-
-def in_gib(size: int) -> str:
-    """Return bytes as a number of GiB, small ones to the MiB."""
-    return f"{size / GIB:.1f}" if size >= GIB / 10 or not size else f"{size / GIB:.3f}"
-
-
-@dataclass(frozen=True)
-class Need:
-    """The bytes of one role's peak on a GPU or in the machine's memory, or of all that a run writes to disk."""
-
-    parts: Parts
-    available: int | None  # None where that is not known
-    fix: str = ""  # the key to change, with its value, where it does not fit
-
-    @property
-    def total(self) -> int:
-        """The bytes of all parts."""
-        return sum(self.parts.values())
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits, as far as is known."""
-        return self.available is None or self.total <= self.available
-
-    @property
-    def size(self) -> str:
-        """The total, and what there is for it."""
-        return f"{in_gib(self.total)}{'' if self.available is None else f' of {in_gib(self.available)}'} GiB"
-
-    def __str__(self) -> str:
-        return f"{self.size}: " + ", ".join(f"{name} {in_gib(size)}" for name, size in self.parts.items())
-
-
-@dataclass(frozen=True)
-class Disk(Need):
-    """What a run writes to disk."""
-
-    checkpoints: int | None = None  # most at a time, None where nothing limits them
-
-    @property
-    def many(self) -> str:
-        """The number of checkpoints that are counted, in words."""
-        return f"{self.checkpoints or '2 of an unlimited number of'} checkpoint{'' if self.checkpoints == 1 else 's'}"
-
-    def __str__(self) -> str:
-        return super().__str__().replace("checkpoints", self.many)
 
 
 def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> dict[str, Need]:

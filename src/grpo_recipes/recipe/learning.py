@@ -24,6 +24,17 @@ def mixed_precision(recipe: Recipe) -> str:
     return "fp16" if recipe["fp16"] else "no" if recipe["bf16"] is False else "bf16"
 
 
+def served_dtype(dtype: str | None, mixed: str, shared: bool = False) -> str:
+    """Return the dtype that vLLM computes in: the trainer's precision; ``mixed`` as ``mixed_precision``.
+
+    In float32, a GPU has no FlashAttention and needs twice the memory for weights and KV cache. With ``weight_sync:
+    shared`` (``shared``) the server's weights are the trainer's own.
+    """
+    if dtype != "float32" or shared:
+        return dtype or "auto"
+    return {"bf16": "bfloat16", "fp16": "float16"}.get(mixed, dtype)
+
+
 def updates_float32(accelerator: str, mixed: str) -> bool:
     """Return whether a run updates float32 weights, whatever the model's dtype is; ``mixed`` as ``mixed_precision``."""
     return accelerator in _KEEPS_COPIES or (accelerator == "fsdp2" and mixed != "no")

@@ -13,6 +13,7 @@ from trl.trainer import grpo_trainer
 
 from grpo_recipes.attributes import replaced
 from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.recipe.learning import served_dtype
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
 from grpo_recipes.weights.sampling import sampling_seed
@@ -115,7 +116,8 @@ def _engine(args: GRPOConfig, **kwargs: Any) -> Any:
     """Build the engine with what TRL asks for, and what our server is started with."""
     from grpo_recipes.weights.engine import Engine  # only here: a run without it needs no vLLM
 
-    kwargs["dtype"] = (args.model_init_kwargs or {}).get("dtype") or "auto"
+    mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    kwargs["dtype"] = served_dtype((args.model_init_kwargs or {}).get("dtype"), mixed)
     kwargs["worker_extension_cls"] = "grpo_recipes.server.plugin.WeightReport"
     if args.use_cpu:
         # As for the server: a prompt prefilled in parts ends vLLM's CPU worker where its request has a seed. Without
