@@ -42,6 +42,26 @@ def test_two_processes_train_through_the_server(launch: Callable[..., Launch], a
 
 @pytest.mark.slow
 @pytest.mark.rotating
+@pytest.mark.parametrize("accelerator", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_two_processes_train_in_bfloat16(launch: Callable[..., Launch], accelerator: str) -> None:
+    """R15, G4: both sides compute in bfloat16, and the guard compares weights and log-probs."""
+    short = ("--num_processes", "2", "--max_steps", "2", "--prompts_per_step", "8", "--num_generations", "8")
+    run = launch(*short, "--accelerator", accelerator, "--bf16", "true", "--save_strategy", "no")
+
+    assert run.wait(900) == 0, run.output
+
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["grad_norm"] > 0 for row in rows)
+    differences = [row["sampling/sampling_logp_difference/mean"] for row in rows]
+    assert all(0 < difference < 0.05 for difference in differences)
+    engine = next(line for line in run.log("server").splitlines() if "Initializing a V1 LLM engine" in line)
+    assert "dtype=torch.bfloat16" in engine
+    assert run.log("server").count("grpo: weights loaded") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("bridge", ["file", "restart"])
 def test_config_file_replaces_the_packaged_accelerate_file(
     launch: Callable[..., Launch], tmp_path: Path, bridge: str

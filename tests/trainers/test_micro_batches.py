@@ -129,6 +129,34 @@ def test_an_optimizer_that_steps_in_the_backward_pass_keeps_trls_micro_batches(
         assert ours.take({}) == (optim == "sgd")
 
 
+@pytest.mark.parametrize("trims", [True, False])
+def test_log_probs_in_bfloat16_train_with_gradients_of_their_own_dtype(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, trims: bool
+) -> None:
+    """R15: a model that FSDP2 shards may return bfloat16, and the factor of a row is float32."""
+    of_trl = trl.GRPOTrainer._get_per_token_logps_and_entropies
+
+    def rounded(*args: Any, **kwargs: Any) -> Any:
+        logps, entropies, aux_loss = of_trl(*args, **kwargs)
+        return logps.bfloat16(), None if entropies is None else entropies.bfloat16(), aux_loss
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", rounded)
+    keys = {**KEYS, "beta": 0.1, "max_steps": 2, "learning_rate": 1e-3, "trim_padding": trims}
+    gradients, rows = gradients_of(make_trainer(tmp_path, model, GRPOTrainer, **keys))
+    assert all(one.isfinite().all() and one.norm() > 0 for one in gradients) and len(rows) == 2
+
+
+def test_the_factor_of_a_row_does_not_change_the_dtype_of_its_gradient(tmp_path: Path, model: str) -> None:
+    """R15: torch rejects a hook that returns another dtype."""
+    trainer = make_trainer(tmp_path, model, GRPOTrainer, **KEYS)
+    leaf = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    factors = [torch.tensor([[0.5], [2.0]]), torch.ones(2, 1)]
+    logps, entropies, _ = trainer.micro_batches._forward(lambda: (leaf * 1, leaf * 0, None), factors, kept)
+    (logps.sum() + entropies.sum()).backward()
+    assert leaf.grad is not None and leaf.grad.tolist() == [[0.5] * 3, [2.0] * 3]
+
+
 @pytest.mark.parametrize("objective", ["tempered", "listwise", "weighted_mle"])
 def test_maxent_has_the_gradient_that_it_has_in_micro_batches_of_trl(
     tmp_path: Path, model: str, objective: str

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from types import FunctionType
+from contextlib import nullcontext
+from functools import partial
+from types import FunctionType, SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import trl
 
+from grpo_recipes.trainers import temperatures
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
+from grpo_recipes.trainers.passes import in_trimmed_passes
+from grpo_recipes.trainers.temperatures import at_own_temperatures
+
+PADDED = SimpleNamespace(padding_free=False, tokens_per_micro_batch=None)
 
 # Every method of TRL's and transformers' that GRPOTrainer overrides, with its parameters there.
 SIGNATURES = {
+    "create_accelerator_and_postprocess": [],
     "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "_get_train_sampler": ["dataset"],
     "_run_epoch": [
@@ -69,6 +79,42 @@ def test_an_override_can_be_called_as_trls_is(method: str) -> None:
     ours.bind(None, **dict.fromkeys(list(theirs.parameters)[1:]))
     if method != "_run_epoch":  # which transformers calls with keywords
         ours.bind(*theirs.parameters)
+
+
+@pytest.mark.parametrize("number", range(len(SIGNATURES["_get_per_token_logps_and_entropies"]) + 1))
+@pytest.mark.parametrize("own_temperatures", [False, True])
+def test_log_probs_are_computed_however_the_arguments_are_passed(number: int, own_temperatures: bool) -> None:
+    """S14: each argument by position or by name, through all of our layers around TRL's method."""
+    rows, width, kept = 2, 6, 3
+    values = {
+        "model": None, "input_ids": torch.arange(rows * width).view(rows, width),
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]), "logits_to_keep": kept,
+        "batch_size": 1, "compute_entropy": True,
+    }  # fmt: skip
+    names = SIGNATURES["_get_per_token_logps_and_entropies"]
+    passed = {name: values.get(name) for name in names}
+    accelerator = SimpleNamespace(num_processes=1, gather=lambda one: one, device=torch.device("cpu"))
+    layers = [partial(in_trimmed_passes, SimpleNamespace(accelerator=accelerator, args=PADDED))]
+    if own_temperatures:
+        trainer = SimpleNamespace(accelerator=accelerator)
+        layers.append(lambda inner, *a, **k: at_own_temperatures(trainer, torch.ones(rows), inner, *a, **k))
+    compute: Any = log_probs_of_trl
+    for layer in layers:
+        compute = partial(layer, compute)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(temperatures, "head_at", lambda *_: nullcontext())
+        first, rest = names[:number], names[number:]
+        logps, entropies, _ = compute(*(passed[name] for name in first), **{name: passed[name] for name in rest})
+    assert logps.shape == entropies.shape == (rows, kept)
+
+
+def log_probs_of_trl(
+    model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: Any = None,
+    compute_entropy: bool = False, *args: Any, **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None, None]:  # fmt: skip
+    """Return something of the shapes that TRL's method returns."""
+    found = input_ids[:, -logits_to_keep:].float()
+    return found, found if compute_entropy else None, None
 
 
 def test_every_override_is_in_the_table_and_maxent_has_none() -> None:

@@ -179,3 +179,15 @@ def test_ranks_whose_rows_differ_make_as_many_passes(tmp_path: Path, model: str,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("the steps are those of padded rows") == 2
+
+
+@pytest.mark.parametrize("trims", [True, False])
+def test_a_trainer_that_trims_switches_the_attention_of_cudnn_off(tmp_path: Path, model: str, trims: bool) -> None:
+    """S11: vLLM does so too when it is imported, which a launch does not depend on."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        make_trainer(tmp_path, model, GRPOTrainer, trim_padding=trims)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is not trims
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

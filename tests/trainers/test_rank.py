@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from waiting import wait_for
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.process.tree import is_alive
-from grpo_recipes.trainers.rank import check_sharing, check_updates, check_world
+from grpo_recipes.trainers.rank import check_sharing, check_updates, check_world, keep_outputs_as_computed
 
 # Imports once what takes seconds; then each line of its input is a process of its own: code, variables, file of errors.
 SCRIPT = """
@@ -280,3 +282,13 @@ def test_a_rank_ends_with_what_started_it(tmp_path):
     started.kill()
     started.wait()
     wait_for(lambda: not is_alive(pid), "the rank's end")
+
+
+def test_a_model_that_fsdp2_shards_returns_what_it_computed() -> None:
+    """R15: accelerate's policy rounds log-probs to bfloat16."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    plugin = SimpleNamespace(mixed_precision_policy=policy)
+    keep_outputs_as_computed(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))
+    assert plugin.mixed_precision_policy == MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, None)
+    keep_outputs_as_computed(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=None)))
+    keep_outputs_as_computed(SimpleNamespace(state=SimpleNamespace()))

@@ -13,6 +13,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
+from datasets import IterableDataset
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.attributes import replaced
@@ -55,6 +56,9 @@ class OverlappedRollouts(ServerRollouts):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
+        if isinstance(trainer.train_dataset, IterableDataset):
+            what = "overlap_generation: a stream does not tell the prompts of the next generation in advance"
+            raise ValueError(f"{what}. Fix: pass a Dataset, or remove overlap_generation")
         self._flight: Flight | None = None  # rank 0's
         self._epoch = self._chunk = 0  # of the next generation: its epoch, and its place in that
         self._orders: dict[int, list[int]] = {}  # rows of the training set in the order of an epoch

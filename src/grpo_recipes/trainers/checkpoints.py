@@ -185,16 +185,16 @@ class Checkpoints:
 
     def _order_of_data(self) -> dict[str, Any]:
         """Return what decides which prompts a step takes, beside the prompts themselves."""
-        sampler, args = self._trainer.sampler, self._trainer.args
+        trainer, args = self._trainer, self._trainer.args
         per_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
         return {
-            "prompts": sampler.num_samples,
-            "prompts of a generation": sampler.batch_size,
-            "num_generations": sampler.mini_repeat_count,
-            "num_iterations": self._trainer.num_iterations,
+            "prompts": trainer.sampler and trainer.sampler.num_samples,  # None for a stream
+            "prompts of a generation": args.generation_batch_size // trainer.num_generations,
+            "num_generations": trainer.num_generations,
+            "num_iterations": trainer.num_iterations,
             "completions of a step": per_process * args.world_size,
-            "shuffle_dataset": sampler.shuffle,
-            "seed": sampler.seed,
+            "shuffle_dataset": trainer.shuffle_dataset,
+            "seed": args.seed,
         }
 
     def _require_same_order(self, folder: Path) -> None:
@@ -368,9 +368,12 @@ class _DigestedFile:
         return len(view)
 
 
-def begin_epoch(sampler: RepeatSampler, epoch: int) -> None:
-    """Make the order of the prompts a function of the epoch, not of how often it was iterated in this process."""
-    if sampler.shuffle:
+def begin_epoch(sampler: RepeatSampler | None, epoch: int) -> None:
+    """Make the order of the prompts a function of the epoch, not of how often it was iterated in this process.
+
+    A stream has no sampler; accelerate tells it the epoch.
+    """
+    if sampler is not None and sampler.shuffle:
         sampler.generator.manual_seed(sampler.seed)
         for _ in range(epoch):
             torch.randperm(sampler.num_samples, generator=sampler.generator)

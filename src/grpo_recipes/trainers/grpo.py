@@ -16,6 +16,7 @@ import torch
 import trl
 from accelerate.utils import is_peft_model
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
+from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.algorithms.maxent import KLController, TauController
 from grpo_recipes.attributes import replaced
@@ -32,8 +33,9 @@ from grpo_recipes.trainers.early import EarlyScoring
 from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows, json_number, write_samples
 from grpo_recipes.trainers.micro_batches import MicroBatches
 from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, reference_of, refuse_shards
-from grpo_recipes.trainers.passes import in_trimmed_passes
+from grpo_recipes.trainers.passes import Computed, in_trimmed_passes
 from grpo_recipes.trainers.policy_gradient import PolicyGradient
+from grpo_recipes.trainers.rank import keep_outputs_as_computed
 from grpo_recipes.trainers.temperatures import at_own_temperatures
 from grpo_recipes.weights.bridges import CLIENTS, bridge_in_place, join_bridge
 from grpo_recipes.weights.client import BridgeClient
@@ -61,6 +63,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         **kwargs: Any,
     ):
         args.logging_nan_inf_filter = False  # a loss that is not finite must reach the checks
+        if args.trim_padding:  # passes of many shapes, for each of which cuDNN's attention makes a plan
+            torch.backends.cuda.enable_cudnn_sdp(False)
         stop = stop or StopRequest(run_dir)
         self.controllers: dict[str, KLController | TauController] = {}
         if args.kl_target is not None:
@@ -77,6 +81,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.source = source
         if source is not None:
             kwargs["rollout_func"] = source
+        self.sampler: RepeatSampler | None = None  # the order of the prompts; None for a stream
         self.temperature_B: torch.Tensor | None = None  # of the rows at hand, where they differ from the recipe's
         self._samples_file = run_dir / "samples.jsonl"
         with weight_bridge(args, run_dir, stop), loaded_by_every_rank(args), reference_of(args):
@@ -95,6 +100,11 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self.vllm_generation._iter_named_params = partial(merged_parameters, self.vllm_generation.model)
         if source is not None:
             source.join(self)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator as transformers does, and let FSDP2 return log-probs in float32."""
+        super().create_accelerator_and_postprocess()
+        keep_outputs_as_computed(self.accelerator)
 
     # --- a training: epochs of steps -------------------------------------------------------------------------------
 
@@ -232,16 +242,19 @@ class GRPOTrainer(trl.GRPOTrainer):
         with replaced(self, temperature_B=inputs.get("temperature")):
             return self.policy_gradient.loss(super()._compute_loss, model, inputs)
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """Return TRL's log-probs of completions: in the loss, under the reference, and those that are checked."""
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
+        batch_size: int | None = None, compute_entropy: bool = False, *args: Any, **kwargs: Any,
+    ) -> Computed:  # fmt: skip
+        """Return TRL's log-probs of completions: for the loss, under the reference, and for the checks."""
         if self.evaluation.rewards is not None:  # a batch for the sampler is too large for one forward pass
-            kwargs["batch_size"] = self.args.per_device_train_batch_size
+            batch_size = self.args.per_device_train_batch_size
         compute = super()._get_per_token_logps_and_entropies
         if self.args.trim_padding:
             compute = partial(in_trimmed_passes, self, compute)
-        if self.temperature_B is None:
-            return compute(*args, **kwargs)
-        return at_own_temperatures(self, self.temperature_B, compute, *args, **kwargs)
+        if self.temperature_B is not None:
+            compute = partial(at_own_temperatures, self, self.temperature_B, compute)
+        return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, *args, **kwargs)
 
     def move_controllers(self) -> None:
         """Move ``beta`` towards ``kl_target`` by TRL's ``kl`` of the step, over its micro-batches and ranks."""

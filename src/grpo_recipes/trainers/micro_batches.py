@@ -121,7 +121,7 @@ class MicroBatches:
         with replaced(self._trainer.accelerator, gather=self._gather):
             logps, entropies, loss_of_routers = compute(*args, **kwargs)
         for values, factor in zip((logps, entropies), factors, strict=True):
-            values.register_hook(factor.mul)
+            values.register_hook(factor.to(values.dtype).mul)  # a hook must keep the dtype of the gradient
             found.append(values.detach())
         return logps, entropies, loss_of_routers
 

@@ -19,42 +19,42 @@ Computed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # log-
 
 
 def in_trimmed_passes(
-    trainer: Any, compute: Callable[..., Computed], model: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor,
-    completion_length: int, batch_size: int | None = None, compute_entropy: bool = False, **kwargs: Any,
+    trainer: Any, compute: Callable[..., Computed], model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor,
+    logits_to_keep: int, batch_size: int | None = None, compute_entropy: bool = False, *args: Any, **kwargs: Any,
 ) -> Computed:  # fmt: skip
-    """Return what TRL's ``compute`` does for rows of a left-padded prompt and a right-padded completion.
+    """Return what TRL's ``compute`` does for rows, (B, L), of a left-padded prompt and a right-padded completion.
 
     Every rank calls it, and makes as many passes as the others: sharded models gather their weights in each. Images,
     and the load-balancing loss of a mixture of experts, which is a mean over a whole pass, take TRL's own way; so do
     rows with little padding, bit for bit.
     """
-    rows, width = ids_BL.shape
-    prompts = (mask_BL[:, :-completion_length] != 0).sum(dim=1)
-    lengths = prompts + (mask_BL[:, -completion_length:] != 0).sum(dim=1)
+    rows, width = input_ids.shape
+    prompts = (attention_mask[:, :-logits_to_keep] != 0).sum(dim=1)
+    lengths = prompts + (attention_mask[:, -logits_to_keep:] != 0).sum(dim=1)
     free = trainer.args.padding_free
     groups = passes(lengths.tolist(), trainer.args.tokens_per_micro_batch or (batch_size or rows) * width, free)
     padded = free or rows * width > MOST_FED * int(lengths.sum())
-    special = bool((prompts == 0).any()) or any(value not in (None, False) for value in kwargs.values())
+    special = bool((prompts == 0).any()) or any(value not in (None, False) for value in (*args, *kwargs.values()))
     count, padded, special = _most_of_any_rank(trainer, len(groups), padded, special)
     if special or not padded:
-        how = {"batch_size": batch_size, "compute_entropy": compute_entropy}
-        return compute(model, ids_BL, mask_BL, completion_length, **how, **kwargs)
+        return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, *args, **kwargs)
     groups = split(groups, count)
     parts: list[list[torch.Tensor]] = []
     for group in groups:
-        fed = torch.tensor(group or [0], device=ids_BL.device)  # nothing of it is kept where other ranks alone need it
+        # A rank without rows of its own takes a pass too if others need it; nothing of this pass is kept.
+        fed = torch.tensor(group or [0], device=input_ids.device)
         prompts_b, lengths_b = prompts[fed], lengths[fed]
         longest = int(lengths_b.max())
-        places_bW = (width - completion_length - prompts_b).unsqueeze(1) + torch.arange(longest, device=fed.device)
+        places_bW = (width - logits_to_keep - prompts_b).unsqueeze(1) + torch.arange(longest, device=fed.device)
         mask_bW = torch.arange(longest, device=fed.device) < lengths_b.unsqueeze(1)
-        ids_bW = ids_BL[fed].gather(1, places_bW.clamp(max=width - 1))
+        ids_bW = input_ids[fed].gather(1, places_bW.clamp(max=width - 1))
         kept = max(longest - int(prompts_b.min()), 1)
         given = partial(_in_one_row, model) if free else model
-        found = compute(given, ids_bW, mask_bW.to(mask_BL.dtype), kept, compute_entropy=compute_entropy)
+        found = compute(given, ids_bW, mask_bW.to(attention_mask.dtype), kept, compute_entropy=compute_entropy)
         first_b = prompts_b - (longest - kept)  # the column of the first token of the completion
-        aligned = [_aligned(one, first_b, lengths_b - prompts_b, completion_length) for one in found if one is not None]
+        aligned = [_aligned(one, first_b, lengths_b - prompts_b, logits_to_keep) for one in found if one is not None]
         parts.append([one[: len(group)] for one in aligned])
-    back = torch.tensor([row for group in groups for row in group], device=ids_BL.device).argsort()
+    back = torch.tensor([row for group in groups for row in group], device=input_ids.device).argsort()
     logps, *entropies = [torch.cat(one)[back] for one in zip(*parts, strict=True)]
     return logps, entropies[0] if entropies else None, None
 

@@ -24,27 +24,27 @@ def head_at(trainer: Any, model: Any, temperature: float) -> Iterator[None]:
 
 
 def at_own_temperatures(
-    trainer: Any, temperature_B: torch.Tensor, compute: Callable[..., Computed], model: Any, ids: torch.Tensor,
-    attention_mask: torch.Tensor, logits_to_keep: int, batch_size: int | None = None, **kwargs: Any,
+    trainer: Any, temperature_B: torch.Tensor, compute: Callable[..., Computed], model: Any, input_ids: torch.Tensor,
+    attention_mask: torch.Tensor, logits_to_keep: int, batch_size: int | None = None, *args: Any, **kwargs: Any,
 ) -> Computed:  # fmt: skip
     """Return what TRL's ``compute`` does, each row at its own temperature. Called by every rank.
 
     Each temperature that any rank has takes a forward pass of every rank, which sharded models need: with a row that
     is not kept where a rank has none of it.
     """
-    temperatures, size = trainer.accelerator.gather(temperature_B).unique().tolist(), batch_size or len(ids)
+    temperatures, size = trainer.accelerator.gather(temperature_B).unique().tolist(), batch_size or len(input_ids)
     order: list[torch.Tensor] = []
     parts: list[Computed] = []
-    for start in range(0, len(ids), size):
+    for start in range(0, len(input_ids), size):
         for temperature in temperatures:
             rows = start + (temperature_B[start : start + size] == temperature).nonzero().flatten()
-            passed = rows if len(rows) else torch.tensor([start], device=ids.device)
+            passed = rows if len(rows) else torch.tensor([start], device=input_ids.device)
             with head_at(trainer, model, temperature):
                 logps, entropies, of_routers = compute(
-                    model, ids[passed], attention_mask[passed], logits_to_keep, **kwargs
+                    model, input_ids[passed], attention_mask[passed], logits_to_keep, None, *args, **kwargs
                 )
             order.append(rows)
-            weighed = None if of_routers is None else of_routers * (len(rows) / len(ids))
+            weighed = None if of_routers is None else of_routers * (len(rows) / len(input_ids))
             parts.append((logps[: len(rows)], None if entropies is None else entropies[: len(rows)], weighed))
     back = torch.cat(order).argsort()
     logps, entropies, losses = zip(*parts, strict=True)
