@@ -6,6 +6,7 @@ import datasets
 import pytest
 
 from grpo_recipes.data.prompts import first_problems
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rewards.probe import probe_rewards
 
@@ -104,3 +105,34 @@ def _sample(recipe):
     args = ScriptArguments(**{key: recipe[key] for key in ("dataset_name",)})
     rows, counts = first_problems(args, 3)
     return rows, counts.left_out
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_file_of_verls_shape_is_read_as_it_is(load, write, kind, streaming):
+    """R4: nested paths name the solution, and all other columns reach rewards."""
+    row = {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "1+1="}], "ability": "math"}
+    row |= {"reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"split": "train", "index": 0}}
+    keys = {"dataset_streaming": True, "max_train_prompts": 1} if streaming else {}
+    columns = {"dataset_prompt_column": "prompt", "dataset_solution_column": "reward_model.ground_truth"}
+    (found,) = load(dataset_name=write([row], kind), **columns, **keys).dataset
+    others = {name: row[name] for name in ("data_source", "ability", "reward_model", "extra_info")}
+    assert found == {"prompt": row["prompt"], "answer": "2", **others}
+
+
+def test_a_mixture_names_nested_columns(load, write):
+    """R4: paths in the columns of a mixture; a further one reaches rewards under its last part."""
+    row = {"chat": [{"from": "human", "value": "1+1="}], "gold": {"value": 2}, "info": {"index": 7}}
+    entry = {"id": write([row]), "columns": ["chat.0.value", "gold.value", "info.index"]}
+    (found,) = load(dataset_mixture={"datasets": [entry]}).dataset
+    assert (found["prompt"][0]["content"], found["answer"], found["index"]) == ("1+1=", "2", 7)
+
+
+def test_preparation_rejects_a_message_that_disappears_in_a_late_row(load):
+    """S3: each sequence of roles is rendered, wherever it first occurs."""
+    lost = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "1"}]
+    rows = [{"problem": [{"role": "user", "content": str(n)}], "answer": "1"} for n in range(1500)]
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    assert len(load(rows, chat_template=template).dataset) == 1500
+    with pytest.raises(ConfigError, match=r"leaves out the developer message of a prompt\. Fix: rename the role"):
+        load([*rows, {"problem": lost, "answer": "1"}], chat_template=template)

@@ -25,10 +25,17 @@ def big(write, count=1319):
     return write([{"problem": f"p{n}", "answer": str(n)} for n in range(count)], name="test")
 
 
-def test_a_tenth_is_drawn_by_the_seed_and_the_size_is_said(load_eval, write, contents):
+def test_all_rows_are_taken_up_to_the_limit(load_eval, write):
+    """S12: every held-out row is evaluated by default, at most eval_max_prompts."""
+    prompts = load_eval(eval_dataset_name=big(write, 40))
+    assert str(prompts).startswith("evaluating on 40 of 40 rows (eval_max_prompts 1000)")
+    assert str(load_eval(eval_dataset_name=big(write))).startswith("evaluating on 1000 of 1319 rows")
+
+
+def test_a_tenth_is_drawn_by_the_seed_and_the_size_is_printed(load_eval, write, contents):
     name = big(write)
-    one, again, other = (load_eval(seed, eval_dataset_name=name) for seed in (1, 1, 2))
-    assert str(one).startswith("evaluating on 132 of 1319 rows (eval_subsample 0.1)")
+    one, again, other = (load_eval(seed, eval_dataset_name=name, eval_subsample=0.1) for seed in (1, 1, 2))
+    assert str(one).startswith("evaluating on 132 of 1319 rows (eval_max_prompts 1000, eval_subsample 0.1)")
     assert len(one.dataset) == 132
     assert contents(one) == contents(again)
     assert {*contents(one)} != {*contents(other)}

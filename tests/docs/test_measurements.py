@@ -159,5 +159,5 @@ def test_sampling_has_the_recorded_share_of_a_step() -> None:
 def test_defaults_that_surprise_are_those_of_the_keys() -> None:
     rows = table_rows(REPOSITORY / "docs/training-guide.md", "key")
     told = {name.strip("`"): float(value.strip("`")) for name, value, why in rows if why}
-    assert {"eval_subsample", "reward_timeout", "num_train_epochs"} <= told.keys()
+    assert {"eval_max_prompts", "reward_timeout", "num_train_epochs"} <= told.keys()
     assert told == {name: catalogue()[name]["default"] for name in told}

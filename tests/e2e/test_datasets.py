@@ -36,7 +36,7 @@ def test_a_mixture_is_prepared_once_trained_on_and_evaluated(launch: Callable[..
 
     for said in (run.log("trainer"), run.output):
         assert "grpo: 50 prompts (60 read, 0 dropped as longer than max_prompt_length)" in said
-        assert "grpo: evaluating on 10 of 10 rows (eval_subsample 1) (60 read" in said
+        assert "grpo: evaluating on 10 of 10 rows (eval_max_prompts 1000) (60 read" in said
     folders = sorted(path.name.partition("-")[0] for path in (run.run_dir / "prompts").iterdir())
     assert folders == ["eval", "train"]
     assert [row["step"] for row in run.rows()] == [1, 2]

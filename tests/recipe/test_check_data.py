@@ -8,7 +8,7 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.check import check
 
-RIGHT = '{"problem": "1", "answer": "1"}\n'
+RIGHT = '{"problem": "1", "answer": "1"}\n' * 12  # as many as a step of the right recipe needs prompts
 
 
 @pytest.fixture
@@ -16,8 +16,8 @@ def files(tmp_path, monkeypatch):
     """The folder of the launch, with data in it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text(RIGHT)
-    (tmp_path / "other.csv").write_text("question,gold,level,prompt\n1,2,3,4\n")
-    made = datasets.Dataset.from_list([{"problem": "1", "answer": "1"}])
+    (tmp_path / "other.csv").write_text("question,gold,level,prompt\n" + "1,2,3,4\n" * 12)
+    made = datasets.Dataset.from_list([{"problem": "1", "answer": "1"}] * 12)
     made.to_parquet("rows.parquet")
     made.save_to_disk("one")
     datasets.DatasetDict({"train": made, "test": made}).save_to_disk("both")
@@ -119,11 +119,11 @@ def test_a_smoke_run_is_evaluated_on_its_held_out_sums(read, planned):
 @pytest.mark.parametrize("column", ["image", "completion", "environment"])
 def test_a_reserved_column_that_a_reward_needs_is_named(files, read, tmp_path, column):
     """R2: the message names the column, and its fix works."""
-    (tmp_path / "rows.jsonl").write_text(f'{{"problem": "1", "answer": "1", "{column}": "x"}}\n')
+    (tmp_path / "rows.jsonl").write_text(f'{{"problem": "1", "answer": "1", "{column}": "x"}}\n' * 12)
     (tmp_path / "seen.py").write_text(f"def score(completions, {column}):\n    return [0.0]\n")
     keys = {"dataset_name": "rows.jsonl", "reward_funcs": ["seen.py:score"]}
     (problem,) = check(read(**keys), {})
     assert f"needs '{column}', a column that is not passed to rewards (reserved name)" in problem.what
-    (tmp_path / "rows.jsonl").write_text(f'{{"problem": "1", "answer": "1", "my_{column}": "x"}}\n')
+    (tmp_path / "rows.jsonl").write_text(f'{{"problem": "1", "answer": "1", "my_{column}": "x"}}\n' * 12)
     (tmp_path / "seen.py").write_text(f"def score(completions, my_{column}):\n    return [0.0]\n")
     assert check(read(**keys), {}) == []

@@ -53,7 +53,7 @@ def test_a_first_row_longer_than_the_head_says_nothing(tmp_path):
         ("rows.json", "[1, 2]", "does not begin with a JSON object"),
         ("rows.jsonl", "", "has no rows"),
         ("rows.parquet", "text", "is not a parquet file"),
-        ("rows.txt", "1\n", "is not a .json, .jsonl, .csv, .parquet file"),
+        ("rows.txt", "1\n", "is not a .json, .jsonl, .csv, .tsv, .parquet file"),
     ],
 )
 def test_what_is_no_dataset_is_told(tmp_path, name, content, said):

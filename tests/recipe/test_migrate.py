@@ -128,7 +128,6 @@ def test_rewards_keep_their_weights(asked, weights, ours, left, tmp_path, monkey
         ("eval_steps: 8", "eval_strategy", "steps"),
         ("accelerate_config: zero3", "accelerator", "zero3"),
         ("val_before_train: true\neval_strategy: epoch", "eval_on_start", True),
-        ("eval_strategy: steps\neval_steps: 5", "eval_subsample", 1.0),
         ("kl_loss_coef: 0.01\nuse_kl_loss: false", "beta", 0.0),
         ("use_peft: true\npush_to_hub: true\nhub_strategy: every_save", "hub_strategy", "end"),
         ("", "reward_funcs", ["pure_accuracy_math"]),
@@ -184,7 +183,7 @@ def test_what_other_versions_read_is_not_added(tmp_path) -> None:
     """Leave out ``prompt`` where an older open-r1 read ``problem``, and what an evaluation that is left out needs."""
     assert "dataset_prompt_column" not in values(translate(tmp_path, f"{TRL}vllm_device: auto\n"))
     found = values(translate(tmp_path, f"{TRL}eval_strategy: steps\n"))
-    assert not {"eval_strategy", "eval_subsample", "eval_steps"} & set(found)
+    assert not {"eval_strategy", "eval_steps"} & set(found)
 
 
 def test_a_recipe_of_supervised_fine_tuning_is_named_as_one(tmp_path) -> None:

@@ -306,7 +306,7 @@ def _rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"], di
         if subject.run and (subject.run.folder / REWARD_COPIES).is_dir():
             shutil.copytree(subject.run.folder / REWARD_COPIES, copies, ignore=shutil.ignore_patterns("limits_*"))
         with lent_rewards(arguments_of(recipe), Path(own)) as rewards:
-            if problems := list(needed_arguments(recipe, [list(rows[0])], copies, live=None)):
+            if problems := list(needed_arguments(recipe, [dict.fromkeys(rows[0], "")], copies, live=None)):
                 raise ConfigError(*problems)
             files = {name: copy_path(name, copies) for name in names if ":" in name}
             keys = sorted({key for name in names for key in REWARDS.get(name, ())} | {"reward_timeout"})

@@ -27,6 +27,7 @@ from grpo_recipes.plan.estimates import estimate
 from grpo_recipes.plan.plan import describe, make_plan
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe.check import choose_recipe, notes, reward_notes
+from grpo_recipes.recipe.check_data import evaluation_note
 from grpo_recipes.recipe.dialects import ALIASES, meaning_of, names, nearest
 from grpo_recipes.recipe.dialects.migrate import is_translated, migrate
 from grpo_recipes.recipe.keys import (
@@ -39,6 +40,7 @@ from grpo_recipes.recipe.keys import (
     schema_note,
 )
 from grpo_recipes.recipe.registry import BENCHMARKS, environments_of, uses_atropos
+from grpo_recipes.recipe.rendering import prompt_notes
 from grpo_recipes.recipe.tasks import GRPO
 from grpo_recipes.slurm.client import job_end_time, walltime_seconds
 
@@ -177,6 +179,7 @@ def check(options: argparse.Namespace) -> int:
     with _answer(options, notes=[], deep=[]) as found:
         recipe = chosen_recipe(options)
         more = [gated_note(recipe["model_name_or_path"]), schema_note(recipe.path), *reward_notes(recipe)]
+        more += [evaluation_note(recipe), *prompt_notes(recipe, os.environ)]
         found |= {"recipe": str(recipe.path), "notes": [*notes(recipe), *(note for note in more if note)]}
         if not options.json:
             print(*(f"grpo: note: {note}\n" for note in found["notes"]), sep="", end="")

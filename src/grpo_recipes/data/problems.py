@@ -6,12 +6,10 @@ A problem has ``prompt`` (a chat), ``answer`` (a text), and other columns for re
 import glob
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from datasets import (
     DatasetDict,
     Features,
     IterableDataset,
+    Json,
     LargeList,
     List,
     ReadInstruction,
@@ -36,8 +35,8 @@ from grpo_recipes.errors import config_error
 from grpo_recipes.modebench.dataset import SCHEME, Settings, rows
 from grpo_recipes.recipe import datafiles
 from grpo_recipes.recipe.configs import DatasetConfig, DatasetMixtureConfig, ScriptArguments
+from grpo_recipes.recipe.shapes import COLUMN_KEYS, DataSource, Message, answer_of, chat_of, root_of, value_at
 
-Message = dict[str, str]
 Batch = dict[str, list[Any]]
 
 BATCH_ROWS = 1000
@@ -45,31 +44,17 @@ MESSAGES = List({"role": Value("string"), "content": Value("string")})
 Rows = Dataset | IterableDataset
 # (hub id, configuration, split) -> folder of `save_to_disk` that an earlier `grpo fetch` left, or None.
 Fetched = Callable[[str, str | None, str], Path | None]
-_COLUMN_KEYS = ("dataset_prompt_column", "dataset_solution_column")
-
-
-@dataclass(frozen=True)
-class DataSource:
-    """One dataset of a recipe, and the columns that the recipe reads."""
-
-    id: str  # hub id, file or folder
-    config: str | None
-    split: str
-    prompt: str  # column of the problem
-    solution: str  # column of the reference solution
-    keys: tuple[str, str] = _COLUMN_KEYS  # recipe keys that name the two columns, for messages
-    others: tuple[str, ...] | None = None  # other columns that rewards get; None passes all but media
 
 
 def train_source(args: ScriptArguments) -> DataSource:
     """Return what ``dataset_name`` names."""
-    prompt, solution = (getattr(args, key) for key in _COLUMN_KEYS)
+    prompt, solution = (getattr(args, key) for key in COLUMN_KEYS)
     return DataSource(args.dataset_name, args.dataset_config, args.dataset_train_split, prompt, solution)
 
 
 def eval_source(args: ScriptArguments) -> DataSource:
     """Return ``eval_dataset_name``, else ``dataset_test_split`` of ``dataset_name``, unless it is one file."""
-    first, second = (f"eval_{key}" if getattr(args, f"eval_{key}") else key for key in _COLUMN_KEYS)
+    first, second = (f"eval_{key}" if getattr(args, f"eval_{key}") else key for key in COLUMN_KEYS)
     name, config, split = args.eval_dataset_name, args.eval_dataset_config, args.eval_dataset_split
     if not name:
         name, config, split = args.dataset_name, args.dataset_config, args.dataset_test_split
@@ -100,6 +85,7 @@ def read_rows(
         options: dict[str, Any] = {"split": split, "streaming": streaming}
         if path.is_dir():
             kind, files = datafiles.data_files(path)
+            _check_fields(files)
             return load_dataset(str(path), config, **options, **_text_options(kind, files[0]))
         if not path.is_file():
             return load_dataset(source, config, **options)
@@ -107,6 +93,7 @@ def read_rows(
             raise ValueError(f"not a {', '.join(datafiles.BUILDERS)} file")
         if config is not None:
             raise ValueError(f"a file has no configuration '{config}'")
+        _check_fields([path])
         file = glob.escape(str(path))  # datasets reads brackets in a name as a pattern
         kind, files_of_split = datafiles.BUILDERS[path.suffix], {datafiles.split_name(split): file}
         return load_dataset(kind, data_files=files_of_split, **options, **_text_options(kind, path))
@@ -129,11 +116,14 @@ def column_names(rows: Rows) -> list[str]:
     return rows.column_names or list(next(iter(rows), {}))
 
 
-def need_columns(source: str, names: list[str], wanted: dict[str, str]) -> None:
-    """Refuse a dataset with these columns that lacks one; ``wanted`` has the recipe key that names each."""
+def need_columns(source: str, features: Any, wanted: dict[str, str]) -> None:
+    """Reject a dataset of these columns that lacks one; ``wanted`` has the recipe key that names each."""
     for column, key in wanted.items():
-        if column not in names:
-            raise config_error(key, f"'{source}' has no column '{column}'", f"write one of {', '.join(names)}")
+        if _feature_at(features, column) is None:
+            inside = features.get(column.partition(".")[0])
+            paths = [f"{column.partition('.')[0]}.{name}" for name in inside] if isinstance(inside, dict) else []
+            fix = f"write one of {', '.join(paths or features)}"
+            raise config_error(key, f"'{source}' has no column '{column}'", fix)
 
 
 @contextmanager
@@ -147,7 +137,7 @@ def reading(source: str) -> Iterator[None]:
             first = first.__cause__
         text = " ".join(str(first).split()) or type(first).__name__
         reason = "it has no rows" if isinstance(first, StopIteration) else text[:300] + " ..." * (len(text) > 300)
-        fix = "repair the file, or name a dataset, configuration and split that exist"
+        fix = datafiles.file_fix(text) or "repair the file, or name a dataset, configuration and split that exist"
         if isinstance(error, DatasetNotFoundError):
             fix = "check the id; a private or gated dataset needs HF_TOKEN, and its terms accepted on its page"
         elif isinstance(error, ConnectionError):
@@ -155,11 +145,22 @@ def reading(source: str) -> Iterator[None]:
         raise config_error(f"'{source}'", f"the dataset cannot be read: {reason}", fix) from error
 
 
+def _check_fields(files: list[Path]) -> None:
+    """Raise a ValueError with the line of a .csv or .tsv file whose number of fields is not the header's."""
+    for file in files:
+        if datafiles.BUILDERS[file.suffix] == "csv":
+            for _ in datafiles.csv_rows(file):
+                pass
+
+
 def _text_options(kind: str, file: Path) -> dict[str, Any]:
-    """Return how to read a .csv file. Guessing types makes 7 of the answer 007, and nothing of the answer NA."""
+    """Return how to read a .csv or .tsv file. Guessing types makes 7 of the answer 007, and a gap of the answer NA."""
     if kind != "csv":
         return {}
-    return {"converters": dict.fromkeys(datafiles.csv_columns(file), str), "na_filter": False, "keep_default_na": False}
+    texts = dict.fromkeys(datafiles.csv_columns(file), str)
+    return {
+        "sep": datafiles.separator(file), "converters": texts, "na_filter": False, "keep_default_na": False
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -208,17 +209,18 @@ def problems(
     if not names:
         raise config_error(f"'{source.id}'", "the dataset has no rows", "name a dataset with rows")
     needed = {source.prompt: source.keys[0], source.solution: source.keys[1]}
-    need_columns(source.id, names, needed | dict.fromkeys(source.others or (), source.keys[0]))
     known = rows.features or Dataset.from_dict(next(rows.iter(BATCH_ROWS))).features
+    need_columns(source.id, known, needed | dict.fromkeys(source.others or (), source.keys[0]))
     others = source.others
     if others is None:
         columns = [name for name in known if name not in (source.prompt, source.solution)]
         left_out = {name: reason for name in columns if (reason := _left_out(name, known[name]))}
         counts.left_out |= left_out
         others = tuple(name for name in columns if name not in left_out)
-    passed = {name: _common_type(known[name]) for name in others}
+    passed = {datafiles.last_part(name): _common_type(_feature_at(known, name)) for name in others}
     # Unselected columns are not decoded: reading images takes most of the time in datasets that have some.
-    rows = rows.select_columns(list(dict.fromkeys([source.prompt, source.solution, *others])))
+    read = [source.prompt, source.solution, *others]
+    rows = rows.select_columns(list(dict.fromkeys(root_of(column, names) for column in read)))
 
     def shaped() -> Iterator[Batch]:
         """Yield chats and answers of a batch of rows at a time."""
@@ -228,8 +230,9 @@ def problems(
                 batch = next(unread, None)
             if batch is None:
                 return
-            prompts = [chat_of(value, source, system) for value in batch[source.prompt]]
-            solutions = _as_written(batch[source.solution], known[source.solution])
+            values = {column: _values(batch, column) for column in read}
+            prompts = [chat_of(value, source, system) for value in values[source.prompt]]
+            solutions = _as_written(values[source.solution], _feature_at(known, source.solution))
             answers = [answer_of(value, marker, source) for value in solutions]
             usable = [index for index, prompt in enumerate(prompts) if prompt and answers[index][0]]
             counts.read += len(prompts)
@@ -238,9 +241,32 @@ def problems(
             if system:
                 counts.own_system += sum(prompt[0]["content"] != system for prompt in prompts if prompt)
             columns = {"prompt": prompts, "answer": [answer for answer, _ in answers]}
-            yield chosen(columns | {name: batch[name] for name in others}, usable)
+            yield chosen(columns | {datafiles.last_part(name): values[name] for name in others}, usable)
 
     return Problems(Features({"prompt": MESSAGES, "answer": Value("string"), **passed}), shaped())
+
+
+def _values(batch: Batch, column: str) -> list[Any]:
+    """Return the values of a column of a batch, or of a path into one."""
+    root = root_of(column, list(batch))
+    if root == column:
+        return batch[column]
+    return [value_at({root: value}, column) for value in batch[root]]
+
+
+def _feature_at(features: Any, column: str) -> Any:
+    """Return the type of a column or of a path into one; None if no row can have it."""
+    if column in features:
+        return features[column]
+    feature = features
+    for part in column.split("."):
+        if isinstance(feature, dict):
+            feature = feature.get(part)
+        elif isinstance(feature, List | LargeList) and part.removeprefix("-").isdigit():
+            feature = feature.feature
+        elif not isinstance(feature, Json):
+            return None
+    return feature
 
 
 def _left_out(name: str, feature: Any) -> str:
@@ -321,57 +347,6 @@ def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def chat_of(value: Any, source: DataSource, system: str | None) -> list[Message]:
-    """Return a prompt, a text or messages ``{role, content}``, as a chat; an empty prompt gives an empty list.
-
-    ``system`` comes before a chat without a system message. Refuse anything else, and a chat that ends with the
-    assistant's turn.
-    """
-    messages, chat = [], f"a chat in column '{source.prompt}' of '{source.id}'"
-    if not isinstance(value, list):
-        value = [{"role": "user", "content": _text(value, source.prompt, source.keys[0], source)}]
-    for message in value:
-        pairs = message.items() if isinstance(message, dict) else ()
-        given = {"content": "", **{name: part for name, part in pairs if part is not None}}
-        if given.keys() != {"role", "content"} or not all(isinstance(part, str) for part in given.values()):
-            fix = "write messages {role, content} with two texts and nothing else"
-            raise config_error(source.keys[0], f"{chat} holds {_short(message)}", fix)
-        messages.append({"role": given["role"], "content": given["content"]})
-    if messages and messages[-1]["role"] == "assistant":
-        fix = "leave out the last message: a prompt ends with the user's"
-        raise config_error(source.keys[0], f"{chat} ends with an assistant's turn", fix)
-    if not messages or not messages[-1]["content"].strip():
-        return []
-    own = messages[0]["role"] in ("system", "developer")
-    return messages if own or not system else [{"role": "system", "content": system}, *messages]
-
-
-def answer_of(value: Any, marker: str | None, source: DataSource) -> tuple[str, bool]:
-    """Return a solution as text, and whether the marker is missing in it; a ConfigError where it is not a scalar."""
-    text = _text(value, source.solution, source.keys[1], source)
-    _, found, answer = text.rpartition(marker) if marker else ("", "found", text)
-    return answer.strip(), bool(answer.strip()) and not found
-
-
-def _text(value: Any, column: str, key: str, source: DataSource) -> str:
-    """Return a scalar as JSON writes it, '' if it is missing. A whole number that JSON made a float has no '.0'."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return str(int(value))
-    if isinstance(value, str | bool | int | float):
-        return value if isinstance(value, str) else json.dumps(value)
-    if isinstance(value, Decimal):
-        return str(value)
-    what = f"column '{column}' of '{source.id}' holds {_short(value)}, where a text belongs"
-    raise config_error(key, what, "name a column of texts, or save it as texts")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + " ..."
-
-
 def mixed(args: ScriptArguments, counts: Counts, fetched: Fetched | None = None) -> tuple[Dataset, Dataset | None]:
     """Join, shuffle and split the datasets of a mixture. The same recipe gives the same rows in the same order.
 
@@ -411,7 +386,7 @@ def _part(entry: DatasetConfig, seed: int, args: ScriptArguments, counts: Counts
     if entry.weight is not None:
         share = max(1, round(float(entry.weight) * len(rows)))
         rows = rows.shuffle(seed=seed, keep_in_memory=True).select(range(min(share, len(rows))))
-    prompt, solution, *others = entry.columns or [getattr(args, key) for key in _COLUMN_KEYS]
+    prompt, solution, *others = entry.columns or [getattr(args, key) for key in COLUMN_KEYS]
     keys, kept = ("dataset_mixture", "dataset_mixture"), tuple(others) if entry.columns else None
     source = DataSource(entry.id, entry.config, entry.split, prompt, solution, keys, kept)
     found = problems(rows, source, args, counts)

@@ -40,6 +40,7 @@ from grpo_recipes.data.problems import (
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.registry import atropos_environments, environments_of, episodes_of_each, uses_atropos
+from grpo_recipes.recipe.rendering import missing_fix, missing_message, rendering_notes
 from grpo_recipes.seeded import is_seeded
 
 _LEAST_PLACEHOLDERS = 1024
@@ -60,6 +61,26 @@ class Renderer:
         """Return the token ids of each prompt."""
         rendered = self._render(prompts, tokenize=True, return_dict=True)["input_ids"] if prompts else []
         return [list(ids) for ids in rendered]
+
+    def check(self, prompts: list[list[Message]], seen: set[tuple[str, ...]], system: str | None) -> None:
+        """Reject a prompt in which the template leaves out a message; each sequence of roles is rendered once.
+
+        ``seen`` has the sequences of roles that are known to be right. ``system`` is the recipe's system prompt.
+        """
+        for prompt in prompts:
+            roles = tuple(message["role"] for message in prompt)
+            if prompt and roles not in seen:
+                seen.add(roles)
+                if message := missing_message(self.text, prompt):
+                    ours = message == {"role": "system", "content": system}
+                    what = f"the chat template leaves out the {message['role']} message of a prompt"
+                    where = "system_prompt" if ours else "chat_template"
+                    raise config_error(where, what, missing_fix(message, not ours))
+
+    def notes(self, prompt: list[Message]) -> list[str]:
+        """Return what a user should know of rendered prompts."""
+        template = self.tokenizer.get_chat_template(tools=None)
+        return rendering_notes(self.text, prompt, template, self.template_kwargs)
 
     def lengths(self, prompts: list[list[Message]]) -> list[int]:
         """Return the tokens of each prompt."""
@@ -121,7 +142,9 @@ def load_prompts(
         if is_seeded(args.dataset_name):
             return _in_seed_order(args, renderer, counts, least)
         if args.dataset_mixture:
-            kept, _ = mixed(args, counts, fetched)
+            kept, held_out = mixed(args, counts, fetched)
+            if held_out is not None:
+                counts.notes.append(f"{len(held_out)} rows held out for evaluation (test_split_size)")
             found = Problems(kept.features, kept.iter(BATCH_ROWS))
         else:
             source = train_source(args)
@@ -140,6 +163,7 @@ def load_prompts(
             fix = f"raise {key} or lower prompts_per_step"
             fix = fix if key else "lower prompts_per_step, or name a larger dataset"
             raise config_error(key or "prompts_per_step", "; ".join([what, *long, *counts.lines()]), fix)
+        counts.notes += renderer.notes(dataset[0]["prompt"])
         return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]))
 
     return _prepared("train", prepare)
@@ -182,7 +206,9 @@ def load_eval_prompts(
         if len(dataset) == 0:
             what = "; ".join(["no evaluation prompt is left", *counts.lines()])
             raise config_error("eval_strategy", what, "name another set")
-        title = f"evaluating on {len(dataset)} of {len(rows)} rows (eval_subsample {args.eval_subsample:g})"
+        limits = f"eval_max_prompts {args.eval_max_prompts}"
+        limits += f", eval_subsample {args.eval_subsample:g}" if args.eval_subsample < 1 else ""
+        title = f"evaluating on {len(dataset)} of {len(rows)} rows ({limits})"
         return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]), title)
 
     return _prepared("eval", prepare)
@@ -317,8 +343,11 @@ def first_problems(
 def _fitting(found: Problems, renderer: Renderer, args: ScriptArguments, counts: Counts, limit: int | None) -> Dataset:
     """Return the problems of at most ``max_prompt_length`` tokens, the first ``limit`` of them."""
 
+    seen: set[tuple[str, ...]] = set()
+
     def batches() -> Iterator[Batch]:
         for batch in found.batches:
+            renderer.check(batch["prompt"], seen, args.system_prompt)
             lengths, longest = renderer.lengths(batch["prompt"]), args.max_prompt_length
             kept = [index for index, length in enumerate(lengths) if longest is None or length <= longest]
             counts.too_long += len(lengths) - len(kept)

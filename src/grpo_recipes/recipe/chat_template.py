@@ -26,7 +26,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import environments_of
 
 # A template is code, which fails in other ways than by ``raise_exception`` too.
-_FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 TOKENS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 _PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "description": "one"}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add one.", "parameters": _PARAMETERS}}
@@ -74,7 +74,7 @@ def _refusal(templates: Mapping[str, str], roles: list[str], tools: bool, kwargs
             return f"the template leaves out {tried}"
     except TemplateSyntaxError as error:
         return f"the template cannot be read: {error}"
-    except _FAILURES as error:
+    except FAILURES as error:
         return f"the template refuses {tried}: {error}"
     return ""
 
@@ -105,12 +105,15 @@ def variables_of(templates: Iterable[str]) -> set[str] | None:
     return None
 
 
-def compiled(template: str) -> Template:
-    """Compile a template as transformers does (``chat_template_utils``), which takes seconds to import."""
-    return _sandbox().from_string(template)
+def compiled(template: str, clock: datetime | None = None) -> Template:
+    """Compile a template as transformers does (``chat_template_utils``), which takes seconds to import.
+
+    ``clock`` is the time that the template reads, the current time by default.
+    """
+    return _sandbox(clock).from_string(template)
 
 
-def _sandbox() -> ImmutableSandboxedEnvironment:
+def _sandbox(clock: datetime | None = None) -> ImmutableSandboxedEnvironment:
     """Return an environment of Jinja with the functions and tags that transformers gives chat templates."""
 
     def raise_exception(message: str) -> None:
@@ -123,7 +126,11 @@ def _sandbox() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     sandbox.filters["tojson"] = tojson
-    sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
+
+    def strftime_now(form: str) -> str:
+        return (clock or datetime.now()).strftime(form)
+
+    sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     return sandbox
 
 
@@ -131,7 +138,7 @@ def _sandbox() -> ImmutableSandboxedEnvironment:
 
 
 def templates_of(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the templates of the model's tokenizer by name; None where its files are not on this machine."""
+    """Return the templates of the model's tokenizer by name; None if its files are not on this machine."""
     model = recipe["model_name_or_path"] or ""
     if not model:
         return None

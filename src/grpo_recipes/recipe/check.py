@@ -8,7 +8,6 @@ import contextlib
 import functools
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,30 +17,26 @@ from grpo_recipes import seeded
 from grpo_recipes.environments.libraries import LIBRARIES, library_problems
 from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASK_KEYS, TASKS, Settings, rows
+from grpo_recipes.modebench.dataset import TASK_KEYS, Settings, rows
 from grpo_recipes.paths import home, shown
 from grpo_recipes.recipe import (
     BrokenKey,
     Recipe,
     atropos,
+    check_data,
     in_order,
     learning,
     made,
     maxent,
     merge_recipe,
     overlap,
+    rendering,
     rules,
 )  # fmt: skip
 from grpo_recipes.recipe.bridges import bridge_problems
 from grpo_recipes.recipe.chat_template import template_problems
-from grpo_recipes.recipe.datafiles import (
-    BUILDERS,
-    LIVE_OBJECTS,
-    RESERVED_COLUMNS,
-    columns_of,
-    has_splits,
-    is_saved,
-)
+from grpo_recipes.recipe.check_data import HUB_NAME, LOCAL_PREFIXES
+from grpo_recipes.recipe.datafiles import columns_of
 from grpo_recipes.recipe.dialects import reward_fix
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.head_size import head_size_problems
@@ -59,16 +54,14 @@ from grpo_recipes.recipe.registry import (
     model_opponents,
 )
 from grpo_recipes.recipe.rules import Condition, Rule, isolates
+from grpo_recipes.recipe.shapes import COLUMN_KEYS
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
-from grpo_recipes.recipe.user_code import compared, copy_path, function_source, needed_arguments, problem_with
-from grpo_recipes.smoke import SMOKE_DATA, SMOKE_SCHEME, SMOKE_TASKS
+from grpo_recipes.recipe.user_code import compared, copy_path, function_source, problem_with
+from grpo_recipes.smoke import SMOKE_SCHEME, SMOKE_TASKS
 
 _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
 _NOT_OF_SEEDS = ("modebench_prompts", "modebench_test_prompts", "modebench_seed")  # unread by a seeded dataset
 _Check = Callable[[Recipe, Mapping[str, str]], Iterator[Problem]]
-_HUB_NAME = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
-_LOCAL = ("/", "./", "../", "~")
-_COLUMNS = ("dataset_prompt_column", "dataset_solution_column")
 
 
 def check(recipe: Recipe, environment: Mapping[str, str], device: str | None = None) -> list[Problem]:
@@ -160,13 +153,13 @@ def _model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
     if model.startswith(SMOKE_SCHEME):
         if model not in SMOKE_TASKS:
             yield recipe.problem(key, f"there is no built-in '{model}'", f"write {' or '.join(SMOKE_TASKS)}")
-    elif model and not os.path.isdir(path) and not (_HUB_NAME.fullmatch(model) and not os.path.exists(path)):
-        local = model.startswith(_LOCAL)
+    elif model and not os.path.isdir(path) and not (HUB_NAME.fullmatch(model) and not os.path.exists(path)):
+        local = model.startswith(LOCAL_PREFIXES)
         what = f"no folder '{model}'" if local else f"'{model}' is neither a folder here nor a hub id"
         yield recipe.problem(key, what, "name a model folder or a hub id, e.g. Qwen/Qwen2.5-1.5B-Instruct")
     reference = recipe["ref_model_name_or_path"]
     path = os.path.expanduser(reference or "")
-    if reference and not os.path.isdir(path) and (os.path.exists(path) or not _HUB_NAME.fullmatch(reference)):
+    if reference and not os.path.isdir(path) and (os.path.exists(path) or not HUB_NAME.fullmatch(reference)):
         what = f"'{reference}' is neither a folder here nor a hub id"
         yield recipe.problem("ref_model_name_or_path", what, "name a model folder or a hub id")
     served = environment.get("VLLM_MODEL")
@@ -241,36 +234,6 @@ def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
                 yield recipe.problem(key, f"no reward '{name}'", reward_fix(name))
 
 
-def _reward_arguments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    live = LIVE_OBJECTS if recipe["reward_isolation"] == "none" else ()
-    yield from needed_arguments(recipe, list(_columns_at_hand(recipe)), recipe.path.parent / "rewards", live)
-
-
-def _columns_at_hand(recipe: Recipe) -> Iterator[list[str] | None]:
-    """Yield the columns of each dataset that rewards see, None where they are not known before it is downloaded."""
-
-    def columns(name: str, split: str) -> list[str] | None:
-        """Return the columns of a dataset, by its name."""
-        if seeded.is_seeded(name):
-            return list(seeded.GENERATORS[name].columns) if name in seeded.GENERATORS else None
-        if name.startswith((SMOKE_SCHEME, SCHEME)):
-            return list(COLUMNS) if name.startswith(SCHEME) else [*COLUMNS[:2]]
-        path = Path(os.path.expanduser(name))
-        with contextlib.suppress(OSError, ValueError):  # reported of the dataset's key
-            return columns_of(path, split) if path.exists() else None
-        return None
-
-    if mixture := recipe["dataset_mixture"]:
-        entries = [entry for entry in mixture.get("datasets") or [] if entry.get("id")]
-        all_of = [entry.get("columns") or columns(entry["id"], entry.get("split") or "train") for entry in entries]
-        known = [set(found) for found in all_of if found is not None]
-        yield sorted(set.intersection(*known)) if len(known) == len(all_of) and known else None
-    elif recipe["dataset_name"]:
-        yield columns(recipe["dataset_name"], recipe["dataset_train_split"])
-    if name := rules.evaluation_set(recipe):
-        yield columns(name, recipe["eval_dataset_split"])
-
-
 def reward_notes(recipe: Recipe) -> Iterator[str]:
     """Yield a note for each reward of the user's that compares completions, and is called with one at a time."""
     for name in filter(lambda name: ":" in name, recipe["reward_funcs"]):
@@ -295,7 +258,7 @@ def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
             except (OSError, ValueError) as error:
                 yield recipe.problem("benchmarks", str(error), "write one JSON object a line")
                 continue
-            if names is not None and benchmark_columns(names, (recipe[_COLUMNS[0]], recipe[_COLUMNS[1]])) is None:
+            if names is not None and benchmark_columns(names, (recipe[COLUMN_KEYS[0]], recipe[COLUMN_KEYS[1]])) is None:
                 what = f"'{name}' has the columns {', '.join(names) or 'none'}, not problem and answer"
                 fix = "rename them, or name them as dataset_prompt_column and dataset_solution_column"
                 yield recipe.problem("benchmarks", what, fix)
@@ -306,96 +269,6 @@ def _handed_variables(recipe: Recipe, environment: Mapping[str, str]) -> Iterato
         if name not in environment:
             fix = f"export {name} first, or remove it from reward_environment"
             yield recipe.problem("reward_environment", f"there is no variable '{name}' to hand on", fix)
-
-
-def _training_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    name, mixture = recipe["dataset_name"], recipe["dataset_mixture"]
-    if name and mixture is None:
-        wanted = {recipe[key]: recipe.place(key) for key in _COLUMNS}
-        where, split = recipe.place("dataset_name"), recipe["dataset_train_split"]
-        yield from _dataset(where, name, recipe["dataset_config"], split, wanted)
-    elif mixture is not None and not (name and mixture):
-        entries, size = mixture.get("datasets") or [], mixture.get("test_split_size")
-        if not entries:
-            fix = "add datasets: a list of {id, split, weight}"
-            yield recipe.problem("dataset_mixture", "dataset_mixture names no datasets", fix)
-        for index, entry in enumerate(entries):
-            for problem in _mixture_entry(recipe, entry):
-                yield Problem(problem.where, f"dataset_mixture.datasets[{index}]: {problem.what}", problem.fix)
-        if size is not None and (float(size) <= 0 or (float(size) >= 1 and float(size) % 1)):
-            fix = "write a share between 0 and 1, or a whole number of rows"
-            yield recipe.problem("dataset_mixture", f"test_split_size is {size}", fix)
-
-
-def _mixture_entry(recipe: Recipe, entry: dict[str, Any]) -> Iterator[Problem]:
-    where, name, columns = recipe.place("dataset_mixture"), entry.get("id"), entry.get("columns")
-    if not name:
-        yield Problem(where, "has no id", "add id: a hub id or a file")
-    elif name.startswith((SMOKE_SCHEME, SCHEME, seeded.SCHEME)):
-        yield Problem(where, f"'{name}' cannot be mixed", f"write dataset_name: {name}")
-    elif columns is not None and len(columns) < 2:
-        yield Problem(where, f"columns are {columns}", "write [prompt column, solution column], and others to keep")
-    else:
-        for column in (columns or [])[2:]:
-            if column in RESERVED_COLUMNS:
-                yield Problem(where, f"the trainer reserves the column name '{column}'", "rename it in the data")
-        wanted = dict.fromkeys(columns or [recipe[key] for key in _COLUMNS], where)
-        yield from _dataset(where, name, entry.get("config"), entry.get("split") or "train", wanted)
-
-
-def _evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Check the dataset evaluated on, where ``eval_strategy`` needs one."""
-    if rules.evaluation_set(recipe):
-        keys = [f"eval_{key}" if recipe[f"eval_{key}"] else key for key in _COLUMNS]
-        name, config, split = (recipe[f"eval_dataset_{part}"] for part in ("name", "config", "split"))
-        wanted = {recipe[key]: recipe.place(key) for key in keys}
-        yield from _dataset(recipe.place("eval_dataset_name"), name, config, split, wanted)
-    elif recipe["eval_strategy"] != "no" and recipe["dataset_name"] and not recipe["dataset_mixture"]:
-        name, split = recipe["dataset_name"], recipe["dataset_test_split"]
-        path, smoke = Path(os.path.expanduser(name)), name.startswith(SMOKE_SCHEME)
-        if smoke or (os.path.exists(path) and not has_splits(path)):
-            fix = f"add eval_dataset_name: {name if smoke else 'the file to evaluate on'}"
-            yield recipe.problem("eval_strategy", f"'{name}' has no split '{split}' to evaluate on", fix)
-        elif name in (*TASKS, *seeded.GENERATORS) or (os.path.isdir(path) and is_saved(path)):
-            # The columns are those of the training split.
-            yield from _dataset(recipe.place("dataset_test_split"), name, None, split, {})
-
-
-def _dataset(where: str, name: str, config: str | None, split: str, columns: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield what is wrong with a dataset, as the heads of its files show; ``columns`` has the place that names each."""
-    path = Path(os.path.expanduser(name))
-    found: Iterable[str] | None = None
-    schemes = {SMOKE_SCHEME: SMOKE_DATA, SCHEME: TASKS, seeded.SCHEME: tuple(seeded.GENERATORS)}
-    built_in = next((names for scheme, names in schemes.items() if name.startswith(scheme)), None)
-    of_keys = built_in is not None and built_in is not SMOKE_DATA  # of keys of the recipe, with two splits
-    if built_in is not None and name not in built_in:
-        yield Problem(where, f"there is no built-in '{name}'", f"write {' or '.join(built_in)}")
-        return
-    if config and (of_keys or os.path.isfile(path) or is_saved(path)):  # a base may give smoke data one
-        yield Problem(where, f"'{name}' has no configuration '{config}'", "remove the configuration")
-    if of_keys:
-        if split not in SPLITS:
-            key = "modebench_prompts" if built_in is TASKS else "problem_seeds"
-            fix = f"write {' or '.join(SPLITS)}; {key} says how many there are"
-            yield Problem(where, f"'{name}' has no split '{split}'", fix)
-        path, found = Path(name), COLUMNS if built_in is TASKS else seeded.GENERATORS[name].columns
-    elif built_in:
-        return
-    elif not os.path.exists(path):
-        if name.startswith(_LOCAL) or path.suffix in BUILDERS:
-            whole = f"write {os.path.expanduser(name)}, or another file" if name.startswith("~") else "name a file"
-            yield Problem(where, f"no file '{name}'", f"{whole}, from the folder of the launch, or a hub id")
-        elif not _HUB_NAME.fullmatch(name):
-            fix = "name an existing file or a hub id, e.g. openai/gsm8k"
-            yield Problem(where, f"'{name}' is neither a file here nor a hub id", fix)
-    else:
-        try:
-            found = columns_of(path, split)
-        except (OSError, ValueError) as error:
-            yield Problem(where, str(error), "name a data file, or a folder of data files of one kind")
-    for column, named in columns.items():
-        if found is not None and column not in found:
-            yield Problem(named, f"'{shown(path)}' has no column '{column}'", f"write one of {', '.join(found)}")
 
 
 def _made_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
@@ -416,8 +289,9 @@ def _made_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[_Check, ...] = (
-    _model, _rounded_away, _environments, _user_code, _reward_arguments, _handed_variables, _benchmarks, _training_data,
-    _evaluation_data, _made_problems, template_problems, passed_problems, atropos.atropos_problems,
+    _model, _rounded_away, _environments, _user_code, check_data.reward_arguments, _handed_variables, _benchmarks,
+    check_data.training_data, check_data.evaluation_data, _made_problems, template_problems, rendering.prompt_problems,
+    passed_problems, atropos.atropos_problems,
 )  # fmt: skip
 
 # fmt: off

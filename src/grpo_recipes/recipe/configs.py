@@ -85,7 +85,7 @@ class ScriptArguments(trl.ScriptArguments):
     eval_dataset_split: str = _key("test", "Split of eval_dataset_name evaluated on.")
     eval_dataset_prompt_column: str | None = _key(None, "As dataset_prompt_column, which is the default.")
     eval_dataset_solution_column: str | None = _key(None, "As dataset_solution_column, which is the default.")
-    eval_subsample: float = _key(0.1, "Share of the evaluation set that is used, drawn by seed.", min=0.0001, max=1.0)
+    eval_subsample: float = _key(1.0, "Fraction of the evaluation set to use, drawn by seed.", min=0.0001, max=1.0)
     eval_max_prompts: int = _key(1000, "Most evaluation prompts after eval_subsample.", min=1)
     problem_seed_start: int = _key(1000, "First seed of a seeded dataset to train on.", min=0)
     problem_seeds: int = _key(64, "Seeds of a seeded dataset to train on, one after the other; they repeat.", min=1)

@@ -1,20 +1,24 @@
-"""Datasets in files: which kinds there are, and the columns of one, read from its head. No torch, no datasets."""
+"""Read the head of a dataset in files: its columns, its first rows, how many there are. No torch, no datasets."""
 
 import contextlib
 import csv
 import glob
+import io
 import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import translate
 
 # Suffix of a data file -> the builder of `datasets` that reads it.
-BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 # Live objects of the trainer, which it hands a reward in its own process beside the columns.
 LIVE_OBJECTS = ("trainer_state", "log_extra", "log_metric", "environments")
 # Column names that TRL's trainer fills itself or gives a meaning of its own, and `answer`, which is ours.
@@ -24,15 +28,32 @@ RESERVED_COLUMNS = (
 )  # fmt: skip
 _NO_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _HEAD = 1 << 20  # characters
+_CSV_HEAD = 8 << 20  # bytes of a .csv file whose rows are counted before anything starts
+_MEDIA = frozenset({"Audio", "BioSequence", "BioStructure", "Image", "Mesh", "Nifti", "Pdf", "Video"})
 _FEW = 100  # rows whose keys are looked at
 _MANY = 10_000  # files of a folder that are looked at
+
+
+@dataclass(frozen=True)
+class Head:
+    """The beginning of a dataset."""
+
+    columns: list[str]
+    rows: list[dict[str, Any]]  # without columns whose values are stored in another form than they are read
+    media: frozenset[str] = frozenset()  # columns of images, audio, video or documents
 
 
 def solution_names(columns: Iterable[str | None], mixture: Mapping[str, Any] | None) -> list[str]:
     """Return the names under which rewards of the user's get ``answer``: those of its columns, and ``solution``."""
     entries = (mixture or {}).get("datasets") or []
     listed = [name for entry in entries for name in (entry.get("columns") or [])[1:2]]
-    return [name for name in dict.fromkeys(["solution", *columns, *listed]) if name and name not in RESERVED_COLUMNS]
+    names = (last_part(name) for name in ["solution", *columns, *listed] if name)
+    return [name for name in dict.fromkeys(names) if name not in RESERVED_COLUMNS]
+
+
+def last_part(column: str) -> str:
+    """Return the name under which rewards get a nested column: ``index`` of ``extra_info.index``."""
+    return column.rpartition(".")[2]
 
 
 def split_name(split: str) -> str:
@@ -58,6 +79,7 @@ def data_files(folder: Path) -> tuple[str, list[Path]]:
     kinds = sorted({BUILDERS[path.suffix] for path in files})
     if glob.has_magic(str(folder)):
         raise ValueError(f"'{folder}' has one of [ ] * ? in its name, which datasets reads as a pattern: rename it")
+    kinds = ["csv", "tsv"] if {".csv", ".tsv"} <= {path.suffix for path in files} else kinds
     if not kinds:
         raise ValueError(f"'{folder}' holds no {', '.join(BUILDERS)} file and no saved dataset")
     if len(kinds) > 1:
@@ -66,57 +88,222 @@ def data_files(folder: Path) -> tuple[str, list[Path]]:
 
 
 def columns_of(path: Path, split: str = "train", rows: int = _FEW) -> list[str] | None:
-    """Return the columns of a dataset's head, None where that shows no whole row; ValueError for anything else."""
+    """Return the columns of a dataset's head, None if that shows no whole row; ValueError for anything else."""
+    head = read_head(path, split, rows)
+    return head.columns if head else None
+
+
+def read_head(path: Path, split: str = "train", rows: int = _FEW) -> Head | None:
+    """Read the columns and first rows of a dataset, None if the first row is too long; ValueError if it has a fault."""
     if is_saved(path):
-        if (path / "dataset_dict.json").is_file():
-            splits = _saved_part(path / "dataset_dict.json", "splits")
-            if split_name(split) not in splits:
-                raise ValueError(f"'{path}' has no split '{split}', only {', '.join(splits)}")
-            path = path / split_name(split)
-        return _saved_part(path / "dataset_info.json", "features")
+        return _saved_head(path, split, rows)
     if path.is_dir():
-        return columns_of(data_files(path)[1][0])
+        return read_head(data_files(path)[1][0], split, rows)
     if path.suffix not in BUILDERS:
         raise ValueError(f"'{path}' is not a {', '.join(BUILDERS)} file")
     if path.stat().st_size == 0:
         raise ValueError(f"'{path}' has no rows")
     if BUILDERS[path.suffix] == "json":
-        return _json_columns(path, rows)
-    if path.suffix == ".csv":
-        return csv_columns(path)
-    import pyarrow.parquet  # a tenth of a second, for those who have such a file
+        return _json_head(path, rows)
+    if BUILDERS[path.suffix] == "csv":
+        return _csv_head(path, rows)
+    return _parquet_head(path, rows)
 
-    with translate(pyarrow.ArrowInvalid, lambda error: ValueError(f"'{path}' is not a parquet file ({error})")):
-        return list(pyarrow.parquet.read_schema(path).names)
+
+def count_rows(path: Path, most: int, split: str = "train") -> int | None:
+    """Count the rows of a dataset up to ``most``, None if that takes long; rows of all splits in a folder of files."""
+    if is_saved(path):
+        return sum(itertools.islice(_saved_sizes(_saved_folder(path, split)), most))
+    files = data_files(path)[1] if path.is_dir() else [path]
+    total = 0
+    for file in files:
+        count = _count_file(file, most - total)
+        if count is None:
+            return None
+        total += count
+        if total >= most:
+            return most
+    return total
+
+
+def _count_file(path: Path, most: int) -> int | None:
+    kind = BUILDERS[path.suffix]
+    if kind == "parquet":
+        return min(most, int(_parquet_file(path).metadata.num_rows))
+    if kind == "csv":
+        return sum(1 for _ in itertools.islice(csv_rows(path), most))
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        if path.suffix == ".json":
+            head = file.read(_HEAD + 1)
+            rows = list(itertools.islice(_json_rows(head), most))
+            return len(rows) if len(rows) == most or len(head) <= _HEAD else None
+        return sum(1 for _ in itertools.islice((line for line in file if not line.isspace()), most))
+
+
+# --- .csv and .tsv ----------------------------------------------------------------------------------------------------
+
+
+def separator(path: Path) -> str:
+    """Return the character that separates the fields of a file."""
+    return "\t" if path.suffix == ".tsv" else ","
 
 
 def csv_columns(path: Path) -> list[str]:
-    """Return the first line of a .csv file."""
+    """Return the first line of a .csv or .tsv file."""
     with (
-        translate(csv.Error, lambda error: ValueError(f"'{path}' is not a .csv file ({error})")),
+        translate(csv.Error, lambda error: ValueError(f"'{path}' is not a {path.suffix} file ({error})")),
         path.open(encoding="utf-8-sig", errors="replace", newline="") as file,
     ):
-        return next(csv.reader(file), [])
+        return next(csv.reader(file, delimiter=separator(path)), [])
 
 
-def _json_columns(path: Path, most: int) -> list[str] | None:
-    """Read JSON objects one after the other, as lines or in a list, up to the first that is broken."""
+def csv_rows(path: Path, characters: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a .csv or .tsv file, the first ``characters`` of it or all; ValueError names a wrong line.
+
+    A reader that accepts a row with too many or too few fields moves its values into other columns.
+    """
+    names, line = csv_columns(path), 1
+    if twice := [name for name, count in Counter(names).items() if name and count > 1]:
+        raise ValueError(f"'{path}':1 has the column '{twice[0]}' twice")
+
+    previous = csv.field_size_limit(sys.maxsize)  # texts have no limit in the reader of `datasets` either
+    try:
+        with path.open("rb") as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter=separator(path), strict=True)
+            for fields in reader:
+                if fields and line > 1:
+                    if len(fields) != len(names):
+                        raise ValueError(f"'{path}':{line} has {len(fields)} fields, the header has {len(names)}")
+                    yield dict(zip(names, fields, strict=True))
+                line = reader.line_num + 1
+                if characters is not None and stream.tell() > characters:
+                    return
+    except csv.Error as error:
+        raise ValueError(f"'{path}':{line} has unbalanced quotes ({error})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"'{path}' is not UTF-8 text ({error.reason})") from None
+    finally:
+        csv.field_size_limit(previous)
+
+
+def file_fix(fault: str) -> str:
+    """Return the edit of a .csv or .tsv file that removes a fault of ``csv_rows``; an empty text for other faults."""
+    if " fields, the header has " in fault or "has unbalanced quotes" in fault:
+        return 'put texts that contain separators, quotes or line ends in quotes, as "1, 2" and "say ""1"""'
+    if fault.endswith(" twice"):
+        return "rename one of the columns"
+    return "save the file as UTF-8" if "is not UTF-8 text" in fault else ""
+
+
+def _csv_head(path: Path, rows: int) -> Head:
+    head, names = list[dict[str, Any]](), csv_columns(path)
+    for row in csv_rows(path, _CSV_HEAD):
+        head += [row] if len(head) < rows else []
+    return Head(names, head)
+
+
+# --- .json and .jsonl -------------------------------------------------------------------------------------------------
+
+
+def _json_head(path: Path, most: int) -> Head | None:
     with path.open(encoding="utf-8-sig", errors="replace") as file:
-        head = file.read(_HEAD)
+        text = file.read(_HEAD)
+    rows = list(itertools.islice(_json_rows(text), most))
+    if not rows and len(text) < _HEAD:
+        raise ValueError(f"'{path}' does not begin with a JSON object")
+    return Head(list(dict.fromkeys(name for row in rows for name in row)), rows) if rows else None
+
+
+def _json_rows(head: str) -> Iterator[dict[str, Any]]:
+    """Yield JSON objects one after the other, as lines or in a list, up to the first that is broken."""
     decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
     text, end = head.lstrip().removeprefix("["), 0
-    names: dict[str, None] = {}
-    rows = 0
     with contextlib.suppress(ValueError, RecursionError):
-        while rows < most:
+        while True:
             row, end = decoder.raw_decode(text, between.match(text, end).end())  # type: ignore[union-attr]
             if not isinstance(row, dict):
-                break
-            names |= dict.fromkeys(row)
-            rows += 1
-    if not rows and len(head) < _HEAD:
-        raise ValueError(f"'{path}' does not begin with a JSON object")
-    return list(names) if rows else None  # a first row may be longer than what is read here
+                return
+            yield row
+
+
+# --- .parquet and saved datasets: pyarrow takes a tenth of a second to import, for those who have such a file ---------
+
+
+def _parquet_file(path: Path) -> Any:
+    import pyarrow.parquet
+
+    with translate(pyarrow.ArrowInvalid, lambda error: ValueError(f"'{path}' is not a parquet file ({error})")):
+        return pyarrow.parquet.ParquetFile(path)
+
+
+def _parquet_head(path: Path, rows: int) -> Head:
+    file = _parquet_file(path)
+    names, stored = list(file.schema_arrow.names), file.schema_arrow.metadata or {}
+    features: Any = {}
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        features = json.loads(stored[b"huggingface"])["info"]["features"]
+    plain = _plain(names, features)
+    batch = next(file.iter_batches(batch_size=rows, columns=plain), None) if plain and rows else None
+    return Head(names, batch.to_pylist() if batch is not None else [], _media(features))
+
+
+def _saved_folder(path: Path, split: str) -> Path:
+    """Return the folder of a split in a saved dataset."""
+    if not (path / "dataset_dict.json").is_file():
+        return path
+    splits = _saved_part(path / "dataset_dict.json", "splits")
+    if split_name(split) not in splits:
+        raise ValueError(f"'{path}' has no split '{split}', only {', '.join(splits)}")
+    return path / split_name(split)
+
+
+def _saved_head(path: Path, split: str, rows: int) -> Head:
+    folder = _saved_folder(path, split)
+    names, features = list(_saved_part(folder / "dataset_info.json", "features")), {}
+    with contextlib.suppress(OSError, ValueError):
+        features = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))["features"]
+    plain, head = _plain(names, features), list[dict[str, Any]]()
+    for batch in _saved_batches(folder):
+        if batch.num_rows:
+            head = batch.slice(0, rows).select(plain).to_pylist()
+            break
+    return Head(names, head, _media(features))
+
+
+def _saved_batches(folder: Path) -> Iterator[Any]:
+    """Yield the batches of a saved dataset; those of damaged or missing files are reported when it is loaded."""
+    import pyarrow
+
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        for entry in json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]:
+            with pyarrow.memory_map(str(folder / entry["filename"])) as source:
+                yield from pyarrow.ipc.open_stream(source)
+
+
+def _saved_sizes(folder: Path) -> Iterator[int]:
+    """Yield a 1 for each row, so that counting ends early."""
+    for batch in _saved_batches(folder):
+        yield from itertools.repeat(1, batch.num_rows)
+
+
+def _plain(names: Iterable[str], features: Mapping[str, Any]) -> list[str]:
+    """Return the columns whose stored values are those that the reader of `datasets` gives."""
+    decoded = [name for name in names if _kinds(features.get(name)) & {*_MEDIA, "Json"}]
+    return [name for name in names if name not in decoded]
+
+
+def _media(features: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(name for name, feature in features.items() if _kinds(feature) & _MEDIA)
+
+
+def _kinds(feature: Any) -> set[str]:
+    """Return the names of the types in a column, as `datasets` writes them into its files."""
+    if isinstance(feature, list):
+        return set().union(*map(_kinds, feature))
+    if isinstance(feature, dict):
+        kind = {str(feature["_type"])} if isinstance(feature.get("_type"), str) else set()
+        return kind.union(*map(_kinds, feature.values()))
+    return set()
 
 
 def _saved_part(path: Path, key: str) -> list[str]:

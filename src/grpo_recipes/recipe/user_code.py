@@ -14,7 +14,7 @@ import os
 import shutil
 import symtable
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -115,12 +115,12 @@ def call_parameters(spec: str) -> dict[str, bool] | None:
 
 
 def needed_arguments(
-    recipe: Recipe, sets: Sequence[list[str] | None], copies: Path, live: Sequence[str] | None
+    recipe: Recipe, sets: Sequence[Mapping[str, str] | None], copies: Path, live: Sequence[str] | None
 ) -> Iterator[Problem]:
-    """Refuse a reward of the user's that needs an argument which neither the trainer nor one of the datasets has.
+    """Reject a reward of the user's that needs an argument which neither the trainer nor one of the datasets has.
 
-    ``sets`` has the columns of each dataset, None where they are unknown; ``live`` the objects that a trainer hands on,
-    None where there is no trainer; ``copies`` the run's copies of the rewards' files, if any.
+    ``sets`` has the columns of each dataset with the reason why rewards do not get one, None if they are unknown;
+    ``live`` the objects that a trainer passes, None without one; ``copies`` the run's copies of the files, if any.
     """
     names = [recipe["dataset_solution_column"], recipe["eval_dataset_solution_column"]]
     trainers = {*_LIVE, *(live or ())}
@@ -130,7 +130,8 @@ def needed_arguments(
         function = function_source(name, copy if copy.exists() else None)
         wanted = [one for one in required_parameters(function) if one not in trainers] if function else []
         for parameter, columns in ((one, columns) for one in wanted for columns in sets):
-            known = set(columns or ()) - {*RESERVED_COLUMNS, recipe["dataset_prompt_column"]}
+            known = {column for column, reason in (columns or {}).items() if not reason}
+            known -= {*RESERVED_COLUMNS, recipe["dataset_prompt_column"]}
             if columns is not None and parameter not in known:
                 here = [*_LIVE, "solution", *sorted(known)]
                 what = f"'{name}' needs '{parameter}', which no reward gets"
@@ -142,8 +143,10 @@ def needed_arguments(
                 elif parameter == recipe["dataset_prompt_column"]:
                     fix = "take prompts: the prompt column comes under this name, as chat messages"
                 elif parameter in columns:
-                    what = f"'{name}' needs '{parameter}', a column that is not passed to rewards (reserved name)"
+                    reason = columns[parameter] or "reserved name"
+                    what = f"'{name}' needs '{parameter}', a column that is not passed to rewards ({reason})"
                     fix = f"rename column '{parameter}' in the data and in the function, or give it a default"
+                    fix = "give it a default" if reason == "media" else fix
                 yield recipe.problem("reward_funcs", what, fix)
                 break
 

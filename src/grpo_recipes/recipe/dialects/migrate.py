@@ -397,8 +397,6 @@ def _add(made: Migration, names: set[str]) -> None:
     logged = next((line.value for line in made.lines if line.key == "logging_steps"), None)
     if evaluates and evaluates.value == "steps" and isinstance(logged, int) and logged > 1:
         add("eval_steps", logged, "TRL evaluates as often as it logs")
-    if evaluates and (evaluates.value == "epoch" or (evaluates.value == "steps" and made.get("eval_steps"))):
-        add("eval_subsample", 1.0, "elsewhere all is evaluated, here a tenth by default; eval_max_prompts limits it")
     if (alone := made.get("dataset_name")) and made.get("dataset_mixture"):
         alone.kept, alone.name, alone.why = False, alone.name or alone.key, "dataset_mixture is given"
     if all((line := made.get(key)) and line.value is True for key in ("use_peft", "push_to_hub")):

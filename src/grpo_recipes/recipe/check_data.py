@@ -1,0 +1,333 @@
+"""Check the datasets of a recipe against their files: columns, kinds of the first rows, numbers of rows, chat template.
+
+Pure: no torch, no datasets. Only the head of a data file is read, except that rows are counted up to the number needed.
+"""
+
+import contextlib
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes import seeded
+from grpo_recipes.errors import ConfigError, Problem
+from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASKS
+from grpo_recipes.paths import shown
+from grpo_recipes.recipe import Recipe, rules
+from grpo_recipes.recipe.datafiles import (
+    BUILDERS,
+    LIVE_OBJECTS,
+    RESERVED_COLUMNS,
+    Head,
+    count_rows,
+    file_fix,
+    has_splits,
+    is_saved,
+    last_part,
+    read_head,
+)
+from grpo_recipes.recipe.registry import environments_of, uses_atropos
+from grpo_recipes.recipe.shapes import COLUMN_KEYS, DataSource, answer_of, chat_of, root_of, usable_columns, value_at
+from grpo_recipes.recipe.user_code import needed_arguments
+from grpo_recipes.smoke import SMOKE_DATA, SMOKE_SCHEME
+
+HUB_NAME = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
+LOCAL_PREFIXES = ("/", "./", "../", "~")
+_BUILT_IN = {SMOKE_SCHEME: SMOKE_DATA, SCHEME: TASKS, seeded.SCHEME: tuple(seeded.GENERATORS)}
+_RESERVED, _MEDIA = "reserved name", "media"
+_Place = Callable[[str], str]  # from a recipe key to its file and line
+Columns = Mapping[str, str]  # name of a column -> why rewards do not get it, empty if they do
+
+
+# --- the datasets of a recipe -----------------------------------------------------------------------------------------
+
+
+def training_source(recipe: Recipe) -> DataSource:
+    """Return the dataset that ``dataset_name`` names."""
+    name, config, split = (recipe[f"dataset_{part}"] for part in ("name", "config", "train_split"))
+    return DataSource(name, config, split, *(recipe[key] for key in COLUMN_KEYS))
+
+
+def evaluation_source(recipe: Recipe) -> DataSource:
+    """Return the dataset that ``eval_dataset_name`` names."""
+    first, second = (f"eval_{key}" if recipe[f"eval_{key}"] else key for key in COLUMN_KEYS)
+    name, config, split = (recipe[f"eval_dataset_{part}"] for part in ("name", "config", "split"))
+    return DataSource(name, config, split, recipe[first], recipe[second], (first, second))
+
+
+def mixture_sources(recipe: Recipe) -> list[DataSource]:
+    """Return the datasets of ``dataset_mixture``, those without a name or with one column left out."""
+    sources, keys = [], ("dataset_mixture", "dataset_mixture")
+    for entry in (recipe["dataset_mixture"] or {}).get("datasets") or []:
+        columns = entry.get("columns") or [recipe[key] for key in COLUMN_KEYS]
+        if entry.get("id") and len(columns) > 1:
+            others = tuple(columns[2:]) if entry.get("columns") else None
+            split = entry.get("split") or "train"
+            sources.append(DataSource(entry["id"], entry.get("config"), split, columns[0], columns[1], keys, others))
+    return sources
+
+
+@functools.cache
+def _head_at(path: str, split: str, _: int) -> Head | None:
+    return read_head(Path(path), split)
+
+
+def head_of(source: DataSource) -> Head | None:
+    """Return the head of a local dataset; None if it is not local or cannot be read, which is reported elsewhere."""
+    path = Path(os.path.expanduser(source.id))
+    with contextlib.suppress(OSError, ValueError):
+        if not source.id.startswith(tuple(_BUILT_IN)) and path.exists():
+            return _head_at(str(path), source.split, path.stat().st_mtime_ns)
+    return None
+
+
+# --- rewards ----------------------------------------------------------------------------------------------------------
+
+
+def reward_arguments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+    """Reject a reward that needs an argument which no dataset of the recipe has."""
+    live = LIVE_OBJECTS if recipe["reward_isolation"] == "none" else ()
+    yield from needed_arguments(recipe, list(_columns_of_sets(recipe)), recipe.path.parent / "rewards", live)
+
+
+def _columns_of_sets(recipe: Recipe) -> Iterator[Columns | None]:
+    """Yield the columns of each dataset that rewards see, None if they are unknown before a download."""
+    if recipe["dataset_mixture"]:
+        all_of = [_columns(source) for source in mixture_sources(recipe)]
+        known = [columns for columns in all_of if columns is not None]
+        common = set.intersection(*map(set, known)) if known and len(known) == len(all_of) else None
+        yield None if common is None else {name: known[0][name] for name in sorted(common)}
+    elif recipe["dataset_name"]:
+        yield _columns(training_source(recipe))
+    if rules.evaluation_set(recipe):
+        yield _columns(evaluation_source(recipe))
+
+
+def _columns(source: DataSource) -> Columns | None:
+    if source.others is not None:
+        return {last_part(name): "" for name in (source.prompt, source.solution, *source.others)}
+    if seeded.is_seeded(source.id):
+        return dict.fromkeys(seeded.GENERATORS[source.id].columns, "") if source.id in seeded.GENERATORS else None
+    if source.id.startswith((SMOKE_SCHEME, SCHEME)):
+        return dict.fromkeys(COLUMNS if source.id.startswith(SCHEME) else COLUMNS[:2], "")
+    head = head_of(source)
+    if head is None:
+        return None
+    reasons = {name: _RESERVED for name in RESERVED_COLUMNS} | dict.fromkeys(head.media, _MEDIA)
+    return {name: reasons.get(name, "") for name in head.columns}
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def training_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+    """Check the dataset or the mixture that a recipe trains on."""
+    name, mixture = recipe["dataset_name"], recipe["dataset_mixture"]
+    if name and mixture is None:
+        yield from _dataset(recipe.place("dataset_name"), training_source(recipe), recipe.place, recipe)
+        yield from _enough_rows(recipe, [training_source(recipe)])
+    elif mixture is not None and not (name and mixture):
+        entries, size = mixture.get("datasets") or [], mixture.get("test_split_size")
+        if not entries:
+            fix = "add datasets: a list of {id, split, weight}"
+            yield recipe.problem("dataset_mixture", "dataset_mixture names no datasets", fix)
+        for index, entry in enumerate(entries):
+            for problem in _mixture_entry(recipe, entry):
+                yield Problem(problem.where, f"dataset_mixture.datasets[{index}]: {problem.what}", problem.fix)
+        if size is not None and (float(size) <= 0 or (float(size) >= 1 and float(size) % 1)):
+            fix = "write a share between 0 and 1, or a whole number of rows"
+            yield recipe.problem("dataset_mixture", f"test_split_size is {size}", fix)
+        if len(sources := mixture_sources(recipe)) == len(entries):
+            yield from _enough_rows(recipe, sources)
+
+
+def _mixture_entry(recipe: Recipe, entry: dict[str, Any]) -> Iterator[Problem]:
+    where, name, columns = recipe.place("dataset_mixture"), entry.get("id"), entry.get("columns")
+    if not name:
+        yield Problem(where, "has no id", "add id: a hub id or a file")
+    elif name.startswith((SMOKE_SCHEME, SCHEME, seeded.SCHEME)):
+        yield Problem(where, f"'{name}' cannot be mixed", f"write dataset_name: {name}")
+    elif columns is not None and len(columns) < 2:
+        yield Problem(where, f"columns are {columns}", "write [prompt column, solution column], and others to keep")
+    else:
+        for column in (columns or [])[2:]:
+            if last_part(column) in RESERVED_COLUMNS:
+                what = f"the trainer reserves the column name '{last_part(column)}'"
+                yield Problem(where, what, "rename it in the data")
+        source = mixture_sources(recipe.with_value("dataset_mixture", _only(recipe, entry)))[0]
+        yield from _dataset(where, source, lambda _: where, recipe)
+
+
+def _only(recipe: Recipe, entry: dict[str, Any]) -> Any:
+    return replace(recipe.values["dataset_mixture"], value={"datasets": [entry]})
+
+
+def evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+    """Check the dataset evaluated on, where ``eval_strategy`` needs one."""
+    if rules.evaluation_set(recipe):
+        yield from _dataset(recipe.place("eval_dataset_name"), evaluation_source(recipe), recipe.place, recipe)
+    elif recipe["eval_strategy"] != "no" and recipe["dataset_name"] and not recipe["dataset_mixture"]:
+        name, split = recipe["dataset_name"], recipe["dataset_test_split"]
+        path, smoke = Path(os.path.expanduser(name)), name.startswith(SMOKE_SCHEME)
+        if smoke or (os.path.exists(path) and not has_splits(path)):
+            fix = f"add eval_dataset_name: {name if smoke else 'the file to evaluate on'}"
+            yield recipe.problem("eval_strategy", f"'{name}' has no split '{split}' to evaluate on", fix)
+        elif name in (*TASKS, *seeded.GENERATORS) or (os.path.isdir(path) and is_saved(path)):
+            # The columns are those of the training split.
+            source = replace(training_source(recipe), config=None, split=split)
+            yield from _dataset(recipe.place("dataset_test_split"), source, recipe.place, recipe, columns=False)
+
+
+def _dataset(where: str, source: DataSource, place: _Place, recipe: Recipe, columns: bool = True) -> Iterator[Problem]:
+    """Yield the faults of a dataset that the heads of its files show; ``place`` gives the line of a key."""
+    name, config, split = source.id, source.config, source.split
+    path, head = Path(os.path.expanduser(name)), None
+    names = next((names for scheme, names in _BUILT_IN.items() if name.startswith(scheme)), None)
+    of_keys = names is not None and names is not SMOKE_DATA  # made from keys of the recipe, with two splits
+    if names is not None and name not in names:
+        yield Problem(where, f"there is no built-in '{name}'", f"write {' or '.join(names)}")
+        return
+    if config and (of_keys or os.path.isfile(path) or is_saved(path)):  # a base may give smoke data one
+        yield Problem(where, f"'{name}' has no configuration '{config}'", "remove the configuration")
+    if of_keys:
+        if split not in SPLITS:
+            key = "modebench_prompts" if names is TASKS else "problem_seeds"
+            fix = f"write {' or '.join(SPLITS)}; {key} says how many there are"
+            yield Problem(where, f"'{name}' has no split '{split}'", fix)
+        head = Head(list(COLUMNS if names is TASKS else seeded.GENERATORS[name].columns), [])
+    elif names:
+        return
+    elif not os.path.exists(path):
+        yield from _no_file(where, name, path)
+    else:
+        try:
+            head = read_head(path, split)
+        except (OSError, ValueError) as error:
+            fix = file_fix(str(error)) or "name a data file, or a folder of data files of one kind"
+            yield Problem(where, str(error), fix)
+    if head is not None and columns:
+        yield from _columns_and_rows(source, head, place, recipe)
+
+
+def _no_file(where: str, name: str, path: Path) -> Iterator[Problem]:
+    if name.startswith(LOCAL_PREFIXES) or path.suffix in BUILDERS:
+        whole = f"write {os.path.expanduser(name)}, or another file" if name.startswith("~") else "name a file"
+        yield Problem(where, f"no file '{name}'", f"{whole}, from the folder of the launch, or a hub id")
+    elif not HUB_NAME.fullmatch(name):
+        fix = "name an existing file or a hub id, e.g. openai/gsm8k"
+        yield Problem(where, f"'{name}' is neither a file here nor a hub id", fix)
+
+
+def _columns_and_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -> Iterator[Problem]:
+    """Yield columns that the head of a dataset lacks, and the first rows that are neither a text nor a chat."""
+    broken = False
+    for column, key in zip((source.prompt, source.solution), source.keys, strict=True):
+        problem = _no_column(source, head, column, for_solution=column != source.prompt)
+        if problem:
+            broken = True
+            yield replace(problem, where=place(key))
+    for column in source.others or ():
+        if problem := _no_column(source, head, column):
+            yield replace(problem, where=place("dataset_mixture"))
+    if not broken:
+        yield from _wrong_rows(source, head, place, recipe)
+
+
+def _no_column(source: DataSource, head: Head, column: str, for_solution: bool | None = None) -> Problem | None:
+    """Return the problem of a column, or of a path into one, that the head of a dataset does not have."""
+    names, root = head.columns, root_of(column, head.columns)
+    rows = [row for row in head.rows if root in row]
+    if root in names and (root == column or not rows or any(value_at(row, column) is not None for row in rows)):
+        return None
+    usable = [] if for_solution is None else usable_columns(head.rows, source, for_solution)
+    fix = f"write one of {', '.join(usable or names)}"
+    shown_path = shown(Path(os.path.expanduser(source.id)))
+    if len(names) == 1 and (mark := next((mark for mark in ";\t|" if mark in names[0]), None)):
+        name = {";": "semicolons", "\t": "tabs", "|": "bars"}[mark]
+        fix = f"save the file with commas: its fields are separated by {name}"
+        fix = "rename the file to .tsv: its fields are separated by tabs" if mark == "\t" else fix
+    return Problem("", f"'{shown_path}' has no column '{column}'", fix)
+
+
+def _wrong_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem for a prompt or a solution of the first rows that is of the wrong kind, or missing in all."""
+    marker = recipe["dataset_solution_marker"]
+    readers: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+        (source.prompt, lambda value: chat_of(value, source, None)),
+        (source.solution, lambda value: answer_of(value, marker, source)[0]),
+    )
+    for (column, read), key, what in zip(readers, source.keys, ("prompt", "solution"), strict=True):
+        rows = [row for row in head.rows if root_of(column, head.columns) in row]
+        try:
+            filled = [bool(read(value_at(row, column))) for row in rows]
+        except ConfigError as error:
+            (problem,) = error.problems
+            yield replace(problem, where=place(key))
+            continue
+        if filled and not any(filled):
+            usable = usable_columns(head.rows, source, what == "solution")
+            others = [name for name in usable if name not in (source.prompt, source.solution)]
+            fix = f"write one of {', '.join(others)}" if others else f"add a {what} to each row"
+            first = f"the first {len(rows)} rows" if len(rows) > 1 else "the first row"
+            yield Problem(place(key), f"column '{column}' of '{source.id}' has no {what} in {first}", fix)
+
+
+def _enough_rows(recipe: Recipe, sources: Sequence[DataSource]) -> Iterator[Problem]:
+    """Reject datasets with fewer rows than one step needs prompts."""
+    least = recipe["prompts_per_step"]
+    if least is None and recipe["generation_batch_size"]:
+        least = recipe["generation_batch_size"] // recipe["num_generations"]
+    total = 0
+    for source in sources if least else ():
+        count = local_rows(source, least - total)
+        if count is None or (total := total + count) >= least:
+            return
+    if least and sources:
+        key = "prompts_per_step" if recipe["prompts_per_step"] is not None else "generation_batch_size"
+        names = " and ".join(f"'{source.id}'" for source in sources)
+        what = f"one step needs {least} prompts, {names} {'have' if len(sources) > 1 else 'has'} {total} rows"
+        value = total if key == "prompts_per_step" else total * recipe["num_generations"]
+        yield recipe.problem(key, what, f"set {key}: {value}, or name a larger dataset" if total else "add rows")
+
+
+def local_rows(source: DataSource, most: int) -> int | None:
+    """Count the rows of a local dataset up to ``most``; None if it is not local, is a slice, or takes long to count."""
+    path = Path(os.path.expanduser(source.id))
+    sliced = not re.fullmatch(r"\w+", source.split)
+    if sliced or source.id.startswith(tuple(_BUILT_IN)) or not path.exists():
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        return count_rows(path, most, source.split)
+    return None
+
+
+# --- the rows that an evaluation takes --------------------------------------------------------------------------------
+
+
+def evaluation_note(recipe: Recipe) -> str:
+    """Return a line with the number of rows that an evaluation takes, or an empty text if the recipe has none."""
+    if not rules.evaluates(recipe) or environments_of(recipe.__getitem__) or uses_atropos(recipe.__getitem__):
+        return ""
+    share, most = recipe["eval_subsample"], recipe["eval_max_prompts"]
+    limits = f"eval_max_prompts {most}" + (f", eval_subsample {share:g}" if share < 1 else "")
+    name, size = rules.evaluation_set(recipe), (recipe["dataset_mixture"] or {}).get("test_split_size")
+    if size and not name:
+        return f"evaluation: the held-out rows of the mixture (test_split_size {float(size):g}), at most {most}"
+    source = evaluation_source(recipe) if name else replace(training_source(recipe), split=recipe["dataset_test_split"])
+    if not source.id or seeded.is_seeded(source.id):
+        return ""
+    path = Path(os.path.expanduser(source.id))
+    of_splits = path.is_dir() and not is_saved(path)  # whose files are counted together
+    counted = None if of_splits else local_rows(source, _needed(most, share) + 1)
+    if counted is None:
+        return f"evaluation: at most {most} rows of '{source.id}' ({limits})"
+    used = min(most, max(1, round(share * counted)))
+    total = f"more than {counted - 1}" if counted > _needed(most, share) else str(counted)
+    return f"evaluation: {used} of {total} rows of '{source.id}' ({limits})"
+
+
+def _needed(most: int, share: float) -> int:
+    return -int(-most // share)

@@ -1,0 +1,206 @@
+"""Check how the prompts of a recipe are rendered: a message that disappears, a date, an open thought. No torch.
+
+The same functions serve `grpo check`, which renders the first rows of a local file with a template that is on this
+machine, and the preparation of the data, which renders with the tokenizer.
+"""
+
+import ast
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from grpo_recipes.errors import ConfigError, Problem
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.chat_template import FAILURES, TOKENS, compiled, templates_of, variables_of
+from grpo_recipes.recipe.check_data import evaluation_source, head_of, mixture_sources, training_source
+from grpo_recipes.recipe.registry import environments_of, uses_atropos
+from grpo_recipes.recipe.rules import evaluation_set
+from grpo_recipes.recipe.shapes import DataSource, Message, chat_of, value_at
+from grpo_recipes.recipe.user_code import source_path
+
+Render = Callable[[list[Message]], str]
+
+_MARK = "zq7k"  # appended to a message: short texts may occur by chance
+_THINK, _END_THINK = "<think>", "</think>"
+_CLOCKS = datetime(2001, 2, 3, 4, 5, 6), datetime(2024, 11, 25, 17, 38, 49)
+_DATE = "26 Jul 2024"  # that a template of Llama 3.1 uses without a clock
+_DATE_WORDS = ("date", "today", "time", "now")
+
+
+# --- what a template does with a prompt -------------------------------------------------------------------------------
+
+
+def missing_message(render: Render, prompt: list[Message]) -> Message | None:
+    """Return the first message whose text does not occur in the rendered prompt, None if all do.
+
+    White space may change. Reasoning in earlier answers may be left out, and a tool's answer may be written as JSON.
+    """
+    for index, message in enumerate(prompt):
+        text = message["content"].rpartition(_END_THINK)[2] if message["role"] == "assistant" else message["content"]
+        marked = f"{text} {_MARK}" if text.strip() else _MARK
+        before = message["content"].removesuffix(text)
+        tried = [*prompt[:index], {**message, "content": before + marked}, *prompt[index + 1 :]]
+        if not _occurs(marked, render(tried)):
+            return message
+    return None
+
+
+def _occurs(text: str, rendered: str) -> bool:
+    squeezed = "".join(rendered.split())
+    return any("".join(one.split()) in squeezed for one in (text, json.dumps(text, ensure_ascii=False)[1:-1]))
+
+
+def rendering_notes(render: Render, prompt: list[Message], template: str, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return what a user should know of rendered prompts: they change with the date, or end in an open thought."""
+    notes = []
+    with contextlib.suppress(*FAILURES):
+        if note := _date_note(template, prompt, kwargs):
+            notes.append(note)
+    if opens_thought(render(prompt)):
+        notes.append(
+            f"prompts end in an open {_THINK}: completions begin inside the thought, so a format reward that expects "
+            f"{_THINK} in the completion cannot be met"
+        )
+    return notes
+
+
+def opens_thought(rendered: str) -> bool:
+    """Return whether a rendered prompt ends in an open ``<think>``."""
+    return rendered.rstrip().endswith(_THINK)
+
+
+def _date_note(template: str, prompt: list[Message], kwargs: Mapping[str, Any]) -> str:
+    def changes(more: Mapping[str, Any]) -> bool:
+        texts = {render_with(template, {**kwargs, **more}, clock)(prompt) for clock in _CLOCKS}
+        return len(texts) > 1
+
+    if not changes({}):
+        return ""
+    said = "the chat template writes the current date into prompts, so they differ from day to day"
+    dates = sorted(name for name in variables_of([template]) or () if any(word in name for word in _DATE_WORDS))
+    pinned = next((name for name in dates if not changes({name: _DATE})), None)
+    fix = f'set chat_template_kwargs: {{{pinned}: "{_DATE}"}}' if pinned else "set a chat_template with a fixed date"
+    return f"{said}. Fix: {fix}"
+
+
+def render_with(template: str, kwargs: Mapping[str, Any], clock: datetime | None = None) -> Render:
+    """Return the function that renders a prompt with a template as transformers does, at another time if given."""
+    made = compiled(template, clock)
+    fixed = {"tools": None, "documents": None, "add_generation_prompt": True, **TOKENS, **kwargs}
+    return lambda prompt: str(made.render(messages=prompt, **fixed))
+
+
+def missing_fix(message: Message, has_rows: bool = True) -> str:
+    """Return the edit by which a message that a template leaves out reaches the model."""
+    if message["role"] == "developer":
+        return "rename the role developer to system in the data, or set a chat_template that renders it"
+    data = ", or remove these messages from the data" if has_rows else ", or remove system_prompt"
+    return f"set a chat_template that renders the role {message['role']}{data}"
+
+
+# --- the first rows of local files ------------------------------------------------------------------------------------
+
+
+def prompt_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield the problem of a model without chat template, and of prompts that the template rejects or shortens."""
+    if not _has_prompts(recipe):
+        return
+    key, templates = _templates(recipe, environment)
+    if templates is None:
+        return
+    if "default" not in templates:
+        yield recipe.problem(key, "the model has no chat template", "add chat_template to the recipe")
+        return
+    with contextlib.suppress(ConfigError):  # of a row that is not a prompt: reported by the check of the data
+        if fault := _rendering_fault(recipe, key, templates["default"]):
+            yield fault
+
+
+def _rendering_fault(recipe: Recipe, key: str, template: str) -> Problem | None:
+    """Return the first fault in rendering the first rows, each sequence of roles once."""
+    system = recipe["system_prompt"]
+    try:
+        render = render_with(template, recipe["chat_template_kwargs"] or {})
+        for prompt in _prompts(recipe):
+            if message := missing_message(render, prompt):
+                ours = system and message == {"role": "system", "content": system}
+                what = f"the chat template leaves out the {message['role']} message of a prompt"
+                return recipe.problem("system_prompt" if ours else key, what, missing_fix(message, not ours))
+    except FAILURES as error:
+        prompt_has_system = system and prompt[0] == {"role": "system", "content": system}
+        if prompt_has_system and _renders(render, prompt[1:]):
+            what = f"the chat template rejects a system message ({error})"
+            return recipe.problem("system_prompt", what, "remove system_prompt, or set a chat_template that renders it")
+        roles = ", ".join(dict.fromkeys(message["role"] for message in prompt))
+        what = f"the chat template rejects a prompt with the roles {roles} ({error})"
+        return recipe.problem(key, what, "set a chat_template that renders them, or change the roles in the data")
+    return None
+
+
+def _renders(render: Render, prompt: list[Message]) -> bool:
+    try:
+        return bool(render(prompt))
+    except FAILURES:
+        return False
+
+
+def _has_prompts(recipe: Recipe) -> bool:
+    return not environments_of(recipe.__getitem__) and not uses_atropos(recipe.__getitem__)
+
+
+def _templates(recipe: Recipe, environment: Mapping[str, str]) -> tuple[str, Mapping[str, str] | None]:
+    """Return the key to change, and the templates by name; None if the model's files are not on this machine."""
+    if recipe["chat_template"] is not None:
+        return "chat_template", {"default": recipe["chat_template"]}
+    return "model_name_or_path", templates_of(recipe, environment)
+
+
+def _prompts(recipe: Recipe) -> Iterator[list[Message]]:
+    """Yield a prompt for each sequence of roles in the first rows of local files, else one text of a user."""
+    sources: list[DataSource] = mixture_sources(recipe) if recipe["dataset_mixture"] else []
+    sources += [training_source(recipe)] if recipe["dataset_name"] and not sources else []
+    sources += [evaluation_source(recipe)] if evaluation_set(recipe) else []
+    seen, any_row = set(), False
+    for source in sources:
+        head = head_of(source)
+        for row in head.rows if head else ():
+            prompt = chat_of(value_at(row, source.prompt), source, recipe["system_prompt"])
+            roles = tuple(message["role"] for message in prompt)
+            if prompt and roles not in seen:
+                seen.add(roles)
+                any_row = True
+                yield prompt
+    if not any_row:
+        system = recipe["system_prompt"]
+        yield [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": "1+1="}]
+
+
+def prompt_notes(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield notes about rendered prompts, and about rewards that expect what a prompt already contains."""
+    templates = _templates(recipe, environment)[1] if _has_prompts(recipe) else None
+    if not templates or "default" not in templates:
+        return
+    kwargs = recipe["chat_template_kwargs"] or {}
+    with contextlib.suppress(ConfigError, *FAILURES):
+        render = render_with(templates["default"], kwargs)
+        prompt = next(_prompts(recipe))
+        yield from rendering_notes(render, prompt, templates["default"], kwargs)
+        if opens_thought(render(prompt)):
+            yield from expecting_thought(recipe["reward_funcs"])
+
+
+def expecting_thought(rewards: Sequence[str]) -> Iterator[str]:
+    """Yield a note for each of the user's rewards whose file has ``<think>`` in a text or a pattern."""
+    for name in dict.fromkeys(rewards):
+        path = source_path(name) if ":" in name else None
+        tree = None
+        with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            tree = ast.parse(path.read_bytes()) if path else None
+        for node in ast.walk(tree) if tree else ():
+            if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                continue
+            if _THINK in node.value and "\n" not in node.value:  # a text of several lines is a docstring or a prompt
+                yield f"{name} contains '{_THINK}' (line {node.lineno}), which the prompt already has"
+                break

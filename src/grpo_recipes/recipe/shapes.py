@@ -1,0 +1,216 @@
+"""Shape a row of a dataset into a chat and a solution, and say how to name a nested value. No torch, no datasets.
+
+A column is a name, or a path into lists and dictionaries: ``reward_model.ground_truth``, ``conversations.0.value``.
+A prompt is a text or a list of messages. A solution is a text, a number or a boolean.
+"""
+
+import ast
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from grpo_recipes.errors import ConfigError, config_error
+
+Message = dict[str, str]
+COLUMN_KEYS = ("dataset_prompt_column", "dataset_solution_column")
+_DEPTH = 4  # parts of a path that a message offers
+_OFFERED = 8  # columns that a message lists
+# Last parts of paths that are likely a solution or a prompt, for the order in a message.
+_LIKELY = ("ground_truth", "answer", "solution", "target", "value", "content", "text")
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """One dataset of a recipe, and the columns that the recipe reads."""
+
+    id: str  # hub id, file or folder
+    config: str | None
+    split: str
+    prompt: str  # column of the problem
+    solution: str  # column of the reference solution
+    keys: tuple[str, str] = COLUMN_KEYS  # recipe keys that name the two columns, for messages
+    others: tuple[str, ...] | None = None  # other columns that rewards get; None passes all but media
+
+    def naming(self, path: str, for_solution: bool = False) -> str:
+        """Return the edit of the recipe that names another column."""
+        key = self.keys[for_solution]
+        pair = f"[{self.prompt}, {path}]" if for_solution else f"[{path}, {self.solution}]"
+        return f"set columns: {pair} in {key}" if key == "dataset_mixture" else f"set {key}: {path}"
+
+
+def root_of(column: str, names: Sequence[str]) -> str:
+    """Return the column of a dataset that contains ``column``: itself, or the first part of a path."""
+    return column if column in names else column.partition(".")[0]
+
+
+def value_at(row: Mapping[str, Any], column: str) -> Any:
+    """Return the value of a column or of a path into one; None if the row has no such value."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for part in column.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and part.removeprefix("-").isdigit():
+            value = value[int(part)] if -len(value) <= int(part) < len(value) else None
+        else:
+            return None
+    return value
+
+
+def chat_of(value: Any, source: DataSource, system: str | None) -> list[Message]:
+    """Return a prompt, a text or messages ``{role, content}``, as a chat; an empty prompt gives an empty list.
+
+    ``system`` comes before a chat without a system message. A ConfigError rejects anything else, and a chat that ends
+    with the assistant's turn.
+    """
+    if not isinstance(value, list):
+        value = [{"role": "user", "content": _prompt_text(value, source)}]
+    messages = [_message(value, index, source) for index in range(len(value))]
+    if messages and messages[-1]["role"] == "assistant":
+        users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        fix = "remove the last message: a prompt ends with the user's"
+        if len(messages) == 2 and users == [0]:
+            fix = source.naming(f"{source.prompt}.0.content")
+        raise config_error(source.keys[0], f"{_chat(source)} ends with an assistant's turn", fix)
+    if not messages or not messages[-1]["content"].strip():
+        return []
+    has_system = messages[0]["role"] in ("system", "developer")
+    return messages if has_system or not system else [{"role": "system", "content": system}, *messages]
+
+
+def _prompt_text(value: Any, source: DataSource) -> str:
+    text = _text(value, source, for_solution=False)
+    if text.lstrip().startswith("[{") and _is_chat_as_text(text):
+        what = f"column '{source.prompt}' of '{source.id}' holds a chat written as text"
+        raise config_error(source.keys[0], what, "save the column as a list of messages, in .jsonl or .parquet")
+    return text
+
+
+def _is_chat_as_text(text: str) -> bool:
+    messages: Any = None
+    with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+        messages = ast.literal_eval(text.strip())
+    with contextlib.suppress(ValueError, RecursionError):
+        messages = messages or json.loads(text)
+    return isinstance(messages, list) and all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+    )
+
+
+def _message(messages: list[Any], index: int, source: DataSource) -> Message:
+    """Return a message of a chat with its two texts."""
+    message, column = messages[index], source.prompt
+    parts = {name: part for name, part in message.items() if part is not None} if isinstance(message, dict) else {}
+    filled = {"content": "", **parts}
+    if parts and filled.keys() == {"role", "content"} and all(isinstance(part, str) for part in filled.values()):
+        return {"role": str(filled["role"]), "content": str(filled["content"])}
+    what = f"{_chat(source)} holds {_short(message)}, expected {{role, content}} with two texts"
+    fix = "save messages {role, content} with two texts and nothing else"
+    if {"from", "value"} <= parts.keys():
+        people = [turn for turn in messages if isinstance(turn, dict) and turn.get("from") in ("human", "user")]
+        fix = "save messages {role, content} instead of {from, value}"
+        if people:
+            fix = source.naming(f"{column}.{messages.index(people[0])}.value")
+    elif isinstance(message, int) and not isinstance(message, bool):
+        what = f"column '{column}' of '{source.id}' holds token ids ({_short(messages)}), expected text or messages"
+        fix = f"{source.naming('COLUMN')} with a column of texts, or save the text of the prompts"
+    elif isinstance(message, str):
+        what = f"column '{column}' of '{source.id}' holds a list of texts, expected a text or messages"
+        fix = source.naming(f"{column}.0") if len(messages) == 1 else "save each prompt as one text"
+    elif isinstance(filled.get("content"), list):
+        what = f"{_chat(source)} holds content in parts ({_short(filled['content'])}), expected a text"
+        fix = "save each content as one text"
+        texts = [number for number, part in enumerate(filled["content"]) if _is_text_part(part)]
+        if len(messages) == len(texts) == len(filled["content"]) == 1:
+            fix = source.naming(f"{column}.0.content.0.text")
+    elif {"role", "content"} < filled.keys():
+        extra = ", ".join(name for name in filled if name not in ("role", "content"))
+        fix = f"remove {extra} from the messages: only role and content are rendered"
+    raise config_error(source.keys[0], what, fix)
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def _chat(source: DataSource) -> str:
+    return f"a chat in column '{source.prompt}' of '{source.id}'"
+
+
+def answer_of(value: Any, marker: str | None, source: DataSource) -> tuple[str, bool]:
+    """Return a solution as text, and whether the marker is missing in it; a ConfigError where it is not a scalar."""
+    text = _text(value, source, for_solution=True)
+    _, found, answer = text.rpartition(marker) if marker else ("", "found", text)
+    return answer.strip(), bool(answer.strip()) and not found
+
+
+def _text(value: Any, source: DataSource, for_solution: bool) -> str:
+    """Return a scalar as JSON writes it, '' if it is missing. A whole number that JSON made a float has no '.0'."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    if isinstance(value, str | bool | int | float):
+        return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, Decimal):
+        return str(value)
+    column = source.solution if for_solution else source.prompt
+    what = f"column '{column}' of '{source.id}' holds {_short(value)}, where a text belongs"
+    paths = nested_paths(column, value)
+    if isinstance(value, list) and len(value) != 1:  # one of several would be compared with, or asked
+        paths = []
+    fix = " or ".join(source.naming(path, for_solution) for path in paths[:2])
+    raise config_error(source.keys[for_solution], what, fix or "name a column of texts, or save it as texts")
+
+
+def nested_paths(column: str, value: Any) -> list[str]:
+    """Return paths to the texts and numbers inside a value, the likely ones first."""
+    paths = [path for path, leaf in _leaves(column, value, _DEPTH) if _is_filled(leaf)]
+
+    def order(path: str) -> tuple[int, int]:
+        name = path.rpartition(".")[2]
+        return _LIKELY.index(name) if name in _LIKELY else len(_LIKELY), paths.index(path)
+
+    return sorted(paths, key=order)
+
+
+def _leaves(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    inside: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        inside = [(str(name), part) for name, part in value.items()]
+    elif isinstance(value, list):
+        inside = [(str(index), part) for index, part in enumerate(value[:_OFFERED])]
+    else:
+        yield path, value
+    for name, part in inside if depth else ():
+        yield from _leaves(f"{path}.{name}", part, depth - 1)
+
+
+def _is_filled(value: Any) -> bool:
+    return isinstance(value, bool | int | float | Decimal) or (isinstance(value, str) and bool(value.strip()))
+
+
+def usable_columns(rows: Sequence[Mapping[str, Any]], source: DataSource, for_solution: bool) -> list[str]:
+    """Return the columns of these rows that can be the prompt or the solution, else paths into columns that can."""
+
+    def fits(column: str) -> bool:
+        read: Callable[[Any], Any] = lambda value: chat_of(value, source, None)  # noqa: E731
+        if for_solution:
+            read = lambda value: answer_of(value, None, source)[0]  # noqa: E731
+        with contextlib.suppress(ConfigError):
+            return any([read(value_at(row, column)) for row in rows])
+        return False
+
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    nested = [path for name in columns for path in nested_paths(name, rows[0].get(name)) if path != name]
+    return [name for name in columns if fits(name)] or [path for path in nested if fits(path)][:_OFFERED]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + " ..."
