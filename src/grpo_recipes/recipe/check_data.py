@@ -4,7 +4,6 @@ Pure: no torch, no datasets. Only the head of a data file is read, except that r
 """
 
 import contextlib
-import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,17 +69,12 @@ def mixture_sources(recipe: Recipe) -> list[DataSource]:
     return sources
 
 
-@functools.cache
-def _head_at(path: str, split: str, _: int) -> Head | None:
-    return read_head(Path(path), split)
-
-
 def head_of(source: DataSource) -> Head | None:
     """Return the head of a local dataset; None if it is not local or cannot be read, which is reported elsewhere."""
     path = Path(os.path.expanduser(source.id))
     with contextlib.suppress(OSError, ValueError):
         if not source.id.startswith(tuple(_BUILT_IN)) and path.exists():
-            return _head_at(str(path), source.split, path.stat().st_mtime_ns)
+            return read_head(path, source.split)
     return None
 
 
