@@ -58,9 +58,9 @@ def test_a_chats_own_system_message_stays_and_is_counted(load):
     ("chat", "said"),
     [
         (CHAT[:2], "ends with an assistant's turn"),
-        ([{"role": "user", "content": "1", "name": "bob"}], "write messages {role, content}"),
-        ([{"speaker": "user", "content": "1"}], "write messages {role, content}"),
-        (["1", "2"], "write messages {role, content}"),
+        ([{"role": "user", "content": "1", "name": "bob"}], "remove name from the messages"),
+        ([{"speaker": "user", "content": "1"}], "save messages {role, content} with two texts"),
+        (["1", "2"], "holds a list of texts"),
         ({"role": "user"}, "where a text belongs"),
     ],
 )
