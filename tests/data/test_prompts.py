@@ -114,7 +114,7 @@ def test_equal_rows_are_dropped_and_another_answer_is_kept_and_counted(load):
         ([7, 0], ["7", "0"]),
         ([7, 2.5], ["7", "2.5"]),  # one column of floats to JSON
         ([7, "x"], ["7", "x"]),
-        ([True, False], ["True", "False"]),
+        ([True, False], ["true", "false"]),
     ],
 )
 def test_solutions_that_are_no_texts_become_what_was_written(load, answers, texts):
