@@ -104,7 +104,7 @@ def test_a_dry_run_starts_nothing_and_a_wrong_recipe_is_refused(machine, capsys,
     assert printed(capsys, "--gpus", "2", "--dry-run")[0] == 0
     assert not (tmp_path / "runs").exists()
     wrong = tmp_path / "wrong.yaml"
-    wrong.write_text("model_name: smoke:sums\nbatch_size: many\nsync_frequency: 100\nseeed: 1\n")
+    wrong.write_text("model_name: smoke:sums\nbatch_size: many\nsync_frequency: never\nseeed: 1\n")
     code, out, err = printed(capsys, "--config", str(wrong), "--dry-run")
     assert (code, "\ntrainer " in out) == (2, False)
     where = colocated.shown(wrong)

@@ -115,6 +115,7 @@ FIXED = FIXED.replace("train_batch_size: 1024", "train_batch_size: 1025")
 CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
     ("atropos.api_url", "http://there:9000", {"atropos_api_url": "http://there:9000"}),
     ("atropos.timeout", 7, {"atropos_timeout": 7.0}),
+    ("actor_rollout_ref.rollout.enforce_eager", True, {"vllm_enforce_eager": True}),
     ("atropos.batch_retry_attempts", 3, {"atropos_batch_retry_attempts": 3}),
     ("atropos.batch_retry_delay", 0.5, {"atropos_batch_retry_delay": 0.5}),
     ("atropos.batch_max_wait_time", 60.0, {"atropos_batch_max_wait_time": 60.0}),
@@ -185,7 +186,6 @@ NOTHING: list[tuple[str, Any]] = [
     ("actor_rollout_ref.rollout.name", "atropos"),
     ("actor_rollout_ref.rollout.name", "vllm"),
     ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu", 40),
-    ("actor_rollout_ref.rollout.enforce_eager", False),
     ("actor_rollout_ref.rollout.disable_log_stats", True),
     ("actor_rollout_ref.rollout.enable_prefix_caching", True),
     ("actor_rollout_ref.rollout.enable_chunked_prefill", True),
@@ -224,7 +224,6 @@ OTHERS: list[tuple[str, Any, str]] = [
     ("actor_rollout_ref.actor.fsdp_config.param_offload", True, "no parameter is moved to the CPU"),
     ("actor_rollout_ref.actor.fsdp_config.optimizer_offload", True, "no parameter is moved to the CPU"),
     ("actor_rollout_ref.rollout.name", "sglang", "write atropos or vllm"),
-    ("actor_rollout_ref.rollout.enforce_eager", True, "vLLM captures CUDA graphs on GPUs"),
     ("actor_rollout_ref.rollout.enable_prefix_caching", False, "vLLM caches prefixes"),
     ("actor_rollout_ref.rollout.kv_cache_dtype", "fp8", "write auto"),
     ("data.train_files", "train.parquet", "write atropos_environment and its atropos_environment_args"),
@@ -351,7 +350,7 @@ def test_after_the_fixes_it_is_a_recipe(tmp_path: Path) -> None:
         "prompts_per_step": 205, "max_prompt_length": 512, "max_completion_length": 1024, "report_to": ["wandb"],
         "wandb_project": "verl_atropos_grpo", "run_name": "atropos_grpo_integration",
         "wandb_run_group": "atropos_integration", "num_processes": 6, "save_steps": 20.0, "max_steps": 100,
-        "run_root": "checkpoints",
+        "run_root": "checkpoints", "vllm_enforce_eager": False,
     }  # fmt: skip
     assert recipe["use_vllm"] and recipe["vllm_mode"] == "server" and recipe["reward_funcs"] == ["environment"]
 

@@ -233,10 +233,12 @@ def test_the_engine_is_what_the_server_would_be(make: Any) -> None:
     assert on_cpu.arguments["enforce_eager"] is True and on_cpu.arguments["enable_chunked_prefill"] is False
     assert on_cpu.arguments["max_num_batched_tokens"] is None
     assert on_cpu.llm_engine.engine_core._finalizer.atexit is False
-    args = SimpleNamespace(use_cpu=False, model_init_kwargs=None, bf16=True, fp16=False)
-    on_gpu = colocated._engine(args, seed=0).arguments
-    assert on_gpu["dtype"] == "auto" and "enforce_eager" not in on_gpu
-    keys = {"use_cpu": False, "model_init_kwargs": {"dtype": "float32"}, "fp16": False}
+    shared = {"use_cpu": False, "model_init_kwargs": None, "bf16": True, "fp16": False}
+    for eager in (False, True):  # R13
+        args = SimpleNamespace(**shared, vllm_enforce_eager=eager)
+        on_gpu = colocated._engine(args, seed=0).arguments
+        assert on_gpu["dtype"] == "auto" and on_gpu["enforce_eager"] is eager
+    keys = {"use_cpu": False, "model_init_kwargs": {"dtype": "float32"}, "fp16": False, "vllm_enforce_eager": False}
     dtypes = [colocated._engine(SimpleNamespace(bf16=low, **keys), seed=0).arguments["dtype"] for low in (True, False)]
     assert dtypes == ["bfloat16", "float32"]  # G4
 

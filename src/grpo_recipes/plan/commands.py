@@ -284,7 +284,7 @@ def server_command(
         # The order of prompts, not that of their arrival.
         "--scheduling-policy": "priority" if seeds_sampling(recipe["seed_server"], on_cpu) else None,
         "--gpu-memory-utilization": None if on_cpu else gpu_share(recipe, "server"),
-        "--enforce-eager": on_cpu,
+        "--enforce-eager": on_cpu or recipe["vllm_enforce_eager"],
         # A prompt prefilled in parts ends vLLM's CPU worker where its request has a seed (its generators cannot step
         # back), and that happens as soon as the prompts of a moment exceed one batch of the scheduler.
         "--no-enable-chunked-prefill": on_cpu,
@@ -374,6 +374,7 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
         "--machine_rank": machine,
         "--mixed_precision": mixed_precision(recipe),
         "--dynamo_backend": "no",
+        "--fsdp_offload_params": "true" if recipe["fsdp_cpu_offload"] else None,
         "--num_cpu_threads_per_process": plan.threads,
         "--tee": tee(environment),
         "--main_process_ip": plan.nodes[plan.placement[0].node] if machines > 1 else "127.0.0.1",

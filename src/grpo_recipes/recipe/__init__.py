@@ -100,7 +100,11 @@ def merge_recipe(
     files, flagged = read_document(path, problems), read_flags(flags, problems)
     for file in files:
         if colocated.is_colocated(file):
-            file = colocated.as_keys(file, _group(files, flagged), problems, notes)
+            elsewhere = {
+                *(name for other in files if other is not file for name in other),
+                *(key for key, _ in flagged),
+            }
+            file = colocated.as_keys(file, _group(files, flagged), elsewhere, problems, notes)
         elif verl.is_atropos(file):
             file = verl.as_keys(file, problems, notes)
         given |= recipe_keys(file.items(), problems, notes)

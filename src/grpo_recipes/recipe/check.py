@@ -313,6 +313,7 @@ _IDLE: tuple[tuple[str, Condition, str], ...] = (
     ("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),
     ("maxent_length_normalize_ref", lambda r: maxent.targets_q(r) and r["maxent_beta"] == 0, "maxent_beta above 0"),
     ("hub_*", lambda r: not r["push_to_hub"], "push_to_hub"),
+    ("fsdp_cpu_offload", lambda r: r["accelerator"] != "fsdp2", "accelerator: fsdp2"),
     ("eval_*", lambda r: not rules.evaluates(r), "eval_strategy"),
     ("wandb_*", lambda r: "wandb" not in rules.reports_to(r), "report_to: wandb"),
     ("weight_sync_timeout vllm_server_host vllm_server_port vllm_group_port vllm_node vllm_gpu "

@@ -185,6 +185,8 @@ class ScriptArguments(trl.ScriptArguments):
         "Share of a step's completions left unscored (time limit, crash, not a number) that ends the run.",
         min=0.0, max=1.0)
     run_root: str = _key("runs", "Folder in which the run directory <run_name>-<timestamp> is made.")
+    fsdp_cpu_offload: bool = _key(False,
+        "With accelerator: fsdp2, keep parameters, gradients and optimizer states in the memory of the CPU.")
     accelerator: str = _key("auto",
         "How training processes share the model: TRL's packaged accelerate file of that name.",
         choices=["auto", "single", "ddp", "zero2", "zero3", "fsdp2"])
@@ -327,6 +329,8 @@ class GRPOConfig(trl.GRPOConfig):
         "Fraction of GPU memory that vLLM may use: 0.90 of its own GPU, 0.3 of a GPU that trains too (colocate, "
         "vllm_gpu: shared or weight_sync: shared) unless this is given.", min=0.05, max=1.0)
     vllm_tensor_parallel_size: int = _key(1, "GPUs one vLLM model is split over.", min=1)
+    vllm_enforce_eager: bool = _key(False,
+        "Run vLLM without CUDA graphs: it starts sooner, needs less memory and samples more slowly. Always so on CPU.")
     vllm_max_model_length: int | None = _key(None, "Most tokens of prompt plus completion the server accepts.", min=1)
     vllm_max_num_seqs: int | None = _key(None,
         "Most completions that a vLLM engine generates at the same time. By default all completions of a generation, "

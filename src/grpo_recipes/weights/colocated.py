@@ -119,6 +119,7 @@ def _engine(args: GRPOConfig, **kwargs: Any) -> Any:
     mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     kwargs["dtype"] = served_dtype((args.model_init_kwargs or {}).get("dtype"), mixed)
     kwargs["worker_extension_cls"] = "grpo_recipes.server.plugin.WeightReport"
+    kwargs["enforce_eager"] = args.vllm_enforce_eager
     if args.use_cpu:
         # As for the server: a prompt prefilled in parts ends vLLM's CPU worker where its request has a seed. Without
         # parts a batch of the scheduler must hold the longest prompt: vLLM's own size, not TRL's 4096.

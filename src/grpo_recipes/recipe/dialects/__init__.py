@@ -19,7 +19,7 @@ from grpo_recipes.errors import Problem
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe.document import Value, as_bool
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OWNED_KEYS, catalogue, each, nearest_of
-from grpo_recipes.recipe.registry import REWARDS, built_for_cpu
+from grpo_recipes.recipe.registry import REWARDS
 from grpo_recipes.secrets import secret_value
 
 NAMES_FILE = Path(__file__).with_name("names.yaml")
@@ -48,11 +48,9 @@ HARMLESS = each(
     ("label_smoothing_factor", "0 0.0"),
     ("local_rank", "-1"),
     ("vllm_device", "auto"),
-    ("enforce_eager vllm_enforce_eager cpu_offload fsdp_cpu_offload fsdp_offload_params", "false"),
     ("disable_log_stats", "true"),
     ("sync_frequency", "1"),
 )
-_EAGER = ("enforce_eager", "vllm_enforce_eager")  # true is what happens on CPU alone
 # Variables of older TRL and transformers, and of the guide -> what to set instead.
 UNREAD_VARIABLES = each(
     ("TRANSFORMERS_CACHE", "set CACHE_ROOT or HF_HOME"),
@@ -184,7 +182,6 @@ def harmless(name: str, value: Any) -> str:
         return ""
     patterns = HARMLESS.get(name, "").split()
     patterns += ["none"] if name in OWNED_KEYS or name in names() else []
-    patterns += ["true"] if name in _EAGER and built_for_cpu() else []
     known = meaning_of("logging_strategy" if name == "logging_steps" else name)
     if known is None or not any(fnmatchcase(str(as_bool(value)).lower(), pattern) for pattern in patterns):
         return ""

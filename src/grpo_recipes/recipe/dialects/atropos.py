@@ -10,9 +10,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from grpo_recipes.errors import Problem
-from grpo_recipes.recipe.dialects import built_for_cpu, meaning_of, short
+from grpo_recipes.recipe.dialects import meaning_of, short
 from grpo_recipes.recipe.document import Value, as_bool
 from grpo_recipes.recipe.keys import catalogue, nearest_of
+from grpo_recipes.recipe.registry import built_for_cpu
 
 SECTION, TRAINER, DATA = "atropos", "trainer", "data"
 ESTIMATORS = ("grpo_atropos", "grpo")
@@ -141,8 +142,7 @@ SETTINGS: Mapping[str, Setting] = {
     _TENSORS: Setting("vllm_tensor_parallel_size"),
     f"{_ROLLOUT}.gpu_memory_utilization": Setting("vllm_gpu_memory_utilization"),
     f"{_ROLLOUT}.max_model_len": Setting("vllm_max_model_length"),
-    f"{_ROLLOUT}.enforce_eager": _nothing("false", "vLLM captures CUDA graphs on GPUs",
-        "write false: vLLM captures CUDA graphs on GPUs, and none on CPU"),
+    f"{_ROLLOUT}.enforce_eager": Setting("vllm_enforce_eager"),
     f"{_ROLLOUT}.disable_log_stats": _not_read("the server logs its statistics"),
     f"{_ROLLOUT}.enable_prefix_caching": _nothing("true", "vLLM caches prefixes", "write true: vLLM caches prefixes"),
     f"{_ROLLOUT}.enable_chunked_prefill": _not_read(f"{_MEMORY}, and {_VLLM}"),

@@ -125,7 +125,7 @@ FLAGS: tuple[Flag, ...] = (
     _refused("--port", "write --vllm-port for the server, or --atropos_port for run-api"),
     _flag("--enable-lora", "of their server: what --weight-bridge-mode lora_only does anyway, refused without that",
         switch=True),
-    _flag("--enforce-eager", "of their server: refused on GPUs, where vLLM captures CUDA graphs; on CPU there are none",
+    _flag("--enforce-eager", "of their server: vllm_enforce_eager, vLLM without CUDA graphs",
         switch=True),
     _flag("--max-lora-rank", "of their server: at least --lora-r; changes nothing, the server has room for --lora-r",
         modes=ADAPTERS),

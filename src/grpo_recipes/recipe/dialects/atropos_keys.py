@@ -14,7 +14,7 @@ import yaml
 
 from grpo_recipes.errors import Problem, config_error
 from grpo_recipes.errors import translate as translate_error
-from grpo_recipes.recipe.dialects import BRIDGE_MODES, harmless, names
+from grpo_recipes.recipe.dialects import BRIDGE_MODES
 from grpo_recipes.recipe.dialects.atropos import trainers_of
 from grpo_recipes.recipe.dialects.atropos_flags import (
     ADAPTERS,
@@ -175,10 +175,8 @@ def _places(it: Translation, mode: str | None) -> None:
         it.refuse(gate, f"is {shares}, and {SHARED} shares weights", f"export {gate}=1, or unset it")
     elif shares is not None and mode != SHARED and as_bool(shares) is True:
         it.notes.append(f"{gate}={shares} changes nothing without {MODE} {SHARED}")
-    if it.text("--enforce-eager") and (why := harmless("enforce_eager", True)):
-        it.notes.append(f"--enforce-eager changes nothing: {why}")
-    elif it.text("--enforce-eager"):
-        it.refuse("--enforce-eager", "has no equal here", names()["enforce_eager"].fix(None))
+    if it.text("--enforce-eager"):
+        it.put("--enforce-eager", vllm_enforce_eager="true")
     if it.text("--enable-lora") and mode != ADAPTERS[0]:
         it.refuse("--enable-lora", f"does nothing with {MODE} {mode}", f"write {MODE} {ADAPTERS[0]}, or leave it out")
     backend = it.text("INFERENCE_BACKEND")

@@ -4,8 +4,9 @@ What a name means is in ``names.yaml``, as for all others. In a file of this kin
 instead of being refused; what has no equal here is refused at its own line, or accepted with a note that says why.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from grpo_recipes.errors import Problem
@@ -23,6 +24,12 @@ SECTIONS = {
 NAMES = ("model_name", "batch_size", "max_iterations", "sync_frequency")
 # What a section says by being there, where the file does not say it itself.
 IMPLIED: dict[str, dict[str, Any]] = {"vllm_config": {"use_vllm": True, "vllm_mode": "colocate"}}
+# Their trainer has its own task, and its file names none: then these are read, with a note.
+TASK = {
+    "dataset_name": "openai/gsm8k", "dataset_config": "main", "dataset_prompt_column": "question",
+    "dataset_solution_column": "answer", "dataset_solution_marker": "####", "reward_funcs": ["pure_accuracy_math"],
+}  # fmt: skip
+_TASK_KEYS = ("dataset_*", "environment*", "atropos_*", "reward_funcs")
 
 
 def is_colocated(file: Mapping[str, Value]) -> bool:
@@ -32,9 +39,18 @@ def is_colocated(file: Mapping[str, Value]) -> bool:
     return sharded or "vllm_config" in file or "sync_frequency" in file
 
 
-def as_keys(file: Mapping[str, Value], group: Any, problems: list[Problem], notes: list[str]) -> dict[str, Value]:
-    """Return such a file with recipe keys in place of its names; ``group`` is num_generations as it was given."""
+def as_keys(
+    file: Mapping[str, Value], group: Any, elsewhere: Collection[str], problems: list[Problem], notes: list[str]
+) -> dict[str, Value]:
+    """Return such a file with recipe keys instead of its names.
+
+    ``group`` is num_generations, and ``elsewhere`` has the names that flags and other files give.
+    """
     found = {name: raw for name, raw in file.items() if name not in (*SECTIONS, *NAMES)}
+    if not any(fnmatchcase(name, pattern) for name in (*file, *elsewhere) for pattern in _TASK_KEYS):
+        source = next(iter(file.values())).source
+        notes.append(f"{source}: the file names no dataset and no rewards: {_words(TASK)}")
+        found |= {key: Value(value, source) for key, value in TASK.items()}
     for section, implied in IMPLIED.items():
         added = {key: value for key, value in implied.items() if section in file and key not in found}
         if added:
@@ -81,6 +97,9 @@ def _meaning(name: str, raw: Value, group: Any, problems: list[Problem], notes: 
         problems.append(Problem(raw.source, f"'{name}' is empty", "give it a value, or remove it"))
     elif last == "batch_size":
         return _batch(raw, group, problems)
+    elif last == "sync_frequency" and type(raw.value) is int and raw.value > 1:
+        why = "vLLM gets the weights before every generation, which is more often"
+        notes.append(f"{raw.source}: sync_frequency{short(raw.value)} is not read: {why}")
     elif why := harmless(last, raw.value):
         notes.append(f"{raw.source}: {name}{short(raw.value)} changes nothing: {why}")
     elif writes := by_value(last, raw.value) or (known.values(raw.value) if known else {}):
