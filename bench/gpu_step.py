@@ -40,7 +40,8 @@ from speed_trainers import Keys, Shape, build_model, trainer_of
 from transformers import TrainerCallback
 
 from grpo_recipes.paths import home
-from grpo_recipes.plan.estimates import Workload, model_facts
+from grpo_recipes.plan.estimates import Workload
+from grpo_recipes.plan.models import model_facts
 from grpo_recipes.runs.rundir import read_json, write_json
 
 GPU = torch.cuda.is_available()

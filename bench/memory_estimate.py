@@ -30,7 +30,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from grpo_recipes import smoke
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.estimates import Workload, model_facts
+from grpo_recipes.plan.estimates import Workload
+from grpo_recipes.plan.models import model_facts
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import read_recipe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ from grpo_recipes import cli
 from grpo_recipes.cli import recipes
 from grpo_recipes.errors import EXIT_CONFIG_ERROR
 from grpo_recipes.launch import submission
-from grpo_recipes.plan.estimates import model_facts
+from grpo_recipes.paths import home
+from grpo_recipes.plan.models import model_facts
 
 MODEL = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
@@ -120,7 +122,7 @@ def test_wrong_numbers_are_refused(flags, said, plan):
 
 def test_a_model_that_is_not_here_is_named(plan):
     lines = blocks(plan("--model_name_or_path", "some/model")[1], "memory")
-    assert lines == ["memory     not estimated: its config.json is not on this machine; grpo fetch RECIPE brings it"]
+    assert lines == ["memory     not estimated: its config.json is not on this machine; grpo fetch RECIPE downloads it"]
 
 
 def test_submit_judges_by_the_profile(plan, tmp_path, monkeypatch, capsys):
@@ -143,3 +145,46 @@ def test_argv_and_environment_of_processes_are_printed_with_v_alone(plan):
     assert "--served-model-name" not in short and blocks(short, "server") and "NCCL" not in short
     _, long, _ = plan("--gpu-memory", "80", "-v")
     assert "--served-model-name" in long and "CUDA_VISIBLE_DEVICES=" in long
+
+
+@pytest.mark.parametrize("recipe", ["Qwen2.5-7B-Instruct/grpo/config_math.yaml", "smoke/grpo.yaml"])
+def test_a_shipped_recipe_is_estimated_before_its_model_is_here(tmp_path, monkeypatch, capsys, recipe):
+    """M8: the sizes of the models of shipped recipes are part of the package."""
+    monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    gpus = [] if recipe.startswith("smoke") else ["--gpus", "8"]
+    assert cli.main(["plan", str(home() / "recipes" / recipe), *gpus, "--run_root", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "not estimated" not in told and len(blocks(told, "memory")) >= 2
+    assert blocks(told, "gpus") == (["gpus       0 vLLM server, 1-7 trainer"] if gpus else [])
+
+
+def test_the_map_shows_each_gpu_of_each_node(plan):
+    """M8: which process uses which GPU, and which GPUs nothing uses."""
+    assert blocks(plan("--prompts_per_step", "4", "--num_generations", "2")[1], "gpus") == [
+        "gpus       0 vLLM server, 1-4 trainer, 5-7 unused"
+    ]
+    assert blocks(plan("--nodes", "2")[1], "gpus")[0].startswith("gpus       node 0: 0 vLLM server, 1-7 trainer")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_generations", "1000000000000"), ("max_completion_length", "1000000000000"),
+        ("prompts_per_step", "1000000000"), ("vllm_tensor_parallel_size", "100000"), ("lora_r", "10000000"),
+        ("vllm_max_model_length", "100000000000"), ("max_steps", "1000000000000"),
+    ],
+)  # fmt: skip
+def test_absurd_sizes_are_rejected_with_a_size_that_is_not(plan, key, value):
+    """M8: a plan of such a size is a typing error, and the fix is accepted."""
+    code, _, told = plan(f"--{key}", value)
+    assert code == 2 and key in told
+    most = int(re.search(r"Fix: write (\d+) or less", told)[1])
+    assert f"above {most}" in told and most < int(value)
+
+
+def test_a_batch_of_too_many_completions_is_rejected(plan):
+    """M8: two sizes that are possible alone."""
+    code, _, told = plan("--prompts_per_step", "1000000", "--num_generations", "1000")
+    assert code == 2 and "is more than 10,000,000 completions" in told
+    assert plan("--prompts_per_step", "128", "--num_generations", "8")[0] == 0

@@ -12,7 +12,8 @@ import yaml
 from grpo_recipes import cli
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError
 from grpo_recipes.plan.devices import environment_device
-from grpo_recipes.plan.estimates import UnknownShape, estimate_disk, in_gib, model_facts
+from grpo_recipes.plan.estimates import UnknownShape, estimate_disk, in_gib
+from grpo_recipes.plan.models import model_facts
 from grpo_recipes.plan.room import need_room
 
 from .model_folders import SMALL, model_folder
@@ -123,7 +124,7 @@ def test_a_run_that_cannot_fit_is_refused(read, planned, tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_estimated_is_not_refused(read, planned):
-    recipe = read()
+    recipe = read(model_name_or_path="some/model")
     need_room(recipe, planned(recipe=recipe), Path("runs/one"))
     with pytest.raises(UnknownShape, match="grpo fetch"):
         estimate_disk(recipe, planned(recipe=recipe), Path("runs/one"))

@@ -20,9 +20,9 @@ from grpo_recipes.plan.estimates import (
     Workload,
     estimate_memory,
     needs,
-    read_model,
     suggest,
 )  # fmt: skip
+from grpo_recipes.plan.models import read_model
 from grpo_recipes.plan.speed import Speed
 from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import read_recipe

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.plan.estimates import GIB, UnknownShape, Workload, model_facts
+from grpo_recipes.plan.estimates import GIB, UnknownShape, Workload
+from grpo_recipes.plan.models import model_facts
 
 from .model_folders import QWEN_7B, model_folder
 from .shipped_models import SHIPPED

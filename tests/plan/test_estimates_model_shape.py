@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_recipes.plan.estimates import _KNOWN, UnknownShape, model_facts, read_model
+from grpo_recipes.plan.models import _KNOWN, UnknownShape, model_facts, read_model
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,

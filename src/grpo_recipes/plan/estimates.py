@@ -1,8 +1,8 @@
 """What a planned run will take: memory, disk and time, and which key to change where that does not fit. No torch.
 
 What torch, TRL, accelerate and DeepSpeed allocate was read in their source (TRL 1.16, DeepSpeed 0.19). The two
-constants of a CPU run are measured by ``bench/memory_estimate.py``, which also says how near the whole is. Nobody has
-measured the constants of a GPU run, so an estimate for GPUs is a guide and no promise.
+constants of a CPU run are measured by ``bench/memory_estimate.py``, which also says how near the whole is. The
+estimate of a trainer on one GPU was compared with a measurement (docs/gpu.md); everything else on GPUs is a guide.
 """
 
 from __future__ import annotations
@@ -15,24 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import translate
 from grpo_recipes.plan.commands import CPU_KV_CACHE_GIB, gpu_share, longest_sequence
+from grpo_recipes.plan.models import Facts, UnknownShape, read_model
 from grpo_recipes.plan.needs import GIB, Disk, Need, Parts, in_gib
 from grpo_recipes.plan.speed import Speed, find_speed
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.recipe.registry import BRIDGES, EXTERNAL, frozen_opponents
-from grpo_recipes.runs.rundir import json_mapping
 
-Facts = dict[str, Any]
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Decoders with grouped attention and a gated MLP, which are all counted the same way.
-_KNOWN = frozenset({"gemma", "granite", "llama", "mistral", "qwen2", "qwen3"})
-_CONFIG_KEYS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
-    "max_position_embeddings",
-)  # fmt: skip
 # What the processes hold before the model counts: bench/results/memory_estimate.json, case "constant".
 _TRAINER_IMPORTS = 780_000_000
 _SERVER_IMPORTS = 1_950_000_000  # of the API server, the engine and one worker, each with torch and vLLM
@@ -56,50 +48,14 @@ _LENGTH_STEP, _SHARES = 128, 20  # tokens, and parts of a GPU, in which a sugges
 _SHARING_MORE = {"ddp": ("zero2", "zero3"), "zero2": ("zero3",)}
 
 
-class UnknownShape(Exception):
-    """The sizes are not known; the message says why and, after a semicolon, what to do."""
-
-
-def model_facts(config: Mapping[str, Any]) -> Facts:
-    """Return the sizes of a decoder from its ``config.json``; UnknownShape for a family not counted here."""
-    kind = config.get("model_type")
-    if kind not in _KNOWN:
-        raise UnknownShape(f"models of type '{kind}' are not counted")
-    wrong = (KeyError, TypeError, ValueError, ZeroDivisionError)
-    with translate(wrong, lambda error: UnknownShape(f"its config.json is not understood ({error!r})")):
-        hidden, intermediate, layers, heads, words, positions = (int(config[name]) for name in _CONFIG_KEYS)
-        kv_heads, head = int(config.get("num_key_value_heads") or heads), int(config.get("head_dim") or hidden // heads)
-    queries, keys, embedding = heads * head, kv_heads * head, words * hidden
-    biases = queries + 2 * keys if kind == "qwen2" or config.get("attention_bias") else 0
-    norms = 2 * hidden + (2 * head if kind == "qwen3" else 0)
-    layer = 2 * hidden * (queries + keys) + 3 * hidden * intermediate + biases + norms
-    ends = embedding if config.get("tie_word_embeddings", kind == "gemma") else 2 * embedding
-    return {
-        "hidden": hidden, "intermediate": intermediate, "layers": layers, "heads": heads, "kv_heads": kv_heads,
-        "queries": queries, "keys": keys,  # widths of all heads, of queries and of keys
-        "head_norms": queries + keys if kind == "qwen3" else 0,  # width of what is normalised head by head
-        "layer": layer, "embedding": embedding, "parameters": layers * layer + ends + hidden,  # elements
-        "vocabulary": words, "positions": positions, "saved": config.get("dtype") or config.get("torch_dtype"),
-    }  # fmt: skip
-
-
-def read_model(model: str) -> Facts:
-    """Return the sizes of the model in a folder; a plan names a hub id instead where it has not been fetched."""
-    absent = "its config.json is not on this machine; grpo fetch RECIPE brings it"
-    with translate(OSError, lambda _: UnknownShape(absent)):
-        config = json_mapping((Path(model) / "config.json").read_bytes())
-    if config is None:
-        raise UnknownShape("its config.json is not a JSON mapping")
-    return model_facts(config)
-
-
 class Workload(dict[str, Any]):
     """Everything that decides how much memory a run takes, by the keys of the recipe and a few more; sizes in bytes."""
 
     @classmethod
     def of(cls, recipe: Recipe, plan: Plan) -> Workload:
         """Return the workload of a plan; UnknownShape where a sequence has no limit, or CONFIG_FILE decides."""
-        model, longest, completion = read_model(plan.model), longest_sequence(recipe), recipe["max_completion_length"]
+        model = read_model(plan.model, str(recipe["model_name_or_path"]))
+        longest, completion = longest_sequence(recipe), recipe["max_completion_length"]
         sequence = recipe["max_prompt_length"] + completion if recipe["max_prompt_length"] and completion else longest
         if sequence is None:
             raise UnknownShape("no key limits the length of a sequence; write max_prompt_length")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -355,6 +356,34 @@ def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
     return str(Path(trl.origin).with_name("accelerate_configs") / f"{ACCELERATE_FILES[accelerator]}.yaml")
 
 
+def gpu_map(plan: Plan) -> list[str]:
+    """Return a line for each node that says which processes use which of its GPUs; none for a plan on CPU."""
+    uses: dict[int, dict[str, str]] = {}
+    for gpu in plan.server_gpus:
+        uses.setdefault(0, {})[gpu] = "vLLM server"
+    for place in plan.placement:
+        for gpu in place.gpus:
+            trainer = "trainer with vLLM" if plan.mode == "colocate" else "trainer"
+            server = uses.setdefault(place.node, {}).get(gpu)
+            uses[place.node][gpu] = f"{server} and {trainer}" if server else trainer
+    for name in plan.unused_gpus:
+        gpu, _, unused_node = name.partition(" of node ")
+        uses.setdefault(int(unused_node or 0), {})[gpu] = "unused"
+    lines = []
+    for node, roles in sorted(uses.items()):
+        where = f"node {node}: " if len(plan.nodes) > 1 else ""
+        groups = itertools.groupby(roles, roles.__getitem__)
+        lines.append(f"gpus       {where}{', '.join(f'{_gpu_range([*gpus])} {role}' for role, gpus in groups)}")
+    return lines
+
+
+def _gpu_range(gpus: list[str]) -> str:
+    """Return ``1-7`` for GPUs with consecutive indices, else their ids."""
+    if len(gpus) > 2 and all(gpu.isdecimal() for gpu in gpus) and int(gpus[-1]) - int(gpus[0]) == len(gpus) - 1:
+        return f"{gpus[0]}-{gpus[-1]}"
+    return " ".join(gpus)
+
+
 def describe(
     plan: Plan,
     environment_differences: Mapping[str, Mapping[str, str]] | None = None,
@@ -381,6 +410,7 @@ def describe(
         f"vllm       {plan.vllm}",
         f"ports      {server}trainers {plan.ports.main_process}",
         *([f"nodes      {len(plan.nodes)}: {', '.join(plan.nodes)}"] if several else []),
+        *gpu_map(plan),
         *estimates,
         *(f"note       {note}" for note in plan.notes),
     ]

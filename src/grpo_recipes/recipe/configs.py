@@ -28,19 +28,24 @@ TRL_CHOICES: dict[str, list[str]] = {
     "save_strategy": ["no", "steps", "epoch"],
 }
 
+# No run is larger: a plan of such a size is a typing error.
+MOST_TOKENS, MOST_ROWS, MOST_OF_A_GROUP, MOST_STEPS, MOST_GPUS = 10_000_000, 1_000_000, 65_536, 10**9, 1024
 # Limits of TRL's keys, which no type of a dataclass holds: least, most, keys. Those of ours are beside the fields.
 # Where torch, TRL or vLLM refuse a number too, they do so after the server has started.
 _LIMITS: tuple[tuple[float | None, float | None, str], ...] = (
-    (1, None,
-     "max_completion_length per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
-     "num_iterations lora_r lora_alpha steps_per_generation generation_batch_size num_generations_eval"),
+    (1, MOST_TOKENS, "max_completion_length"),
+    (1, MOST_ROWS,
+     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps num_iterations lora_alpha "
+     "steps_per_generation generation_batch_size"),
+    (1, MOST_OF_A_GROUP, "lora_r num_generations_eval"),
+    (None, MOST_STEPS, "max_steps"),
     (0.0, None,
      "learning_rate beta epsilon epsilon_high weight_decay max_grad_norm warmup_steps num_train_epochs eval_steps "
      "eval_delay"),
     (0, None, "dataloader_num_workers num_completions_to_print"),
     (0, 2**32 - 1, "seed"),  # numpy takes no other
     (1e-06, None, "temperature repetition_penalty"),
-    (2, None, "num_generations"),
+    (2, MOST_OF_A_GROUP, "num_generations"),
     (-1, None, "top_k"),
     (0.0, 1.0, "top_p adam_beta1 adam_beta2 min_p ref_model_mixup_alpha top_entropy_quantile"),
 )  # fmt: skip
@@ -77,7 +82,8 @@ class ScriptArguments(trl.ScriptArguments):
         "Keep only what follows the last occurrence of this text in the solution, e.g. '####' for GSM8K.")
     system_prompt: str | None = _key(None, "System message put before every prompt that has none.")
     chat_template: str | None = _key(None, "Jinja chat template that replaces the tokenizer's own.")
-    max_prompt_length: int | None = _key(None, "Longest rendered prompt in tokens; longer ones are dropped.", min=1)
+    max_prompt_length: int | None = _key(None,
+        "Longest rendered prompt in tokens; longer ones are dropped.", min=1, max=MOST_TOKENS)
     max_train_prompts: int | None = _key(None, "Prompts kept, the first of a seeded shuffle, or of a stream.", min=1)
     eval_dataset_name: str | None = _key(None,
         "Dataset evaluated on; by default dataset_test_split of dataset_name, or the mixture's test_split_size.")
@@ -107,7 +113,7 @@ class ScriptArguments(trl.ScriptArguments):
     benchmarks: list[str] = _key([],
         "Benchmarks run on the final model: names listed by `grpo keys --benchmarks`, .jsonl files with problem and "
         "answer columns, or environments of the recipe, whose evaluation episodes are played.")
-    benchmark_samples: int = _key(1, "Completions of each benchmark problem (k of pass@k).", min=1)
+    benchmark_samples: int = _key(1, "Completions of each benchmark problem (k of pass@k).", min=1, max=MOST_OF_A_GROUP)
     benchmark_max_problems: int | None = _key(None, "Most problems of a benchmark, by seed; all by default.", min=1)
     benchmark_temperature: float = _key(0.6, "Sampling temperature of benchmarks; 0 is greedy.", min=0.0)
     benchmark_solved: float = _key(1.0, "Reward from which an episode of a benchmark counts as solved.")
@@ -118,11 +124,11 @@ class ScriptArguments(trl.ScriptArguments):
     environment_mixture: dict | None = _key(None, "Several environments: EnvironmentMixtureConfig.")
     environment_episodes: int = _key(1024, "Different episodes to train on, by seed: an epoch.", min=1)
     environment_eval_episodes: int = _key(64, "Episodes to evaluate on, none of them in training.", min=1)
-    environment_max_turns: int = _key(1, "Most turns of the policy in an episode.", min=1)
+    environment_max_turns: int = _key(1, "Most turns of the policy in an episode.", min=1, max=MOST_ROWS)
     environment_turn_length: int | None = _key(None,
         "Most tokens of one turn of the policy. By default half of max_completion_length, divided by "
         "environment_max_turns: the other half is for what the environment says between them. A single turn has all.",
-        min=1)
+        min=1, max=MOST_TOKENS)
     environment_credit: str = _key("all_turns",
         "Which turns an episode's reward trains: all_turns, last_turn, or per_turn (each turn by the rewards that come "
         "after it, compared with the same turn of the group's other episodes).",
@@ -256,9 +262,12 @@ class AtroposMixtureConfig:
 class GRPOConfig(trl.GRPOConfig):
     """TRL's GRPO options plus the batch of the experiment, the weight bridge and its guard."""
 
-    num_generations: int = _key(8, "Completions of each prompt: the group within which advantages are computed.", min=2)
+    num_generations: int = _key(8,
+        "Completions of each prompt: the group within which advantages are computed.",
+        min=2, max=MOST_OF_A_GROUP)
     prompts_per_step: int | None = _key(None,
-        "Prompts of one optimizer step over all devices; per-device size and accumulation follow from it.", min=1)
+        "Prompts of one optimizer step over all devices; per-device size and accumulation follow from it.",
+        min=1, max=MOST_ROWS)
     trim_padding: bool = _key(True,
         "Feed rows of about one length together, at most a tenth of padding in a pass; the loss is that of the rows.")
     tokens_per_micro_batch: int | None = _key(None,
@@ -285,12 +294,13 @@ class GRPOConfig(trl.GRPOConfig):
         "What answers at vllm_server_base_url: vLLM, started with VLLM_SERVER_DEV_MODE=1, or SGLang.",
         choices=list(SERVER_BACKENDS))
     max_concurrent_requests: int = _key(256,
-        "Requests in flight at the server: each has all completions of a prompt, at vllm_server_base_url one.", min=1)
+        "Requests in flight at the server: each has all completions of a prompt, at vllm_server_base_url one.",
+        min=1, max=MOST_ROWS)
     eval_temperature: float | None = _key(None,
         "Temperature of evaluations; 0 is greedy. By default temperature.", min=0.0)
     eval_top_p: float | None = _key(None, "Nucleus of evaluations; by default top_p.", min=0.0001, max=1.0)
     eval_max_completion_length: int | None = _key(None,
-        "Most tokens of a completion of an evaluation; by default max_completion_length.", min=1)
+        "Most tokens of a completion of an evaluation; by default max_completion_length.", min=1, max=MOST_TOKENS)
     eval_sampling_seed: int | None = _key(None,
         "What the sampling seeds of evaluations are derived from; by default seed.", min=0)
     seed_server: bool | None = _key(None,
@@ -328,10 +338,11 @@ class GRPOConfig(trl.GRPOConfig):
     vllm_gpu_memory_utilization: float = _key(0.9,
         "Fraction of GPU memory that vLLM may use: 0.90 of its own GPU, 0.3 of a GPU that trains too (colocate, "
         "vllm_gpu: shared or weight_sync: shared) unless this is given.", min=0.05, max=1.0)
-    vllm_tensor_parallel_size: int = _key(1, "GPUs one vLLM model is split over.", min=1)
+    vllm_tensor_parallel_size: int = _key(1, "GPUs one vLLM model is split over.", min=1, max=MOST_GPUS)
     vllm_enforce_eager: bool = _key(False,
         "Run vLLM without CUDA graphs: it starts sooner, needs less memory and samples more slowly. Always so on CPU.")
-    vllm_max_model_length: int | None = _key(None, "Most tokens of prompt plus completion the server accepts.", min=1)
+    vllm_max_model_length: int | None = _key(None,
+        "Most tokens of prompt plus completion the server accepts.", min=1, max=MOST_TOKENS)
     vllm_max_num_seqs: int | None = _key(None,
         "Most completions that a vLLM engine generates at the same time. By default all completions of a generation, "
         "evaluation batch or benchmark, fewer if memory is short.", min=1, max=2048)

@@ -188,7 +188,12 @@ def _repeated_ports(recipe: Recipe) -> dict[str, str]:
 
 
 # fmt: off
+_MOST_COMPLETIONS = 10_000_000  # of a step; the largest runs have some 100,000
 RULES = (
+    Rule("num_generations", lambda r: (r["prompts_per_step"] or 0) * (r["num_generations"] or 0) > _MOST_COMPLETIONS,
+        "prompts_per_step {prompts_per_step} x num_generations {num_generations} is more than "
+        f"{_MOST_COMPLETIONS:,} completions",
+        "set num_generations: 8 and prompts_per_step: 128, or another smaller batch"),
     Rule("model_name_or_path", lambda r: not r["model_name_or_path"],
         "no model is named", "add model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct"),
     Rule("run_name", lambda r: r["run_name"] is not None
