@@ -127,7 +127,7 @@ def test_a_model_that_is_not_here_is_named(plan):
 
 def test_submit_judges_by_the_profile(plan, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(submission, "_check_deep", lambda *_: None)
-    (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n' * 200)
     (tmp_path / "site.yaml").write_text("gpus: 8\ngpu_memory_gib: 24\ntime: 1-0\n")
     command = ["submit", "recipe.yaml", "--profile", "site.yaml", "--dry-run", "--dataset_name", "rows.jsonl"]
     assert cli.main([*command, "--accelerator", "ddp"]) == EXIT_CONFIG_ERROR

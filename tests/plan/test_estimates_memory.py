@@ -23,7 +23,7 @@ WORK = {
     "per_device_train_batch_size": 4, "tokens_per_micro_batch": None,
     "completions": 8, "sequence": 1536, "completion": 1024,
     "vllm_max_model_length": 2048, "vllm_max_num_seqs": 840, "bridge": "nccl", "vllm_tensor_parallel_size": 1,
-    "vllm_gpu_memory_utilization": 0.9, "vllm_enable_sleep_mode": False,
+    "vllm_gpu_memory_utilization": 0.9, "vllm_enable_sleep_mode": False, "gpu_shared": False,
 }  # fmt: skip
 P = WORK["parameters"]
 LAYER_SIDES = 7 * 3584 + 2 * (28 + 4) * 128 + 3 * 18944  # inputs and outputs of the linear layers
