@@ -49,7 +49,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
             "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
             "dataset_name": "rows.jsonl",
             "reward_funcs": rewards,
-            "prompts_per_step": 4,
+            "prompts_per_step": min(4, len(answers)),
             "num_generations": 4,
             **keys,
         }
@@ -119,7 +119,7 @@ def test_rewards_of_ones_own(check):
 
     assert (code, problems) == (0, [])
     assert table(said)["mine.py:exact"] == ["60", "1.000", "-", "240", "0.000", "-", "0"]
-    assert "grpo: note: mine.py:short gives right and wrong answers the same" in said
+    assert "grpo: note: mine.py:short gives right answers 0.5, like wrong ones: '10' to 'problem 0' gets 0.5" in said
 
 
 @pytest.mark.parametrize("isolation", ["completion", "none"])
@@ -137,7 +137,10 @@ def test_a_file_that_cannot_be_imported_is_refused(check, isolation):
     code, _, (problem,) = check(["mine.py:exact"], reward_isolation=isolation)
 
     assert code == 2
-    assert "reward 'mine.py:exact'" in problem and "No module named 'no_such_module'" in problem
+    assert "'mine.py:1' imports 'no_such_module', which is not installed" in problem
+    Path("mine.py").write_text("raise OSError('no file')\n\n\ndef exact(completions, **kwargs):\n    return []\n")
+    code, _, (problem,) = check(["mine.py:exact"], reward_isolation=isolation)
+    assert "reward 'mine.py:exact'" in problem and "OSError: no file" in problem
 
 
 @pytest.mark.parametrize("isolation", ["completion", "none"])

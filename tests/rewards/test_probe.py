@@ -83,7 +83,7 @@ def test_a_reward_gets_what_trl_gives_it():
     seen: dict[str, Any] = {}
 
     def note(**columns):
-        seen.update(columns)
+        seen.update(seen or columns)  # the first completions: the others are tried in a second call
         return [float(difficulty) for difficulty in columns["difficulty"]]
 
     probe("my.py:note", note, ROWS)
@@ -202,8 +202,11 @@ def test_too_few_scores_are_a_fault():
 
 
 def test_one_value_that_is_no_number_is_a_fault():
+    calls: list[int] = []
+
     def nan_once(completions, **_):
-        return [math.nan, *[1.0] * (len(completions) - 1)]
+        calls.append(len(completions))
+        return [math.nan if len(calls) == 1 else 1.0, *[1.0] * (len(completions) - 1)]
 
     finding = probe("my.py:nan_once", nan_once, ROWS)
 

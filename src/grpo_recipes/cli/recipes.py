@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import re
 import shlex
@@ -187,6 +188,8 @@ def check(options: argparse.Namespace) -> int:
             # Before the import: the hub's clients read these once.
             os.environ.update(hub_environment(os.environ))
             os.environ.update({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"})
+            # Without a GPU, the import of vLLM warns that it does not use Triton.
+            logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
             from grpo_recipes.trainers.deep_check import look_deep
 
             found["deep"] = look_deep(recipe, os.environ)
@@ -260,7 +263,11 @@ def _print_rewards(results: list[ProbeResult]) -> None:
         if result.failures:
             print(f"\n{result.reward} on", *(_failure(result.reward, one) for one in result.failures), sep="\n")
         if result.missed is None and result.right_mean is not None and not result.tells_apart:
-            print(f"grpo: note: {result.reward} gives right and wrong answers the same")
+            from grpo_recipes.rewards.probe import unpaid_text
+
+            print(f"grpo: note: {result.reward} {unpaid_text(result) or 'gives right and wrong answers the same'}")
+        if result.skipped:
+            print(f"grpo: note: {result.reward} is slow: {result.skipped} further completions were not tried")
 
 
 def _failure(name: str, failure: Try) -> str:

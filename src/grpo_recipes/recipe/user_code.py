@@ -59,6 +59,10 @@ def problem_with(spec: str, where: str) -> Problem | None:
         reason = error.args[0] if isinstance(error, SyntaxError | ValueError) else "too deeply nested"
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         return Problem(where, f"'{shown(path)}{line}' is not valid Python ({reason})", "correct it there")
+    if missing := _missing_import(tree, path):
+        package, number = missing
+        fix = f"install {package} into this environment, or remove the import"
+        return Problem(where, f"'{shown(path)}:{number}' imports '{package}', which is not installed", fix)
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     if name in names or any(node.names[0].name == "*" for node in imports):
@@ -67,6 +71,20 @@ def problem_with(spec: str, where: str) -> Problem | None:
     own = sorted(node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_"))
     fix = f"write one of {', '.join(own[:8])}" if own else f"define {name} there"
     return Problem(where, f"'{shown(path)}' has no '{name}'", fix)
+
+
+def _missing_import(tree: ast.Module, path: Path) -> tuple[str, int] | None:
+    """Return the first package that a file imports when it is loaded and that is not there, with the line."""
+    search = [*sys.path, os.getcwd(), str(path.parent)]
+    for node in tree.body:
+        names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            names = [node.module]
+        for name in (one.partition(".")[0] for one in names):
+            known = name in sys.builtin_module_names or name in sys.modules
+            if not known and PathFinder.find_spec(name, search) is None and importlib.util.find_spec(name) is None:
+                return name, node.lineno
+    return None
 
 
 def function_source(spec: str, path: Path | None = None) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
@@ -112,6 +130,13 @@ def call_parameters(spec: str) -> dict[str, bool] | None:
     names = [one.arg for one in (*arguments.args, *arguments.kwonlyargs)]
     names = names[1:] if function_source(spec) is None else names  # without self
     return {parameter: parameter in required for parameter in names}
+
+
+def names_in(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Return the names of a function's parameters, and the texts in it: columns["answer"] reads a column too."""
+    given = function.args
+    parameters = {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+    return parameters | {str(node.value) for node in ast.walk(function) if isinstance(node, ast.Constant)}
 
 
 def needed_arguments(

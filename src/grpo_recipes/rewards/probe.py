@@ -21,10 +21,12 @@ from statistics import fmean
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from grpo_recipes.errors import ConfigError, Problem, config_error
+from grpo_recipes.errors import ConfigError, Problem, collect, config_error
 from grpo_recipes.modebench.dataset import is_problem, right_answers, wrong_answers
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.datafiles import solution_names
 from grpo_recipes.recipe.registry import ACCURACY, NO_ANSWER, REWARDS
+from grpo_recipes.recipe.user_code import function_source, names_in
 from grpo_recipes.rewards.answers import same
 from grpo_recipes.rewards.load import IsolatedReward, lent_rewards
 from grpo_recipes.rewards.pool import TIME_LIMIT
@@ -52,6 +54,9 @@ _SHOWN = 5
 _MODES = 3  # right answers tried of a problem that has several
 _MOST_FAILURES = 5  # time-outs or unanswered calls; more than the accepted share, and the rest is not called
 _QUIET_SECONDS, _LINE_SECONDS = 2.0, 5.0  # before the first line of progress, and between two
+_FIRST = 40  # completions after which a reward is known to be slow
+_MOST_SECONDS = 10.0  # for one reward
+_EXAMPLE = 60  # characters of a prompt or completion in a message
 _LONG = 200  # characters; an answer that completions can repeat is shorter
 
 
@@ -85,6 +90,8 @@ class ProbeResult:
     taken: int | None = None
     faults: list[tuple[str, str]] = field(default_factory=list)  # what is wrong, a line each, with the fix
     failures: list[Try] = field(default_factory=list)  # the first completions it scored wrongly
+    skipped: int = 0  # completions that were not tried, because the reward is slow
+    unpaid: Try | None = None  # a right answer that the user's reward pays no better than wrong ones
 
     @property
     def tells_apart(self) -> bool:
@@ -115,8 +122,22 @@ def probe_rewards(
 
     ``left_out`` has the columns that rewards do not get, and why.
     """
+    names = list(dict.fromkeys(recipe["reward_funcs"]))
+    try:
+        return _probe_together(recipe, names, rows, left_out)
+    except ConfigError:
+        if len(names) == 1:
+            raise
+    # One that cannot be loaded or called must not hide what is wrong with the others.
+    found = collect(names, lambda name: _probe_together(recipe, [name], rows, left_out))
+    return [result for results in found for result in results]
+
+
+def _probe_together(
+    recipe: Recipe, names: list[str], rows: list[dict[str, Any]], left_out: Mapping[str, str]
+) -> list[ProbeResult]:
     settings = _settings(recipe)
-    names = settings.reward_funcs = list(dict.fromkeys(recipe["reward_funcs"]))
+    settings.reward_funcs = names
     strict, most_missing = recipe["answer_matching"] == "strict", recipe["reward_max_no_verdict"]
     handed = recipe["reward_environment"]
     with (
@@ -147,8 +168,12 @@ def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Probe
     where = recipe.place("reward_funcs")
     faults = [(finding.reward, *fault) for finding in findings for fault in finding.faults]
     found = [Problem(where, f"reward '{reward}' {what}", fix) for reward, what, fix in faults]
+    if len(findings) > 1:
+        found += [_unpaid_problem(recipe, finding) for finding in findings if _reads_solution(recipe, finding)]
     if not found and findings and not any(finding.tells_apart for finding in findings):
         what = "no reward tells right answers from wrong ones: all get the same on average"
+        if example := next(filter(None, map(unpaid_text, findings)), ""):
+            what += f", e.g. {example.rpartition(': ')[2]}"
         fix = f"add one that does, e.g. {ACCURACY[0]}, or correct your own"
         if any(is_own(finding.reward) for finding in findings):
             formats = ", ".join(" ".join((writing % 42).split()) for writing in OWN_WRITINGS)
@@ -173,6 +198,22 @@ def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Probe
     return found
 
 
+def _reads_solution(recipe: Recipe, finding: ProbeResult) -> bool:
+    """Return whether a reward of the user's takes the reference solution, and pays right answers like wrong ones."""
+    if finding.unpaid is None or finding.faults:
+        return False
+    function = function_source(finding.reward)
+    columns = [recipe["dataset_solution_column"], recipe["eval_dataset_solution_column"]]
+    names = {"answer", *solution_names(columns, recipe["dataset_mixture"])}
+    return function is not None and bool(names & names_in(function))
+
+
+def _unpaid_problem(recipe: Recipe, finding: ProbeResult) -> Problem:
+    fix = "correct it; it takes the reference solution and must read one of these formats: "
+    fix += ", ".join(" ".join((writing % 42).split()) for writing in OWN_WRITINGS)
+    return Problem(recipe.place("reward_funcs"), f"reward '{finding.reward}' {unpaid_text(finding)}", fix)
+
+
 def probe(
     name: str,
     reward: Reward,
@@ -190,24 +231,13 @@ def probe(
     ours = name in REWARDS
     writings = _WRITINGS.get(name, _WRITINGS["strict" if strict else "ours"]) if ours else OWN_WRITINGS
     shown = _tries(rows, writings, len(rows) if ours else _ROWS_IN_ALL_WRITINGS)
-    # What TRL gives a reward. All completions count as one token long: what they say decides.
-    columns = {column: [row[column] for row, _ in shown] for column in (rows[0] if rows else ())}
-    columns |= {"prompts": columns.pop("prompt", []), "completion_ids": [[0]] * len(shown)}
-    columns["completions"] = [[{"role": "assistant", "content": one.completion}] for _, one in shown]
-    if isinstance(reward, RewardWrapper):
-        if isinstance(reward, IsolatedReward):
-            reward.watch = _watch(reward, most_missing)
-        reward(**columns)
-        scores = reward.scores
-    else:
-        scores = call_reward(reward, columns, len(shown))
-    pairs = zip(shown, scores, strict=True)
-    tries = [replace(one, value=score.value, reason=score.reason) for (_, one), score in pairs]
+    tries = _scored(reward, shown, most_missing)
     missing = [one for one in tries if one.value is None]
     groups = [writings] if ours else [[writing] for writing in writings]
     _, *means = max((_means(tries, group) for group in groups), key=itemgetter(0))
     right = sum(one.right for one in tries)
-    finding = ProbeResult(name, right, len(tries) - right, *means, len(missing))
+    finding = ProbeResult(name, right, len(tries) - right, *means, len(missing), skipped=len(shown) - len(tries))
+    finding.unpaid = _unpaid(tries) if not ours and not finding.tells_apart else None
     bad = _judge(finding, tries) if name in ACCURACY or name == "cosine_length" else []
     unfit = [one for one in missing if (one.reason or "").startswith(_UNFIT)]
     silent = [one.reason for one in missing if one.reason and one.reason.startswith(NO_ANSWER)]
@@ -226,6 +256,55 @@ def probe(
         finding.faults.append((what, "look at the reference solutions" if ours else "correct it"))
     finding.failures = [*bad, *(one for one in missing if one.reason or finding.faults)][:_SHOWN]
     return finding
+
+
+def _scored(reward: Reward, shown: Sequence[tuple[dict[str, Any], Try]], most_missing: float) -> list[Try]:
+    """Score completions, first a few: a slow reward is shown only as many more as it scores in ``_MOST_SECONDS``."""
+    began = time.monotonic()
+    first = _call(reward, shown[:_FIRST], most_missing)
+    spent, more = time.monotonic() - began, len(shown) - len(first)
+    if any(one.reason == GIVEN_UP for one in first):
+        return first
+    if first and more:  # the first call of all may import something, so its time is no measure
+        longest = max((score.seconds for score in getattr(reward, "scores", ())), default=0.0)
+        each = max(spent - longest, 1e-6) / len(first)
+        more = min(more, max(_FIRST, int((_MOST_SECONDS - spent) / each)))
+    return first + _call(reward, shown[len(first) : len(first) + more], most_missing)
+
+
+def _call(reward: Reward, shown: Sequence[tuple[dict[str, Any], Try]], most_missing: float) -> list[Try]:
+    """Call a reward with the arguments that TRL gives. All completions count as one token long: their text decides."""
+    if not shown:
+        return []
+    columns = {column: [row[column] for row, _ in shown] for column in shown[0][0]}
+    columns |= {"prompts": columns.pop("prompt", []), "completion_ids": [[0]] * len(shown)}
+    columns["completions"] = [[{"role": "assistant", "content": one.completion}] for _, one in shown]
+    if isinstance(reward, RewardWrapper):
+        if isinstance(reward, IsolatedReward):
+            reward.watch = _watch(reward, most_missing)
+        reward(**columns)
+        scores = reward.scores
+    else:
+        scores = call_reward(reward, columns, len(shown))
+    pairs = zip(shown, scores, strict=True)
+    return [replace(one, value=score.value, reason=score.reason) for (_, one), score in pairs]
+
+
+def _unpaid(tries: Sequence[Try]) -> Try | None:
+    """Return the first right answer that gets no more than the best wrong one."""
+    best = max((one.value for one in tries if not one.right and one.value is not None), default=None)
+    paid = [one for one in tries if one.right and one.value is not None]
+    return next((one for one in paid if best is not None and one.value is not None and one.value <= best), None)
+
+
+def unpaid_text(result: ProbeResult) -> str:
+    """Return that a reward pays right answers like wrong ones, with an example; an empty text if it does not."""
+    if result.unpaid is None:
+        return ""
+    example = " ".join(result.unpaid.completion.split())[:_EXAMPLE]
+    prompt = " ".join(result.unpaid.prompt.split())[:_EXAMPLE]
+    paid = f"gives right answers {result.right_mean:.3g}, like wrong ones"
+    return f"{paid}: '{example}' to '{prompt}' gets {result.unpaid.value:.3g}"
 
 
 def _server_fix(handed: Collection[str]) -> str:

@@ -1,12 +1,14 @@
 """Whether configs, tokenizer, data and rewards work together (`grpo check --deep`). Seconds; nothing is downloaded."""
 
+import contextlib
+import hashlib
+import json
 import random
 import re
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -18,20 +20,23 @@ from grpo_recipes import smoke
 from grpo_recipes.data.prompts import renderer_of
 from grpo_recipes.environments.games import Game
 from grpo_recipes.environments.turns import Turn
-from grpo_recipes.errors import ConfigError, Problem, collect, config_error, translate
-from grpo_recipes.fetch.assets import Assets, find_assets
-from grpo_recipes.paths import shown
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.fetch.assets import MODEL, Assets, find_assets
+from grpo_recipes.paths import cache_root, shown
 from grpo_recipes.plan.devices import derive_batch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.atropos import place
 from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ModelConfig
-from grpo_recipes.recipe.registry import atropos_environments, environments_of, uses_atropos
-from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows
+from grpo_recipes.recipe.registry import REWARDS, atropos_environments, environments_of, uses_atropos
+from grpo_recipes.recipe.user_code import source_path
+from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows, unpaid_text
 from grpo_recipes.rollouts.episode import turns_of
 from grpo_recipes.rollouts.episodes import Renderer
+from grpo_recipes.runs.rundir import write_whole
 from grpo_recipes.trainers.entry import load_callbacks
 from grpo_recipes.trainers.model import check_adapter, load_tokenizer, quoting, skeleton
 
+_MOST_FILES = 200  # of a folder of rewards, whose change makes the check try them again
 SAMPLE = 64  # rows of the dataset that are looked at
 _ANSWER = "<answer>0</answer>"
 _SEED = 0  # of the episode that is played
@@ -41,9 +46,28 @@ _MOVE = re.compile(r"\[(?!GAME\]|Player )[^\[\]\n]{1,60}\]")  # as games list mo
 def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
     """Build, load and try everything of a checked recipe that needs no GPU; return what was seen, or refuse it all."""
     sources = find_assets(recipe, environment)
-    looks: list[Callable[[], Any]] = [partial(look, recipe, sources) for look in (_present, _configs)]
-    looks.append(partial(load_callbacks, recipe["callbacks"]))
-    seen, configs, callbacks = collect(looks, lambda look: look())
+    problems: list[Problem] = []
+
+    def attempt(look: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a look finds; None if it has problems, which are reported with those of the other looks."""
+        try:
+            return look(*arguments)
+        except ConfigError as error:
+            problems.extend(error.problems)
+
+    seen, configs = attempt(_present, recipe, sources) or [], attempt(_configs, recipe, sources)
+    callbacks = attempt(load_callbacks, recipe["callbacks"])
+    on_prompts = not environments_of(recipe.__getitem__) and not uses_atropos(recipe.__getitem__)
+    lines: list[str] = []
+    has_data = all(asset.kind == MODEL for asset in sources.missing)
+    if on_prompts and has_data and (sample := attempt(sample_rows, recipe, SAMPLE, sources.lookup)):
+        rows, counts = sample
+        has_model = configs and not sources.missing
+        lines = (attempt(_prompts, recipe, rows, *configs) or [] if has_model else []) + (
+            attempt(_rewards, recipe, rows, counts.left_out, environment) or [] if rows else []
+        )
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
     seen.append("configs    TRL takes every value")
     if callbacks:
         seen.append(f"callbacks  {', '.join(recipe['callbacks'])}")
@@ -53,10 +77,7 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
         return [*seen, *_episodes(recipe, *configs)]
     if uses_atropos(recipe.__getitem__):
         return [*seen, *_groups(recipe, sources)]
-    rows, counts = sample_rows(recipe, SAMPLE, sources.lookup)
-    looks = [partial(_prompts, recipe, rows, *configs), partial(_rewards, recipe, rows, counts.left_out)]
-    tried = collect(looks, lambda look: look())
-    return seen + [line for lines in tried for line in lines]
+    return seen + lines
 
 
 def _present(recipe: Recipe, sources: Assets) -> list[str]:
@@ -191,11 +212,15 @@ def _stops(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list[in
     if _is_smoke(recipe):
         return []
     folder = Path(str(model_args.model_name_or_path))
-    if (folder / "generation_config.json").is_file():
+    if _has_generation_config(model_args):
         config = GenerationConfig.from_pretrained(folder)
     else:
         config = skeleton(model_args, args.trust_remote_code).generation_config
     return [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
+
+
+def _has_generation_config(model_args: ModelConfig) -> bool:
+    return (Path(str(model_args.model_name_or_path)) / "generation_config.json").is_file()
 
 
 def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model_args: ModelConfig) -> list[str]:
@@ -216,17 +241,54 @@ def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model
         )
     turn = [*prompts[0], {"role": "assistant", "content": _ANSWER}]
     text = str(tokenizer.apply_chat_template(turn, tokenize=False, **renderer.template_kwargs))
-    after, eos = text.rpartition(_ANSWER)[2], str(tokenizer.eos_token)
-    differs = f"note: the template ends an answer with {after.strip()!r}, a completion ends at {eos}"
+    after = text.rpartition(_ANSWER)[2]
+    ids = _stops(recipe, args, model_args) if _has_generation_config(model_args) else []
+    stops = [str(tokenizer.eos_token), *tokenizer.convert_ids_to_tokens(ids)]
+    end = next((stop for stop in stops if stop in after), "")
+    ends = " or ".join(dict.fromkeys(stops))
+    differs = f"note: the template ends an answer with {after.strip()!r}, a completion ends at {ends}"
+    renderer.check(prompts, set(), recipe["system_prompt"])
     return [
         f"prompts    {fitting} of the first {len(lengths)} fit; {min(lengths)} to {max(lengths)} tokens",
-        f"answers    end with {eos}" if eos in after else differs,
+        f"answers    end with {end}" if end else differs,
+        *(f"note: {note}" for note in renderer.notes(prompts[0])),
         f"first prompt, {lengths[0]} tokens:\n{renderer.text(prompts[0])}",
     ]
 
 
-def _rewards(recipe: Recipe, rows: list[dict[str, Any]], left_out: Mapping[str, str]) -> list[str]:
-    """Show the rewards right and wrong answers to these rows."""
+def _rewards(
+    recipe: Recipe, rows: list[dict[str, Any]], left_out: Mapping[str, str], environment: Mapping[str, str]
+) -> list[str]:
+    """Show the rewards right and wrong answers to these rows, or repeat the result for unchanged files."""
+    file = _result_file(recipe, rows, environment)
+    with contextlib.suppress(OSError, ValueError):
+        if file is not None:
+            return [f"{line} (remembered: rows, keys and files are unchanged)" for line in json.loads(file.read_text())]
+    lines = _tried_rewards(recipe, rows, left_out)
+    if file:
+        with contextlib.suppress(OSError):  # a full or read-only cache costs only time
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, json.dumps(lines))
+    return lines
+
+
+def _result_file(recipe: Recipe, rows: list[dict[str, Any]], environment: Mapping[str, str]) -> Path | None:
+    """Return where the result for these rows, keys and files is kept; None for rewards that may call a server."""
+    if recipe["reward_environment"] or (recipe.path.parent / "run.json").exists():
+        return None
+    digest = hashlib.sha256()
+    keys = {key for key in recipe.values if key.startswith("reward_")}
+    keys |= {key for name in recipe["reward_funcs"] for key in REWARDS.get(name, ())} | {"system_prompt"}
+    digest.update(json.dumps([rows, {key: recipe[key] for key in sorted(keys)}], default=repr).encode())
+    folders = {path.parent for name in recipe["reward_funcs"] if ":" in name and (path := source_path(name))}
+    folders.add(Path(__file__).parents[1] / "rewards")
+    for folder in sorted(folders):
+        for path in sorted(folder.glob("*.py"))[:_MOST_FILES]:
+            digest.update(path.name.encode() + path.read_bytes())
+    return cache_root(environment) / "checked-rewards" / f"{digest.hexdigest()[:32]}.json"
+
+
+def _tried_rewards(recipe: Recipe, rows: list[dict[str, Any]], left_out: Mapping[str, str]) -> list[str]:
     findings = probe_rewards(recipe, rows, left_out)
     if problems := problems_of(recipe, rows, findings):
         raise ConfigError(*problems)
@@ -237,5 +299,7 @@ def _rewards(recipe: Recipe, rows: list[dict[str, Any]], left_out: Mapping[str, 
     columns = ", ".join(f"{name} ({reason})" for name, reason in left_out.items())
     return [f"columns    not passed to rewards: {columns}"] * bool(columns) + [
         f"reward     {one.reward}: right answers {mean(one.right_mean)}, wrong ones {mean(one.wrong_mean)}"
+        + (f"; {one.skipped} further completions were not tried, since it is slow" if one.skipped else "")
+        + (f"; note: it {unpaid_text(one)}" if one.unpaid else "")
         for one in findings
     ]
