@@ -22,7 +22,7 @@ from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.dialects import atropos
 from grpo_recipes.recipe.dialects.colocated import IMPLIED
 from grpo_recipes.recipe.document import BASE_KEY, Value, read_file
-from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, schema_line
+from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, nested_catalogue, schema_line
 from grpo_recipes.recipe.registry import ACCURACY, PACKAGE_KEYS, REWARDS, benchmark_problem, missing_package
 from grpo_recipes.recipe.rules import EMBEDDINGS, NEUTRAL_SAMPLING, REPORTERS
 from grpo_recipes.recipe.tasks import requested_task, with_task
@@ -167,8 +167,13 @@ def _read(source: Path, problems: list[Problem]) -> dict[str, Any]:
 def _joined(read: dict[str, Any]) -> dict[str, Any]:
     """Return settings with those joined that mean one key together: TRL's datasets, and verl's reward function."""
     entries, size = read.get("datasets"), read.get("test_split_size")
-    if isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries):
-        names = {"path": "id", "name": "config"}
+    names = {"path": "id", "name": "config"}
+    known = {*names, *nested_catalogue()["dataset_mixture.datasets"]}  # other projects have more, such as `type`
+    if (
+        isinstance(entries, list)
+        and entries
+        and all(isinstance(entry, dict) and entry.keys() <= known for entry in entries)
+    ):
         mixed = [{names.get(part, part): value for part, value in entry.items()} for entry in entries]
         more = {} if size is None else {"test_split_size": size}
         left = {name: value for name, value in read.items() if name not in ("datasets", "test_split_size", "streaming")}
