@@ -111,7 +111,7 @@ def test_solutions_that_cannot_be_read_are_refused(check):
 
     assert code == 2
     assert "completions unscored" in problem and "it cannot read the reference solution" in problem
-    assert r"right answer '<answer>\\frac{</answer>' gets no score" in said
+    assert "gets no score (it cannot read the reference solution)" in said
 
 
 def test_rewards_of_ones_own(check):

@@ -224,7 +224,7 @@ def test_environments_of_atropos_are_loaded_with_their_arguments(read, tmp_path,
         "from grpo_recipes.atropos.environments import RecipeEnv\nclass Half(RecipeEnv):\n"
         "    def next_item(self):\n        return {'prompt': 'x'}\n"
     )
-    keys = {**SMOKE, "dataset_name": None, "reward_funcs": ["environment"], "max_steps": 2}
+    keys = {**SMOKE, "dataset_name": None, "reward_funcs": ["environment"], "max_steps": 2, "max_prompt_length": 64}
     assert "groups     of arithmetic: it loads" in seen(read(**keys, atropos_environment="arithmetic"), tmp_path)
     mixture = {"environments": [{"id": "arithmetic", "args": {"sed": 1}}, {"id": "own.py:Half"}]}
     first, second = refused(read(**keys, atropos_mixture=mixture), tmp_path)
