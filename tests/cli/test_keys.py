@@ -36,7 +36,7 @@ def test_a_word_is_looked_for_in_names_and_meanings(capsys):
 def test_a_key_is_printed_with_type_limits_default_and_class(capsys):
     assert cli.main(["keys", "benchmark_samples"]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first == "benchmark_samples  (int >= 1, default 1, ScriptArguments)"
+    assert first == "benchmark_samples  (int >= 1 <= 65536, default 1, ScriptArguments)"
     assert second.startswith("    Completions of each benchmark problem")
     assert cli.main(["keys", "reward_isolation"]) == 0
     assert "(completion | none, default" in capsys.readouterr().out

@@ -26,7 +26,7 @@ def test_every_kind_is_read_whole_or_as_a_stream(write, kind, streaming):
 
 def test_a_missing_column_names_those_that_exist(write):
     with pytest.raises(ConfigError, match=r"has no column 'gold'.*problem, answer, level"):
-        need_columns("rows", column_names(read_rows(write(TEN), None, "train")), {"problem": "key", "gold": "key"})
+        need_columns("rows", read_rows(write(TEN), None, "train").features, {"problem": "key", "gold": "key"})
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "saved"])
@@ -88,7 +88,7 @@ def broken(folder: Path, name: str, content: str | None) -> str:
         ("rows.jsonl", "", "it has no rows"),
         ("rows.csv", 'problem,answer\n1,2\n1,2,3,"', "rows.csv"),
         ("rows.parquet", "no parquet at all", "rows.parquet"),
-        ("rows.txt", "1 2\n", "not a .json, .jsonl, .csv, .parquet file"),
+        ("rows.txt", "1 2\n", "not a .json, .jsonl, .csv, .tsv, .parquet file"),
         ("folder", None, r"several kinds \(csv, json\)"),
     ],
 )

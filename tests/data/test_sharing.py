@@ -52,7 +52,7 @@ def test_one_rank_reads_and_both_get_the_same(outcomes):
     assert first["opened"] == ["train", "test"] and second["opened"] == []
     assert first["train"] == second["train"] and first["eval"] == second["eval"]
     assert len(first["train"]["rows"]) == 10 and first["train"]["example"].endswith("!")
-    assert first["eval"]["said"].startswith("evaluating on 5 of 50 rows")
+    assert first["eval"]["said"].startswith("evaluating on 50 of 50 rows (eval_max_prompts 1000)")
     assert first["template"] == second["template"] == TEMPLATE
 
 

@@ -138,7 +138,7 @@ def test_a_dataset_in_a_file_passes_when_the_file_is_there(read, tmp_path):
     rows = tmp_path / "rows.jsonl"
     assert len(check(read(dataset_name=str(rows)), {})) == 1
     rows.write_text('{"problem": "1", "answer": "1"}\n')
-    assert check(read(dataset_name=str(rows)), {}) == []
+    assert check(read(dataset_name=str(rows), prompts_per_step=1), {}) == []
 
 
 @pytest.mark.parametrize("key", ["model_name_or_path", "dataset_name"])
@@ -149,14 +149,14 @@ def test_the_home_of_a_user_who_does_not_exist_is_a_missing_path(read, key):
 
 def test_columns_of_a_local_file_are_checked_by_its_first_line(read, tmp_path):
     data = tmp_path / "mine.jsonl"
-    data.write_text('{"question": "1+1", "gold": "2"}\n')
+    data.write_text('{"question": "1+1", "gold": "2"}\n' * 12)
     (problem,) = check(read(dataset_name=str(data), dataset_prompt_column="question"), {})
     assert "'mine.jsonl' has no column 'answer'" in problem.what
     assert problem.fix == "write one of question, gold"
     assert (
         check(read(dataset_name=str(data), dataset_prompt_column="question", dataset_solution_column="gold"), {}) == []
     )
-    data.write_text("not json\n")
+    data.write_text("not json\n" * 12)
     (problem,) = check(read(dataset_name=str(data)), {})
     assert "does not begin with a JSON object" in problem.what
 

@@ -25,7 +25,7 @@ Read = Callable[..., Recipe]
         ({"vllm_server_base_url": "far:30000"}, {}, "'far:30000' is not an http or https URL. Fix: write e.g. http://"),
         ({"weight_sync": "file"}, {}, "weights reach the server of vllm_server_base_url as files"),
         ({"vllm_mode": "colocate"}, {}, "be combined with vllm_mode: colocate, or with Atropos"),
-        ({"generation_kwargs": {"top_k": 3}}, {}, "generation_kwargs is not passed on"),
+        ({"generation_kwargs": {"stop": ["x"]}}, {}, "generation_kwargs is not passed on"),
         ({"max_completion_length": None}, {}, "wants a limit. Fix: write e.g. max_completion_length: 256"),
         ({"server_backend": "hf"}, {}, "server_backend"),
         (STEPS | {"eval_temperature": 0.0}, STEPS | {"eval_temperature": 0.0, "num_generations_eval": 1},

@@ -59,7 +59,7 @@ def eval_source(args: ScriptArguments) -> DataSource:
     if not name:
         name, config, split = args.dataset_name, args.dataset_config, args.dataset_test_split
         path = Path(os.path.expanduser(name))
-        if path.exists() and not datafiles.has_splits(path):
+        if os.path.exists(path) and not datafiles.has_splits(path):
             what = f"'{name}' has no split '{split}' to evaluate on"
             raise config_error("eval_strategy", what, "add eval_dataset_name")
     return DataSource(name, config, split, getattr(args, first), getattr(args, second), (first, second))

@@ -291,7 +291,7 @@ def local_rows(source: DataSource, most: int) -> int | None:
     """Count the rows of a local dataset up to ``most``; None if it is not local, is a slice, or takes long to count."""
     path = Path(os.path.expanduser(source.id))
     sliced = not re.fullmatch(r"\w+", source.split)
-    if sliced or source.id.startswith(tuple(_BUILT_IN)) or not path.exists():
+    if sliced or source.id.startswith(tuple(_BUILT_IN)) or not os.path.exists(path):
         return None
     with contextlib.suppress(OSError, ValueError):
         return count_rows(path, most, source.split)

@@ -107,6 +107,8 @@ def prompt_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
     """Yield the problem of a model without chat template, and of prompts that the template rejects or shortens."""
     if not _has_prompts(recipe):
         return
+    if recipe["chat_template"] and "messages" not in recipe["chat_template"]:  # reported by a rule
+        return
     key, templates = _templates(recipe, environment)
     if templates is None:
         return
