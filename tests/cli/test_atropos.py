@@ -78,7 +78,10 @@ def recipe_of(door: Door) -> Recipe:
 
 
 def resolved(*arguments: str) -> Recipe:
-    return recipe_of(read(*NEEDED, *arguments))
+    """Return the recipe of the needed flags, except those that are given, and of the given ones."""
+    pairs = zip(NEEDED[::2], NEEDED[1::2], strict=True)
+    needed = [word for flag, value in pairs if flag not in arguments for word in (flag, value)]
+    return recipe_of(read(*needed, *arguments))
 
 
 def refused(*arguments: str) -> list[str]:

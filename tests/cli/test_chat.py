@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from rollouts.fake_openai import FakeServer
@@ -14,6 +16,7 @@ from rollouts.fake_openai import FakeServer
 from grpo_recipes.cli import chat as module
 from grpo_recipes.cli import main
 from grpo_recipes.launch.serve import Server, ServerFailed
+from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.runs.rundir import write_json
 
 
@@ -152,7 +155,8 @@ def test_the_server_of_a_run_is_started_and_ended(talk, server: FakeServer, run:
     @contextlib.contextmanager
     def fake_serving(recipe: Any, model: str, environment: Any) -> Iterator[Server]:
         events.append(model)
-        yield Server(server.url, "tiny", "the-token")
+        owner = OwnListener("127.0.0.1", urlsplit(server.url).port or 0, os.getpid)  # of the fake server
+        yield Server(server.url, "tiny", "the-token", owner)
         events.append("ended")
 
     monkeypatch.setattr(module, "serving", fake_serving)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from rollouts.fake_openai import FakeServer
@@ -18,6 +20,7 @@ from grpo_recipes import smoke
 from grpo_recipes.cli import eval as module
 from grpo_recipes.cli import main
 from grpo_recipes.launch.serve import Server, ServerFailed
+from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.rollouts import generate
 from grpo_recipes.runs.checkpoints import publish
 from grpo_recipes.runs.rundir import write_json
@@ -311,7 +314,8 @@ def test_a_server_is_started_for_the_model_and_ended(tmp_path: Path, server: Ans
     @contextmanager
     def serving(recipe: Any, model: str, _: Any) -> Iterator[Server]:
         seen.append((model, recipe["vllm_max_model_length"]))
-        yield Server(server.url, "tiny", "token")
+        owner = OwnListener("127.0.0.1", urlsplit(server.url).port or 0, os.getpid)  # of the fake server
+        yield Server(server.url, "tiny", "token", owner)
         seen.append("ended")
 
     monkeypatch.setattr(module, "serving", serving)

@@ -194,7 +194,7 @@ def test_a_row_that_is_not_text_and_a_process_without_a_role_end_in_no_traceback
     run = made(folder)
     write_json(run.folder / "plan.json", {"processes": [{}]})
     assert "state    lost" in said(capsys, "status", "last")
-    (run.folder / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
+    (run.folder / "metrics.jsonl").write_bytes(b'\xff\xfe\n{"step": 2}\n')
     assert "metrics.jsonl: is damaged (no row" in said(capsys, "status", "last", code=2)
     assert "damaged: metrics.jsonl" in said(capsys, "status")
 

@@ -170,7 +170,7 @@ def test_rank_0_on_another_node_than_run_api_is_refused(planned: Planned) -> Non
 
 
 def test_one_gpu_is_refused_unless_server_and_trainer_share_it(planned: Planned) -> None:
-    with pytest.raises(ConfigError, match=r"ask for more GPUs, or write weight_sync: shared \(one GPU for both\)"):
+    with pytest.raises(ConfigError, match=r"ask for more GPUs, or set vllm_gpu: shared \(one GPU for both\)"):
         planned(**GROUPS, gpus=("0",))
     assert planned(**GROUPS, gpus=("0",), weight_sync="shared").mode == "server"
 

@@ -117,12 +117,13 @@ def _close_recipes(name: str, default: str, task: str) -> list[str]:
     """Return the recipe whose path is misspelt, or those of nearly this file name, the default and the task's first."""
     beside = Path(name).parent.glob("*.yaml") if os.path.isdir(os.path.dirname(name) or ".") else ()
     ours = (path.relative_to(home()) for path in (home() / "recipes").rglob("*.yaml"))
-    known = {str(path) for path in (*beside, *Path().glob("*.yaml"), *Path("recipes").rglob("*.yaml"), *ours)}
+    paths = (*beside, *Path().glob("*.yaml"), *Path("recipes").rglob("*.yaml"), *ours)
+    known = {str(path) for path in paths if os.path.isfile(path) or os.path.isfile(home() / path)}
     if close := nearest_of(name, known):
         return [close]
     stem = nearest_of(Path(name).stem, {Path(path).stem for path in known})
     alike = (path for path in known if Path(path).stem == stem)
-    return sorted(filter(os.path.isfile, alike), key=lambda path: (path != default, f"/{task}/" not in path, path))
+    return sorted(alike, key=lambda path: (path != default, f"/{task}/" not in path, path))
 
 
 def resolve_recipe(
