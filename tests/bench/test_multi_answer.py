@@ -171,7 +171,7 @@ def test_readme_says_what_the_recorded_reports_settle(bench: ModuleType) -> None
     assert not first & second and recorded[0][0]["known_by"] == recorded[1][0]["known_by"]
     assert bench.report.settled(bench.report.given_by(recorded)) is None
     told = (Path(__file__).parents[2] / "README.md").read_text()
-    assert "No objective of it is the default" in " ".join(told.replace("**", "").split())
+    assert "No objective is recommended" in " ".join(told.replace("**", "").split())
 
 
 def test_more_coverage_at_the_price_of_what_was_never_seen_is_no_default(bench: ModuleType) -> None:

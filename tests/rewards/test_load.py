@@ -364,7 +364,7 @@ def test_check_tells_what_is_wrong_with_a_name(read: Any, project: Path, names: 
 
 @pytest.fixture
 def rows(project: Path) -> dict[str, str]:
-    (project / "rows.jsonl").write_text('{"question": "1+1", "gold": "2", "level": 3, "answer": "x"}\n')
+    (project / "rows.jsonl").write_text('{"question": "1+1", "gold": "2", "level": 3, "answer": "x"}\n' * 12)
     return {"dataset_name": "rows.jsonl", "dataset_prompt_column": "question", "dataset_solution_column": "gold"}
 
 
