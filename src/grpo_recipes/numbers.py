@@ -13,6 +13,8 @@ _LARGEST_FLOAT32 = 3.4028234e38
 
 def reward_problem(value: float) -> str | None:
     """Return why a reward, score or advantage can't be trained on; None if it can."""
+    if isinstance(value, int) and abs(value) > LARGEST:  # may be too large for a float
+        return f"an integer is beyond {LARGEST:.0e}, where the variance of a group overflows float32"
     if not math.isfinite(value):
         return f"{value}"
     if abs(value) > _LARGEST_FLOAT32:

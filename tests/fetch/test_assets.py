@@ -75,7 +75,7 @@ def test_a_stream_is_limited_with_rows_to_spare(read: Read) -> None:
     stream = read(dataset_streaming=True, max_train_prompts=50, eval_strategy="steps", eval_steps=5)
     assert names(assets_of(stream))[1:] == [
         ("openai/gsm8k", None, "train", 100),
-        ("openai/gsm8k", None, "test", 10_000),
+        ("openai/gsm8k", None, "test", 1_000),
     ]
 
 
@@ -88,7 +88,7 @@ def test_one_dataset_used_twice_is_one_asset_with_the_most_rows(read: Read) -> N
         eval_dataset_name="openai/gsm8k",
         eval_dataset_split="train",
     )
-    assert names(assets_of(twice))[1:] == [("openai/gsm8k", None, "train", 10_000)]
+    assert names(assets_of(twice))[1:] == [("openai/gsm8k", None, "train", 1_000)]
 
 
 @pytest.mark.parametrize("name", ["smoke:sums", "/data/rows", "~/rows", "rows.jsonl", "sub/rows.parquet"])
