@@ -350,7 +350,7 @@ WRITTEN_IN = {
     "no Python 3.11 to 3.13 with the venv module found": "scripts/setup.sh",
     "which is not the repository;": "training.sh",
     "is in use by another process": "src/grpo_recipes/plan/ports.py",
-    "was taken by another process (pid": "src/grpo_recipes/plan/ports.py",
+    " was taken by ": "src/grpo_recipes/plan/ports.py",
     " died before it was ready": "src/grpo_recipes/plan/ports.py",
     "s (vllm_server_timeout)": "src/grpo_recipes/plan/ports.py",
     "the vLLM server did not answer": "src/grpo_recipes/weights/transport.py",
