@@ -368,6 +368,7 @@ WRITTEN_IN = {
     "has no column": "src/grpo_recipes/data/problems.py",
     "prompts are left, one step needs": "src/grpo_recipes/data/prompts.py",
     "are unscored, more than reward_max_no_verdict:": "src/grpo_recipes/trainers/checks.py",
+    "No space left on device": "src/grpo_recipes/runs/endings.py",
     "the run was made at commit": "src/grpo_recipes/runs/rundir.py",
     "holds no checkpoint that can be resumed:": "src/grpo_recipes/runs/checkpoints.py",
     "was changed since the run wrote it": "src/grpo_recipes/runs/checkpoints.py",

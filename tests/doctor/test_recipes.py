@@ -52,7 +52,9 @@ def test_what_is_not_fetched(case, local):
     found = recipes.assets(case())
     assert found.status == "warning" and "Qwen/Qwen2.5-1.5B-Instruct" in found.value and "grpo fetch" in found.fix
     assert "openai/gsm8k" in found.value
-    assert "config.json is not on this machine" in recipes.space(case()).value
+    assert "3 checkpoints" in recipes.space(case()).value  # the shapes of the shipped recipes' models are known
+    unknown = case(model_name_or_path="someone/model")
+    assert "config.json is not on this machine" in recipes.space(unknown).value
 
 
 def test_a_model_folder_complete_and_not(case, local, tmp_path: Path):

@@ -77,7 +77,7 @@ def own_rewards(folder: Path, code: str = REWARD, **keys: Any) -> list[Any]:
     defaults |= {"reward_environment": [], "reward_concurrency": 4, "dataset_mixture": None}
     defaults |= {"dataset_solution_column": "answer", "eval_dataset_solution_column": None}
     script_args = SimpleNamespace(reward_funcs=[f"{folder}/own.py:own"], **{**defaults, **keys})
-    rewards = load_rewards(script_args, None, folder)
+    rewards = load_rewards(script_args, SimpleNamespace(seed=0), folder)
     rewards[0](completions=["the first call may take longer"], completion_ids=[[1]])
     return rewards
 

@@ -267,7 +267,7 @@ def test_a_rendezvous_that_never_comes_ends_within_its_limit(server, connect, re
         watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
         watched.groups["trainer"] = SimpleNamespace(process=SimpleNamespace(trains=True, ready=""), log=log)
         serving, state = SimpleNamespace(trains=False, ready="serving", renewed=False), SimpleNamespace(pid=None)
-        watched.groups["server"] = SimpleNamespace(process=serving, log=log, state=lambda: state)
+        watched.groups["server"] = SimpleNamespace(process=serving, log=log, state=lambda: state, members=[None])
         began, ending = time.monotonic(), None
         while ending is None and time.monotonic() < began + 30:
             ending = watched.tick()

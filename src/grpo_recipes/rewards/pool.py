@@ -120,6 +120,7 @@ class RewardPool:
             while not any(child.ready for child in self._children):
                 self._listen(_TICK_SECONDS)
                 self._enforce()
+                self._measure()
         except BaseException:
             self.close()
             raise
@@ -174,6 +175,7 @@ class RewardPool:
                         row_seeds = [seeds[row] if seeds else None for row in rows]
                         child.call(reward, rows, columns, row_seeds, self._limit(child, reward, rows[0]))
                         self._homes |= {self._called_by[row]: child for row in rows if self._called_by}
+                self._measure()  # while they are busy: quick rows have been answered after each wait
                 self._listen(_TICK_SECONDS)
                 self._enforce()
         finally:
@@ -272,28 +274,33 @@ class RewardPool:
         return child.since + child.limit + (_GRACE_SECONDS if child.reward in self.together else 0.0)
 
     def _enforce(self) -> None:
-        """Stop children over a limit; measure one child at a time, since adding up its memory takes a while."""
+        """Stop the children that are over their time limit."""
         now = time.monotonic()
         for child in list(self._children):
             if child.rows and now > self._deadline(child):
                 self._stop(child, TIME_LIMIT)
             elif not child.ready and now - child.since > START_SECONDS:
                 raise RewardFailed(f"the rewards {self._names} were not loaded within {START_SECONDS:.0f} s")
+        for child in self._ending:
+            self._print(child)
+        self._ending = [child for child in self._ending if not child.ended()]
+
+    def _measure(self) -> None:
+        """Stop a child over its limit of memory or processes; one child at a time, since adding up takes a while."""
+        now = time.monotonic()
         due = [
             child for child in self._busy()
             if now - child.since > _TICK_SECONDS or now - child.looked_at > _MEASURE_SECONDS
         ]  # fmt: skip
-        if due:
-            child = min(due, key=lambda child: child.looked_at)
-            child.looked_at = time.monotonic()
-            family = tree.descendants(child.pid)
-            if len(family) > MOST_PROCESSES:
-                self._stop(child, f"process limit ({MOST_PROCESSES})")
-            elif used_by(family) > self._memory:
-                self._stop(child, "memory limit")
-        for child in self._ending:
-            self._print(child)
-        self._ending = [child for child in self._ending if not child.ended()]
+        if not due:
+            return
+        child = min(due, key=lambda child: child.looked_at)
+        child.looked_at = time.monotonic()
+        family = tree.descendants(child.pid)
+        if len(family) > MOST_PROCESSES:
+            self._stop(child, f"process limit ({MOST_PROCESSES})")
+        elif used_by(family) > self._memory:
+            self._stop(child, "memory limit")
 
     def _stop(self, child: _Child, reason: str) -> None:
         """Replace a child that died or is over a limit; its row is unscored, of several at once each is tried alone."""
