@@ -438,7 +438,8 @@ class Supervisor:
             wait(alive, started)
         except NotReady as error:
             moves = started.process.ready == "serving" and not self._attempt.recipe.given("vllm_server_port")
-            if isinstance(error, PortTaken) and moves and not endings:
+            others_live = all(ending.lost == started.process for ending in endings)
+            if isinstance(error, PortTaken) and moves and others_live:
                 started.end()
                 return Ending(1, str(error), log=started.log, lost=started.process)
             if not endings:

@@ -228,19 +228,20 @@ def _wait(
     start = time.monotonic()
     foreign = 0  # looks in a row: a process of ours may have begun to listen between the parts of one look
     while time.monotonic() - start < timeout:
-        if not alive():
-            raise NotReady(f"{who} died before it was ready")
+        living = alive()
         with contextlib.suppress(ConnectionRefusedError):
             try:
                 owner.sockets()
                 foreign = 0
-                if ready():
+                if living and ready():
                     return time.monotonic() - start
             except ForeignListener:
                 foreign += 1
-        if foreign > 1:
+        if foreign > 1 or (foreign and not living):
             holder = f"another process (pid {listener(port) or '?'})"
             raise PortTaken(f"port {port} was taken by {holder} while {who} started")
+        if not living:
+            raise NotReady(f"{who} died before it was ready")
         time.sleep(0.25)
     raise NotReady(f"{who} was not ready after {timeout:.0f}{unit}")
 
