@@ -156,6 +156,7 @@ def test_a_chain_of_bases_has_a_limit(tmp_path):
         read_recipe(tmp_path / "0.yaml")
 
 
+@pytest.mark.alone
 def test_thousands_of_unknown_keys_are_told_without_delay(path):
     """M9: each unknown key took 6 ms to find the nearest name."""
     path.write_text("".join(f"learning_rte{index}x: {index}\n" for index in range(2000)))

@@ -47,7 +47,7 @@ class RestartClient(BridgeClient):
         link.unlink(missing_ok=True)
         link.symlink_to(folder)
         link.replace(folder.with_name(NEWEST_MODEL))
-        self._through_restarts(self._resend)
+        self._resend()
         shutil.rmtree(self._folder(self._sync - 1), ignore_errors=True)
 
     def _folder(self, number: int) -> Path:
