@@ -259,7 +259,9 @@ def test_a_transfer_that_waits_for_the_next_server_is_not_late(read, tmp_path, m
     watched.groups["trainer"] = SimpleNamespace(process=SimpleNamespace(trains=True, ready=""), log=tmp_path / "log")
     if server:
         process, state = SimpleNamespace(trains=False, ready="serving", renewed=False), SimpleNamespace(pid=None)
-        watched.groups["server"] = SimpleNamespace(process=process, log=tmp_path / "log", state=lambda: state, members=[None])
+        watched.groups["server"] = SimpleNamespace(
+            process=process, log=tmp_path / "log", state=lambda: state, members=[None]
+        )
     (tmp_path / "processes").mkdir()
     write_json(tmp_path / "processes/phase_0.json", {"phase": "sync", "since": 1.5, "step": 2})
     assert watched.tick() is None
