@@ -14,6 +14,7 @@ from grpo_recipes.recipe.registry import (
     ATROPOS_ENVIRONMENTS,
     ENVIRONMENT_REWARD,
     atropos_environments,
+    longest_trajectory,
     starts_run_api,
 )
 from grpo_recipes.recipe.rules import OF_DATASETS, Rule, evaluates, given, is_url, plays, takes_groups
@@ -22,6 +23,14 @@ from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, problem_with
 INSTALL = "EXTRAS=environments make setup"
 _API_URL = "atropos_api_url"
 _NAMES = ("atropos_environment", "atropos_mixture", _API_URL)  # one of them makes a recipe one of Atropos
+
+
+def _missing_limit(recipe: Recipe) -> list[str]:
+    """Return the key that limits the prompts and completions of the environments to start, if no key does."""
+    if not atropos_environments(recipe.__getitem__) or longest_trajectory(recipe.__getitem__) is not None:
+        return []
+    return ["vllm_max_model_length" if recipe["max_completion_length"] is None else "max_prompt_length"]
+
 
 # fmt: off
 RULES = (
@@ -52,10 +61,9 @@ RULES = (
         "reward '{item}' would score completions that Atropos' environments have scored", "remove {item}"),
     Rule("max_steps", lambda r: takes_groups(r) and r["max_steps"] == -1,
         "groups of Atropos have no epochs, and max_steps is not given", "add max_steps, e.g. max_steps: 200"),
-    Rule("max_prompt_length", lambda r: takes_groups(r) and atropos_environments(r.__getitem__)
-        and None in (r["max_prompt_length"], r["max_completion_length"]) and r["vllm_max_model_length"] is None,
+    Rule("{item}", lambda r: takes_groups(r) and _missing_limit(r),
         "nothing limits the tokens of a prompt with its completion, which run-api and the environments are told",
-        "add max_prompt_length, e.g. max_prompt_length: 512"),
+        lambda _, key: f"add {key}, e.g. {key}: {512 if key == 'max_prompt_length' else 2048}"),
     Rule("use_vllm", lambda r: takes_groups(r) and not r["use_vllm"],
         "Atropos' environments ask a vLLM server", "write use_vllm: true"),
     Rule("vllm_mode", lambda r: takes_groups(r) and r["use_vllm"] and r["vllm_mode"] == "colocate",
