@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,20 @@ def test_the_first_prompt_its_tokens_its_end_and_the_scores(sums, tmp_path):
     assert "answers    end with <|im_end|>" in told
     assert "reward     pure_accuracy_math: right answers 1.000, wrong ones 0.000" in told
     assert "configs    TRL takes every value" in told
+
+
+def test_a_very_long_prompt_is_announced_and_cut(sums, tmp_path, capsys):
+    """M9: a prompt of 10 MB cost 46 s of silence, and was printed whole."""
+    data = tmp_path / "long.jsonl"
+    prompts = [f"first {'1 + ' * 400_000} last", "2+2="]
+    data.write_text("".join(json.dumps({"problem": prompt, "answer": "4"}) + "\n" for prompt in prompts))
+    told = seen(sums(dataset_name=str(data)), tmp_path)
+    assert "grpo: counting the tokens of 2 prompts, 1,600,015 characters in all" in capsys.readouterr().err
+    assert len(told) < 5000 and "first prompt, 1600" in told
+    assert "<|user|>first 1 + 1" in told and "+ 1 +  last<|im_end|><|assistant|>" in told
+    assert re.search(r"\n… 1,59\d,\d{3} of 1,600,\d{3} characters are left out …\n", told)
+    seen(sums(), tmp_path)
+    assert "counting" not in capsys.readouterr().err
 
 
 def test_what_is_not_on_this_machine_is_named_with_the_command(read, tmp_path):
