@@ -40,6 +40,7 @@ from grpo_recipes.recipe.keys import (
     schema_line,
     schema_note,
 )
+from grpo_recipes.recipe.model_kind import kind_note
 from grpo_recipes.recipe.registry import BENCHMARKS, environments_of, uses_atropos
 from grpo_recipes.recipe.rendering import prompt_notes
 from grpo_recipes.recipe.tasks import GRPO
@@ -180,7 +181,7 @@ def check(options: argparse.Namespace) -> int:
     with _answer(options, notes=[], deep=[]) as found:
         recipe = chosen_recipe(options)
         more = [gated_note(recipe["model_name_or_path"]), schema_note(recipe.path), *reward_notes(recipe)]
-        more += [evaluation_note(recipe), *prompt_notes(recipe, os.environ)]
+        more += [kind_note(recipe, os.environ), evaluation_note(recipe), *prompt_notes(recipe, os.environ)]
         found |= {"recipe": str(recipe.path), "notes": [*notes(recipe), *(note for note in more if note)]}
         if not options.json:
             print(*(f"grpo: note: {note}\n" for note in found["notes"]), sep="", end="")

@@ -41,6 +41,7 @@ from grpo_recipes.recipe.dialects import reward_fix
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.head_size import head_size_problems
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE, nearest_of
+from grpo_recipes.recipe.model_kind import kind_problems
 from grpo_recipes.recipe.passed_on import passed_problems
 from grpo_recipes.recipe.registry import (
     IN_CHILDREN,
@@ -290,9 +291,9 @@ def _made_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[_Check, ...] = (
-    _model, _rounded_away, _environments, _user_code, check_data.reward_arguments, _handed_variables, _benchmarks,
-    check_data.training_data, check_data.evaluation_data, _made_problems, template_problems, rendering.prompt_problems,
-    passed_problems, atropos.atropos_problems,
+    _model, kind_problems, _rounded_away, _environments, _user_code, check_data.reward_arguments, _handed_variables,
+    _benchmarks, check_data.training_data, check_data.evaluation_data, _made_problems, template_problems,
+    rendering.prompt_problems, passed_problems, atropos.atropos_problems,
 )  # fmt: skip
 
 # fmt: off
