@@ -5,7 +5,6 @@ import hashlib
 import json
 import random
 import re
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from grpo_recipes.environments.games import Game
 from grpo_recipes.environments.turns import Turn
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.fetch.assets import MODEL, Assets, find_assets
-from grpo_recipes.paths import cache_root, shown
+from grpo_recipes.paths import as_argument, cache_root
 from grpo_recipes.plan.devices import derive_batch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.atropos import place
@@ -84,7 +83,7 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
 
 def _present(recipe: Recipe, sources: Assets) -> list[str]:
     if sources.missing:
-        fix = f"run grpo fetch {shlex.quote(shown(recipe.path))}"
+        fix = f"run grpo fetch {as_argument(recipe.path)}"
         raise ConfigError(*[Problem(asset.where, f"{asset} is not on this machine", fix) for asset in sources.missing])
     return [f"{source.kind:<10} {source.id} at {source.commit[:12]}" for source in sources.found]
 
