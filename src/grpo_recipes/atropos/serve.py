@@ -55,6 +55,7 @@ from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_
 from grpo_recipes.fetch.assets import fetched_sets
 from grpo_recipes.plan.ports import listener
 from grpo_recipes.process.reports import run_folder, say
+from grpo_recipes.process.sessions import BoundedAdapter
 from grpo_recipes.recipe import Recipe, read_frozen
 from grpo_recipes.recipe.keys import nearest_of
 from grpo_recipes.recipe.registry import AtroposEnvironment, atropos_environments, atropos_labels, longest_trajectory
@@ -380,7 +381,10 @@ def remembered(environment: Any, file: Path, api: str) -> None:
     life = {"api": api, "api_since": _began(api)}
     before = json_mapping(file) or {}
     if before.items() >= life.items() and "env_id" in before:
-        answer = requests.post(f"{api}/disconnect-env", json={"env_id": before["env_id"]}, timeout=_API_SECONDS)
+        with requests.Session() as session:
+            session.trust_env = False  # a proxy of the environment does not know the run's run-api
+            session.mount(api, BoundedAdapter(_API_SECONDS))
+            answer = session.post(f"{api}/disconnect-env", json={"env_id": before["env_id"]})
         say(f"environment {before['env_id']} of before is disconnected from run-api: {answer.text[:200]}")
         file.unlink()
     register = environment.register_env
