@@ -137,7 +137,7 @@ def resolve_recipe(
         if stray:
             raise ConfigError(*stray)
     path = choose_recipe(name, environment, asked.task or GRPO, device)
-    recipe, problems = merge_recipe(path, flags, environment)
+    recipe, problems = merge_recipe(path, flags, environment, device)
     recipe, contradictions = with_task(recipe, asked)
     problems += contradictions + check(recipe, environment, device)
     if problems:
