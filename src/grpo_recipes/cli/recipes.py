@@ -26,6 +26,7 @@ from grpo_recipes.plan.devices import environment_device, find_resources
 from grpo_recipes.plan.estimates import estimate
 from grpo_recipes.plan.plan import describe, make_plan
 from grpo_recipes.process.reports import aligned
+from grpo_recipes.recipe.atropos import argument_notes
 from grpo_recipes.recipe.check import choose_recipe, notes, reward_notes
 from grpo_recipes.recipe.check_data import evaluation_note
 from grpo_recipes.recipe.dialects import ALIASES, meaning_of, names, nearest
@@ -181,6 +182,7 @@ def check(options: argparse.Namespace) -> int:
         recipe = chosen_recipe(options)
         more = [gated_note(recipe["model_name_or_path"]), schema_note(recipe.path), *reward_notes(recipe)]
         more += [kind_note(recipe, os.environ), evaluation_note(recipe), *prompt_notes(recipe, os.environ)]
+        more += argument_notes(recipe)
         found |= {"recipe": str(recipe.path), "notes": [*notes(recipe), *(note for note in more if note)]}
         if not options.json:
             print(*(f"grpo: note: {printable(note)}\n" for note in found["notes"]), sep="", end="")

@@ -5,9 +5,11 @@ Pure: no torch, no socket; atroposlib is looked for and not imported.
 
 import importlib.util
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.atropos_fields import argument_problems, configuration_of
 from grpo_recipes.recipe.keys import catalogue, nearest_of
 from grpo_recipes.recipe.packing import foreseen_deadlock
 from grpo_recipes.recipe.registry import (
@@ -128,6 +130,9 @@ def atropos_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
         if isinstance(ahead := one.args.get("max_batches_offpolicy"), int) and ahead < 1:
             what = f"max_batches_offpolicy {ahead} lets the environment have no group under way: it would never begin"
             yield Problem(place(recipe, index, "args"), what, "write max_batches_offpolicy: 1, or more")
+        configuration = configuration_of(one.id) if one.args else None
+        for problem in argument_problems(*configuration, one.args) if configuration else ():
+            yield replace(problem, where=place(recipe, index, "args"), what=f"{problem.where}: {problem.what}")
         if (given_size := one.args.get("group_size", size)) != size:
             what = f"group_size {given_size} is not num_generations {size}, the completions of each group"
             yield Problem(place(recipe, index, "args"), what, "remove it, or write the same as num_generations")
@@ -136,6 +141,14 @@ def atropos_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem(recipe.place("atropos_mixture"), what, "write shares that are at most 1 together")
     elif recipe["prompts_per_step"] is not None:
         yield from packing_problems(recipe, recipe["prompts_per_step"] * size)
+
+
+def argument_notes(recipe: Recipe) -> Iterator[str]:
+    """Yield a note for each environment whose arguments can only be checked by importing it."""
+    for index, environment in enumerate(atropos_environments(recipe.__getitem__)):
+        if environment.args and configuration_of(environment.id) is None:
+            what = f"the source of '{environment.id}' does not show its fields: run grpo check --deep to check them"
+            yield f"{place(recipe, index, 'args')}: {what}"
 
 
 def _own(recipe: Recipe, spec: str, where: str) -> Iterator[Problem]:
