@@ -1,9 +1,9 @@
-"""The fields of an Atropos environment's configuration, read from the source of its class; no code is run.
+"""The fields of an Atropos environment's configuration, read from the source of its class. No code runs.
 
     configuration_of("dataset")  # ("DatasetEnvConfig", {"dataset_name", "seed", ...})
 
-A class may take its fields from elsewhere, e.g. from a ``config_init`` of its own. Only ``grpo check --deep``, which
-imports the class, knows them then.
+If a class takes its fields from elsewhere, e.g. from its own ``config_init``, only ``grpo check --deep`` can check
+them: it imports the class.
 """
 
 import ast
@@ -17,7 +17,7 @@ from grpo_recipes.recipe.keys import nearest_of
 from grpo_recipes.recipe.user_code import source_path, split_spec
 
 ARGS = "atropos_environment_args"
-# Fields that the launch fills in -> the recipe's keys for them.
+# Fields that the launch sets -> the recipe's keys for them.
 OWNED_FIELDS = {
     "batch_size": "prompts_per_step",
     "chat_template": "chat_template",
@@ -36,29 +36,29 @@ _DEEPEST = 20  # base classes and imports that are followed
 
 
 def argument_problems(config: str, fields: Collection[str], args: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem for each argument that a configuration has no field for, or that the launch fills in."""
+    """Yield a problem for each argument without a field in the configuration, and for each that the launch sets."""
     for name in args:
         if name in OWNED_FIELDS:
             fix = f"write {OWNED_FIELDS[name]}, and remove it"
             yield Problem(f"{ARGS}.{name}", "the launch fills it in", fix)
         elif name not in fields:
             near = nearest_of(name, [field for field in fields if field not in OWNED_FIELDS])
-            what = f"{config} has no field '{name}'"
-            yield Problem(f"{ARGS}.{name}", what, f"write '{near}'" if near else "remove it")
+            fault = f"{config} has no field '{name}'"
+            yield Problem(f"{ARGS}.{name}", fault, f"write '{near}'" if near else "remove it")
 
 
 def configuration_of(spec: str) -> tuple[str, frozenset[str]] | None:
     """Return name and fields of the configuration of an environment; None if its source does not show them."""
-    own = _OURS.get(spec)
-    path = _PACKAGE / "atropos/environments.py" if own else source_path(spec)
+    shipped = _OURS.get(spec)
+    path = _PACKAGE / "atropos/environments.py" if shipped else source_path(spec)
     with contextlib.suppress(_Unknown):
-        place, name = _configuration(path, own or split_spec(spec)[1], _DEEPEST)
+        place, name = _configuration(path, shipped or split_spec(spec)[1], _DEEPEST)
         return name, frozenset(_fields(place, name, _DEEPEST))
     return None
 
 
 class _Unknown(Exception):
-    """The source does not show what a class is."""
+    """The source does not define the class plainly."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -74,7 +74,7 @@ def _parsed(path: Path, _: int) -> Mapping[str, ast.AST]:
 
 
 def _class(path: Path | None, name: str, depth: int) -> tuple[Path, ast.ClassDef]:
-    """Return the class that a file calls ``name`` with the file that defines it."""
+    """Return the file that defines the class ``name`` of a file, and the class."""
     try:
         node = _parsed(path, path.stat().st_mtime_ns).get(name) if path and depth else None
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -95,7 +95,7 @@ def _module(name: str) -> Path | None:
 
 
 def _configuration(path: Path | None, name: str, depth: int) -> tuple[Path, str]:
-    """Return the configuration class of an environment class, by the file and the name in it that lead there."""
+    """Return the configuration class of an environment class: a file, and the name of the class in that file."""
     place, node = _class(path, name, depth)
     chosen = None
     for part in node.body:

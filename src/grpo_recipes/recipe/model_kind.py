@@ -1,6 +1,6 @@
-"""Check what kind of model a recipe names, by the config.json on this machine: pictures, or an encoder. No torch.
+"""Check by config.json, if it is on this machine, whether a model reads pictures or is an encoder-decoder.
 
-The trainer gives a model that reads pictures only text, and trains only its text part.
+A model that reads pictures gets only text, and only its text part is trained. No torch.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ def kind_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
     """Yield the problem of an encoder-decoder, and of a model with pictures whose vLLM can't be imported."""
     config = model_config(recipe, environment)
     if config.get("is_encoder_decoder") is True:
-        what = "the model is an encoder-decoder, and GRPO trains only decoders"
-        yield recipe.problem(KEY, what, _TEXT_MODEL)
+        fault = "the model is an encoder-decoder, and GRPO trains only decoders"
+        yield recipe.problem(KEY, fault, _TEXT_MODEL)
         return
     starts_vllm = recipe["use_vllm"] and not asks_another(recipe)
     if starts_vllm and reads_pictures(config) and importlib.util.find_spec("torchvision") is None:
-        what = "the model reads pictures, and vLLM can't serve it without torchvision, which is not installed"
-        yield recipe.problem(KEY, what, f"{_TEXT_MODEL}, or set use_vllm: false")
+        fault = "the model reads pictures, and vLLM can't serve it without torchvision, which is not installed"
+        yield recipe.problem(KEY, fault, f"{_TEXT_MODEL}, or set use_vllm: false")
 
 
 def kind_note(recipe: Recipe, environment: Mapping[str, str]) -> str:
@@ -56,5 +56,5 @@ def check_unused_weights(recipe: Recipe, environment: Mapping[str, str], acceler
     fails = trainers > 1 and accelerator == "ddp" and recipe["gradient_checkpointing"] and not recipe["use_peft"]
     if fails and not recipe["ddp_find_unused_parameters"] and reads_pictures(model_config(recipe, environment)):
         key = "ddp_find_unused_parameters"
-        what = "the model reads pictures, and its weights for pictures get no gradient from text"
-        raise config_error(recipe.source(key if recipe.given(key) else KEY), what, f"set {key}: true")
+        fault = "the model reads pictures, and its weights for pictures get no gradient from text"
+        raise config_error(recipe.source(key if recipe.given(key) else KEY), fault, f"set {key}: true")
