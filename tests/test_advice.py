@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from grpo_recipes import cli
 from grpo_recipes.errors import ConfigError, Problem
+from grpo_recipes.paths import quoted
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
 
@@ -296,3 +299,44 @@ def test_a_folder_is_not_advised_as_a_recipe(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "dir.yaml").mkdir()
     with pytest.raises(ConfigError, match=r"RECIPE: 'dir.yaml' is a folder. Fix: name a .yaml file in it"):
         resolve_recipe("dir.yaml", None, [], {}, "cpu")
+
+
+def pasted(command: str) -> list[str]:
+    """Return the words that bash reads in a command."""
+    words = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True).stdout
+    return words.decode(errors="surrogateescape").split("\0")[:-1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["plain.yaml", "two words", "it's", "a\nb", "a\tb\\n'c", "\x1b[31mred", "\x07f", "\u2028\u00a0é", "\udcff\n", ""],
+)
+def test_a_word_of_a_command_is_one_line_that_bash_reads_back(name: str) -> None:
+    """M1: a newline in a path was printed as it is, or as \\n between plain quotes, which is another file."""
+    assert quoted(name).isprintable() and pasted(quoted(name)) == [name]
+
+
+@pytest.mark.parametrize("folder", ["new\nline", "it's", "escape\x1b[31m"])
+def test_advice_about_a_path_with_control_characters_works_when_pasted(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """M1: in a working folder whose path has a newline, and with a recipe in such a folder."""
+    here = tmp_path / folder
+    (here / folder).mkdir(parents=True)
+    monkeypatch.chdir(here)
+    for name in ("a.yaml", f"{folder}/b.yaml", str(here / "c.yaml")):
+        assert cli.main(["new", name]) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.isprintable()
+        advised = pasted(line.partition("next: grpo check ")[2])
+        assert [Path(word).resolve() for word in advised] == [Path(name).resolve()]
+        assert cli.main(["check", *advised]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert all(line.startswith("grpo: ") and line.isprintable() for line in lines), lines
+    (wrong := Path(f"{folder}/d.yaml")).write_text("unknown: 1\nmodel_name_or_path: a/b\n")
+    assert cli.main(["check", str(wrong)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all(line.startswith("grpo: ") and line.isprintable() for line in lines)
+    assert cli.main(["check", f"{folder}/bb.yaml"]) == 2
+    advised = pasted(capsys.readouterr().err.rstrip("\n").rpartition("Fix: write ")[2])
+    assert advised == [f"{folder}/b.yaml"]

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,6 +26,25 @@ def shown(path: Path | str) -> str:
     """Return ``path`` as a person would type it: relative to the working folder where that is shorter."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
+
+
+def quoted(text: Path | str) -> str:
+    """Return a word of a command as one line that bash reads back as it was, control characters included."""
+    text = str(text)
+    if text.isprintable():
+        return shlex.quote(text)
+    return f"$'{''.join(_in_ansi_quotes(char) for char in text)}'"
+
+
+def _in_ansi_quotes(char: str) -> str:
+    if char.isprintable():
+        return f"\\{char}" if char in "\\'" else char
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))
+
+
+def as_argument(path: Path | str) -> str:
+    """Return ``path`` as a person would type it in a command."""
+    return quoted(shown(path))
 
 
 def python_module(name: str, *arguments: str) -> list[str]:

@@ -28,6 +28,7 @@ from grpo_recipes.atropos.group import Group, problem_of
 from grpo_recipes.atropos.server import PromptTooLong, RunServer
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.process.tree import is_alive
+from grpo_recipes.recipe.atropos_fields import OWNED_FIELDS
 from grpo_recipes.recipe.user_code import copy_source
 
 from .fake_vllm import FakeVllm, Sampled, save_tokenizer
@@ -150,7 +151,7 @@ def test_the_runs_copy_of_a_users_file_is_what_runs(make_run, tmp_path) -> None:
 
 def test_every_field_that_a_run_may_change_has_a_reason_and_ours_change_none(make_run, capsys) -> None:
     """S7: an environment of ours has no values of another author."""
-    changed = set(serve._OWNED) - {"batch_size"} | {"seed", "max_tokens", "system_prompt", "wandb_name"}
+    changed = set(OWNED_FIELDS) - {"batch_size"} | {"seed", "max_tokens", "system_prompt", "wandb_name"}
     assert changed | {"group_size", "total_steps", "use_wandb", "max_batches_offpolicy"} == set(serve._REASONS)
     made(make_run(atropos_environment="arithmetic", temperature=0.5, system_prompt="hello"))
     assert " -> " not in capsys.readouterr().out

@@ -89,6 +89,16 @@ def test_commands_options_keys_values_and_files(offered):
     assert offered("grpo", "atropos", "") == {"record", "replay"}
 
 
+def test_keys_that_every_recipe_is_rejected_for_are_not_offered(offered):
+    """M5: completion offered keys that grpo check rejects, whatever the value that is worth setting."""
+    for begin in ("load_in", "load_best", "save_only", "bnb_", "use_bnb"):
+        assert any(key.startswith(begin) for key in catalogue()), begin
+        assert offered("grpo", "launch", f"--{begin}") == offered("grpo", "keys", begin) == set()
+    assert offered("grpo", "check", "--") >= {"--use_peft", "--save_steps", "--unset"}
+    for key in ("deepspeed", "resume_from_checkpoint", "output_dir"):
+        assert offered("grpo", "check", f"--{key}") == set()
+
+
 def test_another_shell_is_refused(capsys):
     assert cli.main(["completion", "fish"]) == 2
     assert "invalid choice: 'fish'" in capsys.readouterr().err

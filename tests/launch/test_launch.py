@@ -188,6 +188,32 @@ def test_a_completed_run_that_is_asked_for_no_further_step_stays_completed(launc
     )
 
 
+@pytest.mark.parametrize(
+    "flags", [("--num_train_epochs", "1"), ("--num_train_epochs=2",), ("--num-train-epochs", "0.5")]
+)
+def test_a_completed_run_that_is_asked_for_no_further_epoch_stays_completed(launched, capsys, flags):
+    """R10: fewer or the same epochs start nothing either."""
+    _, run = launched("recipes/smoke/grpo.yaml", "--max_steps", "-1", "--num_train_epochs", "2")
+    completed(run)
+    rows = "".join(json.dumps({"step": step, "epoch": step / 3}) + "\n" for step in range(1, 7))
+    (run / "metrics.jsonl").write_text(rows)
+    before = (run / "summary.json").read_bytes()
+    capsys.readouterr()
+    assert launched("--resume", str(run), *flags)[0] == 0
+    assert "has completed its 6 steps; raise --num_train_epochs to train further" in capsys.readouterr().out
+    assert (run / "summary.json").read_bytes() == before
+    assert launched("--resume", str(run), "--num_train_epochs", "2.1")[0] == EXIT_STOPPED, "more epochs"
+
+
+def test_epochs_that_max_steps_overrides_ask_for_no_further_step(launched, capsys):
+    """R10: max_steps ends the run, whatever num_train_epochs is."""
+    _, run = launched("recipes/smoke/grpo.yaml", "--max_steps", "6")
+    completed(run)
+    capsys.readouterr()
+    assert launched("--resume", str(run), "--num_train_epochs", "5")[0] == 0
+    assert "has completed its 6 steps; raise --max_steps to train further" in capsys.readouterr().out
+
+
 def test_a_resume_without_metrics_jsonl_is_rejected_unless_it_is_wanted(launched, capsys):
     """S10: deleting metrics.jsonl before a resume is noticed, and the advice works."""
     _, run = launched()

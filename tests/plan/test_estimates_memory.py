@@ -23,7 +23,7 @@ WORK = {
     "per_device_train_batch_size": 4, "tokens_per_micro_batch": None,
     "completions": 8, "sequence": 1536, "completion": 1024,
     "vllm_max_model_length": 2048, "vllm_max_num_seqs": 840, "bridge": "nccl", "vllm_tensor_parallel_size": 1,
-    "vllm_gpu_memory_utilization": 0.9, "vllm_enable_sleep_mode": False, "gpu_shared": False,
+    "vllm_gpu_memory_utilization": 0.9, "vllm_enable_sleep_mode": False, "gpu_shared": False, "fsdp_cpu_offload": False,
 }  # fmt: skip
 P = WORK["parameters"]
 LAYER_SIDES = 7 * 3584 + 2 * (28 + 4) * 128 + 3 * 18944  # inputs and outputs of the linear layers
@@ -93,6 +93,17 @@ def test_fsdp_shards_float32_weights():
     fsdp = parts(accelerator="fsdp2")
     assert fsdp["optimizer"] == 8 * P // 8
     assert 4 * P // 8 < fsdp["weights"] < 4 * P // 8 + 4 * GIB
+
+
+def test_what_fsdp_offloads_to_the_cpu_is_not_on_the_gpu():
+    held = parts(accelerator="fsdp2", reference=True)
+    offloaded = parts(accelerator="fsdp2", reference=True, fsdp_cpu_offload=True)
+    assert offloaded.keys() & {"optimizer", "gradients", "reference"} == set()
+    assert held["weights"] - offloaded["weights"] == 4 * P // 8 and 0 < offloaded["weights"] < 4 * GIB
+    assert offloaded["activations"] == parts(accelerator="fsdp2", completions=4)["activations"]
+    sizes = work(accelerator="fsdp2"), work(accelerator="fsdp2", fsdp_cpu_offload=True)
+    assert sizes[0].checkpoint() == sizes[1].checkpoint()
+    assert parts(fsdp_cpu_offload=True) == parts(), "only fsdp2 offloads"
 
 
 @pytest.mark.parametrize(

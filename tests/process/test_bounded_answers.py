@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import os
 import socket
 import sys
 import threading
 import time
+import urllib.error
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -17,10 +20,12 @@ import openai
 import pytest
 import requests
 
-from grpo_recipes.process.answers import get
+from grpo_recipes.doctor import environment
+from grpo_recipes.process.answers import bounded_opener, get
 from grpo_recipes.process.async_sessions import bounded_client
 from grpo_recipes.process.listeners import ForeignListener, OwnListener
 from grpo_recipes.process.sessions import BoundedAdapter, UnwantedAnswer
+from grpo_recipes.rollouts.openai import CompletionClient, NoCompletion, SamplingParameters
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 SECONDS = 1.0
@@ -100,6 +105,13 @@ def by_launcher(server: SlowServer, owner: OwnListener | None = None) -> int:
     return get("127.0.0.1", server.port, "/", {"Authorization": "Bearer secret"}, owner, SECONDS)[0]
 
 
+def by_urllib(server: SlowServer) -> int:
+    """The request of grpo doctor, with GET so that there is a body to be slow."""
+    with bounded_opener().open(server.url, timeout=SECONDS) as answer:
+        answer.read()
+        return int(answer.status)
+
+
 CLIENTS = [by_requests, by_openai, by_launcher]
 Client = Callable[..., int]
 
@@ -168,3 +180,62 @@ def test_nothing_is_sent_to_a_listener_that_is_not_ours(server: SlowServer, clie
 def test_httpx2_is_what_openai_is_built_on() -> None:
     """The transport is a class of that library: another one would be passed over."""
     assert isinstance(bounded_client(1.0), httpx2.AsyncClient)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("answer", ["slow body", "slow headers", "slow chunks"])
+def test_an_answer_to_urllib_has_one_deadline(server: SlowServer, answer: str) -> None:
+    assert by_urllib(server) == 200
+    server.answer = ANSWERS[answer]
+    began = time.monotonic()
+    with pytest.raises(OSError, match="timed out"):
+        by_urllib(server)
+    assert time.monotonic() - began < 3 * SECONDS
+
+
+def test_urllib_follows_no_redirect(server: SlowServer) -> None:
+    server.answer = ANSWERS["redirect"]
+    with pytest.raises(urllib.error.HTTPError, match="307"):
+        by_urllib(server)
+    assert len(server.asked) == 1
+
+
+@pytest.mark.alone
+def test_the_doctor_waits_for_slow_headers_as_long_as_for_silence(
+    server: SlowServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "_SECONDS", SECONDS)
+    server.answer = ANSWERS["slow headers"]
+    began = time.monotonic()
+    assert "timed out" in environment._answer(server.url, "warning", "look").value
+    assert time.monotonic() - began < 3 * SECONDS
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("answer", ["slow headers", "slow body"])
+def test_a_reply_in_pieces_has_one_deadline(server: SlowServer, answer: str) -> None:
+    client = CompletionClient(server.url, model="tiny", timeout=SECONDS, attempts=1)
+    client._ready = True
+    server.answer = ANSWERS[answer]
+    began = time.monotonic()
+    sampling = SamplingParameters(max_tokens=4)
+    with pytest.raises(NoCompletion):
+        list(client.stream([{"role": "user", "content": "hello"}], sampling))
+    assert time.monotonic() - began < 3 * SECONDS
+
+
+@pytest.mark.alone
+def test_a_slow_run_api_does_not_hold_up_an_environment(
+    server: SlowServer, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    serve = pytest.importorskip("grpo_recipes.atropos.serve")
+    monkeypatch.setattr(serve, "_API_SECONDS", SECONDS)
+    monkeypatch.setattr(serve, "_began", lambda _: 1.0)
+    file = tmp_path / "atropos_0.json"
+    file.write_text(json.dumps({"api": server.url, "api_since": 1.0, "env_id": 3}))
+    server.answer = ANSWERS["slow headers"]
+    began = time.monotonic()
+    with pytest.raises(requests.RequestException):
+        serve.remembered(SimpleNamespace(register_env=None), file, server.url)
+    assert time.monotonic() - began < 3 * SECONDS
+    assert b"POST /disconnect-env" in server.asked[0]

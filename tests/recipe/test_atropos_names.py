@@ -12,7 +12,6 @@ import yaml
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe import Recipe, merge_recipe
 from grpo_recipes.recipe.check import check
-from grpo_recipes.recipe.dialects import atropos
 from grpo_recipes.recipe.dialects.atropos import IMPLIED, SECTIONS, SETTINGS, rows, trainers_of
 from grpo_recipes.recipe.dialects.migrate import is_translated, migrate
 from grpo_recipes.recipe.keys import catalogue
@@ -242,11 +241,6 @@ OTHERS: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atropos, "built_for_cpu", lambda: False)
-
-
 def merged(folder: Path, text: str) -> tuple[Recipe, list[Problem]]:
     path = folder / "theirs.yaml"
     path.write_text(text)
@@ -436,11 +430,15 @@ def test_the_server_has_some_of_the_gpus(gpus: int, parallel: int, shared: bool,
     assert trainers_of(gpus, parallel, shared) == trainers
 
 
-def test_gpus_count_nothing_in_a_cpu_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atropos, "built_for_cpu", lambda: True)
-    recipe, problems, _ = with_setting(tmp_path, "trainer.n_gpus_per_node", 8)
-    assert problems == [] and not recipe.given("num_processes")
-    assert any("n_gpus_per_node: 8 changes nothing: this is a CPU environment" in note for note in recipe.notes)
+@pytest.mark.parametrize("device", [None, "cuda", "cpu"])
+def test_gpus_count_by_the_machine_that_runs(tmp_path: Path, device: str | None) -> None:
+    """R12: the machine that plans is not asked; with --gpus it plans a run on another one."""
+    path = tmp_path / "theirs.yaml"
+    path.write_text("algorithm: {adv_estimator: grpo_atropos}\ntrainer:\n  n_gpus_per_node: 8\n")
+    recipe, problems = merge_recipe(path, device=device)
+    assert problems == [] and recipe["num_processes"] == (None if device == "cpu" else 7)
+    on_cpu = "n_gpus_per_node: 8 changes nothing: the run is on CPU"
+    assert any(on_cpu in note for note in recipe.notes) == (device == "cpu")
 
 
 def test_other_files_are_read_as_before(tmp_path: Path) -> None:

@@ -88,6 +88,9 @@ def own(tmp_path: Path) -> str:
         (GROUPS | {"vllm_max_model_length": None}, GROUPS | {"vllm_max_model_length": None, "max_prompt_length": 9},
          "nothing limits the tokens of a prompt with its completion, which run-api and the environments are told. Fix: "
          "add max_prompt_length, e.g. max_prompt_length: 512"),
+        (GROUPS | {"vllm_max_model_length": None, "max_prompt_length": 9, "max_completion_length": None},
+         GROUPS | {"vllm_max_model_length": 64, "max_prompt_length": 9, "max_completion_length": None},
+         "Fix: add vllm_max_model_length, e.g. vllm_max_model_length: 2048"),
         (GROUPS | {"use_vllm": False}, GROUPS, "Atropos' environments ask a vLLM server. Fix: write use_vllm: true"),
         (GROUPS | {"vllm_mode": "colocate"}, GROUPS | {"vllm_mode": "server"},
          "vllm_mode: colocate has no server that Atropos' environments could ask. Fix: write vllm_mode: server"),

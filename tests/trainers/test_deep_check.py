@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +48,20 @@ def test_the_first_prompt_its_tokens_its_end_and_the_scores(sums, tmp_path):
     assert "answers    end with <|im_end|>" in told
     assert "reward     pure_accuracy_math: right answers 1.000, wrong ones 0.000" in told
     assert "configs    TRL takes every value" in told
+
+
+def test_a_very_long_prompt_is_announced_and_cut(sums, tmp_path, capsys):
+    """M9: a prompt of 10 MB cost 46 s of silence, and was printed whole."""
+    data = tmp_path / "long.jsonl"
+    prompts = [f"first {'1 + ' * 400_000} last", "2+2="]
+    data.write_text("".join(json.dumps({"problem": prompt, "answer": "4"}) + "\n" for prompt in prompts))
+    told = seen(sums(dataset_name=str(data)), tmp_path)
+    assert "grpo: counting the tokens of 2 prompts, 1,600,015 characters in all" in capsys.readouterr().err
+    assert len(told) < 5000 and "first prompt, 1600" in told
+    assert "<|user|>first 1 + 1" in told and "+ 1 +  last<|im_end|><|assistant|>" in told
+    assert re.search(r"\n… 1,59\d,\d{3} of 1,600,\d{3} characters are left out …\n", told)
+    seen(sums(), tmp_path)
+    assert "counting" not in capsys.readouterr().err
 
 
 def test_what_is_not_on_this_machine_is_named_with_the_command(read, tmp_path):
@@ -100,6 +118,79 @@ def test_a_reward_of_ones_own_that_fails(sums, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def score(completions, **columns):\n    raise KeyError('gold')\n")
     (problem, *_) = refused(sums(reward_funcs=["mine.py:score"]), tmp_path)
     assert "mine.py:score" in problem and "gold" in problem
+
+
+COUNTED = """
+from pathlib import Path
+from helper import WORTH
+
+def score(completions, answer, **columns):
+    with Path("{calls}").open("a") as file:
+        file.write("x")
+    return [WORTH * (a in c[-1]["content"]) for c, a in zip(completions, answer)]
+"""
+
+
+def test_rewards_of_unchanged_files_are_not_tried_again(sums, tmp_path, monkeypatch):
+    """M19: the result is remembered for the same rows, keys and files, and only for these."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    calls = tmp_path / "calls"
+    (tmp_path / "helper.py").write_text("WORTH = 1.0\n")
+    (tmp_path / "mine.py").write_text(COUNTED.format(calls=calls))
+
+    def tried(**keys) -> bool:
+        """Check the recipe; return whether the reward was called."""
+        before = calls.stat().st_size if calls.exists() else 0
+        told = seen(sums(reward_funcs=["mine.py:score"], **keys), tmp_path)
+        was_called = calls.stat().st_size > before
+        assert "reward     mine.py:score: right answers 1.000" in told
+        assert ("(remembered: rows, keys and files are unchanged)" in told) != was_called
+        return was_called
+
+    assert tried() and not tried() and not tried(learning_rate=1e-5)
+    assert tried(reward_timeout=9.0) and tried(system_prompt="Add.")
+    (tmp_path / "mine.py").write_text(f"{COUNTED.format(calls=calls)}\n# changed\n")
+    assert tried() and not tried()
+    (tmp_path / "helper.py").write_text("WORTH = 1.0  # changed\n")
+    assert tried() and not tried()
+    monkeypatch.setenv("JUDGE", "http://127.0.0.1:1")
+    for _ in range(2):
+        assert tried(reward_environment=["JUDGE"]), "a server may give other scores"
+    (tmp_path / "sums.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n{"problem": "2+1=", "answer": "3"}\n')
+    assert tried() and not tried()
+    for file in (tmp_path / "cache/checked-rewards").iterdir():
+        file.write_text("{")
+    assert tried(), "a damaged result is not an answer"
+
+
+def test_answers_may_end_with_a_token_of_the_generation_config(sums, tmp_path):
+    """M7: Gemma ends turns with a token that only its generation_config names, and a note said that it does not."""
+    tokenizer = smoke.build_tokenizer()
+    tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }}<|user|>{% endfor %}"
+    model = smoke.build_model(tokenizer)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|user|>")]
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    told = seen(sums(model_name_or_path=str(tmp_path / "model")), tmp_path)
+    assert "answers    end with <|user|>" in told and "note: the template ends" not in told
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.save_pretrained(tmp_path / "model")
+    told = seen(sums(model_name_or_path=str(tmp_path / "model")), tmp_path)
+    assert "note: the template ends an answer with '<|user|>', a completion ends at <|im_end|>" in told
+
+
+def test_a_deep_check_prints_no_warning_of_a_library(tmp_path):
+    """M7: vLLM warned about Triton in every --deep on a machine without a GPU."""
+    rows = "".join(json.dumps(row) + "\n" for row in smoke.split()[0])
+    (tmp_path / "sums.jsonl").write_text(rows)
+    keys = "model_name_or_path: smoke:sums\ndataset_name: sums.jsonl\ndtype: float32\nmax_completion_length: 8\n"
+    (tmp_path / "a.yaml").write_text(f"{keys}reward_funcs: [pure_accuracy_math]\nreport_to: none\n")
+    command = [sys.executable, "-m", "grpo_recipes", "check", "--deep", "a.yaml"]
+    environment = {**os.environ, "CACHE_ROOT": str(tmp_path / "cache")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "riton" not in done.stdout + done.stderr and "WARNING" not in done.stdout + done.stderr
 
 
 def test_layers_that_the_model_lacks_are_told_at_their_line(sums, tmp_path):

@@ -8,13 +8,12 @@ only samples (``server.middleware``). The settings go into a file because other 
 
 import os
 import secrets
-import shlex
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import as_argument
 from grpo_recipes.plan.atropos import ENVIRONMENT_TOKEN, admits_environments
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
@@ -40,7 +39,7 @@ def grant_access(recipe: Recipe, plan: Plan, names: Names) -> str | None:
     _write_private(names.run_dir / ENVIRONMENT_TOKEN, token)
     settings = names.run_dir / SETTINGS
     _write_private(settings, _HEADER + yaml.safe_dump(serve_settings(recipe, plan, names, token), sort_keys=False))
-    return f"python ENVIRONMENT.py serve --config {shlex.quote(shown(settings))}"
+    return f"python ENVIRONMENT.py serve --config {as_argument(settings)}"
 
 
 def revoke_access(run_dir: Path) -> None:

@@ -55,27 +55,15 @@ from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_
 from grpo_recipes.fetch.assets import fetched_sets
 from grpo_recipes.plan.ports import listener
 from grpo_recipes.process.reports import run_folder, say
+from grpo_recipes.process.sessions import BoundedAdapter
 from grpo_recipes.recipe import Recipe, read_frozen
-from grpo_recipes.recipe.keys import nearest_of
+from grpo_recipes.recipe.atropos_fields import ARGS, argument_problems
 from grpo_recipes.recipe.registry import AtroposEnvironment, atropos_environments, atropos_labels, longest_trajectory
 from grpo_recipes.recipe.user_code import REWARD_COPIES, load_object
 from grpo_recipes.runs.rundir import Run, json_mapping, write_json
 from grpo_recipes.weights.transport import ADAPTER
 
 OURS: dict[str, type[RecipeEnv]] = {"arithmetic": ArithmeticEnv, "dataset": DatasetEnv}
-ARGS = "atropos_environment_args"
-# Fields that the launch fills in -> the recipe's keys for them.
-_OWNED = {
-    "batch_size": "prompts_per_step",
-    "chat_template": "chat_template",
-    "chat_template_kwargs": "chat_template_kwargs",
-    "inference_weight": "the weight of an entry of atropos_mixture",
-    "max_token_length": "max_prompt_length and max_completion_length",
-    "min_batch_allocation": "the min_allocation of an entry of atropos_mixture",
-    "rollout_server_url": "atropos_api_url or atropos_port",
-    "temperature": "temperature",
-    "tokenizer_name": "model_name_or_path",
-}
 # Why a run changes a field of an environment that is not ours. All other fields keep the environment's values.
 _REASONS = {
     "chat_template": "chat_template of the recipe",
@@ -241,15 +229,8 @@ def longest(recipe: Recipe) -> int:
 
 def check_arguments(config: type[BaseModel], args: Collection[str]) -> None:
     """Refuse arguments that a configuration has no field for, and those that the launch fills in."""
-    problems, fields = [], config.model_fields
-    for name in args:
-        if name in _OWNED:
-            problems.append(Problem(f"{ARGS}.{name}", "the launch fills it in", f"write {_OWNED[name]}, and remove it"))
-        elif name not in fields and config.model_config.get("extra") != "allow":
-            near = nearest_of(name, [one for one in fields if one not in _OWNED])
-            what = f"{config.__name__} has no field '{name}'"
-            problems.append(Problem(f"{ARGS}.{name}", what, f"write '{near}'" if near else "remove it"))
-    if problems:
+    fields = {*config.model_fields, *(args if config.model_config.get("extra") == "allow" else ())}
+    if problems := [*argument_problems(config.__name__, fields, args)]:
         raise ConfigError(*problems)
 
 
@@ -380,7 +361,10 @@ def remembered(environment: Any, file: Path, api: str) -> None:
     life = {"api": api, "api_since": _began(api)}
     before = json_mapping(file) or {}
     if before.items() >= life.items() and "env_id" in before:
-        answer = requests.post(f"{api}/disconnect-env", json={"env_id": before["env_id"]}, timeout=_API_SECONDS)
+        with requests.Session() as session:
+            session.trust_env = False  # a proxy of the environment does not know the run's run-api
+            session.mount(api, BoundedAdapter(_API_SECONDS))
+            answer = session.post(f"{api}/disconnect-env", json={"env_id": before["env_id"]})
         say(f"environment {before['env_id']} of before is disconnected from run-api: {answer.text[:200]}")
         file.unlink()
     register = environment.register_env

@@ -78,7 +78,7 @@ def read(arguments: list[str]) -> Door:
     it = Translation(given, own, os.environ, bare, options.read_variables, resources.device, resources.job is not None)
     mode = translate_flags(it, dotted)
     if recipe is not None:
-        merged, _ = merge_recipe(_path(recipe, resources.device), [*it.words(), *flags], os.environ)
+        merged, _ = merge_recipe(_path(recipe, resources.device), [*it.words(), *flags], os.environ, resources.device)
         count(it, lambda key: merged.values[key].value, mode)
         it.problems += _no_groups(merged)
     if it.problems:

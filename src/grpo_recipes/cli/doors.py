@@ -9,6 +9,7 @@ from grpo_recipes.cli.nodes import NODE_OPTIONS
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.launch.resolve import Options
+from grpo_recipes.paths import quoted
 from grpo_recipes.plan.devices import Resources
 
 
@@ -43,7 +44,7 @@ def one_node_options(options: Iterable[Option]) -> list[Option]:
 def strange(flags: list[str], own: Iterable[str], program: str) -> Iterator[Problem]:
     """Yield the flags that begin or misspell one of a door's ``own``; `grpo launch` knows the others."""
     if flags and not flags[0].startswith("-"):
-        yield Problem(f"'{flags[0]}'", "is no flag", f"write --config {shlex.quote(flags[0])} for a recipe")
+        yield Problem(f"'{flags[0]}'", "is no flag", f"write --config {quoted(flags[0])} for a recipe")
     known = [*own, *(name for names, _ in one_node_options(load("launch").all_options()) for name in names)]
     for flag in flags:
         if close := meant_option(flag, known, takes_recipe=True):

@@ -19,7 +19,7 @@ from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.attempt import SUBMITTED
 from grpo_recipes.launch.resolve import POINTERS
-from grpo_recipes.paths import is_locked, newest_first, shown
+from grpo_recipes.paths import as_argument, is_locked, newest_first, shown
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.process.terminal import LOG, columns, readable
 from grpo_recipes.recipe.keys import run_root
@@ -447,7 +447,7 @@ def stop(options: argparse.Namespace) -> int:
         return 0
     state, over = _look_at(found, _jobs_of(found))
     if over:
-        again = found.again() if isinstance(found, Sweep) else f"grpo launch --resume {shown(found.folder)}"
+        again = found.again() if isinstance(found, Sweep) else f"grpo launch --resume {as_argument(found.folder)}"
         fix = f"see {shown(found.folder)}" if state.startswith(COMPLETED) else f"it goes on with: {again}"
         raise config_error(options.which, f"{shown(found.folder)} has already ended ({state})", fix)
     if isinstance(found, Run):

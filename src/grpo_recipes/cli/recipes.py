@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import textwrap
 import time
 from collections.abc import Iterator
@@ -17,16 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli import chosen_recipe, command, option, switch
-from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, translate
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, printable, translate
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import gated_note
 from grpo_recipes.launch.resolve import names_of
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import as_argument, shown
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.plan.devices import environment_device, find_resources
 from grpo_recipes.plan.estimates import estimate
 from grpo_recipes.plan.plan import describe, make_plan
 from grpo_recipes.process.reports import aligned
+from grpo_recipes.recipe.atropos import argument_notes
 from grpo_recipes.recipe.check import choose_recipe, notes, reward_notes
 from grpo_recipes.recipe.check_data import evaluation_note
 from grpo_recipes.recipe.dialects import ALIASES, meaning_of, names, nearest
@@ -40,6 +40,7 @@ from grpo_recipes.recipe.keys import (
     schema_line,
     schema_note,
 )
+from grpo_recipes.recipe.model_kind import kind_note
 from grpo_recipes.recipe.registry import BENCHMARKS, environments_of, uses_atropos
 from grpo_recipes.recipe.rendering import prompt_notes
 from grpo_recipes.recipe.tasks import GRPO
@@ -89,7 +90,7 @@ def new(options: argparse.Namespace) -> int:
             other.write_text(content, encoding="utf-8")
     if made:
         print(*made.report(), sep="\n")
-    print(f"grpo: wrote {shown(path)}; next: grpo check {shlex.quote(shown(path))}")
+    print(f"grpo: wrote {printable(shown(path))}; next: grpo check {as_argument(path)}")
     return 0
 
 
@@ -180,10 +181,11 @@ def check(options: argparse.Namespace) -> int:
     with _answer(options, notes=[], deep=[]) as found:
         recipe = chosen_recipe(options)
         more = [gated_note(recipe["model_name_or_path"]), schema_note(recipe.path), *reward_notes(recipe)]
-        more += [evaluation_note(recipe), *prompt_notes(recipe, os.environ)]
+        more += [kind_note(recipe, os.environ), evaluation_note(recipe), *prompt_notes(recipe, os.environ)]
+        more += argument_notes(recipe)
         found |= {"recipe": str(recipe.path), "notes": [*notes(recipe), *(note for note in more if note)]}
         if not options.json:
-            print(*(f"grpo: note: {note}\n" for note in found["notes"]), sep="", end="")
+            print(*(f"grpo: note: {printable(note)}\n" for note in found["notes"]), sep="", end="")
         if options.deep:
             # Before the import: the hub's clients read these once.
             os.environ.update(hub_environment(os.environ))
@@ -194,7 +196,7 @@ def check(options: argparse.Namespace) -> int:
 
             found["deep"] = look_deep(recipe, os.environ)
     if not options.json:
-        print(*found["deep"], f"grpo: {shown(found['recipe'])} is right", sep="\n")
+        print(*found["deep"], f"grpo: {printable(shown(found['recipe']))} is right", sep="\n")
     return 0 if found["ok"] else EXIT_CONFIG_ERROR
 
 
@@ -248,7 +250,7 @@ def check_rewards(options: argparse.Namespace) -> int:
         if problems := problems_of(recipe, rows, results):
             raise ConfigError(*problems)
     if not options.json:
-        print(f"grpo: the rewards of {shown(found['recipe'])} tell right from wrong on {found['rows']} rows")
+        print(f"grpo: the rewards of {printable(shown(found['recipe']))} tell right from wrong on {found['rows']} rows")
     return 0 if found["ok"] else EXIT_CONFIG_ERROR
 
 

@@ -44,6 +44,7 @@ from grpo_recipes.recipe.rendering import missing_fix, missing_message, renderin
 from grpo_recipes.seeded import is_seeded
 
 _LEAST_PLACEHOLDERS = 1024
+_MOST_SHOWN = 4000  # characters of a text that is shown
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,15 @@ def renderer_of(template: str | None, tokenizer: PreTrainedTokenizerBase, kwargs
     if tokenizer.chat_template is None:
         raise config_error("chat_template", "the tokenizer has no chat template", "add chat_template to the recipe")
     return Renderer(tokenizer, kwargs or {})
+
+
+def shortened(text: str) -> str:
+    """Return a text to show; of a very long one the beginning, the number of characters left out, and the end."""
+    if len(text) <= _MOST_SHOWN:
+        return text
+    head, tail = _MOST_SHOWN * 3 // 4, _MOST_SHOWN // 4
+    left_out = f"… {len(text) - head - tail:,} of {len(text):,} characters are left out …"
+    return f"{text[:head]}\n{left_out}\n{text[-tail:]}"
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from grpo_recipes.paths import home, shown
 from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.ports import DEFAULT_PORTS, is_free, listener, plan_ports
 from grpo_recipes.plan.preflight import cuda_beside_cpu
+from grpo_recipes.process.answers import bounded_opener
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue_trl, nearest_of
 from grpo_recipes.recipe.rules import wants_server
@@ -257,7 +258,7 @@ def _answer(address: str, status: str, fix: str) -> Finding:
     request = urllib.request.Request(address, method="HEAD", headers={"User-Agent": "grpo-recipes"})
     silence = ""
     try:
-        urllib.request.build_opener().open(request, timeout=_SECONDS).close()
+        bounded_opener().open(request, timeout=_SECONDS).close()
     except urllib.error.HTTPError as error:
         # the host answers; only a proxy that refuses is in the way
         silence = "the proxy wants other credentials" if error.code == 407 else ""

@@ -12,7 +12,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import Assets, find_assets
 from grpo_recipes.fetch.hub import gated_note, how_to_get_access
 from grpo_recipes.launch.resolve import names_of
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import as_argument, shown
 from grpo_recipes.plan.devices import find_resources, gpu_memory, used_gpus
 from grpo_recipes.plan.estimates import Estimates, estimate
 from grpo_recipes.plan.plan import make_plan
@@ -67,7 +67,7 @@ def assets(case: Case) -> Finding:
     findings = [ok(", ".join(dict.fromkeys(asset.id for asset in case.sources.found)))]
     missing, name = case.sources.missing, case.recipe["model_name_or_path"]
     if missing:
-        fix = f"grpo fetch {shown(case.recipe.path)} (before a job without network)"
+        fix = f"grpo fetch {as_argument(case.recipe.path)} (before a job without network)"
         findings.append(warning(f"not fetched: {', '.join(map(str, missing))}", fix))
     if gated_note(name) and case.sources.model is None and hub_token(case).value.startswith("none"):
         findings.append(problem(f"{name} is gated and there is no token", how_to_get_access(name)))

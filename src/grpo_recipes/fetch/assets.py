@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import shlex
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -22,7 +21,7 @@ from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, hub_answers, why_silent
 from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.modebench.dataset import Settings
-from grpo_recipes.paths import cache_root, python_module
+from grpo_recipes.paths import cache_root, python_module, quoted
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import BUILDERS
@@ -234,7 +233,7 @@ def need_assets(
             raise config_error("--resume", what, "put back what it began with, or add --allow-changed-code")
     if not assets.missing:
         return assets
-    command = f"grpo fetch {shlex.join(arguments)}"
+    command = f"grpo fetch {' '.join(map(quoted, arguments))}"
     if not hub_answers(environment):
         why, fix = why_silent(environment), f"run on the login node: {command}"
         problems = [Problem(one.where, f"{one} is not on this machine and {why}", fix) for one in assets.missing]

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import secrets
-import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from grpo_recipes.errors import EXIT_STOPPED, config_error, translate
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending, tail
 from grpo_recipes.launch.resolve import note_job
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import as_argument, shown
 from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.types import Names, Plan
@@ -248,7 +247,7 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
         and (not goes_on or why_not)
         and newest_complete(folder / "checkpoints")
     ):
-        say(f"continue with: grpo launch --resume {shlex.quote(shown(folder))}{rundir.damaged_rows(folder)}")
+        say(f"continue with: grpo launch --resume {as_argument(folder)}{rundir.damaged_rows(folder)}")
     return ending.code
 
 

@@ -125,14 +125,22 @@ def nothing_is_left(run: Run, recipe: Recipe, options: Options) -> bool:
     """
     summary, newest = run.summary, newest_complete(run.folder / "checkpoints")
     flags = {key for key, _ in read_flags(options.flags, [])}
-    if 0 < recipe["max_steps"] <= summary.get("steps", 0):
-        flags.discard("max_steps")  # these steps are done
+    limit = "max_steps" if recipe["max_steps"] > 0 else "num_train_epochs"
+    if recipe[limit] <= _done(run)[limit]:
+        flags -= {"max_steps", "num_train_epochs"}  # these steps are done; with max_steps, epochs do not count
     asks = flags or options.update_rewards or "error" in (summary.get("published") or {})
     cut = newest is not None and step_of(newest) < summary.get("steps", 0)  # later ones were removed, to go back
     if asks or cut or summary.get("status") != "completed" or not (run.folder / "model").is_dir() or run.is_running():
         return False
-    say(f"{shown(run.folder)} has completed its {summary.get('steps')} steps; raise --max_steps to train further")
+    say(f"{shown(run.folder)} has completed its {summary.get('steps')} steps; raise --{limit} to train further")
     return True
+
+
+def _done(run: Run) -> dict[str, float]:
+    """Return how many steps and epochs a run has trained, by the keys that limit them."""
+    rows = rundir.read_metrics(run.folder, lenient=True)
+    epochs = max((row["epoch"] for row in rows if isinstance(row.get("epoch"), int | float)), default=0.0)
+    return {"max_steps": run.summary.get("steps", 0), "num_train_epochs": epochs}
 
 
 def _need_better_rewards(run: Run, recipe: Recipe) -> None:

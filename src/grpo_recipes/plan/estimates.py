@@ -41,8 +41,8 @@ _ZERO_BUCKET, _ZERO3_LIVE = 500_000_000, 1_000_000_000
 DEFAULT_SEQUENCES, _BATCHED_TOKENS = {"cpu": 128, "cuda": 256}, 8192
 # Keys of the recipe that decide how much memory a run takes, beside those that a plan works out.
 _KEYS = (
-    "attn_implementation", "dtype", "gradient_checkpointing", "lora_modules_to_save", "lora_r", "optim", "use_peft",
-    "vllm_enable_sleep_mode", "vllm_tensor_parallel_size",
+    "attn_implementation", "dtype", "fsdp_cpu_offload", "gradient_checkpointing", "lora_modules_to_save", "lora_r",
+    "optim", "use_peft", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size",
 )  # fmt: skip
 _LENGTH_STEP, _SHARES = 128, 20  # tokens, and parts of a GPU, in which a suggestion moves
 _SHARING_MORE = {"ddp": ("zero2", "zero3"), "zero2": ("zero3",)}
@@ -106,6 +106,11 @@ class Workload(dict[str, Any]):
         return self["world_size"] if self.zero or self["accelerator"] == "fsdp2" else 1
 
     @property
+    def offloads(self) -> bool:
+        """Whether sharded weights, gradients and optimizer states are in the memory of the CPU, not of the GPU."""
+        return self["accelerator"] == "fsdp2" and self["device"] == "cuda" and bool(self.get("fsdp_cpu_offload"))
+
+    @property
     def served(self) -> int:
         """A weight, and a value of the KV cache, in vLLM: of the trainer's precision, or the trainer's own weight."""
         return self.element if self["bridge"] == "shared" else self.computed
@@ -134,7 +139,7 @@ class Workload(dict[str, Any]):
             return element * (count // self["world_size"] + min(count, _ZERO3_LIVE))
         if accelerator == "fsdp2":
             gathered = self.computed * 2 * (self["layer"] + self["embedding"])
-            return self.trained_element * count // self["world_size"] + gathered
+            return gathered + (0 if self.offloads else self.trained_element * count // self["world_size"])
         adapter = 4 * self.trained if self["use_peft"] else 0  # PEFT keeps adapters in float32
         copies = 2 * count if self["low"] and element == 4 and self["device"] == "cuda" else 0  # autocast's
         return element * count + adapter + copies
@@ -199,14 +204,17 @@ class Workload(dict[str, Any]):
         """
         on_cpu, whole, accelerator = self["device"] == "cpu", self["parameters"], self["accelerator"]
         held = {"libraries": _TRAINER_IMPORTS if on_cpu else _CUDA_CONTEXT,
-                "weights": self.weights, "optimizer": self.states}  # fmt: skip
-        if self["reference"] and not self["use_peft"]:  # with an adapter the base model under it is the reference
+                "weights": self.weights, "optimizer": 0 if self.offloads else self.states}  # fmt: skip
+        if (
+            self["reference"] and not self["use_peft"] and not self.offloads
+        ):  # with an adapter the base model under it is the reference
             shards = self["world_size"] if accelerator in ("zero3", "fsdp2") else 1
             held["reference"] = (self.trained_element if self.zero else self.element) * whole // shards
         if self.get("opponents"):
             held["opponents"] = self.element * whole * self["opponents"]
         copies = 2 if accelerator == "ddp" else 1  # DDP's buckets are a second copy
         gradients = self.trained_element * (copies * self.trained // self.shards + (_ZERO_BUCKET if self.zero else 0))
+        gradients = 0 if self.offloads else gradients
         # DeepSpeed's step makes its own float32 copy of the gradients.
         flat = 4 * self.trained // self["world_size"] if self.zero and self["low"] else 0
         passing = {"activations": self.activations, "output layer": self.output_layer}

@@ -29,6 +29,7 @@ from grpo_recipes.recipe.atropos import packing_problems
 from grpo_recipes.recipe.bridges import accelerator_of, refusal
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.learning import own_micro_batches
+from grpo_recipes.recipe.model_kind import check_unused_weights
 from grpo_recipes.recipe.overlap import OFF_POLICY
 from grpo_recipes.recipe.registry import COLOCATE, EXTERNAL, OBJECTIVES, environments_of, turn_tokens, uses_atropos
 from grpo_recipes.recipe.rules import asks_another
@@ -67,6 +68,7 @@ def make_plan(
         _need_equal_groups(recipe, batch.world_size)
     apart = mode == "server" and trainers[0].node != 0
     accelerator = accelerator_of(recipe, batch.world_size, environment)
+    check_unused_weights(recipe, environment, accelerator, batch.world_size)
     bridge, why = _bridge(recipe, resources, mode, apart or (mode == "colocate" and len(trainers) > 1), accelerator)
     devices.need_shareable_gpu(recipe, resources, mode, bridge)
     nodes, task, model = resources.all_nodes(), task_of(recipe), recipe["model_name_or_path"]

@@ -2,7 +2,8 @@
 
 The timeouts of sockets and HTTP libraries limit each read, so that a byte a second holds a request forever.
 ``TimedResponse`` limits all reads of an answer together, in any library that is built on ``http.client``;
-``get`` is one small request. ``sessions.py`` does the same for requests, ``async_sessions.py`` for httpx.
+``get`` is one small request, and ``bounded_opener`` is for urllib, which finds proxies. ``sessions.py`` does the same
+for requests, ``async_sessions.py`` for httpx.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import http.client
 import io
 import socket
 import time
+import urllib.request
 from collections.abc import Mapping
 
 from grpo_recipes.process.listeners import OwnListener
@@ -53,6 +55,34 @@ class _TimedFile(io.RawIOBase):
         if not self.closed:
             self._file.close()
         super().close()
+
+
+class _HTTPConnection(http.client.HTTPConnection):
+    response_class = TimedResponse
+
+
+class _HTTPSConnection(http.client.HTTPSConnection):
+    response_class = TimedResponse
+
+
+class _BoundedHTTP(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_HTTPConnection, request)
+
+
+class _BoundedHTTPS(urllib.request.HTTPSHandler):
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_HTTPSConnection, request)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """Follow no redirect: it is raised as an HTTPError."""
+
+
+def bounded_opener() -> urllib.request.OpenerDirector:
+    """Return an opener whose answers are whole within the timeout of ``open``; it follows no redirect."""
+    return urllib.request.build_opener(_BoundedHTTP, _BoundedHTTPS, _NoRedirect)
 
 
 def get(

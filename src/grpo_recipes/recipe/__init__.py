@@ -91,9 +91,12 @@ def read_recipe(path: Path, flags: Iterable[str] = (), environment: Mapping[str,
 
 
 def merge_recipe(
-    path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None
+    path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None, device: str | None = None
 ) -> tuple[Recipe, list[Problem]]:
-    """Return what could be read, and the problems; a ConfigError only where the file cannot be read at all."""
+    """Return what could be read, and the problems; a ConfigError only where the file cannot be read at all.
+
+    ``device`` is the one that the run is for, "cpu" or "cuda"; None if it is not known.
+    """
     problems: list[Problem] = []
     notes: list[str] = []
     given: dict[str, Value] = {}
@@ -106,7 +109,7 @@ def merge_recipe(
             }
             file = colocated.as_keys(file, _group(files, flagged), elsewhere, problems, notes)
         elif verl.is_atropos(file):
-            file = verl.as_keys(file, problems, notes)
+            file = verl.as_keys(file, problems, notes, device)
         given |= recipe_keys(file.items(), problems, notes)
         problems += migration(path, file)
     places = {key: value.source for key, value in given.items()}

@@ -5,15 +5,18 @@ Pure: no torch, no socket; atroposlib is looked for and not imported.
 
 import importlib.util
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.atropos_fields import argument_problems, configuration_of
 from grpo_recipes.recipe.keys import catalogue, nearest_of
 from grpo_recipes.recipe.packing import foreseen_deadlock
 from grpo_recipes.recipe.registry import (
     ATROPOS_ENVIRONMENTS,
     ENVIRONMENT_REWARD,
     atropos_environments,
+    longest_trajectory,
     starts_run_api,
 )
 from grpo_recipes.recipe.rules import OF_DATASETS, Rule, evaluates, given, is_url, plays, takes_groups
@@ -22,6 +25,14 @@ from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, problem_with
 INSTALL = "EXTRAS=environments make setup"
 _API_URL = "atropos_api_url"
 _NAMES = ("atropos_environment", "atropos_mixture", _API_URL)  # one of them makes a recipe one of Atropos
+
+
+def _missing_limit(recipe: Recipe) -> list[str]:
+    """Return the key that limits the prompts and completions of the environments to start, if no key does."""
+    if not atropos_environments(recipe.__getitem__) or longest_trajectory(recipe.__getitem__) is not None:
+        return []
+    return ["vllm_max_model_length" if recipe["max_completion_length"] is None else "max_prompt_length"]
+
 
 # fmt: off
 RULES = (
@@ -52,10 +63,9 @@ RULES = (
         "reward '{item}' would score completions that Atropos' environments have scored", "remove {item}"),
     Rule("max_steps", lambda r: takes_groups(r) and r["max_steps"] == -1,
         "groups of Atropos have no epochs, and max_steps is not given", "add max_steps, e.g. max_steps: 200"),
-    Rule("max_prompt_length", lambda r: takes_groups(r) and atropos_environments(r.__getitem__)
-        and None in (r["max_prompt_length"], r["max_completion_length"]) and r["vllm_max_model_length"] is None,
+    Rule("{item}", lambda r: takes_groups(r) and _missing_limit(r),
         "nothing limits the tokens of a prompt with its completion, which run-api and the environments are told",
-        "add max_prompt_length, e.g. max_prompt_length: 512"),
+        lambda _, key: f"add {key}, e.g. {key}: {512 if key == 'max_prompt_length' else 2048}"),
     Rule("use_vllm", lambda r: takes_groups(r) and not r["use_vllm"],
         "Atropos' environments ask a vLLM server", "write use_vllm: true"),
     Rule("vllm_mode", lambda r: takes_groups(r) and r["use_vllm"] and r["vllm_mode"] == "colocate",
@@ -120,6 +130,9 @@ def atropos_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
         if isinstance(ahead := one.args.get("max_batches_offpolicy"), int) and ahead < 1:
             what = f"max_batches_offpolicy {ahead} lets the environment have no group under way: it would never begin"
             yield Problem(place(recipe, index, "args"), what, "write max_batches_offpolicy: 1, or more")
+        configuration = configuration_of(one.id) if one.args else None
+        for problem in argument_problems(*configuration, one.args) if configuration else ():
+            yield replace(problem, where=place(recipe, index, "args"), what=f"{problem.where}: {problem.what}")
         if (given_size := one.args.get("group_size", size)) != size:
             what = f"group_size {given_size} is not num_generations {size}, the completions of each group"
             yield Problem(place(recipe, index, "args"), what, "remove it, or write the same as num_generations")
@@ -128,6 +141,14 @@ def atropos_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem(recipe.place("atropos_mixture"), what, "write shares that are at most 1 together")
     elif recipe["prompts_per_step"] is not None:
         yield from packing_problems(recipe, recipe["prompts_per_step"] * size)
+
+
+def argument_notes(recipe: Recipe) -> Iterator[str]:
+    """Yield a note for each environment whose arguments can only be checked by importing it."""
+    for index, environment in enumerate(atropos_environments(recipe.__getitem__)):
+        if environment.args and configuration_of(environment.id) is None:
+            what = f"the source of '{environment.id}' does not show its fields: run grpo check --deep to check them"
+            yield f"{place(recipe, index, 'args')}: {what}"
 
 
 def _own(recipe: Recipe, spec: str, where: str) -> Iterator[Problem]:

@@ -144,8 +144,7 @@ def templates_of(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, st
         return None
     if model.startswith(smoke.SMOKE_SCHEME):
         return {"default": smoke.CHAT_TEMPLATE}
-    folder = Path(os.path.expanduser(model))
-    folder = folder if folder.is_dir() else _snapshot(model, recipe["model_revision"], environment)
+    folder = model_folder(recipe, environment)
     config = folder / "tokenizer_config.json"
     if not config.is_file():
         return None
@@ -156,6 +155,13 @@ def templates_of(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, st
         found = json.loads(config.read_text()).get("chat_template") or []
     found = [{"name": "default", "template": found}] if isinstance(found, str) else found
     return named or {one["name"]: one["template"] for one in found}
+
+
+def model_folder(recipe: Recipe, environment: Mapping[str, str]) -> Path:
+    """Return where the model's files are on this machine: its folder or the hub client's; it need not exist."""
+    model = recipe["model_name_or_path"] or ""
+    folder = Path(os.path.expanduser(model))
+    return folder if folder.is_dir() else _snapshot(model, recipe["model_revision"], environment)
 
 
 def _snapshot(model: str, revision: str, environment: Mapping[str, str]) -> Path:

@@ -18,7 +18,7 @@ from grpo_recipes.environments.libraries import LIBRARIES, library_problems
 from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.modebench.dataset import TASK_KEYS, Settings, rows
-from grpo_recipes.paths import home, shown
+from grpo_recipes.paths import home, quoted, shown
 from grpo_recipes.recipe import (
     BrokenKey,
     Recipe,
@@ -41,6 +41,7 @@ from grpo_recipes.recipe.dialects import reward_fix
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.head_size import head_size_problems
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE, nearest_of
+from grpo_recipes.recipe.model_kind import kind_problems
 from grpo_recipes.recipe.passed_on import passed_problems
 from grpo_recipes.recipe.registry import (
     IN_CHILDREN,
@@ -97,7 +98,7 @@ def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, 
     default = _DEFAULT_RECIPES[device].format(task=task)
     if not name and not environment.get(DEFAULT_RECIPE):
         here = sorted(path.name for path in Path().glob("[!.]*.yaml"))
-        known = ", ".join([*here[:5], default]) if len(here) <= 5 else default
+        known = ", ".join([*map(quoted, here[:5]), default]) if len(here) <= 5 else default
         raise config_error("RECIPE", "none is named", f"name one, e.g. {known}, or export CONFIG=FILE")
     where, name = (where, name) if name else ("default recipe", str(home() / default))
     name = os.path.expanduser(name)  # of --config=~/my.yaml, which few shells expand
@@ -108,7 +109,7 @@ def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, 
         raise config_error(where, f"'{name}' is a folder", "name a .yaml file in it")
     close = _close_recipes(name, default, task)
     several = "e.g. " if len(close) > 1 else ""
-    nearest = f"write {several}{', '.join(close[:3])}"
+    nearest = f"write {several}{', '.join(map(quoted, close[:3]))}"
     fix = nearest if close else "name a .yaml file, from the folder where you are or under recipes/"
     raise config_error(where, f"there is no recipe '{name}'", fix)
 
@@ -136,7 +137,7 @@ def resolve_recipe(
         if stray:
             raise ConfigError(*stray)
     path = choose_recipe(name, environment, asked.task or GRPO, device)
-    recipe, problems = merge_recipe(path, flags, environment)
+    recipe, problems = merge_recipe(path, flags, environment, device)
     recipe, contradictions = with_task(recipe, asked)
     problems += contradictions + check(recipe, environment, device)
     if problems:
@@ -290,9 +291,9 @@ def _made_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[_Check, ...] = (
-    _model, _rounded_away, _environments, _user_code, check_data.reward_arguments, _handed_variables, _benchmarks,
-    check_data.training_data, check_data.evaluation_data, _made_problems, template_problems, rendering.prompt_problems,
-    passed_problems, atropos.atropos_problems,
+    _model, kind_problems, _rounded_away, _environments, _user_code, check_data.reward_arguments, _handed_variables,
+    _benchmarks, check_data.training_data, check_data.evaluation_data, _made_problems, template_problems,
+    rendering.prompt_problems, passed_problems, atropos.atropos_problems,
 )  # fmt: skip
 
 # fmt: off

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
-from grpo_recipes.paths import home, shown
+from grpo_recipes.paths import home, quoted, shown
 from grpo_recipes.recipe.keys import catalogue, nearest_of, nested_catalogue
 
 BASE_KEY = "base"
@@ -210,7 +209,7 @@ def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str,
                 Problem(
                     f"--{name}",
                     f"takes one value, got {values}",
-                    f"write --{name} {shlex.quote(values[0])}, or quote the value",
+                    f"write --{name} {quoted(values[0])}, or quote the value",
                 )
             )
         if values:

@@ -20,7 +20,7 @@ from typing import Any
 from markupsafe import Markup
 
 from grpo_recipes.errors import EXIT_STOPPED
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import as_argument, shown
 from grpo_recipes.report import run_charts
 from grpo_recipes.report.chart import Chart, buckets, curve_of, histogram, window_of
 from grpo_recipes.report.page import ENOUGH_SEEDS, SMOKE_BADGE, fragment, plural, render, short, spread
@@ -68,7 +68,7 @@ def report_line(folder: Path) -> str:
         with _WRITING:
             return f"report in {shown(write_report(folder))}"
     except Exception as error:
-        return f"report not written ({type(error).__name__}: {error}); try again: grpo report {shown(folder)}"
+        return f"report not written ({type(error).__name__}: {error}); try again: grpo report {as_argument(folder)}"
 
 
 def run_page(run: RunRecord, path: Path) -> str:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import httpx2
 import openai
 
 from grpo_recipes.environments.turns import derived
@@ -255,26 +256,29 @@ class CompletionClient:
         if template_kwargs:
             body["chat_template_kwargs"] = dict(template_kwargs)
         ended, deadline = None, time.monotonic() + self.timeout
-        with (
-            translate(openai.APIError, lambda error: NoCompletion(_said(error))),
-            self._sync(self.timeout, self.attempts - 1) as client,
-            client.chat.completions.create(
-                model=self.model, messages=list(messages), stream=True, extra_body=body
-            ) as chunks,
-        ):
-            for choice in (choice for chunk in chunks for choice in chunk.choices):
-                if time.monotonic() > deadline:
-                    raise NoCompletion(f"the reply is not whole within {self.timeout:g} s")
-                ended = choice.finish_reason or ended
-                if choice.delta.content:
-                    yield choice.delta.content
+        failures = (openai.APIError, httpx2.HTTPError)  # openai raises those of httpx2 as they are inside a stream
+        with translate(failures, lambda error: NoCompletion(_said(error))), asyncio.Runner() as runner:
+            client = runner.run(self._opened(self.timeout, self.attempts - 1))
+            try:
+                chunks = runner.run(
+                    client.chat.completions.create(
+                        model=self.model, messages=list(messages), stream=True, extra_body=body
+                    )
+                )
+                while (chunk := runner.run(_next(chunks))) is not None:
+                    if time.monotonic() > deadline:
+                        raise NoCompletion(f"the reply is not whole within {self.timeout:g} s")
+                    for choice in chunk.choices:
+                        ended = choice.finish_reason or ended
+                        if choice.delta.content:
+                            yield choice.delta.content
+            finally:
+                runner.run(client.close())  # the server stops too
         if ended not in _ENDS:
             raise NoCompletion(f"the reply ended by '{ended}'" if ended else "the server broke the reply off")
 
-    def _sync(self, timeout: float, retries: int) -> openai.OpenAI:
-        # A proxy of the environment's does not know our server.
-        http = openai.DefaultHttpxClient(trust_env=False, follow_redirects=False)
-        return openai.OpenAI(http_client=http, **self._settings(timeout, retries))
+    async def _opened(self, timeout: float, retries: int) -> openai.AsyncOpenAI:
+        return self._async(timeout, retries)
 
     def _async(self, timeout: float, retries: int) -> openai.AsyncOpenAI:
         http = bounded_client(timeout, self.owner)
@@ -283,6 +287,10 @@ class CompletionClient:
     def _settings(self, timeout: float, retries: int) -> dict[str, Any]:
         key = self.token or "none"
         return {"base_url": f"{self.root}/v1", "api_key": key, "timeout": timeout, "max_retries": retries}
+
+
+async def _next(chunks: Any) -> Any:
+    return await anext(chunks, None)
 
 
 def _is_chat(prompt: Prompt) -> bool:

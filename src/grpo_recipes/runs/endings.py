@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import as_argument, shown
 from grpo_recipes.recipe.registry import NO_ANSWER
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies
 from grpo_recipes.runs.checkpoints import checkpoint_folders, complete_checkpoints
@@ -124,7 +124,7 @@ _MEMORY_HOST = (
 
 def ending(run: Run) -> Finding:
     """Status, exit code and cause, as the launcher noted them."""
-    status, resume = run.summary.get("status", "unknown"), f"grpo launch --resume {shown(run.folder)}"
+    status, resume = run.summary.get("status", "unknown"), f"grpo launch --resume {as_argument(run.folder)}"
     steps = f"{run.summary.get('steps', len(run.rows))} steps"
     if status == "completed" or (status == "running" and run.is_running()):
         return ok(f"{status}, {steps}")
@@ -247,7 +247,7 @@ def reward_fix(run: Run, cause: str) -> str:
     failed = re.search(r"(?:RewardFailed|TooManyWithoutVerdict).*?[Rr]eward '([^']+):\w+'", cause)
     if failed is None:
         return ""
-    file, resume = failed[1], f"grpo launch --resume {shown(run.folder)}"
+    file, resume = failed[1], f"grpo launch --resume {as_argument(run.folder)}"
     if wanted := re.search(r"write reward_environment: \[(\w+)\]", cause):
         edit, resume = f"export {wanted[1]} where you launch", f"{resume} --reward_environment {wanted[1]}"
     elif NO_ANSWER in cause:
@@ -284,4 +284,4 @@ def advice(run: Run, cause: str) -> str:
     with suppress(ConfigError):  # a file is damaged
         fixes += [finding.fix for look in (weights_guard, out_of_memory) if (finding := look(run)).status == PROBLEM]
         fixes += [message.fix for message in _messages_in("\n".join(run.texts.values()))]
-    return [*fixes, f"its log says more; grpo doctor --run {shown(run.folder)} looks further"][0]
+    return [*fixes, f"its log says more; grpo doctor --run {as_argument(run.folder)} looks further"][0]

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.submission import Submission, freeze
-from grpo_recipes.paths import newest_first, shown
+from grpo_recipes.paths import as_argument, newest_first, shown
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
@@ -88,7 +88,9 @@ class Sweep:
 
     def again(self) -> str:
         """Return the command that continues it."""
-        return str(self.record["command"]) if "search" in self.record else f"grpo sweep --resume {shown(self.folder)}"
+        if "search" in self.record:
+            return str(self.record["command"])
+        return f"grpo sweep --resume {as_argument(self.folder)}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Comparison(Sweep):
 
     def again(self) -> str:
         """Return the command that continues one of the modes."""
-        return f"grpo launch --resume {shown(self.folder)}/MODE --benchmark"
+        return f"grpo launch --resume {as_argument(self.folder)}/MODE --benchmark"
 
 
 def fingerprint(spec: SweepSpec, trials: Sequence[Trial]) -> str:

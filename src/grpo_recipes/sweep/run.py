@@ -2,7 +2,6 @@
 
 import functools
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
 from grpo_recipes.launch import submission
 from grpo_recipes.launch.attempt import SUBMITTED
 from grpo_recipes.launch.resolve import note_job
-from grpo_recipes.paths import python_module, shown
+from grpo_recipes.paths import as_argument, python_module, shown
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.ports import need_named_ports
@@ -174,7 +173,7 @@ def _run_gaps(
         if backend.profile and left:
             job = submit_array(sweep, left, backend.profile, backend.most, environment)
             say(f"job {job} is submitted, a task for each of {len(left)} runs: logs/slurm_{job}_TASK.out")
-            say(f"the comparison, at any time: grpo report {shlex.quote(shown(sweep.folder))}")
+            say(f"the comparison, at any time: grpo report {as_argument(sweep.folder)}")
             return 0
         ended = {"ended": proposals.ended} if proposals else {}
         code = run_sequentially(sweep, proposals or left, environment, count, **ended)
@@ -185,7 +184,7 @@ def _run_gaps(
 
 def _comparison(sweep: sweeps.Sweep) -> list[str]:
     """Write the page and return what to print; a page that cannot be written fails no sweep, since the runs count."""
-    folder = shlex.quote(shown(sweep.folder))
+    folder = as_argument(sweep.folder)
     try:
         page, results = sweeps.write_sweep(sweep)
     except Exception as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error, translate
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import as_argument, shown
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import say
@@ -134,7 +134,7 @@ class Proposals:
         while Run(folder).is_running():
             if time.monotonic() > deadline:
                 what = "still runs, though the search that started it is gone"
-                raise config_error(shown(folder), what, f"end it with grpo stop {shown(folder)}")
+                raise config_error(shown(folder), what, f"end it with grpo stop {as_argument(folder)}")
             time.sleep(0.5)
 
     def _frozen(self, index: int) -> int:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import random
 import re
-import shlex
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,12 +17,12 @@ from transformers import GenerationConfig
 from trl import TrlParser, get_peft_config
 
 from grpo_recipes import smoke
-from grpo_recipes.data.prompts import renderer_of
+from grpo_recipes.data.prompts import renderer_of, shortened
 from grpo_recipes.environments.games import Game
 from grpo_recipes.environments.turns import Turn
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.fetch.assets import MODEL, Assets, find_assets
-from grpo_recipes.paths import cache_root, shown
+from grpo_recipes.paths import as_argument, cache_root
 from grpo_recipes.plan.devices import derive_batch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.atropos import place
@@ -37,6 +37,7 @@ from grpo_recipes.trainers.entry import load_callbacks
 from grpo_recipes.trainers.model import check_adapter, load_tokenizer, quoting, skeleton
 
 _MOST_FILES = 200  # of a folder of rewards, whose change makes the check try them again
+_MANY_CHARACTERS = 1_000_000  # of prompts, whose tokens take seconds to count
 SAMPLE = 64  # rows of the dataset that are looked at
 _ANSWER = "<answer>0</answer>"
 _SEED = 0  # of the episode that is played
@@ -82,7 +83,7 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
 
 def _present(recipe: Recipe, sources: Assets) -> list[str]:
     if sources.missing:
-        fix = f"run grpo fetch {shlex.quote(shown(recipe.path))}"
+        fix = f"run grpo fetch {as_argument(recipe.path)}"
         raise ConfigError(*[Problem(asset.where, f"{asset} is not on this machine", fix) for asset in sources.missing])
     return [f"{source.kind:<10} {source.id} at {source.commit[:12]}" for source in sources.found]
 
@@ -140,7 +141,7 @@ def _episodes(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list
         told = f"{ended} after {len(actions)} turn{'s' if len(actions) != 1 else ''}"
         seen.append(f"episode    of {spec}: {tokens} tokens of its own, reward {reward:g}, {told}")
         for turn, action in zip_longest(turns, actions):
-            seen += [f"  [{one['role']}] {one['content']}" for one in turn.messages]
+            seen += [f"  [{one['role']}] {shortened(one['content'])}" for one in turn.messages]
             seen += [f"  [policy] {action}"] if action is not None else []
     return seen
 
@@ -231,6 +232,10 @@ def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model
     tokenizer = _tokenizer(recipe, args, model_args)
     renderer = renderer_of(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
     prompts = [row["prompt"] for row in rows]
+    characters = sum(len(message["content"]) for prompt in prompts for message in prompt)
+    if characters > _MANY_CHARACTERS:
+        said = f"grpo: counting the tokens of {len(prompts)} prompts, {characters:,} characters in all"
+        print(said, file=sys.stderr, flush=True)
     lengths = renderer.lengths(prompts)
     limit = recipe["max_prompt_length"]
     fitting = sum(length <= limit for length in lengths) if limit else len(lengths)
@@ -252,7 +257,7 @@ def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model
         f"prompts    {fitting} of the first {len(lengths)} fit; {min(lengths)} to {max(lengths)} tokens",
         f"answers    end with {end}" if end else differs,
         *(f"note: {note}" for note in renderer.notes(prompts[0])),
-        f"first prompt, {lengths[0]} tokens:\n{renderer.text(prompts[0])}",
+        f"first prompt, {lengths[0]} tokens:\n{shortened(renderer.text(prompts[0]))}",
     ]
 
 

@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from trl import TrlParser
 
 from grpo_recipes.data import load_eval_prompts, load_prompts
+from grpo_recipes.data.prompts import shortened
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.evaluate.benchmarks import UntrainedBenchmarks, run_benchmarks
 from grpo_recipes.fetch.assets import fetched_sets
@@ -72,7 +73,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         rank.check_updates(shared, trainer.accelerator.mixed_precision, trained, args)
         checkpoint = newest_complete(run / "checkpoints")
         if trainer.accelerator.is_main_process:
-            print(f"grpo: {prompts}; first prompt:\n{prompts.example}")
+            print(f"grpo: {prompts}; first prompt:\n{shortened(prompts.example)}")
             if held_out:
                 print(f"grpo: {held_out}")
             said = [str(one) for one in (prompts, held_out) if one]

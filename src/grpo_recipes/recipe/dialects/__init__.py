@@ -6,7 +6,6 @@ catalogue. ``names.yaml`` has the names of other projects and of older versions,
 
 import functools
 import re
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -16,7 +15,7 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import Problem
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import as_argument, quoted, shown
 from grpo_recipes.recipe.document import Value, as_bool
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OWNED_KEYS, catalogue, each, nearest_of
 from grpo_recipes.recipe.registry import REWARDS
@@ -84,7 +83,7 @@ def _as_flag(key: str, value: Any) -> str:
     """Return a key with its value as the command line has them; ``VALUE`` for one that is missing, long or secret."""
     text = short(",".join(map(str, value)) if isinstance(value, list) else value).removeprefix(": ")
     missing = value is True and catalogue()[key]["type"] != "bool"
-    return f"--{key} {shlex.quote(text) if text and not missing else 'VALUE'}"
+    return f"--{key} {quoted(text) if text and not missing else 'VALUE'}"
 
 
 @dataclass(frozen=True)
@@ -251,5 +250,5 @@ def migration(path: Path, layer: Mapping[str, Value]) -> list[Problem]:
     """Return the answer to a file that is a recipe of another project by the names in it, nothing to any other."""
     if sum(key not in catalogue() and (key in OWNED_KEYS or key in names()) for key in layer) < _FEWEST_FOREIGN:
         return []
-    command = f"grpo new {shlex.quote(f'my-{path.stem}.yaml')} --from {shlex.quote(shown(path))}"
+    command = f"grpo new {quoted(f'my-{path.stem}.yaml')} --from {as_argument(path)}"
     return [Problem(shown(path), "this looks like a recipe of another project", f"{command} translates it")]

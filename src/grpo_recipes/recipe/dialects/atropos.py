@@ -13,7 +13,6 @@ from grpo_recipes.errors import Problem
 from grpo_recipes.recipe.dialects import meaning_of, short
 from grpo_recipes.recipe.document import Value, as_bool
 from grpo_recipes.recipe.keys import catalogue, nearest_of
-from grpo_recipes.recipe.registry import built_for_cpu
 
 SECTION, TRAINER, DATA = "atropos", "trainer", "data"
 ESTIMATORS = ("grpo_atropos", "grpo")
@@ -21,6 +20,7 @@ _MODEL, _ACTOR, _ROLLOUT, _REF = (f"actor_rollout_ref.{part}" for part in ("mode
 _N, _LORA, _KL = f"{_ROLLOUT}.n", f"{_MODEL}.lora_rank", f"{_ACTOR}.use_kl_loss"
 _BATCH, _MINI = f"{DATA}.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size"
 _TENSORS = f"{_ROLLOUT}.tensor_model_parallel_size"
+_GPUS = f"{TRAINER}.n_gpus_per_node"
 # What such a file says by being one, where it does not say it itself.
 IMPLIED: Mapping[str, Any] = {"use_vllm": True, "vllm_mode": "server", "reward_funcs": ["environment"]}
 _ANY = "*"  # in ``Setting.when``: whatever the value is
@@ -172,7 +172,7 @@ SETTINGS: Mapping[str, Setting] = {
     f"{TRAINER}.project_name": Setting("wandb_project"),
     f"{TRAINER}.experiment_name": Setting("run_name"),
     f"{TRAINER}.wandb_group": Setting("wandb_run_group"),
-    f"{TRAINER}.n_gpus_per_node": Setting(instead="write a whole number"),  # read by ``_processes``
+    _GPUS: Setting(instead="write a whole number"),  # read by ``_processes``
     f"{TRAINER}.nnodes": _nothing("1", "a run has the nodes of its job",
         "remove it; the nodes are those of the job (sbatch --nodes)"),
     f"{TRAINER}.save_freq": Setting("save_steps", {"-1": {"save_strategy": "no"}}),
@@ -217,15 +217,20 @@ def is_atropos(file: Mapping[str, Value]) -> bool:
     return SECTION in file or estimator == ESTIMATORS[0]
 
 
-def as_keys(file: Mapping[str, Value], problems: list[Problem], notes: list[str]) -> dict[str, Value]:
-    """Return such a file with recipe keys in place of its settings; keys of a recipe in it stay as they are."""
+def as_keys(
+    file: Mapping[str, Value], problems: list[Problem], notes: list[str], device: str | None = None
+) -> dict[str, Value]:
+    """Return such a file with recipe keys in place of its settings; keys of a recipe in it stay as they are.
+
+    On the ``device`` "cpu" its GPUs count nothing.
+    """
     found = {name: raw for name, raw in file.items() if name not in SECTIONS}
     first = next(raw for name, raw in file.items() if name in SECTIONS)
     implied = {key: value for key, value in IMPLIED.items() if key not in found}
     if implied:
         notes.append(f"{first.source}: a file of verl's integration with Atropos is read as {_words(implied)}")
     given: dict[str, str] = {}
-    for one in readings(file):
+    for one in readings(file, device):
         if one.problem is not None:
             problems.append(one.problem)
         else:
@@ -239,11 +244,12 @@ def as_keys(file: Mapping[str, Value], problems: list[Problem], notes: list[str]
     return {key: Value(value, first.source) for key, value in implied.items()} | found
 
 
-def readings(file: Mapping[str, Value]) -> list[Reading]:
-    """Return what each setting of a file comes to, in its order."""
+def readings(file: Mapping[str, Value], device: str | None = None) -> list[Reading]:
+    """Return what each setting of a file comes to on a device (None: GPUs), in its order."""
     found = [one for name, raw in file.items() if name in SECTIONS for one in _flat(name, raw, (name,))]
     values = {name: raw.value for name, raw in found if not isinstance(raw, Problem)}
-    return [_reading(name, raw, values) for name, raw in found]
+    readings = [_reading(name, raw, values) for name, raw in found]
+    return [_without_gpus(reading) for reading in readings] if device == "cpu" else readings
 
 
 def _words(keys: Mapping[str, Any]) -> str:
@@ -349,14 +355,19 @@ def _processes(made: Reading, values: Mapping[str, Any]) -> Reading:
     if gpus is None:
         what = f"'{made.name}' is {made.raw.value!r:.100} where a whole number of GPUs belongs"
         made.problem = Problem(made.raw.source, what, "write e.g. 8")
-    elif built_for_cpu():
-        made.why = "this is a CPU environment"
     elif (trainers := trainers_of(gpus, parallel)) is None:
         what = f"'{made.name}' {gpus} leaves no GPU to train on: the server has {parallel}"
         made.problem = Problem(made.raw.source, what, f"write {parallel + 1} or more, or a smaller {_TENSORS}")
     else:
         made.writes = {"num_processes": trainers}
     return made
+
+
+def _without_gpus(reading: Reading) -> Reading:
+    """Return what a setting comes to in a run on CPU, whose training processes follow from no number of GPUs."""
+    if reading.name != _GPUS or _whole(reading.raw.value) is None:
+        return reading
+    return replace(reading, writes={}, problem=None, why="the run is on CPU")
 
 
 def trainers_of(gpus: int, parallel: int = 1, shared: bool = False) -> int | None:
@@ -368,7 +379,7 @@ _SPECIAL = {
     _BATCH: _batch,
     _MINI: _mini_batch,
     f"{TRAINER}.logger": _reporters,
-    f"{TRAINER}.n_gpus_per_node": _processes,
+    _GPUS: _processes,
 }
 
 
@@ -379,7 +390,6 @@ def rows() -> list[tuple[str, str]]:
         "they are no whole groups",
         _MINI: f"changes nothing where it is `{_BATCH}`; others are refused: a step takes the whole batch",
         f"{TRAINER}.logger": "`report_to`; `console` is always written to",
-        f"{TRAINER}.n_gpus_per_node": f"`num_processes`: the GPUs without those of the server (`{_TENSORS}`); not read "
-        "in a CPU environment",
+        _GPUS: f"`num_processes`: the GPUs without those of the server (`{_TENSORS}`); not read in a run on CPU",
     }
     return [(name, told.get(name) or setting.meaning()) for name, setting in SETTINGS.items()]

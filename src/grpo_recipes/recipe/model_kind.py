@@ -1,0 +1,60 @@
+"""Check by config.json, if it is on this machine, whether a model reads pictures or is an encoder-decoder.
+
+A model that reads pictures gets only text, and only its text part is trained. No torch.
+"""
+
+import contextlib
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from grpo_recipes.errors import Problem, config_error
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.chat_template import model_folder
+from grpo_recipes.recipe.rules import asks_another
+
+KEY = "model_name_or_path"
+_TEXT_MODEL = "set model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct or another text model"
+
+
+def model_config(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the model's config.json; empty if it is not on this machine or can't be read."""
+    with contextlib.suppress(OSError, ValueError):
+        config = json.loads((model_folder(recipe, environment) / "config.json").read_bytes())
+        return config if isinstance(config, dict) else {}
+    return {}
+
+
+def reads_pictures(config: Mapping[str, Any]) -> bool:
+    """Return whether a model's config.json has a part for pictures."""
+    return isinstance(config.get("vision_config"), dict)
+
+
+def kind_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield the problem of an encoder-decoder, and of a model with pictures whose vLLM can't be imported."""
+    config = model_config(recipe, environment)
+    if config.get("is_encoder_decoder") is True:
+        fault = "the model is an encoder-decoder, and GRPO trains only decoders"
+        yield recipe.problem(KEY, fault, _TEXT_MODEL)
+        return
+    starts_vllm = recipe["use_vllm"] and not asks_another(recipe)
+    if starts_vllm and reads_pictures(config) and importlib.util.find_spec("torchvision") is None:
+        fault = "the model reads pictures, and vLLM can't serve it without torchvision, which is not installed"
+        yield recipe.problem(KEY, fault, f"{_TEXT_MODEL}, or set use_vllm: false")
+
+
+def kind_note(recipe: Recipe, environment: Mapping[str, str]) -> str:
+    """Return the note of a model that reads pictures; an empty text for other models."""
+    if not reads_pictures(model_config(recipe, environment)):
+        return ""
+    return f"{recipe[KEY]} reads pictures; only its text part is trained, on prompts without pictures"
+
+
+def check_unused_weights(recipe: Recipe, environment: Mapping[str, str], accelerator: str, trainers: int) -> None:
+    """Reject several DDP trainers of a model whose weights for pictures get no gradient: they fail at step 2."""
+    fails = trainers > 1 and accelerator == "ddp" and recipe["gradient_checkpointing"] and not recipe["use_peft"]
+    if fails and not recipe["ddp_find_unused_parameters"] and reads_pictures(model_config(recipe, environment)):
+        key = "ddp_find_unused_parameters"
+        fault = "the model reads pictures, and its weights for pictures get no gradient from text"
+        raise config_error(recipe.source(key if recipe.given(key) else KEY), fault, f"set {key}: true")
