@@ -1,6 +1,7 @@
 """What an optimizer step takes and holds on one GPU, beside unmodified TRL and beside the estimate of `grpo plan`.
 
     python bench/gpu_step.py [--only PART...] [--steps 8] [--out bench/results/gpu_step.json]
+    python bench/gpu_step.py --recompute
 
 No vLLM is needed: completions are given, as in ``speed.py``. The model is random, of Qwen2.5-0.5B's sizes, in float32
 with bfloat16 autocast and gradient checkpointing. A part that fails says with what, and the others go on.
@@ -10,7 +11,7 @@ with bfloat16 autocast and gradient checkpointing. A part that fails says with w
 * ``updates``: the share of weights that one AdamW step of 1e-6 changes, in bfloat16 and in float32;
 * ``lognormal``, ``equal``: seconds of a step on such lengths, trainers in turn.
 
-A part that is not measured keeps its record.
+A part that is not measured keeps its record. ``--recompute`` replaces the estimates of a record and needs no GPU.
 ``--quick`` runs all of it with a tiny model, on a CPU where there is no GPU: to see that it runs.
 """
 
@@ -132,24 +133,29 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 def memory(bench: Bench) -> dict[str, Any]:
-    """Bytes at the worst moment of two steps, and the estimate for the same."""
-    longest = bench.shape.longest + PROMPT
-    sizes = {one: one * longest for one in (bench.shape.micro_batch, bench.shape.micro_batch // 2)}
-    arms: dict[str, Keys] = {BARE: None, OURS: {}}
-    arms |= {f"ours, {tokens} tokens": {"tokens_per_micro_batch": tokens} for tokens in sizes.values()}
+    """Measure the bytes at the worst moment of two steps."""
     found: dict[str, Any] = {}
     for lengths in ("lognormal", "equal"):
-        for arm, keys in arms.items():
+        for arm, (keys, tokens) in micro_batches(bench.shape).items():
             release()
             if GPU:
                 torch.cuda.reset_peak_memory_stats()
             trainer = bench.trainer(keys, TrainerCallback(), steps=2, shape=bench.shape._replace(lengths=lengths))
             trainer.train()
-            tokens = (keys or {}).get("tokens_per_micro_batch", bench.shape.micro_batch * longest)
-            found.setdefault(lengths, {})[arm] = {**held(), "estimated": estimate(bench, tokens)}
+            found.setdefault(lengths, {})[arm] = {**held(), "tokens_per_micro_batch": tokens}
             del trainer
     release()
     return found
+
+
+def micro_batches(shape: Shape) -> dict[str, tuple[Keys, int]]:
+    """Return the trainers whose memory is measured: their keys, and the most tokens of their micro-batches."""
+    longest = shape.longest + PROMPT
+    whole, half = shape.micro_batch * longest, shape.micro_batch // 2 * longest
+    sized: dict[str, tuple[Keys, int]] = {
+        f"ours, {tokens} tokens": ({"tokens_per_micro_batch": tokens}, tokens) for tokens in (whole, half)
+    }
+    return {BARE: (None, whole), OURS: ({}, whole), **sized}
 
 
 def held() -> dict[str, int]:
@@ -161,19 +167,25 @@ def held() -> dict[str, int]:
     return peaks | {"beside torch": whole - free - torch.cuda.memory_reserved()}
 
 
-def estimate(bench: Bench, tokens: int) -> dict[str, int]:
-    """Return what `grpo plan` says of a training process of this kind."""
-    shape, sequence = bench.shape, bench.shape.longest + PROMPT
-    work = Workload(
-        **model_facts(json.loads((bench.model / "config.json").read_text())),
-        per_device_train_batch_size=shape.micro_batch, tokens_per_micro_batch=tokens, world_size=1, mode="server",
-        completions=shape.prompts * shape.group, sequence=sequence, completion=shape.longest, low=GPU, opponents=0,
-        reference=False, device="cuda", accelerator="single", bridge="nccl", attn_implementation="sdpa",
-        dtype="float32", gradient_checkpointing=True, lora_modules_to_save=None, lora_r=0, optim="adamw_torch",
-        use_peft=False, vllm_enable_sleep_mode=False, vllm_tensor_parallel_size=1,
-    )  # fmt: skip
-    parts = work.trainer()
-    return parts | {"total": sum(parts.values())}
+def with_estimates(measured: dict[str, Any], sizes: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """Add the workload of the measured runs and the estimates of `grpo plan` to the part ``memory`` of a record."""
+    workload = {
+        **model_facts({"model_type": "qwen2", **sizes}), "per_device_train_batch_size": shape.micro_batch,
+        "world_size": 1, "mode": "server", "completions": shape.prompts * shape.group,
+        "sequence": shape.longest + PROMPT, "completion": shape.longest, "low": "nvidia-smi" in measured["gpu"],
+        "opponents": 0, "reference": False, "device": "cuda", "accelerator": "single", "bridge": None,
+        "attn_implementation": "sdpa", "dtype": "float32", "gradient_checkpointing": True,
+        "lora_modules_to_save": None, "lora_r": 0, "optim": "adamw_torch", "use_peft": False,
+        "vllm_enable_sleep_mode": False, "vllm_tensor_parallel_size": 1,
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for lengths, arms in measured["found"].items():
+        for arm, (_, tokens) in micro_batches(shape).items():
+            size = {"tokens_per_micro_batch": tokens}
+            parts = Workload({**workload, **size}).trainer()
+            estimated = {"estimated": parts | {"total": sum(parts.values())}}
+            found.setdefault(lengths, {})[arm] = arms[arm] | size | estimated
+    return measured | {"found": found, "workload": workload}
 
 
 def updates(bench: Bench) -> dict[str, Any]:
@@ -219,17 +231,23 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, help="measure these parts alone")
     parser.add_argument("--steps", type=int, default=8, help="of each trainer, that count")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that all of it runs")
+    parser.add_argument("--recompute", action="store_true", help="replace the estimates of the record only")
     parser.add_argument("--out", type=Path, default=home() / "bench/results/gpu_step.json")
     options = parser.parse_args()
     origin = begin(options.out, "accelerate", "triton")
     torch.backends.cuda.matmul.allow_tf32 = False
-    sizes = {} if options.quick else REAL
-    shape = Shape(longest=24, prompts=2, group=4, micro_batch=4) if options.quick else SHAPE
     before = read_json(options.out) or {}
-    result = {"what": str(__doc__).splitlines()[0], "shape": shape._asdict(), "sizes": sizes}
-    result |= {name: before[name] for name in PARTS if name in before}
+    if options.recompute:
+        memory_part = with_estimates(before["memory"], before["sizes"], Shape(**before["shape"]))
+        write_json(options.out, before | {"memory": memory_part | {"estimates": finished(origin)}})
+        return
+    shape = Shape(longest=24, prompts=2, group=4, micro_batch=4) if options.quick else SHAPE
     with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(Path(scratch), 2 if options.quick else options.steps, sizes, shape)
+        bench = Bench(Path(scratch), 2 if options.quick else options.steps, {} if options.quick else REAL, shape)
+        config = json.loads((bench.model / "config.json").read_text())
+        result = {"what": str(__doc__).splitlines()[0], "shape": shape._asdict()}
+        result |= {"sizes": {name: config[name] for name in REAL}}
+        result |= {name: before[name] for name in PARTS if name in before}
         for name in options.only or PARTS:
             began = time.perf_counter()
             try:
@@ -238,6 +256,8 @@ def main() -> None:
                 found = {"failed": f"{type(error).__name__}: {error}"}
                 traceback.print_exc()
             result[name] = {"found": found, "gpu": gpu()} | finished(origin)
+            if name == "memory" and "failed" not in found:
+                result[name] = with_estimates(result[name], result["sizes"], shape)
             release()
             print(f"{name}: {time.perf_counter() - began:.0f} s\n{json.dumps(result[name], indent=1)}", flush=True)
             write_json(options.out, result)
