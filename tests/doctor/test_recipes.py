@@ -122,11 +122,11 @@ def test_memory_of_gpus_is_that_of_the_plan(case, local, planned, monkeypatch):
         found.__dict__["plan"] = planned(recipe=found.recipe)
         return recipes.training_memory(found)
 
-    too_much = memory(40_000)
-    assert too_much.status == "problem" and "use_peft: true" in too_much.fix and "of 76.0 GiB" in too_much.value
+    too_much = memory(30_000)
+    assert too_much.status == "problem" and "use_peft: true" in too_much.fix and "of 80.0 GiB" in too_much.value
     assert memory(100).status == "ok"
     monkeypatch.setattr(recipes, "gpu_memory", lambda environment: None)
-    assert memory(40_000).status == "ok" and " of " not in memory(40_000).value
+    assert memory(30_000).status == "ok" and " of " not in memory(30_000).value
 
 
 @pytest.mark.skipif(environment_device() != "cpu", reason="what is planned in a CUDA environment depends on the GPUs")

@@ -14,7 +14,7 @@ from grpo_recipes.plan.models import model_facts
 from .model_folders import QWEN_7B, model_folder
 from .shipped_models import SHIPPED
 
-RECORDED = Path(__file__).parents[2] / "bench/results/memory_estimate.json"
+RESULTS = Path(__file__).parents[2] / "bench/results"
 WORK = {
     **model_facts(QWEN_7B), "device": "cuda", "mode": "server", "accelerator": "ddp", "world_size": 8,
     "dtype": "bfloat16", "low": True, "optim": "adamw_torch_fused", "reference": False, "opponents": 0,
@@ -38,7 +38,7 @@ def parts(**changes) -> dict[str, int]:
 
 
 def recorded() -> dict:
-    return json.loads(RECORDED.read_text())["cases"]
+    return json.loads((RESULTS / "memory_estimate.json").read_text())["cases"]
 
 
 @pytest.mark.parametrize("role", ["trainer", "server"])
@@ -72,8 +72,34 @@ def test_whole_weights_gradients_and_states_by_dtype():
     low, high = parts(accelerator="single"), parts(accelerator="single", dtype="float32", low=False)
     for name, low_bytes, high_bytes in (("weights", 2, 4), ("gradients", 2, 4), ("optimizer", 4, 8)):
         assert (low[name], high[name]) == (low_bytes * P, high_bytes * P)
-    assert parts(accelerator="single", dtype="float32")["weights"] == 6 * P  # autocast keeps 16-bit copies
     assert parts(accelerator="single", dtype="auto") == low  # as config.json says
+
+
+def test_autocast_keeps_16_bit_copies_of_float32_weights_during_a_forward_pass():
+    copies, whole = 2 * 28 * WORK["layer"], {"accelerator": "single", "dtype": "float32"}
+    assert parts(**whole, gradient_checkpointing=False)["16-bit copies"] == copies
+    # With gradient checkpointing they are gone before the backward pass, which is worse only with many tokens.
+    few, many = (parts(**whole, per_device_train_batch_size=size, completions=512) for size in (1, 64))
+    assert few["16-bit copies"] == copies and "16-bit copies" not in many
+    assert few["activations"] < work(**whole, per_device_train_batch_size=1).activations
+    for changes in ({}, {"dtype": "bfloat16"}, {"accelerator": "zero2"}, {"accelerator": "fsdp2"}, {"low": False}):
+        changed = work(**{**whole, **changes})
+        assert changed.autocast_copies == (0 if changes else copies)
+    frozen = {**whole, "use_peft": True, "bridge": "lora"}
+    assert [work(**frozen, gradient_checkpointing=kept).autocast_copies for kept in (True, False)] == [0, copies]
+
+
+def test_gaps_of_the_allocator_grow_with_the_tensors_of_a_gpu():
+    found = parts()
+    gaps = found.pop("allocator gaps")
+    assert gaps == int(0.16 * (sum(found.values()) - found["libraries"]))
+    assert "allocator gaps" not in parts(device="cpu")
+
+
+def test_nccl_is_counted_if_several_gpus_or_its_weight_sync_use_it():
+    alone = {"world_size": 1, "accelerator": "single"}
+    assert parts(**alone, bridge=None)["libraries"] == GIB * 4 // 5
+    assert parts(**alone)["libraries"] == parts(bridge=None)["libraries"] == GIB
 
 
 def test_ddp_keeps_gradients_twice():

@@ -1,8 +1,12 @@
 """What a planned run will take: memory, disk and time, and which key to change where that does not fit. No torch.
 
-What torch, TRL, accelerate and DeepSpeed allocate was read in their source (TRL 1.16, DeepSpeed 0.19). The two
-constants of a CPU run are measured by ``bench/memory_estimate.py``, which also says how near the whole is. The
-estimate of a trainer on one GPU was compared with a measurement (docs/gpu.md); everything else on GPUs is a guide.
+The formulas follow the source of torch, TRL, accelerate and DeepSpeed (TRL 1.16, DeepSpeed 0.19). The constants are
+measured:
+
+* on CPU by ``bench/memory_estimate.py`` (docs/planning.md, ``bench/results/memory_estimate.json``);
+* for a trainer on one GPU by ``bench/gpu_step.py`` (docs/gpu.md, ``bench/results/gpu_step.json``).
+
+A test compares the estimate with every row of both records. NCCL's buffers and vLLM's server on GPUs are not measured.
 """
 
 from __future__ import annotations
@@ -28,10 +32,14 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # What the processes hold before the model counts: bench/results/memory_estimate.json, case "constant".
 _TRAINER_IMPORTS = 780_000_000
 _SERVER_IMPORTS = 1_950_000_000  # of the API server, the engine and one worker, each with torch and vLLM
-# Not measured: CUDA's context with its libraries and NCCL's buffers, vLLM's captured graphs, and the share of a GPU
-# that torch's allocator cannot use between its blocks.
-_CUDA_CONTEXT = _CUDA_GRAPHS = GIB
-_GAPS = 0.05
+# CUDA's context with its libraries: the GPU held 0.76 to 0.78 GiB beside torch's allocator. docs/gpu.md,
+# bench/results/gpu_step.json, "memory", "beside torch".
+_CUDA_CONTEXT = GIB * 4 // 5
+# Reserved memory that torch's allocator cannot use between its blocks: 9.0 to 15.2 % of the allocated memory.
+# docs/gpu.md, bench/results/gpu_step.json, "memory", "reserved" and "allocated".
+_GAPS = 0.16
+# Not measured: NCCL's buffers, which together with the context are taken as 1 GiB, and the graphs that vLLM captures.
+_NCCL, _CUDA_GRAPHS = GIB - _CUDA_CONTEXT, GIB
 # trl/kernels/chunked_logprob.py: the output layer is computed in tiles of so many tokens and words, never as a whole.
 _TILE_TOKENS, _TILE_WORDS = 4096, 32768
 _TILE_COPIES_ON_CPU = 8  # of _backward_tile: torch makes every intermediate, where Triton works in place
@@ -141,8 +149,19 @@ class Workload(dict[str, Any]):
             gathered = self.computed * 2 * (self["layer"] + self["embedding"])
             return gathered + (0 if self.offloads else self.trained_element * count // self["world_size"])
         adapter = 4 * self.trained if self["use_peft"] else 0  # PEFT keeps adapters in float32
-        copies = 2 * count if self["low"] and element == 4 and self["device"] == "cuda" else 0  # autocast's
-        return element * count + adapter + copies
+        return element * count + adapter
+
+    @property
+    def autocast_copies(self) -> int:
+        """The 16-bit copies of float32 weights that autocast keeps during a forward pass.
+
+        Without gradient checkpointing the backward pass uses the same copies. With it, copies of frozen weights are
+        not kept. TRL converts the output layer tile by tile.
+        """
+        frozen = self["use_peft"] and self["gradient_checkpointing"]
+        if self["device"] == "cpu" or not self["low"] or self.zero or self.element < 4 or frozen:
+            return 0
+        return 0 if self["accelerator"] == "fsdp2" else 2 * int(self["layers"] * self["layer"])
 
     @property
     def states(self) -> int:
@@ -161,6 +180,16 @@ class Workload(dict[str, Any]):
         return int(self.get("tokens_per_micro_batch") or self["per_device_train_batch_size"] * self["sequence"])
 
     @property
+    def working(self) -> int:
+        """The working space of one layer, with both ends in float32."""
+        return 3 * self.pass_tokens * int(self["intermediate"] * self.computed + self["hidden"] * 4)
+
+    @property
+    def layer_inputs(self) -> int:
+        """The inputs of all layers, which gradient checkpointing keeps for the backward pass."""
+        return int(self["layers"] * self["hidden"]) * self.pass_tokens * self.element
+
+    @property
     def activations(self) -> int:
         """What the backward pass needs of the forward pass, and the working space of the layer it is in."""
         computed, element = self.computed, self.element
@@ -170,10 +199,9 @@ class Workload(dict[str, Any]):
         attention = 4 * self["queries"] * computed  # query, key and value repeated for each head, and the output
         scores = 2 * self["heads"] * self["sequence"] * computed if self["attn_implementation"] == "eager" else 0
         layer = tokens * (norms + attention + scores + 4 * self["intermediate"] * computed)
-        working = 3 * tokens * (self["intermediate"] * computed + self["hidden"] * 4)  # and the ends in float32
         if self["gradient_checkpointing"]:
-            return self["layers"] * tokens * self["hidden"] * element + layer + working
-        return self["layers"] * layer + working
+            return int(self.layer_inputs + layer + self.working)
+        return int(self["layers"] * layer + self.working)
 
     @property
     def output_layer(self) -> int:
@@ -183,8 +211,12 @@ class Workload(dict[str, Any]):
         rows = self.pass_tokens if on_cpu else self.pass_tokens * self["completion"] // self["sequence"]
         tile = min(rows, _TILE_TOKENS) * min(self["vocabulary"], _TILE_WORDS)
         tiles = tile * (4 * _TILE_COPIES_ON_CPU if on_cpu else self.computed)
-        gradient = 0 if self["use_peft"] else self["embedding"] * (4 + (self.element if self.element < 4 else 0))
-        return tiles + rows * self["hidden"] * (4 + self.computed) + gradient
+        return int(tiles + rows * self["hidden"] * (4 + self.computed) + self.output_gradient)
+
+    @property
+    def output_gradient(self) -> int:
+        """The gradient of the output layer in float32, with narrower weights also one of their width."""
+        return 0 if self["use_peft"] else self["embedding"] * (4 + (self.element if self.element < 4 else 0))
 
     @property
     def packed_buffers(self) -> int:
@@ -203,11 +235,11 @@ class Workload(dict[str, Any]):
         ``awake`` are the bytes of a vLLM inside it that it holds while it generates alone.
         """
         on_cpu, whole, accelerator = self["device"] == "cpu", self["parameters"], self["accelerator"]
-        held = {"libraries": _TRAINER_IMPORTS if on_cpu else _CUDA_CONTEXT,
+        nccl = _NCCL if self["world_size"] > 1 or self["bridge"] == "nccl" else 0
+        held = {"libraries": _TRAINER_IMPORTS if on_cpu else _CUDA_CONTEXT + nccl,
                 "weights": self.weights, "optimizer": 0 if self.offloads else self.states}  # fmt: skip
-        if (
-            self["reference"] and not self["use_peft"] and not self.offloads
-        ):  # with an adapter the base model under it is the reference
+        # With an adapter the base model under it is the reference.
+        if self["reference"] and not self["use_peft"] and not self.offloads:
             shards = self["world_size"] if accelerator in ("zero3", "fsdp2") else 1
             held["reference"] = (self.trained_element if self.zero else self.element) * whole // shards
         if self.get("opponents"):
@@ -221,14 +253,23 @@ class Workload(dict[str, Any]):
         # Gradients of the passes before are still there; on CPU the C library's heap keeps most of what a pass freed.
         more_passes = self["completions"] * self["sequence"] > self.pass_tokens
         beside = {"gradients": gradients} if on_cpu or more_passes else {}
-        moments = [passing | beside, {"gradients": gradients + flat}]
+        copies = {"16-bit copies": self.autocast_copies}
+        forward = {"activations": self.layer_inputs + self.working,
+                   "output layer": self.output_layer - self.output_gradient} | copies  # fmt: skip
+        backward = passing if self["gradient_checkpointing"] else passing | copies
+        moments = [backward | beside, forward | beside, {"gradients": gradients + flat}]
         if self["mode"] == "transformers":
             moments.append({"KV cache": self["completions"] * self.sequence_cache(self["sequence"])})
         if on_cpu and self["bridge"] in ("file", "restart"):
             moments.append(passing | {"weights in transit": self.element * whole})
         moments += [{"weights in transit": self.packed_buffers}, {"vLLM awake": awake}]
-        worst = max(moments, key=lambda parts: sum(parts.values()))
-        return {name: size for name, size in {**held, **worst}.items() if size}
+        worst = max((self._with_gaps(held | moment) for moment in moments), key=lambda parts: sum(parts.values()))
+        return {name: size for name, size in worst.items() if size}
+
+    def _with_gaps(self, parts: Parts) -> Parts:
+        """Return the parts of a moment and, on a GPU, the gaps between the blocks of torch's allocator."""
+        allocated = sum(size for name, size in parts.items() if name not in ("libraries", "vLLM awake"))
+        return parts if self["device"] == "cpu" else parts | {"allocator gaps": int(_GAPS * allocated)}
 
     def server(self) -> Parts:
         """Return what the vLLM server holds at its peak: on CPU all its processes together, on a GPU one of its GPUs.
@@ -239,7 +280,7 @@ class Workload(dict[str, Any]):
         weights = self.served * self["parameters"] // self["vllm_tensor_parallel_size"]
         imports = 0 if self["mode"] == "colocate" else _SERVER_IMPORTS  # the trainer has them
         sequences = self.get("vllm_max_num_seqs") or DEFAULT_SEQUENCES[self["device"]]
-        parts = {"libraries": imports if on_cpu else _CUDA_CONTEXT + _CUDA_GRAPHS, "weights": weights,
+        parts = {"libraries": imports if on_cpu else _CUDA_CONTEXT + _NCCL + _CUDA_GRAPHS, "weights": weights,
                  "output layer": 3 * sequences * self["vocabulary"] * 4}  # fmt: skip
         if not on_cpu:
             mlp = 2 * self["intermediate"] // self["vllm_tensor_parallel_size"]
@@ -278,7 +319,7 @@ def needs(work: Workload, gpu: int | None) -> dict[str, Need]:
     the cache of one longest sequence, else all it may.
     """
     share = work["vllm_gpu_memory_utilization"]
-    own = 1 - _GAPS - (share if work.one_gpu and not work.sleeps else 0)
+    own = 1 - (share if work.one_gpu and not work.sleeps else 0)
     parts = work.trainer(int((gpu or 0) * share) if work.sleeps else 0)
     roles = {"trainer": Need(parts, None if gpu is None else int(gpu * own))}
     if work["mode"] in ("transformers", EXTERNAL):
