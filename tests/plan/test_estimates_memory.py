@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_recipes.plan import estimates
 from grpo_recipes.plan.estimates import GIB, UnknownShape, Workload
 from grpo_recipes.plan.models import model_facts
 
@@ -41,6 +42,13 @@ def recorded() -> dict:
     return json.loads((RESULTS / "memory_estimate.json").read_text())["cases"]
 
 
+def recorded_on_gpu() -> dict:
+    return json.loads((RESULTS / "gpu_step.json").read_text())["memory"]
+
+
+GPU_ROWS = [(lengths, trainer) for lengths, trainers in recorded_on_gpu()["found"].items() for trainer in trainers]
+
+
 @pytest.mark.parametrize("role", ["trainer", "server"])
 @pytest.mark.parametrize("name", sorted(recorded()))
 def test_the_estimate_is_within_15_percent_of_the_recorded_peak(name, role):
@@ -49,6 +57,28 @@ def test_the_estimate_is_within_15_percent_of_the_recorded_peak(name, role):
     estimate = sum({"trainer": run.trainer, "server": run.server}[role]().values())
     assert estimate == pytest.approx(case[role]["measured"], rel=0.15)
     assert estimate == case[role]["estimated"], "run python bench/memory_estimate.py --recompute"
+
+
+@pytest.mark.parametrize(("lengths", "trainer"), GPU_ROWS)
+def test_the_estimate_is_at_most_12_percent_above_the_recorded_memory_of_a_gpu(lengths, trainer):
+    """M14: no row of docs/gpu.md is estimated below the memory that the GPU held."""
+    record = recorded_on_gpu()
+    row = record["found"][lengths][trainer]
+    run = Workload({**record["workload"], "tokens_per_micro_batch": row["tokens_per_micro_batch"]})
+    parts = run.trainer()
+    assert 1 <= sum(parts.values()) / (row["reserved"] + row["beside torch"]) <= 1.12
+    tensors = sum(size for name, size in parts.items() if name not in ("libraries", "allocator gaps"))
+    assert 1 <= tensors / row["allocated"] <= 1.06
+    estimated = {name: size for name, size in row["estimated"].items() if name != "total"}
+    assert parts == estimated, "run python bench/gpu_step.py --recompute"
+
+
+def test_the_constants_of_a_gpu_cover_every_recorded_row():
+    """M14: the context of CUDA, and the gaps of torch's allocator, are just above the largest that was measured."""
+    rows = [row for trainers in recorded_on_gpu()["found"].values() for row in trainers.values()]
+    assert len(rows) == 8
+    assert 1 <= estimates._CUDA_CONTEXT / max(row["beside torch"] for row in rows) < 1.05
+    assert 0 <= estimates._GAPS - max(row["reserved"] / row["allocated"] - 1 for row in rows) < 0.01
 
 
 def test_vllm_inside_a_trainer_on_cpu_adds_its_cache_and_weights_alone():
