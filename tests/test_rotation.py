@@ -88,7 +88,8 @@ def test_one_that_is_not_started_counts_as_one_of_another_day(tmp_path) -> None:
 @pytest.mark.rotating
 def test_make_coverage_takes_those_for_rotating_that_pytest_does() -> None:
     files = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if "mark.rotating" in path.read_text()]
-    (line,) = [line for line in run("-c", EACH_DAY, *files).splitlines() if line.startswith("days ")]
+    output = run("-c", EACH_DAY, *files, PYTHONPATH=str(TESTS.parent))
+    (line,) = [line for line in output.splitlines() if line.startswith("days ")]
     whole, _, listed = json.loads(line.removeprefix("days "))
     daily = {name.partition("[")[0] for name in set(listed) - set(whole)}
     rotating = {name.partition("[")[0] for name in whole}

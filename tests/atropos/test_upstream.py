@@ -18,6 +18,8 @@ FILES = ("test_api_legacy.py", "test_api_messages_handling.py", "test_api_compre
 HELPERS = ("api_test_utils.py", "conftest.py")
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_pinned_run_api_passes_the_tests_it_comes_with(tmp_path: Path) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

@@ -31,6 +31,8 @@ def test_pages_and_figures_are_those_of_the_records(evidence: ModuleType) -> Non
     assert not old, "make evidence writes these anew"
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_table_that_someone_changed_is_written_again(evidence: ModuleType) -> None:
     told = list[str]()
     for page in sorted((HOME / "docs").glob("*.md")):

@@ -91,6 +91,8 @@ class _Table(torch.nn.Module):
         return SimpleNamespace(logits=self.logits_TV[-logits_to_keep:].expand(len(ids_BT), -1, -1))
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_right_share_is_what_a_model_samples_and_the_reward_takes(bench: ModuleType) -> None:
     torch.manual_seed(0)
     tokenizer = bench.smoke.build_tokenizer()

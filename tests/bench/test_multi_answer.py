@@ -70,6 +70,8 @@ def test_metrics_are_the_expectation_over_8_samples(task: ModuleType) -> None:
     assert scores["modes"] == pytest.approx(math.exp(-0.75 * math.log(0.75) - 0.25 * math.log(0.25)))
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("tokens", [3, pytest.param(6, marks=ROTATES)])
 def test_measured_mass_is_what_the_model_samples(task: ModuleType, tokens: int) -> None:
     torch.manual_seed(0)

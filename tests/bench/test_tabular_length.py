@@ -34,6 +34,8 @@ def alive(bench: ModuleType, arm: object, length: int, words: bool = False) -> f
     return bench.ends(arm, task, (1, 2), 400)["modes"][0]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_length_takes_the_effect_of_listwise_per_token_and_not_that_of_kappa(bench):
     short, long = (alive(bench, bench.per_token(length), length) for length in (3, 30))
     maxrl = alive(bench, bench.PLAIN["MaxRL"], 30)
@@ -49,6 +51,8 @@ def test_listwise_per_token_comes_to_the_advantage_of_maxrl(bench):
     assert cosines == sorted(cosines) and 0.8 < cosines[0] < 0.95 and cosines[-1] > 0.9999
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("kappa", [1, 3])
 def test_listwise_rests_at_the_policy_of_most_entropy(bench, kappa):
     found = bench.rests(kappa, steps=1500)

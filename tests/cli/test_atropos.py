@@ -773,6 +773,8 @@ def test_tables_of_the_page_have_every_flag_and_variable() -> None:
     assert all(about for _, _, about in (*flag_rows(), *variable_rows()))
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_no_flag_of_the_example_trainer_is_forgotten() -> None:
     pytest.importorskip("torch")
     theirs = pytest.importorskip("example_trainer.cli")

@@ -118,6 +118,8 @@ def test_a_gpu_that_is_not_there_is_never_replaced() -> None:
         offline.on_device("cuda:3", Resources(device="cuda", gpus=("0", "1", "2"), cores=2))
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "words",
     [

@@ -67,6 +67,8 @@ def rows_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_episodes_of_several_turns_are_played_and_solved(played: Any, tmp_path: Path) -> None:
     (result,) = played(environment=TWO, benchmarks=[TWO], benchmark_samples=4, benchmark_solved=0.5).values()
     (rows,) = rows_of(tmp_path).values()

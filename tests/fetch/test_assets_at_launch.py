@@ -108,6 +108,8 @@ def test_local_data_that_changed_stops_a_resume(shell: Shell, variables: Variabl
     assert need_assets(recipe, variables(), recorded, [], allow_changed=True).found
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_resumed_run_gets_its_own_commits_back(shell: Shell, hub: FakeHub, variables: Variables, monkeypatch) -> None:
     monkeypatch.chdir(shell.folder)
     recipe = read_recipe(Path(shell.recipe()))

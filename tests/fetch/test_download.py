@@ -94,6 +94,8 @@ def test_again_it_downloads_nothing_and_tells_of_newer_commits(shell: Shell, hub
     assert (Path(shell.records()[1]["path"]) / "notes.txt").read_text() == "new"
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_what_a_purge_of_old_files_damaged_is_brought_again(shell: Shell) -> None:
     from datasets import load_from_disk
 
@@ -109,6 +111,8 @@ def test_what_a_purge_of_old_files_damaged_is_brought_again(shell: Shell) -> Non
     assert list((shell.cache / "datasets").iterdir()) == [folder]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_rows_whose_record_is_gone_are_not_brought_again(shell: Shell, hub: FakeHub) -> None:
     shell.recipe()
     shell.grpo("fetch", "recipe.yaml")
@@ -119,6 +123,8 @@ def test_rows_whose_record_is_gone_are_not_brought_again(shell: Shell, hub: Fake
     assert hub.asked("/ada/rows/resolve/") == downloads
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_what_killed_fetches_left_is_removed_though_the_file_system_has_no_locks(shell: Shell, has_locks: bool) -> None:
     shell.recipe()
@@ -240,6 +246,8 @@ def test_interrupted_it_says_so_and_goes_on_from_there(shell: Shell, hub: FakeHu
     assert shell.grpo("fetch", "recipe.yaml").returncode == 0
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_only_the_first_rows_of_a_stream_are_brought(shell: Shell, hub: FakeHub) -> None:
     hub.add("dataset", "ada/long", {"train.jsonl": jsonl(ROWS * 100)})
     shell.recipe(dataset_name="ada/long", dataset_streaming=True, max_train_prompts=7)

@@ -230,6 +230,8 @@ def test_a_server_that_reconnects_is_started_again_alone(atropos_run: FakeRunOf,
     assert started == [*ALL, "server"] and run.summary()["server_restarts"] == 1
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("lost", ["server", pytest.param("run-api", marks=ROTATES)])
 def test_where_the_server_cannot_go_on_without_its_trainers_everything_is_started_again(
     atropos_run: FakeRunOf, started: list[str], lost: str
@@ -339,6 +341,8 @@ def test_a_port_that_another_process_took_meanwhile_is_said_with_its_pid(
     assert ending.code == 1 and ending.log == tmp_path / "run-api.log"
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_real_run_api_lives_as_long_as_its_trainers(
     atropos_run: FakeRunOf, port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

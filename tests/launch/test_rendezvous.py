@@ -128,6 +128,8 @@ def test_the_wait_of_another_node_is_bounded_and_names_node_0(start_node, port):
     assert "Fix: start the same command with --node-rank 0 on 127.0.0.1" in output
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
 def test_a_node_that_does_not_see_the_files_of_node_0_is_rejected(start_node, node_0, tmp_path, capsys):
     """R12: a run directory that is not shared is a clear error on that node, and node 0 prints the reason."""

@@ -141,6 +141,8 @@ def test_a_stop_before_training_says_that_nothing_is_trained(trainer: Any, tmp_p
     assert stopped.value.code == 75
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_it_leaves_no_trace_in_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same run with and without it: weights bit for bit, and every number that is no time."""
     runs = []

@@ -113,6 +113,8 @@ def test_batches_on_several_nodes_need_the_gpus_of_a_node(capsys: pytest.Capture
     assert "15 trainers x 4 per device x 14 accumulated" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("path", sorted((home() / "recipes/environments").glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_of_environments_are_right_and_play_what_they_name(path: Path, tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")

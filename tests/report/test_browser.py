@@ -164,6 +164,8 @@ def rows_of(view: dict[str, Any]) -> list[list[str]]:
     return list(csv.reader(io.StringIO(view["files"]["CSV"][1])))
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_running_page_loads_itself_again_and_keeps_what_is_open(tmp_path: Path) -> None:
     page = write_report(make_run(tmp_path, steps=30, summary={"status": "running"}))
     outer = tmp_path / "outer.html"
@@ -197,6 +199,8 @@ setTimeout(note, 20000);
 </script>"""
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_picture_of_the_docs_is_made_from_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["report_picture", "--out", str(tmp_path)])
     report_picture.main()

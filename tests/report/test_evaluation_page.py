@@ -114,6 +114,8 @@ def test_prompts_are_spread_and_become_fewer_where_the_page_would_be_too_large()
     assert 10 < groups < 60 and len(page) < 900_000 and f"{groups} of 500 prompts" in page
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_the_filter_leaves_right_or_wrong_completions_and_nothing_overflows(tmp_path: Path, dark: bool) -> None:

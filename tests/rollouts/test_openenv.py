@@ -76,6 +76,8 @@ def test_finished_episodes_give_their_sessions_back(server: str) -> None:
     assert files == files[:1] * 6
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_episodes_that_fail_or_are_left_give_their_sessions_back(server: str) -> None:
     for episode in range(4):
         turn_of(server, f"fails/{episode}", [], action_field="said")

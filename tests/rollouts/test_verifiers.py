@@ -39,6 +39,8 @@ def asked(first: int, **arguments: int) -> set[int]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("arguments", "trained", "held_out"),
     [
@@ -104,6 +106,8 @@ def test_scores_are_those_of_the_librarys_own_evaluation(name: str, row: int, ac
     assert {key: turns[-1].info[key] for key in output["metrics"]} == output["metrics"]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_verifiers_own_game_of_several_turns_is_scored_as_its_own_evaluation_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

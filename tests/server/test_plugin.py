@@ -28,6 +28,8 @@ waits_here()
 """
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("role", ["1", None])
 def test_every_process_of_the_server_adds_its_stacks_to_a_file_of_its_own(tmp_path: Path, role: str | None) -> None:
     variables = {**os.environ, "GRPO_RUN_DIR": str(tmp_path), "GRPO_SERVER": role or ""}
@@ -51,6 +53,8 @@ def test_every_process_of_the_server_adds_its_stacks_to_a_file_of_its_own(tmp_pa
         process.wait(10)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("role", ["1", None])
 def test_the_engine_ends_with_a_server_that_is_killed(tmp_path: Path, role: str | None) -> None:
     """Else it holds its GPU for as long as nobody looks: vLLM's engine does not notice."""

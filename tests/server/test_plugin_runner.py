@@ -15,6 +15,8 @@ from grpo_recipes.weights.file import write_weights
 from grpo_recipes.weights.guard import differing, sent_fingerprint
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_on_gpus_a_load_goes_through_model_runner_v2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """G5: vLLM's own runner and loader read the file that the trainer wrote, and the report is about its tensors."""
     from vllm.config import LoadConfig

@@ -331,6 +331,8 @@ def test_silent_index_is_noticed(checkout: Checkout, silent_port: int, setting: 
     assert not (checkout.root / ".venv/grpo-environment.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_refused_index_is_noticed_without_showing_credentials(checkout: Checkout) -> None:
     port = closed_port()
     result = checkout.setup(PIP_INDEX_URL=f"http://someone:planted@127.0.0.1:{port}/simple")

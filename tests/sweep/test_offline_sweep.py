@@ -31,6 +31,8 @@ def made(folder: Path) -> list:
     return [read_sweep(path.parent) for path in sorted(folder.glob("multirun/*/*/sweeps/*/sweep.json"))]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("words", [EIGHTEEN, pytest.param(LISTS, marks=ROTATES)], ids=["commas", "lists"])
 def test_eighteen_runs_differ_in_folder_and_configuration_and_end_in_one_table(folder, fake_launches, capsys, words):
     assert multirun(FREE, *words) == 0
@@ -86,6 +88,8 @@ def test_it_is_submitted_as_one_array_job_whose_servers_have_ports_of_their_own(
     assert read_frozen(made(folder)[1].trial_dir(0) / "recipe.yaml")["vllm_server_port"] == 29876  # as it is named
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["grpo_recipes/cli/offline.py", "-m", "train.lr=log:1e-6..1e-4"])
     pytest.importorskip("optuna", reason="EXTRAS=search bash scripts/setup.sh")

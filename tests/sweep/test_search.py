@@ -126,6 +126,8 @@ def test_a_search_that_ended_begins_anew_or_takes_more_trials(sweep, made, rewar
     assert len(made()) == 3
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("moment", ["kill", "after"])
 def test_a_killed_search_goes_on_as_if_it_had_not_been(sweep, made, rewards, fake_launches, capsys, moment):
     assert sweep(*SPACE, "--search", "optuna", "--trials", "14", "--name", "whole") == 0

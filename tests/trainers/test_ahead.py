@@ -67,6 +67,8 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_asks_what_the_synchronous_run_asks_with_older_weights(
     server: FakeSampler, tmp_path: Path, shape: str
@@ -150,6 +152,8 @@ def test_a_stopped_run_goes_on_as_if_left_alone(
     assert outcome(folder, trainer) == expected
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("shape", ["two generations a step", *(pytest.param(one, marks=ROTATES) for one in OTHERS)])
 def test_a_killed_run_goes_on_from_a_checkpoint_as_if_left_alone(
     server: FakeSampler, tmp_path: Path, shape: str

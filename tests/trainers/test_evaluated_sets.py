@@ -44,6 +44,8 @@ def evaluated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return folder, evaluate_all(folder) if request.param == 1 else by_two_processes(folder)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_mean_is_that_of_the_set_evaluated(evaluated: tuple[Path, dict[str, Any]]) -> None:
     _, found = evaluated
     own, twenty, seven, two = fmean(OWN), 9.5, 3.0, 6.5

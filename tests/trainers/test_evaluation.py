@@ -136,6 +136,8 @@ def test_the_summary_has_the_first_and_the_last_evaluation(
     assert rewards[0] != rewards[-1]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("stop_in", [2, 4], ids=lambda step: f"step-{step}")
 def test_a_run_stopped_in_an_evaluation_makes_up_for_it(
     tmp_path: Path, evaluated: tuple[Path, Scores, GRPOTrainer, RandomStates], stop_in: int
@@ -156,6 +158,8 @@ def test_a_run_stopped_in_an_evaluation_makes_up_for_it(
     assert rows_of(tmp_path / "eval.jsonl") == rows_of(folder / "eval.jsonl")
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_stop_while_a_resumed_run_makes_up_for_an_evaluation(
     tmp_path: Path, evaluated: tuple[Path, Scores, GRPOTrainer, RandomStates]
 ) -> None:

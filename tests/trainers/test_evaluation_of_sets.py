@@ -73,6 +73,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["easy", pytest.param("hard", marks=ROTATES)])
 @pytest.mark.parametrize("step", [0, 2], ids=["on start", "step 2"])
 def test_a_run_stopped_among_its_sets_goes_on_with_those_left(

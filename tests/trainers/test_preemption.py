@@ -75,6 +75,8 @@ def test_nothing_is_saved_before_the_first_step(tmp_path: Path, whole: dict[str,
     assert outcome(tmp_path, run(tmp_path)[0]) == whole
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_checkpoint_stands_where_a_resumed_run_completed_no_step(tmp_path: Path, whole: dict[str, Any]) -> None:
     run(tmp_path, Moment(stop_file(tmp_path).touch, "evaluate", 2))
 
@@ -212,6 +214,8 @@ def test_a_forked_worker_still_dies_of_sigterm(tmp_path: Path) -> None:
     assert done.returncode == 15
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_what_was_restored_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, Moment(stop_file(tmp_path).touch, "score", 2))
     capsys.readouterr()

@@ -110,6 +110,8 @@ def test_a_group_that_never_ends_holds_no_finished_run(rank, tmp_path):
     assert (returned, record["exit"], record["cause"]) == (0, 0, "")
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_stacks_of_all_threads_are_shown_on_sigusr2(rank, tmp_path):
     code = (
         "import signal, threading, time\nthreading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
@@ -200,6 +202,8 @@ with rank_record(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_finished_rank_is_not_aborted_by_a_collective_it_did_not_wait_for(tmp_path):
     (tmp_path / "processes").mkdir()
     script = tmp_path / "unfinished.py"
@@ -233,6 +237,8 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("how", "seconds", "said"),
     [

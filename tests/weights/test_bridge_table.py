@@ -190,6 +190,7 @@ def collected() -> set[str]:
     return {line for line in done.stdout.splitlines() if "::" in line}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", SHOWN, ids="-".join)
 def test_every_cell_that_says_yes_is_run_on_cpu(cell, collected):
     assert (cell in bridge_cells.RUNS) != (cell in bridge_cells.ELSEWHERE)

@@ -115,7 +115,7 @@ def steps(calls: list[str]) -> list[str]:
     return [call for call in calls if call in (INIT, START, UPDATE, FINISH)]
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=ROTATES), 2], indirect=True)
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=ROTATES)], indirect=True)
 def test_weights_arrive_whole_in_order_and_through_several_buffers(client, server, workers):
     client.init_communicator("cuda")
     for changed in ("", "steps"):

@@ -284,6 +284,8 @@ def other() -> Iterator[OtherProcess]:
         process.stdin.close()
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_gpus_memory_of_another_process_is_written_where_it_is(gpu, other, tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
     client, model = LocalClient(other, tmp_path), Trained()

@@ -253,10 +253,10 @@ class Workload(dict[str, Any]):
         # Gradients of the passes before are still there; on CPU the C library's heap keeps most of what a pass freed.
         more_passes = self["completions"] * self["sequence"] > self.pass_tokens
         beside = {"gradients": gradients} if on_cpu or more_passes else {}
-        copies = {"16-bit copies": self.autocast_copies}
+        cast = {"16-bit copies": self.autocast_copies}
         forward = {"activations": self.layer_inputs + self.working,
-                   "output layer": self.output_layer - self.output_gradient} | copies  # fmt: skip
-        backward = passing if self["gradient_checkpointing"] else passing | copies
+                   "output layer": self.output_layer - self.output_gradient} | cast  # fmt: skip
+        backward = passing if self["gradient_checkpointing"] else passing | cast
         moments = [backward | beside, forward | beside, {"gradients": gradients + flat}]
         if self["mode"] == "transformers":
             moments.append({"KV cache": self["completions"] * self.sequence_cache(self["sequence"])})
