@@ -76,6 +76,8 @@ def test_once_the_time_is_over_rotating_tests_are_not_started(monkeypatch, mark,
         skip_where_time_is_over(item)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_one_that_is_not_started_counts_as_one_of_another_day(tmp_path) -> None:
     ran = tmp_path / "ran"
     late = {"GRPO_ROTATE_UNTIL": "1", "GRPO_RAN_TESTS": str(ran)}

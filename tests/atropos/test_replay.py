@@ -290,6 +290,8 @@ def test_a_run_api_to_which_others_post_is_refused(api: RunApi, tmp_path: Path, 
 # --- waits -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("there", [True, False])
 def test_nobody_who_trains_is_waited_for_as_long_as_asked(
     api: RunApi, tmp_path: Path, capsys: Any, there: bool
@@ -311,6 +313,8 @@ def test_groups_that_nobody_takes_end_the_replay(api: RunApi, tmp_path: Path, ca
     assert found.out.count(SENT) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_run_api_that_goes_away_ends_the_replay(api: RunApi, tmp_path: Path, capfd: Any) -> None:
     with replaying(three_steps(tmp_path), api) as codes:
         client = trainer(api)

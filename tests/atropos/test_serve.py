@@ -457,6 +457,8 @@ def test_only_an_environment_that_this_run_api_knows_is_disconnected(tmp_path, a
     assert "disconnected" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_it_ends_with_its_parent(make_run, tmp_path, vllm, api) -> None:
     make_run(atropos_environment="arithmetic")
     argv = ["-m", "grpo_recipes.atropos.serve", "0", "--api-url", api.url, "--server-url", vllm.url]

@@ -125,7 +125,7 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("--env.group_size 4", {"num_generations": 4}),
     ("--env.temperature 0.7", {"temperature": 0.7}),
     ("--env.chat_template '{{ messages }}'", {"chat_template": "{{ messages }}"}),
-    ("--env.max_num_workers 3 --env.name=x", {"atropos_environment_args": {"max_num_workers": 3, "name": "x"}}),
+    ("--env.max_num_workers 3 --env.seed=7", {"atropos_environment_args": {"max_num_workers": 3, "seed": 7}}),
     ("--num_generations 16", {"num_generations": 16}),
     ("--atropos_max_staleness 1", {"atropos_max_staleness": 1}),
 ]

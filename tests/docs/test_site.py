@@ -56,6 +56,8 @@ def html(site: Path, page: str) -> str:
     return (site / f"{page}.html").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_site_builds_without_a_warning(site: Path) -> None:
     for page in PAGES:
         assert html(site, page)

@@ -87,6 +87,8 @@ def test_episodes_of_several_turns_are_played_and_solved(played: Any, tmp_path: 
             assert reward == sum(said == one for said, one in zip((first, second), right, strict=True)) / 2
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_each_environment_of_a_mixture_has_its_own_result(played: Any, tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
     entries = [{"id": TWO}, {"id": GYM, "args": {"max_terms": 2, "max_digits": 1}}]

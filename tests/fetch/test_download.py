@@ -74,6 +74,8 @@ def test_what_was_fetched_loads_with_the_network_cut_off(shell: Shell, hub: Fake
     assert loaded.stdout.split()[1:] == ["4", "{'problem':", "'29+1=',", "'answer':", "'30'}", "30"]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_again_it_downloads_nothing_and_tells_of_newer_commits(shell: Shell, hub: FakeHub) -> None:
     shell.recipe()
     shell.grpo("fetch", "recipe.yaml")
@@ -168,6 +170,8 @@ def test_without_the_hub_it_says_what_is_here_and_what_is_not(shell: Shell) -> N
     assert update.returncode == 2 and "model ada/sums is here, but cannot be updated" in update.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_gated_model_is_told_in_one_line_without_the_token(shell: Shell, hub: FakeHub) -> None:
     hub.repos["model", "ada/sums"].gated = True
     shell.recipe()
@@ -228,6 +232,8 @@ def test_a_model_that_does_not_fit_on_the_disk_is_not_begun(shell: Shell, hub: F
     assert hub.asked("/ada/sums/resolve/.*safetensors") <= 1  # at most its size was asked for
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_interrupted_it_says_so_and_goes_on_from_there(shell: Shell, hub: FakeHub) -> None:
     shell.recipe()
     hub.slow["model.safetensors"] = 60.0

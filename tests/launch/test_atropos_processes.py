@@ -120,6 +120,8 @@ def told_of(run: FakeRun, *roles: str) -> dict[str, dict[str, Any]]:
     return dict(zip(roles, run.records(*roles), strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_lost_run_api_starts_all_that_remembers_it_again_and_not_the_server(
     atropos_run: FakeRunOf, started: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,6 +219,8 @@ def test_where_a_lost_server_takes_trainers_with_it_after_training_all_of_it_com
     assert started == [*ALL, *ALL]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_server_that_reconnects_is_started_again_alone(atropos_run: FakeRunOf, started: list[str]) -> None:
     run = atropos_run()
 

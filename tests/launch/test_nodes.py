@@ -283,6 +283,8 @@ def test_a_report_longer_than_a_line_of_slurm_arrives_whole(job, workers):
     assert report["errors"] == ["Connection refused"] * 200
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_process_of_another_node_has_that_nodes_own_scratch(job, workers, tmp_path):
     begun(workers, job(), tmp_path / "run")
     child = remote(workers, tmp_path, STARTER)
@@ -364,6 +366,8 @@ def test_requests_reach_the_other_nodes(job, workers, tmp_path):
     until(stop_file(tmp_path / "run").exists, "touch by the other node")
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_nothing_is_left_when_srun_is_killed(job, workers, tmp_path):
     begun(workers, job(), tmp_path / "run")
     child = remote(workers, tmp_path, STARTER)
@@ -410,6 +414,8 @@ class FakeChild:
         self.ended = True
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_node_worker_that_is_killed_ends_the_run_and_leaves_nothing(job, workers, tmp_path):
     begun(workers, job(), tmp_path / "run")
     child = remote(workers, tmp_path, STARTER)
@@ -440,6 +446,8 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_nothing_is_left_on_the_other_node_when_the_launcher_is_killed(job, tmp_path):
     environment = job()
     (tmp_path / "run/processes").mkdir(parents=True)

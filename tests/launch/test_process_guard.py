@@ -94,6 +94,8 @@ def test_the_commands_exit_code_is_passed_on_and_recorded(place, script, code, t
     assert not (place.run_dir / "summary.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_grandchildren_in_their_own_session_end_with_the_command(place):
     guard = place.guard(*place.parent(0.2, 3))
     sleeper = place.sleeper()
@@ -111,6 +113,8 @@ def test_sigterm_ends_the_command_and_everything_below(place):
     assert not is_alive(sleeper) and not is_alive(command)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_command_that_ignores_sigterm_is_killed(place):
     guard = place.guard("sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done")
     wait_for(lambda: place.log.exists() and place.log.read_text() == "ready\n", "the trap")
@@ -187,12 +191,16 @@ def orphaned(place):
     return orphan
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_summary_that_cannot_be_written_leaves_no_scratch(place, orphaned):
     (place.run_dir / "summary.json").write_text("damaged")
     orphaned()
     assert not place.disk.exists() and not place.memory.exists() and not (place.run_dir / "sync").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_run_that_another_launch_has_taken_over_is_left_to_it(place, orphaned):
     (place.run_dir / "summary.json").write_text('{"status": "running"}')
     (place.run_dir / "lock").write_text("host 1\n")

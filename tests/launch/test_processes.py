@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from rotation import ROTATES
 
@@ -44,6 +45,10 @@ def start(tmp_path):
 
     start_it.run_dir = run_dir
     yield start_it
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for below in psutil.Process(child.guard_pid).children(recursive=True):
+                below.kill()  # the guard would wait for them
     for child in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.guard_pid, signal.SIGTERM)

@@ -213,6 +213,8 @@ def test_a_peer_that_sees_the_key_but_cannot_read_it_is_rejected(port, tmp_path,
         answering.join()
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_loss_of_a_node_ends_the_run_and_names_it(start_node, node_0, tmp_path):
     """R12: a node whose command is killed ends the run on the other."""
     node, workers = start_node(), node_0()

@@ -427,6 +427,8 @@ def test_trainers_start_beside_the_server_and_wait_for_it(fake_run, capsys):
     assert "server ready after" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_server_that_dies_while_trainers_wait_for_it_is_to_blame(fake_run):
     run = fake_run(phase="start", server="late-server")
     trainers = []
@@ -476,6 +478,8 @@ def test_a_request_to_stop_while_trainers_wait_for_the_server_ends_all_at_once(f
     assert not any(is_alive(one["pid"]) for one in run.records("server", "trainer") if one)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_trainers_that_wait_for_the_server_do_not_stand_still(fake_run):
     run = fake_run(phase="start", server="late-server", stall_timeout=1.0)
     states = []
@@ -490,6 +494,8 @@ def test_trainers_that_wait_for_the_server_do_not_stand_still(fake_run):
     assert states == ["starting"]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_what_is_lost_while_the_server_starts_is_started_again_with_the_trainers(fake_run, tmp_path):
     run = fake_run(server="late-server", first=[replace(toy(tmp_path, "restart with trainers"), after=())])
     before: list = []

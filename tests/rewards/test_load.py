@@ -286,6 +286,8 @@ def calls(project: Path) -> int:
     return len((project / "calls").read_text()) if (project / "calls").exists() else 0
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_score_by_time_limit_is_given_again_without_a_call(load: Any, project: Path) -> None:
     (score,) = load("own.py:score")
     score.generation = 4

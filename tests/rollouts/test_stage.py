@@ -81,6 +81,8 @@ def test_an_episode_that_grows_fails_and_the_others_are_played_again() -> None:
     assert [score.reason for score in turns[-1]] == ["memory limit", None, None, None]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_slow_episode_is_played_again_within_its_turns_limits() -> None:
     actions = [["s", "s", "s", "k" if row == 0 else "s"] for row in range(3)]
     with RewardPool(PLAY, workers=1, timeout=1.0, valid=is_text) as pool:
@@ -89,6 +91,8 @@ def test_a_slow_episode_is_played_again_within_its_turns_limits() -> None:
     assert [score.reason for score in turns[-1]] == ["its process died (SIGKILL, perhaps out of memory)", None, None]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_an_episode_that_hangs_when_it_is_played_again_fails() -> None:
     with RewardPool(PLAY, workers=1, timeout=1.0, valid=is_text) as pool:
         moved(pool, ["warm"], [[]])

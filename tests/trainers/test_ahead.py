@@ -127,6 +127,8 @@ def test_weights_come_between_generations_and_an_evaluation_has_the_newest(
     assert not set(evaluated[-1:]) & set(trained)  # those of the last step
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("phase", "step", "generation", "saved"),
     [

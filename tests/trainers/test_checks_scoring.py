@@ -251,6 +251,8 @@ def train(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not any(word in key for word in timed)} for row in rows]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_resumed_run_gives_the_verdicts_of_the_time_limit_again(tmp_path: Path) -> None:
     (tmp_path / "slow").touch()
     rows = train(tmp_path)

@@ -180,6 +180,8 @@ def test_answers_may_end_with_a_token_of_the_generation_config(sums, tmp_path):
     assert "note: the template ends an answer with '<|user|>', a completion ends at <|im_end|>" in told
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_deep_check_prints_no_warning_of_a_library(tmp_path):
     """M7: vLLM warned about Triton in every --deep on a machine without a GPU."""
     rows = "".join(json.dumps(row) + "\n" for row in smoke.split()[0])

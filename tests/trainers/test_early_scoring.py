@@ -86,6 +86,8 @@ def scored(trainer: GRPOTrainer) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed_server", [True, False])
 def test_a_group_is_judged_before_the_last_one_has_arrived(server, tmp_path, seed_server) -> None:
     called, in_time = tmp_path / "called.txt", threading.Event()

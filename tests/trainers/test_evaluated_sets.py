@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from rotation import ROTATES
 
 from grpo_recipes.report.read import read_table
 from grpo_recipes.runs.rundir import finish_summary
@@ -38,7 +39,7 @@ def by_two_processes(folder: Path) -> dict[str, Any]:
     return dict(first)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=ROTATES)], ids=["one process", "two processes"])
 def evaluated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("evaluated")
     return folder, evaluate_all(folder) if request.param == 1 else by_two_processes(folder)

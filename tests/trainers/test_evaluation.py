@@ -178,6 +178,8 @@ def test_a_stop_while_a_resumed_run_makes_up_for_an_evaluation(
     assert rows_of(tmp_path / "eval.jsonl") == rows_of(folder / "eval.jsonl")
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_an_evaluation_that_was_made_up_for_counts_for_the_best_metric(tmp_path: Path) -> None:
     keys = EVALUATED | {"max_steps": 3, "metric_for_best_model": "reward", "save_strategy": "best"}
     train(tmp_path / "whole", **keys)
@@ -202,6 +204,8 @@ def test_a_run_resumed_without_evaluation_owes_none(tmp_path: Path) -> None:
     assert trainer.state.global_step == STEPS and not (tmp_path / "eval.jsonl").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_stop_in_an_evaluation_at_the_end_of_an_epoch_adds_no_row_twice(tmp_path: Path) -> None:
     keys = EVALUATED | {"eval_steps": 12, "max_steps": 14}  # an epoch has 12 steps
     whole, run = tmp_path / "whole", tmp_path / "run"

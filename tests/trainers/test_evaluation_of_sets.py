@@ -164,6 +164,8 @@ def test_an_evaluation_of_the_users_own_changes_nothing_in_the_training(
     assert rows_of(tmp_path / "metrics.jsonl") == rows_of(folder / "metrics.jsonl")
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("predicts", [False, True], ids=["evaluate", "predict"])
 def test_no_evaluation_is_owed_for_one_of_the_users_own(tmp_path: Path, predicts: bool) -> None:
     keys = KEYS | {"eval_steps": 4, "save_strategy": "steps", "save_steps": 2}

@@ -33,7 +33,7 @@ OFTEN = {1: ["uneven"], 2: ["two-iterations"]}  # shapes by number of ranks
 SELDOM = {1: ["one-iteration", "two-iterations"], 2: ["one-iteration", "uneven"], 3: ["two-iterations"]}  # for minutes
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=ROTATES), 2], ids=lambda count: f"{count}-ranks")
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=ROTATES)], ids=lambda count: f"{count}-ranks")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     return trained(tmp_path_factory.mktemp("ranks"), request.param, OFTEN[request.param])
 

@@ -115,6 +115,8 @@ def test_the_seed_of_evaluations_alone_decides_what_they_draw(server: FakeSglang
     assert drawn[0] == drawn[1] == drawn[3] != drawn[2]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_server_that_refuses_weights_ends_the_run(server: FakeSglang, tmp_path: Path) -> None:
     server.refuses_weights = True
     with pytest.raises(ServerError, match="no such architecture"):

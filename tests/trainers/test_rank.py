@@ -273,6 +273,8 @@ def test_the_cause_names_the_line_of_the_users_own_code(rank, tmp_path):
     assert record["cause"].endswith("mine.py:4)"), record
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_rank_ends_with_what_started_it(tmp_path):
     """As accelerate does, start a rank; where launcher, guard and accelerate are killed, nobody else ends it."""
     (tmp_path / "processes").mkdir()

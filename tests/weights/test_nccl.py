@@ -243,6 +243,8 @@ def test_a_server_without_the_transfer_is_refused_before_any_group(client, serve
     assert steps(server.seen().calls) == []
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "orders", [{"hangs": [INIT]}, pytest.param({"refuses": [INIT]}, marks=ROTATES)], ids=["hangs", "refuses"]
 )
