@@ -191,6 +191,8 @@ def test_a_batch_with_nan_in_it_is_lost_and_counted_and_the_next_one_comes(
     assert client.status()["current_step"] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.alone  # where run-api takes as long as the client waits, more batches are lost than this one
 def test_a_batch_that_came_too_late_is_counted_and_the_next_one_comes(api: RunApi, connect: Client) -> None:
     """run-api answers a request of before, and the batch is lost; or it has seen that nobody waits for the answer."""

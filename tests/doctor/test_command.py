@@ -88,6 +88,8 @@ def test_a_run_is_explained(doctor, make_run, row, monkeypatch):
     assert code == 2 and found["ending"]["value"] == "completed, 6 steps"
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.alone  # it measures that they are waited for side by side
 def test_programs_that_hang_do_not_hold_it_up(fake_program):
     for name in ("sinfo", "nvidia-smi", "quota"):

@@ -70,6 +70,8 @@ def test_what_is_missing_is_brought_first(shell: Shell, variables: Variables, mo
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_fetch_that_fails_refuses_the_launch(shell: Shell, hub: FakeHub, variables: Variables, monkeypatch) -> None:
     monkeypatch.chdir(shell.folder)
     del hub.repos["dataset", "ada/rows"]

@@ -149,6 +149,8 @@ def test_a_model_leaves_ctrl_c_as_it_was(shell: Shell) -> None:
     assert fetched.returncode == 0, fetched.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_without_the_hub_it_says_what_is_here_and_what_is_not(shell: Shell) -> None:
     shell.recipe()
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:1"}

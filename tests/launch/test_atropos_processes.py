@@ -149,6 +149,8 @@ def test_a_lost_run_api_starts_all_that_remembers_it_again_and_not_the_server(
     assert not any(is_alive(before[role]["pid"]) for role in ANEW), "nothing of the first life is left"
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_lost_environment_is_started_again_alone(
     atropos_run: FakeRunOf, started: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

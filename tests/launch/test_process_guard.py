@@ -165,6 +165,8 @@ sys.exit(subprocess.Popen([sys.executable, *sys.orig_argv[1:], "rank"], start_ne
 """
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_of_a_cancelled_job_the_ranks_may_save_if_the_launcher_asked_for_it(place):
     guard = place.guard(sys.executable, "-c", SAVES, str(place.pid_file))
     rank = place.sleeper()

@@ -150,6 +150,8 @@ def damage_and_kill(run: FakeRun, wanted: slice) -> None:
     run.kill("server")
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_restart_passes_over_a_damaged_checkpoint_and_says_so(fake_run, capsys):
     run = fake_run(bridge="nccl")
 
@@ -241,6 +243,8 @@ def test_a_server_that_was_never_ready_is_not_started_again(fake_run, capsys):
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_server_that_makes_no_token_is_replaced(fake_run, capsys):
     run = fake_run(server_stall_timeout=1.0)
 
@@ -349,6 +353,8 @@ def test_a_role_of_its_own_can_be_restarted_alone(fake_run, tmp_path, capsys, mo
     assert run.state() == {"epoch": 1, "state": "gone"}
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_role_of_its_own_can_be_restarted_with_the_trainers(fake_run, tmp_path, capsys):
     run = fake_run(steps=20, others=[toy(tmp_path, "restart with trainers")])
     before: list = []

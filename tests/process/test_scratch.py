@@ -451,6 +451,8 @@ def test_segments_that_were_removed_in_time_are_no_matter(tmp_path, made, child)
     assert not made.memory.exists()
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_segments_of_other_programs_are_not_recorded(tmp_path, made, child):
     names_in(tmp_path / "names")
     wait_for_record(made, 3)

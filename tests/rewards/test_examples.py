@@ -80,6 +80,8 @@ def test_a_wrong_key_is_named_without_its_value(fake: FakeJudge, pool: RewardPoo
     assert "no such key: Bearer ********" in score.reason and "planted" not in score.reason
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_judge_that_hangs_costs_the_time_limit_once(fake: FakeJudge, pool: RewardPool) -> None:
     fake.seconds = 4.0
     scores = grade(pool, *["it is 2"] * 8)

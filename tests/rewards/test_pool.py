@@ -177,6 +177,8 @@ def test_a_first_call_may_take_longer() -> None:
     assert (slow_first.value, slow_later.reason) == (1.0, "time limit")
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_first_calls_that_hang_get_less_and_less_extra_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_recipes.rewards.pool._FIRST_CALL_SECONDS", 1.6)
     with RewardPool(WILD, workers=1, timeout=0.2) as pool:

@@ -74,6 +74,8 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_it_is_submitted_as_one_array_job_whose_servers_have_ports_of_their_own(folder, scripts, capsys):
     words = ("train.lr=5e-6,1e-5", "train.kl_coef=[0.02,0.05,0.1]", *ON_SLURM)
     assert multirun(*words, "--time", "00:10:00", "--name", "mine") == 0

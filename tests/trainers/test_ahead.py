@@ -111,6 +111,8 @@ def test_the_server_samples_while_the_update_runs(
     assert watched.under_way == [under_way] * 3 + [0]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_come_between_generations_and_an_evaluation_has_the_newest(
     server: FakeSampler, tmp_path: Path, shape: str

@@ -172,6 +172,8 @@ def test_a_replayed_training_computes_the_losses_of_the_recorded_one(
     assert [f"grpo: Successfully submitted scored data for step {step}\n" in out for step in (1, 2, 3, 4)] == [True] * 4
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_recording_and_its_replay_go_on_after_a_checkpoint(
     module_api: RunApi, recorded: Path, tmp_path: Path, model: str
 ) -> None:

@@ -85,6 +85,8 @@ class Ends(TrainerCallback):
         control.should_training_stop = control.should_training_stop or state.global_step == 2
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("event", ["on_step_end", "on_log", "on_evaluate", "on_save"])
 def test_a_run_that_a_callback_ended_is_finished(tmp_path: Path, event: str) -> None:
     keys = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2, "per_device_eval_batch_size": 4}

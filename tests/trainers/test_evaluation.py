@@ -195,6 +195,8 @@ def test_an_evaluation_that_was_made_up_for_counts_for_the_best_metric(tmp_path:
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (second, 2)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_run_resumed_without_evaluation_owes_none(tmp_path: Path) -> None:
     train(tmp_path, Scores(2, stop_file(tmp_path)), **EVALUATED)
     stop_file(tmp_path).unlink()
@@ -226,6 +228,8 @@ class StopAfter(TrainerCallback):
             self._request.touch()
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
 def test_a_stop_saves_before_it_evaluates(tmp_path: Path, strategy: str) -> None:
     keys = EVALUATED | {"eval_strategy": strategy}

@@ -96,6 +96,8 @@ def test_a_run_stopped_among_its_sets_goes_on_with_those_left(
     assert again.state.best_global_step == trainer.state.best_global_step
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_an_evaluation_made_up_for_twice_still_counts_for_the_best_metric(tmp_path: Path) -> None:
     keys = KEYS | {"metric_for_best_model": "reward", "greater_is_better": True, "steps_per_generation": 2}
     run = tmp_path / "run"
@@ -196,6 +198,8 @@ def test_the_evaluation_on_start_is_made_though_another_set_was_evaluated(tmp_pa
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_stop_in_an_evaluation_that_the_learning_rate_waits_for(tmp_path: Path) -> None:
     keys = KEYS | {
         "lr_scheduler_type": "reduce_lr_on_plateau",

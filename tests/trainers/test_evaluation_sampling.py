@@ -46,6 +46,8 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> tuple[Sam
     return reward, row
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_greedy_evaluations_do_not_depend_on_the_seed_and_leave_the_training_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +58,8 @@ def test_greedy_evaluations_do_not_depend_on_the_seed_and_leave_the_training_alo
     assert found[0].trained == found[1].trained == plain.trained
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_seeds_of_evaluations_are_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [
         run(tmp_path / str(place), monkeypatch, eval_sampling_seed=seed)[0].evaluated

@@ -106,6 +106,8 @@ def adapted(base: Path, dtype: torch.dtype = torch.float32, **keys: Any) -> Peft
     return model.eval()
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "key",
     [

@@ -68,6 +68,8 @@ def test_a_stopped_run_goes_on_as_if_left_alone(
     assert stopped is None and outcome(tmp_path, trainer) == whole
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_nothing_is_saved_before_the_first_step(tmp_path: Path, whole: dict[str, Any]) -> None:
     _, stopped = run(tmp_path, Moment(stop_file(tmp_path).touch, "begin", 1))
     assert str(stopped) == "stopped on request before the first step was completed; there is nothing to save"
@@ -91,6 +93,8 @@ def test_a_request_after_the_last_step_changes_nothing(tmp_path: Path, whole: di
     assert stopped is None and outcome(tmp_path, trainer) == whole
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_stop_on_start_is_before_the_first_evaluation(tmp_path: Path) -> None:
     _, stopped = run(tmp_path, Moment(stop_file(tmp_path).touch, "evaluate", 1), eval_on_start=True)
     assert "nothing to save" in str(stopped)
@@ -232,6 +236,8 @@ def test_what_was_restored_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "name", ["grpo_window_0.pt", "rng_state.pth", "optimizer.pt", "scheduler.pt", "trainer_state.json"]
 )

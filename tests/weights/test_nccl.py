@@ -201,6 +201,8 @@ def test_a_step_that_the_server_refuses_ends_the_transfer_and_is_asked_once(clie
     assert f"grpo: the vLLM server at {server.url} answered 500" in capfd.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(("fault", "said"), [({"refuses": [UPDATE]}, "refused"), ({"fails_at": 1}, "takes no more")])
 def test_a_worker_that_fails_leaves_a_reason_though_the_collective_waits_for_it(
     client, server, capfd, monkeypatch, fault, said
