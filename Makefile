@@ -10,8 +10,9 @@ DOCS_ADDRESS ?= 127.0.0.1:8088
 RAN_TESTS := $(abspath .cache/ran-tests.txt)
 PYTEST = GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python -m pytest
 QUICK = -m "not slow and not soak
-# Without arguments, pytest need not collect the other files, which takes half a minute.
-ALONE_FILES = $$(grep -rl "mark.alone" tests --include="test_*.py")
+# Without arguments, pytest need not collect the other files, which takes half a minute. tests/e2e/conftest.py marks all
+# quick tests beside it.
+ALONE_FILES = tests/e2e $$(grep -rl "mark.alone" tests --include="test_*.py" --exclude-dir=e2e)
 NONE_CHOSEN = 5
 EXACT = $(abspath bench/results/exact_resume.jsonl)
 EXACT_TESTS = tests/trainers/test_exact_resume.py tests/e2e/test_exact_ranks.py

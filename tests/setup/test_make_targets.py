@@ -109,3 +109,16 @@ def test_what_differs_between_clusters_stands_in_the_header_as_a_comment() -> No
     comments = " ".join(line for line in lines if line.startswith("# "))
     for option in ("--gres=gpu:", "--cpus-per-task=", "--mem=", "--account=", "--partition=", "--exclusive"):
         assert option in comments
+
+
+def test_every_file_that_marks_tests_alone_is_among_those_that_make_names() -> None:
+    """Pytest runs the tests marked ``alone`` from named files, so that it need not collect the others."""
+    shown = "files:\n\t@printf '%s\\n' $(ALONE_FILES)\n"
+    listed = subprocess.run(
+        ["make", "--silent", "--file=Makefile", "--file=-", "files"],
+        cwd=REPOSITORY, input=shown, capture_output=True, text=True, timeout=30, check=True,
+    )  # fmt: skip
+    named = {REPOSITORY / name for name in listed.stdout.split()}
+    for path in (REPOSITORY / "tests").rglob("*.py"):
+        if "pytest.mark." + "alone" in path.read_text() or 'add_marker("' + 'alone")' in path.read_text():
+            assert path in named or path.parent in named, path
