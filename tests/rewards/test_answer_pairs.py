@@ -3,6 +3,7 @@ r"""Labelled pairs of reference solution and answer: notation must not decide, a
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import yaml
 
 from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.rewards.math_verify import math_verify
+
+math_verify_module = sys.modules["grpo_recipes.rewards.math_verify"]
 
 PAIRS: dict[str, list[tuple[str, str, bool]]] = yaml.safe_load(
     (Path(__file__).parent / "answer_pairs.yaml").read_text()
@@ -27,6 +30,26 @@ def disagreements(pairs: list[tuple[str, str, bool]]) -> list[tuple[str, str, bo
 def test_math_verify_agrees_with_every_label(kind):
     """S6: plain-text mathematics, bases, repeating decimals, boxes, chains, multiple choice and their neighbors."""
     assert disagreements(PAIRS[kind]) == []
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "right"),
+    [
+        (r"\frac{\infty}{2}", "5", 0.0),
+        ("5", r"\frac{\infty}{2}", 0.0),
+        (r"\infty", r"\frac{\infty}{2}", 1.0),
+        (r"\infty", r"-\infty", 0.0),
+        ("0", r"\frac{1}{\infty}", 1.0),
+        ("0", r"\infty-\infty", 0.0),
+    ],
+)
+def test_an_infinite_number_is_judged_without_chance(
+    gold: str, answer: str, right: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sympy compares infinity divided by two with 5 at random points, and one time in 100 finds them equal."""
+    monkeypatch.setattr(math_verify_module, "verify", lambda *_, **__: True)
+    math_verify_module._equal.cache_clear()
+    assert math_verify([f"<answer>{answer}</answer>"], [gold]) == [right]
 
 
 @pytest.mark.parametrize("kind", PAIRS)

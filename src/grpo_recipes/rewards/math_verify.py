@@ -35,6 +35,7 @@ _TIME = re.compile(r"[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?(?: ?[ap]m)?")
 _SIDE_BY_SIDE = re.compile(r"[0-9]\.?\s+\.?[0-9]")
 _EQUALS = re.compile(r"(?<![\\<>!:])=")
 _POINTS = (0.7390851332, 1.3247179572, 0.5671432904, 1.1591478312, 0.8346268417)  # numbers that no answer is made of
+_INFINITE = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
 
 
 def math_verify(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
@@ -143,6 +144,9 @@ def _equal(gold: str, answer: str) -> bool:
         left, right = _parsed(gold), _parsed(answer)
         if not (left and right) or _differ(left[0], right[0]):
             return False
+        if isinstance(left[0], sympy.Expr) and isinstance(right[0], sympy.Expr) and _infinite(left[0], right[0]):
+            values = left[0].doit(), right[0].doit()
+            return bool(values[0] == values[1] != sympy.nan)
         return verify(list(left), list(right), allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
     except MemoryError:
         raise  # the limit of the child process: unscored
@@ -153,6 +157,11 @@ def _equal(gold: str, answer: str) -> bool:
 def _constant(latex: str) -> bool:
     parsed = _parsed(latex)
     return bool(parsed) and isinstance(parsed[0], sympy.Expr) and not parsed[0].free_symbols
+
+
+def _infinite(left: sympy.Expr, right: sympy.Expr) -> bool:
+    """Return whether one of two numbers is written with infinity. Sympy may find such numbers equal by chance."""
+    return not (left.free_symbols or right.free_symbols) and (left.has(*_INFINITE) or right.has(*_INFINITE))
 
 
 def _differ(left: Any, right: Any) -> bool:
