@@ -6,7 +6,7 @@
 import inspect
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -37,47 +37,6 @@ _CHOICES = {
 
 def passed_names(kind_of: Callable[[Any], tuple[str, bool]]) -> dict[str, dict[str, Names]]:
     """Return key -> variant -> name -> its type; ``kind_of`` returns the catalogue's type of an annotation."""
-
-    def entry(name: str, kind: str, **facts: Any) -> dict[str, Any]:
-        choices = {"choices": _CHOICES[name]} if name in _CHOICES else {}
-        return {"type": kind, "optional": True, **choices, **facts}
-
-    def described(text: str) -> str:
-        """Return the type that a docstring's line gives in backticks."""
-        words = re.findall(r"`([^`]+)`", text.replace("Union[int, list[int]]", "list[int]"))[:2]
-        wide = [word for word in words if word.startswith(("list[", "dict"))] or words
-        if len(set(wide)) != 1 or not re.fullmatch(r"(list\[)*(int|float|str|bool)\]*|dict.*", wide[0]):
-            return "any"
-        return "dict" if wide[0].startswith("dict") else wide[0]
-
-    def parameters(*functions: Callable[..., Any]) -> Names:
-        found: Names = {}
-        for function in functions:
-            hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
-            for name, one in inspect.signature(function).parameters.items():
-                if one.kind is not one.VAR_KEYWORD and name not in OWNED_NAMES["lr_scheduler_kwargs"]:
-                    kind = kind_of(hints.get(name))[0]
-                    usual = {int: "float", float: "float", str: "str"}.get(type(one.default), kind)
-                    required = {"required": True} if one.default is one.empty else {}
-                    found[name] = entry(name, kind if kind in ("int", "bool") else usual, **required)
-        return found
-
-    def option_names(handler: Callable[..., Any], optim: str) -> Names:
-        """Return the names of ``optim_args`` that the source of a handler reads."""
-        source = inspect.getsource(handler)
-        if "bitsandbytes" in handler.__name__ and "ademamix" not in optim:
-            return {}
-        single = re.findall(r'(\w+)?\(?ctx\.optim_args(?:\.get|\.pop)?[(\[]"(\w+)"', source)
-        found = {
-            name: entry(name, {"float": "float", "int": "int", "strtobool": "bool"}.get(kind, "str"))
-            for kind, name in single
-        }
-        for names in re.findall(r"for key in \(([^)]*)\)", source):
-            found |= {name: entry(name, "float") for name in re.findall(r'"(\w+)"', names)}
-        for name in re.findall(r'ctx\.optim_args\["(\w+)"\]\.lower', source):
-            found[name] = entry(name, "bool")
-        return found
-
     hints = typing.get_type_hints(SamplingParams)
     server = set(hints) & set(CompletionRequest.model_fields)
     generation = re.findall(r"^ {8}(\w+) \((.*?)(?:\):|$)", inspect.getdoc(GenerationConfig) or "", re.M)
@@ -90,15 +49,15 @@ def passed_names(kind_of: Callable[[Any], tuple[str, bool]]) -> dict[str, dict[s
     owned = OWNED_NAMES["generation_kwargs"]
     return {
         "generation_kwargs": {
-            "vllm": {name: entry(name, kind_of(hints[name])[0]) for name in sorted(server - set(owned))},
-            "transformers": {name: entry(name, described(text)) for name, text in generation if name not in owned},
+            "vllm": {name: _entry(name, kind_of(hints[name])[0]) for name in sorted(server - set(owned))},
+            "transformers": {name: _entry(name, _described(text)) for name, text in generation if name not in owned},
         },
-        "model_init_kwargs": {"": {name: entry(name, kind) for name, kind in _MODEL.items()}},
-        "lr_scheduler_kwargs": {kind: parameters(*functions) for kind, functions in schedulers.items()},
-        "liger_kernel_config": {"": {name: entry(name, "bool") for name in _LIGER}},
+        "model_init_kwargs": {"": {name: _entry(name, kind) for name, kind in _MODEL.items()}},
+        "lr_scheduler_kwargs": {kind: _parameters(kind_of, functions) for kind, functions in schedulers.items()},
+        "liger_kernel_config": {"": {name: _entry(name, "bool") for name in _LIGER}},
         "transformers_continuous_batching_config": {
             "": {
-                name: entry(name, kind_of(hint)[0])
+                name: _entry(name, kind_of(hint)[0])
                 for name, hint in batching.items()
                 if name not in OWNED_NAMES["transformers_continuous_batching_config"]
             }
@@ -106,6 +65,51 @@ def passed_names(kind_of: Callable[[Any], tuple[str, bool]]) -> dict[str, dict[s
         "optim_args": {
             str(optim.value): names
             for optim, handler in _OPTIMIZER_HANDLERS.items()
-            if (names := option_names(handler, str(optim.value)))
+            if (names := _option_names(handler, str(optim.value)))
         },
     }
+
+
+def _entry(name: str, kind: str, **facts: Any) -> dict[str, Any]:
+    choices = {"choices": _CHOICES[name]} if name in _CHOICES else {}
+    return {"type": kind, "optional": True, **choices, **facts}
+
+
+def _described(text: str) -> str:
+    """Return the type that a docstring's line gives in backticks."""
+    words = re.findall(r"`([^`]+)`", text.replace("Union[int, list[int]]", "list[int]"))[:2]
+    wide = [word for word in words if word.startswith(("list[", "dict"))] or words
+    if len(set(wide)) != 1 or not re.fullmatch(r"(list\[)*(int|float|str|bool)\]*|dict.*", wide[0]):
+        return "any"
+    return "dict" if wide[0].startswith("dict") else wide[0]
+
+
+def _parameters(kind_of: Callable[[Any], tuple[str, bool]], functions: Sequence[Callable[..., Any]]) -> Names:
+    """Return the parameters of schedulers that ``lr_scheduler_kwargs`` may give."""
+    names: Names = {}
+    for function in functions:
+        hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind is not parameter.VAR_KEYWORD and name not in OWNED_NAMES["lr_scheduler_kwargs"]:
+                kind = kind_of(hints.get(name))[0]
+                usual = {int: "float", float: "float", str: "str"}.get(type(parameter.default), kind)
+                required = {"required": True} if parameter.default is parameter.empty else {}
+                names[name] = _entry(name, kind if kind in ("int", "bool") else usual, **required)
+    return names
+
+
+def _option_names(handler: Callable[..., Any], optim: str) -> Names:
+    """Return the names of ``optim_args`` that the source of a handler reads."""
+    source = inspect.getsource(handler)
+    if "bitsandbytes" in handler.__name__ and "ademamix" not in optim:
+        return {}
+    single = re.findall(r'(\w+)?\(?ctx\.optim_args(?:\.get|\.pop)?[(\[]"(\w+)"', source)
+    options = {
+        name: _entry(name, {"float": "float", "int": "int", "strtobool": "bool"}.get(kind, "str"))
+        for kind, name in single
+    }
+    for names in re.findall(r"for key in \(([^)]*)\)", source):
+        options |= {name: _entry(name, "float") for name in re.findall(r'"(\w+)"', names)}
+    for name in re.findall(r'ctx\.optim_args\["(\w+)"\]\.lower', source):
+        options[name] = _entry(name, "bool")
+    return options

@@ -3,16 +3,14 @@ r"""Labelled pairs of reference solution and answer: notation must not decide, a
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from grpo_recipes.rewards import math_verify as math_verify_module
 from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.rewards.math_verify import math_verify
-
-math_verify_module = sys.modules["grpo_recipes.rewards.math_verify"]
 
 PAIRS: dict[str, list[tuple[str, str, bool]]] = yaml.safe_load(
     (Path(__file__).parent / "answer_pairs.yaml").read_text()

@@ -298,7 +298,10 @@ def _unpaid(tries: Sequence[Try]) -> Try | None:
 
 
 def unpaid_text(result: ProbeResult) -> str:
-    """Return that a reward pays right answers like wrong ones, with an example; an empty text if it does not."""
+    """Return what a message says after the name of a reward that pays right answers like wrong ones, with an example.
+
+    The text is empty for other rewards.
+    """
     if result.unpaid is None:
         return ""
     example = " ".join(result.unpaid.completion.split())[:_EXAMPLE]
