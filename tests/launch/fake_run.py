@@ -19,6 +19,7 @@ from grpo_recipes.launch.monitor import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending
 from grpo_recipes.launch.run import Supervisor, supervise
+from grpo_recipes.plan.ports import keep
 from grpo_recipes.plan.types import ENVIRONMENT, Names, Plan, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe
@@ -29,9 +30,13 @@ FAKE = str(Path(__file__).with_name("fake_processes.py"))
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """Return a port that no other process is given until the test ends, as a plan keeps its ports."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if keep(port):
+            return port
 
 
 class FakeRun:
