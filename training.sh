@@ -73,7 +73,7 @@ prepare_shell() {
 
 # run_atropos_grpo.sh goes on here too, with the door of Atropos in the place of grpo launch.
 launch() {
-    [[ $GRPO_DOOR != atropos ]] || exec "${grpo%/*}/python" -P -s -m grpo_recipes.cli.atropos "$@"
+    [[ $GRPO_DOOR != atropos ]] || exec "${grpo%/*}/python" -P -s -m grpo_recipes.extensions.atropos.main "$@"
     exec "$grpo" launch "$@"
 }
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from made_by import begin, write_record
 
-from grpo_recipes.atropos.group import UNTRAINED, Group, group_of, problem_of, trajectories
+from grpo_recipes.extensions.atropos.group import UNTRAINED, Group, group_of, problem_of, trajectories
 from grpo_recipes.paths import home
 
 GROUP, PROMPT, COMPLETION, VOCABULARY = 8, 64, 192, 150_000

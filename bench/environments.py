@@ -28,11 +28,11 @@ from typing import Any
 from made_by import append_record, begin
 
 from grpo_recipes.data.prompts import evaluation_episodes
-from grpo_recipes.environments.games import Game
-from grpo_recipes.environments.turns import Turn
+from grpo_recipes.extensions.environments.games import Game
 from grpo_recipes.paths import home, python_module
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.rollouts.turns import Turn
 from grpo_recipes.runs.rundir import read_json
 
 OUT = home() / "bench/results/environments.jsonl"

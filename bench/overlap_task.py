@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset, load_dataset
 
 from grpo_recipes import smoke
-from grpo_recipes.modebench.dataset import Settings, problem_of, right_answers, rows
+from grpo_recipes.extensions.problems.modebench.dataset import Settings, problem_of, right_answers, rows
 from grpo_recipes.rewards.functions import modebench, pure_accuracy_math
 
 SETTINGS = Settings(

@@ -9,9 +9,9 @@ from markupsafe import Markup
 from speed_page import PAGE, PARTS, arms_of, goal_of, page
 from tabular_figure import STYLE, element
 
+from grpo_recipes.console.report.chart import axis
+from grpo_recipes.console.report.page import short
 from grpo_recipes.paths import home
-from grpo_recipes.report.chart import axis
-from grpo_recipes.report.page import short
 
 WIDTH, SIDE, TOP, ROW = 358, 16, 68, 32  # as wide as a phone; a label stands above its ratio
 GROWTH = {"prompts": "prompts a step", "longest": "longest", "ranks": "processes"}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
-from grpo_recipes.report.chart import Axis, axis
-from grpo_recipes.report.page import short
+from grpo_recipes.console.report.chart import Axis, axis
+from grpo_recipes.console.report.page import short
 
 # The letters, lines and colours of report.html.
 STYLE = """

@@ -19,11 +19,12 @@ import re
 from fnmatch import fnmatch
 from typing import Any
 
-from grpo_recipes import doctor
-from grpo_recipes.doctor import examine
+from grpo_recipes.console import doctor
+from grpo_recipes.console.doctor import examine
+from grpo_recipes.extensions.atropos import flags as atropos_flags
+from grpo_recipes.extensions.atropos import verl as atropos
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import dialects, keys, read_recipe
-from grpo_recipes.recipe.dialects import atropos, atropos_flags
 from grpo_recipes.recipe.registry import OBJECTIVES, ON_CPU, ON_GPUS, SETUPS, WAYS, YES, Objective
 from grpo_recipes.slurm import profile
 

@@ -3,69 +3,37 @@
 Both come from the config classes of ``grpo_recipes.recipe.configs``: ``make keys``.
 """
 
-import dataclasses
-import enum
 import json
-import types
-import typing
 from collections.abc import Mapping
 from typing import Any
 
 import trl
 from passed_names import passed_names
 
-from grpo_recipes.recipe.configs import CONFIGS, NESTED, OWN_LIMITS, RANGES, TRL_CHOICES
+from grpo_recipes.recipe.configs import CONFIGS, NESTED, RANGES, TRL_CHOICES
 from grpo_recipes.recipe.dialects import ALIASES, SAME_VALUES
 from grpo_recipes.recipe.document import BASE_KEY
-from grpo_recipes.recipe.keys import CATALOGUE_FILE, OWNED_KEYS, catalogue, nested_catalogue, schema_file
+from grpo_recipes.recipe.fields import entries_of, kind_of
+from grpo_recipes.recipe.keys import (
+    CATALOGUE_FILE,
+    OWNED_KEYS,
+    catalogue,
+    extension_entries,
+    nested_catalogue,
+    schema_file,
+)
 
 
 def _entries(config: Any) -> dict[str, dict[str, Any]]:
-    """Return the keys of a config class: name -> type, default, help, limits and the class."""
-    hints, found = typing.get_type_hints(config), {}
-    for spec in dataclasses.fields(config):
-        name, hint = spec.name, hints[spec.name]
-        if not spec.init or name in OWNED_KEYS or name.startswith("_"):
-            continue
-        kind, optional = _kind(hint)
-        default = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
-        classes = [member for member in (hint, *typing.get_args(hint)) if isinstance(member, type)]
-        values = {str(value.value) for one in classes if issubclass(one, enum.Enum) for value in one}
-        choices = spec.metadata.get("choices") or TRL_CHOICES.get(name) or values
-        found[name] = {
-            "config": config.__name__,
-            "type": kind,
-            "optional": optional or default is None,
-            "default": default.value if isinstance(default, enum.Enum) else default,
-            "help": " ".join(str(spec.metadata.get("help", "")).split()),
-            **OWN_LIMITS.get(spec, {}),
-            **RANGES.get(name, {}),
-            **({"choices": choices if isinstance(choices, list) else sorted(choices)} if choices else {}),
-        }
-    return found
-
-
-def _kind(hint: Any) -> tuple[str, bool]:
-    """Return the catalogue's name of a type annotation, and whether None is allowed."""
-    origin, members = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        kinds = {_kind(member)[0] for member in members if member is not type(None)}
-        wide = [kind for kind in ("dict", "list[str]", "list[any]") if kind in kinds]
-        return [*wide, kinds.pop() if len(kinds) == 1 else "str"][0], type(None) in members
-    if origin is list:
-        return f"list[{_kind(members[0])[0]}]", False
-    if origin is dict or hint is dict or dataclasses.is_dataclass(hint):
-        return "dict", False
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return "str", False
-    return {bool: "bool", int: "int", float: "float", str: "str"}.get(hint, "any"), False
+    """Return the keys of a config class that belong to the core."""
+    return entries_of(config, {*OWNED_KEYS, *extension_entries()}, TRL_CHOICES, RANGES)
 
 
 def catalogue_content() -> dict[str, Any]:
     """Return what ``keys.json`` holds: keys as plain data, and those of the mappings inside a key by its path."""
     keys = dict(sorted((name, entry) for config in CONFIGS for name, entry in _entries(config).items()))
     nested = {path: _entries(config) for path, config in NESTED.items()}
-    return {"trl": trl.__version__, "keys": keys, "nested": nested, "passed": passed_names(_kind)}
+    return {"trl": trl.__version__, "keys": keys, "nested": nested, "passed": passed_names(kind_of)}
 
 
 _TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object"}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from grpo_recipes.report.pages import write_report
+from grpo_recipes.console.report.pages import write_report
 from tests.report.synthetic_runs import make_run
 
 HOME = Path(__file__).resolve().parents[1]

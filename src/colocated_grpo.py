@@ -3,7 +3,7 @@
     python run_colocated_grpo.py --gpus 4 --dry-run        # at the root of the repository; it runs this file
 
 Any Python 3 runs this file, that of the system too: it looks for the environment of `make setup`, as training.sh does,
-and goes on in it with ``grpo_recipes.cli.colocated``, which reads the flags.
+and goes on in it with ``grpo_recipes.extensions.colocated.main``, which reads the flags.
 """
 
 import importlib.util
@@ -49,7 +49,7 @@ def refuse_other_checkout(python):
         sys.exit(2)
 
 
-def main(module="grpo_recipes.cli.colocated"):
+def main(module="grpo_recipes.extensions.colocated.main"):
     """Go on in the environment, with a ``module`` that reads the flags."""
     python = need_environment()
     # Packages of the login shell must not reach into the environment.

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.runs.rundir import Run, finish_summary, new_run, write_json
 from grpo_recipes.slurm import client
 from grpo_recipes.slurm.client import SlurmJob
@@ -22,7 +22,7 @@ from grpo_recipes.slurm.client import SlurmJob
 
 def launch_in(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Let `grpo launch` of this process run in a folder, with no Slurm and none of the tester's variables."""
-    for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES} - {"GRPO_HOME"}:
+    for name in {*environment_keys(), *READ_VARIABLES} - {"GRPO_HOME"}:
         patch.delenv(name, raising=False)
     patch.setenv("RUN_ROOT", str(folder / "runs"))
     patch.setenv("CACHE_ROOT", str(folder / "cache"))

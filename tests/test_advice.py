@@ -15,7 +15,7 @@ from grpo_recipes import cli
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.paths import quoted
 from grpo_recipes.recipe.check import resolve_recipe
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
+from grpo_recipes.recipe.keys import catalogue, environment_keys
 
 FOLDER = Path(__file__).with_name("wrong_recipes")
 # Advice that is not an edit of a recipe or of a command line -> the reason.
@@ -125,7 +125,7 @@ def with_key(case: Case, key: str, value: str) -> Case:
     """Return the case with a key set in the recipe."""
     while (cleared := without_key(case, key)) is not None:
         case = cleared
-    case = replace(case, variables=tuple(p for p in case.variables if ENVIRONMENT_KEYS.get(p[0]) != key))
+    case = replace(case, variables=tuple(p for p in case.variables if environment_keys().get(p[0]) != key))
     return replace(case, text=f"{case.text}{key}: {value}\n")
 
 

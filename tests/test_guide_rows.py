@@ -17,14 +17,14 @@ from ran_tests import passed_tests, pytest_runtest_logreport
 from grpo_recipes.recipe import merge_recipe
 from grpo_recipes.recipe.dialects import ALIASES
 from grpo_recipes.recipe.keys import (
-    ENVIRONMENT_KEYS,
     READ_VARIABLES,
     SHELL_VARIABLES,
     catalogue,
+    environment_keys,
     nested_catalogue,
 )
 
-READ = {*ENVIRONMENT_KEYS, *READ_VARIABLES, *SHELL_VARIABLES}
+READ = {*environment_keys(), *READ_VARIABLES, *SHELL_VARIABLES}
 TEST = "tests/plan/test_plan.py::test_vllm_tp_size_moves_the_devices"
 ROTATES = "tests/e2e/test_distributed.py::test_two_processes_train_through_the_server"
 

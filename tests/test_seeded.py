@@ -12,9 +12,19 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_recipes.modebench.dataset import mode_of, right_answers
+from grpo_recipes.extensions.problems.modebench.dataset import mode_of, right_answers
+from grpo_recipes.extensions.problems.seeded import (
+    GENERATORS,
+    Draws,
+    Settings,
+    assignments,
+    clauses_of,
+    row,
+    rows,
+    satisfies,
+    written,
+)
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.seeded import GENERATORS, Draws, Settings, assignments, clauses_of, row, rows, satisfies, written
 from grpo_recipes.smoke import split
 
 DEFAULTS = Settings.read(lambda key: catalogue()[key]["default"])

@@ -186,8 +186,8 @@ def test_knows_the_sums_but_samples_them_half_of_the_time(real):
 
 def test_the_model_of_secret_mafia_reads_the_game_in_a_few_tokens(tmp_path, monkeypatch):
     pytest.importorskip("textarena")
-    from grpo_recipes.environments.smoke_games import pretrain
-    from grpo_recipes.rollouts.environments import load_environment
+    from grpo_recipes.extensions.environments.load import load_environment
+    from grpo_recipes.extensions.environments.smoke_games import pretrain
 
     few = tuple(phase._replace(steps=2, copies=2) for phase in smoke.MAFIA_PHASES)
     monkeypatch.setattr(smoke, "MAFIA_GAMES", 4)
@@ -203,13 +203,13 @@ def test_the_model_of_secret_mafia_reads_the_game_in_a_few_tokens(tmp_path, monk
     assert folder.name.startswith("mafia-") and folder != smoke.smoke_folder(
         "smoke:sums", {"CACHE_ROOT": str(tmp_path)}
     )
-    assert command[-2:] == ["grpo_recipes.environments.smoke_games", str(folder)]
+    assert command[-2:] == ["grpo_recipes.extensions.environments.smoke_games", str(folder)]
 
 
 def test_the_model_of_secret_mafia_saw_well_formed_moves_and_is_flattened(monkeypatch):
     pytest.importorskip("textarena")
     monkeypatch.setattr(smoke, "MAFIA_GAMES", 60)
-    from grpo_recipes.environments.smoke_games import _games, pretrain
+    from grpo_recipes.extensions.environments.smoke_games import _games, pretrain
 
     tokenizer = smoke.build_tokenizer(mafia=True)
     games = _games(tokenizer, 0)

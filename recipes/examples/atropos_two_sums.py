@@ -1,6 +1,6 @@
 """An environment of one's own for Atropos: two sums, one after the other, each worth half."""
 
-from grpo_recipes.atropos.environments import RecipeEnv
+from grpo_recipes.extensions.atropos.environments import RecipeEnv
 
 
 class TwoSums(RecipeEnv):

@@ -250,7 +250,7 @@ def smoke_command(name: str, environment: Mapping[str, str]) -> tuple[Path, list
     """Return the folder of a built-in smoke task, and the command that makes it there (a minute; needs torch)."""
     folder = smoke_folder(name, environment)
     if name == "smoke:mafia":
-        return folder, python_module("grpo_recipes.environments.smoke_games", str(folder))
+        return folder, python_module("grpo_recipes.extensions.environments.smoke_games", str(folder))
     tied = ["--tie-word-embeddings"] if name.endswith("-tied") else []
     return folder, python_module("grpo_recipes.smoke", str(folder), *tied)
 

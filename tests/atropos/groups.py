@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_recipes.atropos.group import UNTRAINED, Group
+from grpo_recipes.extensions.atropos.group import UNTRAINED, Group
 
 PROMPT = [4, 11, 16]
 

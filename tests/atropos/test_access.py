@@ -20,9 +20,9 @@ from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
 from atropos.envs.by_hand import Alone, Sums
 from grpo_recipes import smoke
-from grpo_recipes.atropos.access import SETTINGS, grant_access, revoke_access
-from grpo_recipes.atropos.group import Group, problem_of
-from grpo_recipes.plan.atropos import ENVIRONMENT_TOKEN, server_variables
+from grpo_recipes.extensions.atropos.access import SETTINGS, grant_access, revoke_access
+from grpo_recipes.extensions.atropos.group import Group, problem_of
+from grpo_recipes.extensions.atropos.processes import ENVIRONMENT_TOKEN, server_variables
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 

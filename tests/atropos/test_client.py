@@ -17,8 +17,8 @@ from waiting import wait_for
 
 from atropos.groups import group, of_version
 from atropos.run_api import REGISTRATION, RunApi
-from grpo_recipes.atropos.client import AtroposClient, AtroposError, NoLogprobs, Registration, WaitAborted
-from grpo_recipes.atropos.group import UNTRAINED, Group
+from grpo_recipes.extensions.atropos.client import AtroposClient, AtroposError, NoLogprobs, Registration, WaitAborted
+from grpo_recipes.extensions.atropos.group import UNTRAINED, Group
 
 Client = Callable[..., AtroposClient]
 TAKE: dict[str, Any] = {"size": 2, "longest": 64, "vocabulary": 1000, "current": 9, "max_staleness": None}

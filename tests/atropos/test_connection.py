@@ -11,8 +11,8 @@ import pytest
 
 from atropos.fake_run_api import NO_BATCH, fake_run_api
 from atropos.groups import group
-from grpo_recipes.atropos.client import AtroposClient, AtroposError, WaitAborted
-from grpo_recipes.atropos.connection import Connection
+from grpo_recipes.extensions.atropos.client import AtroposClient, AtroposError, WaitAborted
+from grpo_recipes.extensions.atropos.connection import Connection
 
 pytestmark = pytest.mark.alone
 

@@ -16,7 +16,8 @@ pytest.importorskip("atroposlib")
 from datasets import Dataset
 
 from grpo_recipes import smoke
-from grpo_recipes.atropos.environments import (
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.extensions.atropos.environments import (
     ArithmeticEnv,
     DatasetEnv,
     DatasetEnvConfig,
@@ -25,8 +26,7 @@ from grpo_recipes.atropos.environments import (
     RecipeEnvConfig,
     scored,
 )  # fmt: skip
-from grpo_recipes.atropos.server import PromptTooLong, RunServerConfig
-from grpo_recipes.errors import ConfigError
+from grpo_recipes.extensions.atropos.server import PromptTooLong, RunServerConfig
 from grpo_recipes.recipe.user_code import load_object
 
 from .fake_vllm import FakeVllm, Sampled, save_tokenizer

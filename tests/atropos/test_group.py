@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atropos.groups import PROMPT, group
-from grpo_recipes.atropos.group import UNTRAINED, Group, group_of, problem_of, rejoined, trajectories
+from grpo_recipes.extensions.atropos.group import UNTRAINED, Group, group_of, problem_of, rejoined, trajectories
 
 NEGATIVE = st.floats(-100, 0)
 ANY = st.floats(-1e6, 1e6)

@@ -17,9 +17,9 @@ from waiting import wait_for
 from atropos.groups import group, of_version
 from atropos.run_api import REGISTRATION, RunApi
 from grpo_recipes import cli
-from grpo_recipes.atropos.client import AtroposClient
-from grpo_recipes.atropos.group import Group
-from grpo_recipes.atropos.replay import Recording
+from grpo_recipes.extensions.atropos.client import AtroposClient
+from grpo_recipes.extensions.atropos.group import Group
+from grpo_recipes.extensions.atropos.replay import Recording
 
 NOWHERE = "http://127.0.0.1:9"
 SENT = "grpo: Successfully submitted scored data for step"

@@ -22,13 +22,13 @@ pytest.importorskip("atroposlib")
 
 from atropos.run_api import RunApi
 from grpo_recipes import smoke
-from grpo_recipes.atropos import serve
-from grpo_recipes.atropos.environments import ArithmeticEnv
-from grpo_recipes.atropos.group import Group, problem_of
-from grpo_recipes.atropos.server import PromptTooLong, RunServer
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.extensions.atropos import serve
+from grpo_recipes.extensions.atropos.environments import ArithmeticEnv
+from grpo_recipes.extensions.atropos.fields import OWNED_FIELDS
+from grpo_recipes.extensions.atropos.group import Group, problem_of
+from grpo_recipes.extensions.atropos.server import PromptTooLong, RunServer
 from grpo_recipes.process.tree import is_alive
-from grpo_recipes.recipe.atropos_fields import OWNED_FIELDS
 from grpo_recipes.recipe.user_code import copy_source
 
 from .fake_vllm import FakeVllm, Sampled, save_tokenizer
@@ -202,7 +202,7 @@ def test_a_request_gets_at_most_max_completion_length_and_the_first_is_printed(m
         (f"{FILE}:CountConfig", {}, "is not an Atropos environment"),
         ("json:dumps", {}, "is not an Atropos environment"),
         (f"{Path(__file__).parent}/envs/nowhere.py:Env", {}, "no file"),
-        ("grpo_recipes.atropos.environments:RecipeEnv", {}, "has no next_item and no score"),
+        ("grpo_recipes.extensions.atropos.environments:RecipeEnv", {}, "has no next_item and no score"),
         ("dataset", {}, "names no dataset"),
         ("dataset", {"dataset_name": "smoke:sums", "reward": "modebenc"}, "no reward 'modebenc'. Fix: write modebench"),
     ],
@@ -300,7 +300,7 @@ class Served:
         argv = [
             sys.executable,
             "-m",
-            "grpo_recipes.atropos.serve",
+            "grpo_recipes.extensions.atropos.serve",
             str(index),
             "--api-url",
             api,
@@ -461,7 +461,7 @@ def test_only_an_environment_that_this_run_api_knows_is_disconnected(tmp_path, a
 @pytest.mark.rotating
 def test_it_ends_with_its_parent(make_run, tmp_path, vllm, api) -> None:
     make_run(atropos_environment="arithmetic")
-    argv = ["-m", "grpo_recipes.atropos.serve", "0", "--api-url", api.url, "--server-url", vllm.url]
+    argv = ["-m", "grpo_recipes.extensions.atropos.serve", "0", "--api-url", api.url, "--server-url", vllm.url]
     parent = (
         "import subprocess, sys, time\n"
         f"child = subprocess.Popen([sys.executable, *{argv!r}], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)\n"

@@ -17,8 +17,8 @@ from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 
 from grpo_recipes import smoke
-from grpo_recipes.atropos import server as module
-from grpo_recipes.atropos.server import (
+from grpo_recipes.extensions.atropos import server as module
+from grpo_recipes.extensions.atropos.server import (
     LOWEST,
     PromptTooLong,
     RunServer,

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from atropos.run_api import RunApi
-from grpo_recipes.atropos.client import AtroposClient
-from grpo_recipes.atropos.group import UNTRAINED, Group, trajectories
+from grpo_recipes.extensions.atropos.client import AtroposClient
+from grpo_recipes.extensions.atropos.group import UNTRAINED, Group, trajectories
 
 GROUPS, POSTERS, SIZE, LENGTH, STEP = 10_000, 8, 4, 32, 16
 CHUNK = 10  # groups of one request

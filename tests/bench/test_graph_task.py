@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.scripts import script
-from grpo_recipes.modebench.dataset import problem_of, right_answers
+from grpo_recipes.extensions.problems.modebench.dataset import problem_of, right_answers
 
 
 @pytest.fixture(scope="module")

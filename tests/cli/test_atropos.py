@@ -14,14 +14,9 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.cli import atropos
-from grpo_recipes.cli.atropos import BASE, VERBOSITY, Door
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.paths import home
-from grpo_recipes.plan.devices import Resources
-from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.check import resolve_recipe
-from grpo_recipes.recipe.dialects.atropos_flags import (
+from grpo_recipes.extensions.atropos import main as atropos
+from grpo_recipes.extensions.atropos.flags import (
     ENVIRONMENT_FIELDS,
     FIELD_KEYS,
     FLAGS,
@@ -29,7 +24,12 @@ from grpo_recipes.recipe.dialects.atropos_flags import (
     flag_rows,
     variable_rows,
 )
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue
+from grpo_recipes.extensions.atropos.main import BASE, VERBOSITY, Door
+from grpo_recipes.paths import home
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.check import resolve_recipe
+from grpo_recipes.recipe.keys import READ_VARIABLES, catalogue, environment_keys
 from grpo_recipes.slurm.client import SlurmJob
 
 pytest.importorskip("atroposlib")
@@ -42,7 +42,7 @@ URL = "http://localhost:8000"
 @pytest.fixture(autouse=True)
 def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = {one.name for one in VARIABLES} | {VERBOSITY}
-    for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES, *theirs} - {"CACHE_ROOT", "GRPO_HOME"}:
+    for name in {*environment_keys(), *READ_VARIABLES, *theirs} - {"CACHE_ROOT", "GRPO_HOME"}:
         monkeypatch.setenv(name, "")  # and what the launch sets is undone
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)

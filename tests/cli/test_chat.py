@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 from rollouts.fake_openai import FakeServer
 
-from grpo_recipes.cli import chat as module
 from grpo_recipes.cli import main
+from grpo_recipes.console import chat as module
 from grpo_recipes.launch.serve import Server, ServerFailed
 from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.runs.rundir import write_json

@@ -14,14 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_recipes.cli import colocated, main
-from grpo_recipes.cli.colocated import DETAILS
+from grpo_recipes.cli import main
 from grpo_recipes.cli.doors import launch_words
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.extensions.colocated import main as colocated
+from grpo_recipes.extensions.colocated.main import DETAILS
 from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources, environment_device
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.slurm.client import SlurmJob
 
 SMOKE = str(home() / "recipes/smoke/grpo.yaml")
@@ -32,7 +33,7 @@ ADDRESS = "10.1.2.3"
 
 @pytest.fixture(autouse=True)
 def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES, DETAILS} - {"CACHE_ROOT", "GRPO_HOME"}:
+    for name in {*environment_keys(), *READ_VARIABLES, DETAILS} - {"CACHE_ROOT", "GRPO_HOME"}:
         monkeypatch.setenv(name, "")  # and what the launch sets is undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))

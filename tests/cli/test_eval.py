@@ -17,8 +17,8 @@ import pytest
 from rollouts.fake_openai import FakeServer
 
 from grpo_recipes import smoke
-from grpo_recipes.cli import eval as module
 from grpo_recipes.cli import main
+from grpo_recipes.console import eval as module
 from grpo_recipes.launch.serve import Server, ServerFailed
 from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.rollouts import generate

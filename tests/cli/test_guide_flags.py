@@ -8,14 +8,14 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.paths import home
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 
 MATH = str(home() / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml")
 
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES} - {"CACHE_ROOT", "GRPO_HOME"}:
+    for name in {*environment_keys(), *READ_VARIABLES} - {"CACHE_ROOT", "GRPO_HOME"}:
         monkeypatch.delenv(name, raising=False)
 
 

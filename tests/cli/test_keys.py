@@ -7,7 +7,7 @@ import json
 import pytest
 
 from grpo_recipes import cli
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, SHELL_VARIABLES, catalogue, nested_catalogue
+from grpo_recipes.recipe.keys import READ_VARIABLES, SHELL_VARIABLES, catalogue, environment_keys, nested_catalogue
 from grpo_recipes.recipe.registry import BENCHMARKS
 
 
@@ -44,7 +44,7 @@ def test_a_key_is_printed_with_type_limits_default_and_class(capsys):
 
 def test_variables(capsys):
     assert told(capsys, "--env").keys() == {
-        *ENVIRONMENT_KEYS,
+        *environment_keys(),
         *READ_VARIABLES,
         *SHELL_VARIABLES,
     }

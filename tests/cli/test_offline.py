@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 pytest.importorskip("hydra")
-from grpo_recipes.cli import offline
 from grpo_recipes.cli.doors import in_words_of
+from grpo_recipes.console.sweep.spec import make_trials
 from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.extensions.offline import main as offline
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.sweep.spec import make_trials
 
 SMOKE = ("model.train_id=smoke:sums", "data.problems=arithmetic", "generation.max_new_tokens=8")
 with socket.socket() as free:  # a launch on this machine may have the port of the configuration

@@ -67,7 +67,7 @@ def dry_run(command: str, folder: Path, checkpoint: str) -> subprocess.Completed
     """The command as a shell would run it, but planned only, and with a folder that exists."""
     words = shlex.split(command.replace("/path/to/checkpoint", checkpoint))
     assert words[:2] == ["python", "run_offline_grpo.py"]
-    argv = [sys.executable, "-m", "grpo_recipes.cli.offline", *words[2:], "--dry-run"]
+    argv = [sys.executable, "-m", "grpo_recipes.extensions.offline.main", *words[2:], "--dry-run"]
     return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -94,4 +94,4 @@ def test_a_gpu_that_is_not_there_is_refused_and_never_replaced(command: str, tmp
 
 def test_the_script_of_the_guide_is_the_module_of_these_tests() -> None:
     assert "src/offline_grpo.py" in (home() / "run_offline_grpo.py").read_text()
-    assert 'door["main"]("grpo_recipes.cli.offline")' in (home() / "src/offline_grpo.py").read_text()
+    assert 'door["main"]("grpo_recipes.extensions.offline.main")' in (home() / "src/offline_grpo.py").read_text()

@@ -164,6 +164,6 @@ def _read(fd: int, end: float) -> bytes:
 
 def test_playing_imports_no_torch() -> None:
     heavy = "{'torch', 'trl', 'transformers', 'accelerate'} & sys.modules.keys()"
-    code = f"import sys, grpo_recipes.cli.play; print({heavy})"
+    code = f"import sys, grpo_recipes.extensions.environments.play; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "set()\n"

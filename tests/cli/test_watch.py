@@ -22,7 +22,7 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.cli import jobs
-from grpo_recipes.cli.watch import Picture, curve
+from grpo_recipes.console.watch import Picture, curve
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.runs.rundir import Run, claim, move_rows_after, new_run, stop_file, write_json
 from grpo_recipes.slurm import client

@@ -22,10 +22,10 @@ from report.synthetic_runs import make_run
 from rotation import ROTATES
 
 from grpo_recipes import cli
+from grpo_recipes.extensions.colocated import keys as colocated
 from grpo_recipes.plan.devices import environment_device
-from grpo_recipes.recipe.dialects import colocated
 from grpo_recipes.recipe.document import BASE_KEY
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue
+from grpo_recipes.recipe.keys import READ_VARIABLES, catalogue, environment_keys
 from grpo_recipes.slurm import profile
 
 sys.path.insert(0, str(REPOSITORY / "tests/e2e"))
@@ -123,7 +123,7 @@ def followed() -> dict[str, str]:
 
 def clean_environment(folder: Path) -> dict[str, str]:
     """The tester's environment without what the launcher reads; `grpo` is that of this environment."""
-    ours = {*READ_VARIABLES, *ENVIRONMENT_KEYS}
+    ours = {*READ_VARIABLES, *environment_keys()}
     kept = {name: text for name, text in os.environ.items() if name not in ours and not name.startswith("SLURM_")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**kept, "PATH": path, "RUN_ROOT": str(folder / "runs"), "ENV_DIR": sys.prefix}

@@ -8,8 +8,8 @@ import re
 from doc_pages import REPOSITORY
 
 from grpo_recipes import smoke
-from grpo_recipes.environments.turns import Turn
-from grpo_recipes.rollouts.episodes import Renderer
+from grpo_recipes.extensions.environments.episodes import Renderer
+from grpo_recipes.rollouts.turns import Turn
 
 OWN, ADDED = "b", "em"  # i and span: of the template and of the environment
 DRAWN = re.compile(r"<(i|span|b|em)>([^<]+)</\1>")

@@ -11,19 +11,19 @@ import pytest
 from doc_pages import PAGES, REPOSITORY, blocks, code_words, prose, table_rows
 
 from grpo_recipes import cli, errors
-from grpo_recipes.doctor import MACHINE, RECIPE, RUN
-from grpo_recipes.doctor.examine import name_of
+from grpo_recipes.console.doctor import MACHINE, RECIPE, RUN
+from grpo_recipes.console.doctor.examine import name_of
+from grpo_recipes.console.report import run_charts
 from grpo_recipes.evaluate import benchmarks
+from grpo_recipes.extensions.atropos.packing import foreseen_deadlock
 from grpo_recipes.plan import ports
 from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.plan.plan import ACCELERATE_FILES
 from grpo_recipes.recipe.check import _DEFAULT_RECIPES
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue
-from grpo_recipes.recipe.packing import foreseen_deadlock
+from grpo_recipes.recipe.keys import READ_VARIABLES, catalogue, environment_keys
 from grpo_recipes.recipe.registry import BENCHMARKS, BRIDGES, OBJECTIVES, REWARDS
-from grpo_recipes.report import run_charts
 from grpo_recipes.runs.rundir import finish_summary
 from grpo_recipes.trainers.metrics import PHASES
 from grpo_recipes.weights.guard import TOLERANCES, checksum_error, logprob_error
@@ -67,7 +67,7 @@ def shell_variables() -> set[str]:
     usage = (REPOSITORY / "training.sh").read_text().split("<<'TEXT'")[1].split("\nTEXT")[0]
     head = (REPOSITORY / "scripts/setup.sh").read_text().split("set -euo pipefail")[0]
     flags = (REPOSITORY / "slurm/train.slurm").read_text().split("<<'TEXT'")[1].split("\nTEXT")[0]
-    stand_for_flags = set(re.findall(r"^  --.* ([A-Z][A-Z_]+) {2,}", flags, re.MULTILINE)) - ENVIRONMENT_KEYS.keys()
+    stand_for_flags = set(re.findall(r"^  --.* ([A-Z][A-Z_]+) {2,}", flags, re.MULTILINE)) - environment_keys().keys()
     return set(re.findall(r"\b([A-Z][A-Z_]+)=", usage + head)) | stand_for_flags
 
 
@@ -77,16 +77,16 @@ def documented(page: Path) -> dict[str, str]:
 
 def test_variables_that_stand_for_a_key() -> None:
     table = documented(GUIDE)
-    assert {name: table[name].strip("`") for name in ENVIRONMENT_KEYS} == ENVIRONMENT_KEYS
+    assert {name: table[name].strip("`") for name in environment_keys()} == environment_keys()
 
 
 def test_every_variable_that_is_read_is_documented_and_no_other() -> None:
     told = set(documented(GUIDE)) | set(documented(DOCS / "getting-started.md"))
-    assert told == {*ENVIRONMENT_KEYS, *READ_VARIABLES, *shell_variables()}
+    assert told == {*environment_keys(), *READ_VARIABLES, *shell_variables()}
 
 
 def test_variables_named_in_sentences_exist() -> None:
-    known = {*ENVIRONMENT_KEYS, *READ_VARIABLES, *shell_variables(), *PASSED_ON, *REMOVED, *NO_VARIABLES}
+    known = {*environment_keys(), *READ_VARIABLES, *shell_variables(), *PASSED_ON, *REMOVED, *NO_VARIABLES}
     known |= UNREAD_VARIABLES.keys()
     for page in PAGES:
         for span in code_words(prose(page)):
@@ -97,7 +97,7 @@ def test_variables_named_in_sentences_exist() -> None:
 def test_what_the_environment_keeps_and_loses() -> None:
     for name in PASSED_ON:
         assert base_environment({name: "x"})[name] == "x"
-    for name in (*REMOVED, "CONDA_PREFIX", "PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", *ENVIRONMENT_KEYS):
+    for name in (*REMOVED, "CONDA_PREFIX", "PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", *environment_keys()):
         assert name.startswith(("RUN_ROOT", "WANDB_")) or name not in base_environment({name: "x"})
 
 
@@ -150,7 +150,7 @@ def test_benchmarks_keys_and_results_of_evaluation() -> None:
     assert keys <= catalogue().keys() and "benchmark_samples" in keys
     source = (REPOSITORY / "src/grpo_recipes/evaluate/benchmarks.py").read_text()
     results = {word for row in table_rows(page, "in `benchmarks.json`") for word in code_words(row[0])}
-    of_modebench = (REPOSITORY / "src/grpo_recipes/modebench/dataset.py").read_text()
+    of_modebench = (REPOSITORY / "src/grpo_recipes/extensions/problems/modebench/dataset.py").read_text()
     for word in results - {"pass@k", "pass@k_ci"}:
         assert f'"{word}":' in source or f'f"{word.removesuffix("k")}{{samples}}":' in of_modebench, word
 
@@ -188,7 +188,7 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
     producers = ("ahead", "checks", "early", "grpo", "maxent", "micro_batches")
     for name in (*(f"trainers/{name}" for name in producers), "weights/shared"):
         ours += (REPOSITORY / f"src/grpo_recipes/{name}.py").read_text()
-    of_episodes = (REPOSITORY / "src/grpo_recipes/rollouts/episodes.py").read_text()
+    of_episodes = (REPOSITORY / "src/grpo_recipes/extensions/environments/episodes.py").read_text()
     of_the_loop = {"loss", "grad_norm", "learning_rate", "epoch"}  # transformers' own
     summary = prose(DOCS / "metrics.md").split("## samples.jsonl")[0]
     firsts = [line.split(" | ")[0] for line in summary.splitlines() if line.startswith("| `")]
@@ -210,7 +210,7 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
 
 
 def test_metrics_of_atropos_are_those_that_are_written() -> None:
-    source = (REPOSITORY / "src/grpo_recipes/rollouts/atropos.py").read_text()
+    source = (REPOSITORY / "src/grpo_recipes/extensions/atropos/rollouts.py").read_text()
     counted = re.search(r"^_COUNTED = \((.*)\)", source, re.MULTILINE)[1]
     written = {f"atropos/{name}" for name in re.findall(r'"(\w+)"', counted)}
     written |= {name.replace("{label}", "<environment>") for name in re.findall(r'"(atropos/[\w{}]+)"', source)}
@@ -393,7 +393,7 @@ def test_messages_are_what_the_code_says(
         pytest.skip("the page shows what a CPU environment says")
     ((command, variables),) = said
     monkeypatch.chdir(REPOSITORY)
-    for name in {*READ_VARIABLES, *ENVIRONMENT_KEYS} - {"CACHE_ROOT"}:
+    for name in {*READ_VARIABLES, *environment_keys()} - {"CACHE_ROOT"}:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from run_folders import make_run, row_fixture, small_disk
 
-from grpo_recipes.doctor.examine import Machine
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.console.doctor.examine import Machine
+from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 
 __all__ = ["make_run", "row_fixture", "small_disk"]
 
@@ -26,7 +26,7 @@ GRPO = str(Path(sys.executable).with_name("grpo"))
 def clean_environment(**variables: str) -> dict[str, str]:
     """The tester's environment without what the launcher reads and without a network."""
     # TRL sets VLLM_LOGGING_LEVEL in the environment of whoever imports it, as other tests of this process do.
-    ours = {*READ_VARIABLES, *ENVIRONMENT_KEYS, "VLLM_LOGGING_LEVEL"}
+    ours = {*READ_VARIABLES, *environment_keys(), "VLLM_LOGGING_LEVEL"}
     kept = {name: text for name, text in os.environ.items() if name not in ours and not name.startswith("SLURM")}
     return {**kept, "HF_HUB_OFFLINE": "1", **variables}
 

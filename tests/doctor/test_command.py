@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.cli import main
-from grpo_recipes.doctor import MACHINE, RECIPE, RUN
-from grpo_recipes.doctor.examine import name_of
+from grpo_recipes.console.doctor import MACHINE, RECIPE, RUN
+from grpo_recipes.console.doctor.examine import name_of
 from grpo_recipes.plan.devices import environment_device
 
 GRPO = str(Path(sys.executable).with_name("grpo"))

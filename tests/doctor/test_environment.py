@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.doctor import environment
-from grpo_recipes.doctor.examine import Machine, NoAnswer
+from grpo_recipes.console.doctor import environment
+from grpo_recipes.console.doctor.examine import Machine, NoAnswer
 from grpo_recipes.paths import home
 from grpo_recipes.recipe.keys import catalogue_trl
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.doctor import environment
+from grpo_recipes.console.doctor import environment
 
 pytestmark = pytest.mark.alone
 

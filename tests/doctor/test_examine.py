@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.doctor import DEEP, MACHINE, RECIPE, RUN
-from grpo_recipes.doctor.examine import NoAnswer, as_text, examine, name_of
+from grpo_recipes.console.doctor import DEEP, MACHINE, RECIPE, RUN
+from grpo_recipes.console.doctor.examine import NoAnswer, as_text, examine, name_of
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.paths import existing, home
 from grpo_recipes.process.reports import gigabytes

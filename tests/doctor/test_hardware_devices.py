@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_recipes.doctor import hardware
-from grpo_recipes.doctor.examine import Machine, NoAnswer
+from grpo_recipes.console.doctor import hardware
+from grpo_recipes.console.doctor.examine import Machine, NoAnswer
 from grpo_recipes.plan import preflight
 
 UUIDS = ["GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"]

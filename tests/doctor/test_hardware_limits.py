@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_recipes.doctor import hardware
-from grpo_recipes.doctor.hardware import socket_paths
+from grpo_recipes.console.doctor import hardware
+from grpo_recipes.console.doctor.hardware import socket_paths
 from grpo_recipes.plan.preflight import cgroup_cores, cgroup_memory
 from grpo_recipes.process.scratch import make_scratch
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.doctor import recipes
-from grpo_recipes.doctor.recipes import Case
+from grpo_recipes.console.doctor import recipes
+from grpo_recipes.console.doctor.recipes import Case
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.process.reports import gigabytes

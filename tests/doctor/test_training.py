@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.doctor import RUN, training
-from grpo_recipes.doctor.examine import name_of
+from grpo_recipes.console.doctor import RUN, training
+from grpo_recipes.console.doctor.examine import name_of
 from grpo_recipes.runs import health
 
 LEVEL = {name_of(check): check for check in training.LEVELS}

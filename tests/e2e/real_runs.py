@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from grpo_recipes import smoke
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.runs.rundir import read_json, read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -132,7 +132,7 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 def clean_environment(folder: Path, mark: str, **variables: str) -> dict[str, str]:
     """The tester's environment without anything that the launcher reads, plus the test's own."""
     # TRL sets VLLM_LOGGING_LEVEL in the environment of whoever imports it, as other tests of this process do.
-    read = {*READ_VARIABLES, *ENVIRONMENT_KEYS, "WANDB_MODE", "HF_TOKEN", "VLLM_LOGGING_LEVEL"} - {"CACHE_ROOT"}
+    read = {*READ_VARIABLES, *environment_keys(), "WANDB_MODE", "HF_TOKEN", "VLLM_LOGGING_LEVEL"} - {"CACHE_ROOT"}
     kept = {name: value for name, value in os.environ.items() if name not in read and not name.startswith("SLURM_")}
     return {
         **kept,

@@ -13,9 +13,9 @@ from documented import documented
 from real_runs import REPOSITORY, Launch, clean_environment, marked_processes
 from slurm_cluster import SlurmCluster
 
+from grpo_recipes.console.sweep.folder import Sweep, read_sweep
+from grpo_recipes.console.sweep.search import STORAGE
 from grpo_recipes.runs.rundir import read_json, read_metrics
-from grpo_recipes.sweep.folder import Sweep, read_sweep
-from grpo_recipes.sweep.search import STORAGE
 
 SMOKE = str(REPOSITORY / "recipes/smoke/grpo.yaml")
 TINY = ("--use_vllm", "false", "--max_steps", "2", "--prompts_per_step", "4", "--num_generations", "4")

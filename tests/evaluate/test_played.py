@@ -13,11 +13,11 @@ import pytest
 
 from grpo_recipes import smoke
 from grpo_recipes.data.prompts import evaluation_episodes
-from grpo_recipes.environments.turns import Turn
 from grpo_recipes.evaluate.benchmarks import StoppedInBenchmarks, run_benchmarks
-from grpo_recipes.evaluate.played import held_out, prompts_of
+from grpo_recipes.extensions.environments.benchmarks import held_out, prompts_of
+from grpo_recipes.extensions.environments.episodes import Episodes
 from grpo_recipes.recipe.configs import ScriptArguments
-from grpo_recipes.rollouts.episodes import Episodes
+from grpo_recipes.rollouts.turns import Turn
 from grpo_recipes.runs.rundir import read_json
 from grpo_recipes.stats import pass_table
 

@@ -15,7 +15,7 @@ import yaml
 from fake_hub import FakeHub
 
 from grpo_recipes import smoke
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
 ROWS = [{"problem": f"{number}+1=", "answer": str(number + 1)} for number in range(30)]
@@ -59,7 +59,7 @@ class Shell:
 
     def __init__(self, folder: Path, hub: FakeHub):
         self.folder, self.cache = folder, folder / "cache"
-        mine = {*READ_VARIABLES, *ENVIRONMENT_KEYS}
+        mine = {*READ_VARIABLES, *environment_keys()}
         kept = {
             name: value
             for name, value in os.environ.items()

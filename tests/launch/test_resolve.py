@@ -22,7 +22,7 @@ from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.runs.checkpoints import publish
 from grpo_recipes.runs.rundir import Run, find_run, read_json
 from grpo_recipes.slurm.client import slurm_job
@@ -34,7 +34,7 @@ THREE = Resources("cuda", ("0", "1", "2"), 8)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES} - {"GRPO_HOME"}:
+    for name in {*environment_keys(), *READ_VARIABLES} - {"GRPO_HOME"}:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,7 @@ from grpo_recipes.cli.runs import OVERRIDES
 from grpo_recipes.launch import submission
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import environment_device
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.runs.rundir import changed_code, find_run, read_json
 from tests.plan.model_folders import SMALL, model_folder
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(environment_device() != "cpu", reason="the profi
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with nothing set, and a check --deep that finds nothing."""
-    for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES, "WANDB_MODE"} - {"GRPO_HOME"}:
+    for name in {*environment_keys(), *READ_VARIABLES, "WANDB_MODE"} - {"GRPO_HOME"}:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

@@ -19,7 +19,7 @@ from grpo_recipes.evaluate.benchmarks import (
     recipe_scorer,
     run_benchmarks,
 )
-from grpo_recipes.modebench.dataset import mode_of, mode_scores, right_answers
+from grpo_recipes.extensions.problems.modebench.dataset import mode_of, mode_scores, right_answers
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.backends import problem_seed
 from grpo_recipes.runs.rundir import finish_summary

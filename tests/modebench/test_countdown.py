@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_recipes.modebench.countdown import NotAnExpression, _trees, parsed, puzzles, ways, written
+from grpo_recipes.extensions.problems.modebench.countdown import NotAnExpression, _trees, parsed, puzzles, ways, written
 
 # Pools of the origin of ModeBench with 2 to 8 modes, where a mode is a syntax tree of which only the operands of + and
 # * are sorted: sha256 of the sorted [[numbers, target, modes], ...]. And ours, of all puzzles, by algebra.

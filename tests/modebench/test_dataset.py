@@ -16,7 +16,7 @@ import pytest
 from grpo_recipes.data.prompts import load_eval_prompts, load_prompts
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.evaluate.benchmarks import load_problems
-from grpo_recipes.modebench.dataset import TASK_KEYS, TASKS, Settings, rows
+from grpo_recipes.extensions.problems.modebench.dataset import TASK_KEYS, TASKS, Settings, rows
 from grpo_recipes.paths import home
 from grpo_recipes.recipe.keys import catalogue
 
@@ -60,7 +60,7 @@ def test_another_python_makes_the_same_rows(version: str) -> None:
         pytest.skip(f"no Python {version} here")
     code = (
         "import sys, json, hashlib; sys.path.insert(0, sys.argv[1])\n"
-        "from grpo_recipes.modebench.dataset import Settings, rows\n"
+        "from grpo_recipes.extensions.problems.modebench.dataset import Settings, rows\n"
         f"settings = {DEFAULTS!r}\n"
         "for task, split in json.loads(sys.argv[2]):\n"
         "    lines = '\\n'.join(json.dumps(row, sort_keys=True) for row in rows(task, split, settings))\n"

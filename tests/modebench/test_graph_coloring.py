@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from grpo_recipes.modebench.graph_coloring import Edges, completions, mode, puzzles
+from grpo_recipes.extensions.problems.modebench.graph_coloring import Edges, completions, mode, puzzles
 
 TRIANGLE: Edges = ((1, 2), (1, 3), (2, 3))
 

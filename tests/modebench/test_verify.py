@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from grpo_recipes.modebench.dataset import (
+from grpo_recipes.extensions.problems.modebench.dataset import (
     TASKS,
     Settings,
     answer_in,

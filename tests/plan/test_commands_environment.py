@@ -13,7 +13,7 @@ from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
 from grpo_recipes.process.scratch import Scratch
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.secrets import masked_environment
 
 REMOVED = [
@@ -50,7 +50,7 @@ def test_a_proxy_is_never_asked_for_this_machine(given, expected):
 
 
 def test_the_list_of_variables_we_read_has_no_double():
-    assert not set(READ_VARIABLES) & set(ENVIRONMENT_KEYS)
+    assert not set(READ_VARIABLES) & set(environment_keys())
     assert all(READ_VARIABLES.values())
 
 

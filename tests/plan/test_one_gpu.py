@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.doctor import recipes
+from grpo_recipes.console.doctor import recipes
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.devices import Node
 from grpo_recipes.plan.plan import describe

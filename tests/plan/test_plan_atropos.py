@@ -55,7 +55,7 @@ def test_run_api_and_environments_are_processes_beside_server_and_trainers(plann
     ]  # fmt: skip
     assert (api.ready, api.ready_url) == ("answering", "http://127.0.0.1:8001/info")
     for index, process in enumerate((first, second)):
-        assert process.argv[:5] == [sys.executable, "-P", "-m", "grpo_recipes.atropos.serve", str(index)]
+        assert process.argv[:5] == [sys.executable, "-P", "-m", "grpo_recipes.extensions.atropos.serve", str(index)]
         assert option(process.argv, "--api-url") == "http://127.0.0.1:8001"
         assert option(process.argv, "--server-url") == "http://127.0.0.1:8000"
         assert (process.ready, process.on_loss, process.with_trainers) == ("started", "restart", True)

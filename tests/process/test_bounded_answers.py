@@ -20,7 +20,7 @@ import openai
 import pytest
 import requests
 
-from grpo_recipes.doctor import environment
+from grpo_recipes.console.doctor import environment
 from grpo_recipes.process.answers import bounded_opener, get
 from grpo_recipes.process.async_sessions import bounded_client
 from grpo_recipes.process.listeners import ForeignListener, OwnListener
@@ -228,7 +228,7 @@ def test_a_reply_in_pieces_has_one_deadline(server: SlowServer, answer: str) -> 
 def test_a_slow_run_api_does_not_hold_up_an_environment(
     server: SlowServer, monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
-    serve = pytest.importorskip("grpo_recipes.atropos.serve")
+    serve = pytest.importorskip("grpo_recipes.extensions.atropos.serve")
     monkeypatch.setattr(serve, "_API_SECONDS", SECONDS)
     monkeypatch.setattr(serve, "_began", lambda _: 1.0)
     file = tmp_path / "atropos_0.json"

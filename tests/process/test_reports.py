@@ -17,7 +17,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.resolve import need_wandb_route
 from grpo_recipes.plan.commands import wandb_environment
 from grpo_recipes.process.reports import address_reachable, reachable, route_to
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 
 pytestmark = pytest.mark.alone
 
@@ -93,7 +93,7 @@ def test_a_run_that_reports_to_wandb_needs_a_route(read, port):
 
 
 def test_a_launch_without_a_route_starts_nothing(tmp_path):
-    ours = {*READ_VARIABLES, *ENVIRONMENT_KEYS, "WANDB_MODE"}
+    ours = {*READ_VARIABLES, *environment_keys(), "WANDB_MODE"}
     kept = {name: text for name, text in os.environ.items() if name not in ours and not name.startswith("SLURM_")}
     recipe = REPOSITORY / "recipes/smoke/grpo.yaml"
     done = subprocess.run(

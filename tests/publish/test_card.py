@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_recipes.publish.publisher import card_of
+from grpo_recipes.console.publish.publisher import card_of
 from grpo_recipes.runs.rundir import write_json
 
 Card = Callable[..., str]

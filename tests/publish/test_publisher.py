@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from fake_hub import FakeHub
 
-from grpo_recipes.publish import publisher as module
-from grpo_recipes.publish.publisher import Publisher, hand_over, model_files, stage, whole_checkpoint
-from grpo_recipes.publish.push import Target
+from grpo_recipes.console.publish import publisher as module
+from grpo_recipes.console.publish.publisher import Publisher, hand_over, model_files, stage, whole_checkpoint
+from grpo_recipes.console.publish.push import Target
 from grpo_recipes.runs.checkpoints import prune
 from grpo_recipes.runs.rundir import read_json
 

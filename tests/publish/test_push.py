@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from fake_hub import READER, WRITER, FakeHub
 
+from grpo_recipes.console.publish.push import Target, need_target
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.publish.push import Target, need_target
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.rundir import read_json, write_json
 
@@ -34,7 +34,7 @@ def push(tmp_path: Path, logged_in: dict[str, str]):
         result = tmp_path / "result.json"
         content = {"target": asdict(target), "folder": tmp_path / "staged", "result": result}
         write_json(tmp_path / "job.json", {**content, "message": message, "waits": waits})
-        command = [sys.executable, "-m", "grpo_recipes.publish.push", str(tmp_path / "job.json")]
+        command = [sys.executable, "-m", "grpo_recipes.console.publish.push", str(tmp_path / "job.json")]
         done = subprocess.run(command, env=logged_in, capture_output=True, text=True, timeout=60, check=False)
         return done.returncode, done.stdout + done.stderr, read_json(result)
 

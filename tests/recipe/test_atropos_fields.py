@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.recipe.atropos import argument_notes
-from grpo_recipes.recipe.atropos_fields import configuration_of
+from grpo_recipes.extensions.atropos.fields import configuration_of
+from grpo_recipes.extensions.atropos.rules import argument_notes
 from grpo_recipes.recipe.check import check
 
 pytest.importorskip("atroposlib")
 
 GROUPS = {"dataset_name": None, "reward_funcs": ["environment"], "max_steps": 10}
-OURS = "from grpo_recipes.atropos.environments import RecipeEnv, RecipeEnvConfig\n"
+OURS = "from grpo_recipes.extensions.atropos.environments import RecipeEnv, RecipeEnvConfig\n"
 THEIRS = "from atroposlib.envs.base import BaseEnv, BaseEnvConfig\n"
 FIELDS = "class Fields({base}):\n    problems: int = 3\n"
 
@@ -29,7 +29,7 @@ def problems_of(read, environment: str, args: dict) -> list[str]:
 
 
 def test_the_fields_of_shipped_environments_are_those_of_their_classes() -> None:
-    from grpo_recipes.atropos.serve import OURS as CLASSES
+    from grpo_recipes.extensions.atropos.serve import OURS as CLASSES
 
     for name, kind in CLASSES.items():
         config = kind.env_config_cls

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from grpo_recipes.errors import Problem
+from grpo_recipes.extensions.atropos.verl import IMPLIED, SECTIONS, SETTINGS, rows, trainers_of
+from grpo_recipes.extensions.migrate.migrate import is_translated, migrate
 from grpo_recipes.recipe import Recipe, merge_recipe
 from grpo_recipes.recipe.check import check
-from grpo_recipes.recipe.dialects.atropos import IMPLIED, SECTIONS, SETTINGS, rows, trainers_of
-from grpo_recipes.recipe.dialects.migrate import is_translated, migrate
 from grpo_recipes.recipe.keys import catalogue
 
 # The settings of their own file, with numbers as YAML reads them.

@@ -10,7 +10,7 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import maxent, read_frozen, read_recipe
 from grpo_recipes.recipe.check import check, notes
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
+from grpo_recipes.recipe.keys import environment_keys
 from grpo_recipes.recipe.registry import OBJECTIVES
 
 LISTWISE = {"maxent_objective": "listwise"}
@@ -175,9 +175,9 @@ def test_a_key_is_right_under_the_objectives_that_read_it_and_refused_under_othe
         assert all(f"'{key}' changes nothing under maxent_objective: {name}" in problem.what for problem in problems)
 
 
-@pytest.mark.parametrize("name", sorted(name for name in ENVIRONMENT_KEYS if name.startswith("MAXENT_")))
+@pytest.mark.parametrize("name", sorted(name for name in environment_keys() if name.startswith("MAXENT_")))
 def test_a_variable_of_maxent_is_its_key_there_and_refused_in_a_grpo_run(read, name):
-    key, objective = ENVIRONMENT_KEYS[name], name == "MAXENT_OBJECTIVE"
+    key, objective = environment_keys()[name], name == "MAXENT_OBJECTIVE"
     texts = {"MAXENT_OBJECTIVE": "weighted_mle", "MAXENT_LENGTH_NORM_REF": "0"}
     values = {"MAXENT_OBJECTIVE": "weighted_mle", "MAXENT_LENGTH_NORM_REF": False}
     keys = {} if name == "MAXENT_BETA" else {"maxent_beta": 0.5}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from grpo_recipes.publish.push import repository_name
+from grpo_recipes.console.publish.push import repository_name
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import check
 

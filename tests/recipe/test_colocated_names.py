@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from grpo_recipes.errors import Problem
+from grpo_recipes.extensions.colocated.keys import NAMES, SECTIONS
+from grpo_recipes.extensions.migrate.migrate import is_translated, migrate
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import Recipe, merge_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.dialects import names
-from grpo_recipes.recipe.dialects.colocated import NAMES, SECTIONS
-from grpo_recipes.recipe.dialects.migrate import is_translated, migrate
 from grpo_recipes.recipe.keys import catalogue
 
 # As the co-located trainer's own documentation has it, but for the model and comments.

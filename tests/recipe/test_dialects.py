@@ -22,7 +22,7 @@ from grpo_recipes.recipe.dialects import (
     reward_names,
 )
 from grpo_recipes.recipe.document import Value
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OWNED_KEYS, READ_VARIABLES, SHELL_VARIABLES, catalogue
+from grpo_recipes.recipe.keys import OWNED_KEYS, READ_VARIABLES, SHELL_VARIABLES, catalogue, environment_keys
 from grpo_recipes.recipe.registry import REWARDS
 
 OTHERS = Path(__file__).with_name("options_elsewhere.txt")  # of TRL, transformers, PEFT, accelerate and vLLM
@@ -155,7 +155,7 @@ def test_names_have_one_meaning_and_keys_that_exist() -> None:
     assert len(refused) == len(set(refused)) and not set(refused) & set(catalogue())
     assert {key for one in names().values() for key in one.writes} | set(ALIASES.values()) <= set(catalogue())
     assert all(one.writes or one.instead for one in names().values())
-    variables = [*ENVIRONMENT_KEYS, *READ_VARIABLES, *SHELL_VARIABLES]
+    variables = [*environment_keys(), *READ_VARIABLES, *SHELL_VARIABLES]
     assert len({*variables, *UNREAD_VARIABLES}) == len(variables) + len(UNREAD_VARIABLES)
     assert set(reward_names().values()) <= set(REWARDS)
     assert not set(reward_names()) & {*REWARDS, *other_rewards(True), *other_rewards(False)}

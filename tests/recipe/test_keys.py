@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 
 from grpo_recipes.recipe.keys import (
-    ENVIRONMENT_KEYS,
     catalogue,
     catalogue_trl,
+    environment_keys,
 )
 
 
@@ -35,5 +35,5 @@ def test_defaults_are_within_their_own_limits():
 
 
 def test_environment_variables_stand_for_existing_keys():
-    assert set(ENVIRONMENT_KEYS.values()) <= set(catalogue())
-    assert len(set(ENVIRONMENT_KEYS.values())) == len(ENVIRONMENT_KEYS)
+    assert set(environment_keys().values()) <= set(catalogue())
+    assert len(set(environment_keys().values())) == len(environment_keys())

@@ -9,9 +9,9 @@ import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.errors import Problem
+from grpo_recipes.extensions.migrate.migrate import Migration, is_translated, migrate
 from grpo_recipes.recipe import merge_recipe
 from grpo_recipes.recipe.check import check
-from grpo_recipes.recipe.dialects.migrate import Migration, is_translated, migrate
 
 FOREIGN = sorted((Path(__file__).parent / "foreign").iterdir())
 # What a file that names no model or no data is still wrong in.

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
+from grpo_recipes.extensions.offline import keys as offline
+from grpo_recipes.extensions.problems.seeded import GENERATORS, SCHEME
 from grpo_recipes.paths import home
-from grpo_recipes.recipe.dialects import offline
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.registry import REWARDS
-from grpo_recipes.seeded import GENERATORS, SCHEME
 
 
 def flat(nested: dict[str, Any], start: str = "") -> dict[str, Any]:

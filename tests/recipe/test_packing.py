@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.recipe.packing import foreseen_deadlock
+from grpo_recipes.extensions.atropos.packing import foreseen_deadlock
 
 packing: Any = pytest.importorskip("atroposlib.api.utils")
 Shares = Sequence[float | None]

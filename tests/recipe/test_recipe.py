@@ -10,7 +10,7 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import DEFAULT_SOURCE, merge_recipe, read_recipe
 from grpo_recipes.recipe.dialects import names
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OWNED_KEYS, catalogue
+from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, environment_keys
 
 TOKEN = "hf_" + "plantedsecret" * 2
 
@@ -54,7 +54,7 @@ def test_flag_beats_environment_beats_yaml_beats_default(path, text, environment
 def test_every_environment_key_is_read_with_its_variable_as_source(path):
     path.write_text("")
     samples = {"str": "text", "int": "1024", "float": "0.5", "bool": "True"}
-    for variable, key in ENVIRONMENT_KEYS.items():
+    for variable, key in environment_keys().items():
         entry = catalogue()[key]
         text = entry["choices"][-1] if entry.get("choices") else samples[entry["type"]]
         recipe = read_recipe(path, [], {variable: text})

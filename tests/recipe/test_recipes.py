@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from grpo_recipes import cli
+from grpo_recipes.extensions.environments.episode import turns_of
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
@@ -19,7 +20,6 @@ from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.registry import OBJECTIVES, environments_of
-from grpo_recipes.rollouts.episode import turns_of
 
 MODELS = {
     "Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct", "Qwen2.5-3B-Instruct", "Qwen2.5-7B-Instruct", "Qwen3-0.6B",

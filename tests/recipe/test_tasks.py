@@ -18,7 +18,7 @@ from grpo_recipes.plan.types import Names
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
 from grpo_recipes.recipe.check import check, notes
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.recipe.registry import OBJECTIVES
 from grpo_recipes.recipe.tasks import RequestedTask, requested_task, same_task, task_of, with_task
 from grpo_recipes.runs.rundir import new_run, write_json
@@ -30,7 +30,7 @@ on_cpu = pytest.mark.skipif(environment_device() != "cpu", reason="needs a CPU e
 
 @pytest.fixture
 def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES} - {"CACHE_ROOT", "GRPO_HOME"}:
+    for name in {*environment_keys(), *READ_VARIABLES} - {"CACHE_ROOT", "GRPO_HOME"}:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GRPO_DEFAULT_RECIPE", "1")
     monkeypatch.chdir(tmp_path)

@@ -8,8 +8,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes.console.sweep.folder import Sweep, read_sweep
 from grpo_recipes.runs.rundir import write_json
-from grpo_recipes.sweep.folder import Sweep, read_sweep
 
 RECIPE = {
     "model_name_or_path": ("Qwen/Qwen2.5-1.5B-Instruct", "config_math.yaml:3"),

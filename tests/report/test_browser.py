@@ -21,8 +21,8 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from grpo_recipes.report.pages import write_comparison, write_report
-from grpo_recipes.sweep.folder import write_sweep
+from grpo_recipes.console.report.pages import write_comparison, write_report
+from grpo_recipes.console.sweep.folder import write_sweep
 from scripts import report_picture
 
 from .synthetic_runs import game_samples, make_run, make_sweep, two_samples

@@ -8,7 +8,7 @@ from array import array
 
 import pytest
 
-from grpo_recipes.report.chart import (
+from grpo_recipes.console.report.chart import (
     Axis,
     Chart,
     Curve,
@@ -22,9 +22,9 @@ from grpo_recipes.report.chart import (
     usual_range,
     window_of,
 )
-from grpo_recipes.report.page import fragment, minus, short
-from grpo_recipes.report.read import Scored, Table
-from grpo_recipes.report.run_charts import phase_chart
+from grpo_recipes.console.report.page import fragment, minus, short
+from grpo_recipes.console.report.read import Scored, Table
+from grpo_recipes.console.report.run_charts import phase_chart
 from grpo_recipes.runs.health import percent
 
 FRAME = Chart("from 0 to 10 and from 0 to 1", [Curve("", [0, 10], [0.0, 1.0])])

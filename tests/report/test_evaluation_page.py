@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.report.pages import evaluation_page
+from grpo_recipes.console.report.pages import evaluation_page
 from grpo_recipes.stats import scores_at_k
 
 from .test_browser import CHROMIUM, chromium

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from grpo_recipes.report.chart import Chart, Curve
-from grpo_recipes.report.page import duration, fragment, minus, model_text, short
+from grpo_recipes.console.report.chart import Chart, Curve
+from grpo_recipes.console.report.page import duration, fragment, minus, model_text, short
 from grpo_recipes.runs.health import percent
 
 

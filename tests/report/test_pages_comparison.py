@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.report.chart import Curve, curve_of
-from grpo_recipes.report.pages import (
+from grpo_recipes.console.report.chart import Curve, curve_of
+from grpo_recipes.console.report.pages import (
     comparison_page,
     comparison_sentence,
     differing_keys,
@@ -20,8 +20,8 @@ from grpo_recipes.report.pages import (
     run_page,
     write_comparison,
 )
-from grpo_recipes.report.read import Group, Scored, read_run
-from grpo_recipes.report.run_charts import METRICS, Metric, metric_chart
+from grpo_recipes.console.report.read import Group, Scored, read_run
+from grpo_recipes.console.report.run_charts import METRICS, Metric, metric_chart
 from grpo_recipes.stats import half_interval
 
 from .synthetic_runs import make_run

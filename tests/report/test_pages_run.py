@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.report.pages import report_line, write_report
-from grpo_recipes.report.read import read_run
-from grpo_recipes.report.run_charts import reward_chart
+from grpo_recipes.console.report.pages import report_line, write_report
+from grpo_recipes.console.report.read import read_run
+from grpo_recipes.console.report.run_charts import reward_chart
 from grpo_recipes.runs.checkpoints import publish
 from grpo_recipes.runs.rundir import write_json
 
@@ -413,7 +413,7 @@ def test_the_page_names_the_run_in_wandb(tmp_path: Path) -> None:
 
 
 def test_a_page_that_is_being_written_does_not_take_the_place_of_the_last(tmp_path: Path, monkeypatch) -> None:
-    from grpo_recipes.report import pages
+    from grpo_recipes.console.report import pages
 
     folder, begun, go_on = make_run(tmp_path, steps=2), threading.Event(), threading.Event()
     write = pages.write_report

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_recipes.console.report.pages import write_report
+from grpo_recipes.console.report.read import read_run, read_table, scored_rows
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.report.pages import write_report
-from grpo_recipes.report.read import read_run, read_table, scored_rows
 
 from .synthetic_runs import make_run
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.report.pages import write_report
-from grpo_recipes.report.transcripts import transcript_of
+from grpo_recipes.console.report.pages import write_report
+from grpo_recipes.console.report.transcripts import transcript_of
 
 from .synthetic_runs import game_samples, make_run
 from .test_pages_run import NASTY, drawn, page_of, values

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.environments import libraries
-from grpo_recipes.environments.turns import Environment, Turn
-from grpo_recipes.rollouts.environments import load_environment
+from grpo_recipes.extensions.environments import libraries
+from grpo_recipes.extensions.environments.load import load_environment
+from grpo_recipes.rollouts.turns import Environment, Turn
 
 BRACKETED = re.compile(r"\[\d+\]")
 

@@ -11,10 +11,10 @@ import numpy
 import pytest
 
 from grpo_recipes import smoke
-from grpo_recipes.atropos.access import SETTINGS
-from grpo_recipes.atropos.group import Group, trajectories
+from grpo_recipes.extensions.atropos.access import SETTINGS
+from grpo_recipes.extensions.atropos.group import Group, trajectories
+from grpo_recipes.extensions.atropos.rollouts import AtroposRollouts, _messages
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
-from grpo_recipes.rollouts.atropos import AtroposRollouts, _messages
 from grpo_recipes.trainers.entry import source_of
 
 

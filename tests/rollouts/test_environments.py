@@ -17,10 +17,10 @@ import numpy
 import pytest
 from rotation import ROTATES
 
-from grpo_recipes.environments import libraries
-from grpo_recipes.environments.libraries import library_problems
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.rollouts.environments import load_environment
+from grpo_recipes.extensions.environments import libraries
+from grpo_recipes.extensions.environments.libraries import library_problems
+from grpo_recipes.extensions.environments.load import load_environment
 
 from .played import named_last, needs, play, written
 
@@ -316,7 +316,7 @@ def test_a_brief_observation_names_whom_others_named_that_day() -> None:
 @pytest.mark.parametrize("role", ["Detective", "Mafia"])
 def test_the_script_of_secret_mafia_plays_valid_moves_and_wins_more_than_drawn_ones(role: str) -> None:
     needs("textarena:x")
-    from grpo_recipes.environments.games import Game
+    from grpo_recipes.extensions.environments.games import Game
 
     env, won = Game("SecretMafia-v0", BRIEF | {"player": role, "mafia_ratio": 0.4 if role == "Mafia" else 0.2}), {}
     for plan in True, False:

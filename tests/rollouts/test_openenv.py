@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.rollouts import stage
-from grpo_recipes.rollouts.environments import load_environment
+from grpo_recipes.extensions.environments import stage
+from grpo_recipes.extensions.environments.load import load_environment
 
 from .played import needs, play, said
 

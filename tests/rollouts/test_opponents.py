@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_recipes.environments.turns import Turn
+from grpo_recipes.extensions.environments.load import load_environment
 from grpo_recipes.recipe.registry import frozen_opponents
 from grpo_recipes.rollouts.backends import ServerRollouts
-from grpo_recipes.rollouts.environments import load_environment
+from grpo_recipes.rollouts.turns import Turn
 
 from .played import named_last, play, written
 

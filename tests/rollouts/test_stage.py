@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from grpo_recipes.extensions.environments.stage import PLAY, digest, play, turn_of
 from grpo_recipes.process.tree import descendants, is_alive
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score
-from grpo_recipes.rollouts.stage import PLAY, digest, play, turn_of
 
 pytestmark = pytest.mark.alone
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.environments.libraries import library_problems
-from grpo_recipes.environments.turns import Turn
-from grpo_recipes.environments.verifiers_tasks import place
-from grpo_recipes.rollouts import stage
-from grpo_recipes.rollouts.environments import load_environment
+from grpo_recipes.extensions.environments import stage
+from grpo_recipes.extensions.environments.libraries import library_problems
+from grpo_recipes.extensions.environments.load import load_environment
+from grpo_recipes.extensions.environments.verifiers_tasks import place
+from grpo_recipes.rollouts.turns import Turn
 
 from .played import needs, play, said
 
@@ -94,7 +94,7 @@ def test_scores_are_those_of_the_librarys_own_evaluation(name: str, row: int, ac
     needs("verifiers:x")
     import verifiers
 
-    from grpo_recipes.environments.verifiers_tasks import _completion
+    from grpo_recipes.extensions.environments.verifiers_tasks import _completion
 
     library = verifiers.load_environment(name)
     rows = library.get_dataset()
@@ -116,7 +116,7 @@ def test_verifiers_own_game_of_several_turns_is_scored_as_its_own_evaluation_doe
     import verifiers
     from word_game import WORDS, write_words
 
-    from grpo_recipes.environments.verifiers_tasks import _completion
+    from grpo_recipes.extensions.environments.verifiers_tasks import _completion
 
     monkeypatch.setattr(nltk, "download", lambda *_, **__: False)  # it is asked for what is there too
     write_words(tmp_path / "nltk")
@@ -138,7 +138,7 @@ def test_a_class_of_verifiers_is_played_unmodified_and_scored_as_its_own_evaluat
     needs("verifiers:x")
     import verifiers
 
-    from grpo_recipes.environments.verifiers_tasks import _completion
+    from grpo_recipes.extensions.environments.verifiers_tasks import _completion
 
     args = {"gym": "basic_arithmetic", "num_train_examples": 0, "num_eval_examples": 4, "seed": 5}
     library = verifiers.ReasoningGymEnv(**args)

@@ -22,7 +22,7 @@ from grpo_recipes.launch.submission import Submission, freeze
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.recipe.check import resolve_recipe
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.runs import checkpoints
 from grpo_recipes.runs.checkpoints import (
     MARKER,
@@ -354,7 +354,7 @@ def reward(completions, **_): return [1.0 for _ in completions]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A submitted run with a reward, a callback and an accelerate file of the user's own."""
-    for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES} - {"GRPO_HOME"}:
+    for name in {*environment_keys(), *READ_VARIABLES} - {"GRPO_HOME"}:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.setenv("CONFIG_FILE", str(tmp_path / "mine.yaml"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.report.pages import write_report
+from grpo_recipes.console.report.pages import write_report
 from grpo_recipes.rewards.load import keep_rewards
 from grpo_recipes.runs.checkpoints import publish
 from grpo_recipes.runs.endings import advice, ending

@@ -241,8 +241,8 @@ def test_a_row_costs_the_same_in_a_long_run() -> None:
 
 
 def test_the_limits_stand_in_one_place() -> None:
-    from grpo_recipes.doctor import training
-    from grpo_recipes.report import pages
+    from grpo_recipes.console.doctor import training
+    from grpo_recipes.console.report import pages
 
     for module in (training, pages):
         text = Path(module.__file__).read_text()

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from setup_checkout import REPOSITORY, Checkout
 
-from grpo_recipes.recipe.dialects.atropos_flags import VARIABLES
+from grpo_recipes.extensions.atropos.flags import VARIABLES
 
 SCRIPT = "run_atropos_grpo.sh"
-DOOR = "python -P -s -m grpo_recipes.cli.atropos"
+DOOR = "python -P -s -m grpo_recipes.extensions.atropos.main"
 UNREACHABLE = "ERROR: Atropos API unreachable\n"
 Done = subprocess.CompletedProcess[str]
 

@@ -66,7 +66,7 @@ def test_it_goes_on_in_the_environment_with_the_same_words(door, checkout: Check
     chosen = {} if place == ".venv" else {"ENV_DIR": str(folder)}
     done = door("--config", "my own.yaml", PYTHONPATH="/of/the/shell", PYTHONHOME="", MINE="kept", **chosen)
     said, variables = done.stdout.splitlines()
-    assert said == f"{folder}/bin/python -P -s -m grpo_recipes.cli.colocated --config my own.yaml"
+    assert said == f"{folder}/bin/python -P -s -m grpo_recipes.extensions.colocated.main --config my own.yaml"
     assert variables == "path= home= mine=kept"
     assert done.returncode == 7
 

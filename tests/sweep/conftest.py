@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes import cli
+from grpo_recipes.console.sweep.folder import Sweep, read_sweep
+from grpo_recipes.console.sweep.run import SignalForwarder
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import environment_device
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.runs.rundir import read_json, write_json
-from grpo_recipes.sweep.folder import Sweep, read_sweep
-from grpo_recipes.sweep.run import SignalForwarder
 
 SMOKE = "recipes/smoke/grpo.yaml"
 
@@ -63,7 +63,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with runs of its own, and none of the tester's variables."""
     if environment_device() != "cpu":
         pytest.skip("the smoke recipe is planned for CPU")
-    for name in (*READ_VARIABLES, *ENVIRONMENT_KEYS):
+    for name in (*READ_VARIABLES, *environment_keys()):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CACHE_ROOT", str(home() / ".cache"))
     monkeypatch.chdir(tmp_path)

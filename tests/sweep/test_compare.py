@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from grpo_recipes import cli
+from grpo_recipes.console.sweep import compare as module
+from grpo_recipes.console.sweep.run import SignalForwarder
 from grpo_recipes.plan.devices import Node, Resources
 from grpo_recipes.plan.ports import PORT_KEYS
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.benchmark import mode_of
 from grpo_recipes.runs.rundir import read_json, write_json
-from grpo_recipes.sweep import compare as module
-from grpo_recipes.sweep.run import SignalForwarder
 from sweep.conftest import SMOKE
 
 NUMBERS = {

@@ -15,10 +15,10 @@ from report.synthetic_runs import make_sweep
 from report.test_pages_run import Page
 
 from grpo_recipes import cli
+from grpo_recipes.console.sweep import folder
+from grpo_recipes.console.sweep.folder import read_results, text_table, write_sweep
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.runs.rundir import write_json
-from grpo_recipes.sweep import folder
-from grpo_recipes.sweep.folder import read_results, text_table, write_sweep
 
 
 def finals(sweep, rate):

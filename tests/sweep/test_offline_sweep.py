@@ -11,10 +11,10 @@ from rotation import ROTATES
 
 pytest.importorskip("hydra")
 
-from grpo_recipes.cli import offline
+from grpo_recipes.console.sweep.folder import read_sweep
+from grpo_recipes.extensions.offline import main as offline
 from grpo_recipes.launch import submission
 from grpo_recipes.recipe import read_frozen
-from grpo_recipes.sweep.folder import read_sweep
 
 SMOKE = ("model.train_id=smoke:sums", "data.problems=arithmetic", "generation.max_new_tokens=8", "train.iterations=1")
 EIGHTEEN = ("train.lr=5e-6,1e-5,2e-5", "train.kl_coef=0.02,0.05,0.1", "train.batch_size=4,8")

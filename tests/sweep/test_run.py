@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes import cli
+from grpo_recipes.console.sweep.run import SignalForwarder, array_text
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.launch import submission
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import Run, claim, read_json, write_json
 from grpo_recipes.slurm.client import tasks_in_queue
-from grpo_recipes.sweep.run import SignalForwarder, array_text
 
 TWO = ("seed=1..2",)
 
@@ -92,14 +92,14 @@ def test_again_it_fills_the_gaps_alone(sweep, made, fake_launches, capsys, again
 def test_another_name_or_recipe_or_new_is_another_sweep(sweep, made, fake_launches, monkeypatch, other):
     fake_launches.codes = {"seed=2": 1}
     assert sweep(*TWO, "--name", "a") == 1
-    monkeypatch.setattr("grpo_recipes.sweep.folder.timestamp", lambda: "later")
+    monkeypatch.setattr("grpo_recipes.console.sweep.folder.timestamp", lambda: "later")
     assert sweep(*TWO, *other) == 1
     assert len(made()) == 2
 
 
 def test_a_completed_sweep_is_not_gone_on_with(sweep, made, fake_launches, monkeypatch):
     assert sweep(*TWO) == 0
-    monkeypatch.setattr("grpo_recipes.sweep.folder.timestamp", lambda: "later")
+    monkeypatch.setattr("grpo_recipes.console.sweep.folder.timestamp", lambda: "later")
     assert sweep(*TWO) == 0
     assert len(made()) == 2
 
@@ -117,7 +117,7 @@ def test_a_run_directory_that_is_gone_is_made_again(sweep, made, fake_launches, 
 def test_a_run_directory_is_not_made_again_by_other_code(sweep, made, fake_launches, monkeypatch, capsys):
     assert sweep(*TWO) == 0
     shutil.rmtree(made()[0].trial_dir(1))
-    monkeypatch.setattr("grpo_recipes.sweep.run.code_state", lambda: {"commit": "another"})
+    monkeypatch.setattr("grpo_recipes.console.sweep.run.code_state", lambda: {"commit": "another"})
     assert sweep(*TWO) == 2
     assert "the code is no longer the sweep's" in capsys.readouterr().err
 
@@ -264,7 +264,7 @@ def test_again_it_submits_what_is_missing(sweep, made, fake_sbatch, fake_launche
         fake_launches.codes[one.names[index]] = int(code)
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(index))
         assert cli.main(["sweep", "--cell", str(one.folder)]) == int(code)
-    monkeypatch.setattr("grpo_recipes.sweep.run.tasks_in_queue", lambda jobs: {3} if jobs == [41] else set())
+    monkeypatch.setattr("grpo_recipes.console.sweep.run.tasks_in_queue", lambda jobs: {3} if jobs == [41] else set())
     capsys.readouterr()
     assert sweep(*again) == 0
     assert "#SBATCH --array=1-2\n" in fake_sbatch[1]

@@ -8,13 +8,13 @@ import json
 import pytest
 
 from grpo_recipes import cli
+from grpo_recipes.console.sweep.folder import objective
+from grpo_recipes.console.sweep.run import SignalForwarder
+from grpo_recipes.console.sweep.search import STORAGE
+from grpo_recipes.console.sweep.spec import Span, read_space
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import read_json, write_json
-from grpo_recipes.sweep.folder import objective
-from grpo_recipes.sweep.run import SignalForwarder
-from grpo_recipes.sweep.search import STORAGE
-from grpo_recipes.sweep.spec import Span, read_space
 from sweep.conftest import SMOKE
 
 optuna = pytest.importorskip("optuna", reason="EXTRAS=search bash scripts/setup.sh")
@@ -115,7 +115,7 @@ def test_optuna_chooses_runs_and_hears_what_they_reached(sweep, made, rewards, f
 
 
 def test_a_search_that_ended_begins_anew_or_takes_more_trials(sweep, made, rewards, fake_launches, monkeypatch):
-    monkeypatch.setattr("grpo_recipes.sweep.folder.timestamp", lambda: str(len(fake_launches.started)))
+    monkeypatch.setattr("grpo_recipes.console.sweep.folder.timestamp", lambda: str(len(fake_launches.started)))
     assert sweep(*SPACE, *FOUR) == 0
     assert sweep(*SPACE, "--search", "optuna", "--trials", "6") == 0
     (one,) = made()
@@ -245,7 +245,7 @@ def test_changed_code_begins_no_new_trials(sweep, made, rewards, capsys, monkeyp
     rewards["kill"] = 1
     with pytest.raises(Killed):
         sweep(*SPACE, *FOUR)
-    monkeypatch.setattr("grpo_recipes.sweep.run.code_state", lambda: {"commit": "another"})
+    monkeypatch.setattr("grpo_recipes.console.sweep.run.code_state", lambda: {"commit": "another"})
     assert sweep(*SPACE, *FOUR) == 2
     assert "new trials are to begin, and the code is no longer the sweep's" in capsys.readouterr().err
 

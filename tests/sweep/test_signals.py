@@ -23,7 +23,7 @@ signal.pause()
 """
 SWEEP = """
 import os, sys
-from grpo_recipes.sweep.run import SignalForwarder
+from grpo_recipes.console.sweep.run import SignalForwarder
 from pathlib import Path
 forwarder = SignalForwarder(Path(sys.argv[2]))
 code = forwarder.run([sys.executable, "-c", sys.argv[1]], dict(os.environ), None)

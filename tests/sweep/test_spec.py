@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_recipes.console.sweep.spec import SweepSpec, make_trials, read_axes
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import home
-from grpo_recipes.sweep.spec import SweepSpec, make_trials, read_axes
 
 MATH = home() / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
 

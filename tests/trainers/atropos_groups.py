@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from grpo_recipes import smoke
-from grpo_recipes.atropos.client import AtroposError
-from grpo_recipes.atropos.group import Group
 from grpo_recipes.data.prompts import load_prompts
+from grpo_recipes.extensions.atropos.client import AtroposError
+from grpo_recipes.extensions.atropos.group import Group
+from grpo_recipes.extensions.atropos.rollouts import AtroposRollouts
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.rewards.load import EpisodeReward
-from grpo_recipes.rollouts.atropos import AtroposRollouts
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StoppedOnRequest
 from grpo_recipes.trainers.grpo import GRPOTrainer

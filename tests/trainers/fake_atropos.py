@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from grpo_recipes.atropos.client import WaitAborted
-from grpo_recipes.atropos.group import Group
+from grpo_recipes.extensions.atropos.client import WaitAborted
+from grpo_recipes.extensions.atropos.group import Group
 
 
 class ScriptedClient:

@@ -9,8 +9,8 @@ import numpy
 import pytest
 import torch
 
-from grpo_recipes.atropos.group import Group, trajectories
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.extensions.atropos.group import Group, trajectories
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 

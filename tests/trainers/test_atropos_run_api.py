@@ -13,7 +13,7 @@ import pytest
 from atropos.run_api import RunApi, run_api
 
 from grpo_recipes import cli
-from grpo_recipes.atropos.client import AtroposError, NoLogprobs
+from grpo_recipes.extensions.atropos.client import AtroposError, NoLogprobs
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 from .atropos_groups import group, make_trainer

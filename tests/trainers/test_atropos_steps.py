@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from grpo_recipes.atropos.client import AtroposError, NoLogprobs
-from grpo_recipes.atropos.group import Group
+from grpo_recipes.extensions.atropos.client import AtroposError, NoLogprobs
+from grpo_recipes.extensions.atropos.group import Group
 from grpo_recipes.rollouts.backends import Rollouts
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.rundir import stop_file

@@ -10,7 +10,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from grpo_recipes.atropos.group import Group
+from grpo_recipes.extensions.atropos.group import Group
 from grpo_recipes.recipe import merge_recipe
 from grpo_recipes.trainers.grpo import GRPOTrainer
 

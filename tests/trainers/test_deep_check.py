@@ -314,7 +314,7 @@ def test_environments_of_atropos_are_loaded_with_their_arguments(read, tmp_path,
     pytest.importorskip("atroposlib")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(
-        "from grpo_recipes.atropos.environments import RecipeEnv\nclass Half(RecipeEnv):\n"
+        "from grpo_recipes.extensions.atropos.environments import RecipeEnv\nclass Half(RecipeEnv):\n"
         "    def next_item(self):\n        return {'prompt': 'x'}\n"
     )
     keys = {**SMOKE, "dataset_name": None, "reward_funcs": ["environment"], "max_steps": 2, "max_prompt_length": 64}

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.environments.turns import Turn
+from grpo_recipes.console.report.transcripts import transcript_of
+from grpo_recipes.extensions.environments import episodes as module
+from grpo_recipes.extensions.environments.episode import Episode
+from grpo_recipes.extensions.environments.episodes import Episodes, labels_of
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
-from grpo_recipes.report.transcripts import transcript_of
 from grpo_recipes.rewards.score import Score
-from grpo_recipes.rollouts import episodes as module
-from grpo_recipes.rollouts.episode import Episode
-from grpo_recipes.rollouts.episodes import Episodes, labels_of
+from grpo_recipes.rollouts.turns import Turn
 
 from .tiny_training import ON_CPU
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from grpo_recipes import smoke
-from grpo_recipes.environments.turns import Turn
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.extensions.environments.episode import environment_pool
+from grpo_recipes.extensions.environments.episodes import Renderer, compared_turns
 from grpo_recipes.recipe.configs import ScriptArguments
-from grpo_recipes.rollouts.episode import environment_pool
-from grpo_recipes.rollouts.episodes import Renderer, compared_turns
+from grpo_recipes.rollouts.turns import Turn
 from grpo_recipes.trainers.checks import TooManyWithoutVerdict, trainer_logps
 
 from .fixed_completions import rows_of, weights_of

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rotation import ROTATES
 
-from grpo_recipes.report.read import read_table
+from grpo_recipes.console.report.read import read_table
 from grpo_recipes.runs.rundir import finish_summary
 
 from .evaluated_sets import OWN, evaluate_all, make_trainer, numbers, rewards_of

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from rotation import ROTATES
 
+from grpo_recipes.console.report.read import read_table
 from grpo_recipes.evaluate.scores import answer_labels
-from grpo_recipes.report.read import read_table
 
 from .judged_sets import evaluate, half_length, pure_accuracy_math
 

@@ -13,7 +13,7 @@ import torch
 
 from grpo_recipes import smoke
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.rollouts.opponents import FrozenModel
+from grpo_recipes.extensions.environments.opponents import FrozenModel
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from grpo_recipes.extensions.offline import iterations
 from grpo_recipes.paths import home
-from grpo_recipes.trainers import iterations
 from grpo_recipes.trainers.metrics import json_number
 
 from .tiny_training import train

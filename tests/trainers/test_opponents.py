@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from grpo_recipes import smoke
-from grpo_recipes.environments.turns import Turn, derived
-from grpo_recipes.rollouts.episode import Episode
-from grpo_recipes.rollouts.opponents import FrozenModel
+from grpo_recipes.extensions.environments.episode import Episode
+from grpo_recipes.extensions.environments.opponents import FrozenModel
+from grpo_recipes.rollouts.turns import Turn, derived
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 from .played_episodes import GROUP, generation, make_trainer

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from other_user import needs_root, other_user
 
-from grpo_recipes.atropos.server import RunServer, RunServerConfig, ServerGone
+from grpo_recipes.extensions.atropos.server import RunServer, RunServerConfig, ServerGone
 from grpo_recipes.weights import client as client_module
 from grpo_recipes.weights.transport import ServerError, ServerLost
 from weights.fake_server import FakeServer

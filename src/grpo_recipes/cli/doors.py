@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 
-from grpo_recipes.cli import Option, load, meant_option
+from grpo_recipes.cli import Option, load_command, meant_option
 from grpo_recipes.cli.nodes import NODE_OPTIONS
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.launch.rendezvous import Meeting
@@ -45,7 +45,7 @@ def strange(flags: list[str], own: Iterable[str], program: str) -> Iterator[Prob
     """Yield the flags that begin or misspell one of a door's ``own``; `grpo launch` knows the others."""
     if flags and not flags[0].startswith("-"):
         yield Problem(f"'{flags[0]}'", "is no flag", f"write --config {quoted(flags[0])} for a recipe")
-    known = [*own, *(name for names, _ in one_node_options(load("launch").all_options()) for name in names)]
+    known = [*own, *(name for names, _ in one_node_options(load_command("launch").all_options()) for name in names)]
     for flag in flags:
         if close := meant_option(flag, known, takes_recipe=True):
             yield Problem(flag.partition("=")[0], f"is not an option of {program}", f"write {close}")

@@ -14,7 +14,19 @@ from typing import Any
 
 from grpo_recipes.cli import command, option, switch
 from grpo_recipes.cli.jobs import Asking, BareJob, find_bare_job, without_runs
-from grpo_recipes.cli.watch import Picture, coloured
+from grpo_recipes.console.sweep.folder import (
+    COMPARISON,
+    COMPARISONS,
+    COMPLETED,
+    FOLDER,
+    GONE,
+    RECORD,
+    Sweep,
+    read_comparison,
+    read_sweep,
+    sweeps_in,
+)
+from grpo_recipes.console.watch import Picture, coloured
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.attempt import SUBMITTED
@@ -29,18 +41,6 @@ from grpo_recipes.runs.progress import Progress, activity, episodes_line, evalua
 from grpo_recipes.runs.rundir import Run
 from grpo_recipes.secrets import masked
 from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel, find_job, my_jobs
-from grpo_recipes.sweep.folder import (
-    COMPARISON,
-    COMPARISONS,
-    COMPLETED,
-    FOLDER,
-    GONE,
-    RECORD,
-    Sweep,
-    read_comparison,
-    read_sweep,
-    sweeps_in,
-)
 
 RUN_HELP = "run directory, its name in RUN_ROOT, last for the newest there, or the id of a Slurm job"
 _EITHER_HELP = f"{RUN_HELP}; or a sweep or a comparison by its directory or name"

@@ -10,20 +10,20 @@ from dataclasses import asdict
 from pathlib import Path
 
 from grpo_recipes.cli import chosen_recipe, command, option, recipe_name, switch
-from grpo_recipes.doctor import DEEP, MACHINE, RECIPE, RUN
-from grpo_recipes.doctor.examine import Check, Machine, as_text, examine, finding_of
-from grpo_recipes.doctor.recipes import Case
+from grpo_recipes.console.doctor import DEEP, MACHINE, RECIPE, RUN
+from grpo_recipes.console.doctor.examine import Check, Machine, as_text, examine, finding_of
+from grpo_recipes.console.doctor.recipes import Case
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, collect, config_error
+from grpo_recipes.extensions.problems.modebench.dataset import SCHEME as MODEBENCH_SCHEME
+from grpo_recipes.extensions.problems.seeded import SCHEME as SEEDED_SCHEME
 from grpo_recipes.fetch.assets import Asset, find_record, local_assets, wanted_assets
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, bound_every_wait, hub_answers, why_silent
-from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.process.reports import aligned, gigabytes
 from grpo_recipes.recipe import Recipe, read_frozen
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding
 from grpo_recipes.runs.rundir import Run, find_run
-from grpo_recipes.seeded import SCHEME as SEEDED_SCHEME
 from grpo_recipes.smoke import smoke_command
 
 # All checks together, and one program they ask; with --deep also imports.

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli import chosen_recipe, command, option, switch
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, printable, translate
+from grpo_recipes.extensions.atropos.rules import argument_notes
+from grpo_recipes.extensions.migrate.migrate import is_translated, migrate
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import gated_note
 from grpo_recipes.launch.resolve import names_of
@@ -26,19 +28,17 @@ from grpo_recipes.plan.devices import environment_device, find_resources
 from grpo_recipes.plan.estimates import estimate
 from grpo_recipes.plan.plan import describe, make_plan
 from grpo_recipes.process.reports import aligned
-from grpo_recipes.recipe.atropos import argument_notes
 from grpo_recipes.recipe.check import choose_recipe, notes, reward_notes
 from grpo_recipes.recipe.check_data import evaluation_note
 from grpo_recipes.recipe.dialects import ALIASES, meaning_of, names, nearest
-from grpo_recipes.recipe.dialects.migrate import is_translated, migrate
 from grpo_recipes.recipe.keys import (
     OWNED_KEYS,
-    SEARCH_WORDS,
-    VARIABLES,
     catalogue,
     nested_catalogue,
     schema_line,
     schema_note,
+    search_words,
+    variables,
 )
 from grpo_recipes.recipe.model_kind import kind_note
 from grpo_recipes.recipe.registry import BENCHMARKS, environments_of, uses_atropos
@@ -114,13 +114,13 @@ def keys(options: argparse.Namespace) -> int:
     table = "--env" if options.env else "--benchmarks" if options.benchmarks else ""
     entries: dict[str, dict[str, Any]]
     if table:
-        texts = VARIABLES if options.env else {name: one.help for name, one in BENCHMARKS.items()}
+        texts = variables() if options.env else {name: one.help for name, one in BENCHMARKS.items()}
         entries = {name: {"help": text} for name, text in texts.items()}
     else:
         nested = {f"{path}.{name}": one for path, inner in nested_catalogue().items() for name, one in inner.items()}
         entries = {**catalogue(), **nested}
     known = meaning_of(word) if word and not table and word not in catalogue() else None
-    topic = [] if table else [key for key, words in SEARCH_WORDS.items() if word in words.split()]
+    topic = [] if table else [key for key, words in search_words().items() if word in words.split()]
     if known and not known.writes and not topic:
         raise config_error(f"'{options.word}'", "is not a key of a recipe", known.instead)
     exact = {*topic, *known.writes} if known else {word, *topic}

@@ -10,19 +10,10 @@ from pathlib import Path
 from grpo_recipes.cli import Option, command, option, recipe_name, switch
 from grpo_recipes.cli.follow import named_run
 from grpo_recipes.cli.nodes import NODE_OPTIONS, read_nodes, reject_other_launchers
-from grpo_recipes.errors import ConfigError, Problem, config_error, translate
-from grpo_recipes.launch.rendezvous import Meeting
-from grpo_recipes.launch.resolve import Options
-from grpo_recipes.launch.run import launch as launch_run
-from grpo_recipes.launch.submission import need_environment, prepare, send, site_profile
-from grpo_recipes.paths import shown
-from grpo_recipes.recipe.keys import catalogue, run_root
-from grpo_recipes.report.pages import write_comparison, write_report
-from grpo_recipes.slurm.client import slurm_job
-from grpo_recipes.slurm.profile import KEYS, Profile
-from grpo_recipes.sweep.compare import MODES, Contest
-from grpo_recipes.sweep.compare import compare as compare_modes
-from grpo_recipes.sweep.folder import (
+from grpo_recipes.console.report.pages import write_comparison, write_report
+from grpo_recipes.console.sweep.compare import MODES, Contest
+from grpo_recipes.console.sweep.compare import compare as compare_modes
+from grpo_recipes.console.sweep.folder import (
     COMPARISON,
     FOLDER,
     RECORD,
@@ -33,8 +24,17 @@ from grpo_recipes.sweep.folder import (
     text_table,
     write_sweep,
 )
-from grpo_recipes.sweep.run import Backend, run_task, start, start_again
-from grpo_recipes.sweep.spec import MOST_TRIALS, Search, SweepSpec, is_axis, read_axes, read_space
+from grpo_recipes.console.sweep.run import Backend, run_task, start, start_again
+from grpo_recipes.console.sweep.spec import MOST_TRIALS, Search, SweepSpec, is_axis, read_axes, read_space
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.launch.rendezvous import Meeting
+from grpo_recipes.launch.resolve import Options
+from grpo_recipes.launch.run import launch as launch_run
+from grpo_recipes.launch.submission import need_environment, prepare, send, site_profile
+from grpo_recipes.paths import shown
+from grpo_recipes.recipe.keys import catalogue, run_root
+from grpo_recipes.slurm.client import slurm_job
+from grpo_recipes.slurm.profile import KEYS, Profile
 
 # Keys of a profile that the command line may give instead.
 OVERRIDES = ("account", "partition", "time", "nodes", "gpus", "mem", "cpus", "qos", "constraint", "exclude")

@@ -3,8 +3,8 @@
 import argparse
 import itertools
 
-from grpo_recipes.cli import COMMANDS, Command, command, load, option
-from grpo_recipes.cli.replay import ACTIONS
+from grpo_recipes.cli import Command, command, commands, load_command, option
+from grpo_recipes.extensions.atropos.replay_command import ACTIONS
 from grpo_recipes.recipe.document import UNSET
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.rules import unsupported_keys
@@ -46,8 +46,8 @@ _TRUTH = ("true", "false")
 @command("print a script that completes commands, options and keys", option("shell", choices=list(_SETUP)))
 def completion(options: argparse.Namespace) -> int:
     """Print the shell's script, made from the commands and the catalogue of keys."""
-    commands = {name: load(name) for name in COMMANDS}
-    recipes = [name for name, one in commands.items() if one.takes_recipe]
+    loaded = {name: load_command(name) for name in commands()}
+    recipes = [name for name, one in loaded.items() if one.takes_recipe]
     bare = {"|".join(recipes): "files=yaml", "keys": "words=$keys", "completion": f"words='{' '.join(_SETUP)}'"}
     bare["atropos"] = f"words='{' '.join(ACTIONS)}'"
     bare["status|logs|watch|stop|report|chat"] = "words=last"
@@ -56,11 +56,11 @@ def completion(options: argparse.Namespace) -> int:
             shell=options.shell,
             setup=_SETUP[options.shell],
             keys=" ".join(key for key in [*catalogue(), UNSET] if key not in unsupported_keys()),
-            commands=" ".join(COMMANDS),
-            options=_cases({name: f"words='{' '.join(one.flags())} --help'" for name, one in commands.items()}),
+            commands=" ".join(loaded),
+            options=_cases({name: f"words='{' '.join(one.flags())} --help'" for name, one in loaded.items()}),
             with_keys="|".join(recipes),
-            values=_cases({name: f"words='{' '.join(words)}'" for name, words in _choices(commands).items()}),
-            switches="|".join(_switches(commands)),
+            values=_cases({name: f"words='{' '.join(words)}'" for name, words in _choices(loaded).items()}),
+            switches="|".join(_switches(loaded)),
             bare=_cases(bare),
         ),
         end="",

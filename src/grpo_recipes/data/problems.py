@@ -30,9 +30,10 @@ from datasets import (
 )
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
-from grpo_recipes import seeded, smoke
+from grpo_recipes import smoke
 from grpo_recipes.errors import config_error
-from grpo_recipes.modebench.dataset import SCHEME, Settings, rows
+from grpo_recipes.extensions.problems import seeded
+from grpo_recipes.extensions.problems.modebench.dataset import SCHEME, Settings, rows
 from grpo_recipes.recipe import datafiles
 from grpo_recipes.recipe.configs import DatasetConfig, DatasetMixtureConfig, ScriptArguments
 from grpo_recipes.recipe.shapes import COLUMN_KEYS, DataSource, Message, answer_of, chat_of, root_of, value_at

@@ -38,10 +38,10 @@ from grpo_recipes.data.problems import (
     train_source,
 )
 from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.extensions.problems.seeded import is_seeded
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.registry import atropos_environments, environments_of, episodes_of_each, uses_atropos
 from grpo_recipes.recipe.rendering import missing_fix, missing_message, rendering_notes
-from grpo_recipes.seeded import is_seeded
 
 _LEAST_PLACEHOLDERS = 1024
 _MOST_SHOWN = 4000  # characters of a text that is shown

@@ -23,10 +23,19 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from grpo_recipes.data.problems import DataSource, Fetched, Message, answer_of, chat_of, read_rows, rows_of
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
-from grpo_recipes.evaluate.played import held_out, is_played, prompts_of, result_rows
+from grpo_recipes.extensions.environments.benchmarks import held_out, is_played, prompts_of, result_rows
+from grpo_recipes.extensions.environments.episode import Episode
+from grpo_recipes.extensions.problems.modebench import countdown, dataset, graph_coloring
+from grpo_recipes.extensions.problems.modebench.dataset import (
+    TASKS,
+    Settings,
+    mode_of,
+    mode_scores,
+    problem_of,
+    right_answers,
+    summed_up,
+)
 from grpo_recipes.fetch.assets import fingerprint
-from grpo_recipes.modebench import countdown, dataset, graph_coloring
-from grpo_recipes.modebench.dataset import TASKS, Settings, mode_of, mode_scores, problem_of, right_answers, summed_up
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.registry import (
@@ -42,7 +51,6 @@ from grpo_recipes.recipe.registry import (
 from grpo_recipes.rewards.answers import final_text
 from grpo_recipes.rewards.score import RewardWrapper, make_reward
 from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, problem_seed, sampling_keys
-from grpo_recipes.rollouts.episode import Episode
 from grpo_recipes.runs.rundir import read_json, write_json
 from grpo_recipes.secrets import masked
 from grpo_recipes.smoke import smoke_folder

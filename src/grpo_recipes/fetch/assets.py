@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from grpo_recipes import seeded
 from grpo_recipes.errors import ConfigError, Problem, config_error
+from grpo_recipes.extensions.problems import seeded
+from grpo_recipes.extensions.problems.modebench.dataset import SCHEME as MODEBENCH_SCHEME
+from grpo_recipes.extensions.problems.modebench.dataset import Settings
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, hub_answers, why_silent
-from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
-from grpo_recipes.modebench.dataset import Settings
 from grpo_recipes.paths import cache_root, python_module, quoted
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.atropos.access import grant_access, revoke_access
+from grpo_recipes.console.publish.publisher import Publisher, hand_over
+from grpo_recipes.console.report.page import plural
+from grpo_recipes.console.report.pages import report_line
 from grpo_recipes.errors import EXIT_STOPPED, config_error, translate
+from grpo_recipes.extensions.atropos.access import grant_access, revoke_access
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending, tail
 from grpo_recipes.launch.resolve import note_job
@@ -21,12 +24,9 @@ from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
-from grpo_recipes.publish.publisher import Publisher, hand_over
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import own_code
 from grpo_recipes.recipe.user_code import copy_source
-from grpo_recipes.report.page import plural
-from grpo_recipes.report.pages import report_line
 from grpo_recipes.rewards.load import keep_rewards
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.benchmark import write_benchmark

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from grpo_recipes.console.report.pages import report_line
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.processes import Child, Ending, Group, newest_model, rank_pids
@@ -23,7 +24,6 @@ from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.terminal import OUTPUT, WIDTH, columns
 from grpo_recipes.process.tree import descendants
-from grpo_recipes.report.pages import report_line
 from grpo_recipes.runs.health import Health
 from grpo_recipes.runs.progress import Phase, Progress, Rows, activity, evaluation_line, read_phases, sample_lines
 from grpo_recipes.runs.rundir import read_metrics

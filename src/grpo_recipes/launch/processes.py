@@ -26,13 +26,13 @@ from typing import Any
 
 import psutil
 
+from grpo_recipes.console.report.pages import report_line
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.paths import python_module, shown
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process import tree
 from grpo_recipes.process.scratch import Scratch, SegmentRecorder
 from grpo_recipes.process.terminal import readable, without_library_frames
-from grpo_recipes.report.pages import report_line
 from grpo_recipes.runs import rundir
 from grpo_recipes.secrets import masked
 

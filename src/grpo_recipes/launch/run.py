@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_recipes.atropos.access import revoke_access
+from grpo_recipes.console.publish.publisher import Publisher
+from grpo_recipes.console.publish.push import need_target
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, EXIT_STOPPED, ConfigError
+from grpo_recipes.extensions.atropos.access import revoke_access
 from grpo_recipes.fetch.assets import find_assets, need_assets, record_assets
 from grpo_recipes.launch import processes, resolve
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, go_back, prepare, say_start
@@ -55,8 +57,6 @@ from grpo_recipes.process.reports import gigabytes, print_line, say
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.process.terminal import OUTPUT
 from grpo_recipes.process.tree import become_subreaper, end_descendants, reap
-from grpo_recipes.publish.publisher import Publisher
-from grpo_recipes.publish.push import need_target
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import EXTERNAL
 from grpo_recipes.runs import rundir

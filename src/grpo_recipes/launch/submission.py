@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_recipes.console.publish.push import need_target
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.fetch.assets import Assets, find_assets, record_assets
 from grpo_recipes.launch.attempt import SUBMITTED, freeze_inputs
@@ -22,7 +23,6 @@ from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.preflight import GOOD_CORES, GOOD_GIB, slurm_bytes, too_little
 from grpo_recipes.plan.room import need_room
 from grpo_recipes.plan.types import Names, Plan
-from grpo_recipes.publish.push import need_target
 from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.runs.rundir import FROZEN_CODE, Run, frozen_hash, new_run, write_json

@@ -14,15 +14,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from grpo_recipes.errors import config_error
+from grpo_recipes.extensions.atropos import processes as atropos
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, python_module
-from grpo_recipes.plan import atropos
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.preflight import FLASHINFER_SAMPLER
 from grpo_recipes.plan.types import MEETING_SECONDS, RUN_API, Names, OnLoss, Plan, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
+from grpo_recipes.recipe.keys import environment_keys
 from grpo_recipes.recipe.learning import mixed_precision, served_dtype
 from grpo_recipes.recipe.registry import BRIDGES, EXTERNAL, LORA_RANKS
 from grpo_recipes.recipe.rules import longest_completion
@@ -40,7 +40,7 @@ _REMOVED_PREFIXES = ("CONDA_", "PMI_", "PMIX_", "OMPI_")
 _REMOVED = (
     "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV",
     # Ours; vLLM reads VLLM_PORT as the base of its internal ports and warns of names it does not know.
-    *(name for name in ENVIRONMENT_KEYS if name != "RUN_ROOT" and not name.startswith("WANDB_")),
+    *(name for name in environment_keys() if name != "RUN_ROOT" and not name.startswith("WANDB_")),
     "VLLM_MODEL", "CONFIG", "CONFIG_FILE", "TRAIN_ENTRYPOINT", "MAXENT",
     "VLLM_API_KEY",  # vLLM would want it of every request, beside the run's own token
 )  # fmt: skip
@@ -92,7 +92,7 @@ def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: P
 
 def wandb_environment(recipe: Recipe) -> dict[str, str]:
     """Return W&B's own variables for the recipe's keys; a variable the user exported has become the key's value."""
-    return {name: recipe[key] for name, key in ENVIRONMENT_KEYS.items() if name.startswith("WANDB_") and recipe[key]}
+    return {name: recipe[key] for name, key in environment_keys().items() if name.startswith("WANDB_") and recipe[key]}
 
 
 def hub_environment(environment: Mapping[str, str]) -> dict[str, str]:

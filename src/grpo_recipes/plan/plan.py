@@ -16,16 +16,16 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.extensions.atropos.processes import restart_note
+from grpo_recipes.extensions.atropos.rules import packing_problems
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
-from grpo_recipes.plan.atropos import restart_note
 from grpo_recipes.plan.commands import gpu_share, with_processes
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.estimates import DEFAULT_SEQUENCES, GIB, UnknownShape, Workload, needs
 from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.plan.types import Names, Plan, Weighting
 from grpo_recipes.recipe import Recipe, maxent
-from grpo_recipes.recipe.atropos import packing_problems
 from grpo_recipes.recipe.bridges import accelerator_of, refusal
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.learning import own_micro_batches

@@ -13,11 +13,12 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import ConfigError, Problem
+from grpo_recipes.extensions.atropos import verl as verl
+from grpo_recipes.extensions.colocated import keys as colocated
 from grpo_recipes.paths import shown
-from grpo_recipes.recipe.dialects import ALIASES, colocated, migration, nearest, recipe_keys
-from grpo_recipes.recipe.dialects import atropos as verl
+from grpo_recipes.recipe.dialects import ALIASES, migration, nearest, recipe_keys
 from grpo_recipes.recipe.document import UNSET, Value, read_document, read_flags, typed, unset_keys
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
+from grpo_recipes.recipe.keys import catalogue, environment_keys
 from grpo_recipes.secrets import secret_value
 
 DEFAULT_SOURCE = "default"
@@ -113,7 +114,7 @@ def merge_recipe(
         given |= recipe_keys(file.items(), problems, notes)
         problems += migration(path, file)
     places = {key: value.source for key, value in given.items()}
-    variables = ((key, name, (environment or {}).get(name)) for name, key in ENVIRONMENT_KEYS.items())
+    variables = ((key, name, (environment or {}).get(name)) for name, key in environment_keys().items())
     texts = [(key, Value(text, name, from_text=True)) for key, name, text in variables if text]
     options = [(key, Value(text, f"--{key}", from_text=True)) for key, text in flagged if key != UNSET]
     for layer in (texts, options):

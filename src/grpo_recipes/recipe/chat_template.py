@@ -181,7 +181,7 @@ def _system_prompt(spec: str, arguments: Mapping[str, Any]) -> str:
         return ""
     default = None
     if kind == "verifiers" and importlib.util.find_spec(kind):
-        from grpo_recipes.environments.verifiers_tasks import own_class
+        from grpo_recipes.extensions.environments.verifiers_tasks import own_class
 
         made = own_class(name)
         parameter = inspect.signature(made).parameters.get("system_prompt") if made else None

@@ -13,20 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes import seeded
-from grpo_recipes.environments.libraries import LIBRARIES, library_problems
-from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.modebench.dataset import TASK_KEYS, Settings, rows
+from grpo_recipes.extensions.atropos import rules as atropos
+from grpo_recipes.extensions.environments.libraries import LIBRARIES, library_problems
+from grpo_recipes.extensions.problems import rules as made
+from grpo_recipes.extensions.problems import seeded
+from grpo_recipes.extensions.problems.modebench.dataset import TASK_KEYS, Settings, rows
 from grpo_recipes.paths import home, quoted, shown
 from grpo_recipes.recipe import (
     BrokenKey,
     Recipe,
-    atropos,
     check_data,
     in_order,
     learning,
-    made,
     maxent,
     merge_recipe,
     overlap,
@@ -58,6 +57,7 @@ from grpo_recipes.recipe.rules import Condition, Rule, isolates
 from grpo_recipes.recipe.shapes import COLUMN_KEYS
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
 from grpo_recipes.recipe.user_code import compared, copy_path, function_source, problem_with
+from grpo_recipes.rollouts.turns import BASE, POLICY, SCRIPTED
 from grpo_recipes.smoke import SMOKE_SCHEME, SMOKE_TASKS
 
 _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes import seeded
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASKS
+from grpo_recipes.extensions.problems import seeded
+from grpo_recipes.extensions.problems.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASKS
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe, rules
 from grpo_recipes.recipe.datafiles import (

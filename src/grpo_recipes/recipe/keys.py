@@ -9,7 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes.errors import config_error
 from grpo_recipes.paths import CODE_VARIABLE, home, shown
+from grpo_recipes.recipe.extensions import extensions, load, merged
+from grpo_recipes.recipe.fields import entries_of
 
 CATALOGUE_FILE = Path(__file__).with_name("keys.json")
 _LINE = re.compile(r"^# yaml-language-server: \$schema=(\S+)", re.MULTILINE)
@@ -54,11 +57,9 @@ OWNED_KEYS = each(
 )
 
 # Keys that `grpo keys WORD` finds by more words than those of their names and help.
-SEARCH_WORDS = {
+_SEARCH_WORDS = {
     "accelerator": "deepspeed fsdp zero parallel sharding",
-    "atropos_environment": "tools",
     "chat_template_kwargs": "think thinking reasoning enable_thinking",
-    "environment": "tools multi-turn game agent",
     "max_completion_length": "tokens length think thinking",
     "model_init_kwargs": "kernels liger",
     "overlap_generation": "async staleness",
@@ -75,7 +76,7 @@ SEARCH_WORDS = {
 }
 
 # Environment variables that stand for a key; a flag of the same key wins over the variable, which wins over the recipe.
-ENVIRONMENT_KEYS: dict[str, str] = {
+_ENVIRONMENT_KEYS: dict[str, str] = {
     "RUN_NAME": "run_name",
     "RUN_ROOT": "run_root",
     "VLLM_MODE": "vllm_mode",
@@ -93,11 +94,20 @@ ENVIRONMENT_KEYS: dict[str, str] = {
     "MAXENT_Q_TEMPERATURE": "maxent_q_temperature",
     "MAXENT_Q_EPS": "maxent_q_epsilon",
     "MAXENT_LENGTH_NORM_REF": "maxent_length_normalize_ref",
-    "ATROPOS_API_URL": "atropos_api_url",
     "WANDB_PROJECT": "wandb_project",
     "WANDB_ENTITY": "wandb_entity",
     "WANDB_RUN_GROUP": "wandb_run_group",
 }
+
+
+def environment_keys() -> dict[str, str]:
+    """Return the key that each environment variable sets, those of extensions included."""
+    return {**_ENVIRONMENT_KEYS, **merged("variables")}
+
+
+def search_words() -> dict[str, str]:
+    """Return for some keys more words by which `grpo keys WORD` finds them."""
+    return {**_SEARCH_WORDS, **merged("search_words")}
 
 
 @functools.cache
@@ -105,14 +115,30 @@ def _generated() -> dict[str, Any]:
     return json.loads(CATALOGUE_FILE.read_text(encoding="utf-8"))
 
 
+@functools.cache
 def catalogue() -> dict[str, dict[str, Any]]:
-    """Return every key a recipe may hold: name -> type, default, help and limits."""
-    return _generated()["keys"]
+    """Return every key of a recipe, those of extensions included: name -> type, default, help and limits."""
+    return dict(sorted({**_generated()["keys"], **extension_entries()}.items()))
 
 
+@functools.cache
+def extension_entries() -> dict[str, dict[str, Any]]:
+    """Return the keys of extensions as ``catalogue`` does; a ConfigError if two of them declare the same key."""
+    entries: dict[str, dict[str, Any]] = {}
+    for extension in extensions():
+        keys = entries_of(extension.load("keys")) if extension.keys else {}
+        for name in keys:
+            if name in entries or name in _generated()["keys"]:
+                what = f"the extension {extension.name} declares '{name}', which is a key already"
+                raise config_error("extensions", what, f"rename the key in {extension.keys}")
+        entries |= keys
+    return entries
+
+
+@functools.cache
 def nested_catalogue() -> dict[str, dict[str, dict[str, Any]]]:
     """Return the keys of the mappings inside a key: ``dataset_mixture.datasets`` -> name -> type, default, help."""
-    return _generated()["nested"]
+    return {**_generated()["nested"], **{path: entries_of(load(config)) for path, config in merged("nested").items()}}
 
 
 def passed_catalogue() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
@@ -170,7 +196,7 @@ def schema_note(recipe: Path) -> str | None:
 
 
 SIGNAL_LEAD, SRUN_OPTIONS, DEFAULT_RECIPE = "GRPO_SIGNAL_LEAD", "GRPO_SRUN_OPTIONS", "GRPO_DEFAULT_RECIPE"
-# Every variable the launcher reads beside those of ENVIRONMENT_KEYS.
+# Every variable the launcher reads beside those of environment_keys().
 READ_VARIABLES: dict[str, str] = {
     "CONFIG": "the recipe, when none is named on the command line",
     "CONFIG_FILE": "an accelerate file instead of TRL's packaged one",
@@ -218,6 +244,9 @@ SHELL_VARIABLES: dict[str, str] = {
     "DP": "of slurm/train.slurm: --dp, 1",
     "OPTIONAL_ARGS": "of slurm/train.slurm: --args, further options of grpo launch",
 }
-# All of them, for `grpo keys --env`.
-VARIABLES = {name: f"gives the key {key} its value" for name, key in ENVIRONMENT_KEYS.items()}
-VARIABLES |= {**READ_VARIABLES, **SHELL_VARIABLES}
+
+
+def variables() -> dict[str, str]:
+    """Return every variable that is read, with its help line, for `grpo keys --env`."""
+    of_keys = {name: f"gives the key {key} its value" for name, key in environment_keys().items()}
+    return {**of_keys, **READ_VARIABLES, **SHELL_VARIABLES}

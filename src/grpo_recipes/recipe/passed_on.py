@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.environments.libraries import LIBRARIES
 from grpo_recipes.errors import Problem
+from grpo_recipes.extensions.environments.libraries import LIBRARIES
 from grpo_recipes.recipe import BrokenKey, Recipe
 from grpo_recipes.recipe.chat_template import templates_of, variables_of
 from grpo_recipes.recipe.document import Entry, Value, typed

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from grpo_recipes.environments.libraries import LIBRARIES
-from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED
 from grpo_recipes.errors import Problem
+from grpo_recipes.extensions.environments.libraries import LIBRARIES
 from grpo_recipes.recipe.keys import nearest_of
+from grpo_recipes.rollouts.turns import BASE, POLICY, SCRIPTED
 
 SMOKE_BENCHMARK = "smoke:sums"
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
+from grpo_recipes.recipe.keys import catalogue, environment_keys
 from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, own_micro_batches, reached_share
 from grpo_recipes.recipe.registry import (
     ENVIRONMENT_REWARD,
@@ -99,7 +99,7 @@ def given(recipe: Recipe, names: str, any_value: bool = True) -> list[str]:
 def removal(recipe: Recipe, key: str) -> str:
     """Return how to take back a key that the recipe, a flag or a variable gives."""
     source = recipe.source(key)
-    if source in ENVIRONMENT_KEYS:
+    if source in environment_keys():
         return f"unset {source}"
     overridden = any(value.source.startswith("--") for value in recipe.values.values())
     return f"remove {key} (flag: --unset {key})" if overridden and not source.startswith("--") else f"remove {key}"
@@ -151,7 +151,7 @@ def takes_groups(recipe: Recipe) -> bool:
     ``registry.uses_atropos`` says the same of a recipe that was checked.
     """
     url = recipe.values["atropos_api_url"]
-    by_variable_alone = url.from_text and url.source in ENVIRONMENT_KEYS and not url.shadowed
+    by_variable_alone = url.from_text and url.source in environment_keys() and not url.shadowed
     named = recipe["atropos_environment"] is not None or recipe["atropos_mixture"] is not None
     return named or (recipe["atropos_api_url"] is not None and not by_variable_alone)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import DEFAULT_SOURCE, BrokenKey, Recipe, Value
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
+from grpo_recipes.recipe.keys import environment_keys
 from grpo_recipes.recipe.registry import OBJECTIVES
 
 GRPO, MAXENT = "grpo", "maxent"
@@ -78,11 +78,11 @@ def with_task(recipe: Recipe, asked: RequestedTask) -> tuple[Recipe, list[Proble
         return _switched(recipe, asked.source), []
     if asked.task == GRPO and recipe.given(key):
         where = objective.shadowed or objective.source
-        other = f"unset {where}" if where in ENVIRONMENT_KEYS else f"remove {where}" if where.startswith("--") else ""
+        other = f"unset {where}" if where in environment_keys() else f"remove {where}" if where.startswith("--") else ""
         what = f"asks for GRPO, {where} for MaxEnt-GRPO (maxent_objective)"
         first = f"unset {asked.source}" if asked.source in _VARIABLES else f"remove {asked.source}"
         return recipe, [Problem(asked.source, what, f"{first}, or {other or 'use a GRPO recipe'}")]
-    if asked.task is None and objective.source in ENVIRONMENT_KEYS and not objective.shadowed:
+    if asked.task is None and objective.source in environment_keys() and not objective.shadowed:
         # A variable of the shell is there for every run: alone it does not choose the algorithm.
         what, fix = f"'{key}' changes nothing in a GRPO run", f"set MAXENT=1 too, or unset {objective.source}"
         return recipe.with_value(key, Value(None, DEFAULT_SOURCE)), [Problem(objective.source, what, fix)]
@@ -101,7 +101,7 @@ def _switched(recipe: Recipe, source: str) -> Recipe:
     with contextlib.suppress(BrokenKey):  # the problem of a broken key is reported already
         for name, value in objective.fixed_keys(recipe.__getitem__).items():
             given = recipe.values[name]
-            of_file = not (given.source.startswith("--") or given.source in ENVIRONMENT_KEYS)
+            of_file = not (given.source.startswith("--") or given.source in environment_keys())
             if recipe.given(name) and of_file and recipe[name] != value:
                 said.append(f"{given.source}: {name}: {value} replaces {recipe[name]}; {SWITCHED_OBJECTIVE} fixes it")
                 recipe = recipe.with_value(name, Value(value, source))

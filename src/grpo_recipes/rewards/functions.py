@@ -9,9 +9,9 @@ import math
 import re
 from typing import Any
 
-from grpo_recipes.modebench.dataset import is_problem, mode_of
+from grpo_recipes.extensions.problems.modebench.dataset import is_problem, mode_of
+from grpo_recipes.extensions.problems.seeded import clauses_of, satisfies
 from grpo_recipes.rewards.answers import completion_text, final_text, is_right, last_answer, solution_text
-from grpo_recipes.seeded import clauses_of, satisfies
 
 _ONE_ANSWER = re.compile(r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
 

@@ -22,7 +22,8 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.errors import ConfigError, Problem, collect, config_error
-from grpo_recipes.modebench.dataset import is_problem, right_answers, wrong_answers
+from grpo_recipes.extensions.problems.modebench.dataset import is_problem, right_answers, wrong_answers
+from grpo_recipes.extensions.problems.seeded import assignments, clauses_of
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import solution_names
 from grpo_recipes.recipe.registry import ACCURACY, NO_ANSWER, REWARDS
@@ -31,7 +32,6 @@ from grpo_recipes.rewards.answers import same
 from grpo_recipes.rewards.load import IsolatedReward, lent_rewards
 from grpo_recipes.rewards.pool import TIME_LIMIT
 from grpo_recipes.rewards.score import GIVEN_UP, Reward, RewardFailed, RewardWrapper, call_reward, is_own
-from grpo_recipes.seeded import assignments, clauses_of
 
 if TYPE_CHECKING:
     from grpo_recipes.data.problems import Counts

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.environments.turns import derived
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.paths import shown
 from grpo_recipes.rollouts.openai import CompletionClient, Failed, Sample, SamplingParameters
+from grpo_recipes.rollouts.turns import derived
 from grpo_recipes.runs.rundir import forget, json_mapping, without_damaged_end, write_json
 
 Row = dict[str, Any]

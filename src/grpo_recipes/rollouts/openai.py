@@ -23,12 +23,12 @@ from urllib.parse import urlsplit
 import httpx2
 import openai
 
-from grpo_recipes.environments.turns import derived
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.numbers import is_logprob
 from grpo_recipes.process.async_sessions import bounded_client
 from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.recipe.registry import SERVER_BACKENDS
+from grpo_recipes.rollouts.turns import derived
 from grpo_recipes.secrets import masked
 
 VLLM, SGLANG = SERVER_BACKENDS

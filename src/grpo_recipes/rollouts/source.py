@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from grpo_recipes.environments.turns import Message
+from grpo_recipes.rollouts.turns import Message
 
 
 class Source:

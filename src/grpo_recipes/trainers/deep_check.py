@@ -18,20 +18,20 @@ from trl import TrlParser, get_peft_config
 
 from grpo_recipes import smoke
 from grpo_recipes.data.prompts import renderer_of, shortened
-from grpo_recipes.environments.games import Game
-from grpo_recipes.environments.turns import Turn
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.extensions.atropos.rules import place
+from grpo_recipes.extensions.environments.episode import turns_of
+from grpo_recipes.extensions.environments.episodes import Renderer
+from grpo_recipes.extensions.environments.games import Game
 from grpo_recipes.fetch.assets import MODEL, Assets, find_assets
 from grpo_recipes.paths import as_argument, cache_root
 from grpo_recipes.plan.devices import derive_batch
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.atropos import place
 from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ModelConfig
 from grpo_recipes.recipe.registry import REWARDS, atropos_environments, environments_of, uses_atropos
 from grpo_recipes.recipe.user_code import source_path
 from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows, unpaid_text
-from grpo_recipes.rollouts.episode import turns_of
-from grpo_recipes.rollouts.episodes import Renderer
+from grpo_recipes.rollouts.turns import Turn
 from grpo_recipes.runs.rundir import write_whole
 from grpo_recipes.trainers.entry import load_callbacks
 from grpo_recipes.trainers.model import check_adapter, load_tokenizer, quoting, skeleton
@@ -149,7 +149,7 @@ def _episodes(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list
 def _groups(recipe: Recipe, sources: Assets) -> list[str]:
     """Load each environment of Atropos, with its arguments and its dataset; what it sends is seen in a run alone."""
     # Needs a package that no other recipe does.
-    from grpo_recipes.atropos.serve import changes_of, environment_problems
+    from grpo_recipes.extensions.atropos.serve import changes_of, environment_problems
 
     found = atropos_environments(recipe.__getitem__)
     places = [place(recipe, index) for index in range(len(found))]

@@ -20,6 +20,7 @@ from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.algorithms.maxent import KLController, TauController
 from grpo_recipes.attributes import replaced
+from grpo_recipes.extensions.offline.policy_gradient import PolicyGradient
 from grpo_recipes.plan.commands import seeds_sampling
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rollouts.backends import rollouts_of
@@ -34,7 +35,6 @@ from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows
 from grpo_recipes.trainers.micro_batches import MicroBatches
 from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, reference_of, refuse_shards
 from grpo_recipes.trainers.passes import Computed, in_trimmed_passes
-from grpo_recipes.trainers.policy_gradient import PolicyGradient
 from grpo_recipes.trainers.rank import keep_outputs_as_computed
 from grpo_recipes.trainers.temperatures import at_own_temperatures
 from grpo_recipes.weights.bridges import CLIENTS, bridge_in_place, join_bridge

@@ -20,11 +20,11 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from grpo_recipes.attributes import replaced
 from grpo_recipes.evaluate.scores import answer_in, group_scores, reward_means, weighted_rewards
+from grpo_recipes.extensions.problems.seeded import SEED_COLUMN
 from grpo_recipes.process.reports import PhaseFile
 from grpo_recipes.runs.rundir import read_rows, write_json
 from grpo_recipes.runs.stop_request import Stopped
 from grpo_recipes.secrets import masked
-from grpo_recipes.seeded import SEED_COLUMN
 from grpo_recipes.trainers.checkpoints import contents, keep_random_states, refill
 
 PHASES = ("sample", "score", "sync", "save", "evaluate")

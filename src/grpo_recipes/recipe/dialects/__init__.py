@@ -17,7 +17,7 @@ import yaml
 from grpo_recipes.errors import Problem
 from grpo_recipes.paths import as_argument, quoted, shown
 from grpo_recipes.recipe.document import Value, as_bool
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OWNED_KEYS, catalogue, each, nearest_of
+from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, each, environment_keys, nearest_of
 from grpo_recipes.recipe.registry import REWARDS
 from grpo_recipes.secrets import secret_value
 
@@ -238,8 +238,8 @@ def refusal(key: str, source: str, value: Any = None, suggest: bool = True) -> P
 
 def nearest(name: str) -> str | None:
     """Return the key of which ``name`` is a misspelling, or that a variable stands for; None when there is none."""
-    if name.upper() in ENVIRONMENT_KEYS:
-        return ENVIRONMENT_KEYS[name.upper()]
+    if name.upper() in environment_keys():
+        return environment_keys()[name.upper()]
     begun = [key for key in catalogue() if key.startswith(name)] if len(name) > 3 else []
     shortest = min(begun, key=len, default="")  # of num_gen: num_generations, which begins the others
     clear = begun and all(key.startswith(shortest) for key in begun)

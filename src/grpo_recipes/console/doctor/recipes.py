@@ -1,0 +1,113 @@
+"""Checks that a recipe adds: is everything it needs here, and does it fit on this machine?"""
+
+import functools
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_recipes.console.doctor.environment import hub_token
+from grpo_recipes.console.doctor.examine import Machine, judge
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.fetch.assets import Assets, find_assets
+from grpo_recipes.fetch.hub import gated_note, how_to_get_access
+from grpo_recipes.launch.resolve import names_of
+from grpo_recipes.paths import as_argument, shown
+from grpo_recipes.plan.devices import find_resources, gpu_memory, used_gpus
+from grpo_recipes.plan.estimates import Estimates, estimate
+from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.preflight import free_memory
+from grpo_recipes.plan.types import Plan
+from grpo_recipes.process.reports import gigabytes
+from grpo_recipes.process.scratch import SHARED_MEMORY
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, ok, problem, together, warning
+
+
+@dataclass(frozen=True)
+class Case(Machine):
+    """A recipe on this machine."""
+
+    recipe: Recipe
+
+    @functools.cached_property
+    def sources(self) -> Assets:
+        """The models and datasets of the recipe, as far as they are here."""
+        return find_assets(self.recipe, self.environment)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The plan of a launch here, or its ConfigError."""
+        variables, names = self.environment, names_of(self.recipe)
+        return make_plan(self.recipe, find_resources(variables), variables, names, self.sources)
+
+    @functools.cached_property
+    def estimates(self) -> Estimates:
+        """Memory and disk of the plan, as `grpo plan` shows them."""
+        return estimate(self.plan, self.recipe, names_of(self.recipe), gpu_memory(self.environment), None)
+
+
+def gpu_plan(case: Case) -> Finding:
+    """What a launch of the recipe would start here, with the GPUs that it would use and leave."""
+    try:
+        plan = case.plan
+    except ConfigError as error:
+        first = error.problems[0]
+        if first.where == "devices" and not case.in_job and shutil.which("sinfo"):
+            return warning(f"{first.what}: usual on a login node", "grpo plan RECIPE --gpus 8 shows the plan of a job")
+        raise
+    gpus = len(used_gpus(plan.server_gpus, plan.placement))
+    what = f"vllm {plan.mode}, training processes: {plan.batch.world_size}" + (f", GPUs: {gpus}" if gpus else "")
+    what += f"; nothing uses GPU {', '.join(plan.unused_gpus)}" if plan.unused_gpus else ""
+    return judge(what, (plan.unused_gpus, WARNING, "ask for fewer, or change prompts_per_step"))
+
+
+def assets(case: Case) -> Finding:
+    """Whether the recipe's model, datasets and benchmarks are here, complete; a gated model takes a token to fetch."""
+    findings = [ok(", ".join(dict.fromkeys(asset.id for asset in case.sources.found)))]
+    missing, name = case.sources.missing, case.recipe["model_name_or_path"]
+    if missing:
+        fix = f"grpo fetch {as_argument(case.recipe.path)} (before a job without network)"
+        findings.append(warning(f"not fetched: {', '.join(map(str, missing))}", fix))
+    if gated_note(name) and case.sources.model is None and hub_token(case).value.startswith("none"):
+        findings.append(problem(f"{name} is gated and there is no token", how_to_get_access(name)))
+    if (source := case.sources.model) and not source.id.startswith("smoke:"):
+        folder = Path(source.path)
+        weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+        if not (weights and (folder / "config.json").is_file()):
+            what = f"{shown(folder)} lacks config.json, or *.safetensors and pytorch_model*.bin"
+            findings.append(problem(what, "name a complete model folder, or a hub id"))
+    return together(findings)
+
+
+def space(case: Case) -> Finding:
+    """Space for the checkpoints (save_total_limit and one more), the model, and its way to the server through files."""
+    disk = case.estimates.disk
+    if disk is None:
+        return ok(f"not estimated: {case.estimates.unknown}")
+    what = f"about {gigabytes(disk.total)} for {disk.many} and the model, {gigabytes(disk.available or 0)} free"
+    full = f"make room, or write {disk.fix}"
+    endless = "write save_total_limit: 2: without it the disk fills with every save_steps"
+    findings = [judge(what, (not disk.fits, PROBLEM, full), (disk.checkpoints is None, WARNING, endless))]
+    if case.plan.bridge in ("file", "restart"):
+        folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else case.temporary
+        free = shutil.disk_usage(folder).free
+        what = f"{gigabytes(disk.parts['model'])} a sync, {gigabytes(free)} free in {folder}"
+        larger = f"make {folder} larger (docker run --shm-size), or free it"
+        findings.append(judge(what, (disk.parts["model"] > free, PROBLEM, larger)))
+    return together(findings)
+
+
+def training_memory(case: Case) -> Finding:
+    """Memory of trainers and server at their peak, in GPUs or in the machine, as `grpo plan` estimates it."""
+    needs = case.estimates.memory
+    if case.estimates.unknown:
+        return ok(f"not estimated: {case.estimates.unknown}")
+    if case.plan.device == "cuda":
+        what = "; ".join(f"{role} {need}" for role, need in needs.items())
+        return judge(what, *((not need.fits, PROBLEM, f"write {need.fix}") for need in needs.values()))
+    # on CPU all processes share the machine's memory
+    processes = {"trainer": case.plan.batch.world_size, "server": 1}
+    needed, free = sum(need.total * processes[role] for role, need in needs.items()), free_memory()
+    fix = "ask for more (sbatch --mem), or take a smaller model"
+    return judge(f"about {gigabytes(needed)}, {gigabytes(free)} of memory free", (needed > free, PROBLEM, fix))

@@ -1,0 +1,185 @@
+"""Ask the hub where a run publishes, before it starts; and make one commit there, in a process of its own.
+
+    python -m grpo_recipes.console.publish.push JOB.json
+
+The launcher starts that process: trainers and server run offline, and a push that fails or hangs must not touch them.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.errors import config_error, translate
+from grpo_recipes.fetch.hub import bound_every_wait, endpoint, error_line, hub_answers, why_silent
+from grpo_recipes.process.tree import die_with_parent
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.runs.rundir import write_json
+
+WAITS = (5.0, 20.0)  # seconds between attempts
+_LONGEST_QUESTION, _LONGEST_WAIT = 30.0, 300.0  # seconds for one answer of the hub: before a run, and in a push
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", "adapter_config.json")
+_LOGIN = "export HF_TOKEN, or run hf auth login, with a token that may write; or try again"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a run publishes."""
+
+    repo: str  # user/name
+    private: bool  # whether the repository is private when it is made
+    branch: str  # gets the commits
+    strategy: str  # end, every_save, checkpoint or all_checkpoints
+    always: bool  # push every checkpoint, though the push before is not finished
+    note: str = ""  # what the user should know
+
+    def __str__(self) -> str:
+        kind = f"a {'private' if self.private else 'public'} repository if it is new"
+        return f"{self.repo} ({self.branch}, {self.strategy}; {kind})" + (f"; {self.note}" if self.note else "")
+
+
+def repository_name(recipe: Recipe, run_name: str) -> str:
+    """Return the repository's name, with or without a user before it: ``hub_model_id``, or the run's name."""
+    return str(recipe["hub_model_id"] or re.sub(r"[^\w.-]+|--+|\.\.+", "-", run_name).strip("-."))
+
+
+def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -> Target | None:
+    """Return where the run publishes, None without ``push_to_hub``; ``run_name`` stands in for ``hub_model_id``.
+
+    Raise ConfigError where the hub does not answer, nobody is logged in, or the account may not write there.
+    """
+    if not recipe["push_to_hub"]:
+        return None
+    where, name = recipe.source("push_to_hub"), repository_name(recipe, run_name)
+    if not hub_answers(environment):
+        fix = f"remove it and publish afterwards where the hub answers: hf upload {name} <run>/model"
+        raise config_error(where, f"push_to_hub cannot work here: {why_silent(environment)}", fix)
+    from huggingface_hub import errors
+
+    account, api = _account(where, "push_to_hub", environment)
+    unanswered, private = _unanswered(), recipe["hub_private_repo"] is not False
+    place = recipe.place("hub_model_id" if recipe.given("hub_model_id") else "push_to_hub")
+    repo, note = _writable(place, name, account, "write hub_model_id: {}")
+    try:
+        if private and not note and not api.repo_info(repo).private:
+            note = f"{repo} exists and is public: hub_private_repo changes only new repositories"
+    except errors.RepositoryNotFoundError:  # it will be made
+        pass
+    except unanswered as error:  # some tokens may write and not read
+        note = f"cannot find out whether {repo} exists and is public ({error_line(error)})"
+    branch, strategy, always = recipe["hub_revision"] or "main", recipe["hub_strategy"], recipe["hub_always_push"]
+    return Target(repo, private, branch, strategy, always, note)
+
+
+def need_dataset(name: str, where: str, environment: Mapping[str, str]) -> str:
+    """Return ``user/name`` of the dataset repository that ``name`` means; refuse it as ``need_target`` does a model's.
+
+    ``where`` is the flag that asks for the push.
+    """
+    if not hub_answers(environment):
+        fix = "leave it out, and push the file where the hub answers: hf upload --repo-type dataset"
+        raise config_error(where, f"cannot work here: {why_silent(environment)}", fix)
+    account, _ = _account(where, where, environment)
+    return _writable(where, name, account, f"write {where} {{}}")[0]
+
+
+def push_dataset(repo: str, file: Path, private: bool, message: str) -> str:
+    """Make the dataset repository if it is not there, add a commit with one file, and return where it is."""
+    from huggingface_hub import HfApi
+
+    bound_every_wait(_LONGEST_WAIT)
+    api = HfApi()
+    api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True)
+    api.upload_file(
+        path_or_fileobj=file, path_in_repo=file.name, repo_id=repo, repo_type="dataset", commit_message=message
+    )
+    return f"{api.endpoint}/datasets/{repo}"
+
+
+def _unanswered() -> tuple[type[Exception], ...]:
+    """Return the errors by which the hub's client says that a question got no answer that can be used."""
+    import httpx  # 0.3 s, for those who publish
+    from huggingface_hub import errors
+
+    return errors.HfHubHTTPError, errors.LocalTokenNotFoundError, httpx.TransportError
+
+
+def _account(where: str, what: str, environment: Mapping[str, str]) -> tuple[dict[str, Any], Any]:
+    """Return who is logged in, and a client of the hub; ``what`` needs the login."""
+    from huggingface_hub import HfApi
+
+    bound_every_wait(_LONGEST_QUESTION)
+    api, message = HfApi(endpoint=endpoint(environment)), f"{what} needs a login, which the hub did not confirm"
+    with translate(_unanswered(), lambda error: config_error(where, f"{message} ({error_line(error)})", _LOGIN)):
+        return api.whoami(), api
+
+
+def _writable(where: str, name: str, account: dict[str, Any], fix: str) -> tuple[str, str]:
+    """Return ``user/name`` if this account may write there, and a note where only the push will show it.
+
+    ``fix`` is what to write, with a place for the repository's name.
+    """
+    role = account.get("auth", {}).get("accessToken", {}).get("role")
+    if role == "read":
+        raise config_error(where, "the token is read-only", "export HF_TOKEN with a token that may write")
+    orgs = [org["name"] for org in account.get("orgs", []) if org.get("roleInOrg") not in ("read", "no_access")]
+    repo = name if "/" in name else f"{account['name']}/{name}"
+    if repo.split("/")[0] in (account["name"], *orgs):
+        return repo, ""
+    if role == "fineGrained":  # lists the organisations it was made for alone
+        return repo, f"whether this fine-grained token may write to {repo} shows with the first push"
+    fix = fix.format(f"{account['name']}/{repo.split('/')[1]}") + ", or log in as its owner"
+    raise config_error(where, f"'{account['name']}' may not write to '{repo}'", fix)
+
+
+def main(path: str) -> int:
+    """Push as a job says, again after each of its ``waits`` (seconds), and write its ``result``: a file."""
+    job = json.loads(Path(path).read_text())
+    target, folder, result = Target(**job["target"]), Path(job["folder"]), Path(job["result"])
+    error = ""
+    for wait in (0.0, *job["waits"]):
+        time.sleep(wait)
+        try:
+            write_json(result, push(target, folder, job["message"]))
+            return 0
+        except Exception as failure:  # whatever it is, the run must hear of it and go on
+            error = f"{type(failure).__name__}: {error_line(failure)}"
+            print(f"grpo: push to {target.repo} failed: {error}", flush=True)
+    write_json(result, {"repo": target.repo, "error": f"{error} ({len(job['waits']) + 1} attempts)"})
+    return 1
+
+
+def push(target: Target, folder: Path, message: str) -> dict[str, Any]:
+    """Make the repository and the branch if they are not there, and add one commit with all files of a folder.
+
+    The commit removes what earlier pushes left in the folders that are pushed, and other weights in the root: an old
+    model.safetensors is preferred to new shards. It is one (``HfApi.upload_folder`` may make several), as half a model
+    must never be the newest. Return repo, revision, commit and url.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    api = HfApi()
+    api.create_repo(target.repo, private=target.private, exist_ok=True)
+    if target.branch != "main":
+        api.create_branch(target.repo, branch=target.branch, exist_ok=True)
+    files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    has_model, inside = any("/" not in name for name in files), tuple(f"{one.name}/" for one in folder.iterdir())
+    others = [name for name in api.list_repo_files(target.repo, revision=target.branch) if name not in files]
+    weights = [name for name in others if has_model and "/" not in name and name.endswith(_WEIGHTS)]
+    old = [CommitOperationDelete(name) for name in others if name in weights or name.startswith(inside)]
+    new = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
+    done = api.create_commit(target.repo, [*old, *new], commit_message=message, revision=target.branch)
+    url = f"{api.endpoint}/{target.repo}/tree/{target.branch}"
+    return {"repo": target.repo, "revision": target.branch, "commit": done.oid, "url": url}
+
+
+if __name__ == "__main__":
+    die_with_parent(os.getppid(), signal.SIGKILL)  # SIGTERM is ignored by the launcher's last processes
+    bound_every_wait(_LONGEST_WAIT)
+    sys.exit(main(sys.argv[1]))

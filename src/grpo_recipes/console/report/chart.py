@@ -1,0 +1,297 @@
+"""What a chart shows, for ``charts.html.j2``: axes, thinned curves and their paths.
+
+A drawing has ``WIDTH`` by ``HEIGHT`` units and stretches to any width; its letters and lines keep their size. The
+charts are drawn here rather than by a library's script: they can be read without a script, and no file is vendored.
+"""
+
+import bisect
+import functools
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from grpo_recipes.console.report.page import ENOUGH_SEEDS, compact, minus, short, within
+from grpo_recipes.console.report.read import Column, Scored, Table
+from grpo_recipes.runs.health import known, mean
+from grpo_recipes.stats import half_interval
+
+WIDTH, HEIGHT = 2000, 1000
+_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+_HISTOGRAM_COLUMNS = 60
+_FEW_VALUES = 8  # distinct rewards up to which each has a row of its own
+Marks = list[tuple[float, str]]  # labels beside a drawing, and their places from 0 to 1
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A range and the round numbers marked on it."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+
+    def share(self, value: float) -> float:
+        """Return the place of a value between low (0) and high (1); values beyond an end are put there."""
+        return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
+
+    def marks(self, text: Callable[[float], str] | None = None) -> Marks:
+        """Return place and label of each tick; no two labels are the same."""
+        labels = [(text or _tick_text)(tick) for tick in self.ticks]
+        if len(set(labels)) < len(labels):
+            scale, unit = (100, " %") if labels[0].endswith("%") else (1, "")
+            digits = 1 - math.floor(math.log10(scale * min(b - a for a, b in itertools.pairwise(self.ticks))))
+            labels = [minus(f"{scale * tick:,.{max(0, digits)}f}{unit}") for tick in self.ticks]
+        return [(self.share(tick), label) for tick, label in zip(self.ticks, labels, strict=True)]
+
+
+def _tick_text(tick: float) -> str:
+    return minus(f"{tick:,g}") if 1e-3 <= abs(tick) < 1e5 else short(tick)
+
+
+def axis(low: float, high: float, wanted: int = 4, *, whole: bool = False) -> Axis:
+    """Return a range that holds ``low`` and ``high``, in about ``wanted`` steps; ``whole`` marks integers alone."""
+    if math.isclose(low, high):  # a mean of equal values may differ from them by a rounding error
+        low, high = (min(low, 0.0), max(high, 0.0)) if low else (0.0, 1.0)
+    raw = (high - low) / wanted
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in _STEPS if power * factor >= raw * 0.999)
+    if whole:
+        step = max(1.0, math.ceil(step))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    ticks = tuple(index * step for index in range(first, last + 1))
+    return Axis(min(low, ticks[0]), max(high, ticks[-1]), ticks)  # a tick may be 1e-16 short of the value
+
+
+def step_axis(steps: Sequence[float], wanted: int = 5) -> Axis:
+    """Return the axis of optimizer steps: it ends where the data end, and marks whole numbers."""
+    low, high = min(steps), max(steps)
+    if low == high:
+        return Axis(low - 0.5, high + 0.5, (low,))
+    marks = axis(low, high, wanted, whole=all(float(step).is_integer() for step in steps)).ticks
+    inside = [mark for mark in marks if low <= mark <= high]
+    gap = 0.6 * (marks[1] - marks[0])
+    first = [low] if not inside or inside[0] - low > gap else []
+    last = [high] if not inside or high - inside[-1] > gap else []
+    return Axis(low, high, (*first, *inside, *last))
+
+
+def window_of(count: int) -> int:
+    """Return the rows of the moving mean: an odd number, about a fifteenth of all; 1 (none) below 20 rows."""
+    return 1 if count < 20 else max(3, count // 15 | 1)
+
+
+def buckets(count: int, most: int = 240) -> list[slice]:
+    """Return ``count`` rows in at most ``most`` slices of nearly the same length."""
+    parts = min(count, most)
+    return [slice(index * count // parts, (index + 1) * count // parts) for index in range(parts)]
+
+
+def smooth(values: Column, parts: Sequence[slice], window: int = 1) -> Column:
+    """Return for each part the mean of its values and of those within ``window`` rows around its middle."""
+    line: Column = []
+    for part in parts:
+        middle = (part.start + part.stop - 1) // 2
+        span = slice(min(part.start, max(0, middle - window // 2)), max(part.stop, middle + window // 2 + 1))
+        line.append(mean(known(values[span])) if part.start < len(values) else None)
+    return line
+
+
+def usual_range(values: Sequence[float]) -> tuple[float, float]:
+    """Return the range from the 1st to the 99th percentile, or of all values where that is not much more."""
+    ordered = sorted(values)
+    rare = max(1, len(ordered) // 100) if len(ordered) >= 20 else 0
+    low, high = ordered[rare], ordered[-1 - rare]
+    margin = 1.5 * (high - low)
+    return max(ordered[0], low - margin), min(ordered[-1], high + margin)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a chart of N points."""
+
+    label: str
+    x: Sequence[float]  # rising
+    line: Column  # None where it is broken
+    colour: int = 1  # 1 to 8
+    kind: str = "line"  # or "line dashed", "dots", and "layer": the area of the band, whose thickness is ``line``
+    faint: Sequence[Column] = ()  # what the line is a mean of, drawn behind it: single values, or one line a seed
+    band: tuple[Column, Column] | None = None  # lower and upper edge of the area around it
+    band_label: str = ""  # what the area shows; the read-out has its range where this is given
+
+    @property
+    def ranges(self) -> str:
+        """The edges of the band as page.js reads them."""
+        pairs = zip(*self.band, strict=True) if self.band and self.band_label else ()
+        return " ".join("-" if None in pair else compact(pair).replace(" ", ":") for pair in pairs)
+
+
+def curve_of(
+    tables: Sequence[Table], name: str, label: str, colour: int = 1, kind: str = "line", *, window: int | None = None,
+    behind: bool = True, limits: tuple[float | None, float | None] = (None, None),
+) -> Curve:  # fmt: skip
+    """Return a metric as a line through its noise.
+
+    With ``behind``, every value of a single run is faintly behind the line, or the range of many values. The line of
+    several runs is the mean of theirs; behind it is its 95 % interval inside ``limits``, or each run.
+    """
+    longest = max((table.steps for table in tables), key=len)
+    parts, window = buckets(len(longest)), window or window_of(len(longest))
+    xs = [longest[part.stop - 1 if part.start else 0] for part in parts]  # the first point is where the axis begins
+    lines = [smooth(table.column(name), parts, window) for table in tables]
+    if len(tables) > 1:
+        columns = [known(column) for column in zip(*lines, strict=True)]
+        line = [mean(column) for column in columns]
+        if len(tables) < ENOUGH_SEEDS:
+            return Curve(label, xs, line, colour, kind, faint=lines)
+        band = around(line, [half_interval(column) for column in columns], limits)
+        return Curve(label, xs, line, colour, kind, band=band, band_label="95 %")
+    values, line = tables[0].column(name), lines[0]
+    if not behind:
+        return Curve(label, xs, line, colour, kind)
+    if len(parts) == len(values):
+        return Curve(label, xs, line, colour, kind, faint=[values] if line != values else ())
+    low, high = ([of(known(values[part]), default=None) for part in parts] for of in (min, max))
+    return Curve(label, xs, line, colour, kind, band=(low, high))
+
+
+def around(
+    middles: Column, halves: Column, limits: tuple[float | None, float | None] = (None, None)
+) -> tuple[Column, Column]:
+    """Return the lower and upper edge of a band inside ``limits``; None where middle or half is."""
+    pairs = list(zip(middles, halves, strict=True))
+    low, high = (
+        [None if a is None or b is None else within(a + sign * b, limits) for a, b in pairs] for sign in (-1, 1)
+    )
+    return low, high
+
+
+def stretches(rows: Sequence[Sequence[float | None]]) -> list[list[tuple[float, ...]]]:
+    """Split the rows without a missing value where they are farther apart than usual.
+
+    A metric of each generation has a value on every second row if a generation feeds two steps: no gap is meant.
+    """
+    whole = [index for index, row in enumerate(rows) if None not in row]
+    distances = [after - before for before, after in itertools.pairwise(whole)]
+    usual = statistics.median(distances) if distances else 1
+    parts: list[list[tuple[float, ...]]] = []
+    for index, distance in zip(whole, [math.inf, *distances], strict=True):
+        if distance > usual:
+            parts.append([])
+        parts[-1].append(tuple(value for value in rows[index] if value is not None))
+    return parts
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves in one frame, of which at least one has a value."""
+
+    title: str
+    curves: Sequence[Curve]
+    note: str = ""
+    bounds: tuple[float, float] | None = None  # of the vertical axis, where they hold the lines
+    shares: bool = False  # values are shares, marked in per cent
+    x_name: str = "step"
+    unit: str = ""  # of the values
+    y_name: str = ""  # title of the vertical axis, where the chart's own does not say it
+    large: bool = False  # twice the height and the whole width
+
+    @functools.cached_property
+    def across(self) -> Axis:
+        """The horizontal axis."""
+        return step_axis([*([] if self.x_name == "step" else [0.0]), *[x for curve in self.curves for x in curve.x]])
+
+    @functools.cached_property
+    def up(self) -> Axis:
+        """The vertical axis: it holds the lines and nearly all of what is behind them, from 0 where that is not far."""
+        lines = [value for curve in self.curves for value in known(curve.line)]
+        low, high = usual_range(lines)
+        if self.bounds and self.bounds[0] <= low <= high <= self.bounds[1]:
+            low, high = self.bounds
+        else:
+            columns = [column for curve in self.curves for column in (*curve.faint, *(curve.band or ()))]
+            behind = [value for column in columns for value in known(column)]
+            few, many = usual_range(behind) if behind else (low, high)
+            low, high = min(low, few), max(high, many)
+        if 0 < low <= 0.5 * high or low < 0 <= min(lines):
+            low = 0.0
+        elif low <= 2 * high < 0:
+            high = 0.0
+        if self.shares:
+            low, high = max(low, 0.0), min(high, 1.0)
+        return axis(low, high, 5 if self.large else 4)
+
+    @property
+    def beyond(self) -> int:
+        """How many values of the lines are outside the frame."""
+        columns = [column for curve in self.curves if curve.kind != "layer" for column in curve.faint or [curve.line]]
+        return sum(not self.up.low <= value <= self.up.high for column in columns for value in known(column))
+
+    def path(self, kind: str, xs: Sequence[float], *edges: Column) -> str:
+        """Return the line along one edge, or the area between two, broken at gaps that are longer than usual.
+
+        A lone point, or each of ``dots``, is a line of no length, which round line ends make visible.
+        """
+        parts = []
+        for stretch in stretches(list(zip(xs, *edges, strict=True))):
+            xs_of_stretch, *values = zip(*stretch, strict=True)
+            lines = [[self._point(x, y) for x, y in zip(xs_of_stretch, column, strict=True)] for column in values]
+            if len(lines) == 2:
+                parts.append(f"M{'L'.join(lines[1] + lines[0][::-1])}z")
+            elif kind == "dots" or len(stretch) == 1:
+                parts += [f"M{point}h0" for point in lines[0]]
+            else:
+                parts.append(f"M{'L'.join(lines[0])}")
+        return "".join(parts)
+
+    def lone_points(self, curve: Curve) -> str:
+        """Return the points of a line that have no neighbor, to be drawn as dots: the line itself is too thin."""
+        if curve.kind in ("dots", "layer"):
+            return ""
+        alone = [stretch[0] for stretch in stretches(list(zip(curve.x, curve.line, strict=True))) if len(stretch) == 1]
+        return "".join(f"M{self._point(x, y)}h0" for x, y in alone)
+
+    def _point(self, x: float, y: float) -> str:
+        return f"{round(WIDTH * self.across.share(x))} {round(HEIGHT * (1 - self.up.share(y)))}"
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """The rewards of single completions, over the steps and at both ends of a run."""
+
+    names: Sequence[str]  # (R,) of the bins, the lowest first
+    edged: bool  # a bin is a range and its name the lower end; else it is a single value
+    across: Axis  # of N steps
+    up: Axis  # of the bars
+    shares: Sequence[Sequence[float]]  # (N, R) shares of each step's completions, which add up to 1
+    ends: Sequence[tuple[str, Sequence[float]]]  # name and shares of the first steps, and of the last
+
+    def marks(self) -> Marks:
+        """Return at most 8 of the names."""
+        stride, middle = -(-len(self.names) // 8), 0.0 if self.edged else 0.5
+        return [((row + middle) / len(self.names), self.names[row]) for row in range(0, len(self.names), stride)]
+
+
+def histogram(scored: Sequence[Scored]) -> Histogram | None:
+    """Return how rewards are spread, or None for fewer than three steps with rewards."""
+    scored = [row for row in scored if row.rewards]
+    parts = buckets(len(scored), _HISTOGRAM_COLUMNS)
+    if len(parts) <= 2:
+        return None
+    values = sorted({reward for row in scored for reward in row.rewards})
+    edged = len(values) > _FEW_VALUES
+    bins = list(axis(values[0], values[-1], 16).ticks[:-1]) if edged else values
+
+    def shares(rows: Sequence[Scored]) -> list[float]:
+        # The ends of ranges are sums of steps: one of 0.30000000000000004 begins at 0.3.
+        found = Counter(bisect.bisect(bins, reward + 1e-9) - 1 for row in rows for reward in row.rewards)
+        return [found[index] / found.total() for index in range(len(bins))]
+
+    tenth = max(1, len(scored) // 10)
+    ends = [(f"steps {rows[0].step} to {rows[-1].step}" if len(rows) > 1 else f"step {rows[0].step}", shares(rows))
+            for rows in (scored[:tenth], scored[-tenth:])]  # fmt: skip
+    across = step_axis([scored[part.stop - 1 if part.start else 0].step for part in parts])
+    up = axis(0.0, max(max(heights) for _, heights in ends))
+    return Histogram([*map(short, bins)], edged, across, up, [shares(scored[part]) for part in parts], ends)

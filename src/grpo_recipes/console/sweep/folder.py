@@ -1,0 +1,367 @@
+"""The directory of a sweep: ``sweep.json``, a run directory for each trial, and the page that compares them.
+
+That of a comparison (`grpo compare`) is read here too: ``compare.json``, and a run directory for each mode.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+from grpo_recipes.console.report.page import NOTHING, SMOKE_BADGE, render, short, spread
+from grpo_recipes.console.report.pages import GOES_ON, comparison, comparison_sentence, differing_facts, group_of
+from grpo_recipes.console.report.read import Group, RunRecord, read_run
+from grpo_recipes.console.sweep.spec import SEED, SweepSpec, Trial
+from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.fetch.assets import find_assets
+from grpo_recipes.launch.submission import Submission, freeze
+from grpo_recipes.paths import as_argument, newest_first, shown
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.types import Names
+from grpo_recipes.process.reports import aligned
+from grpo_recipes.recipe import Recipe, Value
+from grpo_recipes.runs.health import known, number
+from grpo_recipes.runs.rundir import CELLS, make_folder, read_json, timestamp, write_json, write_whole
+from grpo_recipes.secrets import masked
+
+RECORD = "sweep.json"
+FOLDER = "sweeps"  # under run_root
+COMPARISON, COMPARISONS = "compare.json", "comparisons"  # record and folder of `grpo compare`
+GONE = "gone"  # status of a trial whose run directory is not there
+COMPLETED = "completed"
+PAGE = "sweep.html"
+REWARD = "reward"  # the metric of a search by default: the final reward, by which a comparison ranks
+_LOCK_SECONDS = 60
+_PARTS = dict.fromkeys(("name", "timestamp", "command", "fingerprint"), str) | {
+    "axes": dict,
+    "jobs": list,
+    "cells": list,
+}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep directory."""
+
+    folder: Path  # absolute
+    record: dict[str, Any]  # the content of sweep.json
+    kind: ClassVar[str] = "sweep"
+    trial: ClassVar[str] = "trial"  # what each of its runs is called
+
+    @property
+    def names(self) -> list[str]:
+        """Return the trials by their index."""
+        return [str(trial["name"]) for trial in self.record["cells"]]
+
+    def trial_dir(self, index: int) -> Path:
+        """Return a trial's run directory."""
+        return self.folder / CELLS / self.names[index]
+
+    def status(self, index: int) -> str:
+        """Return the status in the trial's ``summary.json``, or ``GONE``."""
+        summary = read_json(self.trial_dir(index) / "summary.json")
+        return str(summary.get("status", "unknown")) if summary else GONE
+
+    def gaps(self) -> list[int]:
+        """Return the indices of the trials that have not completed; of a search those that Optuna waits for."""
+        if "search" in self.record:
+            return [index for index, trial in enumerate(self.record["cells"]) if "value" not in trial]
+        return [index for index in range(len(self.names)) if self.status(index) != COMPLETED]
+
+    @property
+    def wanted(self) -> int:
+        """Return the number of trials; a search has fewer until it ends."""
+        return max(len(self.names), self.record.get("search", {}).get("trials", 0))
+
+    def is_over(self) -> bool:
+        """Return whether nothing is left to run."""
+        return not self.gaps() and len(self.names) == self.wanted
+
+    def again(self) -> str:
+        """Return the command that continues it."""
+        if "search" in self.record:
+            return str(self.record["command"])
+        return f"grpo sweep --resume {as_argument(self.folder)}"
+
+
+@dataclass(frozen=True)
+class Comparison(Sweep):
+    """The directory of `grpo compare`, whose trials are modes."""
+
+    kind: ClassVar[str] = "compare"
+    trial: ClassVar[str] = "mode"
+
+    @property
+    def names(self) -> list[str]:
+        """Return the modes by their index."""
+        return [str(row["mode"]) for row in self.record["modes"]]
+
+    def trial_dir(self, index: int) -> Path:
+        """Return a mode's run directory."""
+        return self.folder / self.names[index]
+
+    def again(self) -> str:
+        """Return the command that continues one of the modes."""
+        return f"grpo launch --resume {as_argument(self.folder)}/MODE --benchmark"
+
+
+def fingerprint(spec: SweepSpec, trials: Sequence[Trial]) -> str:
+    """Return a hash of the trials: the same command makes the same one as long as its recipe is the same.
+
+    Of a search it has what is drawn from and the metric, and not the number of trials, which may be raised.
+    """
+    given: list[Any] = [[spec.search.metric, repr(spec.search.spans)]] if spec.search else []
+    for trial in trials:
+        keys = (key for key in trial.recipe.values if trial.recipe.given(key) and key != "run_root")
+        given.append([trial.name, {key: trial.recipe[key] for key in keys}])
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+
+
+def sweep_root(recipe: Recipe) -> Path:
+    """Return the folder of sweep directories."""
+    return Path(os.path.expanduser(recipe["run_root"])) / FOLDER
+
+
+def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, environment: Mapping[str, str]) -> Sweep:
+    """Make the directory of a sweep with a frozen run for each trial, which is already planned for ``resources``.
+
+    Where the directory or one of the runs cannot be made, nothing is left of it.
+    """
+    recipe = trials[0].recipe
+    stamp, name = timestamp(), str(recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
+    folder = (sweep_root(recipe) / f"{name}-{stamp}").absolute()
+    begun = make_folder(folder, f"cannot make the sweep directory {shown(folder)}")
+    if begun is None:
+        raise config_error("run_root", f"{shown(folder)} exists: another sweep has just taken that name", "try again")
+    record = {
+        "name": name,
+        "timestamp": stamp,
+        **begun,
+        "recipe": str(recipe.path.absolute()),
+        "flags": [masked(flag) for flag in spec.flags],
+        "axes": {key: list(values) for key, values in spec.axes.items()},
+        "fingerprint": fingerprint(spec, trials),
+        "jobs": [],
+        "cells": [{"name": trial.name, "values": dict(trial.values)} for trial in trials],
+    }
+    if spec.search:
+        record |= {"cells": [], "search": {"trials": spec.search.trials, "metric": spec.search.metric}}
+    sweep = Sweep(folder, record)
+    try:
+        for trial in [] if spec.search else trials:
+            freeze_trial(sweep, trial, resources, environment)
+        write_json(folder / RECORD, record)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return sweep
+
+
+def freeze_trial(sweep: Sweep, trial: Trial, resources: Resources, environment: Mapping[str, str]) -> None:
+    """Make a trial's run directory; its W&B run belongs to the sweep's group unless the user names another."""
+    recipe = trial.recipe
+    if not recipe.given("wandb_run_group"):
+        recipe = recipe.with_value("wandb_run_group", Value(sweep.folder.name, "grpo sweep"))
+    name = f"{sweep.record['name']}-{trial.name}"
+    names = Names(sweep.trial_dir(trial.index), name, name, sweep.record["timestamp"])
+    assets = find_assets(recipe, environment)
+    plan = make_plan(recipe, resources, environment, names, assets)
+    freeze(Submission(recipe, names, resources, assets, plan, environment))
+
+
+def read_sweep(folder: Path) -> Sweep:
+    """Read a sweep directory; another folder, or a damaged record, is a ``ConfigError``."""
+    record = read_json(folder / RECORD)
+    if not record:
+        fix = f"name a folder under run_root/{FOLDER}"
+        raise config_error(shown(folder), f"is not a sweep directory (no {RECORD})", fix)
+    wrong = [key for key, kind in _PARTS.items() if not isinstance(record.get(key), kind)]
+    if wrong or not all(_is_trial(one, record["axes"]) for one in record["cells"]):
+        what = f"is damaged ('{(wrong or ['cells'])[0]}' is not what a sweep writes)"
+        raise config_error(shown(folder / RECORD), what, "restore it, or move the folder away")
+    return Sweep(folder.absolute(), record)
+
+
+def _is_trial(entry: Any, axes: Mapping[str, Any]) -> bool:
+    """Return whether an entry of a record is a trial, with a text for every axis."""
+    match entry:
+        case {"name": str(), "values": dict(values)}:
+            return values.keys() == axes.keys() and all(isinstance(text, str) for text in values.values())
+    return False
+
+
+def read_comparison(folder: Path) -> Comparison:
+    """Read the directory of a comparison; a damaged record is a ``ConfigError``."""
+    record = read_json(folder / COMPARISON)
+    modes = record.get("modes")
+    if not isinstance(modes, list) or not all(isinstance(one, dict) and "mode" in one for one in modes):
+        what = "is damaged ('modes' is not what a comparison writes)"
+        raise config_error(shown(folder / COMPARISON), what, "restore it, or move the folder away")
+    return Comparison(folder.absolute(), {"jobs": [], **record})
+
+
+def find_sweep(root: Path, which: str) -> Sweep:
+    """Return the sweep that a person means by a path, or by ``last``: the newest in ``root``."""
+    if which != "last":
+        return read_sweep(Path(which))
+    if sweeps := sweeps_in(root):
+        return sweeps[0]
+    raise config_error("last", f"there is no sweep in {shown(root)}", "name the sweep directory, or set RUN_ROOT")
+
+
+def unfinished(spec: SweepSpec, trials: Sequence[Trial], elsewhere: Sequence[Path]) -> Sweep | None:
+    """Return the newest sweep of the same trials that is not over, in its folder or one of ``elsewhere``, or None."""
+    mark, roots = fingerprint(spec, trials), [sweep_root(trials[0].recipe), *(root / FOLDER for root in elsewhere)]
+    for sweep in (sweep for root in roots for sweep in sweeps_in(root) if sweep.record["fingerprint"] == mark):
+        if spec.search:
+            sweep.record["search"]["trials"] = spec.search.trials
+        if not sweep.is_over():
+            return sweep
+    return None
+
+
+def sweeps_in(root: Path, record: str = RECORD) -> list[Sweep]:
+    """Return the sweeps of a folder, with ``COMPARISON`` its comparisons, the newest first."""
+    read, found = read_comparison if record == COMPARISON else read_sweep, list[Sweep]()
+    for path in newest_first(root.glob(f"*/{record}")):
+        with contextlib.suppress(ConfigError):  # one that is damaged hides no other
+            found.append(read(path.parent))
+    return found
+
+
+# --- what its trials came to
+
+
+@dataclass(frozen=True)
+class Result:
+    """A trial and its run."""
+
+    name: str
+    values: dict[str, str]  # what it varies, as it was written
+    status: str  # as in ``summary.json``, or ``GONE``
+    run: RunRecord | None  # None where its directory is gone
+    cause: str  # why it did not complete, or empty
+
+
+def read_results(sweep: Sweep) -> list[Result]:
+    """Read every trial with its run."""
+    results = []
+    for index, trial in enumerate(sweep.record["cells"]):
+        status = sweep.status(index)
+        run = None if status == GONE else read_run(sweep.trial_dir(index))
+        cause = "" if run is None or status == COMPLETED else str(run.summary.get("cause") or "")
+        results.append(Result(trial["name"], trial["values"], status, run, cause))
+    return results
+
+
+def settings(sweep: Sweep, results: Sequence[Result]) -> list[Group]:
+    """Return a group for each setting: its completed trials, which differ in their seed alone."""
+    alike: dict[str, list[RunRecord]] = {}
+    for result in results:
+        if result.run is not None and result.status == COMPLETED:
+            label = ", ".join(f"{key}={value}" for key, value in result.values.items() if key != SEED)
+            alike.setdefault(label or str(sweep.record["name"]), []).append(result.run)
+    return [group_of(label, runs, number) for number, (label, runs) in enumerate(alike.items())]
+
+
+def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
+    """Return a line for each trial and, where the seed is varied, each setting's mean with its 95 % interval."""
+    keys = list(sweep.record["axes"])
+    rows = [(*keys, "status", "steps", "reward", "evaluation")]
+    for result in results:
+        steps = rewards = evaluation = NOTHING
+        if result.run is not None:
+            outcome, evaluation = result.run.outcome, short(result.run.evals.last("eval_reward"))
+            rewards = NOTHING if outcome.last is None else f"{short(outcome.first)} -> {short(outcome.last)}"
+            steps = f"{outcome.steps:,.0f}"
+        rows.append((*(result.values[key] for key in keys), result.status, steps, rewards, evaluation))
+    lines = aligned(rows)
+    if SEED in keys:
+        groups = settings(sweep, results)
+        means = [
+            (group.label, *(spread(found, limits=group.limits) for found in (group.finals, group.evaluations)))
+            for group in groups
+        ]
+        lines += ["", *aligned([("mean of", "reward", "evaluation"), *means])]
+        lines += [comparison_sentence(groups, ranked="rewards" not in differing_facts(groups))] if groups else []
+    if "search" in sweep.record:
+        lines += _best(sweep)
+    return "\n".join(lines)
+
+
+def _best(sweep: Sweep) -> list[str]:
+    """Return a line that names the best trial of a search."""
+    found = [(trial["value"], trial["name"]) for trial in sweep.record["cells"] if trial.get("value") is not None]
+    if not found:
+        return []
+    value, name = max(found, key=lambda one: one[0])
+    metric, other = sweep.record["search"]["metric"], "is one seed; sweep its values over seed=1..5 to be sure"
+    return [f"highest {metric} of {len(found)} trials: {short(value)} by {name}, which {other}"]
+
+
+def objective(folder: Path, metric: str) -> float | None:
+    """Return what a completed run reached: the final reward, its last evaluation, or a benchmark's score."""
+    run = read_run(folder)
+    benchmark, _, score = metric.partition("/")
+    if metric == REWARD:
+        return run.outcome.last
+    if metric.startswith("eval_"):
+        return run.evals.last(metric)
+    return next(iter(known([number(run.benchmarks.get(benchmark, {}).get(score))])), None)
+
+
+def need_metric(recipe: Recipe, metric: str) -> None:
+    """Refuse a metric that no run of the recipe has."""
+    benchmark, _, score = metric.partition("/")
+    if metric == REWARD or (metric.startswith("eval_") and recipe["eval_strategy"] != "no"):
+        return
+    if metric.startswith("eval_"):
+        raise config_error(
+            f"--metric {metric}", "nothing is evaluated", "add e.g. --eval_strategy steps --eval_steps 10"
+        )
+    if not score or benchmark not in (recipe["benchmarks"] or ()):
+        fix = (
+            f"write {REWARD}, an evaluation's metric such as eval_reward, or a benchmark of the recipe: math_500/pass@1"
+        )
+        raise config_error(f"--metric {metric}", "is not a metric of these runs", fix)
+
+
+def write_sweep(sweep: Sweep, path: Path | None = None) -> tuple[Path, list[Result]]:
+    """Write the page of a sweep, ended or not, by default in its directory; return its path and the results it shows.
+
+    A damaged file of a trial is a ConfigError, a page that cannot be written an OSError.
+    """
+    path = path or sweep.folder / PAGE
+    # Trials of an array job end at the same time: the page of the last must not be replaced by an older one.
+    with (sweep.folder / "page.lock").open("w") as lock:
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            _wait_for(lock.fileno())
+        results = read_results(sweep)
+        groups, name, here = settings(sweep, results), sweep.folder.name, path.absolute().parent
+        done = sum(result.status == COMPLETED for result in results)
+        badges = [(f"{done} of {len(results)} completed", "completed" if done == len(results) else "running")]
+        badges += [SMOKE_BADGE] if any(one.run and one.run.summary.get("smoke") for one in results) else []
+        reports = {one.name: one.run.folder / "report.html" for one in results if one.run is not None}
+        links = {name: quote(os.path.relpath(file, here)) for name, file in reports.items() if file.is_file()}
+        values = {**comparison(groups), "axes": list(sweep.record["axes"]), "results": results, "links": links}
+        values["live"] = any(one.status in (*GOES_ON, "submitted") for one in results)
+        values |= {} if groups else {"headline": "No trial has completed yet."}
+        write_whole(path, render("sweep.html.j2", title=f"Sweep {name}", name=name, badges=badges, **values))
+    return path, results
+
+
+def _wait_for(descriptor: int) -> None:
+    """Take the lock, or wait a minute for it: an old page is better than none."""
+    for _ in range(_LOCK_SECONDS):
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(1)

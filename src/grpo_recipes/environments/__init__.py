@@ -1,1 +1,0 @@
-"""Environments of other people's libraries behind one protocol. No torch."""

@@ -1,0 +1,76 @@
+"""How Atropos environments in other terminals reach a run: a token, and the settings of ``ENVIRONMENT.py serve``.
+
+The launch writes two files into the run directory, readable only by the user, and removes them when it ends. The token
+only samples (``server.middleware``). The settings go into a file because other users can read a command line.
+
+    python ENVIRONMENT.py serve --config runs/NAME/atropos_serve.yaml
+"""
+
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_recipes.extensions.atropos.processes import ENVIRONMENT_TOKEN, admits_environments
+from grpo_recipes.paths import as_argument
+from grpo_recipes.plan.types import Names, Plan
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.registry import longest_trajectory
+from grpo_recipes.weights.transport import ADAPTER
+
+SETTINGS = "atropos_serve.yaml"
+# Of an environment, as total_steps: it then runs until the training ends. run-api also counts batches that the trainer
+# drops, so max_steps would end it too early.
+ENDLESS = 10**12
+_HEADER = """\
+# Settings for Atropos environments that you start yourself: python ENVIRONMENT.py serve --config THIS_FILE
+# It holds a secret, and is removed when the launch ends. --env.* flags win over it.
+# The server stands here twice: atroposlib 0.4.0 ignores the address of a single one in most environments.
+"""
+
+
+def grant_access(recipe: Recipe, plan: Plan, names: Names) -> str | None:
+    """Write token and settings for environments in other terminals; return the command, or None if none may join."""
+    if not admits_environments(recipe):
+        return None
+    token = secrets.token_hex(16)
+    _write_private(names.run_dir / ENVIRONMENT_TOKEN, token)
+    settings = names.run_dir / SETTINGS
+    _write_private(settings, _HEADER + yaml.safe_dump(serve_settings(recipe, plan, names, token), sort_keys=False))
+    return f"python ENVIRONMENT.py serve --config {as_argument(settings)}"
+
+
+def revoke_access(run_dir: Path) -> None:
+    """Remove the files of ``grant_access``."""
+    for name in (ENVIRONMENT_TOKEN, SETTINGS):
+        (run_dir / name).unlink(missing_ok=True)
+
+
+def serve_settings(recipe: Recipe, plan: Plan, names: Names, token: str) -> dict[str, Any]:
+    """Return the settings that trainer and environment must share; all others stay the environment's own."""
+    server = {
+        "server_type": "vllm",
+        "base_url": f"http://{plan.server_host}:{plan.ports.server}/v1",
+        "api_key": token,
+        "model_name": ADAPTER if plan.bridge == "lora" else names.served,
+        "tokenizer_name": plan.model,
+    }
+    environment = {
+        "tokenizer_name": plan.model,
+        "group_size": recipe["num_generations"],
+        "max_token_length": longest_trajectory(recipe.__getitem__),
+        "rollout_server_url": str(recipe["atropos_api_url"]).rstrip("/"),
+        "total_steps": ENDLESS,
+    }
+    return {"env": {name: value for name, value in environment.items() if value is not None}, "openai": [server] * 2}
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that only the user can read; a reader sees the old file or the new one."""
+    new = path.with_name(f".{path.name}")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    new.replace(path)

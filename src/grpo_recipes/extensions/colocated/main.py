@@ -1,0 +1,207 @@
+"""The flags of ``run_colocated_grpo.py``, which become one `grpo launch` with vLLM inside the training processes."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_recipes.cli import Parser, answer, load_command, option, recipe_name
+from grpo_recipes.cli.doors import in_words_of, launch_words, strange, with_gpus
+from grpo_recipes.cli.nodes import NODE_OPTIONS, NodeFlags, read_nodes, reject_other_launchers
+from grpo_recipes.cli.runs import launch_options
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.launch.resolve import Options
+from grpo_recipes.launch.run import launch
+from grpo_recipes.paths import home, shown
+from grpo_recipes.plan.devices import Resources, find_resources, some_trainers
+from grpo_recipes.process.reports import say
+from grpo_recipes.process.terminal import OUTPUT
+from grpo_recipes.recipe.check import choose_recipe
+from grpo_recipes.recipe.keys import DEFAULT_RECIPE
+from grpo_recipes.recipe.tasks import GRPO, requested_task
+
+PROGRAM = "run_colocated_grpo.py"
+USUAL = "training_configs/dr_grpo_config.yaml"  # taken where it exists and no recipe is named
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+OPTIONS = (
+    option("--gpus", type=int, metavar="N",
+        help="training processes of a node, each with a GPU and a vLLM; processes in a CPU environment (default 1)"),
+    option("--log-level", type=str.upper, choices=LEVELS, help="what each training process logs"),
+    option("--redirect-output", metavar="FILE", help="add stdout and stderr to FILE"),
+)  # fmt: skip
+_NAMES = [name for names, _ in (*OPTIONS, *NODE_OPTIONS) for name in names]
+DETAILS = "TORCH_DISTRIBUTED_DEBUG"
+# Of torch 2.13. With DETAIL its DistributedDataParallel takes the wrapped gloo for gloo, and dies of signal 11.
+_MOST_DETAILS = {"cuda": "DETAIL", "cpu": "INFO"}
+# Flags of the launch that stand for ours, in messages.
+_OURS = {
+    "RECIPE": "--config", "--num_processes": "--gpus", "--main_process_port": "--master-port",
+    "--log_level": "--log-level", "--log_level_replica": "--log-level",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Door:
+    """One launch, as the flags ask for it."""
+
+    options: Options
+    resources: Resources
+    variables: dict[str, str]  # that are set for it
+    notes: list[str]
+    file: str | None  # of --redirect-output
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code of the launch; 2 with a line for each thing that is wrong, before anything is started."""
+
+    def run() -> int:
+        door = read(list(sys.argv[1:] if argv is None else argv))
+        with _output_to(door.file):
+            code = answer(lambda: _launch(door))
+        if door.file is not None and code:
+            print(f"grpo: exit code {code}, see {shown(door.file)}", file=sys.stderr)
+        return code
+
+    return answer(run)
+
+
+def read(arguments: list[str]) -> Door:
+    """Return the launch that the flags ask for; a ConfigError names everything that is wrong with them."""
+    reject_other_launchers(f"python {PROGRAM} --gpus", os.environ)
+    options, flags = _parser().parse_known_args(arguments)
+    resources = find_resources(os.environ)
+    problems, nodes = list(_wrong_numbers(options)), NodeFlags()
+    try:
+        nodes = read_nodes(options, resources.job)
+    except ConfigError as error:
+        problems += error.problems
+    ours = [*_flags(options), *nodes.flags]
+    problems += [*strange(flags, _NAMES, PROGRAM), *_given_twice(flags, ours)]
+    if problems:
+        raise ConfigError(*problems)
+    asked = launch_options(options, _recipe(options, resources.device), [*ours, *flags], nodes.meeting)
+    detailed = options.log_level == "DEBUG" and not os.environ.get(DETAILS)
+    variables = {**nodes.variables, **({DETAILS: _MOST_DETAILS[resources.device]} if detailed else {})}
+    resources, notes = _devices(options, resources)
+    return Door(asked, resources, variables, notes, options.redirect_output)
+
+
+def _parser() -> Parser:
+    """Return the parser of our options and of those of `grpo launch`."""
+    epilog = "Any recipe key is a flag too, e.g. --max_steps 10; see docs/colocated.md."
+    about = "Train with vLLM inside the training processes: one grpo launch."
+    parser = Parser(prog=PROGRAM, description=about, epilog=epilog, allow_abbrev=False)
+    parser.set_defaults(recipe=None)
+    for names, settings in (*OPTIONS, *load_command("launch").all_options()):
+        parser.add_argument(*names, **settings)
+    parser.set_defaults(nodes=1)  # --gpus counts the processes of a node
+    return parser
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    """Return the recipe flags that our options stand for; a resumed run goes on as it began but for what is given."""
+    keys: dict[str, object] = {"use_vllm": "true", "vllm_mode": "colocate"} if options.resume is None else {}
+    if options.resume is None or options.gpus is not None:
+        keys["num_processes"] = _gpus(options) * options.nodes
+    if options.log_level is not None:
+        keys |= dict.fromkeys(("log_level", "log_level_replica"), options.log_level.lower())
+    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+
+
+def _gpus(options: argparse.Namespace) -> int:
+    return 1 if options.gpus is None else int(options.gpus)
+
+
+def _wrong_numbers(options: argparse.Namespace) -> Iterator[Problem]:
+    if _gpus(options) < 1:
+        yield Problem("--gpus", f"is {options.gpus}", "write --gpus 1 or more")
+
+
+def _given_twice(flags: list[str], ours: list[str]) -> Iterator[Problem]:
+    """Yield the flags of recipe keys that our options decide."""
+    keys = {word.removeprefix("--") for word in ours[::2]}
+    for flag in flags:
+        key = flag.partition("=")[0].removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and key.removeprefix("no_") in keys:
+            decided = _OURS.get(f"--{key}")
+            fix = f"keep {decided}" if decided else "leave it out, or use grpo launch"
+            yield Problem(flag.partition("=")[0], f"{decided or PROGRAM} decides {key}", fix)
+
+
+def _devices(options: argparse.Namespace, resources: Resources) -> tuple[Resources, list[str]]:
+    """Return the devices of the launch, those that a dry run imagines too, and what there is to say of them."""
+    if options.resume is not None and options.gpus is None:
+        return resources, []  # as many as the run began with
+    if resources.device == "cpu":
+        each = " a node" if options.nodes > 1 else ""
+        trainers, cores = some_trainers(_gpus(options)), resources.cores
+        return resources, [f"this is a CPU environment: --gpus {_gpus(options)} is {trainers}{each} on {cores} cores"]
+    fix = f"write --gpus {len(resources.gpus)}, or ask for more GPUs"
+    return with_gpus(resources, _gpus(options), "--gpus", fix, options.dry_run, options.nodes)
+
+
+def _recipe(options: argparse.Namespace, device: str) -> str | None:
+    """Return the recipe: the named one, that of the variable CONFIG, ``USUAL``, or the default one of the device."""
+    named = recipe_name(options)
+    if options.resume is not None:
+        return named
+    if not named and not os.environ.get("CONFIG") and any((folder / USUAL).is_file() for folder in (Path(), home())):
+        named = USUAL
+    task = requested_task(os.environ, options.task).task or GRPO
+    with translate(ConfigError, _in_our_words):
+        return shown(choose_recipe(named, {**os.environ, DEFAULT_RECIPE: "1"}, task, device))
+
+
+def _in_our_words(error: ConfigError) -> ConfigError:
+    return in_words_of(error, _OURS)
+
+
+def _launch(door: Door) -> int:
+    say(launch_words(["grpo", "launch"], door.options, door.variables))
+    for note in door.notes:
+        say(f"note: {note}")
+    os.environ.update(door.variables)
+    with translate(ConfigError, _in_our_words):
+        return launch(door.options, door.resources)
+
+
+@contextlib.contextmanager
+def _output_to(file: str | None) -> Iterator[None]:
+    """Send the output of this process and of those that it starts to the end of a file, if one is named."""
+    if file is None:
+        yield
+        return
+
+    def unwritable(error: OSError) -> ConfigError:
+        what = f"cannot write '{file}' ({error.strerror})"
+        return config_error("--redirect-output", what, "name a file you may write")
+
+    with translate(OSError, unwritable):
+        target = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    say(f"the output goes to {shown(file)}")
+    _flush()
+    before = [(fd, os.dup(fd)) for fd in (1, 2)]
+    for fd, _ in before:
+        os.dup2(target, fd)
+    os.close(target)
+    try:
+        yield
+    finally:
+        _flush()
+        for fd, copy in before:
+            os.dup2(copy, fd)
+            os.close(copy)
+
+
+def _flush() -> None:
+    OUTPUT.drain()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.argv[0] = PROGRAM  # as launch.log names the command
+    raise SystemExit(main())

@@ -1,0 +1,5 @@
+"""Recipes of open-r1, TRL, verl and others, translated by `grpo new --from FILE`."""
+
+from grpo_recipes.recipe.extensions import Extension
+
+EXTENSION = Extension("migrate")

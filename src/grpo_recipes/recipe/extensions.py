@@ -1,0 +1,122 @@
+"""The registry of extensions: folders and packages that add keys, rules, processes, commands and rollout sources.
+
+The core asks this registry and never imports an extension. An extension is a folder under ``extensions/``, the folder
+``console/``, or an installed package with an entry point in the group ``grpo_recipes.extensions``. Its package holds
+one object, ``EXTENSION``, whose texts ``module:name`` are imported when they are first needed, because `grpo check`
+has half a second:
+
+    EXTENSION = Extension("dice", keys="dice.keys:DiceArguments", rollouts="dice.rollouts:DiceRollouts")
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.errors import config_error
+
+GROUP = "grpo_recipes.extensions"
+_PACKAGE = Path(__file__).parents[1]
+_CONSOLE = "console"  # the folder of the commands that training does not need
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What an extension adds to the core; each text is ``module:name``, and an empty one adds nothing."""
+
+    name: str
+    # The recipe.
+    keys: str = ""  # a dataclass of recipe keys, made with recipe.fields.key; imports no torch
+    nested: Mapping[str, str] = field(default_factory=dict)  # path of a mapping in a key -> the dataclass of its keys
+    variables: Mapping[str, str] = field(default_factory=dict)  # environment variable -> the key that it sets
+    search_words: Mapping[str, str] = field(default_factory=dict)  # key -> more words by which `grpo keys` finds it
+    rules: str = ""  # a tuple of recipe.rules.Rule
+    checks: str = ""  # a tuple of functions (recipe, environment) -> problems
+    idle: str = ""  # a tuple of recipe.rules.Idle: keys that do nothing without another
+    notes: str = ""  # a function (recipe) -> lines about a valid recipe
+    prompt_source: str = ""  # a recipe.sources.PromptSource: replaces datasets
+    datasets: str = ""  # a tuple of recipe.sources.GeneratedData: datasets that are generated, by their scheme
+    rewards: str = ""  # a tuple of recipe.registry.Reward
+    benchmarks: str = ""  # a mapping: name -> recipe.registry.Benchmark
+    converters: str = ""  # a tuple of recipe.dialects.Converter: files of other projects
+    # The run.
+    assets: str = ""  # a function (recipe) -> datasets that are downloaded before the run
+    roles: str = ""  # a plan.roles.Roles: processes beside the server and the trainers
+    run_hooks: str = ""  # a launch.hooks.RunHooks: called when an attempt starts and ends
+    rollouts: str = ""  # a subclass of rollouts.source.Source
+    deep_check: str = ""  # a function that `grpo check --deep` calls
+    # The console.
+    commands: Mapping[str, str] = field(default_factory=dict)  # command of `grpo` -> its cli.Command
+    metrics: str = ""  # a mapping: metric -> how the report draws it
+    advice: str = ""  # a mapping: pattern of a log line -> what to do
+
+    def load(self, part: str) -> Any:
+        """Import a part, e.g. ``rules``; None if the extension does not have it."""
+        reference = getattr(self, part)
+        return load(reference) if reference else None
+
+
+@functools.cache
+def load(reference: str) -> Any:
+    """Import the object of a text ``module:name``."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@functools.cache
+def extensions() -> tuple[Extension, ...]:
+    """Return the extensions of this installation: the package's folders by name, then installed packages."""
+    package = _PACKAGE.name
+    folders = sorted(module.name for module in pkgutil.iter_modules([str(_PACKAGE / "extensions")]))
+    names = [f"{package}.extensions.{folder}" for folder in folders]
+    if (_PACKAGE / _CONSOLE).is_dir():
+        names.append(f"{package}.{_CONSOLE}")
+    registered = [importlib.import_module(name).EXTENSION for name in names]
+    for entry_point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
+        registered.append(_installed(entry_point))
+    return tuple(registered)
+
+
+def _installed(entry_point: importlib.metadata.EntryPoint) -> Extension:
+    """Return the extension of an installed package; a ConfigError names the package that cannot be imported."""
+    package = entry_point.dist.name if entry_point.dist else entry_point.value
+    fix = f"upgrade {package}, or run pip uninstall {package}"
+    try:
+        extension = entry_point.load()
+    except Exception as error:
+        raise config_error("extensions", f"{entry_point.value} of {package} fails to import ({error})", fix) from error
+    if not isinstance(extension, Extension):
+        what = f"{entry_point.value} of {package} must be an Extension, got {type(extension).__name__}"
+        raise config_error("extensions", what, fix)
+    return extension
+
+
+def parts(part: str) -> Iterator[Any]:
+    """Yield one part of every extension that has it, e.g. ``parts("rules")``."""
+    for extension in extensions():
+        loaded = extension.load(part)
+        if loaded is not None:
+            yield loaded
+
+
+def merged(part: str) -> dict[str, Any]:
+    """Return the mappings of all extensions under one name, e.g. ``merged("commands")``, as one mapping."""
+    together: dict[str, Any] = {}
+    for extension in extensions():
+        together |= getattr(extension, part)
+    return together
+
+
+def forget() -> None:
+    """Look for extensions again; for tests that install one."""
+    extensions.cache_clear()
+    load.cache_clear()
+
+
+PARTS = tuple(part.name for part in fields(Extension) if part.name != "name")
