@@ -12,10 +12,11 @@ import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.extensions.atropos.recipe import atropos_environments, atropos_labels, starts_run_api, uses_atropos
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
 from grpo_recipes.recipe.check import check, notes
-from grpo_recipes.recipe.registry import atropos_environments, atropos_labels, own_code, starts_run_api, uses_atropos
+from grpo_recipes.recipe.sources import user_code
 
 pytest.importorskip("atroposlib")
 
@@ -216,7 +217,7 @@ def test_an_environment_of_the_users_is_read_and_kept_with_its_reward(
     assert problem.where == place_of(recipe, "args:") and "has no 'score'" in problem.what
     (tmp_path / "own.py").write_text(f"{OWN}\ndef score(completions): ...")
     assert check(recipe, {}) == []
-    assert own_code(recipe.__getitem__) == ["environment", f"{own}:Sums", f"{own}:score"]
+    assert user_code(recipe.__getitem__) == ["environment", f"{own}:Sums", f"{own}:score"]
 
 
 def test_environments_have_short_names_of_their_own(read: Read) -> None:

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from grpo_recipes import cli
+from grpo_recipes.extensions.environments.recipe import environments_of
 from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.recipe.check import check, notes, resolve_recipe
-from grpo_recipes.recipe.registry import environments_of
 
 GAME = Path(__file__).parents[1] / "rollouts/wild_environment.py"
 PLAYS = {"dataset_name": None, "environment": f"{GAME}:Sums", "reward_funcs": ["environment"]}

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_recipes.extensions.environments.load import load_environment
-from grpo_recipes.recipe.registry import frozen_opponents
+from grpo_recipes.extensions.environments.recipe import frozen_opponents
 from grpo_recipes.rollouts.backends import ServerRollouts
 from grpo_recipes.rollouts.turns import Turn
 

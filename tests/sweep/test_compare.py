@@ -18,7 +18,7 @@ from grpo_recipes import cli
 from grpo_recipes.console.sweep import compare as module
 from grpo_recipes.console.sweep.run import SignalForwarder
 from grpo_recipes.plan.devices import Node, Resources
-from grpo_recipes.plan.ports import PORT_KEYS
+from grpo_recipes.plan.ports import port_keys
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.benchmark import mode_of
 from grpo_recipes.runs.rundir import read_json, write_json
@@ -330,7 +330,7 @@ def test_the_modes_of_atropos_trainer_run_side_by_side_each_with_a_run_api_of_it
         run = place / row["mode"]
         recipe, plan = read_frozen(run / "recipe.yaml"), read_json(run / "plan.json")
         assert recipe["max_steps"] == 3 and recipe["atropos_environment"] == "arithmetic"
-        assert not any(recipe.given(key) for key in PORT_KEYS)  # so that each launch takes free ones
+        assert not any(recipe.given(key) for key in port_keys())  # so that each launch takes free ones
         assert {"run-api", "environment-arithmetic"} <= {process["role"] for process in plan["processes"]}
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line.startswith(("none ", "shared_vllm ", "lora_only "))][-3:] == [

@@ -34,6 +34,7 @@ from grpo_recipes.launch.resolve import POINTERS
 from grpo_recipes.paths import as_argument, is_locked, newest_first, shown
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.process.terminal import LOG, columns, readable
+from grpo_recipes.recipe.extensions import merged
 from grpo_recipes.recipe.keys import run_root
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.health import notices_of
@@ -48,7 +49,7 @@ _OVER = ("completed", "failed", "stopped")
 # Kinds of logs, and how the roles begin whose logs they are.
 _LOGS = {
     "slurm": ("slurm.out", "slurm.err"), "server": ("server",), "trainer": ("trainer",), "launch": ("launch",),
-    "run_api": ("run-api",), "environments": ("environment-",),
+    **{name.replace("-", "_"): (role,) for name, (role, _) in merged("logs").items()},
 }  # fmt: skip
 _SECONDS = 1.0  # between two looks at the files
 _MOST_BYTES = 1 << 20  # of one file at a time
@@ -238,8 +239,7 @@ def _written(one: Run | Sweep) -> float:
     switch("--slurm", help="the job's output"),
     switch("--server", help="the log of the vLLM server"),
     switch("--trainer", help="the log of the trainers"),
-    switch("--run-api", help="the log of Atropos' run-api"),
-    switch("--environments", help="the logs of Atropos' environments"),
+    *(switch(f"--{name}", help=text) for name, (_, text) in merged("logs").items()),
 )
 def logs(options: argparse.Namespace) -> int:
     """Print logs, and follow them with ``-f``; return 130 after Ctrl-C."""

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli import chosen_recipe, command, option, switch
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, printable, translate
+from grpo_recipes.extensions.atropos.recipe import uses_atropos
 from grpo_recipes.extensions.atropos.rules import argument_notes
+from grpo_recipes.extensions.environments.recipe import environments_of
 from grpo_recipes.extensions.migrate.migrate import is_translated, migrate
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import gated_note
@@ -41,7 +43,7 @@ from grpo_recipes.recipe.keys import (
     variables,
 )
 from grpo_recipes.recipe.model_kind import kind_note
-from grpo_recipes.recipe.registry import BENCHMARKS, environments_of, uses_atropos
+from grpo_recipes.recipe.registry import BENCHMARKS
 from grpo_recipes.recipe.rendering import prompt_notes
 from grpo_recipes.recipe.tasks import GRPO
 from grpo_recipes.slurm.client import job_end_time, walltime_seconds

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli import chosen_recipe, command, option, switch
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.extensions.atropos.recipe import uses_atropos
+from grpo_recipes.extensions.environments.recipe import environments_of
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import shown
@@ -20,7 +22,7 @@ from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.plan.ports import DEFAULT_PORTS
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.registry import SERVER_BACKENDS, environments_of, uses_atropos
+from grpo_recipes.recipe.registry import SERVER_BACKENDS
 from grpo_recipes.smoke import SMOKE_SCHEME
 
 if TYPE_CHECKING:

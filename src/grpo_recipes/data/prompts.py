@@ -38,9 +38,10 @@ from grpo_recipes.data.problems import (
     train_source,
 )
 from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.extensions.atropos.recipe import atropos_environments, uses_atropos
+from grpo_recipes.extensions.environments.recipe import environments_of, episodes_of_each
 from grpo_recipes.extensions.problems.seeded import is_seeded
 from grpo_recipes.recipe.configs import ScriptArguments
-from grpo_recipes.recipe.registry import atropos_environments, environments_of, episodes_of_each, uses_atropos
 from grpo_recipes.recipe.rendering import missing_fix, missing_message, rendering_notes
 
 _LEAST_PLACEHOLDERS = 1024

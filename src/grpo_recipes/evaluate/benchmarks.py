@@ -41,9 +41,9 @@ from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.registry import (
     ACCURACY,
     BENCHMARKS,
-    ENVIRONMENT_REWARD,
     ONE_ANSWER,
     SMOKE_BENCHMARK,
+    SOURCE_REWARD,
     Benchmark,
     benchmark_columns,
     is_file,
@@ -368,7 +368,7 @@ class Runner:
         return MODEBENCH if name in TASKS else self.scorer
 
     def _judge(self, name: str) -> str:
-        return ENVIRONMENT_REWARD if is_played(name, self.args) else self._scorer(name).name
+        return SOURCE_REWARD if is_played(name, self.args) else self._scorer(name).name
 
     def _has_result(self, name: str) -> bool:
         """Return whether an earlier attempt finished this benchmark on this model with these settings."""

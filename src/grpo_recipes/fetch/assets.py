@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
+from grpo_recipes.extensions.atropos.recipe import atropos_environments
 from grpo_recipes.extensions.problems import seeded
 from grpo_recipes.extensions.problems.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.extensions.problems.modebench.dataset import Settings
@@ -25,7 +26,7 @@ from grpo_recipes.paths import cache_root, python_module, quoted
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import BUILDERS
-from grpo_recipes.recipe.registry import atropos_environments, benchmark_sources
+from grpo_recipes.recipe.registry import benchmark_sources
 from grpo_recipes.runs.checkpoints import rewriting
 from grpo_recipes.runs.rundir import Run, json_mapping, read_json, write_json
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder

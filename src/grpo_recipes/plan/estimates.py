@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes.extensions.environments.recipe import frozen_opponents
 from grpo_recipes.plan.commands import CPU_KV_CACHE_GIB, gpu_share, longest_sequence
 from grpo_recipes.plan.models import Facts, UnknownShape, read_model
 from grpo_recipes.plan.needs import GIB, Disk, Need, Parts, in_gib
@@ -26,7 +27,7 @@ from grpo_recipes.plan.speed import Speed, find_speed
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.learning import mixed_precision
-from grpo_recipes.recipe.registry import BRIDGES, EXTERNAL, frozen_opponents
+from grpo_recipes.recipe.registry import BRIDGES, EXTERNAL
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # What the processes hold before the model counts: bench/results/memory_estimate.json, case "constant".

@@ -35,10 +35,13 @@ class Extension:
     keys: str = ""  # a dataclass of recipe keys, made with recipe.fields.key; imports no torch
     nested: Mapping[str, str] = field(default_factory=dict)  # path of a mapping in a key -> the dataclass of its keys
     variables: Mapping[str, str] = field(default_factory=dict)  # environment variable -> the key that it sets
+    ports: Mapping[str, str] = field(
+        default_factory=dict
+    )  # key of a port -> a function (lookup) -> its default, or None
     search_words: Mapping[str, str] = field(default_factory=dict)  # key -> more words by which `grpo keys` finds it
     rules: str = ""  # a tuple of recipe.rules.Rule
     checks: str = ""  # a tuple of functions (recipe, environment) -> problems
-    idle: str = ""  # a tuple of recipe.rules.Idle: keys that do nothing without another
+    idle: str = ""  # a tuple of (keys, condition, what they need): keys that do nothing without another
     notes: str = ""  # a function (recipe) -> lines about a valid recipe
     prompt_source: str = ""  # a recipe.sources.PromptSource: replaces datasets
     datasets: str = ""  # a tuple of recipe.sources.GeneratedData: datasets that are generated, by their scheme
@@ -48,6 +51,8 @@ class Extension:
     # The run.
     assets: str = ""  # a function (recipe) -> datasets that are downloaded before the run
     roles: str = ""  # a plan.roles.Roles: processes beside the server and the trainers
+    # Option of `grpo logs` -> the beginning of the roles whose logs it prints, and its help line.
+    logs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     run_hooks: str = ""  # a launch.hooks.RunHooks: called when an attempt starts and ends
     rollouts: str = ""  # a subclass of rollouts.source.Source
     deep_check: str = ""  # a function that `grpo check --deep` calls

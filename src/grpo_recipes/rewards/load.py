@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe.datafiles import LIVE_OBJECTS, solution_names
-from grpo_recipes.recipe.registry import ENVIRONMENT_REWARD, IN_CHILDREN
+from grpo_recipes.recipe.registry import IN_CHILDREN, SOURCE_REWARD
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, copy_path, copy_source, source_path, split_spec
 from grpo_recipes.rewards.chance import call_seed
 from grpo_recipes.rewards.pool import RewardPool
@@ -84,7 +84,7 @@ def load_rewards(
             code = hashlib.sha256(copy_path(name, copies).read_bytes()).hexdigest() if is_own(name) else ""
             further = solutions if is_own(name) else ()
             rewards.append(IsolatedReward(pool, name, label, records, code, further, left_out, args.seed))
-        elif name == ENVIRONMENT_REWARD:
+        elif name == SOURCE_REWARD:
             rewards.append(EpisodeReward())
         elif is_own(name):
             rewards.append(RewardWrapper(load_reward(name, copies), name, label, solutions, left_out))
@@ -178,7 +178,7 @@ class EpisodeReward(RewardWrapper):
     """The reward that an episode had, unscored where its environment failed."""
 
     def __init__(self) -> None:
-        super().__init__(make_reward(ENVIRONMENT_REWARD), ENVIRONMENT_REWARD, ENVIRONMENT_REWARD)
+        super().__init__(make_reward(SOURCE_REWARD), SOURCE_REWARD, SOURCE_REWARD)
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
         values = self._function(**columns)

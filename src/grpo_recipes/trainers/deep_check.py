@@ -19,16 +19,18 @@ from trl import TrlParser, get_peft_config
 from grpo_recipes import smoke
 from grpo_recipes.data.prompts import renderer_of, shortened
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.extensions.atropos.recipe import atropos_environments, uses_atropos
 from grpo_recipes.extensions.atropos.rules import place
 from grpo_recipes.extensions.environments.episode import turns_of
 from grpo_recipes.extensions.environments.episodes import Renderer
 from grpo_recipes.extensions.environments.games import Game
+from grpo_recipes.extensions.environments.recipe import environments_of
 from grpo_recipes.fetch.assets import MODEL, Assets, find_assets
 from grpo_recipes.paths import as_argument, cache_root
 from grpo_recipes.plan.devices import derive_batch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ModelConfig
-from grpo_recipes.recipe.registry import REWARDS, atropos_environments, environments_of, uses_atropos
+from grpo_recipes.recipe.registry import REWARDS
 from grpo_recipes.recipe.user_code import source_path
 from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows, unpaid_text
 from grpo_recipes.rollouts.turns import Turn

@@ -12,12 +12,13 @@ from grpo_recipes.data import load_eval_prompts, load_prompts
 from grpo_recipes.data.prompts import shortened
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.evaluate.benchmarks import UntrainedBenchmarks, run_benchmarks
+from grpo_recipes.extensions.atropos.recipe import uses_atropos
 from grpo_recipes.extensions.atropos.rollouts import AtroposRollouts
 from grpo_recipes.extensions.environments.episodes import Episodes
+from grpo_recipes.extensions.environments.recipe import environments_of
 from grpo_recipes.fetch.assets import fetched_sets
 from grpo_recipes.process.reports import run_folder
 from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ScriptArguments
-from grpo_recipes.recipe.registry import environments_of, uses_atropos
 from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.load import load_rewards
 from grpo_recipes.rollouts.source import Source

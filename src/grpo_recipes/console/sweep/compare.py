@@ -15,12 +15,13 @@ from grpo_recipes.console.sweep.folder import COMPARISON, COMPARISONS, COMPLETED
 from grpo_recipes.console.sweep.run import SignalForwarder, note_refusal
 from grpo_recipes.console.sweep.spec import for_each
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error, translate
+from grpo_recipes.extensions.atropos.rules import takes_groups
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.submission import Submission, freeze, frozen_environment
 from grpo_recipes.paths import python_module, shown
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
-from grpo_recipes.plan.ports import PORT_KEYS, need_named_ports
+from grpo_recipes.plan.ports import need_named_ports, port_keys
 from grpo_recipes.plan.types import Names
 from grpo_recipes.process.reports import aligned, print_line, say
 from grpo_recipes.process.terminal import LOG
@@ -30,7 +31,7 @@ from grpo_recipes.recipe.dialects import ADAPTER_MODES, BRIDGE_MODES
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.keys import nearest_of
 from grpo_recipes.recipe.registry import BRIDGES
-from grpo_recipes.recipe.rules import removal, takes_groups
+from grpo_recipes.recipe.rules import removal
 from grpo_recipes.runs.benchmark import FILE
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.rundir import Run, claim, make_folder, read_json, stop_file, timestamp, write_json
@@ -184,7 +185,7 @@ def _need_own_ports(recipes: Mapping[str, Recipe], jobs: int) -> None:
         what = "modes cannot share a run-api: it keeps its first registration, and hands the groups of all to each"
         fix = f"{removal(recipe, 'atropos_api_url')}: each mode starts one of its own"
         raise config_error(recipe.source("atropos_api_url"), what, fix)
-    for key in PORT_KEYS:
+    for key in port_keys():
         if jobs > 1 and recipe.given(key):
             what = f"{jobs} modes at the same time cannot have one {key}"
             raise config_error(recipe.source(key), what, "remove it and let each choose, or add --jobs 1")

@@ -7,6 +7,16 @@ EXTENSION = Extension(
     keys="grpo_recipes.extensions.atropos.arguments:AtroposArguments",
     variables={"ATROPOS_API_URL": "atropos_api_url"},
     search_words={"atropos_environment": "tools"},
+    rules="grpo_recipes.extensions.atropos.rules:RULES",
+    checks="grpo_recipes.extensions.atropos.rules:CHECKS",
+    notes="grpo_recipes.extensions.atropos.rules:argument_notes",
+    prompt_source="grpo_recipes.extensions.atropos.rules:SOURCE",
+    ports={"atropos_port": "grpo_recipes.extensions.atropos.recipe:run_api_port"},
+    roles="grpo_recipes.extensions.atropos.processes:ROLES",
+    logs={
+        "run-api": ("run-api", "the log of Atropos' run-api"),
+        "environments": ("environment-", "the logs of Atropos' environments"),
+    },
     commands={"atropos": "grpo_recipes.extensions.atropos.replay_command:atropos"},
     nested={
         "atropos_mixture": "grpo_recipes.extensions.atropos.arguments:AtroposMixtureConfig",

@@ -26,9 +26,9 @@ from accelerate.utils import broadcast_object_list, gather_object
 from grpo_recipes.extensions.atropos.access import SETTINGS
 from grpo_recipes.extensions.atropos.client import AtroposClient, AtroposError, Registration
 from grpo_recipes.extensions.atropos.group import Group, Trajectory, trajectories
+from grpo_recipes.extensions.atropos.recipe import longest_trajectory
 from grpo_recipes.extensions.atropos.replay import RECORDING, Recording
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
-from grpo_recipes.recipe.registry import longest_trajectory
 from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.rollouts.turns import Message

@@ -7,8 +7,8 @@ from typing import Any
 
 from grpo_recipes.data.prompts import evaluation_episodes
 from grpo_recipes.extensions.environments.episode import Episode
+from grpo_recipes.extensions.environments.recipe import environments_of
 from grpo_recipes.recipe.configs import ScriptArguments
-from grpo_recipes.recipe.registry import environments_of
 from grpo_recipes.rollouts.backends import Prompt, problem_seed
 from grpo_recipes.secrets import masked
 

@@ -24,9 +24,10 @@ from grpo_recipes.attributes import replaced
 from grpo_recipes.extensions.environments.episode import Episode, Side, Tokens, environment_pool
 from grpo_recipes.extensions.environments.libraries import LIBRARIES
 from grpo_recipes.extensions.environments.opponents import Opponents
+from grpo_recipes.extensions.environments.recipe import environments_of, turn_tokens
+from grpo_recipes.extensions.environments.rules import SOURCE
 from grpo_recipes.extensions.environments.stage import PLAY
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
-from grpo_recipes.recipe.registry import environments_of, own_environments, turn_tokens
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, source_path, split_spec
 from grpo_recipes.rewards.load import LimitRecords, key_of
 from grpo_recipes.rewards.score import Score
@@ -48,7 +49,7 @@ class Episodes(Source):
         self.played: list[Episode] = []  # the rank's rows of the last batch
         self.records: list[dict[str, Any]] = []  # of the last batch to train on, over all ranks
         copies = run_dir / REWARD_COPIES
-        self._own = own_environments(partial(getattr, script_args))
+        self._own = SOURCE.user_code(partial(getattr, script_args))
         files = [spec for spec in self._own if split_spec(spec)[0].endswith(".py")]
         self._specs = {spec: f"{copy_path(spec, copies)}:{split_spec(spec)[1]}" for spec in files}
         self._records = LimitRecords(copies / f"episodes_{os.environ.get('RANK', '0')}.jsonl")

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 
 from grpo_recipes.cli import chosen_recipe, command, option
 from grpo_recipes.errors import config_error
+from grpo_recipes.extensions.atropos.recipe import uses_atropos
 from grpo_recipes.extensions.environments.episode import turns_of
+from grpo_recipes.extensions.environments.recipe import environments_of, model_opponents
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.process.terminal import readable
-from grpo_recipes.recipe.registry import environments_of, model_opponents, uses_atropos
 from grpo_recipes.rollouts.turns import Message, Turn
 from grpo_recipes.secrets import masked
 
