@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import quote
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.extensions.atropos.recipe import atropos_environments
 from grpo_recipes.extensions.problems import seeded
 from grpo_recipes.extensions.problems.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.extensions.problems.modebench.dataset import Settings
@@ -26,6 +25,7 @@ from grpo_recipes.paths import cache_root, python_module, quoted
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import BUILDERS
+from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.registry import benchmark_sources
 from grpo_recipes.runs.checkpoints import rewriting
 from grpo_recipes.runs.rundir import Run, json_mapping, read_json, write_json
@@ -150,11 +150,8 @@ def _named(recipe: Recipe) -> Iterator[Asset]:
             yield dataset("eval_dataset_name", name, recipe["eval_dataset_config"], split, limit)
         elif not mixture:
             yield dataset("dataset_name", recipe["dataset_name"], config, recipe["dataset_test_split"], limit)
-    for one in atropos_environments(recipe.__getitem__):
-        if one.id == "dataset":
-            key = "atropos_mixture" if recipe["atropos_environment"] is None else "atropos_environment_args"
-            name, config, split = (one.args.get(f"dataset_{part}") for part in ("name", "config", "train_split"))
-            yield dataset(key, name, config, split or "train")
+    for key, name, config, split in (named for names in parts("assets") for named in names(recipe.__getitem__)):
+        yield dataset(key, name, config, split)
     for name, config, split in benchmark_sources(recipe["benchmarks"] or ()):
         yield dataset("benchmarks", name, config, split)
 

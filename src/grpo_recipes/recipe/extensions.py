@@ -49,16 +49,16 @@ class Extension:
     benchmarks: str = ""  # a mapping: name -> recipe.registry.Benchmark
     converters: str = ""  # a tuple of recipe.dialects.Converter: files of other projects
     # The run.
-    assets: str = ""  # a function (recipe) -> datasets that are downloaded before the run
+    assets: str = ""  # a function (lookup) -> (key, id, configuration, split) of each dataset that it reads
     roles: str = ""  # a plan.roles.Roles: processes beside the server and the trainers
     # Option of `grpo logs` -> the beginning of the roles whose logs it prints, and its help line.
     logs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     run_hooks: str = ""  # a launch.hooks.RunHooks: called when an attempt starts and ends
     rollouts: str = ""  # a subclass of rollouts.source.Source
-    deep_check: str = ""  # a function that `grpo check --deep` calls
+    deep_check: str = ""  # a function (trainers.deep_check.DeepCheck) -> lines, for `grpo check --deep`
     # The console.
     commands: Mapping[str, str] = field(default_factory=dict)  # command of `grpo` -> its cli.Command
-    metrics: str = ""  # a mapping: metric -> how the report draws it
+    metrics: str = ""  # a mapping: metric -> runs.metric.Metric, how the report draws it
     advice: str = ""  # a mapping: pattern of a log line -> what to do
 
     def load(self, part: str) -> Any:

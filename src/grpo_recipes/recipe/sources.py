@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.extensions import parts
+from grpo_recipes.recipe.extensions import Extension, extensions, parts
 
 Lookup = Callable[[str], Any]  # returns the value of a recipe key
 
@@ -51,6 +51,21 @@ class PromptSource:
 def source_of(lookup: Lookup) -> PromptSource | None:
     """Return the source that a checked recipe uses; None if it reads datasets."""
     return next((source for source in parts("prompt_source") if source.chosen(lookup)), None)
+
+
+def extension_of(lookup: Lookup) -> Extension | None:
+    """Return the extension whose source a checked recipe uses; None if it reads datasets."""
+    for extension in extensions():
+        source = extension.load("prompt_source")
+        if source is not None and source.chosen(lookup):
+            return extension
+    return None
+
+
+def rollouts_of(lookup: Lookup) -> Any:
+    """Return the ``rollouts.source.Source`` class of the recipe's source; None if it reads datasets."""
+    extension = extension_of(lookup)
+    return extension.load("rollouts") if extension else None
 
 
 def requested_source(recipe: Recipe) -> PromptSource | None:

@@ -17,6 +17,11 @@ EXTENSION = Extension(
         "run-api": ("run-api", "the log of Atropos' run-api"),
         "environments": ("environment-", "the logs of Atropos' environments"),
     },
+    metrics="grpo_recipes.extensions.atropos.metrics:METRICS",
+    advice="grpo_recipes.extensions.atropos.advice:ADVICE",
+    assets="grpo_recipes.extensions.atropos.recipe:dataset_names",
+    rollouts="grpo_recipes.extensions.atropos.rollouts:AtroposRollouts",
+    deep_check="grpo_recipes.extensions.atropos.deep_check:load_environments",
     commands={"atropos": "grpo_recipes.extensions.atropos.replay_command:atropos"},
     nested={
         "atropos_mixture": "grpo_recipes.extensions.atropos.arguments:AtroposMixtureConfig",

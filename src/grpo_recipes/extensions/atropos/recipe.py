@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,3 +73,14 @@ def run_api_port(lookup: Callable[[str], Any]) -> int | None:
 def admits_environments(lookup: Callable[[str], Any]) -> bool:
     """Return whether environments that the user starts in other terminals may sample from the run's server."""
     return uses_atropos(lookup) and not starts_run_api(lookup)
+
+
+def dataset_names(lookup: Callable[[str], Any]) -> Iterator[tuple[str, str | None, str | None, str]]:
+    """Yield the datasets of the shipped environment ``dataset``: the key that names it, id, configuration and split."""
+    for environment in atropos_environments(lookup):
+        if environment.id == "dataset":
+            key = "atropos_mixture" if lookup("atropos_environment") is None else "atropos_environment_args"
+            name, config, split = (
+                environment.args.get(f"dataset_{part}") for part in ("name", "config", "train_split")
+            )
+            yield key, name, config, split or "train"

@@ -11,6 +11,10 @@ EXTENSION = Extension(
     idle="grpo_recipes.extensions.environments.rules:IDLE",
     prompt_source="grpo_recipes.extensions.environments.rules:SOURCE",
     roles="grpo_recipes.extensions.environments.roles:ROLES",
+    metrics="grpo_recipes.extensions.environments.metrics:METRICS",
+    advice="grpo_recipes.extensions.environments.advice:ADVICE",
+    rollouts="grpo_recipes.extensions.environments.episodes:Episodes",
+    deep_check="grpo_recipes.extensions.environments.deep_check:play_episodes",
     commands={"play": "grpo_recipes.extensions.environments.play:play"},
     nested={
         "environment_mixture": "grpo_recipes.extensions.environments.arguments:EnvironmentMixtureConfig",

@@ -21,10 +21,13 @@ import torch
 from accelerate.utils import gather_object
 
 from grpo_recipes.attributes import replaced
+from grpo_recipes.data.prompts import Prompts
+from grpo_recipes.extensions.environments.benchmarks import play_benchmark
 from grpo_recipes.extensions.environments.episode import Episode, Side, Tokens, environment_pool
 from grpo_recipes.extensions.environments.libraries import LIBRARIES
 from grpo_recipes.extensions.environments.opponents import Opponents
 from grpo_recipes.extensions.environments.recipe import environments_of, turn_tokens
+from grpo_recipes.extensions.environments.rows import episode_prompts, evaluation_episodes, training_episodes
 from grpo_recipes.extensions.environments.rules import SOURCE
 from grpo_recipes.extensions.environments.stage import PLAY
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
@@ -60,6 +63,28 @@ class Episodes(Source):
         self.turn_tokens = turn_tokens(
             script_args.environment_turn_length, args.max_completion_length, script_args.environment_max_turns
         )
+
+    @classmethod
+    def training_prompts(cls, args: ScriptArguments, seed: int, least: int) -> Prompts:
+        """Return a row for each episode to train on."""
+        return episode_prompts(training_episodes(args, seed), args, least)
+
+    @classmethod
+    def evaluation_prompts(cls, args: ScriptArguments) -> Prompts:
+        """Return a row for each episode to evaluate on."""
+        return episode_prompts(evaluation_episodes(args), args, 1, "evaluating on ")
+
+    def run_benchmark(self, runner: Any, name: str, rows: list[dict[str, Any]]) -> None:
+        """Play the held-out episodes of an environment."""
+        play_benchmark(self, runner, name, rows)
+
+    def benchmark_settings(self) -> dict[str, Any]:
+        """Return the keys of environments."""
+        return {
+            key: value
+            for key, value in vars(self._script).items()
+            if key.startswith(("environment", "benchmark_solved"))
+        }
 
     def close(self) -> None:
         """End the children; they end with this process in any case."""
