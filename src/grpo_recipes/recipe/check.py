@@ -52,7 +52,7 @@ from grpo_recipes.recipe.shapes import COLUMN_KEYS
 from grpo_recipes.recipe.sources import requested_source, source_of
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
 from grpo_recipes.recipe.user_code import compared, copy_path, function_source, problem_with
-from grpo_recipes.smoke import SMOKE_SCHEME, SMOKE_TASKS
+from grpo_recipes.smoke import SMOKE_SCHEME, smoke_tasks
 
 _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
 _NOT_OF_SEEDS = ("modebench_prompts", "modebench_test_prompts", "modebench_seed")  # unread by a seeded dataset
@@ -144,8 +144,8 @@ def _model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
     key, model = "model_name_or_path", recipe["model_name_or_path"] or ""
     path = os.path.expanduser(model)
     if model.startswith(SMOKE_SCHEME):
-        if model not in SMOKE_TASKS:
-            yield recipe.problem(key, f"there is no built-in '{model}'", f"write {' or '.join(SMOKE_TASKS)}")
+        if model not in smoke_tasks():
+            yield recipe.problem(key, f"there is no built-in '{model}'", f"write {' or '.join(smoke_tasks())}")
     elif model and not os.path.isdir(path) and not (HUB_NAME.fullmatch(model) and not os.path.exists(path)):
         local = model.startswith(LOCAL_PREFIXES)
         what = f"no folder '{model}'" if local else f"'{model}' is neither a folder here nor a hub id"

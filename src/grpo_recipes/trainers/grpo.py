@@ -20,7 +20,6 @@ from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.algorithms.maxent import KLController, TauController
 from grpo_recipes.attributes import replaced
-from grpo_recipes.extensions.offline.policy_gradient import PolicyGradient
 from grpo_recipes.plan.commands import seeds_sampling
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rollouts.backends import rollouts_of
@@ -28,6 +27,7 @@ from grpo_recipes.rollouts.external import ExternalClient
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
 from grpo_recipes.trainers.ahead import OverlappedRollouts
+from grpo_recipes.trainers.callbacks import LossCallback
 from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
 from grpo_recipes.trainers.checks import Checks, Scoring
 from grpo_recipes.trainers.early import EarlyScoring
@@ -88,7 +88,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             super().__init__(args=args, **kwargs)
         self.rows = MetricsRows(self, run_dir, args.process_index)
         self.micro_batches = MicroBatches(self)
-        self.policy_gradient = PolicyGradient(self)
         self.rollouts = OverlappedRollouts(self) if args.overlap_generation else rollouts_of(self)
         if self.use_vllm:
             if self.vllm_generation.mode == "server":
@@ -240,7 +239,11 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         with replaced(self, temperature_B=inputs.get("temperature")):
-            return self.policy_gradient.loss(super()._compute_loss, model, inputs)
+            compute = super()._compute_loss
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, LossCallback) and model.training:
+                    compute = partial(callback.loss, self, compute)
+            return compute(model, inputs)
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
