@@ -31,7 +31,6 @@ COMMANDS = {
     "generate": "generate",
     "chat": "chat",
     "eval": "eval",
-    "atropos": "replay",
     "completion": "shell",
 }
 _FULL = "redirect it to a file on a disk with free space"

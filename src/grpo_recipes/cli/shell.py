@@ -4,7 +4,6 @@ import argparse
 import itertools
 
 from grpo_recipes.cli import COMMANDS, Command, command, load, option
-from grpo_recipes.cli.replay import ACTIONS
 from grpo_recipes.recipe.document import UNSET
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.rules import unsupported_keys
@@ -49,7 +48,6 @@ def completion(options: argparse.Namespace) -> int:
     commands = {name: load(name) for name in COMMANDS}
     recipes = [name for name, one in commands.items() if one.takes_recipe]
     bare = {"|".join(recipes): "files=yaml", "keys": "words=$keys", "completion": f"words='{' '.join(_SETUP)}'"}
-    bare["atropos"] = f"words='{' '.join(ACTIONS)}'"
     bare["status|logs|watch|stop|report|chat"] = "words=last"
     print(
         _SCRIPT.format(

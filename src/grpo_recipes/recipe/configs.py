@@ -159,8 +159,6 @@ class ScriptArguments(trl.ScriptArguments):
         "Most optimizer steps that a group's weights may be behind; older groups are dropped. null keeps all.", min=0)
     atropos_normalize_advantages: bool = _key(False,
         "Whether per-token advantages that a group brings are divided by their standard deviation in the group.")
-    atropos_record: bool = _key(False,
-        "Whether atropos_groups.jsonl keeps the groups that are trained on, for grpo atropos replay.")
     callbacks: list[str] = _key([], "Your trainer callbacks: module:Class or file.py:Class, made without arguments.")
     reward_funcs: list[str] = _key(["pure_accuracy_math"],
         "Rewards, summed by weight: names of ours, or your own as module:function or file.py:function.")

@@ -26,7 +26,6 @@ from accelerate.utils import broadcast_object_list, gather_object
 from grpo_recipes.atropos.access import SETTINGS
 from grpo_recipes.atropos.client import AtroposClient, AtroposError, Registration
 from grpo_recipes.atropos.group import Group, Trajectory, trajectories
-from grpo_recipes.atropos.replay import RECORDING, Recording
 from grpo_recipes.environments.turns import Message
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.registry import longest_trajectory
@@ -69,7 +68,6 @@ class AtroposRollouts(Source):
         self._fresh: list[bool] = []
         self._texts: list[list[Message]] = []
         self._client: AtroposClient | None = None  # rank 0's, once it is registered
-        self._recording: Recording | None = None  # rank 0's, where the recipe asks for one
         self._since = 0.0  # when the last groups were taken, by time.monotonic
         self._labels: set[str] = set()  # of all environments that groups came from
 
@@ -200,9 +198,6 @@ class AtroposRollouts(Source):
             current=step,
             max_staleness=self._script.atropos_max_staleness,
         )
-        if self._script.atropos_record:
-            self._recording = self._recording or Recording(self._run_dir / RECORDING, step)
-            self._recording.add(step + 1, groups)
         now = time.monotonic()
         rows = [row for group in groups for row in trajectories(group)]
         fresh = [group.policy_version == step and _is_plain(group) for group in groups for _ in group.tokens]
