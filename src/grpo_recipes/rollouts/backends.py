@@ -103,13 +103,6 @@ class Rollouts:
         """Return ids, and log-probs or None, of completions for training by ``draw``: TRL's sampler, weights first."""
         return draw()
 
-    def arriving(self, take: Callable[[int, list[Tokens]], None]) -> AbstractContextManager[Any]:
-        """Call ``take`` with the place of a prompt and its completions as soon as these are there, where that is seen.
-
-        From any thread of rank 0, and again for a prompt whose completions are drawn again.
-        """
-        return nullcontext()
-
     def leave_out_failed(self, output: dict[str, Any]) -> None:
         """Let the loss read no token of a completion that was not given: TRL wants one for every row."""
         rows = len(output["completion_ids"])
@@ -275,9 +268,6 @@ class ServerRollouts(VllmRollouts):
 
     def seeded_by(self, seed: int) -> AbstractContextManager[None]:
         return nullcontext() if self._client is None else self._client.seeded_by(seed)
-
-    def arriving(self, take: Callable[[int, list[Tokens]], None]) -> AbstractContextManager[Any]:
-        return nullcontext() if self._client is None else replaced(self._client, arrived=take)
 
     def of_base_model(self) -> AbstractContextManager[Any] | None:
         if self.bridge != "lora":
