@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from grpo_recipes.environments.turns import BASE
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
@@ -31,7 +32,15 @@ from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.learning import own_micro_batches
 from grpo_recipes.recipe.model_kind import check_unused_weights
 from grpo_recipes.recipe.overlap import OFF_POLICY
-from grpo_recipes.recipe.registry import COLOCATE, EXTERNAL, OBJECTIVES, environments_of, turn_tokens, uses_atropos
+from grpo_recipes.recipe.registry import (
+    COLOCATE,
+    EXTERNAL,
+    OBJECTIVES,
+    environments_of,
+    model_opponents,
+    turn_tokens,
+    uses_atropos,
+)
 from grpo_recipes.recipe.rules import asks_another
 from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
@@ -291,6 +300,10 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
         if uses_atropos(recipe.__getitem__):
             what = "Atropos' environments need a vLLM server next to the trainer, and one GPU is visible"
             raise config_error(where, what, "ask for more GPUs, or set vllm_gpu: shared (one GPU for both)")
+        if any(model == BASE for _, model in model_opponents(recipe.__getitem__)):
+            what = "opponents: base needs a vLLM server next to the trainer, and one GPU is visible"
+            fix = "ask for more GPUs, or set vllm_gpu: shared (one GPU for both), or write opponents: policy"
+            raise config_error(where, what, fix)
         if recipe["overlap_generation"]:
             what = "overlap_generation needs a GPU for the server beside the trainer's, and one is visible"
             raise config_error(recipe.source("overlap_generation"), what, "remove it, or ask for more GPUs")

@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_recipes import seeded
 from grpo_recipes.environments.libraries import LIBRARIES, library_problems
-from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED
+from grpo_recipes.environments.turns import BASE, POLICY
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.modebench.dataset import TASK_KEYS, Settings, rows
 from grpo_recipes.paths import home, quoted, shown
@@ -142,10 +142,6 @@ def resolve_recipe(
     problems += contradictions + check(recipe, environment, device)
     if problems:
         raise ConfigError(*in_order(problems))
-    for spec, arguments, _ in environments_of(recipe.__getitem__):  # a run may be resumed from another folder
-        model = arguments.get("opponents", POLICY)
-        if spec.startswith("textarena:") and model not in (*SCRIPTED, POLICY, BASE):
-            arguments["opponents"] = os.path.abspath(os.path.expanduser(str(model)))
     return recipe
 
 
@@ -211,6 +207,11 @@ def _environments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
             problems = library_problems(spec, arguments)
             places = [environment_place(recipe, index, one.where.removeprefix("environment_")) for one in problems]
             yield from (replace(one, where=place) for one, place in zip(problems, places, strict=True))
+            if kind == "textarena" and arguments.get("opponents") == BASE and not serves_base_model(recipe):
+                what = "opponents: base needs a vLLM server that has the base model next to the adapter"
+                fix = "write opponents: policy"
+                fix += ", or add use_peft: true and weight_sync: lora" if rules.wants_server(recipe) else ""
+                yield Problem(environment_place(recipe, index, "args"), what, fix)
         elif not copied and (problem := problem_with(spec, where)):
             near = nearest_of(kind.replace("-", "_"), LIBRARIES) if colon else None
             yield replace(problem, fix=f"write {near}:{name}") if near else problem
@@ -221,6 +222,11 @@ def _environments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
         for (spec, _, _), share in zip(found, episodes_of_each(recipe.__getitem__, recipe[key]), strict=True):
             if not share:
                 yield recipe.problem(key, f"{key}: {recipe[key]} leaves none for '{spec}'", "raise it, or that weight")
+
+
+def serves_base_model(recipe: Recipe) -> bool:
+    """Return whether the run's server has the untrained model, which ``opponents: base`` plays with."""
+    return rules.wants_server(recipe) and bool(recipe["use_peft"]) and recipe["weight_sync"] == "lora"
 
 
 def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:

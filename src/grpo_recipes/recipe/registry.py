@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from grpo_recipes.environments.libraries import LIBRARIES
-from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED
+from grpo_recipes.environments.turns import SCRIPTED
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe.keys import nearest_of
 
@@ -254,12 +254,6 @@ def model_opponents(recipe: Callable[[str], Any]) -> list[tuple[str, str]]:
     games = [(spec, args) for spec, args, _ in environments_of(recipe) if spec.startswith("textarena:")]
     found = [(spec, str(args.get("opponents", SCRIPTED[0]))) for spec, args in games]
     return [(spec, model) for spec, model in found if model not in SCRIPTED]
-
-
-def frozen_opponents(recipe: Callable[[str], Any]) -> set[str]:
-    """Return the models that play opponents and of which each training process holds a copy that is not trained."""
-    served = {BASE} if recipe("use_peft") and recipe("weight_sync") == "lora" else set()
-    return {model for _, model in model_opponents(recipe)} - {POLICY} - served
 
 
 def turn_tokens(given: int | None, completion: int, turns: int) -> int:

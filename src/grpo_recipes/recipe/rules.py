@@ -20,7 +20,6 @@ from grpo_recipes.recipe.registry import (
     SAT_REWARD,
     TRACKER_CALLBACKS,
     environments_of,
-    frozen_opponents,
     missing_package,
     turn_tokens,
 )  # fmt: skip
@@ -393,8 +392,6 @@ RULES = (
         "'{item}' does nothing without use_peft", "add use_peft: true, or remove {item}"),
     Rule("accelerator", lambda r: r["use_peft"] and r["accelerator"] in NOT_WITH_LORA,
         "a LoRA run with accelerator: {accelerator} has not been shown to work", "write accelerator: ddp or zero2"),
-    Rule("accelerator", lambda r: r["accelerator"] == "zero3" and frozen_opponents(r.__getitem__),
-        "ZeRO-3 would split a game's opponent, which each process holds whole", "write accelerator: zero2 or fsdp2"),
     Rule("ref_model_name_or_path", lambda r: r["use_peft"] and r["ref_model_name_or_path"],
         "the reference of a LoRA run is its base model", "remove ref_model_name_or_path, or use_peft"),
     Rule("ref_model_name_or_path", lambda r: r["model_revision"] != "main" and r["ref_model_name_or_path"],

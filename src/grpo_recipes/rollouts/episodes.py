@@ -23,14 +23,13 @@ from accelerate.utils import gather_object
 from grpo_recipes.attributes import replaced
 from grpo_recipes.environments.libraries import LIBRARIES
 from grpo_recipes.environments.renderer import DUMMY, Renderer
-from grpo_recipes.environments.turns import BASE, POLICY, Message, Turn
+from grpo_recipes.environments.turns import BASE, Message, Turn
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.registry import environments_of, own_environments, turn_tokens
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, source_path, split_spec
 from grpo_recipes.rewards.load import LimitRecords, key_of
 from grpo_recipes.rewards.score import Score
 from grpo_recipes.rollouts.episode import Episode, Side, Tokens, environment_pool
-from grpo_recipes.rollouts.opponents import Opponents
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.rollouts.stage import PLAY
 
@@ -53,7 +52,6 @@ class Episodes(Source):
         self._specs = {spec: f"{copy_path(spec, copies)}:{split_spec(spec)[1]}" for spec in files}
         self._records = LimitRecords(copies / f"episodes_{os.environ.get('RANK', '0')}.jsonl")
         self._labels = labels_of(environments_of(partial(getattr, script_args)))
-        self._opponents = Opponents()
         self._pool = environment_pool(partial(getattr, script_args), copies)
         self._pool.start()
         self.turn_tokens = turn_tokens(
@@ -153,13 +151,8 @@ class Episodes(Source):
                 episode.write([], [], "")
             return
         prompts, rows = [episode.read() for episode in episodes], [episode.row for episode in episodes]
-        logprobs: Sequence[Any] | None = None
-        served = trainer.rollouts.of_base_model() if mover == BASE else None
-        if mover == POLICY or served is not None:
-            with served or nullcontext():
-                sampled, logprobs = self._sample(prompts, rows, most, name, trainer)
-        else:
-            sampled = self._opponents.frozen(mover, trainer).sample(prompts, name, rows, self.turn_tokens)
+        with trainer.rollouts.of_base_model() if mover == BASE else nullcontext():
+            sampled, logprobs = self._sample(prompts, rows, most, name, trainer)
         renderer = renderer_for(trainer)
         for episode, ids, of_ids in zip(episodes, sampled, logprobs or [None] * len(episodes), strict=False):
             episode.write(list(ids), of_ids, renderer.text(list(ids)))
