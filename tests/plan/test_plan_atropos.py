@@ -127,7 +127,9 @@ def test_a_plan_is_the_same_after_it_was_written(planned: Planned) -> None:
     plan = planned(**TWO)
     plain = json.loads(json.dumps(plan.as_json()))
     assert [Process.of_json(process) for process in plain["processes"]] == plan.processes
-    assert plain["data"] == asdict(plan.data) and plain["ports"]["atropos_port"] == plan.ports.extensions["atropos_port"]
+    assert (
+        plain["data"] == asdict(plan.data) and plain["ports"]["atropos_port"] == plan.ports.extensions["atropos_port"]
+    )
 
 
 def test_environments_get_the_variables_of_the_recipe_and_run_api_no_secret(planned: Planned) -> None:
@@ -208,7 +210,9 @@ def test_a_busy_port_of_run_api_is_replaced_or_refused_with_the_pid(read: Read) 
         wanted = Ports(unused(), unused(), unused(), None, {"atropos_port": busy})
         ports, notes = free_ports(read(**GROUPS), wanted, "127.0.0.1")
         assert ports.extensions["atropos_port"] not in (busy, None) and ports.server == wanted.server
-        assert notes == [f"port {busy} (atropos_port) is in use by another process; using {ports.extensions['atropos_port']}"]
+        assert notes == [
+            f"port {busy} (atropos_port) is in use by another process; using {ports.extensions['atropos_port']}"
+        ]
         recipe = read(**GROUPS, atropos_port=busy)
         for refuse in (lambda: free_ports(recipe, wanted, "127.0.0.1"), lambda: need_named_ports(recipe)):
             with pytest.raises(ConfigError) as refused:

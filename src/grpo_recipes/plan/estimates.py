@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.extensions.environments.recipe import frozen_opponents
 from grpo_recipes.plan.commands import CPU_KV_CACHE_GIB, gpu_share, longest_sequence
 from grpo_recipes.plan.models import Facts, UnknownShape, read_model
 from grpo_recipes.plan.needs import GIB, Disk, Need, Parts, in_gib
@@ -82,7 +81,6 @@ class Workload(dict[str, Any]):
             "sequence": sequence,  # tokens of the longest prompt and completion together
             "completion": min(sequence, completion or sequence),  # tokens of the longest one
             "low": mixed_precision(recipe) != "no",  # whether a forward pass computes in 16 bits, whatever the weights
-            "opponents": len(frozen_opponents(recipe.__getitem__)),
             "reference": recipe["beta"] != 0.0 or bool(plan.maxent and plan.maxent.beta),
             **{name: getattr(plan, name) for name in ("device", "mode", "accelerator", "bridge", "gpu_shared")},
             **{key: recipe[key] for key in _KEYS},
@@ -243,8 +241,6 @@ class Workload(dict[str, Any]):
         if self["reference"] and not self["use_peft"] and not self.offloads:
             shards = self["world_size"] if accelerator in ("zero3", "fsdp2") else 1
             held["reference"] = (self.trained_element if self.zero else self.element) * whole // shards
-        if self.get("opponents"):
-            held["opponents"] = self.element * whole * self["opponents"]
         copies = 2 if accelerator == "ddp" else 1  # DDP's buckets are a second copy
         gradients = self.trained_element * (copies * self.trained // self.shards + (_ZERO_BUCKET if self.zero else 0))
         gradients = 0 if self.offloads else gradients

@@ -256,9 +256,9 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
             raise config_error(recipe.source("vllm_enable_sleep_mode"), what, "remove vllm_enable_sleep_mode")
         return mode
     if len(nodes) == len(resources.gpus) == 1 and mode == "server" and not devices.share_gpu(recipe, resources, mode):
-        if users := next(filter(None, (part.needs_server(recipe) for part in roles())), ""):
-            what = f"{users} need a vLLM server next to the trainer, and one GPU is visible"
-            raise config_error(where, what, "ask for more GPUs, or set vllm_gpu: shared (one GPU for both)")
+        if need := next(filter(None, (part.needs_server(recipe) for part in roles())), None):
+            what = f"{need[0]} a vLLM server next to the trainer, and one GPU is visible"
+            raise config_error(where, what, f"ask for more GPUs, or set vllm_gpu: shared (one GPU for both){need[1]}")
         if recipe["overlap_generation"]:
             what = "overlap_generation needs a GPU for the server beside the trainer's, and one is visible"
             raise config_error(recipe.source("overlap_generation"), what, "remove it, or ask for more GPUs")

@@ -30,9 +30,12 @@ class Roles:
         """Yield what is worth knowing about this plan."""
         yield from ()
 
-    def needs_server(self, recipe: Recipe) -> str:
-        """Return who needs a vLLM server, as the subject of a message; empty if vLLM may run inside the trainers."""
-        return ""
+    def needs_server(self, recipe: Recipe) -> tuple[str, str] | None:
+        """Return who needs a vLLM server, e.g. ``("the judges need", "")``; None if vLLM may run inside the trainers.
+
+        The second text is appended to the fix.
+        """
+        return None
 
     def samples_by_itself(self, recipe: Recipe) -> bool:
         """Return whether its processes send requests to the server beside those of the trainers."""

@@ -22,7 +22,6 @@ EXTENSION = Extension(
     assets="grpo_recipes.extensions.atropos.recipe:dataset_names",
     rollouts="grpo_recipes.extensions.atropos.rollouts:AtroposRollouts",
     deep_check="grpo_recipes.extensions.atropos.deep_check:load_environments",
-    commands={"atropos": "grpo_recipes.extensions.atropos.replay_command:atropos"},
     nested={
         "atropos_mixture": "grpo_recipes.extensions.atropos.arguments:AtroposMixtureConfig",
         "atropos_mixture.environments": "grpo_recipes.extensions.atropos.arguments:AtroposEnvironmentConfig",

@@ -164,9 +164,9 @@ class AtroposRoles(Roles):
         if plan.bridge == "restart" and uses_atropos(recipe.__getitem__):
             yield restart_note(recipe)
 
-    def needs_server(self, recipe: Recipe) -> str:
-        """Return the subject of a message if environments send requests to the server."""
-        return "Atropos' environments" if uses_atropos(recipe.__getitem__) else ""
+    def needs_server(self, recipe: Recipe) -> tuple[str, str] | None:
+        """Return that environments send requests to the server."""
+        return ("Atropos' environments need", "") if uses_atropos(recipe.__getitem__) else None
 
     def samples_by_itself(self, recipe: Recipe) -> bool:
         """Return True with Atropos: environments work on groups of later steps too."""

@@ -31,7 +31,6 @@ from grpo_recipes.extensions.atropos.access import SETTINGS
 from grpo_recipes.extensions.atropos.client import AtroposClient, AtroposError, Registration
 from grpo_recipes.extensions.atropos.group import Group, Trajectory, trajectories
 from grpo_recipes.extensions.atropos.recipe import atropos_environments, longest_trajectory
-from grpo_recipes.extensions.atropos.replay import RECORDING, Recording
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
 from grpo_recipes.rollouts.source import Source
@@ -85,7 +84,6 @@ class AtroposRollouts(Source):
         self._fresh: list[bool] = []
         self._texts: list[list[Message]] = []
         self._client: AtroposClient | None = None  # rank 0's, once it is registered
-        self._recording: Recording | None = None  # rank 0's, where the recipe asks for one
         self._since = 0.0  # when the last groups were taken, by time.monotonic
         self._labels: set[str] = set()  # of all environments that groups came from
 
@@ -216,9 +214,6 @@ class AtroposRollouts(Source):
             current=step,
             max_staleness=self._script.atropos_max_staleness,
         )
-        if self._script.atropos_record:
-            self._recording = self._recording or Recording(self._run_dir / RECORDING, step)
-            self._recording.add(step + 1, groups)
         now = time.monotonic()
         rows = [row for group in groups for row in trajectories(group)]
         fresh = [group.policy_version == step and _is_plain(group) for group in groups for _ in group.tokens]

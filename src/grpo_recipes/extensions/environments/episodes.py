@@ -25,7 +25,6 @@ from grpo_recipes.data.prompts import Prompts
 from grpo_recipes.extensions.environments.benchmarks import play_benchmark
 from grpo_recipes.extensions.environments.episode import Episode, Side, Tokens, environment_pool
 from grpo_recipes.extensions.environments.libraries import LIBRARIES
-from grpo_recipes.extensions.environments.opponents import Opponents
 from grpo_recipes.extensions.environments.recipe import environments_of, turn_tokens
 from grpo_recipes.extensions.environments.rows import episode_prompts, evaluation_episodes, training_episodes
 from grpo_recipes.extensions.environments.rules import SOURCE
@@ -36,7 +35,7 @@ from grpo_recipes.rewards.load import LimitRecords, key_of
 from grpo_recipes.rewards.score import Score
 from grpo_recipes.rollouts.renderer import DUMMY, Renderer
 from grpo_recipes.rollouts.source import Source
-from grpo_recipes.rollouts.turns import BASE, POLICY, Message, Turn
+from grpo_recipes.rollouts.turns import BASE, Message, Turn
 
 _EPSILON = 1e-4  # added to a standard deviation, as in TRL
 
@@ -57,7 +56,6 @@ class Episodes(Source):
         self._specs = {spec: f"{copy_path(spec, copies)}:{split_spec(spec)[1]}" for spec in files}
         self._records = LimitRecords(copies / f"episodes_{os.environ.get('RANK', '0')}.jsonl")
         self._labels = labels_of(environments_of(partial(getattr, script_args)))
-        self._opponents = Opponents()
         self._pool = environment_pool(partial(getattr, script_args), copies)
         self._pool.start()
         self.turn_tokens = turn_tokens(
@@ -179,13 +177,8 @@ class Episodes(Source):
                 episode.write([], [], "")
             return
         prompts, rows = [episode.read() for episode in episodes], [episode.row for episode in episodes]
-        logprobs: Sequence[Any] | None = None
-        served = trainer.rollouts.of_base_model() if mover == BASE else None
-        if mover == POLICY or served is not None:
-            with served or nullcontext():
-                sampled, logprobs = self._sample(prompts, rows, most, name, trainer)
-        else:
-            sampled = self._opponents.frozen(mover, trainer).sample(prompts, name, rows, self.turn_tokens)
+        with trainer.rollouts.of_base_model() if mover == BASE else nullcontext():
+            sampled, logprobs = self._sample(prompts, rows, most, name, trainer)
         renderer = renderer_for(trainer)
         for episode, ids, of_ids in zip(episodes, sampled, logprobs or [None] * len(episodes), strict=False):
             episode.write(list(ids), of_ids, renderer.text(list(ids)))

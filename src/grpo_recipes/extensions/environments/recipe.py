@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from grpo_recipes.rollouts.turns import BASE, POLICY, SCRIPTED
+from grpo_recipes.rollouts.turns import SCRIPTED
 
 
 def environments_of(recipe: Callable[[str], Any]) -> list[tuple[str, dict[str, Any], float]]:
@@ -30,12 +30,6 @@ def model_opponents(recipe: Callable[[str], Any]) -> list[tuple[str, str]]:
     games = [(spec, args) for spec, args, _ in environments_of(recipe) if spec.startswith("textarena:")]
     found = [(spec, str(args.get("opponents", SCRIPTED[0]))) for spec, args in games]
     return [(spec, model) for spec, model in found if model not in SCRIPTED]
-
-
-def frozen_opponents(recipe: Callable[[str], Any]) -> set[str]:
-    """Return the models that play opponents and of which each training process holds a copy that is not trained."""
-    served = {BASE} if recipe("use_peft") and recipe("weight_sync") == "lora" else set()
-    return {model for _, model in model_opponents(recipe)} - {POLICY} - served
 
 
 def turn_tokens(given: int | None, completion: int, turns: int) -> int:

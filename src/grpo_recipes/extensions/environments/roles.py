@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
-from grpo_recipes.extensions.environments.recipe import environments_of, turn_tokens
+from grpo_recipes.extensions.environments.recipe import environments_of, model_opponents, turn_tokens
 from grpo_recipes.plan.roles import Roles
 from grpo_recipes.plan.types import Data, Plan
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.rollouts.turns import BASE
 
 
 class EnvironmentRoles(Roles):
@@ -32,6 +33,12 @@ class EnvironmentRoles(Roles):
                 "an episode of full turns ends unfinished: max_completion_length leaves no token for what is said "
                 "between"
             )
+
+    def needs_server(self, recipe: Recipe) -> tuple[str, str] | None:
+        """Return that the base model plays opponents, which only a server has next to the adapter."""
+        if any(model == BASE for _, model in model_opponents(recipe.__getitem__)):
+            return "opponents: base needs", ", or write opponents: policy"
+        return None
 
 
 ROLES = EnvironmentRoles()

@@ -17,7 +17,6 @@ from grpo_recipes.extensions.environments.libraries import LIBRARIES, library_pr
 from grpo_recipes.extensions.environments.recipe import (
     environments_of,
     episodes_of_each,
-    frozen_opponents,
     model_opponents,
     turn_tokens,
 )
@@ -25,11 +24,11 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.chat_template import left_out, templates_of
 from grpo_recipes.recipe.keys import catalogue, nearest_of
 from grpo_recipes.recipe.registry import ACCURACY, BENCHMARKS, ONE_ANSWER, SOURCE_REWARD
-from grpo_recipes.recipe.rules import OF_DATASETS, Rule, evaluates, given
+from grpo_recipes.recipe.rules import OF_DATASETS, Rule, evaluates, given, wants_server
 from grpo_recipes.recipe.sources import Lookup, PromptSource
 from grpo_recipes.recipe.tasks import MAXENT, task_of
 from grpo_recipes.recipe.user_code import call_parameters, copy_path, problem_with
-from grpo_recipes.rollouts.turns import POLICY
+from grpo_recipes.rollouts.turns import BASE, POLICY
 
 _WITH_TOOLS = ("ToolEnv", "MCPEnv", "SandboxEnv", "PythonEnv")  # how verifiers' classes with tools are called
 OF_ANSWERS = (*ONE_ANSWER, *ACCURACY)  # rewards that compare with an answer
@@ -114,8 +113,6 @@ RULES = (
         "{removal}; environment_unfinished: unscored leaves out episodes without an end"),
     Rule("eval_max_completion_length", lambda r: plays(r) and r["eval_max_completion_length"],
         "an episode has max_completion_length, in evaluations too", "{removal}"),
-    Rule("accelerator", lambda r: r["accelerator"] == "zero3" and frozen_opponents(r.__getitem__),
-        "ZeRO-3 would split a game's opponent, which each process holds whole", "write accelerator: zero2 or fsdp2"),
 )
 # Keys that do nothing without another.
 IDLE = (
@@ -150,6 +147,11 @@ def _names(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
             problems = library_problems(spec, arguments)
             places = [environment_place(recipe, index, one.where.removeprefix("environment_")) for one in problems]
             yield from (replace(one, where=place) for one, place in zip(problems, places, strict=True))
+            if kind == "textarena" and arguments.get("opponents") == BASE and not serves_base_model(recipe):
+                what = "opponents: base needs a vLLM server that has the base model next to the adapter"
+                fix = "write opponents: policy"
+                fix += ", or add use_peft: true and weight_sync: lora" if wants_server(recipe) else ""
+                yield Problem(environment_place(recipe, index, "args"), what, fix)
         elif not copied and (problem := problem_with(spec, where)):
             near = nearest_of(kind.replace("-", "_"), LIBRARIES) if colon else None
             yield replace(problem, fix=f"write {near}:{name}") if near else problem
@@ -160,6 +162,11 @@ def _names(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
         for (spec, _, _), share in zip(found, episodes_of_each(recipe.__getitem__, recipe[key]), strict=True):
             if not share:
                 yield recipe.problem(key, f"{key}: {recipe[key]} leaves none for '{spec}'", "raise it, or that weight")
+
+
+def serves_base_model(recipe: Recipe) -> bool:
+    """Return whether the run's server has the untrained model, which ``opponents: base`` plays with."""
+    return wants_server(recipe) and bool(recipe["use_peft"]) and recipe["weight_sync"] == "lora"
 
 
 def _arguments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
