@@ -1,4 +1,4 @@
-"""The files that GitHub and readers of the repository's front page use: workflow, templates, SECURITY.md, CITATION.cff."""
+"""The files for GitHub and for citations: workflow, templates, SECURITY.md, CITATION.cff."""
 
 from __future__ import annotations
 
