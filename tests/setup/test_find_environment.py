@@ -7,17 +7,18 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from setup_checkout import REPOSITORY, Checkout
 
 ENTRIES = {
-    "run_colocated_grpo.py": "colocated",
-    "run_offline_grpo.py": "offline",
-    "src/atropos_grpo.py": "atropos",
-    "src/colocated_grpo.py": "colocated",
-    "src/offline_grpo.py": "offline",
+    "run_colocated_grpo.py": "grpo_recipes.cli.colocated",
+    "run_offline_grpo.py": "grpo_recipes.cli.offline",
+    "src/atropos_grpo.py": "grpo_recipes.cli.atropos",
+    "src/colocated_grpo.py": "grpo_recipes.cli.colocated",
+    "src/offline_grpo.py": "grpo_recipes.cli.offline",
 }
 OTHERS = ("smoke_test.py", "run_tests.py", "test_gpu_integration.py", "scripts/find_environment.py")
 PRINTS = '#!/bin/bash\n[[ $1 == -I ]] || echo "$0 $*"\n'
@@ -48,9 +49,10 @@ def run(script: Path, checkout: Checkout, **variables: str) -> subprocess.Comple
 def test_an_entry_script_continues_in_the_environment_of_its_checkout(
     name: str, python: Path, checkout: Checkout
 ) -> None:
+    assert find_spec(ENTRIES[name])
     done = run(checkout.root / name, checkout)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{python} -P -s -m grpo_recipes.cli.{ENTRIES[name]} --name two words\n"
+    assert done.stdout == f"{python} -P -s -m {ENTRIES[name]} --name two words\n"
 
 
 @pytest.mark.parametrize("variable", ["SLURM_SUBMIT_DIR", "GRPO_HOME"])
@@ -63,7 +65,7 @@ def test_a_copy_of_an_entry_script_finds_the_checkout(
     copy.parent.mkdir(parents=True)
     shutil.copy(checkout.root / name, copy)
     done = run(copy, checkout, **{variable: str(checkout.root)})
-    assert done.stdout == f"{python} -P -s -m grpo_recipes.cli.{ENTRIES[name]} --name two words\n"
+    assert done.stdout == f"{python} -P -s -m {ENTRIES[name]} --name two words\n"
 
 
 def test_the_module_prints_the_python_of_the_environment(python: Path, checkout: Checkout) -> None:
