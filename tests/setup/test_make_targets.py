@@ -27,7 +27,8 @@ from setup_checkout import REPOSITORY
         ("docs", "-m mkdocs build --strict"),
         ("e2e-today", 'tests/today.py -m "slow and not soak"'),
         ("coverage", "tests/check_guide_rows.py"),
-        ("evidence", "bench/evidence.py"),
+        ("evidence", "bench/tables.py"),
+        ("evidence", "evidence/maxent_tables.py"),
         ("maxent", "for part in tuning report lengths graph; do"),
     ],
 )

@@ -277,7 +277,7 @@ def policy_per_token(recipe: Callable[[str], Any]) -> bool:
     return not has_temperature and bool(recipe("maxent_length_normalize_policy"))
 
 
-# No objective is the default: none has shown what docs/maxent-protocol.md asks of one. The tau of listwise and of
+# No objective is the default: none has shown what evidence/protocol.md asks of one. The tau of listwise and of
 # tempered, and maxent_policy_temperature, are those of its tuning; that of weighted_mle is a convention.
 OBJECTIVES: dict[str, Objective] = {
     "listwise": Objective(tau=0.2, unread=_OF_UTILITIES, targets_q=True),

@@ -1,6 +1,6 @@
 """What GRPO and MaxEnt-GRPO do to many right answers, on policies that are tables: no model, float64, one core.
 
-    python bench/tabular_maxent.py [--out bench/results/tabular_maxent.json] [--figure docs/assets/maxent_tabular.svg]
+    python evidence/tabular_maxent.py [--out FILE.json] [--figure FILE.svg]
 
 A prompt has 100 answers, 2 to 8 of them right, each half as likely as the one before. The policy is a softmax over a
 logit for each. A step samples a group per prompt, turns its rewards to advantages with ``algorithms.maxent``, and
@@ -19,11 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from made_by import begin, write_record
-from tabular_figure import Line, Panel, write_figure
+from bench_tools import DOCS, RESULTS, Line, Panel, begin, write_figure, write_record
 from tabular_policy import GROUP, MATCHED, MEASURES, Arm, Policy, Task, Training, make_task, measure, train
-
-from grpo_recipes.paths import home
 
 POINTS = 25  # of a curve in the result, beside the start
 SELECTION_SEEDS = range(101, 106)  # choose the tau of an objective; no table uses them
@@ -297,8 +294,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--seeds", type=int, default=10, choices=range(2, 11), help="runs of an arm")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--out", type=Path, default=home() / "bench/results/tabular_maxent.json")
-    parser.add_argument("--figure", type=Path, default=home() / "docs/assets/maxent_tabular.svg")
+    parser.add_argument("--out", type=Path, default=RESULTS / "tabular_maxent.json")
+    parser.add_argument("--figure", type=Path, default=DOCS / "assets/maxent_tabular.svg")
     options = parser.parse_args()
     origin = begin(options.out)
     result = run(options.prompts, range(1, options.seeds + 1), options.steps)

@@ -1,4 +1,4 @@
-"""The experiment of bench/multi_answer.py in small: task, exact metrics, statistics, and every part."""
+"""The experiment of evidence/multi_answer.py in small: task, exact metrics, statistics, and every part."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rotation import ROTATES
-
 from bench.scripts import script
+from rotation import ROTATES
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    with script("multi_answer") as module:
+    with script("multi_answer", folder="evidence") as module:
         yield module
 
 

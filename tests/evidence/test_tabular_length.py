@@ -1,4 +1,4 @@
-"""bench/tabular_length.py: the length law and its repair in small, what rests where, and what its command writes."""
+"""evidence/tabular_length.py: the length law and its repair in small, what rests where, and what its command writes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-
 from bench.scripts import script
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    with script("tabular_length", threads=1) as module:
+    with script("tabular_length", threads=1, folder="evidence") as module:
         yield module
 
 

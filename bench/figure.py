@@ -1,4 +1,4 @@
-"""The figure of ``tabular_maxent.py``: three panels of lines as one SVG that stands alone."""
+"""A figure of the documentation: panels of lines as one SVG without other files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What an answer's length does to ``listwise``, its repair and other methods, on the tables of ``tabular_policy.py``.
 
-    python bench/tabular_length.py [--out bench/results/tabular_length.json] [--figure docs/assets/tabular_length.svg]
+    python evidence/tabular_length.py [--out FILE.json] [--figure FILE.svg]
 
 The task is that of ``tabular_maxent.py``, with T tokens in each answer; log pi(y) is that of the whole answer. Losses
 are a mean over tokens with a learning rate of T, or a sum: the length of the loss cancels, that in the weights stays.
@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from made_by import begin, write_record
-from tabular_figure import Line, Panel, write_figure
+from bench_tools import DOCS, RESULTS, Line, Panel, begin, write_figure, write_record
 from tabular_maxent import SELECTION_SEEDS, WITH_ENTROPY, WITH_KL, best_of, with_interval
 from tabular_policy import (
     MATCHED,
@@ -47,8 +46,6 @@ from tabular_policy import (
     train,
     weigh,
 )
-
-from grpo_recipes.paths import home
 
 TAU = 0.2
 LENGTHS = (1, 2, 3, 5, 10, 30, 100)
@@ -293,8 +290,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--seeds", type=int, default=5, choices=range(2, 11), help="runs of an arm")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--out", type=Path, default=home() / "bench/results/tabular_length.json")
-    parser.add_argument("--figure", type=Path, default=home() / "docs/assets/tabular_length.svg")
+    parser.add_argument("--out", type=Path, default=RESULTS / "tabular_length.json")
+    parser.add_argument("--figure", type=Path, default=DOCS / "assets/tabular_length.svg")
     options = parser.parse_args()
     origin = begin(options.out)
     result = run(options.prompts, range(1, options.seeds + 1), options.steps)

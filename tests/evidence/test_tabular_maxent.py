@@ -1,4 +1,4 @@
-"""bench/tabular_maxent.py: its gradients are right, it is deterministic, and its one command writes both files."""
+"""evidence/tabular_maxent.py: its gradients are right, it is deterministic, and its one command writes both files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE_PG = torch.tensor([[1.0, 0.0]])
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(home() / "bench"))
+    monkeypatch.syspath_prepend(str(home() / "evidence"))
     return importlib.import_module("tabular_maxent")
 
 

@@ -1,4 +1,4 @@
-"""The graph task of bench/graph_task.py: its graphs, what the model reads and was shown, and the exact metrics."""
+"""The graph task of evidence/graph_task.py: its graphs, what the model reads and was shown, and the exact metrics."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from bench.scripts import script
 from transformers import AutoModelForCausalLM
 
-from bench.scripts import script
 from grpo_recipes.extensions.problems.modebench.dataset import problem_of, right_answers
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    with script("graph_task", threads=1) as module:
+    with script("graph_task", threads=1, folder="evidence") as module:
         yield module
 
 

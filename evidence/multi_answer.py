@@ -1,13 +1,13 @@
 """Does MaxEnt-GRPO keep more right answers alive than GRPO? Tiny models, exact metrics, many seeds.
 
-    python bench/multi_answer.py tuning     # settings of each arm, on draws of their own
-    python bench/multi_answer.py report     # the arms at their chosen settings, on other draws: the verdict
-    python bench/multi_answer.py lengths    # answers of 3, 10 and 30 tokens
-    python bench/multi_answer.py graph      # graph colouring of ModeBench
+    python evidence/multi_answer.py tuning     # settings of each arm, on draws of their own
+    python evidence/multi_answer.py report     # the arms at their chosen settings, on other draws: the verdict
+    python evidence/multi_answer.py lengths    # answers of 3, 10 and 30 tokens
+    python evidence/multi_answer.py graph      # graph colouring of ModeBench
     make evidence                           # tables and figures from the rows
 
-Each part adds a row for each run to bench/results/maxent_PART.jsonl; a call continues where one before was stopped.
-docs/maxent-protocol.md was written before the runs: what is tuned, compared and concluded. The tasks are in
+Each part adds a row for each run to evidence/results/maxent_PART.jsonl; a call continues where one before was stopped.
+protocol.md was written before the runs: what is tuned, compared and concluded. The tasks are in
 ``multi_answer_task.py`` and ``graph_task.py``, and what is made of the rows in ``multi_answer_report.py``.
 """
 
@@ -31,8 +31,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import multi_answer_report as report
 import torch
+from bench_tools import RESULTS, append_record, begin
 from graph_task import graph
-from made_by import RESULTS, append_record, begin
 from multi_answer_task import Task, sums
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
@@ -211,7 +211,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="optimizer steps of a run, in the place of the protocol's")
     parser.add_argument("--runs", type=int, help="the first of the part's runs alone")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
-    parser.add_argument("--out", type=Path, help="file of rows, in the place of bench/results/maxent_PART.jsonl")
+    parser.add_argument("--out", type=Path, help="file of rows, in the place of evidence/results/maxent_PART.jsonl")
     return parser.parse_args()
 
 

@@ -2,7 +2,7 @@
 
 Runs are compared where their reward is the same: at the first crossing of ``LEVEL`` by mean@8 on the equations trained
 on, between measurements by a straight line. A run that never gets there counts with a coverage of 0, and by its end in
-the other primary measure. docs/maxent-protocol.md says why, and was written first.
+the other primary measure. protocol.md says why, and was written first.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from made_by import RESULTS
-from tabular_figure import Line, Panel
+from bench_tools import RESULTS, Line, Panel
 
 Rows = Sequence[dict[str, Any]]
 LEVEL = 0.7  # mean@8 on what is trained on
