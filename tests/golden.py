@@ -19,17 +19,21 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import check
 
 
-def golden_files(folder: Path) -> list:
-    """Return a test case per file of a folder."""
-    return [pytest.param(path, id=path.stem) for path in sorted(folder.glob("*.yaml"))]
+def golden_files(module: str, group: str) -> list:
+    """Return a test case per file of the folder ``golden/GROUP`` next to a test module."""
+    files = sorted((Path(module).with_name("golden") / group).glob("*.yaml"))
+    assert files, f"no golden files of {group}"
+    return [pytest.param(path, id=path.stem) for path in files]
 
 
 def compare_messages(path: Path, read: Callable[..., Recipe]) -> None:
@@ -37,7 +41,7 @@ def compare_messages(path: Path, read: Callable[..., Recipe]) -> None:
     text = path.read_text()
     messages = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
     wrong, *corrections = yaml.safe_load_all(text.replace("FOLDER", str(path.parent)))
-    problems = [str(problem).replace(str(path.parent), "FOLDER") for problem in check(read(**wrong), {})]
+    problems = [problem.replace(str(path.parent), "FOLDER") for problem in problems_of(read, wrong)]
     if os.environ.get("GRPO_GOLDEN") == "write" and not matches(messages, problems):
         keys = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("# "))
         path.write_text("".join(f"# {problem}\n" for problem in problems) + keys)
@@ -48,7 +52,16 @@ def compare_messages(path: Path, read: Callable[..., Recipe]) -> None:
     for correction in corrections:
         removed = correction.pop("remove", ())
         keys = {key: value for key, value in {**wrong, **correction}.items() if key not in removed}
-        assert check(read(**keys), {}) == [], correction
+        assert problems_of(read, keys) == [], correction
+
+
+def problems_of(read: Callable[..., Recipe], keys: dict[str, Any]) -> list[str]:
+    """Return the problems of a recipe with these keys: of its types, or else of the rules."""
+    try:
+        problems = check(read(**keys), {})
+    except ConfigError as error:
+        problems = error.problems
+    return list(map(str, problems))
 
 
 def matches(messages: list[str], problems: list[str]) -> bool:

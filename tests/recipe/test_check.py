@@ -12,7 +12,6 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import read_recipe, registry
 from grpo_recipes.recipe.check import check, resolve_recipe
 
-GOLDEN = Path(__file__).with_name("golden")
 ROOT = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(path for path in ROOT.rglob("*.yaml") if path.parent != ROOT / "base")
 
@@ -28,7 +27,7 @@ def test_there_are_shipped_recipes():
     assert {"grpo.yaml", "config_math.yaml"} <= {path.name for path in RECIPES}
 
 
-@pytest.mark.parametrize("path", golden_files(GOLDEN / "check"))
+@pytest.mark.parametrize("path", golden_files(__file__, "check"))
 def test_a_broken_rule_is_told_and_the_correction_passes(read, path):
     compare_messages(path, read)
 

@@ -20,7 +20,6 @@ from grpo_recipes.recipe.registry import atropos_environments, atropos_labels, o
 
 pytest.importorskip("atroposlib")
 
-GOLDEN = Path(__file__).with_name("golden")
 GROUPS = {
     "dataset_name": None, "atropos_environment": "arithmetic", "reward_funcs": ["environment"], "max_steps": 10,
 }  # fmt: skip
@@ -48,7 +47,7 @@ def own(tmp_path: Path) -> str:
     return str(tmp_path / "own.py")
 
 
-@pytest.mark.parametrize("path", golden_files(GOLDEN / "atropos"))
+@pytest.mark.parametrize("path", golden_files(__file__, "atropos"))
 def test_what_is_wrong_is_said_with_its_fix_and_right_without_it(read: Read, path: Path) -> None:
     compare_messages(path, read)
 

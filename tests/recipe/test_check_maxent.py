@@ -14,7 +14,6 @@ from grpo_recipes.recipe.check import check, notes
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
 from grpo_recipes.recipe.registry import OBJECTIVES
 
-GOLDEN = Path(__file__).with_name("golden")
 LISTWISE = {"maxent_objective": "listwise"}
 MLE = {"maxent_objective": "weighted_mle"}
 TEMPERED = {"maxent_objective": "tempered"}
@@ -33,7 +32,7 @@ NEEDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", golden_files(GOLDEN / "maxent"))
+@pytest.mark.parametrize("path", golden_files(__file__, "maxent"))
 def test_a_broken_rule_is_told_and_the_correction_passes(read, path):
     compare_messages(path, read)
 
