@@ -44,11 +44,11 @@ class Row:
         id: a slug, unique in its section.
         section: title of one of the file's sections.
         status: one of the file's statuses.
-        evidence: one of the file's kinds; ``fake:PART`` for a stand-in of a part.
+        evidence: one of the file's kinds; ``fake:PART`` if a test replaces a part.
         tests: ids of the tests that show it, ``file::function``.
         keys: recipe keys that are accepted, refused, or (status ``later``) unknown.
         variables: environment variables that are read, or (status ``later``) not read.
-        note: what replaces a refused row, or why it is not there. For keys, the fix that `grpo check` prints.
+        note: the replacement of a refused row, or the reason. For keys, the fix that `grpo check` prints.
     """
 
     id: str
@@ -66,12 +66,12 @@ class Fault:
     """A fault and the end of a run that meets it.
 
     Attributes:
-        fault: what happens.
+        fault: the event, such as a killed process.
         ends: one of ``ENDS``.
         said: words of ours that the user sees, ``{}`` for the parts that vary.
-        fix: what to do.
+        fix: the user's next step.
         tests: ids of the tests that inject it, ``file::function``.
-        limit: what bounds the time until the run has ended.
+        limit: the longest time until the run has ended.
     """
 
     fault: str
@@ -132,7 +132,7 @@ def needs() -> dict[str, str]:
 
 
 def problems() -> list[str]:
-    """Return what is wrong with the ledgers, one line per problem. Tests are looked up, not run."""
+    """Return the problems of the ledgers, one line each. Tests are looked up, not run."""
     lines = []
     for file in ROW_FILES:
         head, rows = document(file), read_rows(file)
