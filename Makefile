@@ -51,8 +51,8 @@ exact: setup  ## continue runs from every checkpoint, compare final weights; wri
 	GRPO_EXACT_RESULT=$(EXACT) $(BIN)/python -m pytest $(EXACT_TESTS) $(PYTEST_ARGS)
 	@GRPO_EXACT_RESULT=$(EXACT) $(BIN)/python tests/exact_record.py
 
-coverage: setup  ## whether the last make test and make e2e show what tests/*_rows.yaml and findings.yaml claim
-	GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python tests/check_guide_rows.py
+coverage: setup  ## check that the tests of tests/*_rows.yaml and faults.yaml passed in the last make test and make e2e
+	GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python tests/ledgers.py
 
 mutants: setup  ## empty functions one at a time; each has to fail a test (MUTANTS="words" of some)
 	$(BIN)/python tests/mutants.py $(MUTANTS)

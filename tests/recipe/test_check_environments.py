@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden import compare_messages, golden_files
 
 from grpo_recipes import cli
 from grpo_recipes.recipe import Recipe, read_recipe
@@ -64,46 +65,9 @@ def test_a_server_of_openenv_needs_the_network(read: Read) -> None:
     assert check(read(**keys, environment_network=True), {}) == []
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right", "said"),
-    [
-        (PLAYS | {"environment": f"{GAME}:Summs"}, PLAYS, "has no 'Summs'. Fix: write one of "),
-        (PLAYS | {"environment": "gone.py:Sums"}, PLAYS, "gone.py"),
-        (PLAYS | {"environment": "reasoning-gym:maze"}, PLAYS, "Fix: write reasoning_gym:maze"),
-        (PLAYS | {"environment": "text_arena:Nim-v0"}, PLAYS, "Fix: write textarena:Nim-v0"),
-        (PLAYS | {"environment_mixture": MIXED["environment_mixture"]}, MIXED, "are both given"),
-        (MIXED | {"environment_mixture": {"environments": [{"weight": 2.0}]}}, MIXED, "an environment has no id"),
-        (MIXED | {"environment_mixture": {"environments": []}}, MIXED, "environment_mixture names no environments"),
-        (PLAYS | {"environment": ""}, PLAYS, "environment names nothing"),
-        (MIXED | {"environment_args": {"most": 2}}, PLAYS | {"environment_args": {"most": 2}}, "does nothing without"),
-        ({"environment_max_turns": 2}, PLAYS | {"environment_max_turns": 2}, "does nothing without environment"),
-        (PLAYS | {"dataset_name": "openai/gsm8k"}, PLAYS, "'dataset_name' does nothing with environment"),
-        (PLAYS | {"system_prompt": "Add."}, PLAYS, "'system_prompt' does nothing with environment"),
-        (PLAYS | {"reward_funcs": ["format_tags"]}, PLAYS, "Fix: write reward_funcs: [environment]"),
-        (PLAYS | {"reward_funcs": ["environment", "math_verify"]},
-         PLAYS | {"reward_funcs": ["environment", "format_tags"]}, "an episode does not have. Fix: remove math_verify"),
-        ({"reward_funcs": ["environment"]}, PLAYS, "no environment is named"),
-        (PLAYS | {"benchmarks": ["reasoning_gym:maze"]}, PLAYS | {"benchmarks": [PLAYS["environment"]]},
-         "the recipe does not train on 'reasoning_gym:maze', so"),
-        (PLAYS | {"environment_turn_length": 9000}, PLAYS | {"environment_turn_length": 100}, "which is for all turns"),
-        (PLAYS | {"environment_max_turns": 9000}, PLAYS, "leaves no token for a turn"),
-        (PLAYS | {"environment_max_turns": 10, "environment_turn_length": 40, "max_completion_length": 40},
-         PLAYS | {"environment_max_turns": 10, "environment_turn_length": 2, "max_completion_length": 40},
-         "environment_max_turns 10 by environment_turn_length 40 exceeds max_completion_length 40, which is for all "
-         "turns and what is said between them. Fix: raise max_completion_length, or write environment_turn_length: 2"),
-        (PLAYS | {"mask_truncated_completions": True}, PLAYS | {"environment_unfinished": "unscored"},
-         "not one that has no end. Fix: remove mask_truncated_completions; environment_unfinished: unscored leaves"),
-        (PLAYS | {"environment_credit": "per_turn", "multi_objective_aggregation": "normalize_then_sum"},
-         PLAYS | {"multi_objective_aggregation": "normalize_then_sum"}, "per_turn contradicts multi_objective"),
-        (PLAYS | {"environment_credit": "per_turn", "maxent_objective": "tempered"},
-         PLAYS | {"environment_credit": "per_turn"}, "per_turn contradicts MaxEnt-GRPO"),
-        (PLAYS | {"environment_credit": "per_turn", "reward_funcs": ["environment", "format_tags"]},
-         PLAYS | {"environment_credit": "per_turn"}, "takes the environment's rewards alone"),
-    ],
-)  # fmt: skip
-def test_what_is_refused_of_environments(read: Read, wrong: dict[str, Any], right: dict[str, Any], said: str) -> None:
-    assert said in " ".join(map(str, check(read(**wrong), {})))
-    assert check(read(**right), {}) == []
+@pytest.mark.parametrize("path", golden_files(__file__, "environments"))
+def test_what_is_refused_of_environments(read: Read, path: Path) -> None:
+    compare_messages(path, read)
 
 
 @pytest.mark.parametrize(
