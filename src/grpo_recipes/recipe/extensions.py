@@ -54,6 +54,7 @@ class Extension:
     # Option of `grpo logs` -> the beginning of the roles whose logs it prints, and its help line.
     logs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     run_hooks: str = ""  # a launch.hooks.RunHooks: called when an attempt starts and ends
+    server_routes: str = ""  # a fastapi.APIRouter that the vLLM server includes
     rollouts: str = ""  # a subclass of rollouts.source.Source
     deep_check: str = ""  # a function (trainers.deep_check.DeepCheck) -> lines, for `grpo check --deep`
     # The console.

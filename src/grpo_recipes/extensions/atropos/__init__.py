@@ -20,6 +20,7 @@ EXTENSION = Extension(
     metrics="grpo_recipes.extensions.atropos.metrics:METRICS",
     advice="grpo_recipes.extensions.atropos.advice:ADVICE",
     assets="grpo_recipes.extensions.atropos.recipe:dataset_names",
+    server_routes="grpo_recipes.extensions.atropos.generate_endpoint:router",
     rollouts="grpo_recipes.extensions.atropos.rollouts:AtroposRollouts",
     deep_check="grpo_recipes.extensions.atropos.deep_check:load_environments",
     nested={

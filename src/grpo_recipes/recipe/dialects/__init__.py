@@ -25,7 +25,7 @@ NAMES_FILE = Path(__file__).with_name("names.yaml")
 # Other names that a recipe may use, those of the Slurm training guide; both in one place contradict each other.
 ALIASES = {"gen_temperature": "temperature", "gen_top_p": "top_p", "init_kl_coeff": "beta",
            "weight_bridge_mode": "weight_sync"}  # fmt: skip
-# The modes of Atropos' example trainer -> our bridges.
+# The weight sync methods under their names in an example trainer -> ours.
 BRIDGE_MODES = {"none": "restart", "shared_vllm": "shared", "lora_only": "lora", "lora_restart": "restart"}
 ADAPTER_MODES = ("lora_only", "lora_restart")  # those with use_peft, where nothing else is said
 # Values elsewhere that mean one of ours.
