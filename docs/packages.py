@@ -1,4 +1,4 @@
-"""The drawing and the table of packages on the page "How it works", made from the imports by ``scripts/packages.py``."""
+"""The drawing and the table of packages on the page "How it works", made from the imports of the code."""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ PACKAGES = {**CORE, **ABOVE}
 NAMES: dict[str, str] = {
     "atropos": r"atropos|run[-_]api",
     "colocated": r"colocated_grpo|run_colocated",
-    "environments": r"textarena|reasoning_gym|openenv|extensions\.environments|extensions/environments|environment_(args|mixture|episodes|eval_episodes|max_turns|turn_length|credit|unfinished|timeout|memory_gib|workers|network)",
+    "environments": r"textarena|reasoning_gym|openenv|extensions[./]environments|environment_"
+    r"(args|mixture|episodes|eval_episodes|max_turns|turn_length|credit|unfinished|timeout|memory_gib|workers|network)",
     "migrate": r"open-?r1",
     "offline": r"hydra|offline_grpo|run_offline",
     "problems": r"modebench|seeded:|problem_seed\w*",
