@@ -55,7 +55,6 @@ from grpo_recipes.process.reports import gigabytes, print_line, say
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.process.terminal import OUTPUT
 from grpo_recipes.process.tree import become_subreaper, end_descendants, reap
-from grpo_recipes.publish.publisher import Publisher
 from grpo_recipes.publish.push import need_target
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import EXTERNAL
@@ -140,10 +139,9 @@ def _prepare(
     plan = with_processes(plan, recipe, resources, os.environ, names, sources)
     plan.notes.extend(notes)
     record_assets(run, sources)
-    publisher = Publisher(target, run.folder, os.environ, say) if target else None
     attempt = prepare(run, recipe, plan, names, resources, workers, options.update_rewards)
     attempt.scratch.locks.append(os.dup(claimed))  # process guards hold the run while anything of it lives
-    return replace(attempt, publisher=publisher)
+    return replace(attempt, target=target)
 
 
 def _dry_run(options: resolve.Options, resources: Resources) -> int:
