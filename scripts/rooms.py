@@ -39,7 +39,7 @@ ROOMS: dict[str, str] = {
     "plan": "devices, batch, commands, estimates",
     "atropos": "scored groups of Atropos: run-api's client, environments",
     "rollouts": "where completions come from",
-    "publish": "checkpoints to the hub",
+    "publish": "the final model to the hub",
     "evaluate": "benchmarks",
     "report": "report.html and comparisons",
     "launch": "execute a plan: start, supervise, monitor, finish",

@@ -10,7 +10,6 @@ import pytest
 from report.synthetic_runs import make_run
 
 from grpo_recipes.cli import main
-from grpo_recipes.runs.rundir import write_json
 
 
 def test_one_run_gets_its_page_in_the_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,14 +37,6 @@ def test_several_runs_get_one_page_here(
     assert capsys.readouterr().out == "grpo: report.html\n"
     assert "2 runs compared" in (tmp_path / "report.html").read_text()
     assert not (folders[0] / "report.html").exists()
-
-
-def test_a_comparison_gets_a_page_of_its_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    modes = [make_run(tmp_path, name, steps=3, seed=number) for number, name in enumerate(("file", "shared"))]
-    write_json(tmp_path / "compare.json", {"modes": [{"mode": mode.name} for mode in modes]})
-    assert main(["report", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"grpo: {tmp_path}/report.html\n"
-    assert "2 runs compared" in (tmp_path / "report.html").read_text()
 
 
 def test_out_names_the_page(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import stat
 from types import SimpleNamespace
 
 import pytest
+from fake_hub import WRITER, FakeHub
 
+from grpo_recipes.console.publish.push import Target
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch import attempt as attempts
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, new_log, prepare
@@ -88,6 +90,24 @@ def test_nothing_else_is(attempt, scontrol, ending, wanted, job):
     assert finish(made, ending, wanted, job) == ending.code
     assert summary_of(made)["status"] == {0: "completed", 1: "failed", 75: "stopped"}[ending.code]
     assert not scontrol.exists()
+
+
+def test_a_run_that_is_stopped_and_resumed_pushes_its_model_at_the_final_end(attempt, monkeypatch, capsys):
+    made = attempt()
+    folder = made.run.folder
+    made.target = Target("ada/sums", True, "main")
+    (folder / "model").mkdir()
+    (folder / "model/model.safetensors").write_bytes(b"weights")
+    (folder / "recipe.yaml").touch()
+    with FakeHub().running() as hub:
+        for name, value in hub.environment(WRITER).items():
+            monkeypatch.setenv(name, value)
+        for ending in (STOPPED, Ending(1, "rank 0: ValueError", 0)):
+            finish(made, ending, wants_requeue=False, job=None)
+            assert hub.requests == [] and "published" not in summary_of(made)
+        assert finish(made, Ending(0), wants_requeue=False, job=None) == 0
+        assert summary_of(made)["published"]["commit"] == hub.repos["model", "ada/sums"].at("main")
+    assert "published in" in capsys.readouterr().out
 
 
 def test_grpo_stop_keeps_it_from_coming_back(attempt, scontrol, capsys):

@@ -37,7 +37,7 @@ def watch(read, tmp_path):
     recipe = read()
 
     def make() -> Monitor:
-        attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=recipe, publisher=None)
+        attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=recipe)
         return Monitor(attempt, SimpleNamespace(can_save=None))
 
     return make
@@ -108,7 +108,7 @@ def test_rows_that_were_moved_aside_do_not_count(watch, tmp_path, capsys):
 
 def test_evaluations_have_a_line_and_completions_one_every_so_many_steps(read, tmp_path, capsys):
     def shown(**keys: int) -> list[str]:
-        attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(**keys), publisher=None)
+        attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(**keys))
         watched = Monitor(attempt, SimpleNamespace(can_save=None))
         with (tmp_path / "eval.jsonl").open("a") as file:
             file.write(json.dumps({"step": 20, "eval_reward": 0.5, "prompts": 8, "seconds": 1}) + "\n")
@@ -141,7 +141,7 @@ def test_the_start_is_said_phase_by_phase_and_the_page_is_written_while_the_run_
     done = threading.Event()
     monkeypatch.setattr(monitor, "report_line", lambda folder: pages.append(folder) or str(done.wait(30)))
     monkeypatch.setattr(monitor.OUTPUT, "live", live.append)
-    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), publisher=None)
+    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read())
     watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
     (tmp_path / "processes").mkdir()
     write_json(tmp_path / "processes/server_state.json", {"epoch": 1, "state": "starting"})
@@ -177,7 +177,7 @@ def test_the_start_is_said_phase_by_phase_and_the_page_is_written_while_the_run_
 def test_a_request_to_stop_is_passed_on_to_the_other_nodes_once(read, tmp_path):
     sent = []
     workers = SimpleNamespace(send=lambda order: sent.append(order))
-    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), publisher=None, workers=workers)
+    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), workers=workers)
     watched = Monitor(attempt, stop := SimpleNamespace(can_save=None, requested=False, look=lambda: None))
     watched.tick()
     assert sent == []
@@ -191,7 +191,7 @@ def test_phases_too_long_for_slurms_signal_are_noted_once(read, tmp_path, monkey
     monkeypatch.setattr(monitor, "job_end_time", lambda environment: time.time() + 1e6)
     monkeypatch.setattr(monitor, "_PHASE_SECONDS", 0)
     append(tmp_path, 1, 1, **{"seconds/evaluate": 400.0})
-    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), publisher=None)
+    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read())
     watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
     watched.tick()
     watched.tick()
@@ -205,7 +205,6 @@ def test_the_other_nodes_dump_stacks_when_a_rank_stalls(read, tmp_path, monkeypa
     attempt = SimpleNamespace(
         run=SimpleNamespace(folder=tmp_path),
         recipe=read(),
-        publisher=None,
         workers=workers,
         environment={},
         plan=SimpleNamespace(mode="server"),
@@ -251,7 +250,7 @@ def test_a_transfer_is_no_longer_than_any_other_phase():
 def test_a_transfer_that_waits_for_the_next_server_is_not_late(read, tmp_path, monkeypatch, server, ends):
     monkeypatch.setattr(monitor, "_DUMP_SECONDS", 0)
     attempt = SimpleNamespace(
-        run=SimpleNamespace(folder=tmp_path), recipe=read(weight_sync_timeout=20), publisher=None, environment={},
+        run=SimpleNamespace(folder=tmp_path), recipe=read(weight_sync_timeout=20), environment={},
         workers=SimpleNamespace(send=lambda order: None), plan=SimpleNamespace(mode="server", bridge="file"),
         server_address=lambda: ("127.0.0.1", 1, "token"),
     )  # fmt: skip

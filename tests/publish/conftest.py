@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_hub import WRITER, FakeHub
-
-from grpo_recipes.runs import checkpoints
 
 COMMIT = "c0ffee" * 6 + "c0de"
 MODEL = {
@@ -20,7 +18,6 @@ MODEL = {
     "tokenizer.json": b"{}",
     "training_args.bin": b"!",
 }
-STATE = {"optimizer.pt": b"moments", "trainer_state.json": b"{}", "rng_state.pth": b"random", "training_args.bin": b"!"}
 
 
 @pytest.fixture
@@ -77,17 +74,3 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)
-
-
-@pytest.fixture
-def checkpoint(run_dir: Path) -> Callable[..., Path]:
-    """``checkpoint(step, files)``: make a complete checkpoint, as the trainer does."""
-
-    def make(step: int, files: Mapping[str, bytes] | None = None) -> Path:
-        staged = run_dir / "checkpoints" / "partial" / f"checkpoint-{step}"
-        weights = {**MODEL, "model.safetensors": f"weights {step}".encode()}
-        write(staged, {**STATE, **(weights if files is None else files)})
-        checkpoints.publish(staged, run_dir / "checkpoints", step, 1)
-        return run_dir / "checkpoints" / f"checkpoint-{step}"
-
-    return make

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_hub import READER, WRITER, FakeHub
 
-from grpo_recipes.console.publish.push import Target, need_target
+from grpo_recipes.console.publish.push import Target, model_files, need_target
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.rundir import read_json, write_json
@@ -22,18 +22,16 @@ from .conftest import MODEL, write
 
 @pytest.fixture
 def push(tmp_path: Path, logged_in: dict[str, str]):
-    """``push(message=..., waits=..., KEY=VALUE...)``: push ``staged`` to the target with other keys.
+    """``push(waits=..., KEY=VALUE...)``: push ``model`` to the target with other keys.
 
     Return the exit code, what the process printed, and the result it left.
     """
 
-    def push_it(
-        message: str = "Final model", waits: tuple[float, ...] = (0.0, 0.0), **changes: Any
-    ) -> tuple[int, str, dict[str, Any]]:
-        target = replace(Target("ada/sums", True, "main", "end", False), **changes)
+    def push_it(waits: tuple[float, ...] = (0.0, 0.0), **changes: Any) -> tuple[int, str, dict[str, Any]]:
+        target = replace(Target("ada/sums", True, "main"), **changes)
         result = tmp_path / "result.json"
-        content = {"target": asdict(target), "folder": tmp_path / "staged", "result": result}
-        write_json(tmp_path / "job.json", {**content, "message": message, "waits": waits})
+        content = {"target": asdict(target), "model": tmp_path / "model", "result": result, "waits": waits}
+        write_json(tmp_path / "job.json", content)
         command = [sys.executable, "-m", "grpo_recipes.console.publish.push", str(tmp_path / "job.json")]
         done = subprocess.run(command, env=logged_in, capture_output=True, text=True, timeout=60, check=False)
         return done.returncode, done.stdout + done.stderr, read_json(result)
@@ -42,15 +40,16 @@ def push(tmp_path: Path, logged_in: dict[str, str]):
 
 
 def test_a_private_repository_gets_everything_in_one_commit(push, hub: FakeHub, tmp_path: Path) -> None:
-    write(tmp_path / "staged", MODEL)
-    write(tmp_path / "staged" / "last-checkpoint", {"optimizer.pt": b"moments"})
+    write(tmp_path / "model", MODEL)
+    write(tmp_path / "model" / "additional_chat_templates", {"tool_use.jinja": b"tools"})
     code, _, result = push()
     repo = hub.repos["model", "ada/sums"]
     assert code == 0 and repo.private and repo.messages == ["initial commit", "Final model"]
     assert result == {
         "repo": "ada/sums", "revision": "main", "commit": repo.at("main"), "url": f"{hub.url}/ada/sums/tree/main"
     }  # fmt: skip
-    assert repo.files() == {".gitattributes": b"", **MODEL, "last-checkpoint/optimizer.pt": b"moments"}
+    pushed = {name: content for name, content in MODEL.items() if name != "training_args.bin"}
+    assert repo.files() == {".gitattributes": b"", **pushed, "additional_chat_templates/tool_use.jinja": b"tools"}
 
 
 SHARDS = {"model-00001-of-00002.safetensors": b"new", "model.safetensors.index.json": b"{}"}
@@ -64,9 +63,7 @@ SHARDS = {"model-00001-of-00002.safetensors": b"new", "model.safetensors.index.j
         (["adapter_model.safetensors", "adapter_config.json"], SHARDS,
          ["adapter_model.safetensors", "adapter_config.json"]),
         (["sub/model.safetensors", "pytorch_model.bin"], SHARDS, ["pytorch_model.bin"]),
-        (["model.safetensors", "checkpoint-1/x"], {"checkpoint-2/x": b"new"}, []),
-        (["last-checkpoint/global_step1/x", "last-checkpoint2/x"], {"last-checkpoint/y": b"new"},
-         ["last-checkpoint/global_step1/x"]),
+        (["additional_chat_templates/old.jinja", "last-checkpoint/x"], SHARDS, ["additional_chat_templates/old.jinja"]),
     ],
 )  # fmt: skip
 def test_what_would_be_read_together_with_the_new_files_goes(
@@ -74,16 +71,16 @@ def test_what_would_be_read_together_with_the_new_files_goes(
 ) -> None:
     hub.add("model", "ada/sums", dict.fromkeys(there, b"old"))
     for name, content in new.items():
-        write((tmp_path / "staged" / name).parent, {Path(name).name: content})
+        write((tmp_path / "model" / name).parent, {Path(name).name: content})
     assert push()[0] == 0
     left = {name: b"old" for name in there if name not in gone}
     assert hub.repos["model", "ada/sums"].files() == {**left, **new}
 
 
 def test_a_branch_is_made_and_the_main_one_left_alone(push, hub: FakeHub, tmp_path: Path) -> None:
-    for message in ("first", "second"):
-        write(tmp_path / "staged", {**MODEL, "config.json": message.encode()})
-        code, said, _ = push(message, branch="run-7")
+    for content in (b"first", b"second"):
+        write(tmp_path / "model", {**MODEL, "config.json": content})
+        code, said, _ = push(branch="run-7")
         assert code == 0, said
     repo = hub.repos["model", "ada/sums"]
     assert repo.files("main") == {".gitattributes": b""} and repo.files("run-7")["config.json"] == b"second"
@@ -91,7 +88,7 @@ def test_a_branch_is_made_and_the_main_one_left_alone(push, hub: FakeHub, tmp_pa
 
 @pytest.mark.parametrize(("failures", "code"), [(2, 0), (3, 1)])
 def test_it_is_tried_three_times(push, hub: FakeHub, tmp_path: Path, failures: int, code: int) -> None:
-    write(tmp_path / "staged", MODEL)
+    write(tmp_path / "model", MODEL)
     hub.failing = {"/commit/": failures}
     ended, said, result = push()
     assert ended == code and hub.asked("/commit/") == 3
@@ -101,10 +98,21 @@ def test_it_is_tried_three_times(push, hub: FakeHub, tmp_path: Path, failures: i
 
 
 def test_a_login_that_has_gone_bad_is_reported(push, hub: FakeHub, tmp_path: Path) -> None:
-    write(tmp_path / "staged", MODEL)
+    write(tmp_path / "model", MODEL)
     del hub.users[WRITER]
     code, said, result = push(waits=())
     assert code == 1 and "401" in result["error"] and WRITER not in said
+
+
+def test_the_model_is_pushed_without_the_state_of_training(tmp_path: Path) -> None:
+    names = ["order_of_data.json", "controllers.json", "zero_to_fp32.py", "trainer_state.json", "optimizer.pt"]
+    write(tmp_path, {**MODEL, **dict.fromkeys(names, b"")})
+    assert {path.name for path in model_files(tmp_path)} == {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_shards_of_fsdp_are_not_a_model(tmp_path: Path) -> None:
+    write(tmp_path, {"config.json": b"{}", "pytorch_model_fsdp.bin": b"shard"})
+    assert model_files(tmp_path) == []
 
 
 # --- before a run starts -------------------------------------------------------------------------------------------
@@ -141,8 +149,8 @@ def test_nothing_is_asked_without_push_to_hub(ask, hub: FakeHub) -> None:
 )
 def test_the_target_is_the_users_or_of_an_organisation(ask, name: str | None, repo: str) -> None:
     changes = {"hub_model_id": name} if name else {}
-    target = ask(hub_revision="run-7", hub_strategy="end", hub_always_push=True, **changes)
-    assert (target.repo, target.branch, target.strategy, target.always) == (repo, "run-7", "end", True)
+    target = ask(hub_revision="run-7", **changes)
+    assert (target.repo, target.branch) == (repo, "run-7")
     assert target.private and target.note == ""
     assert not ask(hub_private_repo=False, **changes).private
 

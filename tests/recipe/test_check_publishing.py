@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from grpo_recipes.console.publish.push import repository_name
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import check
 
@@ -40,3 +41,10 @@ def test_a_push_goes_to_a_branch(read: Read, branch: str) -> None:
 def test_without_a_name_the_run_names_it(read: Read, run: str, name: str) -> None:
     assert repository_name(read(push_to_hub=True), run) == name
     assert repository_name(read(push_to_hub=True, hub_model_id="ada/sums"), run) == "ada/sums"
+
+
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
+def test_a_push_during_training_is_rejected_with_the_strategy_to_write(read: Read, strategy: str) -> None:
+    with pytest.raises(ConfigError, match=f"'hub_strategy' is '{strategy}'. Fix: write hub_strategy: end; push_to_hub"):
+        read(push_to_hub=True, hub_strategy=strategy)
+    assert check(read(push_to_hub=True, hub_strategy="end"), {}) == []

@@ -29,7 +29,7 @@ CHECKPOINT = [
     "order_of_data.json", "controllers.json",
 ]  # fmt: skip
 STATE = [
-    "launch.log", "publish/checkpoint-3.json",
+    "launch.log", "publish/result.json",
     "run.json", "plan.json", "summary.json", "recipe.yaml", "digests.json", "sources.json", "job.json", "lock",
     "metrics.jsonl", "eval.jsonl", "samples.jsonl", "slow_rewards.jsonl", "benchmarks.json", "tracked.json", "stop",
     "prompts.jsonl", "no_requeue",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,11 +25,13 @@ class FakeLaunches:
     Attributes:
         started: names of the trials, in the order they were started.
         codes: exit code by the trial's name; 0 by default.
+        measured: further columns of each row of ``metrics.jsonl``.
     """
 
     def __init__(self) -> None:
         self.started: list[str] = []
         self.codes: dict[str, int] = {}
+        self.measured: dict[str, float] = {}
         self.rewards: dict[str, list[float]] = {}
 
     def run(self, forwarder: SignalForwarder, argv: list[str], environment: dict[str, str], log: Path | None) -> int:
@@ -40,8 +43,8 @@ class FakeLaunches:
             log.write_text("grpo: here it is refused. Fix: mend it\n")
             return code
         rewards = self.rewards.get(trial.name, [0.1, 0.2, 0.3])
-        rows = [f'{{"step": {step}, "max_steps": 3, "reward": {reward}}}\n' for step, reward in enumerate(rewards, 1)]
-        (trial / "metrics.jsonl").write_text("".join(rows))
+        rows = [{"step": step, "max_steps": 3, "reward": reward} for step, reward in enumerate(rewards, 1)]
+        (trial / "metrics.jsonl").write_text("".join(json.dumps({**row, **self.measured}) + "\n" for row in rows))
         status = {0: "completed", 75: "stopped"}.get(code, "failed")
         cause = None if code == 0 else "a fake cause"
         ended = {"status": status, "exit_code": code, "cause": cause, "steps": 3}

@@ -15,11 +15,13 @@ from grpo_recipes import cli
 from grpo_recipes.console.sweep.run import SignalForwarder, array_text
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.launch import submission
+from grpo_recipes.plan.ports import PORT_KEYS
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import Run, claim, read_json, write_json
 from grpo_recipes.slurm.client import tasks_in_queue
 
 TWO = ("seed=1..2",)
+MEASURED = {"seconds/update": 0.25, "seconds/sync": 0.0312, "syncs": 1, "memory/peak_gb": 0.945}
 
 
 def test_trials_are_frozen_runs_in_one_wandb_group(sweep, made, fake_launches):
@@ -32,7 +34,7 @@ def test_trials_are_frozen_runs_in_one_wandb_group(sweep, made, fake_launches):
     assert recipe["wandb_run_group"] == one.folder.name
     identity = read_json(one.trial_dir(1) / "run.json")
     assert identity["run_name"] == "lr-learning_rate=3e-4"
-    assert (one.trial_dir(1) / "code/src/grpo_recipes/sweep/run.py").is_file()
+    assert (one.trial_dir(1) / "code/src/grpo_recipes/console/sweep/run.py").is_file()
     record = json.loads((one.folder / "sweep.json").read_text())
     assert record["axes"] == {"learning_rate": ["1e-4", "3e-4"]} and record["code"]["commit"]
     assert (one.folder / "sweep.html").is_file()
@@ -41,6 +43,74 @@ def test_trials_are_frozen_runs_in_one_wandb_group(sweep, made, fake_launches):
 def test_a_group_that_the_user_names_is_kept(sweep, made, fake_launches):
     assert sweep(*TWO, "--wandb_run_group", "mine") == 0
     assert read_frozen(made()[0].trial_dir(0) / "recipe.yaml")["wandb_run_group"] == "mine"
+
+
+@pytest.mark.parametrize("key", ["weight_sync", "weight_bridge_mode"])
+def test_weight_sync_methods_end_in_a_table_with_times_memory_and_reward(sweep, made, fake_launches, capsys, key):
+    fake_launches.measured = MEASURED
+    assert sweep(f"{key}=none,shared_vllm,lora_only", "--max_steps", "3") == 0
+    (swept,) = made()
+    recipes = [read_frozen(swept.trial_dir(index) / "recipe.yaml") for index in range(3)]
+    methods = [("restart", False), ("shared", False), ("lora", True)]
+    assert [(recipe["weight_sync"], recipe["use_peft"]) for recipe in recipes] == methods
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[next(index for index, line in enumerate(lines) if line.startswith("weight_sync ")) :]
+    assert table[0].split()[-8:] == ["update", "s", "sync", "s", "mem", "GB", "save", "MB"]
+    measured = [line.split()[-4:] for line in table[1:4]]
+    assert measured == [
+        ["0.25", "0.0312", "0.945", "–"],
+        ["0.281", "0", "0.945", "–"],
+        ["0.25", "0.0312", "0.945", "–"],
+    ]
+    assert all("completed  3      0.2 -> 0.2" in line for line in table[1:4])
+    assert max(map(len, table[:5])) <= 88
+
+
+def test_a_sweep_over_other_keys_has_no_columns_of_speed(sweep, fake_launches, capsys):
+    fake_launches.measured = MEASURED
+    assert sweep(*TWO) == 0
+    assert "update s" not in capsys.readouterr().out
+
+
+def test_the_server_and_the_colocated_engine_are_swept(sweep, made, fake_launches, capsys):
+    assert sweep("vllm_mode=server,colocate") == 0
+    modes = [read_json(made()[0].trial_dir(index) / "plan.json")["mode"] for index in range(2)]
+    assert modes == ["server", "colocate"] and "update s" in capsys.readouterr().out
+
+
+GROUPS = """
+model_name_or_path: smoke:sums
+dtype: float32
+bf16: false
+atropos_environment: arithmetic
+reward_funcs: [environment]
+prompts_per_step: 8
+num_generations: 8
+max_prompt_length: 32
+max_completion_length: 8
+max_steps: 9
+use_vllm: true
+"""
+
+
+def test_runs_with_atropos_start_a_run_api_each(folder, made, fake_launches):
+    pytest.importorskip("atroposlib")
+    (folder / "groups.yaml").write_text(GROUPS)
+    assert cli.main(["sweep", "groups.yaml", "weight_sync=none,shared_vllm,lora_only", "--max_steps", "3"]) == 0
+    for index in range(3):
+        trial = made()[0].trial_dir(index)
+        recipe, plan = read_frozen(trial / "recipe.yaml"), read_json(trial / "plan.json")
+        assert recipe["max_steps"] == 3 and not any(recipe.given(key) for key in PORT_KEYS)  # launches use free ports
+        assert {"run-api", "environment-arithmetic"} <= {process["role"] for process in plan["processes"]}
+
+
+def test_the_runs_of_an_array_cannot_share_a_run_api(folder, fake_sbatch, capsys):
+    pytest.importorskip("atroposlib")
+    recipe = GROUPS.replace("atropos_environment: arithmetic", "atropos_api_url: http://127.0.0.1:8000")
+    (folder / "groups.yaml").write_text(recipe)
+    assert cli.main(["sweep", "groups.yaml", "weight_sync=file,shared", "--slurm", "--profile", "cpu"]) == 2
+    assert "the runs of an array can't share a run-api. Fix: remove" in capsys.readouterr().err
+    assert not (folder / "runs").exists()
 
 
 def test_a_trial_that_fails_is_named_and_the_others_run(sweep, made, fake_launches, capsys):

@@ -73,22 +73,3 @@ def test_a_launch_ends_with_its_sweep(sweep):
     deadline = time.monotonic() + 10
     assert sweep.stdout.read() == "SIGTERM\n"  # ends when the launch, which holds it too, has ended
     assert time.monotonic() < deadline
-
-
-COMPARISON = SWEEP.replace(
-    'code = forwarder.run([sys.executable, "-c", sys.argv[1]], dict(os.environ), None)',
-    'children = [forwarder.begin([sys.executable, "-c", sys.argv[1]], dict(os.environ), None) for _ in range(2)]\n'
-    "code = [child.wait() for child in children]",
-)
-
-
-def test_a_signal_reaches_every_launch_that_runs_once(tmp_path):
-    assert "children" in COMPARISON
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMPARISON, FAKE_LAUNCH, str(tmp_path / "stop")],
-        stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=_as_a_terminal_leaves_them,
-    )  # fmt: skip
-    assert process.stdout and [process.stdout.readline() for _ in range(2)] == ["ready\n", "ready\n"]
-    os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=30)
-    assert said.splitlines() == ["SIGINT", "SIGINT", f"code [75, 75] {signal.SIGINT:d}"]

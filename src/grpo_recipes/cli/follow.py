@@ -1,4 +1,4 @@
-"""The commands that look at runs, sweeps and comparisons, and end them: status, logs, watch, stop."""
+"""The commands that look at runs and sweeps, and end them: status, logs, watch, stop."""
 
 import argparse
 import contextlib
@@ -14,18 +14,7 @@ from typing import Any
 
 from grpo_recipes.cli import command, option, switch
 from grpo_recipes.cli.jobs import Asking, BareJob, find_bare_job, without_runs
-from grpo_recipes.console.sweep.folder import (
-    COMPARISON,
-    COMPARISONS,
-    COMPLETED,
-    FOLDER,
-    GONE,
-    RECORD,
-    Sweep,
-    read_comparison,
-    read_sweep,
-    sweeps_in,
-)
+from grpo_recipes.console.sweep.folder import COMPLETED, FOLDER, GONE, RECORD, Sweep, read_sweep, sweeps_in
 from grpo_recipes.console.watch import Picture, coloured
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
@@ -43,7 +32,7 @@ from grpo_recipes.secrets import masked
 from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel, find_job, my_jobs
 
 RUN_HELP = "run directory, its name in RUN_ROOT, last for the newest there, or the id of a Slurm job"
-_EITHER_HELP = f"{RUN_HELP}; or a sweep or a comparison by its directory or name"
+_EITHER_HELP = f"{RUN_HELP}; or a sweep by its directory or name"
 _OVER = ("completed", "failed", "stopped")
 # Kinds of logs, and how the roles begin whose logs they are.
 _LOGS = {
@@ -55,11 +44,10 @@ _MOST_BYTES = 1 << 20  # of one file at a time
 
 
 def named(which: str) -> Run | Sweep | BareJob:
-    """Return the run, the sweep, the comparison or the job without a run directory that the user means."""
-    for parent, record, read in ((FOLDER, RECORD, read_sweep), (COMPARISONS, COMPARISON, read_comparison)):
-        for folder in (Path(which), run_root(os.environ) / parent / which):
-            if which and os.path.isfile(folder / record):
-                return read(folder)
+    """Return the run, the sweep or the job without a run directory that the user means."""
+    for folder in (Path(which), run_root(os.environ) / FOLDER / which):
+        if which and os.path.isfile(folder / RECORD):
+            return read_sweep(folder)
     try:
         return named_run(which)
     except ConfigError:
@@ -116,7 +104,7 @@ def _state(run: Run, job: Job | None) -> tuple[str, bool]:
 
 
 @command(
-    "show the state of a run, a sweep or a comparison, or list all of them",
+    "show the state of a run or a sweep, or list all of them",
     option("which", nargs="?", metavar="RUN", help=f"{_EITHER_HELP}; without it a table of all in RUN_ROOT"),
 )
 def status(options: argparse.Namespace) -> int:
@@ -160,7 +148,7 @@ _HEAD = ("state", "job", "step", "reward", "left")
 def _print_runs() -> None:
     """Print a table of runs and sweeps in RUN_ROOT, first the one whose summary was written last: a resume too."""
     root, jobs = run_root(os.environ), my_jobs()  # jobs are None if Slurm does not answer
-    runs, sweeps = rundir.runs_in(root), [*sweeps_in(root / FOLDER), *sweeps_in(root / COMPARISONS, COMPARISON)]
+    runs, sweeps = rundir.runs_in(root), sweeps_in(root / FOLDER)
     job_ids = set[str]()
     for run in runs:
         with contextlib.suppress(ConfigError):  # a damaged run directory, which the table shows
@@ -203,13 +191,13 @@ def sweep_state(sweep: Sweep, jobs: dict[str, Job] | None) -> tuple[str, bool]:
     over = not active and not is_locked(sweep.folder / "lock")
     done = sum(sweep.status(index) == COMPLETED for index in range(len(trials)))
     state = "running" if not over else COMPLETED if sweep.is_over() else "stopped"
-    return f"{state}, {done} of {sweep.wanted} {sweep.trial}s completed", over
+    return f"{state}, {done} of {sweep.wanted} trials completed", over
 
 
 def sweep_lines(sweep: Sweep, jobs: dict[str, Job] | None) -> list[str]:
     """Return what there is to know of a sweep now: a line for each trial, as for a run in the table of runs."""
     state, over = sweep_state(sweep, jobs)
-    rows: list[tuple[str, ...]] = [(sweep.trial, *_HEAD)]
+    rows: list[tuple[str, ...]] = [("trial", *_HEAD)]
     for index, name in enumerate(sweep.names):
         cells = _cells(Run(sweep.trial_dir(index)), jobs)
         if sweep.status(index) == GONE:
@@ -217,13 +205,13 @@ def sweep_lines(sweep: Sweep, jobs: dict[str, Job] | None) -> list[str]:
         elif cells[0].startswith("never started") and not over:
             cells = ("waiting for its turn", *cells[1:])
         rows.append((name, *cells))
-    return [f"{sweep.kind:<8} {shown(sweep.folder)}", f"state    {state}", "", *aligned(rows)]
+    return [f"sweep    {shown(sweep.folder)}", f"state    {state}", "", *aligned(rows)]
 
 
 def _written(one: Run | Sweep) -> float:
     """Return when the summary of a run, or of a sweep's trial, was written last; else when it was made."""
-    trials = [path.stat().st_mtime for part in ("cells/", "") for path in one.folder.glob(f"{part}*/summary.json")]
-    for name in ("summary.json", "run.json", RECORD, COMPARISON):
+    trials = [path.stat().st_mtime for path in one.folder.glob("cells/*/summary.json")]
+    for name in ("summary.json", "run.json", RECORD):
         with contextlib.suppress(OSError):
             return max((one.folder / name).stat().st_mtime, *trials, 0.0)
     return 0.0  # removed meanwhile
@@ -435,7 +423,7 @@ def _watch(
 
 
 @command(
-    "have a run, a sweep or a comparison save and end; --now ends it at once",
+    "have a run or a sweep save and end; --now ends it at once",
     option("which", metavar="RUN", help=_EITHER_HELP),
     switch("--now", help="end it without waiting for the step in flight"),
 )
@@ -455,8 +443,7 @@ def stop(options: argparse.Namespace) -> int:
         return 0
     rundir.stop_file(found.folder).touch()  # the trials that follow, and by `grpo sweep` itself the one that runs
     if is_locked(found.folder / "lock"):
-        ends = f"the running {found.trial} saves and ends, no other starts"
-        print(f"grpo: stop requested: {ends} (--now ends it at once)")
+        print("grpo: stop requested: the running trial saves and ends, no other starts (--now ends it at once)")
     for run in (Run(found.trial_dir(index)) for index in range(len(found.names))):
         if (options.now or not is_locked(found.folder / "lock")) and not _look_at(run, _jobs_of(run))[1]:
             _stop_run(run, options.now)

@@ -1,4 +1,4 @@
-"""The commands that start runs and report on them: launch, submit, sweep, compare, report."""
+"""The commands that start runs and report on them: launch, submit, sweep, report."""
 
 import argparse
 import math
@@ -11,19 +11,7 @@ from grpo_recipes.cli import Option, command, option, recipe_name, switch
 from grpo_recipes.cli.follow import named_run
 from grpo_recipes.cli.nodes import NODE_OPTIONS, read_nodes, reject_other_launchers
 from grpo_recipes.console.report.pages import write_comparison, write_report
-from grpo_recipes.console.sweep.compare import MODES, Contest
-from grpo_recipes.console.sweep.compare import compare as compare_modes
-from grpo_recipes.console.sweep.folder import (
-    COMPARISON,
-    FOLDER,
-    RECORD,
-    REWARD,
-    find_sweep,
-    read_comparison,
-    read_sweep,
-    text_table,
-    write_sweep,
-)
+from grpo_recipes.console.sweep.folder import FOLDER, RECORD, REWARD, find_sweep, read_sweep, text_table, write_sweep
 from grpo_recipes.console.sweep.run import Backend, run_task, start, start_again
 from grpo_recipes.console.sweep.spec import MOST_TRIALS, Search, SweepSpec, is_axis, read_axes, read_space
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
@@ -222,30 +210,13 @@ def _split(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 @command(
-    "run a recipe with several weight bridges side by side, and end in one table",
-    option("--modes", required=True, metavar="M1,M2", help=f"two or more of {', '.join(MODES)}"),
-    option("--steps", type=int, metavar="N", help="steps of each mode; by default as the recipe says"),
-    option("--jobs", type=int, metavar="N", help="modes that run at the same time, each on GPUs of its own (all)"),
-    takes_recipe=True,
-)
-def compare(options: argparse.Namespace) -> int:
-    """Compare; return 0, 1 where a mode failed, 75 where a signal ended it."""
-    flags = tuple(options.flags)
-    contest = Contest(recipe_name(options), options.task, flags, options.modes, options.steps, options.jobs)
-    return compare_modes(contest, os.environ)
-
-
-@command(
-    "write report.html of a run, or a page that compares several, a sweep or a comparison",
-    option("runs", nargs="+", metavar="RUN", help="directory of a run, sweep or comparison, or last, the newest run"),
+    "write report.html of a run, or a page that compares several runs or a sweep",
+    option("runs", nargs="+", metavar="RUN", help="directory of a run or a sweep, or last, the newest run"),
     option("--out", type=Path, metavar="FILE", help="the page; by default report.html in the run, or here"),
 )
 def report(options: argparse.Namespace) -> int:
-    """Write the page of a run, of several compared, of a sweep, or of the modes of a comparison."""
+    """Write the page of a run, of several compared, or of a sweep."""
     folders = [named_run(which).folder if which == "last" else Path(which) for which in options.runs]
-    if len(folders) == 1 and os.path.isfile(folders[0] / COMPARISON):
-        comparison, options.out = read_comparison(folders[0]), options.out or folders[0] / "report.html"
-        folders = [comparison.trial_dir(index) for index in range(len(comparison.names))]
     fix = "name a file you may write"
     with translate(OSError, lambda error: config_error("--out", f"cannot write the page ({error.strerror})", fix)):
         if len(folders) == 1 and os.path.isfile(folders[0] / RECORD):

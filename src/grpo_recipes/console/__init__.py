@@ -7,7 +7,6 @@ EXTENSION = Extension(
     commands={
         "doctor": "grpo_recipes.cli.machine:doctor",
         "sweep": "grpo_recipes.cli.runs:sweep",
-        "compare": "grpo_recipes.cli.runs:compare",
         "watch": "grpo_recipes.cli.follow:watch",
         "report": "grpo_recipes.cli.runs:report",
         "generate": "grpo_recipes.console.generate:generate",

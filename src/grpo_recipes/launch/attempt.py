@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.console.publish.publisher import Publisher, hand_over
+from grpo_recipes.console.publish.publisher import publish_model
+from grpo_recipes.console.publish.push import Target
 from grpo_recipes.console.report.page import plural
 from grpo_recipes.console.report.pages import report_line
 from grpo_recipes.errors import EXIT_STOPPED, config_error, translate
@@ -64,7 +65,7 @@ class Attempt:
     resumed: str  # where it goes on; empty for a new run
     workers: NodeWorkers
     first_step: int = 0  # step of the checkpoint it begins with
-    publisher: Publisher | None = None  # None without push_to_hub
+    target: Target | None = None  # the repository of the final model; None without push_to_hub
     serve_command: str | None = None  # starts an Atropos environment in another terminal; None if none may join
     began: float = field(default_factory=time.monotonic)
 
@@ -183,7 +184,7 @@ def say_start(attempt: Attempt) -> None:
         f"batch {plan.batch}",
         f"vllm {plan.vllm}",
         *(f"note: {note}" for note in plan.notes),
-        f"publishing in {attempt.publisher}" if attempt.publisher else "",
+        f"the final model will be published in {attempt.target}" if attempt.target else "",
         attempt.resumed,
         *(f"{process.role} log {process.log}" for process in plan.processes),
     ]
@@ -227,10 +228,9 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     rewards = outcome(summary)
     smoke, fix = "smoke test on CPU, " if attempt.plan.smoke else "", ""
     if ending.code == 0:
-        say(f"{smoke}done: {rewards}; model in {shown(folder / 'model')}{hand_over(attempt.publisher, folder)}")
+        published = publish_model(attempt.target, folder, os.environ)
+        say(f"{smoke}done: {rewards}; model in {shown(folder / 'model')}{published}")
         return 0
-    if attempt.publisher:
-        attempt.publisher.abandon()
     say(f"{smoke}{status} with exit code {ending.code}: {cause} ({rewards})")
     if status == "failed":
         fix = advice(Run(folder), cause)

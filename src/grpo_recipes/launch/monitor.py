@@ -229,8 +229,6 @@ class Monitor:
     def tick(self) -> Ending | None:
         """Look at everything that is due; return the ending that a stalled process causes, or raise StoppedAtOnce."""
         self.show_progress()
-        if self._attempt.publisher:
-            self._attempt.publisher.tick()
         now = time.monotonic()
         ending = None
         if now >= self._next_phases:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_recipes.console.publish.publisher import Publisher
 from grpo_recipes.console.publish.push import need_target
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, EXIT_STOPPED, ConfigError
 from grpo_recipes.extensions.atropos.access import revoke_access
@@ -140,10 +139,9 @@ def _prepare(
     plan = with_processes(plan, recipe, resources, os.environ, names, sources)
     plan.notes.extend(notes)
     record_assets(run, sources)
-    publisher = Publisher(target, run.folder, os.environ, say) if target else None
     attempt = prepare(run, recipe, plan, names, resources, workers, options.update_rewards)
     attempt.scratch.locks.append(os.dup(claimed))  # process guards hold the run while anything of it lives
-    return replace(attempt, publisher=publisher)
+    return replace(attempt, target=target)
 
 
 def _dry_run(options: resolve.Options, resources: Resources) -> int:

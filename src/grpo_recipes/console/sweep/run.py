@@ -26,7 +26,7 @@ from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.terminal import LOG
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import read_frozen
-from grpo_recipes.recipe.rules import asks_another
+from grpo_recipes.recipe.rules import asks_another, removal
 from grpo_recipes.runs.rundir import Run, claim, code_state, read_json, stop_file, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
 from grpo_recipes.slurm.profile import Profile, render
@@ -77,6 +77,9 @@ def start(
         if asked := next((trial.recipe for trial in trials if asks_another(trial.recipe)), None):
             key, fix = "vllm_server_base_url", "remove it: each run starts its own server; or leave out --slurm"
             raise config_error(asked.place(key), "the runs of an array would give one server different weights", fix)
+        if grouped := next((trial.recipe for trial in trials if trial.recipe["atropos_api_url"] is not None), None):
+            fix = f"{removal(grouped, 'atropos_api_url')}: each run starts its own run-api; or leave out --slurm"
+            raise config_error(grouped.place("atropos_api_url"), "the runs of an array can't share a run-api", fix)
         submission.need_environment(profile)
         # As `grpo submit` does: models, data and rewards are loaded once for all trials that differ in numbers alone.
         unlike: dict[tuple[str, ...], Trial] = {}
@@ -235,8 +238,8 @@ class SignalForwarder:
     def __init__(self, request: Path | None = None) -> None:
         self.seen: int | None = None  # the first signal that came
         self._request = request  # the file by which `grpo stop` asks, as a SIGINT does
-        self._told: set[int] = set()  # pids of the children that a signal was passed on to
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._child: subprocess.Popen[bytes] | None = None  # the launch that runs
+        self._told: set[int] = set()  # pids of the launches that a signal was passed on to
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             # nohup, or a shell's background job, has a signal ignored on purpose; a batch script has USR1 for us.
             if signum == signal.SIGUSR1 or signal.getsignal(signum) != signal.SIG_IGN:
@@ -244,8 +247,8 @@ class SignalForwarder:
 
     def _handle(self, signum: int, _: object) -> None:
         self.seen = self.seen or signum
-        for child in self._children:
-            self._tell(child, signum)
+        if self._child is not None:
+            self._tell(self._child, signum)
 
     def _tell(self, child: subprocess.Popen[bytes], signum: int) -> None:
         if child.poll() is None:
@@ -258,22 +261,21 @@ class SignalForwarder:
             self._handle(signal.SIGINT, None)
         return self.seen is not None
 
-    def begin(self, argv: Sequence[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
-        """Start a launch, which gets the signals; its output is added to ``log``, or goes where ours goes."""
+    def run(self, argv: Sequence[str], environment: Mapping[str, str], log: Path | None) -> int:
+        """Run a launch to its end and return its exit code, 128+n for a signal.
+
+        The launch gets the signals. Its output is added to ``log``, or goes to our own output.
+        """
         end_with_us = functools.partial(die_with_parent, os.getpid())
         with log.open("ab") if log else nullcontext() as file:
             child = subprocess.Popen(
                 argv, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                 start_new_session=True, preexec_fn=end_with_us,
             )  # fmt: skip
-        self._children.append(child)
+        self._child = child
         if self.seen is not None and child.pid not in self._told:  # it came while the child was made
             self._tell(child, self.seen)
-        return child
-
-    def run(self, argv: Sequence[str], environment: Mapping[str, str], log: Path | None) -> int:
-        """Run a launch to its end; return its exit code, 128+n for a signal. The rest is as of ``begin``."""
-        child, code = self.begin(argv, environment, log), None
+        code = None
         while code is None:
             self.asked()
             with suppress(subprocess.TimeoutExpired):
