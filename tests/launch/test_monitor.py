@@ -15,6 +15,7 @@ import pytest
 from waiting import wait_for
 
 from grpo_recipes.launch import monitor
+from grpo_recipes.launch.hooks import RunHooks
 from grpo_recipes.launch.monitor import (
     Monitor,
     RankStallDetector,
@@ -36,8 +37,8 @@ def watch(read, tmp_path):
     """``watch()``: of an attempt whose run directory is the test's."""
     recipe = read()
 
-    def make() -> Monitor:
-        attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=recipe)
+    def make(hooks: RunHooks | None = None) -> Monitor:
+        attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=recipe, hooks=hooks)
         return Monitor(attempt, SimpleNamespace(can_save=None))
 
     return make
@@ -80,20 +81,20 @@ def test_the_page_of_a_running_run_takes_a_fiftieth_of_the_time_and_lines_fit_th
 ):
     clock, pages = [1000.0], []
 
-    def slow_page(folder) -> str:
-        pages.append(clock[0])
-        clock[0] += 2.0
-        return ""
+    class SlowPage(RunHooks):
+        def on_progress(self, run_dir) -> None:
+            pages.append(clock[0])
+            clock[0] += 2.0
 
-    monkeypatch.setattr(monitor, "report_line", slow_page)
     monkeypatch.setattr(monitor, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock[0]}))
     monkeypatch.setattr(monitor, "columns", lambda: 50)
-    watched = watch()
+    watched = watch(hooks=SlowPage())
     append(tmp_path, 1, 3, kl=0.1, **{"completions/mean_length": 100.0})
     assert max(map(len, said(watched, capsys))) <= 50
     for moment in range(1000, 1310):
         clock[0] = max(clock[0], float(moment))
-        watched._write_page(clock[0])
+        watched._call_hooks(clock[0])
+        watched._hooks.join()
     assert pages == [1000.0, 1100.0, 1200.0, 1300.0]
 
 
@@ -139,9 +140,14 @@ def test_the_start_is_said_phase_by_phase_and_the_page_is_written_while_the_run_
     monkeypatch.setattr(monitor, "_PHASE_SECONDS", 0)
     pages, live = [], []
     done = threading.Event()
-    monkeypatch.setattr(monitor, "report_line", lambda folder: pages.append(folder) or str(done.wait(30)))
+
+    class Page(RunHooks):
+        def on_progress(self, run_dir) -> None:
+            pages.append(run_dir)
+            done.wait(30)
+
     monkeypatch.setattr(monitor.OUTPUT, "live", live.append)
-    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read())
+    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), hooks=Page())
     watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
     (tmp_path / "processes").mkdir()
     write_json(tmp_path / "processes/server_state.json", {"epoch": 1, "state": "starting"})
@@ -168,7 +174,7 @@ def test_the_start_is_said_phase_by_phase_and_the_page_is_written_while_the_run_
     assert "now" not in capsys.readouterr().out, "steps are said instead"
     wait_for(lambda: pages == [tmp_path], "the page, which is not written at every look")
     assert live[-1] == "updating 0 s, step 2/40 done"
-    monkeypatch.setattr(monitor, "_PAGE_SECONDS", 0)
+    monkeypatch.setattr(monitor, "_HOOK_SECONDS", 0)
     watched.tick()
     assert pages == [tmp_path], "one at a time, and the launcher looks on meanwhile"
     done.set()

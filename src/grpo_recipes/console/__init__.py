@@ -4,6 +4,8 @@ from grpo_recipes.recipe.extensions import Extension
 
 EXTENSION = Extension(
     "console",
+    serves=("push_to_hub",),
+    run_hooks="grpo_recipes.console.hooks:ConsoleHooks",
     commands={
         "doctor": "grpo_recipes.cli.machine:doctor",
         "sweep": "grpo_recipes.cli.runs:sweep",

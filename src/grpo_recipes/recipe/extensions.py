@@ -37,6 +37,7 @@ class Extension:
     variables: Mapping[str, str] = field(default_factory=dict)  # environment variable -> the key that it sets
     search_words: Mapping[str, str] = field(default_factory=dict)  # key -> more words by which `grpo keys` finds it
     rules: str = ""  # a tuple of recipe.rules.Rule
+    serves: tuple[str, ...] = ()  # keys of the core that need this extension, e.g. push_to_hub
     checks: str = ""  # a tuple of functions (recipe, environment) -> problems
     idle: str = ""  # a tuple of recipe.rules.Idle: keys that do nothing without another
     notes: str = ""  # a function (recipe) -> lines about a valid recipe
@@ -48,7 +49,7 @@ class Extension:
     # The run.
     assets: str = ""  # a function (recipe) -> datasets that are downloaded before the run
     roles: str = ""  # a plan.roles.Roles: processes beside the server and the trainers
-    run_hooks: str = ""  # a launch.hooks.RunHooks: called when an attempt starts and ends
+    run_hooks: str = ""  # a launch.hooks.RunHooks: called before, during and after an attempt
     rollouts: str = ""  # a subclass of rollouts.source.Source
     deep_check: str = ""  # a function that `grpo check --deep` calls
     # The console.
@@ -111,6 +112,11 @@ def merged(part: str) -> dict[str, Any]:
     for extension in extensions():
         together |= getattr(extension, part)
     return together
+
+
+def is_served(key: str) -> bool:
+    """Return whether an extension of this installation serves a key of the core."""
+    return any(key in extension.serves for extension in extensions())
 
 
 def forget() -> None:

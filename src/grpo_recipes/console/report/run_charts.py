@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from grpo_recipes.console.report.chart import Chart, Curve, around, buckets, curve_of, smooth, window_of
-from grpo_recipes.console.report.page import plural, short
+from grpo_recipes.console.report.page import short
 from grpo_recipes.console.report.read import Group, RunRecord, Table
+from grpo_recipes.process.reports import plural
 from grpo_recipes.runs.health import known
 
 # Phase of a step -> its meaning, in the order of their colours.
