@@ -13,7 +13,7 @@ from documented import documented
 from real_runs import REPOSITORY, Launch, clean_environment, marked_processes
 from slurm_cluster import SlurmCluster
 
-from grpo_recipes.console.sweep.folder import Sweep, read_sweep
+from grpo_recipes.console.sweep.folder import Sweep
 from grpo_recipes.console.sweep.search import STORAGE
 from grpo_recipes.runs.rundir import read_json, read_metrics
 
@@ -31,7 +31,7 @@ class Breaks(TrainerCallback):
 
 def only_sweep(folder: Path) -> Sweep:
     (record,) = folder.glob("runs/sweeps/*/sweep.json")
-    return read_sweep(record.parent)
+    return Sweep.read(record.parent)
 
 
 METHODS = ["none", "shared_vllm", "lora_only"]
@@ -134,7 +134,7 @@ def test_hydra_keys_become_an_array_job_that_ends_in_one_report(slurm: SlurmClus
     done = slurm.cli(*words, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     (record,) = tmp_path.glob("multirun/*/*/sweeps/*/sweep.json")
-    sweep = read_sweep(record.parent)
+    sweep = Sweep.read(record.parent)
     page, deadline = sweep.folder / "sweep.html", time.monotonic() + 1200
     while not (page.is_file() and "6 of 6 completed" in page.read_text()):
         assert time.monotonic() < deadline, f"{[sweep.status(index) for index in range(6)]}\n{slurm.logs()}"

@@ -51,9 +51,11 @@ class Extension:
     roles: str = ""  # a plan.roles.Roles: processes beside the server and the trainers
     run_hooks: str = ""  # a launch.hooks.RunHooks: called before, during and after an attempt
     rollouts: str = ""  # a subclass of rollouts.source.Source
+    folders: str = ""  # a subclass of runs.groups.RunGroup: folders of several runs, e.g. of a sweep
     deep_check: str = ""  # a function that `grpo check --deep` calls
     # The console.
     commands: Mapping[str, str] = field(default_factory=dict)  # command of `grpo` -> its cli.Command
+    sweeps: str = ""  # a cli.sweeps.Sweeper: runs the sweeps that another extension translates
     metrics: str = ""  # a mapping: metric -> how the report draws it
     advice: str = ""  # a mapping: pattern of a log line -> what to do
 

@@ -10,17 +10,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 from urllib.parse import quote
 
 from grpo_recipes.console.report.page import NOTHING, SMOKE_BADGE, render, short, spread
 from grpo_recipes.console.report.pages import GOES_ON, comparison, comparison_sentence, differing_facts, group_of
 from grpo_recipes.console.report.read import Group, RunRecord, read_run
 from grpo_recipes.console.sweep.spec import SEED, SweepSpec, Trial
-from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.submission import Submission, freeze
-from grpo_recipes.paths import as_argument, newest_first, shown
+from grpo_recipes.paths import as_argument, shown
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
@@ -28,14 +28,13 @@ from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.runs.benchmark import numbers_of
 from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.groups import COMPLETED, GONE, RunGroup
 from grpo_recipes.runs.health import known, number
 from grpo_recipes.runs.rundir import CELLS, Run, make_folder, read_json, timestamp, write_json, write_whole
 from grpo_recipes.secrets import masked
 
 RECORD = "sweep.json"
 FOLDER = "sweeps"  # under run_root
-GONE = "gone"  # status of a trial whose run directory is not there
-COMPLETED = "completed"
 PAGE = "sweep.html"
 REWARD = "reward"  # the metric of a search by default: the final reward, by which a comparison ranks
 _LOCK_SECONDS = 60
@@ -50,11 +49,25 @@ _PARTS = dict.fromkeys(("name", "timestamp", "command", "fingerprint"), str) | {
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """A sweep directory."""
+class Sweep(RunGroup):
+    """A sweep directory; ``record`` is the content of sweep.json."""
 
-    folder: Path  # absolute
-    record: dict[str, Any]  # the content of sweep.json
+    kind: ClassVar[str] = "sweep"
+    parent: ClassVar[str] = FOLDER
+    record_file: ClassVar[str] = RECORD
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read a sweep directory; another folder, or a damaged record, is a ``ConfigError``."""
+        record = read_json(folder / RECORD)
+        if not record:
+            fix = f"name a folder under run_root/{FOLDER}"
+            raise config_error(shown(folder), f"is not a sweep directory (no {RECORD})", fix)
+        wrong = [key for key, kind in _PARTS.items() if not isinstance(record.get(key), kind)]
+        if wrong or not all(_is_trial(entry, record["axes"]) for entry in record["cells"]):
+            what = f"is damaged ('{(wrong or ['cells'])[0]}' is not what a sweep writes)"
+            raise config_error(shown(folder / RECORD), what, "restore it, or move the folder away")
+        return cls(folder.absolute(), record)
 
     @property
     def names(self) -> list[str]:
@@ -64,11 +77,6 @@ class Sweep:
     def trial_dir(self, index: int) -> Path:
         """Return a trial's run directory."""
         return self.folder / CELLS / self.names[index]
-
-    def status(self, index: int) -> str:
-        """Return the status in the trial's ``summary.json``, or ``GONE``."""
-        summary = read_json(self.trial_dir(index) / "summary.json")
-        return str(summary.get("status", "unknown")) if summary else GONE
 
     def gaps(self) -> list[int]:
         """Return the indices of the trials that have not completed; of a search those that Optuna waits for."""
@@ -156,19 +164,6 @@ def freeze_trial(sweep: Sweep, trial: Trial, resources: Resources, environment: 
     freeze(Submission(recipe, names, resources, assets, plan, environment))
 
 
-def read_sweep(folder: Path) -> Sweep:
-    """Read a sweep directory; another folder, or a damaged record, is a ``ConfigError``."""
-    record = read_json(folder / RECORD)
-    if not record:
-        fix = f"name a folder under run_root/{FOLDER}"
-        raise config_error(shown(folder), f"is not a sweep directory (no {RECORD})", fix)
-    wrong = [key for key, kind in _PARTS.items() if not isinstance(record.get(key), kind)]
-    if wrong or not all(_is_trial(one, record["axes"]) for one in record["cells"]):
-        what = f"is damaged ('{(wrong or ['cells'])[0]}' is not what a sweep writes)"
-        raise config_error(shown(folder / RECORD), what, "restore it, or move the folder away")
-    return Sweep(folder.absolute(), record)
-
-
 def _is_trial(entry: Any, axes: Mapping[str, Any]) -> bool:
     """Return whether an entry of a record is a trial, with a text for every axis."""
     match entry:
@@ -180,8 +175,8 @@ def _is_trial(entry: Any, axes: Mapping[str, Any]) -> bool:
 def find_sweep(root: Path, which: str) -> Sweep:
     """Return the sweep that a person means by a path, or by ``last``: the newest in ``root``."""
     if which != "last":
-        return read_sweep(Path(which))
-    if sweeps := sweeps_in(root):
+        return Sweep.read(Path(which))
+    if sweeps := Sweep.all_in(root):
         return sweeps[0]
     raise config_error("last", f"there is no sweep in {shown(root)}", "name the sweep directory, or set RUN_ROOT")
 
@@ -189,21 +184,12 @@ def find_sweep(root: Path, which: str) -> Sweep:
 def unfinished(spec: SweepSpec, trials: Sequence[Trial], elsewhere: Sequence[Path]) -> Sweep | None:
     """Return the newest sweep of the same trials that is not over, in its folder or one of ``elsewhere``, or None."""
     mark, roots = fingerprint(spec, trials), [sweep_root(trials[0].recipe), *(root / FOLDER for root in elsewhere)]
-    for sweep in (sweep for root in roots for sweep in sweeps_in(root) if sweep.record["fingerprint"] == mark):
+    for sweep in (sweep for root in roots for sweep in Sweep.all_in(root) if sweep.record["fingerprint"] == mark):
         if spec.search:
             sweep.record["search"]["trials"] = spec.search.trials
         if not sweep.is_over():
             return sweep
     return None
-
-
-def sweeps_in(root: Path) -> list[Sweep]:
-    """Return the sweeps of a folder, the newest first."""
-    sweeps = list[Sweep]()
-    for path in newest_first(root.glob(f"*/{RECORD}")):
-        with contextlib.suppress(ConfigError):  # a damaged sweep hides no other
-            sweeps.append(read_sweep(path.parent))
-    return sweeps
 
 
 # --- what its trials came to

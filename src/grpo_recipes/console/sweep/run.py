@@ -27,6 +27,7 @@ from grpo_recipes.process.terminal import LOG
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.recipe.rules import asks_another, removal
+from grpo_recipes.runs.groups import COMPLETED, GONE
 from grpo_recipes.runs.rundir import Run, claim, code_state, read_json, stop_file, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
 from grpo_recipes.slurm.profile import Profile, render
@@ -102,7 +103,7 @@ def start(
         return _list_runs(spec, trials, sweep)
     if sweep is not None:
         say(f"going on with {shown(sweep.folder)}, the same sweep (--new begins another)")
-        gone = [] if spec.search else [trial for trial in trials if sweep.status(trial.index) == sweeps.GONE]
+        gone = [] if spec.search else [trial for trial in trials if sweep.status(trial.index) == GONE]
         code = {key: value for key, value in code_state().items() if key != "patch"}
         if (gone or spec.search) and code != sweep.record["code"]:
             why = f"the run directory of {gone[0].name} is gone" if gone else "new trials are to begin"
@@ -140,7 +141,7 @@ def start_again(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str,
     if "search" in sweep.record:
         what = f"{shown(sweep.folder)} is a search, which needs its keys to go on"
         raise config_error("--resume", what, f"run its command again: {sweep.again()}")
-    gone = [sweep.names[index] for index in sweep.gaps() if sweep.status(index) == sweeps.GONE]
+    gone = [sweep.names[index] for index in sweep.gaps() if sweep.status(index) == GONE]
     if gone:
         what = f"the run directory of {', '.join(gone)} is gone"
         raise config_error("--resume", what, f"make it again: {sweep.record['command']}")
@@ -149,7 +150,7 @@ def start_again(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str,
 
 def run_task(folder: Path, environment: Mapping[str, str]) -> int:
     """Run the trial of the array task that this process is; every task that ends writes the comparison anew."""
-    sweep = sweeps.read_sweep(folder)
+    sweep = sweeps.Sweep.read(folder)
     task = environment.get(INDEX, "")  # set by Slurm
     if not task.isdecimal() or int(task) >= len(sweep.names):
         raise config_error(INDEX, f"'{task}' is not a trial of {folder.name}", "submit with grpo sweep --slurm")
@@ -193,7 +194,7 @@ def _comparison(sweep: sweeps.Sweep) -> list[str]:
     except Exception as error:
         return [f"comparison not written ({type(error).__name__}: {error}); try again: grpo report {folder}"]
     lines = [sweeps.text_table(sweep, results)]
-    left = [f"{result.name} ({result.status})" for result in results if result.status != sweeps.COMPLETED]
+    left = [f"{result.name} ({result.status})" for result in results if result.status != COMPLETED]
     if left:
         lines.append(f"grpo: not completed: {', '.join(left)}")
     if not sweep.is_over():

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from console.sweep.conftest import SMOKE
 from grpo_recipes import cli
 from grpo_recipes.console.sweep.folder import objective
 from grpo_recipes.console.sweep.run import SignalForwarder
@@ -15,7 +16,6 @@ from grpo_recipes.console.sweep.spec import Span, read_space
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import read_json, write_json
-from sweep.conftest import SMOKE
 
 optuna = pytest.importorskip("optuna", reason="EXTRAS=search bash scripts/setup.sh")
 SPACE = ("learning_rate=log:1e-6..1e-3", "loss_type=grpo,dapo")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_hub import READER, WRITER, FakeHub
 
-from grpo_recipes.console.publish.push import Target, model_files, need_target
+from grpo_recipes.console.publish.push import Target, model_files, need_target, repository_name
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.rundir import read_json, write_json
@@ -215,3 +215,9 @@ def test_a_hub_that_does_not_describe_the_repository_stops_nothing(ask, hub: Fak
 def test_the_trainer_does_not_push(planned, option) -> None:
     assert option(planned(push_to_hub=True).process("trainer").argv, "--push_to_hub") == "false"
     assert "--push_to_hub" not in planned().process("trainer").argv
+
+
+@pytest.mark.parametrize(("run", "name"), [("qwen2.5-math", "qwen2.5-math"), ("a  b//c--d", "a-b-c-d"), ("-x.", "x")])
+def test_without_a_name_the_run_names_it(read: Callable[..., Recipe], run: str, name: str) -> None:
+    assert repository_name(read(push_to_hub=True), run) == name
+    assert repository_name(read(push_to_hub=True, hub_model_id="ada/sums"), run) == "ada/sums"

@@ -103,7 +103,7 @@ def test_completions_without_a_verdict(make_run, row):
     found = training.no_verdict(make_run(rows=rows_of(row, rewards__mine__no_verdict=0.3), reward_timeout=2.0))
     assert found.status == "warning" and "rewards/mine/no_verdict 30%" in found.value
     assert "reward_timeout (now 2 s)" in found.fix and "slow_rewards.jsonl" in found.fix
-    game = {"environment": f"{Path(__file__).parents[1]}/rollouts/wild_environment.py:Sums", "dataset_name": None}
+    game = {"environment": f"{Path(__file__).parents[2]}/rollouts/wild_environment.py:Sums", "dataset_name": None}
     played = make_run(
         rows=rows_of(row, rewards__mine__no_verdict=0.3), reward_funcs=["environment"], environment_timeout=7.0, **game
     )
@@ -165,7 +165,7 @@ def test_metrics_are_named_as_trl_and_we_write_them():
     spec = importlib.util.find_spec("trl")
     assert spec is not None and spec.origin is not None
     source = (Path(spec.origin).parent / "trainer/grpo_trainer.py").read_text()
-    ours = Path(training.__file__).parents[1] / "trainers"
+    ours = Path(training.__file__).parents[2] / "trainers"
     source += "".join((ours / name).read_text() for name in ("metrics.py", "checks.py", "maxent.py"))
     asked = Path(training.__file__).read_text() + Path(health.__file__).read_text()
     names = set(re.findall(r'(?:recent|numbers|row\.get|_where)\("([^"]+)"', asked))
@@ -175,3 +175,13 @@ def test_metrics_are_named_as_trl_and_we_write_them():
         assert f'"{name}"' in source, name
     assert "/no_verdict" in source
     assert set(training._PHASES) - {"update"} == set(re.findall(r'"(\w+)"', re.search(r"PHASES = \((.*)\)", source)[1]))
+
+
+def test_the_limits_stand_in_one_place() -> None:
+    from grpo_recipes.console.report import pages
+
+    for module in (training, pages):
+        text = Path(module.__file__).read_text()
+        for metric in ("clipped_ratio", "frac_reward_zero_std", "entropy", "grad_norm", '"kl"'):
+            for line in text.splitlines():
+                assert metric not in line or (" > " not in line and " < " not in line), line

@@ -120,3 +120,13 @@ def test_numbers_of_episodes_are_curves(tmp_path: Path) -> None:
     assert {"Legal actions", "Episode length", "Failed episodes"} < charts.keys()
     assert values(charts["useful"])[-1] == "0.5" and "Unfinished episodes" not in charts
     assert re.search(r"The same in every step: .*episodes/odd 4", text)
+
+
+def test_an_episode_that_begins_at_its_end_is_shown() -> None:
+    info = {"role": "Villager", "won": 0.0, "end": "The Mafia has won."}
+    episode = {"environment": "textarena:SecretMafia-v0", "seed": 5, "reward": 0.5, "turns": [], "info": info}
+    transcript = transcript_of({"episode": episode})
+    assert transcript is not None
+    assert transcript.facts == [
+        ("length", "0 turns"), ("reward", "0.5"), ("won", "no"), ("end", "The Mafia has won."),
+    ]  # fmt: skip

@@ -162,3 +162,8 @@ def test_no_gpu_is_usual_on_a_login_node_and_a_problem_in_a_job(case, fake_progr
     job = case(variables={"SLURM_JOB_ID": "7"})
     with pytest.raises(ConfigError, match="no GPU is visible"):
         recipes.gpu_plan(FakeGpulessCase(job.environment, job.recipe))
+
+
+def test_a_gpu_that_server_and_trainers_share_counts_once(planned):
+    shared = type("SharedCase", (), {"plan": planned(weight_sync="shared", dtype="float32")})()
+    assert "GPUs: 4" in recipes.gpu_plan(shared).value

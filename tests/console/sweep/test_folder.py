@@ -11,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from report.synthetic_runs import make_sweep
-from report.test_pages_run import Page
 
+from console.report.synthetic_runs import make_sweep
+from console.report.test_pages_run import Page
 from grpo_recipes import cli
 from grpo_recipes.console.sweep import folder
 from grpo_recipes.console.sweep.folder import read_results, text_table, write_sweep
@@ -134,8 +134,8 @@ def test_a_sweep_that_is_removed_while_the_newest_is_looked_for_is_passed_over(t
 )  # fmt: skip
 def test_a_record_that_lacks_a_part_is_damaged(tmp_path, key, value):
     sweep = make_sweep(tmp_path, rates=("1e-6",), seeds=("1",))
-    assert folder.read_sweep(sweep.folder).record == sweep.record
+    assert folder.Sweep.read(sweep.folder).record == sweep.record
     kept = {name: part for name, part in sweep.record.items() if name != key}
     write_json(sweep.folder / folder.RECORD, kept if value is None else {**kept, key: value})
     with pytest.raises(ConfigError, match=rf"is damaged \('{key}' is not what a sweep writes\)"):
-        folder.read_sweep(sweep.folder)
+        folder.Sweep.read(sweep.folder)

@@ -11,7 +11,7 @@ from rotation import ROTATES
 
 pytest.importorskip("hydra")
 
-from grpo_recipes.console.sweep.folder import read_sweep
+from grpo_recipes.console.sweep.folder import Sweep
 from grpo_recipes.extensions.offline import main as offline
 from grpo_recipes.launch import submission
 from grpo_recipes.recipe import read_frozen
@@ -28,7 +28,7 @@ def multirun(*words: str) -> int:
 
 
 def made(folder: Path) -> list:
-    return [read_sweep(path.parent) for path in sorted(folder.glob("multirun/*/*/sweeps/*/sweep.json"))]
+    return [Sweep.read(path.parent) for path in sorted(folder.glob("multirun/*/*/sweeps/*/sweep.json"))]
 
 
 @pytest.mark.slow

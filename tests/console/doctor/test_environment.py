@@ -137,7 +137,7 @@ def test_packages_of_the_documentation(machine, monkeypatch):
 
 def test_no_heavy_import():
     heavy = {"torch", "trl", "transformers", "datasets", "vllm", "accelerate"}
-    code = f"import sys, grpo_recipes.cli.machine; print(*{heavy} & {{*sys.modules}})"
+    code = f"import sys, grpo_recipes.console.doctor.command; print(*{heavy} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 

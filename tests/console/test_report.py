@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from report.synthetic_runs import make_run
 
+from console.report.synthetic_runs import make_run
 from grpo_recipes.cli import main
 
 

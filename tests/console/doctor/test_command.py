@@ -16,7 +16,7 @@ from grpo_recipes.console.doctor.examine import name_of
 from grpo_recipes.plan.devices import environment_device
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
-SMOKE = str(Path(__file__).resolve().parents[2] / "recipes/smoke/grpo.yaml")
+SMOKE = str(Path(__file__).resolve().parents[3] / "recipes/smoke/grpo.yaml")
 on_cpu = pytest.mark.skipif(environment_device() != "cpu", reason="the smoke recipe is that of a CPU environment")
 
 

@@ -453,3 +453,9 @@ def test_a_run_on_groups_of_atropos_shows_where_they_came_from_and_how(tmp_path:
     assert values(charts["Staleness"])[-1] == "1" and values(charts["Groups too old"])[-1] == "1"
     assert {"Wait for groups", "Queue of run-api", "atropos/reward_sums"} < charts.keys()
     assert "Groups rejected" not in charts  # there were none
+
+
+def test_a_failed_reward_has_its_advice_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_recipes.console.report.pages.reward_fix", lambda run, cause: f"edit own.py: {cause}")
+    folder = make_run(tmp_path, steps=3, summary={"status": "failed", "cause": "a reward failed"})
+    assert "<p>Edit own.py: a reward failed.</p>" in write_report(folder).read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes import cli
-from grpo_recipes.console.sweep.folder import Sweep, read_sweep
+from grpo_recipes.console.sweep.folder import Sweep
 from grpo_recipes.console.sweep.run import SignalForwarder
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import environment_device
@@ -82,4 +82,4 @@ def sweep(folder: Path) -> Callable[..., int]:
 @pytest.fixture
 def made(folder: Path) -> Callable[[], list[Sweep]]:
     """The sweeps in the working folder, the oldest first."""
-    return lambda: [read_sweep(path.parent) for path in sorted(folder.glob("runs/sweeps/*/sweep.json"))]
+    return lambda: [Sweep.read(path.parent) for path in sorted(folder.glob("runs/sweeps/*/sweep.json"))]

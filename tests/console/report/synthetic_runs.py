@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.console.sweep.folder import Sweep, read_sweep
+from grpo_recipes.console.sweep.folder import Sweep
 from grpo_recipes.runs.rundir import write_json
 
 RECIPE = {
@@ -93,7 +93,7 @@ def make_sweep(
     write_json(
         root / "sweep.json", {**record, "timestamp": "stamp", "fingerprint": "", "command": "grpo sweep", "code": {}}
     )
-    return read_sweep(root)
+    return Sweep.read(root)
 
 
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -156,7 +156,7 @@ def test_a_signal_leaves_the_terminal_its_cursor(folder):
 def test_without_a_terminal_steps_stand_between_the_pictures(folder, capsys, monkeypatch):
     from grpo_recipes.cli import follow
 
-    monkeypatch.setattr(follow, "_SECONDS", 0.05)
+    monkeypatch.setattr(follow, "LOOK_SECONDS", 0.05)
     run = made(folder / "runs/one-stamp", steps=2)
     lock = claim(run)
 
@@ -215,7 +215,7 @@ def test_status_logs_and_stop_know_a_sweep_while_it_runs(folder, sweep, capsys):
 def test_following_a_sweep_goes_from_trial_to_trial(folder, sweep, capsys, monkeypatch):
     from grpo_recipes.cli import follow
 
-    monkeypatch.setattr(follow, "_SECONDS", 0.05)
+    monkeypatch.setattr(follow, "LOOK_SECONDS", 0.05)
     held, lock = claim(Run(sweep)), claim(Run(sweep / "cells/seed=1"))
 
     def live() -> None:
@@ -281,7 +281,7 @@ def test_slurm_is_asked_four_times_a_minute_whatever_is_drawn(folder, capsys, mo
 
     asked = []
     monkeypatch.setattr(client, "ask", lambda *argv, **how: asked.append(argv) or None)
-    monkeypatch.setattr(follow, "_SECONDS", 0.02)
+    monkeypatch.setattr(follow, "LOOK_SECONDS", 0.02)
     run = made(folder / "runs/one-stamp", steps=2)
     write_json(run.folder / "job.json", {"job": "slurm-77", "working_folder": str(folder)})
     lock = claim(run)
@@ -294,3 +294,15 @@ def test_slurm_is_asked_four_times_a_minute_whatever_is_drawn(folder, capsys, mo
     told = said_while(end, capsys, "watch", "last")
     assert "completed" in told
     assert len(asked) <= 6, "a state that changes is seen at once, and no job is asked for each picture"
+
+
+@pytest.mark.parametrize("content", [b"", b"null", b"[]", b"{}", b"\x00\xff", b'{"name": "a", "cells": [1]}'])
+def test_a_damaged_record_of_a_sweep_is_one_line_and_hides_no_run(folder, capsys, content: bytes) -> None:
+    made(folder / "runs/one-stamp", status="stopped", steps=2)
+    (folder / "runs/sweeps/one").mkdir(parents=True)
+    (folder / "runs/sweeps/one/sweep.json").write_bytes(content)
+    for argv, code in ((["report", "runs/sweeps/one"], 2), (["status", "runs/sweeps/one"], 2), (["status"], 0)):
+        assert cli.main(argv) == code
+        printed = capsys.readouterr()
+        assert printed.err.startswith("grpo: ") == (code == 2) and ("stopped" in printed.out) == (code == 0)
+    assert cli.main(["sweep", "--resume", "runs/sweeps/one"]) == 2
