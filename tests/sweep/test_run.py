@@ -16,6 +16,7 @@ from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.launch import submission
 from grpo_recipes.plan.ports import PORT_KEYS
 from grpo_recipes.recipe import read_frozen
+from grpo_recipes.report.page import NOTHING
 from grpo_recipes.runs.rundir import Run, claim, read_json, write_json
 from grpo_recipes.slurm.client import tasks_in_queue
 from grpo_recipes.sweep.run import SignalForwarder, array_text
@@ -58,9 +59,9 @@ def test_weight_sync_methods_end_in_a_table_with_times_memory_and_reward(sweep, 
     assert table[0].split()[-8:] == ["update", "s", "sync", "s", "mem", "GB", "save", "MB"]
     measured = [line.split()[-4:] for line in table[1:4]]
     assert measured == [
-        ["0.25", "0.0312", "0.945", "–"],
-        ["0.281", "0", "0.945", "–"],
-        ["0.25", "0.0312", "0.945", "–"],
+        ["0.25", "0.0312", "0.945", NOTHING],
+        ["0.281", "0", "0.945", NOTHING],
+        ["0.25", "0.0312", "0.945", NOTHING],
     ]
     assert all("completed  3      0.2 -> 0.2" in line for line in table[1:4])
     assert max(map(len, table[:5])) <= 88
