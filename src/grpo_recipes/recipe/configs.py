@@ -236,7 +236,7 @@ class GRPOConfig(trl.GRPOConfig):
         "evaluation batch or benchmark, fewer if memory is short.", min=1, max=2048)
     logging_steps: float = key(1, "Always 1: one row of metrics.jsonl per optimizer step.", min=1, max=1)
     save_steps: float = key(100, "Optimizer steps between checkpoints, or a share of all steps below 1.", min=0.0001)
-    push_to_hub: bool = key(False, "Push the final model to the hub at the end of a run; needs a login that may write.")
+    push_to_hub: bool = key(False, "Push the final model to the hub at the end of a run. Needs write access.")
     hub_model_id: str | None = key(None, "Repository push_to_hub writes to: user/name; by default the run's name.")
     hub_strategy: str = key("end", "Always end: push_to_hub pushes once, at the end of the run.", choices=["end"])
     hub_revision: str | None = key(None, "Branch push_to_hub writes to, made if not there; main by default.")

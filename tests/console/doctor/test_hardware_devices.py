@@ -16,21 +16,18 @@ UUIDS = ["GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-ccc
 NAME = "NVIDIA A100-SXM4-80GB"
 
 
-def row(index: int, driver="580.95.05", used="3", ecc="0", mig="Disabled", mode="Default") -> str:
-    return f"{index}, {UUIDS[index]}, {NAME}, {driver}, 81920, {used}, {ecc}, {mig}, {mode}"
+def row(index: int, driver="580.95.05", used="3") -> str:
+    return f"{index}, {UUIDS[index]}, {NAME}, {driver}, 81920, {used}"
 
 
 @pytest.fixture
 def fake_nvidia_smi(fake_program):
-    """``fake_nvidia_smi(*rows, processes="")``: what the driver shows."""
+    """``fake_nvidia_smi(*rows)``: the GPUs that the driver shows."""
 
-    def make(*rows: str, processes: str = "") -> None:
+    def make(*rows: str) -> None:
         listing = "\n".join(f"GPU {index}: {NAME} (UUID: {UUIDS[index]})" for index in range(len(rows)))
         table = "\n".join(rows)
-        fake_program(
-            "nvidia-smi",
-            f"case $1 in\n-L) echo '{listing}';;\n--query-gpu=*) echo '{table}';;\n*) echo '{processes}';;\nesac",
-        )
+        fake_program("nvidia-smi", f"case $1 in\n-L) echo '{listing}';;\n--query-gpu=*) echo '{table}';;\nesac")
 
     return make
 
@@ -88,10 +85,10 @@ def test_cuda_visible_devices_cuts_the_gpus_down(fake_nvidia_smi, cuda_machine):
     one = hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="1"))
     assert one.status == "ok" and one.value.startswith("1 visible of 2 (CUDA_VISIBLE_DEVICES=1)")
     assert hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="")).status == "problem"
-    fake_nvidia_smi(row(0, ecc="3", driver="450.1"), row(1))
+    fake_nvidia_smi(row(0, driver="450.1"), row(1))
     found = hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="5"))
     assert found.status == "problem" and "this machine has no GPU '5'" in found.value
-    assert "driver 450.1" in found.value and "memory errors" in found.value, "an error hides no other"
+    assert "driver 450.1" in found.value, "an error hides no other"
 
 
 def test_a_job_without_gpus_is_a_problem(no_program, cuda_machine):
@@ -114,21 +111,11 @@ def test_gpus_that_a_cpu_environment_leaves_idle(fake_nvidia_smi, cuda_machine, 
     assert found.status == "warning" and "DEVICE=cuda" in found.fix
 
 
-def test_memory_held_by_others_is_told_with_their_pids(fake_nvidia_smi, cuda_machine):
-    fake_nvidia_smi(row(0, used="40960"), row(1), processes=f"{UUIDS[0]}, 4242")
+def test_memory_in_use_by_others_is_a_warning(fake_nvidia_smi, cuda_machine):
+    fake_nvidia_smi(row(0, used="40960"), row(1))
     found = hardware.gpus(cuda_machine())
-    assert found.status == "warning" and found.value == "GPU 0: 40.0 of 80 GiB held by pid 4242"
+    assert found.status == "warning" and found.value == "GPU 0: 40.0 of 80 GiB are in use"
     assert hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="1")).status == "ok"
-
-
-def test_processes_are_asked_for_once_and_their_failure_hides_no_error(fake_program, cuda_machine, tmp_path):
-    table = "\n".join((row(0, used="40960", ecc="3"), row(1, used="40960")))
-    answer = f"--query-gpu=*) echo '{table}';;\n*) echo x >> {tmp_path}/asked; echo NVML fails; exit 1;;"
-    fake_program("nvidia-smi", f"case $1 in\n{answer}\nesac")
-    found = hardware.gpus(cuda_machine())
-    assert found.status == "problem" and "memory errors" in found.value and "NVML fails" in found.value
-    assert "GPU 1: 40.0 of 80 GiB held by pid unknown" in found.value
-    assert (tmp_path / "asked").read_text() == "x\n"
 
 
 def test_gpus_without_torch_or_without_a_figure_of_memory(fake_nvidia_smi, cuda_machine, monkeypatch):
@@ -136,17 +123,6 @@ def test_gpus_without_torch_or_without_a_figure_of_memory(fake_nvidia_smi, cuda_
     without = cuda_machine()
     monkeypatch.setattr(type(without), "device", None)
     assert hardware.gpus(without).value == f"1 visible of 1: {NAME}"
-
-
-def test_broken_sliced_and_exclusive_gpus(fake_nvidia_smi, cuda_machine):
-    fake_nvidia_smi(row(0, ecc="3"), row(1))
-    assert hardware.gpus(cuda_machine()).status == "problem"
-    fake_nvidia_smi(row(0, mig="Enabled"))
-    assert "MIG" in hardware.gpus(cuda_machine()).value
-    fake_nvidia_smi(row(0, mode="Exclusive_Process"))
-    assert "one process" in hardware.gpus(cuda_machine()).value
-    fake_nvidia_smi(row(0, ecc="[N/A]", mig="[N/A]"))
-    assert hardware.gpus(cuda_machine()).status == "ok"
 
 
 @pytest.mark.parametrize(("text", "cuda"), [

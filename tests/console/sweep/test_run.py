@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes import cli
+from grpo_recipes.console.report.page import NOTHING
 from grpo_recipes.console.sweep.run import SignalForwarder, array_text
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.launch import submission
@@ -58,9 +59,9 @@ def test_weight_sync_methods_end_in_a_table_with_times_memory_and_reward(sweep, 
     assert table[0].split()[-8:] == ["update", "s", "sync", "s", "mem", "GB", "save", "MB"]
     measured = [line.split()[-4:] for line in table[1:4]]
     assert measured == [
-        ["0.25", "0.0312", "0.945", "–"],
-        ["0.281", "0", "0.945", "–"],
-        ["0.25", "0.0312", "0.945", "–"],
+        ["0.25", "0.0312", "0.945", NOTHING],
+        ["0.281", "0", "0.945", NOTHING],
+        ["0.25", "0.0312", "0.945", NOTHING],
     ]
     assert all("completed  3      0.2 -> 0.2" in line for line in table[1:4])
     assert max(map(len, table[:5])) <= 88
