@@ -51,8 +51,8 @@ exact: setup  ## continue runs from every checkpoint, compare final weights; wri
 	GRPO_EXACT_RESULT=$(EXACT) $(BIN)/python -m pytest $(EXACT_TESTS) $(PYTEST_ARGS)
 	@GRPO_EXACT_RESULT=$(EXACT) $(BIN)/python tests/exact_record.py
 
-coverage: setup  ## whether the last make test and make e2e show what tests/*_rows.yaml and findings.yaml claim
-	GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python tests/check_guide_rows.py
+coverage: setup  ## check that the tests of tests/*_rows.yaml and faults.yaml passed in the last make test and make e2e
+	GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python tests/ledgers.py
 
 mutants: setup  ## empty functions one at a time; each has to fail a test (MUTANTS="words" of some)
 	$(BIN)/python tests/mutants.py $(MUTANTS)
@@ -64,12 +64,13 @@ docs-serve: setup  ## serve the documentation at DOCS_ADDRESS and build what cha
 	$(BIN)/python -m mkdocs serve --dev-addr $(DOCS_ADDRESS)
 
 maxent: setup  ## run what docs/maxent.md rests on, two hours on two cores, and write its tables; what is recorded stays
-	for part in tabular_maxent tabular_length; do $(BIN)/python bench/$$part.py || exit; done
-	for part in tuning report lengths graph; do $(BIN)/python bench/multi_answer.py $$part || exit; done
-	$(BIN)/python bench/evidence.py
+	for part in tabular_maxent tabular_length; do $(BIN)/python evidence/$$part.py || exit; done
+	for part in tuning report lengths graph; do $(BIN)/python evidence/multi_answer.py $$part || exit; done
+	$(BIN)/python evidence/maxent_tables.py
 
-evidence: setup  ## write the tables and figures of the docs from the records in bench/results; measures nothing
-	$(BIN)/python bench/evidence.py
+evidence: setup  ## write the tables and figures of the docs from the records; measures nothing
+	$(BIN)/python bench/tables.py
+	$(BIN)/python evidence/maxent_tables.py
 
 lint: setup  ## style, types, shell scripts and the Dockerfile
 	$(BIN)/ruff check .

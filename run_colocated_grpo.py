@@ -1,6 +1,13 @@
-"""Train with vLLM inside the training processes: python run_colocated_grpo.py --gpus 4 (see docs/colocated.md)."""
+"""Train with vLLM inside the training processes; see docs/colocated.md.
+
+python run_colocated_grpo.py --gpus 4
+"""
 
 import os
-import runpy
+import sys
 
-runpy.run_path(os.path.join(os.path.dirname(os.path.realpath(__file__)), "src/colocated_grpo.py"), run_name="__main__")
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.realpath(__file__)), "scripts"))
+from find_environment import continue_in_environment
+
+if __name__ == "__main__":
+    continue_in_environment("grpo_recipes.extensions.colocated.main")

@@ -1,6 +1,13 @@
-"""Train by iterations over seeded problems: python run_offline_grpo.py train.iterations=3; docs/offline-trainer.md."""
+"""Train by iterations over seeded problems; see docs/offline-trainer.md.
+
+python run_offline_grpo.py train.iterations=3
+"""
 
 import os
-import runpy
+import sys
 
-runpy.run_path(os.path.join(os.path.dirname(os.path.realpath(__file__)), "src/offline_grpo.py"), run_name="__main__")
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.realpath(__file__)), "scripts"))
+from find_environment import continue_in_environment
+
+if __name__ == "__main__":
+    continue_in_environment("grpo_recipes.extensions.offline.main")

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from xml.etree import ElementTree
 
-from smoke_test import ROOT, environment, fail
+from smoke_test import ROOT, fail, need_environment
 
 TESTS = {
     "a seed gives the same problem in another process":
@@ -40,7 +40,7 @@ def results(report):
 
 def main():
     """Run the tests, and say which passed."""
-    python = environment()
+    python = need_environment()
     words = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS.values()]
     with tempfile.TemporaryDirectory() as folder:
         report = os.path.join(folder, "report.xml")

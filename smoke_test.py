@@ -6,12 +6,14 @@ python smoke_test.py        # ends with 0 and two lines of metrics, or with 1 an
 import json
 import math
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
 
 ROOT = os.path.dirname(os.path.realpath(__file__))
+sys.path.insert(0, os.path.join(ROOT, "scripts"))
+from find_environment import need_environment  # noqa: E402
+
 TRAIN = ("loss_total", "loss_pg", "loss_kl", "loss_entropy", "kl_divergence", "reward_mean", "grad_norm")
 EVAL = ("pass@1", "mean@1", "best@1")
 RUN = (
@@ -24,11 +26,6 @@ RANDOM = (
     "--use_vllm=false", "--bf16=false", "--dtype=float32", "--reward_funcs", "pure_accuracy_math", "cosine_length",
     "--cosine_max_len=8",
 )  # fmt: skip
-
-
-def environment():
-    """Return the Python of `make setup`; exit with 2 where there is none."""
-    return runpy.run_path(os.path.join(ROOT, "src/colocated_grpo.py"))["need_environment"]()
 
 
 def call(words, folder):
@@ -68,7 +65,7 @@ def fail(what):
 
 def main():
     """Make the model, train, and print the metrics."""
-    python = environment()
+    python = need_environment()
     with tempfile.TemporaryDirectory() as folder:
         call([python, "-P", "-s", "-c", PACKAGES], folder)
         call([python, "-P", "-s", "-m", "grpo_recipes.smoke", os.path.join(folder, "made"), "--untrained"], folder)

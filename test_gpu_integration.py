@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 
-from smoke_test import EVAL, ROOT, TRAIN, call, environment, metrics, train
+from smoke_test import EVAL, ROOT, TRAIN, call, metrics, need_environment, train
 
 RUN = (
     "model.train_id=smoke:sums", "train.lr=1e-4", "eval.replicates=4", "--dtype=float32", "--bf16=false",
@@ -91,7 +91,7 @@ def passed(check, run, folder):
 
 def main():
     """Train one iteration and check it."""
-    python, cpu = environment(), "--cpu" in sys.argv[1:]
+    python, cpu = need_environment(), "--cpu" in sys.argv[1:]
     reason = reason_to_skip(python, cpu)
     if reason:
         print(f"skipped: {reason}")

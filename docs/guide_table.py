@@ -1,72 +1,81 @@
-"""Tables that rest on tests: of the training guide, from ``tests/guide_rows.yaml``; of Atropos, ``atropos_rows.yaml``;
-of faults, ``faults.yaml``.
+"""Tables generated from the ledgers in ``tests/``: the ``*_rows.yaml`` files and ``faults.yaml``.
 
-A page says ``<!-- guide rows -->``, ``<!-- atropos-rows -->`` or ``<!-- faults -->`` where they go.
+A page contains ``<!-- rows of FILE -->`` or ``<!-- faults -->`` in the places of the tables.
 """
 
 from __future__ import annotations
 
 import html
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from grpo_recipes.paths import home
 
-TESTS = home() / "tests"
-_MARKERS = {
-    "<!-- guide rows -->": lambda: row_tables(TESTS / "guide_rows.yaml"),
-    "<!-- atropos-rows -->": lambda: row_tables(TESTS / "atropos_rows.yaml"),
-    "<!-- faults -->": lambda: fault_table(),
-}
+sys.path.insert(0, str(home() / "tests"))
+import ledgers
+from ledgers import Row
+
+_MARKER = re.compile(r"^<!-- rows of (?P<file>\S+) -->$", re.MULTILINE)
+_FAULTS = "<!-- faults -->"
+# Beginning of a row's id -> the form of the names that follow it.
+_NAMES = {"key": "`{}`", "flag": "`--{}`", "option": "`--{}`", "variable": "`{}`", "make": "`{}`"}
+_CODE = re.compile(r"[_/=%*]|[a-z]\.[a-z]|^[A-Z]{5,}$")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the tables in the place of their markers; called by mkdocs for every page."""
-    for marker, table in _MARKERS.items():
-        if marker in markdown:
-            markdown = markdown.replace(marker, table())
-    return markdown
+    """Replace the markers with tables; mkdocs calls this for every page."""
+    markdown = _MARKER.sub(lambda match: row_tables(home() / match["file"]), markdown)
+    return markdown.replace(_FAULTS, fault_table()) if _FAULTS in markdown else markdown
 
 
 def fault_table() -> str:
-    """A row for each fault: how it ends, what is said and what to do; its tests are told where the pointer rests."""
-    rows = []
-    for row in yaml.safe_load((TESTS / "faults.yaml").read_text())["faults"]:
-        within = f" within {_text(str(row.get('limit', '30 s')))}" if row["ends"] in ("ended", "recovered") else ""
-        said = _text(row["said"]).replace("{}", "…")
-        fault = f'<span title="{", ".join(row["tests"])}">{_text(row["fault"])}</span>'
-        rows.append((fault, f"**{row['ends']}**{within}", said, _text(row["fix"])))
-    return _table(("fault", "how it ends", "what is said", "what to do"), rows)
+    """Return a table with a line per fault: the end of the run, the message and the fix. A tooltip has the tests."""
+    lines = []
+    for row in ledgers.read_faults():
+        within = f" within {_text(row.limit)}" if row.ends in ("ended", "recovered") else ""
+        fault = f'<span title="{", ".join(row.tests)}">{_text(row.fault)}</span>'
+        lines.append((fault, f"**{row.ends}**{within}", _text(row.said).replace("{}", "…"), _text(row.fix)))
+    return _table(("fault", "how it ends", "message", "what to do"), lines)
 
 
 def row_tables(file: Path) -> str:
-    """How many rows have each status and each kind of evidence, then a heading and a table a section."""
-    document = yaml.safe_load(file.read_text())
-    rows, meaning = document["rows"], document["statuses"]
-    counts = [(f"**{status}**", sum(row["status"] == status for row in rows), meaning[status]) for status in meaning]
-    kinds = document["evidence"]
-    seen = [(f"**{kind}**", sum(row.get("evidence") == kind for row in rows), kinds[kind]) for kind in kinds]
-    parts = [_table(("status", "rows", "meaning"), counts), _table(("evidence", "rows", "meaning"), seen)]
-    for section, about in document["sections"].items():
-        cells = [_cells(row, document["needs"]) for row in rows if row["section"] == section]
-        parts += [f"## {about['title']}", _table(("item", "today", "evidence", "shown by"), cells)]
+    """Return the number of rows of each status and each kind of evidence, then a heading and a table per section."""
+    head, rows = ledgers.document(file), ledgers.read_rows(file)
+    parts = [
+        _counts("status", [row.status for row in rows], head["statuses"]),
+        _counts("evidence", [row.evidence.partition(":")[0] for row in rows], head["evidence"]),
+    ]
+    for section in head["sections"]:
+        cells = [_cells(row) for row in rows if row.section == section]
+        parts += [f"## {section}", _table(("item", "today", "evidence", "tests"), cells)]
     return "\n\n".join(parts)
 
 
-def _cells(row: dict[str, Any], needs: dict[str, str]) -> tuple[str, ...]:
-    tests = row.get("tests", [])
-    programs = {program for test in tests for start, program in needs.items() if test.startswith(start)}
-    evidence = [row.get("evidence", ""), *([f"of {row['of']}"] if "of" in row else [])]
-    evidence += [f"(where there is {program})" for program in sorted(programs)]
-    today = f"**{row['status']}**: {_text(row.get('how') or row['why'])}"
-    return _text(row["item"]), today, _text(" ".join(evidence)), "<br>".join(map(_sentence, tests))
+def _counts(title: str, names: list[str], meanings: dict[str, str]) -> str:
+    lines = [(f"**{name}**", names.count(name), meaning) for name, meaning in meanings.items()]
+    return _table((title, "rows", "meaning"), lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    programs = {program for test in row.tests for start, program in ledgers.needs().items() if test.startswith(start)}
+    kind, _, part = row.evidence.partition(":")
+    evidence = [kind, *([f"of {part}"] if part else []), *(f"(needs {program})" for program in sorted(programs))]
+    today = f"**{row.status}**" + (f": {_text(row.note)}" if row.note else "")
+    return _text(in_words(row.id)), today, _text(" ".join(evidence)), "<br>".join(map(_sentence, row.tests))
+
+
+def in_words(name: str) -> str:
+    """Return a row's id as words: names of keys, flags, variables and files become code."""
+    subject, _, names = name.partition("-")
+    if subject in _NAMES:
+        return f"{subject} {', '.join(map(_NAMES[subject].format, names.split(',')))}"
+    return " ".join(f"`{word}`" if _CODE.search(word) else word for word in name.split("-"))
 
 
 def _sentence(test: str) -> str:
-    """A test's name as words, with its id for the pointer that rests on it."""
+    """Return a test's name as words, with its id as a tooltip."""
     file, _, function = test.partition("::")
     place = file.removeprefix("tests/").removesuffix(".py").replace("test_", "")
     words = function.removeprefix("test_").replace("_", " ")
@@ -74,7 +83,7 @@ def _sentence(test: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Markdown of a cell; what stands between backticks is left as it is."""
+    """Return the Markdown of a cell; code between backticks stays as it is."""
     parts = re.split(r"(`[^`]*`)", text.replace("|", "\\|"))
     return "".join(part if part.startswith("`") else html.escape(part, quote=False) for part in parts)
 

@@ -6,7 +6,7 @@ replacement. ``<!-- maxent objectives -->`` and ``<!-- maxent keys -->`` say wha
 and who reads which key. ``<!-- atropos SUBJECT -->`` says what becomes of the flags, variables and YAML of trainers for
 Atropos. ``<!-- doctor SUBJECT -->`` lists the checks of a machine, a recipe or a run, and
 ``<!-- profile keys -->`` what a site's profile may hold. ``<!-- weight bridges -->`` says which weight bridge serves
-which setup. torch and TRL are not imported. Markers of the tables that ``bench/evidence.py`` writes are left out.
+which setup. torch and TRL are not imported. Markers of the tables that scripts write from records are left out.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _MARKER = re.compile(
     r"( (?P<owner>\w+))? -->$",
     re.MULTILINE,
 )
-_WRITTEN = re.compile(r"^<!-- (made by bench/evidence\.py: .+|end) -->\n", re.MULTILINE)
+_WRITTEN = re.compile(r"^<!-- (made by \S+\.py: .+|end) -->\n", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -1,15 +1,19 @@
-"""GRPO on the scored groups of Atropos environments: its flags become one `grpo launch`.
+"""GRPO on the scored groups of Atropos environments: convert flags to one `grpo launch`.
 
     python src/atropos_grpo.py --model-name smoke:sums --environment arithmetic --dry-run
 
-Any Python 3 runs this file, as ``colocated_grpo.py`` beside it: it goes on in the environment of `make setup`, with
-``grpo_recipes.extensions.atropos.main``, which reads the flags.
+Any Python 3 runs this file. It continues in the environment of `make setup`, where
+``grpo_recipes.extensions.atropos.main`` reads the flags.
 """
 
 import os
-import runpy
+import sys
 
-door = runpy.run_path(os.path.join(os.path.dirname(os.path.realpath(__file__)), "colocated_grpo.py"))
+# A copy of this file, such as Slurm's, finds the repository in the variables that training.sh also reads.
+FOLDERS = [os.path.dirname(os.path.dirname(os.path.realpath(__file__)))]
+FOLDERS += [os.environ[name] for name in ("SLURM_SUBMIT_DIR", "GRPO_HOME") if os.environ.get(name)]
+sys.path[:0] = [os.path.join(folder, "scripts") for folder in FOLDERS]
+from find_environment import continue_in_environment  # noqa: E402
 
 if __name__ == "__main__":
-    door["main"]("grpo_recipes.extensions.atropos.main")
+    continue_in_environment("grpo_recipes.extensions.atropos.main")

@@ -39,7 +39,7 @@ RIGHT = {
 }
 
 LONGEST = (
-    "trainers/test_exact_resume.py", "docs", "trainers", "bench", "data", "fetch", "launch",
+    "trainers/test_exact_resume.py", "docs", "trainers", "evidence", "bench", "data", "fetch", "launch",
     "setup", "evaluate", "test_wrong_recipes.py",
 )  # fmt: skip
 

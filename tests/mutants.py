@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from guide_rows import REPOSITORY
+from ledgers import REPOSITORY
 
 FILE = Path(__file__).with_suffix(".yaml")
 SECONDS = 600  # for the tests of a mutant

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from guide_rows import rows
+from ledgers import read_rows
 
 trl = pytest.importorskip("trl")
 
@@ -114,7 +114,7 @@ def test_what_a_recipe_says_is_what_trl_is_given(tmp_path: Path) -> None:
 
 def test_every_key_of_the_rows_that_rest_on_it_has_a_value() -> None:
     name = f"tests/{Path(__file__).name}::test_what_a_recipe_says_is_what_trl_is_given"
-    resting = {key.partition(".")[0] for row in rows() if name in row.tests for key in row.keys}
+    resting = {key.partition(".")[0] for row in read_rows() if name in row.tests for key in row.keys}
     assert resting and resting - VALUES.keys() == set()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mutants
 import pytest
-from guide_rows import REPOSITORY, exists
+from ledgers import REPOSITORY, exists
 from mutants import Mutant, emptied, rows, survivors
 
 

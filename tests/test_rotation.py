@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fault_rows import is_rotating
+from ledgers import is_rotating
 from rotation import TIME_IS_OVER, skip_where_time_is_over
 
 TESTS = Path(__file__).parent

@@ -36,7 +36,8 @@ MAX_SUM = 18
 MAX_POSITIONS = 4096
 SMOKE_SCHEME = "smoke:"  # of model_name_or_path and dataset_name
 SMOKE_DATA = ("smoke:sums", "smoke:sums-tied")  # those with rows
-SMOKE_TASKS = (*SMOKE_DATA, "smoke:mafia")
+# The model of SecretMafia is trained on games, which the extension of environments plays.
+_GAMES = "grpo_recipes.extensions.environments.smoke_games"
 Row = dict[str, str]
 
 PAD, END = "<|endoftext|>", "<|im_end|>"  # as in Qwen's own tokenizers
@@ -236,10 +237,17 @@ def _save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, dtype: st
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2))
 
 
+def smoke_tasks() -> tuple[str, ...]:
+    """Return the names of the built-in models; without the extension of environments SecretMafia has none."""
+    has_games = (Path(__file__).parent / "extensions/environments").is_dir()
+    return (*SMOKE_DATA, "smoke:mafia") if has_games else SMOKE_DATA
+
+
 def smoke_folder(name: str, environment: Mapping[str, str]) -> Path:
     """Return the cache folder of a built-in smoke task; a ConfigError where there is no such task."""
-    if name not in SMOKE_TASKS:
-        raise config_error("model_name_or_path", f"there is no built-in '{name}'", f"write {' or '.join(SMOKE_TASKS)}")
+    if name not in smoke_tasks():
+        what = f"there is no built-in '{name}'"
+        raise config_error("model_name_or_path", what, f"write {' or '.join(smoke_tasks())}")
     task = name.removeprefix(SMOKE_SCHEME)
     mafia = task == "mafia"
     key = fingerprint(tied=task.endswith("-tied"), phases=MAFIA_PHASES if mafia else PHASES, mafia=mafia)
@@ -250,7 +258,7 @@ def smoke_command(name: str, environment: Mapping[str, str]) -> tuple[Path, list
     """Return the folder of a built-in smoke task, and the command that makes it there (a minute; needs torch)."""
     folder = smoke_folder(name, environment)
     if name == "smoke:mafia":
-        return folder, python_module("grpo_recipes.extensions.environments.smoke_games", str(folder))
+        return folder, python_module(_GAMES, str(folder))
     tied = ["--tie-word-embeddings"] if name.endswith("-tied") else []
     return folder, python_module("grpo_recipes.smoke", str(folder), *tied)
 

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import requests
 
+from grpo_recipes.extensions.atropos.group import Group
 from grpo_recipes.process.tree import die_with_parent
 
 _START_SECONDS = 60.0
@@ -93,6 +94,14 @@ class RunApi:
         answer = self.post("/register-env", body).json()
         assert answer["status"] == "success", answer
         return answer["env_id"]
+
+
+def post_groups(url: str, groups: Sequence[Group]) -> None:
+    """Put groups into the queue of a run-api, in order, as an environment does."""
+    for start in range(0, len(groups), 64):
+        body = [group.as_wire() for group in groups[start : start + 64]]
+        answer = requests.post(f"{url}/scored_data_list", json=body, timeout=30)
+        assert answer.ok, answer.text
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import pytest
 from waiting import wait_for
 
 from atropos.groups import group, of_version
-from atropos.run_api import REGISTRATION, RunApi
+from atropos.run_api import REGISTRATION, RunApi, post_groups
 from grpo_recipes.extensions.atropos.client import AtroposClient, AtroposError, NoLogprobs, Registration, WaitAborted
 from grpo_recipes.extensions.atropos.group import UNTRAINED, Group
 
@@ -160,21 +160,21 @@ def test_a_batch_is_waited_for(api: RunApi, connect: Client, said: list[str]) ->
 
 def test_several_batches_come_newest_first(connect: Client) -> None:
     client = connect()
-    client.post([of_version(version) for version in range(6)])
+    post_groups(client.url, [of_version(version) for version in range(6)])
     taken = [client.take(2, **TAKE) for _ in range(3)]
     assert [[one.policy_version for one in groups] for groups in taken] == [[5, 4], [3, 2], [1, 0]]
 
 
-def test_many_groups_are_posted_in_order(api: RunApi, connect: Client) -> None:
+def test_a_large_batch_keeps_the_order_of_its_groups(connect: Client) -> None:
     client = connect({"batch_size": 300})
     posted = [group(first=100 + number) for number in range(150)]
-    client.post(posted)
+    post_groups(client.url, posted)
     assert client.next_batch() == posted
 
 
 def test_what_run_api_does_not_take_is_an_error_with_its_words(connect: Client) -> None:
     with pytest.raises(AtroposError, match=r"refused .*/scored_data_list: 422: .*content"):
-        connect().post([group(messages=[[{"role": "user"}], []])])
+        connect()._api.ask("POST", "/scored_data_list", [group(messages=[[{"role": "user"}], []]).as_wire()])
 
 
 def test_a_batch_with_nan_in_it_is_lost_and_counted_and_the_next_one_comes(
@@ -230,7 +230,7 @@ def test_three_clients_share_the_batches_and_none_comes_twice(api: RunApi, conne
                 got.extend(one.tokens[0][3] for one in client.next_batch())
 
     def produce(number: int) -> None:
-        connect(None).post([group(first=1000 * number + 10 * at) for at in range(100)])
+        post_groups(api.url, [group(first=1000 * number + 10 * at) for at in range(100)])
 
     consumers = [threading.Thread(target=consume) for _ in range(3)]
     producers = [threading.Thread(target=produce, args=(number,)) for number in range(3)]
@@ -244,7 +244,7 @@ def test_three_clients_share_the_batches_and_none_comes_twice(api: RunApi, conne
 @pytest.mark.parametrize("compressed", [True, False])
 def test_answers_are_compressed_where_that_is_asked_for(api: RunApi, connect: Client, compressed: bool) -> None:
     client = connect({"batch_size": 64}, compressed=compressed)
-    client.post([group(8)] * 8)
+    post_groups(client.url, [group(8)] * 8)
     answer = client._api.once("GET", "/latest_example")
     assert answer.headers.get("Content-Encoding") == ("gzip" if compressed else None)
     assert client.next_batch() == [group(8)] * 8
@@ -291,7 +291,7 @@ def test_a_group_that_must_not_be_trained_on_is_dropped_counted_and_named(
     connect: Client, said: list[str], bad: Group, why: str
 ) -> None:
     client = connect()
-    client.post([group(first=50), bad])
+    post_groups(client.url, [group(first=50), bad])
     assert client.take(1, **TAKE) == [group(first=50)]
     assert client.counts["rejected"] == 1
     [line] = [line for line in said if "is not trained on" in line]
@@ -300,7 +300,7 @@ def test_a_group_that_must_not_be_trained_on_is_dropped_counted_and_named(
 
 def test_a_group_that_is_too_large_is_dropped(connect: Client) -> None:
     client = connect({"batch_size": 8})
-    client.post([group(4), group(), group()])
+    post_groups(client.url, [group(4), group(), group()])
     assert client.take(2, **TAKE) == [group(), group()]
     assert client.counts["rejected"] == 1
     assert client._last_rejection.endswith("4 trajectories where 2 make a group")
@@ -308,7 +308,7 @@ def test_a_group_that_is_too_large_is_dropped(connect: Client) -> None:
 
 def test_only_the_first_rejections_are_printed(connect: Client, said: list[str]) -> None:
     client = connect({"batch_size": 64})
-    client.post([group(scores=[1.0])] * 31 + [group()])
+    post_groups(client.url, [group(scores=[1.0])] * 31 + [group()])
     assert client.take(1, **TAKE) == [group()]
     assert client.counts["rejected"] == 31
     lines = [line for line in said if "is not trained on" in line]
@@ -332,7 +332,7 @@ def test_what_an_environment_says_of_a_trajectory_arrives(connect: Client) -> No
         overrides=[{"set_advantage_to_zero": True}, {"temperature": 0.5}],
         generation_params={"temperature": 1.0, "policy_version": 9},
     )
-    client.post([told, told])
+    post_groups(client.url, [told, told])
     first, _ = client.take(2, **TAKE)
     assert first == told
     assert [first.is_zeroed(row) for row in range(2)] == [True, False]
@@ -364,16 +364,16 @@ def test_parts_whose_others_never_come_are_dropped_and_few_are_kept(api: RunApi,
 
 def test_groups_of_an_old_policy_are_dropped_and_counted(connect: Client) -> None:
     client = connect({"batch_size": 8})
-    client.post([of_version(version) for version in (4, 9, 3, 5)])
+    post_groups(client.url, [of_version(version) for version in (4, 9, 3, 5)])
     assert [one.policy_version for one in client.take(2, **{**TAKE, "max_staleness": 4})] == [9, 5]
     assert client.counts["stale"] == 2 and client.counts["rejected"] == 0
-    client.post([of_version(version) for version in (4, 9, 3, 5)])
+    post_groups(client.url, [of_version(version) for version in (4, 9, 3, 5)])
     assert [one.policy_version for one in client.take(4, **TAKE)] == [9, 5, 4, 3]
 
 
 def test_the_newest_groups_are_taken_and_the_others_kept_until_they_are_too_old(connect: Client) -> None:
     client = connect({"batch_size": 8})
-    client.post([of_version(version) for version in (4, 7, 5, 6)])
+    post_groups(client.url, [of_version(version) for version in (4, 7, 5, 6)])
     keys = {**TAKE, "max_staleness": 2}
     assert [one.policy_version for one in client.take(1, **{**keys, "current": 7})] == [7]
     assert client.counts == {
@@ -381,14 +381,14 @@ def test_the_newest_groups_are_taken_and_the_others_kept_until_they_are_too_old(
         "unknown_version": 0,
     }  # fmt: skip
     assert [one.policy_version for one in client.take(1, **{**keys, "current": 8})] == [6]
-    client.post([of_version(version) for version in (9, 9, 8, 8)])
+    post_groups(client.url, [of_version(version) for version in (9, 9, 8, 8)])
     assert [one.policy_version for one in client.take(2, **{**keys, "current": 9})] == [9, 9]
     assert client.counts["stale"] == 2 and client.counts["batches"] == 2
 
 
 def test_groups_of_an_unknown_policy_are_taken_last_and_counted(connect: Client) -> None:
     client = connect({"batch_size": 6})
-    client.post([group(first=50), of_version(2), of_version(9)])
+    post_groups(client.url, [group(first=50), of_version(2), of_version(9)])
     keys = {**TAKE, "max_staleness": 20}
     assert [one.policy_version for one in client.take(3, **keys)] == [9, 2, None]
     assert client.counts["unknown_version"] == 1
@@ -452,9 +452,9 @@ def test_sizes_that_do_not_pack_are_named(
     client = connect({"batch_size": batch_size}, max_wait=0.2)
     api.register_env(group_size=2)
     if before:
-        client.post([group(size) for size in before])
+        post_groups(client.url, [group(size) for size in before])
         client.next_batch()
-    client.post([group(size) for size in sizes])
+    post_groups(client.url, [group(size) for size in sizes])
     first, *lines = diagnosed(client)
     assert first.startswith(f"Maximum wait time (0.2s) exceeded: deadlock, since {why}")
     assert any(line.startswith(f"  packing: deadlock, since {why}") for line in lines)
@@ -484,7 +484,7 @@ def test_groups_of_no_environment_are_diagnosed_by_all_their_sizes(
 ) -> None:
     """M10: run-api shows the largest size to environments only, and none has joined."""
     client = connect({"batch_size": 8}, max_wait=0.2)
-    client.post([group(size) for size in sizes])
+    post_groups(client.url, [group(size) for size in sizes])
     first, *lines = diagnosed(client)
     assert first.startswith(f"Maximum wait time (0.2s) exceeded: deadlock, since {why}")
     assert f"  groups without an env_id: {len(sizes)} in the queue" in lines
@@ -495,7 +495,7 @@ def test_groups_without_an_env_id_wait_for_ever_next_to_a_least_share(api: RunAp
     """M10: the diagnosis blamed the environment with the least share."""
     client = connect({"batch_size": 4}, max_wait=0.2)
     sharing = api.register_env(group_size=2, min_batch_allocation=0.25)
-    client.post([group(2) for _ in range(4)])
+    post_groups(client.url, [group(2) for _ in range(4)])
     first, *lines = diagnosed(client)
     assert first.endswith("while an environment has a min_allocation, run-api hands out no group without an env_id")
     assert f"  environment {sharing}: no group of it ever came, 0 of its groups in the queue" in lines
@@ -504,12 +504,12 @@ def test_groups_without_an_env_id_wait_for_ever_next_to_a_least_share(api: RunAp
 def test_batches_that_another_client_took_are_counted_and_said(api: RunApi, connect: Client, said: list[str]) -> None:
     """M10: run-api counts each batch that it packs, and at an empty queue each of them went to a client."""
     client = connect()
-    client.post([group(2) for _ in range(8)])
+    post_groups(client.url, [group(2) for _ in range(8)])
     client.next_batch()
     assert client.counts["stolen_batches"] == 0
     assert api.get("/batch").json()["batch"] and api.get("/batch").json()["batch"]
     client.next_batch()
-    client.post([group(2)])
+    post_groups(client.url, [group(2)])
     for _ in range(2):
         assert client._poll() is None
     assert client.counts["stolen_batches"] == 2
@@ -522,7 +522,7 @@ def test_batches_that_another_client_took_are_counted_and_said(api: RunApi, conn
 def test_all_groups_that_wait_for_the_trainer_are_counted(api: RunApi, connect: Client) -> None:
     """M10: /status leaves out the batches that run-api has packed already."""
     client = connect()
-    client.post([group(2) for _ in range(11)])  # five batches of two groups, and one group
+    post_groups(client.url, [group(2) for _ in range(11)])  # five batches of two groups, and one group
     assert client.waiting(2) == 11
     client.next_batch()
     assert client.status()["queue_size"] == 1 and client.waiting(2) == 9

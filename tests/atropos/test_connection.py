@@ -111,23 +111,17 @@ def test_another_program_at_the_url_is_no_run_api(page: Any) -> None:
         client(fake.url).next_batch()
 
 
-def test_groups_are_not_posted_twice_when_no_answer_comes() -> None:
+def test_a_request_that_must_not_repeat_is_sent_once_if_no_answer_comes() -> None:
     with fake_run_api(scored_data_list=["cut"]) as fake:
         with pytest.raises(AtroposError, match="may have taken what was sent"):
-            client(fake.url).post([group()])
+            client(fake.url)._api.ask("POST", "/scored_data_list", [group().as_wire()], repeat=False)
         assert len(fake.asked["/scored_data_list"]) == 1
 
 
-def test_groups_are_posted_again_after_a_server_error() -> None:
+def test_a_request_that_must_not_repeat_is_repeated_after_a_server_error() -> None:
     with fake_run_api(scored_data_list=[(503, "busy"), {"status": "received"}]) as fake:
-        client(fake.url).post([group()])
+        client(fake.url)._api.ask("POST", "/scored_data_list", [group().as_wire()], repeat=False)
         assert fake.bodies["/scored_data_list"] == [[group().as_wire()]] * 2
-
-
-def test_groups_that_json_has_no_numbers_for_are_not_posted() -> None:
-    with fake_run_api() as fake, pytest.raises(AtroposError, match="JSON"):
-        client(fake.url).post([group(scores=[float("nan"), 0.0])])
-    assert fake.asked == {}
 
 
 def test_a_run_that_stops_waits_no_longer() -> None:

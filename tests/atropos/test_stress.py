@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from atropos.run_api import RunApi
+from atropos.run_api import RunApi, post_groups
 from grpo_recipes.extensions.atropos.client import AtroposClient
 from grpo_recipes.extensions.atropos.group import UNTRAINED, Group, trajectories
 
@@ -52,7 +52,8 @@ def test_each_group_is_taken_once_and_memory_stays(api: RunApi) -> None:
             while own.status()["queue_size"] > MOST_QUEUED:
                 if over.wait(0.2):
                     return
-            own.post([numbered(number) for number in range(start, min(start + POSTERS * CHUNK, GROUPS), POSTERS)])
+            numbers = range(start, min(start + POSTERS * CHUNK, GROUPS), POSTERS)
+            post_groups(api.url, [numbered(number) for number in numbers])
 
     mine, theirs = psutil.Process(), psutil.Process(api.process.pid)
     taken: list[int] = []

@@ -1,9 +1,11 @@
-"""The scripts of bench/ as modules of a test."""
+"""The scripts of bench/ and evidence/ as modules of a test."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,26 +18,44 @@ HOME = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
-def script(name: str, alias: str = "", threads: int = 0) -> Iterator[ModuleType]:
+def script(name: str, alias: str = "", threads: int = 0, folder: str = "bench") -> Iterator[ModuleType]:
     """Yield a script, whose neighbours it finds as when it is run; then the import path and torch are as before.
 
     Args:
-        name: of the file in bench/, without its ending.
+        name: of the file, without its ending.
         alias: the module's name, where a package of the tests has that of the file.
         threads: of torch meanwhile, where the script does not set them itself.
+        folder: that has the file.
     """
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(HOME / "bench"))
-        module = _loaded(name, alias) if alias else importlib.import_module(name)
+        patch.syspath_prepend(str(HOME / folder))
+        module = _loaded(HOME / folder / f"{name}.py", alias) if alias else importlib.import_module(name)
         torch.set_num_threads(threads or torch.get_num_threads())
         yield module
     torch.set_num_threads(before)
 
 
-def _loaded(name: str, alias: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(alias, HOME / f"bench/{name}.py")
+def _loaded(path: Path, alias: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(alias, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def restored_tables(module: ModuleType) -> list[str]:
+    """Edit each table of the pages that a script writes, and check that the script restores it; return their names."""
+    pages, names = sys.modules["pages"], list[str]()
+    for page in sorted((HOME / "docs").glob("*.md")):
+        text = page.read_text()
+        for _, name, _ in pages.marked(module.SCRIPT).findall(text):
+            names.append(name)
+            table = module.TABLES[name]()
+            if " runs are recorded so far" in table:
+                continue
+            row = table.splitlines()[-1]
+            assert len(table.splitlines()) > 5 and re.search(r"\d", row)
+            edited = text.replace(row, re.sub(r"\d", "7", row) + " 1 |")
+            assert pages.filled(edited, module.SCRIPT, module.TABLES) == text
+    return sorted(names)

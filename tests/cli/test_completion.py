@@ -86,7 +86,6 @@ def test_commands_options_keys_values_and_files(offered):
     assert offered("grpo", "generate", "my") == {"my two.yaml"}
     assert offered("grpo", "generate", "--backend", "") == {"vllm_server", "sglang_server"}
     assert offered("grpo", "completion", "") == {"bash", "zsh"}
-    assert offered("grpo", "atropos", "") == {"record", "replay"}
 
 
 def test_keys_that_every_recipe_is_rejected_for_are_not_offered(offered):

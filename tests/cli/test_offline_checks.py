@@ -19,7 +19,7 @@ import run_tests
 import smoke_test
 import test_gpu_integration
 
-SCRIPTS = ("smoke_test.py", "run_tests.py", "test_gpu_integration.py", "src/colocated_grpo.py")
+SCRIPTS = ("smoke_test.py", "run_tests.py", "test_gpu_integration.py", "scripts/find_environment.py")
 RIGHT = dict.fromkeys(smoke_test.TRAIN, 0.5)
 
 

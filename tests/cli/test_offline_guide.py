@@ -93,5 +93,5 @@ def test_a_gpu_that_is_not_there_is_refused_and_never_replaced(command: str, tmp
 
 
 def test_the_script_of_the_guide_is_the_module_of_these_tests() -> None:
-    assert "src/offline_grpo.py" in (home() / "run_offline_grpo.py").read_text()
-    assert 'door["main"]("grpo_recipes.extensions.offline.main")' in (home() / "src/offline_grpo.py").read_text()
+    for script in ("run_offline_grpo.py", "src/offline_grpo.py"):
+        assert 'continue_in_environment("grpo_recipes.extensions.offline.main")' in (home() / script).read_text()

@@ -1,4 +1,4 @@
-"""Records under bench/results: each names a commit in history, and the page has the command that makes it again."""
+"""Records of bench/ and evidence/: each names a commit in history, and a page has the command that makes it again."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from grpo_recipes.recipe.keys import catalogue
 
 sys.path.insert(0, str(REPOSITORY / "bench"))
 
-RECORDS = sorted((REPOSITORY / "bench/results").iterdir())
 PAGE = REPOSITORY / "docs/measurements.md"
+TABLES = {"bench": PAGE, "evidence": REPOSITORY / "evidence/README.md"}  # folder -> the page that lists its records
+RECORDS = {folder: sorted((REPOSITORY / folder / "results").iterdir()) for folder in TABLES}
 git = partial(subprocess.run, cwd=REPOSITORY, check=False, capture_output=True, text=True)
 
 
@@ -71,7 +72,7 @@ def history() -> None:
         pytest.fail(f"{REPOSITORY} has no full history ({shallow or 'no git'}): git fetch --unshallow")
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+@pytest.mark.parametrize("record", [*RECORDS["bench"], *RECORDS["evidence"]], ids=lambda record: record.name)
 def test_a_record_is_of_code_in_history(record) -> None:
     text = record.read_text()
     lines = text.splitlines() if record.suffix == ".jsonl" else [text]
@@ -92,12 +93,13 @@ def test_what_no_commit_has_made_is_seen() -> None:
     assert faults([right, {}]) == {"a line without an origin"}
 
 
-def test_every_record_has_the_command_that_makes_it() -> None:
-    rows = {name.strip("`"): command.strip("`").split() for name, _, command in table_rows(PAGE, "record")}
-    assert list(rows.keys()) == sorted(rows, key=list(rows).index) and rows.keys() == {one.name for one in RECORDS}
+@pytest.mark.parametrize("folder", TABLES)
+def test_every_record_has_the_command_that_makes_it(folder: str) -> None:
+    rows = {name.strip("`"): command.strip("`").split() for name, _, command in table_rows(TABLES[folder], "record")}
+    assert rows.keys() == {record.name for record in RECORDS[folder]}
     for name, (program, script, *_) in rows.items():
         if program == "make":
-            assert f"bench/results/{name}" in (REPOSITORY / "Makefile").read_text()
+            assert f"{folder}/results/{name}" in (REPOSITORY / "Makefile").read_text()
             assert f"\n{script}: " in (REPOSITORY / "Makefile").read_text()
         else:
             stem = "maxent_PART" if name.startswith("maxent_") else name.split(".")[0]
@@ -105,9 +107,9 @@ def test_every_record_has_the_command_that_makes_it() -> None:
 
 
 def test_pages_name_no_record_that_is_gone() -> None:
-    for page in PAGES:
-        for name in re.findall(r"bench/results/([\w.]+\.jsonl?)", page.read_text()):
-            assert (REPOSITORY / "bench/results" / name).exists(), (page.name, name)
+    for page in [*PAGES, TABLES["evidence"]]:
+        for name in re.findall(r"(?:bench|evidence)/results/[\w.]+\.jsonl?", page.read_text()):
+            assert (REPOSITORY / name).exists(), (page.name, name)
 
 
 def test_the_conversion_of_groups_is_the_recorded_one() -> None:

@@ -18,7 +18,7 @@ from statistics import fmean
 import psutil
 import pytest
 from documented import documented
-from real_runs import REPOSITORY, Launch, clean_environment, weights_hash
+from real_runs import REPOSITORY, Launch, clean_environment
 from runs.test_benchmark import need_right_arithmetic, parsed
 from slurm_cluster import SlurmCluster
 from test_knobs import free_port
@@ -139,35 +139,6 @@ def test_two_processes_train_on_what_one_of_them_takes(launch: Callable[..., Lau
     assert run.log("trainer").count("Trainer successfully registered with UUID: ") == 1
     rewards = [row["reward"] for row in run.rows()]
     assert sum(rewards[-5:]) > sum(rewards[:5])
-
-
-@pytest.mark.timeout(900)
-def test_a_replayed_run_ends_with_the_weights_of_the_recorded_one(launch: Callable[..., Launch]) -> None:
-    """The page's way: a run-api of one's own, a launch without environments, and the replay."""
-    few = ("--max_steps", "4", "--run_name", "first")
-    first = launch(RECIPE, *few, "--atropos_record", "true", folder="recorded")
-    assert first.wait(600) == 0, first.output
-    port, there = str(free_port()), str(Path(sys.executable).with_name("run-api"))
-    api = subprocess.Popen(
-        documented("run-api --host 127.0.0.1 --port 8000", {"run-api": there, "8000": port}), stdin=subprocess.DEVNULL
-    )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        again = launch(RECIPE, *few, "--atropos_environment", "null", "--atropos_api_url", url, folder="replayed")
-        file = "runs/first/atropos_groups.jsonl"
-        kept = str(first.run_dir / "atropos_groups.jsonl")
-        words = documented("grpo atropos replay runs/first/atropos_groups.jsonl", {file: kept})
-        done = subprocess.run([*words, "--api-url", url], capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stderr
-        assert "grpo: Successfully submitted scored data for step 4" in done.stdout
-        assert again.wait(600) == 0, again.output
-    finally:
-        api.kill()
-        api.wait()
-    took_each_step_from_groups(again)
-    assert [row["loss"] for row in again.rows()] == [row["loss"] for row in first.rows()]
-    assert weights_hash(again) == weights_hash(first)
-    again.wait_for_nothing_left()
 
 
 @pytest.mark.timeout(900)

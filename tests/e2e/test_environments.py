@@ -108,7 +108,6 @@ def test_a_job_that_slurm_preempts_ends_as_the_one_left_alone(slurm: SlurmCluste
 OPPONENTS = {
     "self": ("policy", ()),
     "adapter": ("base", ("--use_peft", "--weight_sync", "lora", "--learning_rate", "2e-3")),
-    "copy": ("base", ("--vllm_mode", "colocate")),
 }
 
 

@@ -175,7 +175,7 @@ def test_prompts_longer_than_the_server_takes_are_told(
 def test_a_stop_request_ends_between_chunks_and_the_next_attempt_starts_it_over(
     trainer: Any, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_recipes.evaluate.benchmarks._CHUNK", 4)
+    monkeypatch.setattr("grpo_recipes.evaluate.benchmarks.CHUNK", 4)
     looks: Iterator[bool] = iter([False, False, True])
 
     with pytest.raises(StoppedInBenchmarks) as stopped:

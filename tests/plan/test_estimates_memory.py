@@ -18,7 +18,7 @@ from .shipped_models import SHIPPED
 RESULTS = Path(__file__).parents[2] / "bench/results"
 WORK = {
     **model_facts(QWEN_7B), "device": "cuda", "mode": "server", "accelerator": "ddp", "world_size": 8,
-    "dtype": "bfloat16", "low": True, "optim": "adamw_torch_fused", "reference": False, "opponents": 0,
+    "dtype": "bfloat16", "low": True, "optim": "adamw_torch_fused", "reference": False,
     "gradient_checkpointing": True,
     "attn_implementation": None, "use_peft": False, "lora_r": 16, "lora_modules_to_save": None,
     "per_device_train_batch_size": 4, "tokens_per_micro_batch": None,
@@ -190,7 +190,6 @@ def test_an_adapter_trains_little_and_keeps_the_base_weights():
 
 def test_a_reference_is_a_second_model():
     assert "reference" not in parts()
-    assert "opponents" not in parts() and parts(opponents=2, accelerator="fsdp2")["opponents"] == 2 * 2 * P
     assert parts(reference=True)["reference"] == 2 * P
     assert parts(reference=True, accelerator="zero3")["reference"] == 2 * P // 8
     assert "reference" not in parts(reference=True, use_peft=True)  # the model under the adapter is it

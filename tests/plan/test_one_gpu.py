@@ -124,6 +124,20 @@ def test_a_server_on_one_gpu_is_told_the_key(planned):
     assert planned(gpus=("0",), vllm_mode="server", vllm_gpu="shared").mode == "server"
 
 
+def test_the_base_model_plays_only_next_to_a_server(planned):
+    def game(opponents):
+        entries = [{"id": "textarena:TicTacToe-v0", "args": {"opponents": opponents}}]
+        mixture = {"environment_mixture": {"environments": entries}, "dataset_name": None}
+        mixture |= {"reward_funcs": ["environment"]}
+        return mixture | {"use_peft": True, "weight_sync": "lora", "dtype": "float32"}
+
+    with pytest.raises(ConfigError, match=r"opponents: base needs .* vllm_gpu: shared .* write opponents: policy"):
+        planned(gpus=("0",), **game("base"))
+    assert planned(gpus=("0",), **game("policy")).mode == "colocate"
+    assert planned(gpus=("0",), **game("base"), vllm_gpu="shared").mode == "server"
+    assert planned(gpus=("0", "1"), **game("base")).mode == "server"
+
+
 def test_flashinfers_sampler_is_not_compiled_for_a_training(planned):
     """G6: it returns no log-probs, so no training uses it, and vLLM's warm-up would compile it with nvcc."""
     for mode, role in (("server", "server"), ("colocate", "trainer")):

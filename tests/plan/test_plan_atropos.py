@@ -85,7 +85,7 @@ def test_a_server_that_trainers_cannot_join_again_goes_with_them(planned: Planne
 
 def test_a_run_api_of_the_users_is_asked_and_not_started(planned: Planned, option: Option) -> None:
     plan = planned(**GROUPS, **THEIRS)
-    assert roles(plan) == ["server", "trainer", "environment-arithmetic"] and plan.ports.run_api is None
+    assert roles(plan) == ["server", "trainer", "environment-arithmetic"] and not plan.ports.extensions
     assert process_of(plan, "trainer").after == process_of(plan, "environment-arithmetic").after == ("server",)
     for role, flag in (("trainer", "--atropos_api_url"), ("environment-arithmetic", "--api-url")):
         assert option(process_of(plan, role).argv, flag) == "http://api.example:9000"
@@ -99,7 +99,7 @@ def test_a_run_api_of_the_users_is_asked_and_not_started(planned: Planned, optio
 
 def test_a_recipe_without_atropos_has_none_of_it(planned: Planned) -> None:
     plan = planned()
-    assert roles(plan) == ["server", "trainer"] and plan.atropos is None and plan.ports.run_api is None
+    assert roles(plan) == ["server", "trainer"] and plan.data is None and not plan.ports.extensions
     assert "--atropos_api_url" not in process_of(plan, "trainer").argv and "run-api" not in describe(plan)
 
 
@@ -120,14 +120,16 @@ def test_what_is_registered_is_a_generation_also_of_several_steps(planned: Plann
     keys = {"prompts_per_step": None, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     plan = planned(**GROUPS, **keys, steps_per_generation=6)
     assert plan.batch.completions == 24
-    assert "72 sequences (18 groups of 4) a batch" in str(plan.atropos)
+    assert "72 sequences (18 groups of 4) a batch" in str(plan.data)
 
 
 def test_a_plan_is_the_same_after_it_was_written(planned: Planned) -> None:
     plan = planned(**TWO)
     plain = json.loads(json.dumps(plan.as_json()))
     assert [Process.of_json(process) for process in plain["processes"]] == plan.processes
-    assert plain["ports"] == asdict(plan.ports) and plain["atropos"] == plan.atropos
+    assert (
+        plain["data"] == asdict(plan.data) and plain["ports"]["atropos_port"] == plan.ports.extensions["atropos_port"]
+    )
 
 
 def test_environments_get_the_variables_of_the_recipe_and_run_api_no_secret(planned: Planned) -> None:
@@ -194,21 +196,23 @@ def unused() -> int:
 
 
 def test_its_port_is_one_of_the_jobs_block(read: Read) -> None:
-    recipe, ports = read(**GROUPS), Ports(8000, 51216, 29525, None, 8001)
+    recipe, ports = read(**GROUPS), Ports(8000, 51216, 29525, None, {"atropos_port": 8001})
     assert plan_ports(recipe, None) == ports
     inside = plan_ports(recipe, SlurmJob(7, "c", 1, None))
-    assert inside == Ports(20070, 20071, 20072, 20073, 20079)
-    assert plan_ports(read(**GROUPS, atropos_port=9001), SlurmJob(7, "c", 1, None)).run_api == 9001
+    assert inside == Ports(20070, 20071, 20072, 20073, {"atropos_port": 20079})
+    assert plan_ports(read(**GROUPS, atropos_port=9001), SlurmJob(7, "c", 1, None)).extensions == {"atropos_port": 9001}
     assert plan_ports(read(), None).by_key().keys() == {"vllm_server_port", "vllm_group_port", "main_process_port"}
 
 
 def test_a_busy_port_of_run_api_is_replaced_or_refused_with_the_pid(read: Read) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         busy = other.getsockname()[1]
-        wanted = Ports(unused(), unused(), unused(), None, busy)
+        wanted = Ports(unused(), unused(), unused(), None, {"atropos_port": busy})
         ports, notes = free_ports(read(**GROUPS), wanted, "127.0.0.1")
-        assert ports.run_api not in (busy, None) and ports.server == wanted.server
-        assert notes == [f"port {busy} (atropos_port) is in use by another process; using {ports.run_api}"]
+        assert ports.extensions["atropos_port"] not in (busy, None) and ports.server == wanted.server
+        assert notes == [
+            f"port {busy} (atropos_port) is in use by another process; using {ports.extensions['atropos_port']}"
+        ]
         recipe = read(**GROUPS, atropos_port=busy)
         for refuse in (lambda: free_ports(recipe, wanted, "127.0.0.1"), lambda: need_named_ports(recipe)):
             with pytest.raises(ConfigError) as refused:
@@ -221,15 +225,15 @@ def test_a_busy_port_of_run_api_is_replaced_or_refused_with_the_pid(read: Read) 
 def test_a_port_that_the_user_gave_is_not_taken_by_one_of_ours(read: Read) -> None:
     port = unused()
     ports, notes = free_ports(
-        read(**GROUPS, atropos_port=port), Ports(port, unused(), unused(), None, port), "127.0.0.1"
+        read(**GROUPS, atropos_port=port), Ports(port, unused(), unused(), None, {"atropos_port": port}), "127.0.0.1"
     )
-    assert ports.run_api == port != ports.server
+    assert ports.extensions["atropos_port"] == port != ports.server
     assert notes == [f"port {port} (vllm_server_port) is the run's atropos_port; using {ports.server}"]
 
 
 def test_a_port_is_not_asked_for_on_the_node_of_rank_0(read: Read) -> None:
     asked: list[int] = []
-    wanted = Ports(unused(), 51216, 29525, None, unused())
+    wanted = Ports(unused(), 51216, 29525, None, {"atropos_port": unused()})
     ports, notes = free_ports(read(**GROUPS), wanted, "127.0.0.1", lambda port: asked.append(port) or True)
     assert (ports, notes, asked) == (wanted, [], [51216, 29525])
 

@@ -32,11 +32,8 @@ with OUTPUT.launch():
     say("note: hf_" + "a" * 20)
     for number in range(int(sys.argv[2])):
         print_line(f"step {number}/9  reward 0.500  left 0:00:00")
-        if number < 3:
-            OUTPUT.drain()
         OUTPUT.live(f"sampling {number} s " + "x" * 200)
     time.sleep(float(sys.argv[3]))
-    OUTPUT.drain()
     OUTPUT.live("updating 2 s")
     print_line("at the end \\x1b]0;title\\x07", error=True)
 """

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from golden import compare_messages, golden_files
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import read_recipe, registry
@@ -26,67 +27,9 @@ def test_there_are_shipped_recipes():
     assert {"grpo.yaml", "config_math.yaml"} <= {path.name for path in RECIPES}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right", "said"),
-    [
-        ({"model_name_or_path": None}, {"model_name_or_path": "a/b"}, "no model is named"),
-        ({"model_name_or_path": "/no/such/folder"}, {"model_name_or_path": "/tmp"}, "no folder"),
-        ({"model_name_or_path": "./no/such/folder"}, {}, "no folder"),
-        ({"dataset_name": None}, {"dataset_name": "a/b"}, "no dataset is named"),
-        ({"dataset_name": "rows.jsonl"}, {"dataset_name": "rows"}, "no file 'rows.jsonl'"),
-        ({"dataset_name": "/no/such"}, {"dataset_name": "no/such"}, "no file"),
-        ({"reward_funcs": ["accuracy"]}, {"reward_funcs": ["pure_accuracy_math"]}, "no reward 'accuracy'"),
-        ({"reward_funcs": []}, {"reward_funcs": ["format_tags"]}, "no reward is named"),
-        (
-            {"reward_funcs": ["pure_accuracy_math", "format_tags"], "reward_weights": [1.0]},
-            {"reward_funcs": ["pure_accuracy_math", "format_tags"], "reward_weights": [1.0, 0.1]},
-            "1 weights for 2 rewards",
-        ),
-        (
-            {"gradient_accumulation_steps": 4},
-            {"gradient_accumulation_steps": 4, "prompts_per_step": None},
-            "contradicts",
-        ),
-        ({"steps_per_generation": 4}, {"steps_per_generation": 4, "prompts_per_step": None}, "contradicts"),
-        ({"generation_batch_size": 48}, {"generation_batch_size": 48, "prompts_per_step": None}, "contradicts"),
-        (
-            {"max_prompt_length": 1600, "max_completion_length": 512},
-            {"max_prompt_length": 1536, "max_completion_length": 512},
-            "exceed the server's 2048",
-        ),
-        ({"max_completion_length": 2048}, {"max_completion_length": 2047}, "exceed"),
-        ({"max_completion_length": 2048}, {"max_completion_length": 2048, "use_vllm": False}, "exceed"),
-        ({"top_p": 0.9}, {"top_p": 1.0}, "importance-sampling"),
-        ({"top_p": 0.9}, {"top_p": 0.9, "vllm_importance_sampling_correction": False}, "importance-sampling"),
-        ({"top_k": 50}, {"top_k": 0}, "importance-sampling"),
-        ({"min_p": 0.1}, {"min_p": 0.0}, "importance-sampling"),
-        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1, "use_vllm": False}, "importance-sampling"),
-        ({"load_in_8bit": True}, {}, "'load_in_8bit'"),
-        ({"load_in_4bit": True}, {}, "'load_in_4bit'"),
-        ({"push_to_hub": True, "hub_model_id": "my model"}, {"push_to_hub": True}, "not the name of a repository"),
-        ({"dataset_streaming": True}, {"dataset_streaming": True, "max_train_prompts": 9}, "would read the stream"),
-        ({"save_only_model": True}, {}, "'save_only_model' is not supported. Fix: remove it; a checkpoint without opt"),
-        ({"load_best_model_at_end": True}, {}, "'load_best_model_at_end'"),
-        ({"eval_strategy": "steps"}, {"eval_strategy": "steps", "eval_steps": 5}, "without eval_steps"),
-        ({"benchmarks": ["math"]}, {"benchmarks": ["math_500"]}, "no benchmark 'math'"),
-        ({"benchmarks": ["a" * 300 + ".jsonl"]}, {"benchmarks": ["math_500"]}, "no file 'aaa"),
-        ({"callbacks": ["missing.py:Mine"]}, {"callbacks": []}, "no file 'missing.py'"),
-        ({"vllm_mode": "colocate", "weight_sync": "nccl"}, {"vllm_mode": "colocate"}, "weight_sync has no meaning"),
-        ({"weight_sync": "lora"}, {"use_peft": True}, "an adapter (use_peft). Fix: write use_peft: true, or"),
-        ({"weight_sync": "shared", "vllm_node": "own"}, {"vllm_node": "own"}, "two nodes: memory ends at the node"),
-        (
-            {"report_to": ["mlflow"]},
-            {"report_to": ["wandb", "tensorboard"]},
-            "add callbacks: [transformers.integrations:MLflowCallback]",
-        ),
-        ({"report_to": "all"}, {"report_to": "none"}, "'all' is not supported"),
-    ],
-)
-def test_a_broken_rule_is_told_and_the_correction_passes(read, wrong, right, said):
-    (problem,) = check(read(**wrong), {})
-    assert said in str(problem)
-    assert problem.where.startswith("recipe.yaml") and problem.fix
-    assert check(read(**right), {}) == []
+@pytest.mark.parametrize("path", golden_files(__file__, "check"))
+def test_a_broken_rule_is_told_and_the_correction_passes(read, path):
+    compare_messages(path, read)
 
 
 def test_the_server_must_serve_the_model_that_is_trained(read):

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import yaml
+from golden import compare_messages, golden_files
 
 from grpo_recipes import cli
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.extensions.atropos.recipe import atropos_environments, atropos_labels, starts_run_api, uses_atropos
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
 from grpo_recipes.recipe.check import check, notes
-from grpo_recipes.recipe.registry import atropos_environments, atropos_labels, own_code, starts_run_api, uses_atropos
+from grpo_recipes.recipe.sources import user_code
 
 pytest.importorskip("atroposlib")
 
@@ -46,107 +48,9 @@ def own(tmp_path: Path) -> str:
     return str(tmp_path / "own.py")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right", "said"),
-    [
-        # What makes a recipe one of Atropos, and what it does not.
-        ({"atropos_port": 9000}, GROUPS | {"atropos_port": 9000},
-         "'atropos_port' does nothing without atropos_environment. Fix: remove atropos_port, or add "
-         "atropos_environment"),
-        ({"atropos_max_staleness": 1}, THEIRS | {"atropos_max_staleness": 1},
-         "'atropos_max_staleness' does nothing without atropos_environment"),
-        (GROUPS | {"atropos_environment_args": {"max_batches_offpolicy": 0}},
-         GROUPS | {"atropos_environment_args": {"max_batches_offpolicy": 1}},
-         "max_batches_offpolicy 0 lets the environment have no group under way: it would never begin. Fix: write "
-         "max_batches_offpolicy: 1, or more"),
-        (GROUPS | {"atropos_mixture": {"environments": [{"id": "arithmetic"}]}}, mixture({"id": "arithmetic"}),
-         "atropos_environment and atropos_mixture are both given. Fix: keep one of them"),
-        (mixture({"id": "arithmetic"}) | {"atropos_environment_args": {"seed": 1}},
-         GROUPS | {"atropos_environment_args": {"seed": 1}},
-         "'atropos_environment_args' does nothing without atropos_environment. Fix: add atropos_environment, or write "
-         "args in the mixture"),
-        (THEIRS | {"atropos_api_url": "localhost:8000"}, THEIRS,
-         "'localhost:8000' is not an http or https URL. Fix: write e.g. http://localhost:8000"),
-        (THEIRS | {"atropos_api_url": "http://host:port"}, THEIRS | {"atropos_api_url": "https://host:9/run"},
-         "'http://host:port' is not an http or https URL"),
-        (THEIRS | {"atropos_port": 8000}, THEIRS,
-         "atropos_port is that of a run-api which the launch starts, atropos_api_url names one that runs already. Fix: "
-         "remove atropos_port, or remove atropos_api_url"),
-        # What contradicts it.
-        (GROUPS | {"environment": f"{__file__}:Environment"}, GROUPS,
-         "'environment' and Atropos are two sources of completions. Fix: keep one of them"),
-        (GROUPS | {"dataset_name": "openai/gsm8k"}, GROUPS,
-         "'dataset_name' does nothing with Atropos, from which the groups come. Fix: remove dataset_name"),
-        (GROUPS | {"max_train_prompts": 9}, GROUPS | {"system_prompt": "Add."},
-         "'max_train_prompts' does nothing with Atropos, from which the groups come"),
-        (GROUPS | {"reward_funcs": ["format_tags"]}, GROUPS,
-         "the environment's own reward is not among reward_funcs. Fix: write reward_funcs: [environment]"),
-        (GROUPS | {"reward_funcs": ["environment", "format_tags"]}, GROUPS,
-         "reward 'format_tags' would score completions that Atropos' environments have scored. Fix: remove format_"),
-        (GROUPS | {"max_steps": -1}, GROUPS,
-         "groups of Atropos have no epochs, and max_steps is not given. Fix: add max_steps, e.g. max_steps: 200"),
-        (GROUPS | {"vllm_max_model_length": None}, GROUPS | {"vllm_max_model_length": None, "max_prompt_length": 9},
-         "nothing limits the tokens of a prompt with its completion, which run-api and the environments are told. Fix: "
-         "add max_prompt_length, e.g. max_prompt_length: 512"),
-        (GROUPS | {"vllm_max_model_length": None, "max_prompt_length": 9, "max_completion_length": None},
-         GROUPS | {"vllm_max_model_length": 64, "max_prompt_length": 9, "max_completion_length": None},
-         "Fix: add vllm_max_model_length, e.g. vllm_max_model_length: 2048"),
-        (GROUPS | {"use_vllm": False}, GROUPS, "Atropos' environments ask a vLLM server. Fix: write use_vllm: true"),
-        (GROUPS | {"vllm_mode": "colocate"}, GROUPS | {"vllm_mode": "server"},
-         "vllm_mode: colocate has no server that Atropos' environments could ask. Fix: write vllm_mode: server"),
-        (GROUPS | {"vllm_node": "own"}, THEIRS | {"vllm_node": "own"},
-         "vllm_node: own puts rank 0 on another node than run-api, which listens on the first node's loopback alone. "
-         "Fix: write vllm_node: shared, or start a run-api yourself and name it in atropos_api_url"),
-        (GROUPS | {"eval_strategy": "steps", "eval_steps": 5}, GROUPS | {"benchmarks": ["gsm8k"]},
-         "eval_strategy: steps has nothing to evaluate on: groups of Atropos are for training. Fix: set "
-         "eval_strategy: 'no' and remove eval_steps; benchmarks test the final model"),
-        (GROUPS | {"atropos_batch_max_wait_time": 3600}, GROUPS | {"atropos_batch_max_wait_time": 12.0},
-         "atropos_batch_max_wait_time 3600 is not below stall_timeout 3600, after which a trainer that waits counts as "
-         "hung. Fix: raise stall_timeout, or wait less"),
-        (GROUPS | {"atropos_batch_max_wait_time": 1800}, GROUPS | {"atropos_batch_max_wait_time": 1799},
-         "atropos_batch_max_wait_time 1800 is not below ddp_timeout 1800, after which ranks that wait for rank 0 give "
-         "up. Fix: raise ddp_timeout, or wait less"),
-        (GROUPS | {"vllm_importance_sampling_mode": "token_mask"}, GROUPS,
-         "'vllm_importance_sampling_mode' does nothing with Atropos: the loss is taken against the policy that sampled "
-         "a group. Fix: remove vllm_importance_sampling_mode"),
-        (GROUPS | {"vllm_server_port": 8001, "atropos_port": 8001}, GROUPS | {"vllm_server_port": 8001},
-         "atropos_port is 8001, and so is vllm_server_port"),
-        # R11: an external server cannot be what environments sample from.
-        (GROUPS | {"vllm_server_base_url": "http://127.0.0.1:30000"}, GROUPS,
-         "vllm_server_base_url can't be combined with vllm_mode: colocate, or with Atropos"),
-        # The environments themselves.
-        (GROUPS | {"atropos_environment": "arithmetics"}, GROUPS,
-         "there is no Atropos environment 'arithmetics'. Fix: write arithmetic"),
-        (GROUPS | {"atropos_environment": "chess"}, GROUPS,
-         "there is no Atropos environment 'chess'. Fix: write one of arithmetic, dataset, or your own as file.py:"),
-        (GROUPS | {"atropos_environment": "own.py"}, GROUPS, "Fix: write own.py:Class, the class in it"),
-        (GROUPS | {"atropos_environment": ""}, GROUPS, "atropos_environment is empty. Fix: write one of arithmetic"),
-        (GROUPS | {"atropos_environment": "gone.py:Sums"}, GROUPS, "no file 'gone.py'"),
-        (GROUPS | {"atropos_environment": f"{__file__}:Gone"}, GROUPS, "has no 'Gone'"),
-        (GROUPS | {"atropos_environment": "dataset", "atropos_environment_args": {"reward": "gone.py:score"}},
-         GROUPS | {"atropos_environment": "dataset", "atropos_environment_args": {"reward": "math_verify"}},
-         "no file 'gone.py'"),
-        (mixture(), mixture({"id": "arithmetic"}),
-         "atropos_mixture names no environments. Fix: add environments: a list of {id, args, weight, min_allocation}"),
-        (mixture({"weight": 2.0}), mixture({"id": "arithmetic"}), "an Atropos environment has no id"),
-        # What run-api would never hand out: the batch is 12 groups of 4 sequences.
-        (GROUPS | {"atropos_environment_args": {"group_size": 3}},
-         GROUPS | {"atropos_environment_args": {"group_size": 4}},
-         "group_size 3 is not num_generations 4, the completions of each group. Fix: remove it"),
-        (mixture({"id": "arithmetic", "min_allocation": 0.7}, {"id": "dataset", "min_allocation": 0.7}),
-         mixture({"id": "arithmetic", "min_allocation": 0.5}, {"id": "dataset", "min_allocation": 0.5}),
-         "min_allocation of all environments together is 1.4, more than a batch. Fix: write shares that are at most 1"),
-        (mixture({"id": "arithmetic", "min_allocation": 1.0}, {"id": "dataset"}),
-         mixture({"id": "arithmetic", "min_allocation": 0.9}, {"id": "dataset"}),
-         "Fix: raise prompts_per_step, or lower min_allocation"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_said_with_its_fix_and_right_without_it(
-    read: Read, wrong: dict[str, Any], right: dict[str, Any], said: str
-) -> None:
-    found = [str(problem) for problem in check(read(**wrong), {})]
-    assert any(said in one for one in found), found
-    assert check(read(**right), {}) == []
+@pytest.mark.parametrize("path", golden_files(__file__, "atropos"))
+def test_what_is_wrong_is_said_with_its_fix_and_right_without_it(read: Read, path: Path) -> None:
+    compare_messages(path, read)
 
 
 def test_a_problem_of_an_environment_is_at_its_own_line(read: Read) -> None:
@@ -216,7 +120,7 @@ def test_an_environment_of_the_users_is_read_and_kept_with_its_reward(
     assert problem.where == place_of(recipe, "args:") and "has no 'score'" in problem.what
     (tmp_path / "own.py").write_text(f"{OWN}\ndef score(completions): ...")
     assert check(recipe, {}) == []
-    assert own_code(recipe.__getitem__) == ["environment", f"{own}:Sums", f"{own}:score"]
+    assert user_code(recipe.__getitem__) == ["environment", f"{own}:Sums", f"{own}:score"]
 
 
 def test_environments_have_short_names_of_their_own(read: Read) -> None:

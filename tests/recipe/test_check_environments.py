@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from golden import compare_messages, golden_files
 
 from grpo_recipes import cli
 from grpo_recipes.recipe import Recipe, read_recipe
-from grpo_recipes.recipe.check import check, notes, resolve_recipe
-from grpo_recipes.recipe.registry import environments_of
+from grpo_recipes.recipe.check import check, notes
 
 GAME = Path(__file__).parents[1] / "rollouts/wild_environment.py"
 PLAYS = {"dataset_name": None, "environment": f"{GAME}:Sums", "reward_funcs": ["environment"]}
@@ -25,12 +24,37 @@ def test_a_reward_that_nobody_wrote_is_not_to_be_removed(read: Read) -> None:
     assert problem.fix == "write reward_funcs: [environment]"
 
 
-def test_a_models_copy_is_not_split(read: Read) -> None:
+def test_the_base_model_plays_only_if_the_server_has_it(read: Read) -> None:
     pytest.importorskip("textarena")
     keys = PLAYS | {"environment": "textarena:TicTacToe-v0", "environment_args": {"opponents": "base"}}
-    (problem,) = check(read(**keys, accelerator="zero3"), {})
-    assert "ZeRO-3 would split a game's opponent" in str(problem)
-    assert check(read(**keys, accelerator="zero2"), {}) == []
+    policy = {"environment_args": {"opponents": "policy"}}
+    adapter = {"use_peft": True, "weight_sync": "lora"}
+    for lacking in ({}, {"use_peft": True}, {"use_peft": True, "weight_sync": "file"}):
+        (problem,) = check(read(**keys | lacking), {})
+        assert problem.fix == "write opponents: policy, or add use_peft: true and weight_sync: lora"
+        assert check(read(**keys | lacking | policy), {}) == check(read(**keys | lacking | adapter), {}) == []
+    for lacking in ({"vllm_mode": "colocate"}, {"use_vllm": False}):
+        (problem,) = check(read(**keys | lacking), {})
+        assert problem.fix == "write opponents: policy" and check(read(**keys | lacking | policy), {}) == []
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_checkpoint_is_no_opponent(read: Read, tmp_path: Path, mixed: bool) -> None:
+    pytest.importorskip("textarena")
+    (tmp_path / "config.json").write_text("{}")
+    for opponents, others in ((str(tmp_path), ["random", "policy"]), ("Qwen/Qwen2.5-0.5B-Instruct", ["random"])):
+        (problem,) = check(read(**game(opponents, mixed)), {})
+        assert problem.what == f"opponents: '{opponents}' is not supported"
+        assert problem.fix == 'write "random", "policy" or "base"'
+        assert not any(check(read(**game(other, mixed)), {}) for other in others)
+
+
+def game(opponents: str, mixed: bool) -> dict[str, Any]:
+    """Keys of a recipe with a game, alone or with another environment."""
+    entry = {"id": "textarena:TicTacToe-v0", "args": {"opponents": opponents}}
+    if mixed:
+        return MIXED | {"environment_mixture": {"environments": [{"id": f"{GAME}:Sums"}, entry]}}
+    return PLAYS | {"environment": entry["id"], "environment_args": entry["args"]}
 
 
 def test_a_server_of_openenv_needs_the_network(read: Read) -> None:
@@ -41,46 +65,9 @@ def test_a_server_of_openenv_needs_the_network(read: Read) -> None:
     assert check(read(**keys, environment_network=True), {}) == []
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right", "said"),
-    [
-        (PLAYS | {"environment": f"{GAME}:Summs"}, PLAYS, "has no 'Summs'. Fix: write one of "),
-        (PLAYS | {"environment": "gone.py:Sums"}, PLAYS, "gone.py"),
-        (PLAYS | {"environment": "reasoning-gym:maze"}, PLAYS, "Fix: write reasoning_gym:maze"),
-        (PLAYS | {"environment": "text_arena:Nim-v0"}, PLAYS, "Fix: write textarena:Nim-v0"),
-        (PLAYS | {"environment_mixture": MIXED["environment_mixture"]}, MIXED, "are both given"),
-        (MIXED | {"environment_mixture": {"environments": [{"weight": 2.0}]}}, MIXED, "an environment has no id"),
-        (MIXED | {"environment_mixture": {"environments": []}}, MIXED, "environment_mixture names no environments"),
-        (PLAYS | {"environment": ""}, PLAYS, "environment names nothing"),
-        (MIXED | {"environment_args": {"most": 2}}, PLAYS | {"environment_args": {"most": 2}}, "does nothing without"),
-        ({"environment_max_turns": 2}, PLAYS | {"environment_max_turns": 2}, "does nothing without environment"),
-        (PLAYS | {"dataset_name": "openai/gsm8k"}, PLAYS, "'dataset_name' does nothing with environment"),
-        (PLAYS | {"system_prompt": "Add."}, PLAYS, "'system_prompt' does nothing with environment"),
-        (PLAYS | {"reward_funcs": ["format_tags"]}, PLAYS, "Fix: write reward_funcs: [environment]"),
-        (PLAYS | {"reward_funcs": ["environment", "math_verify"]},
-         PLAYS | {"reward_funcs": ["environment", "format_tags"]}, "an episode does not have. Fix: remove math_verify"),
-        ({"reward_funcs": ["environment"]}, PLAYS, "no environment is named"),
-        (PLAYS | {"benchmarks": ["reasoning_gym:maze"]}, PLAYS | {"benchmarks": [PLAYS["environment"]]},
-         "the recipe does not train on 'reasoning_gym:maze', so"),
-        (PLAYS | {"environment_turn_length": 9000}, PLAYS | {"environment_turn_length": 100}, "which is for all turns"),
-        (PLAYS | {"environment_max_turns": 9000}, PLAYS, "leaves no token for a turn"),
-        (PLAYS | {"environment_max_turns": 10, "environment_turn_length": 40, "max_completion_length": 40},
-         PLAYS | {"environment_max_turns": 10, "environment_turn_length": 2, "max_completion_length": 40},
-         "environment_max_turns 10 by environment_turn_length 40 exceeds max_completion_length 40, which is for all "
-         "turns and what is said between them. Fix: raise max_completion_length, or write environment_turn_length: 2"),
-        (PLAYS | {"mask_truncated_completions": True}, PLAYS | {"environment_unfinished": "unscored"},
-         "not one that has no end. Fix: remove mask_truncated_completions; environment_unfinished: unscored leaves"),
-        (PLAYS | {"environment_credit": "per_turn", "multi_objective_aggregation": "normalize_then_sum"},
-         PLAYS | {"multi_objective_aggregation": "normalize_then_sum"}, "per_turn contradicts multi_objective"),
-        (PLAYS | {"environment_credit": "per_turn", "maxent_objective": "tempered"},
-         PLAYS | {"environment_credit": "per_turn"}, "per_turn contradicts MaxEnt-GRPO"),
-        (PLAYS | {"environment_credit": "per_turn", "reward_funcs": ["environment", "format_tags"]},
-         PLAYS | {"environment_credit": "per_turn"}, "takes the environment's rewards alone"),
-    ],
-)  # fmt: skip
-def test_what_is_refused_of_environments(read: Read, wrong: dict[str, Any], right: dict[str, Any], said: str) -> None:
-    assert said in " ".join(map(str, check(read(**wrong), {})))
-    assert check(read(**right), {}) == []
+@pytest.mark.parametrize("path", golden_files(__file__, "environments"))
+def test_what_is_refused_of_environments(read: Read, path: Path) -> None:
+    compare_messages(path, read)
 
 
 @pytest.mark.parametrize(
@@ -118,23 +105,24 @@ def test_the_rewards_of_an_environment_are_not_tried_on_answers(
 
 def test_a_model_that_only_training_has_is_no_opponent_in_a_benchmark(read: Read) -> None:
     pytest.importorskip("textarena")
-    game = {**PLAYS, "environment": "textarena:TicTacToe-v0", "benchmarks": ["textarena:TicTacToe-v0"]}
-    assert check(read(**game, environment_args={"opponents": "policy"}), {}) == []
-    (problem,) = check(read(**game, environment_args={"opponents": "base"}), {})
+    played = {**PLAYS, "environment": "textarena:TicTacToe-v0", "benchmarks": ["textarena:TicTacToe-v0"]}
+    assert check(read(**played, environment_args={"opponents": "policy"}), {}) == []
+    adapter = {"use_peft": True, "weight_sync": "lora"}
+    (problem,) = check(read(**played, **adapter, environment_args={"opponents": "base"}), {})
     assert "a benchmark cannot play 'textarena:TicTacToe-v0' against 'base'" in str(problem)
 
 
 def test_each_problem_of_an_environment_has_its_own_line(read: Read, tmp_path: Path) -> None:
     pytest.importorskip("textarena")
-    game = {"id": "textarena:TicTacToe-v0", "args": {"opponents": "gpt"}}
-    mixture = [{"id": f"{GAME}:Sums"}, {"id": f"{GAME}:Summs", "args": {"most": 2}}, game, {"weight": 2.0}]
+    entry = {"id": "textarena:TicTacToe-v0", "args": {"opponents": "gpt"}}
+    mixture = [{"id": f"{GAME}:Sums"}, {"id": f"{GAME}:Summs", "args": {"most": 2}}, entry, {"weight": 2.0}]
     problems = check(read(**MIXED | {"environment_mixture": {"environments": mixture}}), {})
     lines = (tmp_path / "recipe.yaml").read_text().splitlines()
     found = [(lines[int(one.where.rpartition(":")[2]) - 1].strip("- "), one.what) for one in problems]
     assert [line for line, _ in found] == [f"id: {GAME}:Summs", "args:", "weight: 2.0"], found
-    assert [what.split()[-1] for _, what in found] == ["'Summs'", "model", "id"]
+    assert [what.split()[-1] for _, what in found] == ["'Summs'", "supported", "id"]
 
-    (problem,) = check(read(**PLAYS | {"environment": game["id"], "environment_args": game["args"]}), {})
+    (problem,) = check(read(**PLAYS | {"environment": entry["id"], "environment_args": entry["args"]}), {})
     line = (tmp_path / "recipe.yaml").read_text().splitlines()[int(problem.where.rpartition(":")[2]) - 1]
     assert line == "environment_args:"
     (problem,) = check(read(**PLAYS | {"environment": ""}), {})
@@ -172,20 +160,3 @@ def test_variables_are_handed_to_environments(read: Read) -> None:
     (problem,) = check(recipe, {})
     assert "Fix: export GAME_DATA first" in str(problem)
     assert check(recipe, {"GAME_DATA": "x"}) == []
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_the_folder_of_an_opponent_is_found_from_any_folder(tmp_path: Path, mixed: bool) -> None:
-    pytest.importorskip("textarena")
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old/config.json").write_text("{}")
-    game = {"id": "textarena:TicTacToe-v0", "args": {"opponents": "old"}}
-    one = {"environment": game["id"], "environment_args": game["args"]}
-    keys = {"environment_mixture": {"environments": [{"id": f"{GAME}:Sums"}, game]}} if mixed else one
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump({"model_name_or_path": "smoke:sums", "reward_funcs": ["environment"], **keys}))
-    recipe = resolve_recipe(str(path), None, (), {}, "cpu")
-    assert [args.get("opponents") for _, args, _ in environments_of(recipe.__getitem__)][-1] == str(tmp_path / "old")
-    flag = ["--environment_args", "{opponents: policy}"]
-    if not mixed:
-        assert resolve_recipe(str(path), None, flag, {}, "cpu")["environment_args"] == {"opponents": "policy"}

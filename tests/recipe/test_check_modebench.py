@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden import compare_messages, golden_files
 
 from grpo_recipes import cli
 from grpo_recipes.fetch.assets import assets_of, find_assets
@@ -17,49 +18,12 @@ from grpo_recipes.recipe.keys import catalogue
 
 RIGHT = {"dataset_name": "modebench:countdown", "reward_funcs": ["modebench"]}
 GRAPH = {"dataset_name": "modebench:graph_coloring", "reward_funcs": ["modebench"]}
-STEPS = {"eval_strategy": "steps", "eval_steps": 5}
 Read = Callable[..., Recipe]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right", "said"),
-    [
-        ({"dataset_name": "modebench:sums"}, {}, "no built-in 'modebench:sums'. Fix: write modebench:countdown or"),
-        ({"dataset_config": "x"}, {}, "has no configuration 'x'"),
-        ({"dataset_train_split": "train[:9]"}, {"dataset_train_split": "test"}, "has no split 'train[:9]'"),
-        ({"dataset_prompt_column": "question"}, {}, "has no column 'question'. Fix: write one of problem, answer"),
-        (STEPS | {"dataset_test_split": "held"}, STEPS, "has no split 'held'"),
-        (STEPS | {"eval_dataset_name": "modebench:graph_coloring", "eval_dataset_split": "validation"},
-         STEPS | {"eval_dataset_name": "modebench:graph_coloring"}, "has no split 'validation'"),
-        (STEPS | {"eval_dataset_name": "openai/gsm8k"}, {"eval_dataset_name": "openai/gsm8k"},
-         "the rewards of 'modebench:countdown' cannot judge 'openai/gsm8k'"),
-        (STEPS | {"dataset_name": "openai/gsm8k", "reward_funcs": ["math_verify"],
-                  "eval_dataset_name": "modebench:countdown"},
-         STEPS | {"dataset_name": "openai/gsm8k", "reward_funcs": ["math_verify"]}, "cannot judge 'modeb"),
-        ({"dataset_streaming": True, "max_train_prompts": 9}, {"max_train_prompts": 9}, "can be streamed"),
-        ({"dataset_name": None, "reward_funcs": ["math_verify"],
-          "dataset_mixture": {"datasets": [{"id": "modebench:countdown"}]}}, {}, "' cannot be mixed"),
-        ({"modebench_prompts": 598}, {"modebench_prompts": 597}, "725 exist. Fix: write modebench_prompts: 597 or"),
-        ({"modebench_test_prompts": 725}, {"modebench_test_prompts": 181, "modebench_prompts": 544},
-         "but only 725 exist. Fix: write modebench_test_prompts: 181 and modebench_prompts: 544"),
-        ({"dataset_name": "openai/gsm8k", "reward_funcs": ["math_verify"], "benchmarks": ["modebench:countdown"],
-          "modebench_min_modes": 9}, {}, "modebench_test_prompts ask for 512 problems"),
-        ({"modebench_min_modes": 9, "modebench_max_modes": 8}, {}, "modes 9 exceeds modebench_max_modes 8"),
-        ({"modebench_numbers": 4, "modebench_largest_number": 15}, {"modebench_numbers": 4}, "Fix: write at most 14"),
-        (GRAPH | {"modebench_vertices": 4, "modebench_hidden": 5}, GRAPH, "hidden 5 exceeds modebench_vertices 4"),
-        ({"reward_funcs": ["pure_accuracy_math"]}, {}, "'pure_accuracy_math' compares with one answer, a problem of"),
-        ({"reward_funcs": ["modebench", "cosine_length"]}, {"reward_funcs": ["modebench", "soft_overlong"]},
-         "'cosine_length' compares with one answer"),
-        ({"dataset_name": "openai/gsm8k"}, {}, "'modebench' judges the problems of modebench:countdown and"),
-    ],
-)  # fmt: skip
-def test_a_wrong_recipe_is_told_and_the_right_one_passes(
-    read: Read, wrong: dict[str, Any], right: dict[str, Any], said: str
-) -> None:
-    assert check(read(**RIGHT | right), {}) == []
-    (problem,) = check(read(**RIGHT | wrong), {})
-    assert said in str(problem)
-    assert problem.where.startswith("recipe.yaml")
+@pytest.mark.parametrize("path", golden_files(__file__, "modebench"))
+def test_a_wrong_recipe_is_told_and_the_right_one_passes(read: Read, path: Path) -> None:
+    compare_messages(path, read)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.extensions.environments.episode import turns_of
+from grpo_recipes.extensions.environments.recipe import environments_of
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
@@ -19,7 +20,7 @@ from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.registry import OBJECTIVES, environments_of
+from grpo_recipes.recipe.registry import OBJECTIVES
 
 MODELS = {
     "Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct", "Qwen2.5-3B-Instruct", "Qwen2.5-7B-Instruct", "Qwen3-0.6B",
@@ -126,7 +127,7 @@ def test_recipes_of_environments_are_right_and_play_what_they_name(path: Path, t
     plan = make_plan(
         recipe, Resources(device, gpus, 8), {"CACHE_ROOT": str(tmp_path)}, Names(tmp_path, "n", "n-a", "s")
     )
-    assert plan.environment is not None and all(name in plan.environment for name in recipe["benchmarks"])
+    assert plan.data is not None and all(name in plan.data.text for name in recipe["benchmarks"])
     for index in range(len(environments_of(recipe.__getitem__))):
         *_, last = turns_of(recipe, index, 0, lambda _: "<answer>0</answer>")
         assert last.done
@@ -145,6 +146,6 @@ def test_recipes_of_atropos_train_the_models_of_those_with_datasets_on_groups(tm
         plan = make_plan(gsm8k, resources, {"CACHE_ROOT": str(tmp_path)}, names)
         assert plan.batch.world_size == count - 1 and plan.unused_gpus == ()
         assert [one.role for one in plan.processes] == ["run-api", "server", "trainer", "environment-dataset"]
-        batches.append(str(plan.atropos))
+        batches.append(str(plan.data))
     assert len(set(batches)) == 1 and batches[0].startswith("dataset; 840 sequences (105 groups of 8) a batch")
     assert gsm8k["max_steps"] == 7473 // 105, "about an epoch"

@@ -5,14 +5,11 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import re
-from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from grpo_recipes.extensions.environments.load import load_environment
-from grpo_recipes.recipe.registry import frozen_opponents
 from grpo_recipes.rollouts.backends import ServerRollouts
 from grpo_recipes.rollouts.turns import Turn
 
@@ -80,35 +77,14 @@ def test_each_seat_reads_what_is_new_to_it() -> None:
     assert len({found[0][1] for found in roles.values()}) > 2
 
 
-@needs_textarena
-def test_the_folder_of_a_model_plays(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    env = load_environment("textarena:TicTacToe-v0", {"opponents": str(tmp_path), "player": 1})
-    first = env.reset(0)
-    assert (first.opponent, first.seat) == (str(tmp_path), 0)
-
-
-@pytest.mark.parametrize(("bridge", "copies"), [("lora", False), ("nccl", True)])
-def test_the_base_model_is_asked_of_the_server_that_has_it(bridge: str, copies: bool) -> None:
+def test_the_base_model_is_asked_of_the_server_that_has_it() -> None:
     client = SimpleNamespace(samples_base=False)
     embeddings = SimpleNamespace(num_embeddings=300)
     trainer = SimpleNamespace(
-        args=SimpleNamespace(weight_guard=True, weight_sync=bridge),
+        args=SimpleNamespace(weight_guard=True, weight_sync="lora"),
         vllm_generation=SimpleNamespace(vllm_client=client),
         model=SimpleNamespace(get_input_embeddings=lambda: embeddings),
     )
-    inside = ServerRollouts(trainer).of_base_model()
-    assert (inside is None) == copies
-    with inside or nullcontext():
-        assert client.samples_base != copies
+    with ServerRollouts(trainer).of_base_model():
+        assert client.samples_base
     assert not client.samples_base
-    recipe = {"use_peft": True, "weight_sync": bridge, "environment": "textarena:Nim-v0"}
-    recipe |= {"environment_args": {"opponents": "base"}}
-    assert frozen_opponents(recipe.get) == ({"base"} if copies else set())
-
-
-@pytest.mark.parametrize(("opponents", "held"), [("random", 0), ("policy", 0), ("base", 1), ("runs/x", 1)])
-def test_which_opponents_are_copies(opponents: str, held: int) -> None:
-    game = {"id": "textarena:Nim-v0", "args": {"opponents": opponents}}
-    recipe = {"environment_mixture": {"environments": [game, {"id": "textarena:Nim-v0"}, {"id": "x.py:X"}]}}
-    assert len(frozen_opponents(recipe.get)) == held

@@ -167,8 +167,7 @@ def test_training_sh_goes_on_with_the_door_in_its_environment(checkout: Checkout
 
 def test_any_python_goes_on_in_the_environment_with_the_same_words(checkout: Checkout) -> None:
     prefix = environment_that_says(checkout)
-    for name in ("atropos_grpo.py", "colocated_grpo.py"):
-        shutil.copy(REPOSITORY / "src" / name, checkout.root / "src")
+    shutil.copy(REPOSITORY / "src/atropos_grpo.py", checkout.root / "src")
     command = [sys.executable, "-S", str(checkout.root / "src/atropos_grpo.py"), "--env.name", "x y"]
     done = subprocess.run(command, env=checkout.env, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, f"{prefix}/bin/{DOOR} --env.name x y\n")

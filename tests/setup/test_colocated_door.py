@@ -28,7 +28,6 @@ def has_trl(python: str) -> bool:
 def door(checkout: Checkout):
     """``door(*arguments, VARIABLE=value)``: the file, called by a bare Python from another folder."""
     shutil.copy(REPOSITORY / "run_colocated_grpo.py", checkout.root)
-    shutil.copy(REPOSITORY / "src/colocated_grpo.py", checkout.root / "src")
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [BARE, "-S", str(checkout.root / "run_colocated_grpo.py"), *arguments]

@@ -26,8 +26,9 @@ from setup_checkout import REPOSITORY
         ("test", '-m pytest -m "not slow and not soak and not alone"'),
         ("docs", "-m mkdocs build --strict"),
         ("e2e-today", 'tests/today.py -m "slow and not soak"'),
-        ("coverage", "tests/check_guide_rows.py"),
-        ("evidence", "bench/evidence.py"),
+        ("coverage", "tests/ledgers.py"),
+        ("evidence", "bench/tables.py"),
+        ("evidence", "evidence/maxent_tables.py"),
         ("maxent", "for part in tuning report lengths graph; do"),
     ],
 )

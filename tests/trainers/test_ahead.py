@@ -232,23 +232,3 @@ def test_a_reward_sees_what_the_older_weights_sampled(server: FakeSampler, tmp_p
     order = list(dict.fromkeys(weights for _, count, _, weights, _ in server.sampled_with if count == GROUP))
     of_generation = [server.sampled_with[place][3] for place in range(0, 16, 4)]
     assert of_generation == [order[0], order[0], order[1], order[2]]  # two of the first weights
-
-
-def test_groups_sampled_ahead_are_not_taken_for_those_of_this_generation(
-    server: FakeSampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rewards that judge while the server samples would judge them beside the prompts of now."""
-    arrived: list[int] = []
-    generate = ahead.OverlappedRollouts.generate
-
-    def watched(rollouts: Any, draw: Any) -> Any:
-        with rollouts.arriving(lambda place, _: arrived.append(place)):
-            drawn = generate(rollouts, draw)
-            flight = rollouts.in_flight
-            if flight is not None:
-                flight.answer.result()  # all of the next one has arrived inside
-            return drawn
-
-    monkeypatch.setattr(ahead.OverlappedRollouts, "generate", watched)
-    train(tmp_path, **keys(server), **SHAPES["a generation a step"][0])
-    assert sorted(arrived) == [0, 1, 2, 3]  # the first generation's, which alone was sampled when it was asked for

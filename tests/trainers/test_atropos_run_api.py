@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from atropos.run_api import RunApi, run_api
 
-from grpo_recipes import cli
 from grpo_recipes.extensions.atropos.client import AtroposError, NoLogprobs
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
@@ -120,90 +119,3 @@ def test_a_run_api_that_is_not_there_ends_the_run(tmp_path: Path, model: str) ->
     trainer.source._client = None
     with pytest.raises(AtroposError, match=r"Atropos API not reachable at http://127\.0\.0\.1:9"):
         trainer.train()
-
-
-# --- recordings ------------------------------------------------------------------------------------------------------
-
-RECORDED = {"max_steps": 4, "atropos_record": True, "atropos_batch_max_wait_time": 60.0, "save_strategy": "steps"}
-
-
-def losses(folder: Path) -> list[tuple[int, float, float]]:
-    return [(row["step"], row["loss"], row["reward"]) for row in rows_of(folder)]
-
-
-@contextmanager
-def replaying(api: RunApi, file: Path, *more: str) -> Iterator[None]:
-    codes: list[int] = []
-    words = ["atropos", "replay", str(file), "--api-url", api.url, "--wait", "60", *more]
-    thread = threading.Thread(target=lambda: codes.append(cli.main(words)), daemon=True)
-    thread.start()
-    yield
-    thread.join(60)
-    assert codes == [0]
-
-
-@pytest.fixture(scope="module")
-def recorded(module_api: RunApi, tmp_path_factory: pytest.TempPathFactory, model: str) -> Path:
-    """The folder of a training that recorded its groups, some of them of older weights."""
-    folder = tmp_path_factory.mktemp("recorded")
-    module_api.restart()
-    trainer = trainer_of(module_api, folder, model, **RECORDED)
-    with posting(module_api, trainer):
-        trainer.train()
-    return folder
-
-
-def test_a_replayed_training_computes_the_losses_of_the_recorded_one(
-    module_api: RunApi, recorded: Path, tmp_path: Path, model: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    file = recorded / "atropos_groups.jsonl"
-    steps = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["step"] for row in steps] == [1, 2, 3, 4] and all(len(row["groups"]) == 2 for row in steps)
-    module_api.restart()
-    trainer = trainer_of(module_api, tmp_path / "again", model, **RECORDED)
-    with replaying(module_api, file):
-        trainer.train()
-    assert losses(tmp_path / "again") == losses(recorded)
-    assert len({loss for _, loss, _ in losses(recorded)}) == 4
-    for name in ("atropos/staleness_mean", "atropos/rejected"):
-        assert [row[name] for row in rows_of(tmp_path / "again")] == [row[name] for row in rows_of(recorded)]
-    assert (tmp_path / "again/atropos_groups.jsonl").read_text() == file.read_text()
-    out = capfd.readouterr().out
-    assert [f"grpo: Successfully submitted scored data for step {step}\n" in out for step in (1, 2, 3, 4)] == [True] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-def test_a_recording_and_its_replay_go_on_after_a_checkpoint(
-    module_api: RunApi, recorded: Path, tmp_path: Path, model: str
-) -> None:
-    """Steps that a killed attempt recorded past the checkpoint are replaced, and a replay begins after it."""
-    file = tmp_path / "atropos_groups.jsonl"
-    module_api.restart()
-    trainer = trainer_of(module_api, tmp_path, model, **RECORDED, save_steps=2)
-    with replaying(module_api, recorded / file.name):
-        trainer.train()
-    whole = losses(tmp_path)
-    assert whole == losses(recorded)
-    file.write_text(file.read_text().replace('"policy_version": ', '"marked": 1, "policy_version": '))
-    (tmp_path / "metrics.jsonl").unlink()
-    module_api.restart()
-    resumed = trainer_of(module_api, tmp_path, model, **RECORDED, save_steps=2)
-    with replaying(module_api, recorded / file.name):
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoints/checkpoint-2"))
-    assert losses(tmp_path) == whole[2:]
-    rows = file.read_text().splitlines()
-    assert [json.loads(line)["step"] for line in rows] == [1, 2, 3, 4]
-    assert ["marked" in line for line in rows] == [True, True, False, False]
-
-
-def test_other_settings_take_a_recording_without_its_versions(
-    module_api: RunApi, recorded: Path, tmp_path: Path, model: str
-) -> None:
-    module_api.restart()
-    trainer = trainer_of(module_api, tmp_path, model, **{**RECORDED, "learning_rate": 0.05, "atropos_record": False})
-    with replaying(module_api, recorded / "atropos_groups.jsonl", "--without-versions"):
-        trainer.train()
-    assert [step for step, _, _ in losses(tmp_path)] == [1, 2, 3, 4] and losses(tmp_path) != losses(recorded)
-    assert not (tmp_path / "atropos_groups.jsonl").exists()
-    assert all("atropos/staleness_mean" not in row for row in rows_of(tmp_path))

@@ -12,7 +12,6 @@ import pytest
 
 from grpo_recipes import smoke
 from grpo_recipes.extensions.environments.episode import Episode
-from grpo_recipes.extensions.environments.opponents import FrozenModel
 from grpo_recipes.rollouts.turns import Turn, derived
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
@@ -96,35 +95,6 @@ def test_an_opponent_without_room_has_its_moves_drawn(tmp_path: Path, model: str
     }
     assert trainer._metrics["train"]["episodes/opponent_legal"][1] < 1
     assert all("You are Player 0" in TEXT.decode(ids) for ids in asked[2 * GROUP :])
-    trainer.source.close()
-
-
-@pytest.mark.parametrize("opponents", ["base", "checkpoint"])
-def test_a_frozen_model_plays_the_opponents(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, opponents: str
-) -> None:
-    loaded, drawn = [], []
-    begin, stock = FrozenModel.__init__, FrozenModel.sample
-
-    def init(self: FrozenModel, folder: str, trainer: Any) -> None:
-        loaded.append(folder)
-        begin(self, folder, trainer)
-
-    def sample(self: FrozenModel, prompts: Any, name: str, rows: Any, longest: int) -> Any:
-        drawn.extend(rows)
-        return stock(self, prompts, name, rows, longest)
-
-    monkeypatch.setattr(FrozenModel, "__init__", init)
-    monkeypatch.setattr(FrozenModel, "sample", sample)
-    trainer, asked = make_player(tmp_path, model, model if opponents == "checkpoint" else "base")
-    generation(trainer)
-    played = trainer.source.played
-    assert loaded == [model]
-    own = sum(len(one.own_actions) for one in played)
-    assert len(asked) == own and len(drawn) == sum(len(one.actions) for one in played) - own > 0
-    assert trainer._metrics["train"]["episodes/opponent_legal"][0] < 1  # an untrained model writes anything
-    words = {action for one in played for turn, action in zip(one.turns, one.actions, strict=False) if turn.opponent}
-    assert len(words) > GROUP
     trainer.source.close()
 
 

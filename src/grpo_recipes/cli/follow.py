@@ -20,6 +20,7 @@ from grpo_recipes.launch.resolve import POINTERS
 from grpo_recipes.paths import as_argument, is_locked, newest_first, shown
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.process.terminal import LOG, readable
+from grpo_recipes.recipe.extensions import merged
 from grpo_recipes.recipe.keys import run_root
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.groups import COMPLETED, GONE, RunGroup, find_group, group_kinds, groups_in
@@ -37,7 +38,7 @@ _OVER = ("completed", "failed", "stopped")
 # Kinds of logs, and how the roles begin whose logs they are.
 _LOGS = {
     "slurm": ("slurm.out", "slurm.err"), "server": ("server",), "trainer": ("trainer",), "launch": ("launch",),
-    "run_api": ("run-api",), "environments": ("environment-",),
+    **{name.replace("-", "_"): (role,) for name, (role, _) in merged("logs").items()},
 }  # fmt: skip
 LOOK_SECONDS = 1.0  # between two looks at the files
 _MOST_BYTES = 1 << 20  # of one file at a time
@@ -227,8 +228,7 @@ def _written(entry: Run | RunGroup) -> float:
     switch("--slurm", help="the job's output"),
     switch("--server", help="the log of the vLLM server"),
     switch("--trainer", help="the log of the trainers"),
-    switch("--run-api", help="the log of Atropos' run-api"),
-    switch("--environments", help="the logs of Atropos' environments"),
+    *(switch(f"--{name}", help=text) for name, (_, text) in merged("logs").items()),
 )
 def logs(options: argparse.Namespace) -> int:
     """Print logs, and follow them with ``-f``; return 130 after Ctrl-C."""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli import chosen_recipe, command, option, switch
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, printable, translate
-from grpo_recipes.extensions.atropos.rules import argument_notes
 from grpo_recipes.extensions.migrate.migrate import is_translated, migrate
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import gated_note
@@ -31,6 +30,7 @@ from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe.check import choose_recipe, notes, reward_notes
 from grpo_recipes.recipe.check_data import evaluation_note
 from grpo_recipes.recipe.dialects import ALIASES, meaning_of, names, nearest
+from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.keys import (
     OWNED_KEYS,
     catalogue,
@@ -41,8 +41,9 @@ from grpo_recipes.recipe.keys import (
     variables,
 )
 from grpo_recipes.recipe.model_kind import kind_note
-from grpo_recipes.recipe.registry import BENCHMARKS, environments_of, uses_atropos
+from grpo_recipes.recipe.registry import BENCHMARKS
 from grpo_recipes.recipe.rendering import prompt_notes
+from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.recipe.tasks import GRPO
 from grpo_recipes.slurm.client import job_end_time, walltime_seconds
 
@@ -182,7 +183,8 @@ def check(options: argparse.Namespace) -> int:
         recipe = chosen_recipe(options)
         more = [gated_note(recipe["model_name_or_path"]), schema_note(recipe.path), *reward_notes(recipe)]
         more += [kind_note(recipe, os.environ), evaluation_note(recipe), *prompt_notes(recipe, os.environ)]
-        more += argument_notes(recipe)
+        for notes_of in parts("notes"):
+            more += notes_of(recipe)
         found |= {"recipe": str(recipe.path), "notes": [*notes(recipe), *(note for note in more if note)]}
         if not options.json:
             print(*(f"grpo: note: {printable(note)}\n" for note in found["notes"]), sep="", end="")
@@ -227,12 +229,8 @@ def check_rewards(options: argparse.Namespace) -> int:
     with _answer(options, rows=0, rewards=[]) as found:
         recipe = chosen_recipe(options)
         found["recipe"] = str(recipe.path)
-        if environments_of(recipe.__getitem__):
-            what = "the rewards of an environment come with its episodes"
-            raise config_error(shown(recipe.path), what, "run grpo check --deep, which plays one")
-        if uses_atropos(recipe.__getitem__):
-            what = "Atropos' environments score what they sample themselves"
-            raise config_error(shown(recipe.path), what, "run grpo check --deep, which loads them")
+        if source := source_of(recipe.__getitem__):
+            raise config_error(shown(recipe.path), *source.unchecked_rewards)
         os.environ.update(hub_environment(os.environ))
         # TRL and datasets come with these, which takes seconds.
         from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows

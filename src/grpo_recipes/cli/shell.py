@@ -4,7 +4,6 @@ import argparse
 import itertools
 
 from grpo_recipes.cli import Command, command, commands, load_command, option
-from grpo_recipes.extensions.atropos.replay_command import ACTIONS
 from grpo_recipes.recipe.document import UNSET
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.rules import unsupported_keys
@@ -49,7 +48,6 @@ def completion(options: argparse.Namespace) -> int:
     loaded = {name: load_command(name) for name in commands()}
     recipes = [name for name, one in loaded.items() if one.takes_recipe]
     bare = {"|".join(recipes): "files=yaml", "keys": "words=$keys", "completion": f"words='{' '.join(_SETUP)}'"}
-    bare["atropos"] = f"words='{' '.join(ACTIONS)}'"
     bare["status|logs|watch|stop|report|chat"] = "words=last"
     print(
         _SCRIPT.format(

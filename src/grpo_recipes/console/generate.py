@@ -20,7 +20,8 @@ from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.plan.ports import DEFAULT_PORTS
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.registry import SERVER_BACKENDS, environments_of, uses_atropos
+from grpo_recipes.recipe.registry import SERVER_BACKENDS
+from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.smoke import SMOKE_SCHEME
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def bounds_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def need_dataset(recipe: Recipe) -> None:
     """Refuse a recipe whose prompts do not come from a dataset."""
-    if environments_of(recipe.__getitem__) or uses_atropos(recipe.__getitem__):
+    if source_of(recipe.__getitem__):
         fix = "name a recipe with a dataset_name"
         raise config_error(shown(recipe.path), "its prompts come from an environment, not from a dataset", fix)
 

@@ -1,14 +1,11 @@
 """The prompts a run trains on and those it evaluates on: read, shaped, rendered, filtered, counted."""
 
-import hashlib
-import json
 import math
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +37,8 @@ from grpo_recipes.data.problems import (
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.extensions.problems.seeded import is_seeded
 from grpo_recipes.recipe.configs import ScriptArguments
-from grpo_recipes.recipe.registry import atropos_environments, environments_of, episodes_of_each, uses_atropos
 from grpo_recipes.recipe.rendering import missing_fix, missing_message, rendering_notes
 
-_LEAST_PLACEHOLDERS = 1024
 _MOST_SHOWN = 4000  # characters of a text that is shown
 
 
@@ -141,11 +136,6 @@ def load_prompts(
     """
     renderer = renderer_of(args.chat_template, tokenizer, template_kwargs)
 
-    if environments_of(partial(getattr, args)):
-        return _episodes(training_episodes(args, seed), args, least)
-    if uses_atropos(partial(getattr, args)):
-        return _placeholders(args, least)
-
     def prepare() -> Prompts:
         """Read, render and filter the rows."""
         counts, limit = Counts(), args.max_train_prompts
@@ -190,9 +180,6 @@ def load_eval_prompts(
     dataset they are the problems of all seeds to evaluate on, but those that equal a problem to train on.
     """
     renderer = renderer_of(args.chat_template, tokenizer, template_kwargs)
-
-    if environments_of(partial(getattr, args)):
-        return _episodes(evaluation_episodes(args), args, 1, "evaluating on ")
 
     def prepare() -> Prompts:
         """Read, render and filter the rows."""
@@ -261,46 +248,6 @@ def _of_every_seed(source: DataSource, args: ScriptArguments, renderer: Renderer
         what = f"{counts.too_long} of {counts.read} problems of '{source.id}' are longer than max_prompt_length"
         raise config_error("max_prompt_length", what, "raise it")
     return dataset
-
-
-def training_episodes(args: ScriptArguments, seed: int) -> Dataset:
-    """Return ``environment_episodes`` rows, whose seeds follow from the run's."""
-    return _episode_rows(args, args.environment_episodes, f"{seed}/", 0)
-
-
-def evaluation_episodes(args: ScriptArguments) -> Dataset:
-    """Return ``environment_eval_episodes`` rows, the same for every run and none of them among those to train on."""
-    return _episode_rows(args, args.environment_eval_episodes, "", 1)
-
-
-def _episode_rows(args: ScriptArguments, count: int, prefix: str, parity: int) -> Dataset:
-    """Return rows whose seeds are even or odd, so that those of two sets differ."""
-    rows, recipe = [], partial(getattr, args)
-    for (spec, arguments, _), share in zip(environments_of(recipe), episodes_of_each(recipe, count), strict=True):
-        for index in range(share):
-            digest = hashlib.sha256(f"{prefix}{spec}/{index}".encode()).digest()
-            number = (int.from_bytes(digest[:4], "big") >> 2) * 2 + parity
-            prompt = [{"role": "user", "content": spec}]  # replaced by what the environment says first
-            text = json.dumps(arguments, sort_keys=True)
-            rows.append({"prompt": prompt, "environment": spec, "arguments": text, "seed": number})
-    return Dataset.from_list(rows)
-
-
-def _episodes(rows: Dataset, args: ScriptArguments, least: int, title: str = "") -> Prompts:
-    """Return the rows of episodes; refuse fewer than a step needs."""
-    if len(rows) < least:
-        what = f"{len(rows)} episodes, one step needs {least}"
-        raise config_error("environment_episodes", what, f"write {least} or more")
-    names = ", ".join(spec for spec, _, _ in environments_of(partial(getattr, args)))
-    return Prompts(rows, Counts(read=len(rows)), names, f"{title}{len(rows)} episodes of {names}")
-
-
-def _placeholders(args: ScriptArguments, least: int) -> Prompts:
-    """Return rows in the place of which come groups of Atropos' environments; an epoch is of whole generations."""
-    names = ", ".join(one.id for one in atropos_environments(partial(getattr, args))) or str(args.atropos_api_url)
-    count = least * math.ceil(_LEAST_PLACEHOLDERS / least)
-    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": names}]] * count})
-    return Prompts(rows, Counts(read=count), names, f"groups of {names}")
 
 
 def _prepared(name: str, prepare: Callable[[], Prompts]) -> Prompts:

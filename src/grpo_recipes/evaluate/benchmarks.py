@@ -23,8 +23,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from grpo_recipes.data.problems import DataSource, Fetched, Message, answer_of, chat_of, read_rows, rows_of
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
-from grpo_recipes.extensions.environments.benchmarks import held_out, is_played, prompts_of, result_rows
-from grpo_recipes.extensions.environments.episode import Episode
 from grpo_recipes.extensions.problems.modebench import countdown, dataset, graph_coloring
 from grpo_recipes.extensions.problems.modebench.dataset import (
     TASKS,
@@ -41,13 +39,14 @@ from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.registry import (
     ACCURACY,
     BENCHMARKS,
-    ENVIRONMENT_REWARD,
     ONE_ANSWER,
     SMOKE_BENCHMARK,
+    SOURCE_REWARD,
     Benchmark,
     benchmark_columns,
     is_file,
 )
+from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.rewards.answers import final_text
 from grpo_recipes.rewards.score import RewardWrapper, make_reward
 from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, problem_seed, sampling_keys
@@ -56,7 +55,7 @@ from grpo_recipes.secrets import masked
 from grpo_recipes.smoke import smoke_folder
 from grpo_recipes.stats import pass_table, reported_ks, score_names
 
-_CHUNK = 256  # completions between two looks at the stop request; bounds the other ranks' wait too
+CHUNK = 256  # completions between two looks at the stop request; bounds the other ranks' wait too
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _KEYS = ("benchmarks", "benchmarks")
 _Result = TypeVar("_Result")
@@ -235,7 +234,10 @@ class Runner:
     def run(self, name: str) -> None:
         """Sample, score and write one benchmark."""
         began, rows = time.perf_counter(), list[dict[str, Any]]()
-        (self._play if is_played(name, self.args) else self._ask)(name, rows)
+        if self._is_played(name):
+            self.trainer.source.run_benchmark(self, name, rows)
+        else:
+            self._ask(name, rows)
         self.on_main(lambda: self._write_result(name, rows, time.perf_counter() - began))
 
     def _ask(self, name: str, rows: list[dict[str, Any]]) -> None:
@@ -244,41 +246,13 @@ class Runner:
         how = Sampling(samples, self.args.benchmark_temperature, longest)
         problems = self.on_main(lambda: load_problems(name, self.args, self.trainer.args.seed, self.fetched))
         prompts = self.on_main(lambda: self._rendered(name, problems, longest))
-        step = max(1, _CHUNK // samples)
+        step = max(1, CHUNK // samples)
         for start in range(0, len(problems), step):
             if self.on_main(self.stop_requested):
                 raise StoppedInBenchmarks(name, self.stage.left)
             chunk, asked = problems[start : start + step], prompts[start : start + step]
             drawn = None if rollouts.main_rank_alone else rollouts.sample(asked, how)
             self.on_main(partial(self._score, name, chunk, asked, how, drawn, rows))
-
-    def _play(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Play an environment's held-out episodes; rank 0 has their children, and samples where it does so alone."""
-        trainer, episodes, rollouts = self.trainer, self.trainer.source, self.trainer.rollouts
-        how = Sampling(1, self.args.benchmark_temperature, episodes.turn_tokens)
-        problems = held_out(name, self.args, trainer.args.seed)
-        step = max(1, _CHUNK // self.args.benchmark_samples)
-
-        def turn(played: list[Episode], asked: list[Prompt], drawn: list[list[Tokens]] | None) -> None:
-            sampled = rollouts.sample(asked, how) if drawn is None and asked else drawn or []
-            episodes.go_on([one for one in played if one.active], [one for (one,) in sampled], trainer)
-
-        def keep(chunk: list[list[Episode]]) -> None:
-            self._keep(name, list(result_rows(chunk, episodes.reward, self.args.benchmark_solved)), rows)
-
-        for start in range(0, len(problems), step):
-            chunk = problems[start : start + step]
-            played = [one for problem in chunk for one in problem]
-            self.on_main(partial(episodes.enter, played, f"{name}/{start}", trainer))
-            while not self.on_main(self.stop_requested):
-                asked = self.on_main(partial(prompts_of, played, name, trainer.args.seed))
-                if asked is None:
-                    break
-                drawn = None if rollouts.main_rank_alone or not asked else rollouts.sample(asked, how)
-                self.on_main(partial(turn, played, asked, drawn))
-            else:
-                raise StoppedInBenchmarks(name, self.stage.left)
-            self.on_main(partial(keep, chunk))
 
     def on_main(self, work: Callable[[], _Result]) -> _Result:
         """Do something in rank 0, and give its result, or its failure, to every rank."""
@@ -324,9 +298,9 @@ class Runner:
                 **({"modes": [mode_of(final_text(text), problem.gold) for text in answers]} if name in TASKS else {}),
             }  # fmt: skip
             found.append({**row, "completions": [masked(answer) for answer in answers]})
-        self._keep(name, found, rows)
+        self.keep(name, found, rows)
 
-    def _keep(self, name: str, found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+    def keep(self, name: str, found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
         """Add what was found of some problems to ``rows``, without the completions, and to the benchmark's file."""
         plain = re.sub(r"[^\w.-]+", "_", name.removesuffix(".jsonl"))
         path = self.folder / "benchmarks" / f"{self.stage.prefix}{plain}.jsonl"
@@ -351,7 +325,7 @@ class Runner:
             "reward": self._judge(name), "temperature": self.args.benchmark_temperature,
             "seconds": round(seconds, 1),
         }  # fmt: skip
-        if is_played(name, self.args):
+        if self._is_played(name):
             known = [one for row in rows for one in row["rewards"] if one is not None]
             result |= {"mean_reward": round(sum(known) / len(known), 6) if known else None}
         if name in TASKS and self.stage is TRAINED:
@@ -364,11 +338,17 @@ class Runner:
         write_json(results, {**read_json(results), name: result})
         write_json(self._settings_file, {**settings, name: self._settings(name)})
 
+    def _is_played(self, name: str) -> bool:
+        """Return whether the recipe's prompt source runs this benchmark."""
+        lookup = partial(getattr, self.args)
+        source = source_of(lookup)
+        return source is not None and name in source.benchmarks(lookup)
+
     def _scorer(self, name: str) -> Scorer:
         return MODEBENCH if name in TASKS else self.scorer
 
     def _judge(self, name: str) -> str:
-        return ENVIRONMENT_REWARD if is_played(name, self.args) else self._scorer(name).name
+        return SOURCE_REWARD if self._is_played(name) else self._scorer(name).name
 
     def _has_result(self, name: str) -> bool:
         """Return whether an earlier attempt finished this benchmark on this model with these settings."""
@@ -384,8 +364,7 @@ class Runner:
             "max_completion_length": self.trainer.args.max_completion_length,
             "max_problems": args.benchmark_max_problems, "reward": self._judge(name),
             **({"modebench": modebench.fingerprint(name)} if modebench else {}),
-            **({key: value for key, value in vars(args).items() if key.startswith(("environment", "benchmark_solved"))}
-               if is_played(name, args) else {}),
+            **(self.trainer.source.benchmark_settings() if self._is_played(name) else {}),
             "answer_matching": args.answer_matching, "system_prompt": args.system_prompt,
             "chat_template": args.chat_template, "chat_template_kwargs": self.trainer.args.chat_template_kwargs,
             **sampling_keys(self.trainer),

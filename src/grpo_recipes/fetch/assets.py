@@ -25,7 +25,8 @@ from grpo_recipes.paths import cache_root, python_module, quoted
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import BUILDERS
-from grpo_recipes.recipe.registry import atropos_environments, benchmark_sources
+from grpo_recipes.recipe.extensions import parts
+from grpo_recipes.recipe.registry import benchmark_sources
 from grpo_recipes.runs.checkpoints import rewriting
 from grpo_recipes.runs.rundir import Run, json_mapping, read_json, write_json
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
@@ -149,11 +150,8 @@ def _named(recipe: Recipe) -> Iterator[Asset]:
             yield dataset("eval_dataset_name", name, recipe["eval_dataset_config"], split, limit)
         elif not mixture:
             yield dataset("dataset_name", recipe["dataset_name"], config, recipe["dataset_test_split"], limit)
-    for one in atropos_environments(recipe.__getitem__):
-        if one.id == "dataset":
-            key = "atropos_mixture" if recipe["atropos_environment"] is None else "atropos_environment_args"
-            name, config, split = (one.args.get(f"dataset_{part}") for part in ("name", "config", "train_split"))
-            yield dataset(key, name, config, split or "train")
+    for key, name, config, split in (named for names in parts("assets") for named in names(recipe.__getitem__)):
+        yield dataset(key, name, config, split)
     for name, config, split in benchmark_sources(recipe["benchmarks"] or ()):
         yield dataset("benchmarks", name, config, split)
 

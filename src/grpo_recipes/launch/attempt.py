@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import EXIT_STOPPED, config_error, translate
-from grpo_recipes.extensions.atropos.access import grant_access, revoke_access
 from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending, tail
@@ -19,11 +18,12 @@ from grpo_recipes.launch.resolve import note_job
 from grpo_recipes.paths import as_argument, shown
 from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment
 from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.roles import admit, dismiss
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import plural, print_line, say
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.registry import own_code
+from grpo_recipes.recipe.sources import user_code
 from grpo_recipes.recipe.user_code import copy_source
 from grpo_recipes.rewards.load import keep_rewards
 from grpo_recipes.runs import rundir
@@ -64,7 +64,9 @@ class Attempt:
     first_step: int = 0  # step of the checkpoint it begins with
     hooks: AllHooks = field(default_factory=AllHooks)
     hook_lines: Sequence[str] = ()  # of the hooks, for the start of the run
-    serve_command: str | None = None  # starts an Atropos environment in another terminal; None if none may join
+    serve_command: str | None = (
+        None  # starts a process of the user's that joins the run, e.g. an environment; None if none may join
+    )
     began: float = field(default_factory=time.monotonic)
 
     def server_address(self) -> tuple[str, int, str]:
@@ -74,7 +76,7 @@ class Attempt:
     def move_server(self, port: int) -> None:
         """Plan the next server on another port; environments in other terminals must be started again."""
         self.plan = replace(self.plan, ports=replace(self.plan.ports, server=port))
-        self.serve_command = grant_access(self.recipe, self.plan, self.names)
+        self.serve_command = admit(self.recipe, self.plan, self.names)
         if self.serve_command:
             say(f"the server's URL changes; start your environments again with: {self.serve_command}")
 
@@ -110,8 +112,8 @@ def prepare(
         workers.begin(run.folder, names.served, scratch.token.read_text(), tracking)
         own = run_environment(os.environ, scratch, run.folder, names.served)
         environment = {**base_environment(os.environ), **own, **tracking}
-        serve_command = grant_access(recipe, plan, names)
-        undo.callback(revoke_access, run.folder)
+        serve_command = admit(recipe, plan, names)
+        undo.callback(dismiss, run.folder)
         # Last: what fails before leaves the status as it was.
         path, began = run.folder / "summary.json", {"status": "running", "smoke": plan.smoke, "restarts": restarts}
         resumed_at = {"resumed_at": [*before.get("resumed_at", []), first_step]} if before else {}
@@ -131,7 +133,7 @@ def freeze_inputs(run: Run, recipe: Recipe, plan: Plan, update_rewards: bool = F
         rundir.write_whole(run.folder / "recipe.yaml", recipe.as_yaml())
         for spec in recipe["callbacks"]:
             copy_source(spec, run.folder / "callbacks")
-        plan.notes.extend(notes := keep_rewards(own_code(recipe.__getitem__), run.folder, update_rewards))
+        plan.notes.extend(notes := keep_rewards(user_code(recipe.__getitem__), run.folder, update_rewards))
         if update_rewards:
             run.identity.setdefault("updated_rewards", []).append({"after_step": newest_step(run), "notes": notes})
             write_json(run.folder / "run.json", run.identity)
@@ -176,8 +178,7 @@ def say_start(attempt: Attempt) -> None:
     lines = [
         f"{smoke}{shown(plan.recipe)} -> {shown(attempt.run.folder)}",
         f"objective {plan.maxent}" if plan.maxent else "",
-        f"episodes of {plan.environment}" if plan.environment else "",
-        f"groups of {plan.atropos}" if plan.atropos else "",
+        f"{plan.data.kind} of {plan.data.text}" if plan.data else "",
         f"start your environments with: {attempt.serve_command}" if attempt.serve_command else "",
         f"batch {plan.batch}",
         f"vllm {plan.vllm}",

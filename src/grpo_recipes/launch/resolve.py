@@ -19,7 +19,7 @@ from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import check, choose_recipe, resolve_recipe
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE
-from grpo_recipes.recipe.registry import own_code
+from grpo_recipes.recipe.sources import user_code
 from grpo_recipes.recipe.tasks import GRPO, requested_task, same_task
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, problem_with, split_spec
 from grpo_recipes.runs import rundir
@@ -145,7 +145,7 @@ def _done(run: Run) -> dict[str, float]:
 
 def _need_better_rewards(run: Run, recipe: Recipe) -> None:
     """Refuse ``--update-rewards`` where no reward or environment has changed, or one has become no valid Python."""
-    where, files = "--update-rewards", [spec for spec in own_code(recipe.__getitem__) if ".py:" in spec]
+    where, files = "--update-rewards", [spec for spec in user_code(recipe.__getitem__) if ".py:" in spec]
     changed = changed_copies(files, run.folder / REWARD_COPIES)
     if not changed:
         named = ", ".join(split_spec(spec)[0] for spec in files) or "a file of yours"

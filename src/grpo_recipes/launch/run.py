@@ -19,7 +19,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, EXIT_STOPPED, ConfigError
-from grpo_recipes.extensions.atropos.access import revoke_access
 from grpo_recipes.fetch.assets import find_assets, need_assets, record_assets
 from grpo_recipes.launch import processes, resolve
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, go_back, prepare, say_start
@@ -49,6 +48,7 @@ from grpo_recipes.plan.ports import (
     wait_until_ready,
 )
 from grpo_recipes.plan.preflight import need_packages
+from grpo_recipes.plan.roles import dismiss
 from grpo_recipes.plan.room import need_room
 from grpo_recipes.plan.types import MEETING_SECONDS, Process
 from grpo_recipes.process.listeners import listening_sockets
@@ -185,7 +185,7 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
         end_descendants()
         shutil.rmtree(attempt.run.folder / rundir.SYNC_FOLDER, ignore_errors=True)
         attempt.scratch.remove()
-        revoke_access(attempt.run.folder)
+        dismiss(attempt.run.folder)
     return ending
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.extensions.atropos import processes as atropos
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, python_module
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.preflight import FLASHINFER_SAMPLER
-from grpo_recipes.plan.types import MEETING_SECONDS, RUN_API, Names, OnLoss, Plan, Process
+from grpo_recipes.plan.roles import data_of, roles
+from grpo_recipes.plan.types import MEETING_SECONDS, Names, OnLoss, Plan, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import environment_keys
@@ -156,25 +156,29 @@ def with_processes(
     more = round(_SECONDS_A_GB * size / 1e9)
     ready = recipe["vllm_server_timeout"] + (0 if recipe.given("vllm_server_timeout") else more)
     plan = replace(plan, weight_bytes=size, server_timeout=ready, meeting_timeout=MEETING_SECONDS + more)
-    plan = replace(plan, atropos=atropos.atropos_line(recipe, plan))
+    plan = replace(plan, data=data_of(recipe, plan))
     processes = [_trainer(recipe, plan, environment, names, machine) for machine in range(len(plan.placement))]
     if plan.mode == "server":
         processes = [_server(recipe, plan, environment, names), *processes]
-    run_api = atropos.run_api(plan, names)
-    processes = [*([run_api] if run_api else []), *processes, *atropos.environments(recipe, plan, names)]
+    added = [process for part in roles() for process in part.processes(recipe, plan, names)]
+    early = [process for process in added if process.before_trainers]
+    processes = [*early, *processes, *(process for process in added if not process.before_trainers)]
+    after = tuple(process.role for process in early)
     offline = sources.offline_variables(environment) if sources else {}
     login = () if offline else _HUB_LOGIN
     wandb = ("WANDB_API_KEY",) if "wandb" in (recipe["report_to"] or []) else ()
     handed = (*login, *recipe["reward_environment"])
     handed += ("OPENAI_API_KEY",) if plan.mode == EXTERNAL else ()  # of a server that somebody started
     # Callbacks are the user's code in the trainer's own process: nobody knows what they need.
-    kept = {RUN_API: (), "server": login, "trainer": ("*",) if recipe["callbacks"] else (*handed, *wandb)}
+    kept = {"server": login, "trainer": ("*",) if recipe["callbacks"] else (*handed, *wandb)}
 
     def complete(one: Process) -> Process:
         network = _network(plan, resources, environment, names, one.node) | _sync_folder(recipe, plan, names)
         variables = {**one.environment, **network, **offline}
         log = one.log if not one.log.startswith(f"{LOGS}/") else str(log_folder(environment) / Path(one.log).name)
-        return replace(one, environment=variables, keeps=kept.get(one.role, handed), log=log)
+        keeps = kept.get(one.role, handed if one.handed else ())
+        waits_for = (*one.after, *after) if one.trains else one.after
+        return replace(one, environment=variables, keeps=keeps, log=log, after=waits_for)
 
     return replace(plan, processes=[complete(one) for one in processes])
 
@@ -187,7 +191,8 @@ def log_folder(environment: Mapping[str, str]) -> Path:
 def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names) -> Process:
     """Return the vLLM server, on the first node."""
     variables = server_environment(plan.device, plan.ports.vllm_internal, environment) | _plugins(environment)
-    variables |= atropos.server_variables(recipe, names)
+    for part in roles():
+        variables |= part.server_variables(recipe, names)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
     if plan.device == "cpu" and recipe["vllm_tensor_parallel_size"] > 1:
         # By itself vLLM wants a NUMA node for each worker, and ends where there are fewer.
@@ -383,7 +388,7 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
     launch = python_module("grpo_recipes.launch.accelerate", *_flags(flags), str(home() / plan.entry))
     named = Path(environment.get("TRAINING_LOG") or f"logs/liv_train_{names.run}_{names.timestamp}.log")
     log = str(named.with_stem(named.stem + (f"_node{placed.node}" if placed.node else "")))
-    after = (*(("server",) if plan.mode == "server" else ()), *((RUN_API,) if plan.ports.run_api else ()))
+    after = ("server",) if plan.mode == "server" else ()
     decided: dict[str, object] = {  # by the launcher: flags of the entry script beside the frozen recipe
         "--config": names.run_dir / "recipe.yaml",
         "--output_dir": names.run_dir / "checkpoints",
@@ -398,7 +403,6 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
         "--per_device_eval_batch_size": plan.eval_batch,
         "--dataset_name": plan.dataset,
         "--eval_dataset_name": plan.eval_dataset,
-        "--atropos_api_url": atropos.api_url(recipe, plan.ports),
     }
     if plan.mode == "server":
         decided |= {
@@ -416,6 +420,8 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
             "--vllm_max_model_length": longest_sequence(recipe),
             "--vllm_max_num_seqs": plan.max_num_seqs,
         }
+    for part in roles():
+        decided |= part.trainer_flags(recipe, plan)
     argv = [*launch, *_flags(decided)]
     return Process("trainer", argv, variables, placed.gpus, log, placed.node, after, _beside(plan))
 

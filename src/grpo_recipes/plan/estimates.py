@@ -26,7 +26,7 @@ from grpo_recipes.plan.speed import Speed, find_speed
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.learning import mixed_precision
-from grpo_recipes.recipe.registry import BRIDGES, EXTERNAL, frozen_opponents
+from grpo_recipes.recipe.registry import BRIDGES, EXTERNAL
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # What the processes hold before the model counts: bench/results/memory_estimate.json, case "constant".
@@ -81,7 +81,6 @@ class Workload(dict[str, Any]):
             "sequence": sequence,  # tokens of the longest prompt and completion together
             "completion": min(sequence, completion or sequence),  # tokens of the longest one
             "low": mixed_precision(recipe) != "no",  # whether a forward pass computes in 16 bits, whatever the weights
-            "opponents": len(frozen_opponents(recipe.__getitem__)),
             "reference": recipe["beta"] != 0.0 or bool(plan.maxent and plan.maxent.beta),
             **{name: getattr(plan, name) for name in ("device", "mode", "accelerator", "bridge", "gpu_shared")},
             **{key: recipe[key] for key in _KEYS},
@@ -242,8 +241,6 @@ class Workload(dict[str, Any]):
         if self["reference"] and not self["use_peft"] and not self.offloads:
             shards = self["world_size"] if accelerator in ("zero3", "fsdp2") else 1
             held["reference"] = (self.trained_element if self.zero else self.element) * whole // shards
-        if self.get("opponents"):
-            held["opponents"] = self.element * whole * self["opponents"]
         copies = 2 if accelerator == "ddp" else 1  # DDP's buckets are a second copy
         gradients = self.trained_element * (copies * self.trained // self.shards + (_ZERO_BUCKET if self.zero else 0))
         gradients = 0 if self.offloads else gradients

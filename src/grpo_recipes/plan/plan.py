@@ -16,14 +16,13 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import ConfigError, config_error, translate
-from grpo_recipes.extensions.atropos.processes import restart_note
-from grpo_recipes.extensions.atropos.rules import packing_problems
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
 from grpo_recipes.plan.commands import gpu_share, with_processes
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.estimates import DEFAULT_SEQUENCES, GIB, UnknownShape, Workload, needs
 from grpo_recipes.plan.ports import plan_ports
+from grpo_recipes.plan.roles import data_of, roles
 from grpo_recipes.plan.types import Names, Plan, Weighting
 from grpo_recipes.recipe import Recipe, maxent
 from grpo_recipes.recipe.bridges import accelerator_of, refusal
@@ -31,7 +30,7 @@ from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.learning import own_micro_batches
 from grpo_recipes.recipe.model_kind import check_unused_weights
 from grpo_recipes.recipe.overlap import OFF_POLICY
-from grpo_recipes.recipe.registry import COLOCATE, EXTERNAL, OBJECTIVES, environments_of, turn_tokens, uses_atropos
+from grpo_recipes.recipe.registry import COLOCATE, EXTERNAL, OBJECTIVES
 from grpo_recipes.recipe.rules import asks_another
 from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
@@ -89,7 +88,7 @@ def make_plan(
         model=_smoke_path(model, "model", environment),
         dataset=_smoke_path(recipe["dataset_name"] or "", "train.jsonl", environment) or None,
         eval_dataset=_smoke_path(recipe["eval_dataset_name"] or "", "test.jsonl", environment) or None,
-        environment=_environment(recipe),
+        data=None,
         batch=batch,
         eval_batch=devices.derive_eval_batch(recipe, batch),
         ports=plan_ports(recipe, resources.job),
@@ -107,7 +106,9 @@ def make_plan(
         threads=1 if resources.device == "cuda" else max(1, cores),
         notes=list(recipe.notes),
     )
-    _need_groups(recipe, plan)
+    if problems := [problem for part in roles() for problem in part.problems(recipe, plan)]:
+        raise ConfigError(*problems)
+    plan = replace(plan, data=data_of(recipe, plan))
     plan = replace(plan, max_num_seqs=max_num_seqs(recipe, plan, resources.gpu_gib))
     plan.notes.extend(_notes(plan, recipe, resources, environment, most))
     plan = with_sources(plan, recipe, resources, sources) if sources else plan
@@ -121,21 +122,6 @@ def _need_equal_groups(recipe: Recipe, trainers: int) -> None:
         what = f"vllm_tensor_parallel_size {parallel} does not divide the {devices.some_trainers(trainers)}"
         fix = f"write {math.gcd(trainers, parallel)}, or another num_processes"
         raise config_error(recipe.source("vllm_tensor_parallel_size"), f"{what} that would share one vLLM", fix)
-
-
-def _need_groups(recipe: Recipe, plan: Plan) -> None:
-    """Refuse a plan with Atropos in which run-api would hand out no batch, or rank 0 could not ask it."""
-    if not uses_atropos(recipe.__getitem__):
-        return
-    if problems := [*packing_problems(recipe, devices.rows_of_generation(recipe, plan.batch))]:
-        raise ConfigError(*problems)
-    if plan.ports.run_api and plan.server_apart:
-        where, node = recipe.place("atropos_environment"), plan.placement[0].node
-        what = (
-            f"rank 0 is on node {node}, and run-api listens on the loopback of the first node alone: it wants no token"
-        )
-        fix = "lower vllm_tensor_parallel_size, or start a run-api yourself and name it in atropos_api_url"
-        raise config_error(where, what, fix)
 
 
 def _notes(
@@ -154,31 +140,14 @@ def _notes(
     if devices.share_gpu(recipe, resources, plan.mode):
         fraction = f"{gpu_share(recipe, 'server'):g} of GPU {', '.join(plan.server_gpus)} (vllm_gpu_memory_utilization)"
         yield f"vLLM takes {fraction}, and the trainers there use the remaining memory"
-    turns, length = recipe["environment_max_turns"], recipe["environment_turn_length"]
-    if turns > 1 and length and turns * length == recipe["max_completion_length"]:
-        yield "an episode of full turns ends unfinished: max_completion_length leaves no token for what is said between"
+    for part in roles():
+        yield from part.notes(recipe, plan)
     if recipe["overlap_generation"]:
         yield OFF_POLICY
-    if plan.bridge == "restart" and uses_atropos(recipe.__getitem__):
-        yield restart_note(recipe)
     if limit := maxent.limit_of(recipe):
         yield limit
     if plan.unused_gpus:
         yield f"nothing uses GPU {', '.join(plan.unused_gpus)}"
-
-
-def _environment(recipe: Recipe) -> str | None:
-    """Return the environments of a recipe and the turns and tokens of an episode, for a person; None without any."""
-    found, turns = environments_of(recipe.__getitem__), recipe["environment_max_turns"]
-    if not found:
-        return None
-    names = ", ".join(spec if share == 1 else f"{spec} ({share:.0%})" for spec, _, share in found)
-    completion = recipe["max_completion_length"]
-    length = turn_tokens(recipe["environment_turn_length"], completion, turns)
-    if turns == 1:
-        return f"{names}; an episode has one turn of at most {length} tokens"
-    left = f"{completion - turns * length} of max_completion_length {completion} are left for what is said between"
-    return f"{names}; an episode has at most {turns} turns of {length} tokens, {left}"
 
 
 def _prompts_for_all(recipe: Recipe, trainers: int) -> str:
@@ -236,8 +205,7 @@ def _requested_completions(recipe: Recipe, plan: Plan, default: int) -> int:
         requested = max(requested, recipe["max_concurrent_requests"] * recipe["benchmark_samples"])
     if plan.mode == "colocate":
         return -(-requested * recipe["vllm_tensor_parallel_size"] // world_size)
-    # Environments of Atropos work on groups of later steps too.
-    return max(requested, default) if uses_atropos(recipe.__getitem__) else requested
+    return max(requested, default) if any(part.samples_by_itself(recipe) for part in roles()) else requested
 
 
 def micro_batch_tokens(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | None:
@@ -288,9 +256,9 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
             raise config_error(recipe.source("vllm_enable_sleep_mode"), what, "remove vllm_enable_sleep_mode")
         return mode
     if len(nodes) == len(resources.gpus) == 1 and mode == "server" and not devices.share_gpu(recipe, resources, mode):
-        if uses_atropos(recipe.__getitem__):
-            what = "Atropos' environments need a vLLM server next to the trainer, and one GPU is visible"
-            raise config_error(where, what, "ask for more GPUs, or set vllm_gpu: shared (one GPU for both)")
+        if need := next(filter(None, (part.needs_server(recipe) for part in roles())), None):
+            what = f"{need[0]} a vLLM server next to the trainer, and one GPU is visible"
+            raise config_error(where, what, f"ask for more GPUs, or set vllm_gpu: shared (one GPU for both){need[1]}")
         if recipe["overlap_generation"]:
             what = "overlap_generation needs a GPU for the server beside the trainer's, and one is visible"
             raise config_error(recipe.source("overlap_generation"), what, "remove it, or ask for more GPUs")
@@ -372,9 +340,9 @@ def gpu_map(plan: Plan) -> list[str]:
         gpu, _, unused_node = name.partition(" of node ")
         uses.setdefault(int(unused_node or 0), {})[gpu] = "unused"
     lines = []
-    for node, roles in sorted(uses.items()):
+    for node, use_of_gpu in sorted(uses.items()):
         where = f"node {node}: " if len(plan.nodes) > 1 else ""
-        groups = itertools.groupby(roles, roles.__getitem__)
+        groups = itertools.groupby(use_of_gpu, use_of_gpu.__getitem__)
         lines.append(f"gpus       {where}{', '.join(f'{_gpu_range([*gpus])} {role}' for role, gpus in groups)}")
     return lines
 
@@ -398,14 +366,14 @@ def describe(
     """
     several = len(plan.nodes) > 1
     server = f"server {plan.ports.server}, weights {plan.ports.group}, " if plan.mode == "server" else ""
-    server += f"run-api {plan.ports.run_api}, " if plan.ports.run_api else ""
-    data = f"episodes   {plan.environment}" if plan.environment else f"dataset    {plan.dataset or 'mixture'}"
+    server += "".join(f"{process.role} {process.port}, " for process in plan.processes if process.port)
+    kind, text = (plan.data.kind, plan.data.text) if plan.data else ("dataset", plan.dataset or "mixture")
     lines = [
         f"recipe     {plan.recipe} ({plan.task}, {plan.entry})",
         *([f"objective  {plan.maxent}"] if plan.maxent else []),
         f"flavour    {plan.device}" + (" (smoke test, not an experiment)" if plan.smoke else ""),
         f"model      {plan.model} ({plan.dtype})",
-        f"groups     {plan.atropos}" if plan.atropos else data,
+        f"{kind:<10} {text}",
         f"batch      {plan.batch}",
         *([f"passes     {plan.micro_batches}"] if plan.micro_batches else []),
         *([f"evaluation {plan.eval_batch} completions a batch and trainer"] if plan.eval_batch else []),

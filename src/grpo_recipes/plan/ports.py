@@ -7,8 +7,8 @@ import json
 import re
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -18,7 +18,7 @@ from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.process.answers import get
 from grpo_recipes.process.listeners import ForeignListener, OwnListener, lingers
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.registry import starts_run_api
+from grpo_recipes.recipe.extensions import load, merged
 from grpo_recipes.recipe.rules import wants_server
 from grpo_recipes.server.middleware import ACTIVITY_PATH
 from grpo_recipes.slurm.client import SlurmJob
@@ -26,9 +26,7 @@ from grpo_recipes.slurm.client import SlurmJob
 # Outside Slurm the training guide's own numbers. Inside, a block of ten below the ephemeral range per job id, so that
 # two jobs on one node do not meet.
 DEFAULT_PORTS = {"vllm_server_port": 8000, "vllm_group_port": 51216, "main_process_port": 29525}
-RUN_API_PORT = 8001  # of a run with Atropos
-PORT_KEYS = (*DEFAULT_PORTS, "atropos_port")
-LOOPBACK = "127.0.0.1"  # where run-api listens: it wants no token of anybody
+LOOPBACK = "127.0.0.1"  # where processes of extensions listen: they check no token
 _BLOCK_BASE, _BLOCKS, _BLOCK_SIZE = 20000, 1200, 10
 _MOST_TRIES = 100  # ports that are tried in the place of a busy one
 _KEPT: dict[int, socket.socket] = {}
@@ -42,23 +40,40 @@ class Ports:
     group: int  # NCCL's, for the weights
     main_process: int  # the trainers' rendezvous
     vllm_internal: int | None  # the first of vLLM's own, None where it chooses
-    run_api: int | None = None  # None where the launch starts none
+    extensions: dict[str, int] = field(default_factory=dict)  # of the processes of extensions, by the key of the port
 
     def by_key(self, server: bool = True) -> dict[str, int]:
         """Return those that have a key in the recipe, without a ``server`` the trainers' alone."""
-        ports = zip(PORT_KEYS, (self.server, self.group, self.main_process, self.run_api), strict=True)
-        return {key: port for key, port in ports if port is not None and (server or key == "main_process_port")}
+        if not server:
+            return {"main_process_port": self.main_process}
+        ports = zip(DEFAULT_PORTS, (self.server, self.group, self.main_process), strict=True)
+        return {**dict(ports), **self.extensions}
+
+
+def port_keys() -> tuple[str, ...]:
+    """Return the recipe keys of all ports, those of extensions included."""
+    return (*DEFAULT_PORTS, *merged("ports"))
 
 
 def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
     """Return the ports the recipe names, else the defaults: outside Slurm fixed ones, inside a block of the job."""
-    numbers, internal = [*DEFAULT_PORTS.values(), RUN_API_PORT], None
+    added = {key: load(default)(recipe.__getitem__) for key, default in merged("ports").items()}
+    numbers, internal = {**DEFAULT_PORTS, **{key: port for key, port in added.items() if port is not None}}, None
     if job is not None:
         base = _BLOCK_BASE + job.id % _BLOCKS * _BLOCK_SIZE
-        numbers, internal = [base, base + 1, base + 2, base + _BLOCK_SIZE - 1], base + 3
-    given = [recipe[key] if recipe.given(key) else None for key in PORT_KEYS]
-    server, group, main_process, run_api = (mine or number for mine, number in zip(given, numbers, strict=True))
-    return Ports(server, group, main_process, internal, run_api if starts_run_api(recipe.__getitem__) else None)
+        others = [key for key in numbers if key not in DEFAULT_PORTS]
+        last = base + _BLOCK_SIZE - 1
+        numbers = dict(zip(DEFAULT_PORTS, range(base, base + 3), strict=True))
+        numbers |= {key: last - index for index, key in enumerate(others)}
+        internal = base + 3
+    return _ports({key: recipe[key] if recipe.given(key) else port for key, port in numbers.items()}, internal)
+
+
+def _ports(numbers: Mapping[str, int], internal: int | None) -> Ports:
+    """Return ports by their keys in the recipe."""
+    server, group, main_process = (numbers[key] for key in DEFAULT_PORTS)
+    added = {key: port for key, port in numbers.items() if key not in DEFAULT_PORTS}
+    return Ports(server, group, main_process, internal, added)
 
 
 def free_ports(
@@ -66,16 +81,16 @@ def free_ports(
 ) -> tuple[Ports, list[str]]:
     """Return the ports, each that is busy replaced by the next free one, with a note about it; keep them all.
 
-    A busy port that the user gave is a ConfigError. The ``server``, where there is one, listens on ``host``, run-api
-    beside it on the loopback; the other two are opened by rank 0, on a node that ``free_there`` asks where it is not
-    this one.
+    A busy port that the user gave is a ConfigError. The ``server``, if there is one, listens on ``host``, and processes
+    of extensions next to it on the loopback. Rank 0 opens the other two, on a node that ``free_there`` asks if it is
+    not this node.
     """
     chosen: dict[str, int] = {}
     notes = []
     # Ports of the user first, so that none of ours takes one.
     for key, wanted in sorted(ports.by_key(server).items(), key=lambda pair: not recipe.given(pair[0])):
-        there = None if key in ("vllm_server_port", "atropos_port") else free_there
-        at = LOOPBACK if key == "atropos_port" else host
+        there = None if key == "vllm_server_port" or key in ports.extensions else free_there
+        at = LOOPBACK if key in ports.extensions else host
         usable = partial(_is_usable, chosen.values(), at, there)
         if recipe.given(key) and not usable(wanted):
             raise busy_port(recipe, key, None if there else listener(wanted))
@@ -87,16 +102,14 @@ def free_ports(
             holder = (holders or ["in use by another process"])[0]
             notes.append(f"port {wanted} ({key}) is {holder}; using {port}")
         chosen[key] = port
-    numbers = ports.by_key() | chosen
-    server_port, group, main_process = (numbers[key] for key in DEFAULT_PORTS)
-    return Ports(server_port, group, main_process, ports.vllm_internal, numbers.get("atropos_port")), notes
+    return _ports(ports.by_key() | chosen, ports.vllm_internal), notes
 
 
 def need_named_ports(recipe: Recipe) -> None:
     """Refuse a port that the user gave and another process has, before the first of several runs begins."""
-    for key in PORT_KEYS:
+    for key in port_keys():
         needed = key == "main_process_port" or wants_server(recipe)
-        host = LOOPBACK if key == "atropos_port" else recipe["vllm_server_host"]
+        host = LOOPBACK if key not in DEFAULT_PORTS else recipe["vllm_server_host"]
         if needed and recipe.given(key) and not is_free(host, recipe[key]):
             raise busy_port(recipe, key, listener(recipe[key]))
 

@@ -15,19 +15,17 @@ from grpo_recipes.secrets import secret_name
 MEETING_SECONDS = 300.0  # for ranks to meet: imports from a cold shared file system take minutes
 
 
-RUN_API = "run-api"  # role of Atropos' server of groups
-ENVIRONMENT = "environment-"  # begins the role of an Atropos environment; its label follows
 Ready = Literal["started", "serving", "answering"]
 OnLoss = Literal["fail", "restart", "restart with trainers"]
 _TUPLES = ("gpus", "after", "beside", "keeps")
-_LABELS = {"server": "the vLLM API server", "trainer": "accelerate launch", RUN_API: RUN_API}
+_LABELS = {"server": "the vLLM API server", "trainer": "accelerate launch"}
 
 
 @dataclass(frozen=True)
 class Process:
     """One process the launcher starts."""
 
-    role: str  # server, trainer, run-api, or environment-<label>
+    role: str  # server, trainer, or a role of an extension
     argv: list[str]
     environment: dict[str, str]  # beyond the cleaned environment that all processes share
     gpus: tuple[str, ...]  # ids as CUDA_VISIBLE_DEVICES takes them
@@ -45,6 +43,11 @@ class Process:
     with_trainers: bool = False  # whether it is started anew whenever trainers are, since it remembers those before
     until_trained: bool = False  # whether it is ended once the trainers have trained: benchmarks do not need it
     renewed: bool = False  # whether it is started again with each model that NEWEST_MODEL names, which replaces --model
+    before_trainers: bool = False  # whether trainers start after it is ready
+    port: int | None = None  # where it listens, for `grpo plan`; None for the server and the trainers
+    title: str = ""  # what messages call it; empty for the server and the trainers
+    # Whether it gets the variables of ``reward_environment`` and the hub's login.
+    handed: bool = True
     keeps: tuple[str, ...] = ()  # variables with secrets of the user's that its role needs; "*" for all
 
     @classmethod
@@ -65,16 +68,12 @@ class Process:
     @property
     def label(self) -> str:
         """What messages call its command."""
-        if self.role.startswith(ENVIRONMENT):
-            return self.called
-        return _LABELS.get(self.role, f"the {self.role} process")
+        return self.title or _LABELS.get(self.role, f"the {self.role} process")
 
     @property
     def called(self) -> str:
-        """What messages call its part in the run: ``the server``, ``trainers``, ``run-api``, ``environment sums``."""
-        if self.role.startswith(ENVIRONMENT):
-            return f"environment {self.role.removeprefix(ENVIRONMENT)}"
-        return {RUN_API: RUN_API, "trainer": "trainers"}.get(self.role, f"the {self.role}")
+        """What messages call its part in the run: ``the server``, ``trainers``, or its title."""
+        return self.title or {"trainer": "trainers"}.get(self.role, f"the {self.role}")
 
     @property
     def trains(self) -> bool:
@@ -90,6 +89,14 @@ class Names:
     run: str  # the run name
     served: str  # the server's --served-model-name
     timestamp: str  # of this attempt, in log names
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where prompts come from in a run that reads no dataset."""
+
+    kind: str  # what one prompt belongs to, in the plural: "episodes", "groups"
+    text: str  # names, sizes and addresses, for people
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,7 @@ class Plan:
     model: str  # folder or hub id, trained and served
     dataset: str | None  # file, folder or hub id, None with a mixture
     eval_dataset: str | None
-    environment: str | None  # what prompts come from in the place of datasets, and how long an episode is
+    data: Data | None  # where prompts come from if no dataset is read
     batch: Batch  # the arithmetic of a step
     eval_batch: int | None  # completions of one evaluation batch on one process, None without evaluation
     ports: Ports
@@ -142,7 +149,6 @@ class Plan:
     threads: int  # CPU threads of one training process; on CPU results depend on it in the last bits
     notes: list[str]  # what the user should know
     processes: list[Process] = field(default_factory=list)  # in the order they start; filled in by with_processes
-    atropos: str | None = None  # the environments that groups come from, the batch and run-api's address; None without
     # Most completions that a vLLM engine generates at the same time; None: vLLM's default.
     max_num_seqs: int | None = None
     micro_batch_tokens: int | None = None  # most tokens of a pass; None: what TRL's micro-batches have of theirs
@@ -171,6 +177,7 @@ class Plan:
         ``device`` keeps its old key ``flavour``, so that earlier runs can be read.
         """
         plain = {"flavour" if key == "device" else key: value for key, value in asdict(self).items()}
+        plain["ports"] |= plain["ports"].pop("extensions")
         if self.maxent is not None and self.maxent.tau == math.inf:
             plain["maxent"]["tau"] = "inf"
         return plain

@@ -1,18 +1,16 @@
 """What the launcher prints: lines on its terminal and in ``launch.log``, and a live line where a terminal shows one.
 
 A terminal that is stopped (Ctrl-S), or a pipe that nobody reads (``| less``), must not hold up the launcher, which
-supervises processes: a thread writes to it, and a line it does not take is in ``launch.log`` all the same.
+supervises processes. A line that it does not accept within a second is only in ``launch.log``.
 """
 
-import atexit
 import contextlib
 import os
-import queue
 import re
+import select
 import shlex
 import stat
 import sys
-import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -22,8 +20,8 @@ from grpo_recipes.secrets import masked
 
 LOG = "launch.log"
 WIDTH = 80  # columns of a line where there is no terminal
-_MOST_WAITING = 1000  # lines for a terminal or pipe that takes none
-_DRAIN_SECONDS = 1.0
+_MOST_EARLY_LINES = 1000  # lines that are remembered until there is a run directory
+_WRITABLE_SECONDS = 1.0  # longest wait for room in a terminal or pipe
 _FRAMES = re.compile(
     r'(?m)(?:^(?:\[rank\d+\]: ?)?  File "[^"\n]*/(?:site-packages|grpo_recipes|lib/python[\d.]+)/.*\n'
     r"(?:(?:\[rank\d+\]: ?)?    .*\n)*)+"
@@ -70,15 +68,14 @@ class Output:
     """Standard output of a launcher, and what it keeps of it in ``launch.log``."""
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[tuple[int, str]] = queue.Queue(_MOST_WAITING)
-        self._thread: threading.Thread | None = None
         self._live = ""
         self._said: deque[str] | None = None  # until there is a run directory to keep it in
         self._log = -1
+        self._full: set[int] = set()  # descriptors that had no room for the last text
 
     def launch(self) -> contextlib.AbstractContextManager[Any]:
         """Remember from now on what is printed, for the log of the run directory that is made inside."""
-        self._said = deque(maxlen=_MOST_WAITING)
+        self._said = deque(maxlen=_MOST_EARLY_LINES)
         return contextlib.closing(self)
 
     def close(self) -> None:
@@ -113,11 +110,11 @@ class Output:
         text = readable(masked(text))
         self._note(text, fd)
         if stream.isatty():
-            shown = coloured(text) if in_colour() and not self._queue.full() else text
+            shown = coloured(text) if in_colour() else text
             start, again = (_NEW_LINE, self._live) if self._live else ("", "")
-            self._send(fd, f"{start}{shown}\n{again}")
+            self._write(fd, f"{start}{shown}\n{again}")
         elif _is_pipe(stream):
-            self._send(fd, f"{text}\n")
+            self._write(fd, f"{text}\n")
         elif not _printed(text, stream):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -125,32 +122,20 @@ class Output:
         """Show ``text`` below all lines, on a terminal alone, until the next; an empty one removes it."""
         if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and text != self._live:
             text = text[: columns() - 1]
-            if (self._queue.empty() or not text) and (text or self._live):
-                self._live = text
-                self._send(1, _NEW_LINE + text)
+            self._live = text
+            self._write(1, _NEW_LINE + text)
 
-    def _send(self, fd: int, text: str) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write, daemon=True)
-            self._thread.start()
-            atexit.register(self.drain)
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait((fd, text))
-
-    def _write(self) -> None:
-        while True:
-            fd, text = self._queue.get()
-            left = text.encode(errors="replace")
-            with contextlib.suppress(OSError):  # it is gone
-                while left:
-                    left = left[os.write(fd, left) :]
-            self._queue.task_done()
-
-    def drain(self) -> None:
-        """Wait a moment until terminal or pipe has taken all."""
-        end = time.monotonic() + _DRAIN_SECONDS
-        while self._queue.unfinished_tasks and time.monotonic() < end:
-            time.sleep(0.01)
+    def _write(self, descriptor: int, text: str) -> None:
+        """Write to a terminal or pipe; drop the text if it has no room or is gone."""
+        content = text.encode(errors="replace")
+        with contextlib.suppress(OSError):
+            while content:
+                seconds = 0.0 if descriptor in self._full else _WRITABLE_SECONDS
+                if not select.select([], [descriptor], [], seconds)[1]:
+                    self._full.add(descriptor)
+                    return
+                self._full.discard(descriptor)
+                content = content[os.write(descriptor, content[: select.PIPE_BUF]) :]
 
 
 def _is_pipe(stream: Any) -> bool:

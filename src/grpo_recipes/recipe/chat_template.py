@@ -3,13 +3,10 @@
 Pure: the template is rendered as transformers does, and read from the recipe or from a tokenizer's files that are here.
 """
 
-import ast
 import contextlib
-import importlib.util
-import inspect
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,41 +17,17 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from grpo_recipes import smoke
-from grpo_recipes.errors import Problem
 from grpo_recipes.paths import cache_root, newest_first
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.registry import environments_of
 
 # A template is code, which fails in other ways than by ``raise_exception`` too.
 FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 TOKENS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 _PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "description": "one"}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add one.", "parameters": _PARAMETERS}}
-_WITH_TOOLS = ("ToolEnv", "MCPEnv", "SandboxEnv", "PythonEnv")  # how verifiers' classes with tools are called
 
 
-def template_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield what the chat template leaves out of the environments, as far as both are known before a download."""
-    environments = [(spec, arguments) for spec, arguments, _ in environments_of(recipe.__getitem__)]
-    if not environments:
-        return
-    own = recipe["chat_template"]
-    templates = templates_of(recipe, environment) if own is None else {"default": own}
-    key = "model_name_or_path" if own is None else "chat_template"
-    if templates is None:
-        return
-    if "default" not in templates:
-        yield recipe.problem(key, "the model has no chat template", "add chat_template to the recipe")
-        return
-    tools = any(_has_tools(spec) for spec, _ in environments)
-    system = any(_system_prompt(spec, arguments) for spec, arguments in environments)
-    answered = tools and recipe["environment_max_turns"] > 1
-    roles = ["user", "assistant", *["system"] * system, *["tool"] * answered]
-    if what := _refusal(templates, roles, tools, recipe["chat_template_kwargs"] or {}):
-        yield recipe.problem(key, what, "write a chat_template that does not")
-
-
-def _refusal(templates: Mapping[str, str], roles: list[str], tools: bool, kwargs: dict[str, Any]) -> str:
+def left_out(templates: Mapping[str, str], roles: list[str], tools: bool, kwargs: dict[str, Any]) -> str:
     """Return the first role that has no part in what the templates render, or that tools have none."""
 
     def render(template: str, role: str, text: str, **more: Any) -> str:
@@ -172,33 +145,3 @@ def _snapshot(model: str, revision: str, environment: Mapping[str, str]) -> Path
     commit = kept / "snapshots" / (named.read_text().strip() if named.is_file() else revision)
     newest = newest_first(kept.glob("snapshots/*"))
     return commit if commit.is_dir() else next(iter(newest), commit)
-
-
-def _system_prompt(spec: str, arguments: Mapping[str, Any]) -> str:
-    """Return the system prompt of a library's environment, the class's own where none is given."""
-    kind, _, name = spec.partition(":")
-    if kind not in ("reasoning_gym", "verifiers"):
-        return ""
-    default = None
-    if kind == "verifiers" and importlib.util.find_spec(kind):
-        from grpo_recipes.extensions.environments.verifiers_tasks import own_class
-
-        made = own_class(name)
-        parameter = inspect.signature(made).parameters.get("system_prompt") if made else None
-        default = parameter.default if parameter else None
-    return str(arguments.get("system_prompt", default) or "")
-
-
-def _has_tools(spec: str) -> bool:
-    """Return whether a package of verifiers' names one of its classes with tools; the code is read and not run."""
-    kind, _, name = spec.partition(":")
-    module = name.replace("-", "_").split("/")[-1]
-    found = importlib.util.find_spec(module) if kind == "verifiers" and module.isidentifier() else None
-    if found is None or not found.origin or not found.origin.endswith(".py"):
-        return False
-    files = Path(found.origin).parent.rglob("*.py") if found.submodule_search_locations else [Path(found.origin)]
-    with contextlib.suppress(SyntaxError):  # reported when the environment is loaded
-        trees = (ast.walk(ast.parse(file.read_text())) for file in files)
-        names = (getattr(node, "attr", getattr(node, "id", "")) for tree in trees for node in tree)
-        return any(str(one).endswith(_WITH_TOOLS) for one in names)
-    return False

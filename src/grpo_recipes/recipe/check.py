@@ -6,16 +6,14 @@ queue, and then fail on the typo of a column.
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.extensions.atropos import rules as atropos
-from grpo_recipes.extensions.environments.libraries import LIBRARIES, library_problems
 from grpo_recipes.extensions.problems import rules as made
 from grpo_recipes.extensions.problems import seeded
 from grpo_recipes.extensions.problems.modebench.dataset import TASK_KEYS, Settings, rows
@@ -33,11 +31,11 @@ from grpo_recipes.recipe import (
     rules,
 )  # fmt: skip
 from grpo_recipes.recipe.bridges import bridge_problems
-from grpo_recipes.recipe.chat_template import template_problems
 from grpo_recipes.recipe.check_data import HUB_NAME, LOCAL_PREFIXES
 from grpo_recipes.recipe.datafiles import columns_of
 from grpo_recipes.recipe.dialects import reward_fix
 from grpo_recipes.recipe.document import read_flags
+from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.head_size import head_size_problems
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE, nearest_of
 from grpo_recipes.recipe.model_kind import kind_problems
@@ -45,20 +43,16 @@ from grpo_recipes.recipe.passed_on import passed_problems
 from grpo_recipes.recipe.registry import (
     IN_CHILDREN,
     REWARDS,
-    atropos_environments,
     benchmark_columns,
     benchmark_problem,
-    environments_of,
-    episodes_of_each,
     is_file,
-    model_opponents,
 )
 from grpo_recipes.recipe.rules import Condition, Rule, isolates
 from grpo_recipes.recipe.shapes import COLUMN_KEYS
+from grpo_recipes.recipe.sources import requested_source, source_of
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
 from grpo_recipes.recipe.user_code import compared, copy_path, function_source, problem_with
-from grpo_recipes.rollouts.turns import BASE, POLICY, SCRIPTED
-from grpo_recipes.smoke import SMOKE_SCHEME, SMOKE_TASKS
+from grpo_recipes.smoke import SMOKE_SCHEME, smoke_tasks
 
 _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
 _NOT_OF_SEEDS = ("modebench_prompts", "modebench_test_prompts", "modebench_seed")  # unread by a seeded dataset
@@ -68,8 +62,9 @@ _Check = Callable[[Recipe, Mapping[str, str]], Iterator[Problem]]
 def check(recipe: Recipe, environment: Mapping[str, str], device: str | None = None) -> list[Problem]:
     """Return every contradiction between keys of a recipe, and with its task, the user's variables and the device."""
     problems: list[Problem] = []
-    rows = (*rules.RULES, *maxent.RULES, *made.RULES, *atropos.RULES, *overlap.RULES)
+    rows = itertools.chain(rules.RULES, maxent.RULES, made.RULES, *parts("rules"), overlap.RULES)
     checks: list[_Check] = [*(functools.partial(_refused, row) for row in rows), *_CHECKS]
+    checks += itertools.chain(*parts("checks"))
     checks += [functools.partial(of_device, device=device) for of_device in (bridge_problems, head_size_problems)]
     for rule in checks:
         with contextlib.suppress(BrokenKey):  # reported already; a rule that reads a broken key cannot be judged
@@ -142,10 +137,6 @@ def resolve_recipe(
     problems += contradictions + check(recipe, environment, device)
     if problems:
         raise ConfigError(*in_order(problems))
-    for spec, arguments, _ in environments_of(recipe.__getitem__):  # a run may be resumed from another folder
-        model = arguments.get("opponents", POLICY)
-        if spec.startswith("textarena:") and model not in (*SCRIPTED, POLICY, BASE):
-            arguments["opponents"] = os.path.abspath(os.path.expanduser(str(model)))
     return recipe
 
 
@@ -153,8 +144,8 @@ def _model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
     key, model = "model_name_or_path", recipe["model_name_or_path"] or ""
     path = os.path.expanduser(model)
     if model.startswith(SMOKE_SCHEME):
-        if model not in SMOKE_TASKS:
-            yield recipe.problem(key, f"there is no built-in '{model}'", f"write {' or '.join(SMOKE_TASKS)}")
+        if model not in smoke_tasks():
+            yield recipe.problem(key, f"there is no built-in '{model}'", f"write {' or '.join(smoke_tasks())}")
     elif model and not os.path.isdir(path) and not (HUB_NAME.fullmatch(model) and not os.path.exists(path)):
         local = model.startswith(LOCAL_PREFIXES)
         what = f"no folder '{model}'" if local else f"'{model}' is neither a folder here nor a hub id"
@@ -187,42 +178,6 @@ def _rounded_away(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
         yield recipe.problem("accelerator", what, learning.float32_fix(mixed))
 
 
-def environment_place(recipe: Recipe, index: int, part: str = "id") -> str:
-    """Return the line of an environment of the recipe, by its place among them, or of its ``args``."""
-    if recipe["environment"] is not None:
-        return recipe.place("environment_args" if part == "args" and recipe["environment_args"] else "environment")
-    parts = recipe["environment_mixture"]["environments"][index]
-    inside = next((name for name in (part, "id", *parts) if name in parts), part)
-    return recipe.place("environment_mixture", "environments", index, inside)
-
-
-def _environments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    run, found = recipe.path.parent, environments_of(recipe.__getitem__)
-    if recipe["environment_mixture"] is not None and not found:
-        fix = "add environments: a list of {id, args, weight}"
-        yield recipe.problem("environment_mixture", "environment_mixture names no environments", fix)
-    for index, (spec, arguments, _) in enumerate(found):
-        where, (kind, colon, name) = environment_place(recipe, index), spec.partition(":")
-        copied = (run / "run.json").exists() and copy_path(spec, run / "rewards").exists()
-        if not spec:
-            what = "an environment has no id" if recipe["environment"] is None else "environment names nothing"
-            yield Problem(where, what, "name it as file.py:Class, or a library's, e.g. textarena:Nim-v0")
-        elif kind in LIBRARIES:
-            problems = library_problems(spec, arguments)
-            places = [environment_place(recipe, index, one.where.removeprefix("environment_")) for one in problems]
-            yield from (replace(one, where=place) for one, place in zip(problems, places, strict=True))
-        elif not copied and (problem := problem_with(spec, where)):
-            near = nearest_of(kind.replace("-", "_"), LIBRARIES) if colon else None
-            yield replace(problem, fix=f"write {near}:{name}") if near else problem
-        if kind == "openenv" and not recipe["environment_network"]:
-            yield Problem(where, f"'{spec}' is reached through the network", "add environment_network: true")
-    evaluated = ["environment_eval_episodes"] if rules.evaluates(recipe) or rules.plays_benchmarks(recipe) else []
-    for key in ("environment_episodes", *evaluated):
-        for (spec, _, _), share in zip(found, episodes_of_each(recipe.__getitem__, recipe[key]), strict=True):
-            if not share:
-                yield recipe.problem(key, f"{key}: {recipe[key]} leaves none for '{spec}'", "raise it, or that weight")
-
-
 def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Check rewards and callbacks: the user's code is read and not run, and a run keeps a copy of it."""
     run = recipe.path.parent
@@ -246,13 +201,12 @@ def reward_notes(recipe: Recipe) -> Iterator[str]:
 
 
 def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    played = [spec for spec, _, _ in environments_of(recipe.__getitem__)]
-    for spec, model in model_opponents(recipe.__getitem__):
-        if spec in recipe["benchmarks"] and model != POLICY:
-            what = f"a benchmark cannot play '{spec}' against '{model}'"
-            yield recipe.problem("benchmarks", what, "write opponents: policy or random, or remove it from benchmarks")
+    source = requested_source(recipe)
+    played = source.benchmarks(recipe.__getitem__) if source else []
     for name in dict.fromkeys(recipe["benchmarks"]):
-        if problem := benchmark_problem(name, recipe.place("benchmarks"), played):
+        where = recipe.place("benchmarks")
+        of_sources = (other.benchmark_problem(name, where, recipe.__getitem__) for other in parts("prompt_source"))
+        if problem := next(filter(None, of_sources), None) or benchmark_problem(name, where, played):
             yield problem
         elif is_file(name):
             try:
@@ -291,9 +245,9 @@ def _made_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[_Check, ...] = (
-    _model, kind_problems, _rounded_away, _environments, _user_code, check_data.reward_arguments, _handed_variables,
-    _benchmarks, check_data.training_data, check_data.evaluation_data, _made_problems, template_problems,
-    rendering.prompt_problems, passed_problems, atropos.atropos_problems,
+    _model, kind_problems, _rounded_away, _user_code, check_data.reward_arguments, _handed_variables,
+    _benchmarks, check_data.training_data, check_data.evaluation_data, _made_problems,
+    rendering.prompt_problems, passed_problems,
 )  # fmt: skip
 
 # fmt: off
@@ -304,14 +258,12 @@ _IDLE: tuple[tuple[str, Condition, str], ...] = (
         "a reward in a child process (math_verify, or your own)"),
     ("reward_concurrency", lambda r: not isolates(r), "a reward of your own in a child process"),
     ("reward_environment",
-        lambda r: not isolates(r) and not environments_of(r.__getitem__) and not atropos_environments(r.__getitem__),
+        lambda r: not isolates(r) and not ((source := source_of(r.__getitem__))
+            and source.uses_reward_variables(r.__getitem__)),
         "an environment, or a reward of your own in a child process"),
-    ("environment_eval_episodes", lambda r: not rules.evaluates(r) and not rules.plays_benchmarks(r),
-        "eval_strategy, or an environment of the recipe among benchmarks"),
     ("problem_seed_start problem_seeds", lambda r: not made.seeded_sets(r), "a dataset seeded:..."),
     ("eval_problem_seed_start eval_problem_seeds eval_problem_ids",
         lambda r: rules.evaluates(r) and not made.seeded_sets(r), "a dataset seeded:..."),
-    ("benchmark_solved", lambda r: not rules.plays_benchmarks(r), "an environment of the recipe among benchmarks"),
     ("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),
     ("maxent_length_normalize_ref", lambda r: maxent.targets_q(r) and r["maxent_beta"] == 0, "maxent_beta above 0"),
     ("hub_*", lambda r: not r["push_to_hub"], "push_to_hub"),
@@ -365,5 +317,9 @@ def needed_by(recipe: Recipe, key: str) -> str:
         named = f"the dataset or benchmark {' or '.join(readers)}"
         tasks = made.modebench_tasks(recipe) if key in _NOT_OF_SEEDS else made.puzzles(recipe)
         return "" if set(readers) & set(tasks) else named
-    idle = (needed for keys, idle, needed in _IDLE if key in rules.matching(keys) and key != needed and idle(recipe))
+    idle = (
+        needed
+        for keys, idle, needed in itertools.chain(_IDLE, *parts("idle"))
+        if key in rules.matching(keys) and key != needed and idle(recipe)
+    )
     return next(idle, "")

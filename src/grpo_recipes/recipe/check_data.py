@@ -28,8 +28,8 @@ from grpo_recipes.recipe.datafiles import (
     last_part,
     read_head,
 )
-from grpo_recipes.recipe.registry import environments_of, uses_atropos
 from grpo_recipes.recipe.shapes import COLUMN_KEYS, DataSource, answer_of, chat_of, root_of, usable_columns, value_at
+from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.recipe.user_code import needed_arguments
 from grpo_recipes.smoke import SMOKE_DATA, SMOKE_SCHEME
 
@@ -303,7 +303,7 @@ def local_rows(source: DataSource, most: int) -> int | None:
 
 def evaluation_note(recipe: Recipe) -> str:
     """Return a line with the number of rows that an evaluation takes, or an empty text if the recipe has none."""
-    if not rules.evaluates(recipe) or environments_of(recipe.__getitem__) or uses_atropos(recipe.__getitem__):
+    if not rules.evaluates(recipe) or source_of(recipe.__getitem__):
         return ""
     share, most = recipe["eval_subsample"], recipe["eval_max_prompts"]
     limits = f"eval_max_prompts {most}" + (f", eval_subsample {share:g}" if share < 1 else "")

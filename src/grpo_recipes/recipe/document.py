@@ -51,12 +51,12 @@ class Value:
 
 
 class _Loader(yaml.SafeLoader):
-    """Load YAML safely, and a date as the text that was written: no key is a date."""
+    """Load YAML safely, and a date or a time as the text that was written: no key is one."""
 
-    yaml_implicit_resolvers = {
-        first: [resolver for resolver in resolvers if resolver[0] != _DATE]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        """Return the tag of a node without one."""
+        tag = str(super().resolve(kind, value, implicit))
+        return _STR if tag == _DATE or (tag in (_INT, _FLOAT) and ":" in value) else tag
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         def unreadable(_: Exception) -> yaml.YAMLError:
@@ -166,9 +166,7 @@ def _traps(tag: str, text: str, nested: bool) -> Iterator[tuple[str, str]]:
 
     ``nested``: below a key of a mapping; at the top the catalogue types ``1e-6`` and ``no``.
     """
-    if tag in (_INT, _FLOAT) and ":" in text:
-        yield f"YAML reads {text} as a number in base 60", f'write "{text}" in quotes'
-    elif tag == _INT and re.fullmatch(r"[-+]?0\d+", text.replace("_", "")):
+    if tag == _INT and re.fullmatch(r"[-+]?0\d+", text.replace("_", "")):
         yield f"YAML reads {text} as an octal number", f"write {int(text.replace('_', ''))}"
     elif nested and tag == _STR and (match := _EXPONENT.fullmatch(text)):
         sign, mantissa, direction, exponent = match.groups()

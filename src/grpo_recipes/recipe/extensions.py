@@ -35,11 +35,14 @@ class Extension:
     keys: str = ""  # a dataclass of recipe keys, made with recipe.fields.key; imports no torch
     nested: Mapping[str, str] = field(default_factory=dict)  # path of a mapping in a key -> the dataclass of its keys
     variables: Mapping[str, str] = field(default_factory=dict)  # environment variable -> the key that it sets
+    ports: Mapping[str, str] = field(
+        default_factory=dict
+    )  # key of a port -> a function (lookup) -> its default, or None
     search_words: Mapping[str, str] = field(default_factory=dict)  # key -> more words by which `grpo keys` finds it
     rules: str = ""  # a tuple of recipe.rules.Rule
     serves: tuple[str, ...] = ()  # keys of the core that need this extension, e.g. push_to_hub
     checks: str = ""  # a tuple of functions (recipe, environment) -> problems
-    idle: str = ""  # a tuple of recipe.rules.Idle: keys that do nothing without another
+    idle: str = ""  # a tuple of (keys, condition, what they need): keys that do nothing without another
     notes: str = ""  # a function (recipe) -> lines about a valid recipe
     prompt_source: str = ""  # a recipe.sources.PromptSource: replaces datasets
     datasets: str = ""  # a tuple of recipe.sources.GeneratedData: datasets that are generated, by their scheme
@@ -47,16 +50,18 @@ class Extension:
     benchmarks: str = ""  # a mapping: name -> recipe.registry.Benchmark
     converters: str = ""  # a tuple of recipe.dialects.Converter: files of other projects
     # The run.
-    assets: str = ""  # a function (recipe) -> datasets that are downloaded before the run
+    assets: str = ""  # a function (lookup) -> (key, id, configuration, split) of each dataset that it reads
     roles: str = ""  # a plan.roles.Roles: processes beside the server and the trainers
+    # Option of `grpo logs` -> the beginning of the roles whose logs it prints, and its help line.
+    logs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     run_hooks: str = ""  # a launch.hooks.RunHooks: called before, during and after an attempt
     rollouts: str = ""  # a subclass of rollouts.source.Source
     folders: str = ""  # a subclass of runs.groups.RunGroup: folders of several runs, e.g. of a sweep
-    deep_check: str = ""  # a function that `grpo check --deep` calls
+    deep_check: str = ""  # a function (trainers.deep_check.DeepCheck) -> lines, for `grpo check --deep`
     # The console.
     commands: Mapping[str, str] = field(default_factory=dict)  # command of `grpo` -> its cli.Command
     sweeps: str = ""  # a cli.sweeps.Sweeper: runs the sweeps that another extension translates
-    metrics: str = ""  # a mapping: metric -> how the report draws it
+    metrics: str = ""  # a mapping: metric -> runs.metric.Metric, how the report draws it
     advice: str = ""  # a mapping: pattern of a log line -> what to do
 
     def load(self, part: str) -> Any:

@@ -1,7 +1,8 @@
 """What ``overlap_generation`` does not work with, as a table. No torch, no socket."""
 
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.rules import COLOCATED, Rule, asks_another, plays, takes_groups, wants_server
+from grpo_recipes.recipe.rules import COLOCATED, Rule, asks_another, wants_server
+from grpo_recipes.recipe.sources import requested_source
 
 # How a text says in a plan, a report and in messages how old the weights are that sampled a completion.
 OFF_POLICY = "one step off-policy: the server samples the next generation while the trainers update"
@@ -22,7 +23,7 @@ RULES = (
     Rule("overlap_generation", lambda r: _overlaps(r) and asks_another(r),
         "overlap_generation needs the server that the launch starts, and vllm_server_base_url names another",
         "{removal}, or remove vllm_server_base_url"),
-    Rule("overlap_generation", lambda r: _overlaps(r) and (plays(r) or takes_groups(r)),
+    Rule("overlap_generation", lambda r: _overlaps(r) and requested_source(r),
         "overlap_generation samples completions of prompts: the next prompts of environments are not known before",
         "{removal}"),
     Rule("overlap_generation", lambda r: _overlaps(r) and r["weight_sync"] == "shared",

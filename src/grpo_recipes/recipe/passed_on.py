@@ -15,14 +15,11 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import Problem
-from grpo_recipes.extensions.environments.libraries import LIBRARIES
 from grpo_recipes.recipe import BrokenKey, Recipe
 from grpo_recipes.recipe.chat_template import templates_of, variables_of
 from grpo_recipes.recipe.document import Entry, Value, typed
 from grpo_recipes.recipe.keys import each, nearest_of, passed_catalogue
-from grpo_recipes.recipe.registry import environments_of
 from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
-from grpo_recipes.recipe.user_code import call_parameters
 
 # Names inside a dictionary that belong to somebody else -> the recipe key that sets them, or why nothing can.
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
@@ -108,7 +105,7 @@ def passed_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
     """Yield what is wrong inside the dictionaries that other libraries receive."""
     checks: list[Callable[[], Iterator[Problem]]] = [partial(_dictionary, recipe, key) for key in _DICTIONARIES]
     checks += [partial(_accumulation, recipe), partial(_optimizer, recipe), partial(_scheduler, recipe)]
-    checks += [partial(_sampling, recipe), partial(_environments, recipe), partial(_template, recipe, environment)]
+    checks += [partial(_sampling, recipe), partial(_template, recipe, environment)]
     for check in checks:
         with contextlib.suppress(BrokenKey):  # one wrong dictionary does not hide another's problems
             yield from check()
@@ -259,23 +256,3 @@ def _template(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Proble
             fix = f"remove {name} from {key}" + (f"; it reads {', '.join(names)}" if names else "")
             what = f"{key}: the chat template does not read '{name}'"
             yield Problem(where, what, f"write '{close}'" if close else fix)
-
-
-def _environments(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the arguments that the user's own environment classes do not accept, or lack; the code is not run."""
-    for index, (spec, arguments, _) in enumerate(environments_of(recipe.__getitem__)):
-        parameters = None if spec.partition(":")[0] in LIBRARIES else call_parameters(spec)
-        if parameters is None:
-            continue
-        inside = ("environments", index, "args") if recipe["environment"] is None else ()
-        key = "environment_mixture" if inside else "environment_args"
-        for name in (str(name) for name in arguments if str(name) not in parameters):
-            close = nearest_of(name, parameters)
-            names = f"; it accepts {', '.join(parameters)}" if parameters else ""
-            fix = f"write '{close}'" if close else f"remove {name}{names}"
-            yield Problem(
-                recipe.place(key, *inside, name), f"environment_args: '{spec}' has no parameter '{name}'", fix
-            )
-        for name in (name for name, required in parameters.items() if required and name not in arguments):
-            where = recipe.place(key, *inside) if inside or arguments else recipe.place("environment")
-            yield Problem(where, f"'{spec}' needs the argument '{name}'", f"add {name} to environment_args")

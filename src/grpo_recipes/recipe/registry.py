@@ -2,18 +2,14 @@
 
 import importlib.metadata
 import importlib.util
-import itertools
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from grpo_recipes.errors import Problem
-from grpo_recipes.extensions.environments.libraries import LIBRARIES
 from grpo_recipes.recipe.keys import nearest_of
-from grpo_recipes.rollouts.turns import BASE, POLICY, SCRIPTED
 
 SMOKE_BENCHMARK = "smoke:sums"
 
@@ -158,113 +154,10 @@ REWARDS: dict[str, tuple[str, ...]] = {
 ACCURACY = ("pure_accuracy_math", "math_verify", "modebench", "satisfiability")
 # Rewards that compare with one reference answer; problems of ModeBench and of satisfiability have several.
 ONE_ANSWER = ("pure_accuracy_math", "math_verify", "cosine_length")
-ENVIRONMENT_REWARD = "environment"  # the episode's own
+SOURCE_REWARD = "environment"  # the reward that a prompt source brings with its completions
 MODEBENCH_REWARD = "modebench"  # of the problems of ModeBench, and of no others
 SAT_REWARD = "satisfiability"  # of clauses, and of nothing else
-_LONGEST_LABEL = 40  # of an Atropos environment: it is part of names of files
 NO_ANSWER = "no answer from its server"  # begins the reason of a completion that a reward's server left unscored
-
-
-def environments_of(recipe: Callable[[str], Any]) -> list[tuple[str, dict[str, Any], float]]:
-    """Return the environments of a recipe, whose keys ``recipe`` looks up.
-
-    Of each what names it, its arguments, and its share of the episodes.
-    """
-    if recipe("environment") is not None:
-        return [(recipe("environment"), recipe("environment_args") or {}, 1.0)]
-    entries = (recipe("environment_mixture") or {}).get("environments") or []
-    total = sum(entry.get("weight") or 1.0 for entry in entries)
-    return [(entry.get("id", ""), entry.get("args") or {}, (entry.get("weight") or 1.0) / total) for entry in entries]
-
-
-@dataclass(frozen=True)
-class AtroposEnvironment:
-    """An environment of a recipe that posts scored groups to Atropos' run-api."""
-
-    id: str  # a name of ATROPOS_ENVIRONMENTS, module:Class or file.py:Class
-    args: dict[str, Any]  # fields of its configuration
-    weight: float = 1.0  # of its requests to the server
-    min_allocation: float | None = None  # least share of a batch
-
-
-# Atropos environments of ours: sums made on the spot, and problems of a dataset. ``atropos.serve`` has their classes.
-ATROPOS_ENVIRONMENTS = ("arithmetic", "dataset")
-
-
-def atropos_environments(recipe: Callable[[str], Any]) -> list[AtroposEnvironment]:
-    """Return the Atropos environments that a launch of this recipe starts; ``recipe`` looks up its keys."""
-    if recipe("atropos_environment") is not None:
-        return [AtroposEnvironment(recipe("atropos_environment"), recipe("atropos_environment_args") or {})]
-    entries = (recipe("atropos_mixture") or {}).get("environments") or []
-    return [
-        AtroposEnvironment(
-            entry.get("id", ""), entry.get("args") or {}, entry.get("weight") or 1.0, entry.get("min_allocation")
-        )
-        for entry in entries
-    ]
-
-
-def uses_atropos(recipe: Callable[[str], Any]) -> bool:
-    """Return whether completions and scores of a recipe come from Atropos' run-api."""
-    return any(recipe(key) is not None for key in ("atropos_environment", "atropos_mixture", "atropos_api_url"))
-
-
-def starts_run_api(recipe: Callable[[str], Any]) -> bool:
-    """Return whether a launch of this recipe starts a run-api of its own."""
-    return uses_atropos(recipe) and recipe("atropos_api_url") is None
-
-
-def atropos_labels(recipe: Callable[[str], Any]) -> list[str]:
-    """Return a short name for each of a recipe's Atropos environments, each another one, of ``a-z 0-9 _ -``."""
-    labels: list[str] = []
-    for environment in atropos_environments(recipe):
-        name = re.sub("[^a-z0-9_-]+", "-", environment.id.rpartition(":")[2].lower()).strip("-")[:_LONGEST_LABEL]
-        names = (f"{name or 'environment'}{f'-{count}' if count > 1 else ''}" for count in itertools.count(1))
-        labels.append(next(one for one in names if one not in labels))
-    return labels
-
-
-def longest_trajectory(recipe: Callable[[str], Any]) -> int | None:
-    """Return the most tokens of a prompt with its completion, as run-api and environments are told; None: no limit."""
-    prompt, completion = recipe("max_prompt_length"), recipe("max_completion_length")
-    most = recipe("vllm_max_model_length") if None in (prompt, completion) else prompt + completion
-    return None if most is None else int(most)
-
-
-def own_environments(recipe: Callable[[str], Any]) -> list[str]:
-    """Return the user's own environments, those of Atropos too: ``module:Class`` or ``file.py:Class``."""
-    played = [spec for spec, _, _ in environments_of(recipe) if spec.partition(":")[0] not in LIBRARIES]
-    return played + [one.id for one in atropos_environments(recipe) if ":" in one.id]
-
-
-def own_code(recipe: Callable[[str], Any]) -> list[str]:
-    """Return the rewards and the user's environments of a recipe, of which a run keeps the user's files."""
-    scoring = [one.args.get("reward") for one in atropos_environments(recipe)]
-    return [*recipe("reward_funcs"), *own_environments(recipe), *(one for one in scoring if isinstance(one, str))]
-
-
-def episodes_of_each(recipe: Callable[[str], Any], count: int) -> list[int]:
-    """Return how many of ``count`` episodes each environment of a recipe gets, by its share."""
-    ends = [round(share * count) for share in itertools.accumulate(share for _, _, share in environments_of(recipe))]
-    return [end - begin for begin, end in itertools.pairwise([0, *ends])]
-
-
-def model_opponents(recipe: Callable[[str], Any]) -> list[tuple[str, str]]:
-    """Return the games of a recipe whose other seats a model plays, each with that model."""
-    games = [(spec, args) for spec, args, _ in environments_of(recipe) if spec.startswith("textarena:")]
-    found = [(spec, str(args.get("opponents", SCRIPTED[0]))) for spec, args in games]
-    return [(spec, model) for spec, model in found if model not in SCRIPTED]
-
-
-def frozen_opponents(recipe: Callable[[str], Any]) -> set[str]:
-    """Return the models that play opponents and of which each training process holds a copy that is not trained."""
-    served = {BASE} if recipe("use_peft") and recipe("weight_sync") == "lora" else set()
-    return {model for _, model in model_opponents(recipe)} - {POLICY} - served
-
-
-def turn_tokens(given: int | None, completion: int, turns: int) -> int:
-    """Return the most tokens of one of the policy's turns in an episode, where several share half of the completion."""
-    return given or max(1, completion // turns // (1 if turns == 1 else 2))
 
 
 # Rewards whose work on one completion has no bound: called in child processes that can be killed.
@@ -318,20 +211,17 @@ def benchmark_columns(names: Collection[str], recipe_columns: tuple[str, str]) -
     return next((columns for columns in candidates if set(columns) <= set(names)), None)
 
 
-def benchmark_problem(name: str, where: str, environments: Collection[str] = ()) -> Problem | None:
-    """Return what is wrong with a name in ``benchmarks`` of a recipe with these environments, or None."""
+def benchmark_problem(name: str, where: str, played: Collection[str] = ()) -> Problem | None:
+    """Return what is wrong with a name in ``benchmarks``, or None; ``played`` are names of the recipe's own source."""
     if name in _RUNS_MODEL_CODE:
         what = f"benchmark '{name}' runs code that the model wrote, which this package does not do"
         command = f'lighteval vllm "model_name=<run>/model" "{_RUNS_MODEL_CODE[name]}|0"'
         return Problem(where, what, f"remove it and run, in an environment of lighteval: {command}")
     if is_file(name) and not os.path.isfile(os.path.expanduser(name)):
         return Problem(where, f"no file '{name}'", "name an existing .jsonl file")
-    if is_file(name) or name in BENCHMARKS or name in environments:
+    if is_file(name) or name in BENCHMARKS or name in played:
         return None
-    close = nearest_of(name, [*BENCHMARKS, *environments])
-    if not close and name.partition(":")[0] in LIBRARIES:
-        what = f"the recipe does not train on '{name}', so it cannot play that environment"
-        return Problem(where, what, "name it as environment or in environment_mixture, or remove it")
+    close = nearest_of(name, [*BENCHMARKS, *played])
     fix = f"write '{close}'" if close else f"write one of {', '.join(BENCHMARKS)}, or the path of a .jsonl file"
     return Problem(where, f"no benchmark '{name}'", fix)
 
@@ -387,7 +277,7 @@ def policy_per_token(recipe: Callable[[str], Any]) -> bool:
     return not has_temperature and bool(recipe("maxent_length_normalize_policy"))
 
 
-# No objective is the default: none has shown what docs/maxent-protocol.md asks of one. The tau of listwise and of
+# No objective is the default: none has shown what evidence/protocol.md asks of one. The tau of listwise and of
 # tempered, and maxent_policy_temperature, are those of its tuning; that of weighted_mle is a convention.
 OBJECTIVES: dict[str, Objective] = {
     "listwise": Objective(tau=0.2, unread=_OF_UTILITIES, targets_q=True),

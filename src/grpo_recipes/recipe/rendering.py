@@ -15,9 +15,9 @@ from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.chat_template import FAILURES, TOKENS, compiled, templates_of, variables_of
 from grpo_recipes.recipe.check_data import evaluation_source, head_of, mixture_sources, training_source
-from grpo_recipes.recipe.registry import environments_of, uses_atropos
 from grpo_recipes.recipe.rules import evaluation_set
 from grpo_recipes.recipe.shapes import DataSource, Message, chat_of, value_at
+from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.recipe.user_code import source_path
 
 Render = Callable[[list[Message]], str]
@@ -149,7 +149,7 @@ def _renders(render: Render, prompt: list[Message]) -> bool:
 
 
 def _has_prompts(recipe: Recipe) -> bool:
-    return not environments_of(recipe.__getitem__) and not uses_atropos(recipe.__getitem__)
+    return source_of(recipe.__getitem__) is None
 
 
 def _templates(recipe: Recipe, environment: Mapping[str, str]) -> tuple[str, Mapping[str, str] | None]:

@@ -8,24 +8,18 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.extensions import is_served
+from grpo_recipes.recipe.extensions import is_served, merged, parts
 from grpo_recipes.recipe.keys import catalogue, environment_keys
 from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, own_micro_batches, reached_share
 from grpo_recipes.recipe.registry import (
-    ENVIRONMENT_REWARD,
     LORA_RANKS,
-    MODEBENCH_REWARD,
     NOT_WITH_LORA,
-    ONE_ANSWER,
     PACKAGE_KEYS,
-    SAT_REWARD,
+    SOURCE_REWARD,
     TRACKER_CALLBACKS,
-    environments_of,
-    frozen_opponents,
     missing_package,
-    turn_tokens,
 )  # fmt: skip
-from grpo_recipes.recipe.tasks import MAXENT, task_of
+from grpo_recipes.recipe.sources import requested_source, source_keys
 
 Condition = Callable[[Recipe], Any]
 Text = str | Callable[[Recipe, str], str]
@@ -42,7 +36,7 @@ _UNSUPPORTED = {
 }
 EMBEDDINGS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
 OF_DATASETS = "dataset_* max_train_prompts system_prompt eval_dataset_* eval_subsample eval_max_prompts"
-_PORTS = ("vllm_server_port", "vllm_group_port", "main_process_port", "atropos_port")
+_PORTS = ("vllm_server_port", "vllm_group_port", "main_process_port")
 # Truncated sampling: the server's log-probs are of another distribution than the trainer's.
 NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 # Implementations of attention that keep rows apart which are fed one after the other, by their positions.
@@ -136,25 +130,10 @@ def isolates(recipe: Recipe) -> bool:
     return recipe["reward_isolation"] == "completion" and any(":" in name for name in recipe["reward_funcs"])
 
 
-def plays_benchmarks(recipe: Recipe) -> bool:
-    """Return whether an environment of a recipe is one of its benchmarks."""
-    return not {spec for spec, _, _ in environments_of(recipe.__getitem__)}.isdisjoint(recipe["benchmarks"])
-
-
-def plays(recipe: Recipe) -> bool:
-    """Return whether prompts come from environments."""
-    return recipe["environment"] is not None or recipe["environment_mixture"] is not None
-
-
-def takes_groups(recipe: Recipe) -> bool:
-    """Return whether groups come from Atropos. A variable of the shell is there for every run: alone it is not enough.
-
-    ``registry.uses_atropos`` says the same of a recipe that was checked.
-    """
-    url = recipe.values["atropos_api_url"]
-    by_variable_alone = url.from_text and url.source in environment_keys() and not url.shadowed
-    named = recipe["atropos_environment"] is not None or recipe["atropos_mixture"] is not None
-    return named or (recipe["atropos_api_url"] is not None and not by_variable_alone)
+def chosen_sources(recipe: Recipe) -> list[str]:
+    """Return a key of each prompt source that a recipe chooses; only one of them is possible."""
+    sources = [source for source in parts("prompt_source") if source.requested(recipe)]
+    return [next(key for key in source.keys if recipe.given(key)) for source in sources]
 
 
 def _tracker_callback(name: str) -> str:
@@ -184,7 +163,7 @@ def longest_completion(recipe: Recipe) -> int | None:
 def _repeated_ports(recipe: Recipe) -> dict[str, str]:
     """Return each key whose port an earlier one gives, with the earlier one."""
     first: dict[int, str] = {}
-    ports = (key for key in _PORTS if given(recipe, key, any_value=False))
+    ports = (key for key in (*_PORTS, *merged("ports")) if given(recipe, key, any_value=False))
     return {key: earlier for key in ports if (earlier := first.setdefault(recipe[key], key)) != key}
 
 
@@ -224,47 +203,14 @@ RULES = (
         lambda r: r["max_completion_length"] is not None and (r["soft_punish_cache"] or 0) > r["max_completion_length"],
         "soft_punish_cache {soft_punish_cache} exceeds max_completion_length {max_completion_length}: every completion "
         "would be punished", lambda r, _: f"set soft_punish_cache: {r['max_completion_length'] // 4}"),
-    # Environments.
-    Rule("environment_mixture", lambda r: bool(r["environment"] and r["environment_mixture"]),
-        "environment and environment_mixture are both given", "keep one of them"),
-    Rule("environment_args", lambda r: r["environment_args"] is not None and not r["environment"],
-        "'environment_args' does nothing without environment", "add environment, or write args in the mixture"),
-    Rule("{item}", lambda r: not plays(r)
-        and [key for key in given(r, "environment_*") if key not in ("environment_args", "environment_mixture")],
-        "'{item}' does nothing without environment", "{removal}, or add environment"),
-    Rule("{item}", lambda r: plays(r) and [key for key in given(r, OF_DATASETS)
-        if r[key] != catalogue()[key]["default"]],
-        "'{item}' does nothing with environment, from which the prompts come", "{removal}"),
-    Rule("reward_funcs", lambda r: ENVIRONMENT_REWARD in r["reward_funcs"] and not plays(r) and not takes_groups(r),
-        f"reward '{ENVIRONMENT_REWARD}' is that of an episode, and no environment is named", "add environment"),
-    Rule("reward_funcs", lambda r: (plays(r) or takes_groups(r)) and ENVIRONMENT_REWARD not in r["reward_funcs"],
-        "the environment's own reward is not among reward_funcs", f"write reward_funcs: [{ENVIRONMENT_REWARD}]"),
-    Rule("reward_funcs", lambda r: plays(r) and r.given("reward_funcs")
-        and [name for name in r["reward_funcs"] if name in (*ONE_ANSWER, MODEBENCH_REWARD, SAT_REWARD)],
-        "reward '{item}' compares with an answer, which an episode does not have", "remove {item}"),
-    Rule("environment_turn_length", lambda r: r["max_completion_length"] is not None
-        and r["environment_max_turns"] * (r["environment_turn_length"] or 0) > r["max_completion_length"],
-        "environment_max_turns {environment_max_turns} by environment_turn_length {environment_turn_length} exceeds "
-        "max_completion_length {max_completion_length}, which is for all turns and what is said between them",
-        lambda r, _: "raise max_completion_length, or write environment_turn_length: "
-        f"{turn_tokens(None, r['max_completion_length'], r['environment_max_turns'])}"),
-    Rule("environment_max_turns", lambda r: plays(r) and r["max_completion_length"] is not None
-        and r["environment_max_turns"] > r["max_completion_length"],
-        "environment_max_turns {environment_max_turns} leaves no token for a turn of max_completion_length "
-        "{max_completion_length}", "raise max_completion_length"),
-    Rule("environment_credit", lambda r: r["environment_credit"] == "per_turn" and task_of(r) == MAXENT,
-        "environment_credit: per_turn contradicts MaxEnt-GRPO, which weighs whole completions",
-        "write all_turns or last_turn"),
-    Rule("environment_credit", lambda r: r["environment_credit"] == "per_turn" and len(r["reward_funcs"]) > 1,
-        "environment_credit: per_turn takes the environment's rewards alone",
-        f"write reward_funcs: [{ENVIRONMENT_REWARD}], or all_turns"),
-    Rule("environment_credit", lambda r: r["environment_credit"] == "per_turn"
-        and r["multi_objective_aggregation"] != "sum_then_normalize",
-        "environment_credit: per_turn contradicts multi_objective_aggregation {multi_objective_aggregation}, which "
-        "weighs whole completions", "write multi_objective_aggregation: sum_then_normalize, or all_turns"),
-    Rule("mask_truncated_completions", lambda r: plays(r) and r["mask_truncated_completions"],
-        "mask_truncated_completions leaves out an episode whose last turn was cut, and not one that has no end",
-        "{removal}; environment_unfinished: unscored leaves out episodes without an end"),
+    # Prompt sources of extensions.
+    Rule("{item}", lambda r: chosen_sources(r)[1:], lambda r, key: f"'{key}' and '{chosen_sources(r)[0]}' are two "
+        "sources of completions", "keep one of them"),
+    Rule("reward_funcs", lambda r: SOURCE_REWARD in r["reward_funcs"] and not requested_source(r),
+        f"reward '{SOURCE_REWARD}' comes from an environment, and the recipe names none",
+        lambda _r, _: f"add {' or '.join(source_keys()) or 'dataset_name and another reward'}"),
+    Rule("reward_funcs", lambda r: requested_source(r) and SOURCE_REWARD not in r["reward_funcs"],
+        "the environment's own reward is not among reward_funcs", f"write reward_funcs: [{SOURCE_REWARD}]"),
     # Sampling.
     Rule("vllm_max_model_length",
         lambda r: r["use_vllm"] and r["vllm_max_model_length"] is not None and _longest(r) > r["vllm_max_model_length"],
@@ -290,9 +236,8 @@ RULES = (
         "{item} is not passed on to the server of vllm_server_base_url", "{removal}"),
     Rule("vllm_server_base_url", lambda r: asks_another(r) and not is_url(r["vllm_server_base_url"]),
         "'{vllm_server_base_url}' is not an http or https URL", "write e.g. http://127.0.0.1:30000"),
-    Rule("vllm_server_base_url", lambda r: asks_another(r) and (r["vllm_mode"] == "colocate" or takes_groups(r)),
-        "vllm_server_base_url can't be combined with vllm_mode: colocate, or with Atropos, whose environments sample "
-        "from the server that the launch starts", "{removal}"),
+    Rule("vllm_server_base_url", lambda r: asks_another(r) and r["vllm_mode"] == "colocate",
+        "vllm_server_base_url can't be combined with vllm_mode: colocate", "{removal}"),
     Rule("max_completion_length", lambda r: asks_another(r) and r["max_completion_length"] is None,
         "the server of vllm_server_base_url wants a limit", "write e.g. max_completion_length: 256"),
     # The batch, and how long the run is.
@@ -351,7 +296,7 @@ RULES = (
         "write dtype: float32, or bf16: true and dtype: bfloat16"),
     # Datasets.
     Rule("dataset_name",
-        lambda r: not r["dataset_name"] and r["dataset_mixture"] is None and not plays(r) and not takes_groups(r),
+        lambda r: not r["dataset_name"] and r["dataset_mixture"] is None and not requested_source(r),
         "no dataset is named", "add dataset_name: a hub id or a .jsonl file"),
     Rule("dataset_mixture", lambda r: bool(r["dataset_name"] and r["dataset_mixture"]),
         "dataset_mixture and dataset_name are both given", "keep one of them"),
@@ -377,8 +322,6 @@ RULES = (
     Rule("eval_temperature", lambda r: evaluates(r) and r["eval_temperature"] == 0
         and (r["num_generations_eval"] or r["num_generations"]) > 1, "greedy completions of a prompt are all the same",
         "write num_generations_eval: 1, or eval_temperature above 0"),
-    Rule("eval_max_completion_length", lambda r: plays(r) and r["eval_max_completion_length"],
-        "an episode has max_completion_length, in evaluations too", "{removal}"),
     Rule("benchmarks", lambda r: _twice(r["benchmarks"]), "'{item}' is listed twice", "keep one"),
     Rule("benchmark_samples", lambda r: r["benchmark_temperature"] == 0 and r["benchmark_samples"] > 1,
         "benchmark_samples {benchmark_samples} at benchmark_temperature 0 are {benchmark_samples} times the same "
@@ -397,8 +340,6 @@ RULES = (
         "'{item}' does nothing without use_peft", "add use_peft: true, or remove {item}"),
     Rule("accelerator", lambda r: r["use_peft"] and r["accelerator"] in NOT_WITH_LORA,
         "a LoRA run with accelerator: {accelerator} has not been shown to work", "write accelerator: ddp or zero2"),
-    Rule("accelerator", lambda r: r["accelerator"] == "zero3" and frozen_opponents(r.__getitem__),
-        "ZeRO-3 would split a game's opponent, which each process holds whole", "write accelerator: zero2 or fsdp2"),
     Rule("ref_model_name_or_path", lambda r: r["use_peft"] and r["ref_model_name_or_path"],
         "the reference of a LoRA run is its base model", "remove ref_model_name_or_path, or use_peft"),
     Rule("ref_model_name_or_path", lambda r: r["model_revision"] != "main" and r["ref_model_name_or_path"],

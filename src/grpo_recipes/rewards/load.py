@@ -10,18 +10,18 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe.datafiles import LIVE_OBJECTS, solution_names
-from grpo_recipes.recipe.registry import ENVIRONMENT_REWARD, IN_CHILDREN
+from grpo_recipes.recipe.registry import IN_CHILDREN, SOURCE_REWARD
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, copy_path, copy_source, source_path, split_spec
 from grpo_recipes.rewards.chance import call_seed
 from grpo_recipes.rewards.pool import RewardPool
-from grpo_recipes.rewards.score import GIVEN_UP, Reward, RewardWrapper, Score, is_own, load_reward, make_reward, taken
+from grpo_recipes.rewards.score import Reward, RewardWrapper, Score, is_own, load_reward, make_reward, taken
 from grpo_recipes.runs.rundir import json_mapping, without_damaged_end, write_whole
 
 
@@ -84,7 +84,7 @@ def load_rewards(
             code = hashlib.sha256(copy_path(name, copies).read_bytes()).hexdigest() if is_own(name) else ""
             further = solutions if is_own(name) else ()
             rewards.append(IsolatedReward(pool, name, label, records, code, further, left_out, args.seed))
-        elif name == ENVIRONMENT_REWARD:
+        elif name == SOURCE_REWARD:
             rewards.append(EpisodeReward())
         elif is_own(name):
             rewards.append(RewardWrapper(load_reward(name, copies), name, label, solutions, left_out))
@@ -122,63 +122,36 @@ class IsolatedReward(RewardWrapper):
     ):  # fmt: skip
         super().__init__(pool.score, spec, name, solutions, left_out)
         self.pool, self.timeout, self._records, self._run_seed = pool, pool.timeout, records, run_seed
-        self.early: dict[str, Score] = {}  # scores that completions of the generation at hand had while it was sampled
         self._identity = (spec, code, pool.timeout, pool.memory_gib)
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
-        stopped = self.watch or (self.stop.cuts if self.stop else lambda: False)
-        keys, found = self._outcomes(rows, columns, self.generation, self.give_up_after, stopped)
-        for key, score in dict(zip(keys, found, strict=True)).items():
-            if not score.replayed:
-                self._records.add(key, self.generation, score)
-        self.early = {}
-        return found
-
-    def score_early(
-        self, columns: dict[str, Any], generation: int, give_up_after: int | None, stopped: Callable[[], bool]
-    ) -> dict[str, Score]:
-        """Score completions of a generation that is not complete; return the scores that ``early`` then may have.
-
-        From any thread. What has no stable hash, and what was not called, is left to the call for the generation.
-        """
-        keys, found = self._outcomes(
-            len(columns["completions"]), self.named(columns), generation, give_up_after, stopped
-        )
-        return {key: score for key, score in zip(keys, found, strict=True) if key and score.reason != GIVEN_UP}
-
-    def _outcomes(
-        self,
-        rows: int,
-        columns: dict[str, Any],
-        generation: int,
-        give_up_after: int | None,
-        stopped: Callable[[], bool],
-    ) -> tuple[list[str | None], list[Score]]:
-        """Return hash and score of each row; what is neither recorded nor known early is called."""
-        sent = {name: values for name, values in columns.items() if name not in LIVE_OBJECTS}
-        sent = taken(sent, self.pool.takes[self.spec])
-        keys = [key_of(self._identity, {name: values[row] for name, values in sent.items()}) for row in range(rows)]
+        """Return the score of each row; only rows without a record are called."""
+        plain = {name: values for name, values in columns.items() if name not in LIVE_OBJECTS}
+        arguments = taken(plain, self.pool.takes[self.spec])
+        keys = [
+            key_of(self._identity, {name: values[row] for name, values in arguments.items()}) for row in range(rows)
+        ]
         first: dict[str, int] = {}
         same_as = [row if key is None else first.setdefault(key, row) for row, key in enumerate(keys)]
-        early = {row: self.early.get(keys[row] or "") for row in same_as}
-        found = {row: self._records.known(keys[row], generation) or early[row] for row in same_as}
-        called = [row for row, known in found.items() if known is None]
-        asked = {name: [values[row] for row in called] for name, values in sent.items()}
-        if give_up_after is not None:
-            give_up_after -= sum(score.unscored for score in early.values() if score and not score.replayed)
-        # A call's seed depends on its arguments, not on its order: calls are early, shared by equal rows, or repeated.
-        seeds = [call_seed(self._run_seed, generation, self.spec, keys[row] or row) for row in called]
-        with self.pool.turn:
-            scores = self.pool.score(self.spec, asked.pop("completions"), asked, give_up_after, stopped, seeds=seeds)
-        found |= dict(zip(called, scores, strict=True))
-        return keys, [found[row] for row in same_as]
+        known = {row: self._records.known(keys[row], self.generation) for row in same_as}
+        new_rows = [row for row, score in known.items() if score is None]
+        # A call's seed depends on its arguments, not on its order: calls are shared by equal rows, or repeated.
+        seeds = [call_seed(self._run_seed, self.generation, self.spec, keys[row] or row) for row in new_rows]
+        columns = {name: [values[row] for row in new_rows] for name, values in arguments.items()}
+        completions = columns.pop("completions")
+        stopped = self.watch or (self.stop.cuts if self.stop else lambda: False)
+        scores = self.pool.score(self.spec, completions, columns, self.give_up_after, stopped, seeds=seeds)
+        for row, score in zip(new_rows, scores, strict=True):
+            self._records.add(keys[row], self.generation, score)
+        by_row = known | dict(zip(new_rows, scores, strict=True))
+        return [by_row[row] for row in same_as]
 
 
 class EpisodeReward(RewardWrapper):
     """The reward that an episode had, unscored where its environment failed."""
 
     def __init__(self) -> None:
-        super().__init__(make_reward(ENVIRONMENT_REWARD), ENVIRONMENT_REWARD, ENVIRONMENT_REWARD)
+        super().__init__(make_reward(SOURCE_REWARD), SOURCE_REWARD, SOURCE_REWARD)
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
         values = self._function(**columns)

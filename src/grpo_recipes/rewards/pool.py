@@ -17,7 +17,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -62,10 +61,10 @@ class RewardPool:
     """A pool of child processes that call rewards on one completion at a time, within limits.
 
     A child that is over a limit is killed with everything it started, and another takes its place while the rest go
-    on. After the first death one more child than ``workers`` is kept ready. Use it from one thread at a time
-    (``turn``), of those that do not end before it: a child ends with the thread that started it. The first call of a
-    child, which may import, has longer than ``timeout`` by twice what first calls were seen to take, 10 s until one is
-    known, and half of that after each that hung.
+    on. After the first death one more child than ``workers`` is kept ready. Use it from one thread, which does not end
+    before it: a child ends with the thread that started it. The first call of a child, which may import, has longer
+    than ``timeout`` by twice what first calls were seen to take, 10 s until one is known, and half of that after each
+    that hung.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class RewardPool:
         self._homes: dict[str, _Child] = {}
         self._calls: dict[str, int] = {}
         self._paces = {reward: _Pace(_FIRST_CALL_SECONDS) for reward in rewards}
-        self.turn = threading.Lock()
         self._children: list[_Child] = []  # those that work, or load
         self._wanted = self.workers  # children; one more is kept ready after the first was replaced
         self._ending: list[_Child] = []

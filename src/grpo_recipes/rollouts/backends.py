@@ -95,20 +95,13 @@ class Rollouts:
     def begin_epoch(self, epoch: int, micro_steps: int) -> None:
         """Note the epoch that begins, of which so many micro-steps were taken before a resume. Called by every rank."""
 
-    def of_base_model(self) -> AbstractContextManager[Any] | None:
-        """Let generations inside come from the untrained model, or return None where it is not served."""
-        return None
+    def of_base_model(self) -> AbstractContextManager[Any]:
+        """Let generations inside come from the untrained model, which only a server of adapters has."""
+        raise NotImplementedError
 
     def generate(self, draw: Callable[[], tuple[list[Tokens], Any]]) -> tuple[list[Tokens], Any]:
         """Return ids, and log-probs or None, of completions for training by ``draw``: TRL's sampler, weights first."""
         return draw()
-
-    def arriving(self, take: Callable[[int, list[Tokens]], None]) -> AbstractContextManager[Any]:
-        """Call ``take`` with the place of a prompt and its completions as soon as these are there, where that is seen.
-
-        From any thread of rank 0, and again for a prompt whose completions are drawn again.
-        """
-        return nullcontext()
 
     def leave_out_failed(self, output: dict[str, Any]) -> None:
         """Let the loss read no token of a completion that was not given: TRL wants one for every row."""
@@ -276,12 +269,7 @@ class ServerRollouts(VllmRollouts):
     def seeded_by(self, seed: int) -> AbstractContextManager[None]:
         return nullcontext() if self._client is None else self._client.seeded_by(seed)
 
-    def arriving(self, take: Callable[[int, list[Tokens]], None]) -> AbstractContextManager[Any]:
-        return nullcontext() if self._client is None else replaced(self._client, arrived=take)
-
-    def of_base_model(self) -> AbstractContextManager[Any] | None:
-        if self.bridge != "lora":
-            return None
+    def of_base_model(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._client is None else replaced(self._client, samples_base=True)
 
     def checksum_error(self) -> str | None:

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from grpo_recipes.data.prompts import Prompts
+from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.turns import Message
 
 
@@ -17,6 +19,24 @@ class Source:
     records: list[dict[str, Any]]  # of the last batch to train on, over all ranks, for samples.jsonl; may be empty
     brings_advantages = False  # whether rows of the last batch have advantages of their own, which rewards do not give
     temperatures: torch.Tensor | None = None  # (B,) of the rank's rows where they are not the recipe's; else None
+
+    @classmethod
+    def training_prompts(cls, args: ScriptArguments, seed: int, least: int) -> Prompts:
+        """Return the rows to train on, at least ``least``; ``seed`` is the run's."""
+        raise NotImplementedError
+
+    @classmethod
+    def evaluation_prompts(cls, args: ScriptArguments) -> Prompts:
+        """Return the rows of evaluations."""
+        raise NotImplementedError
+
+    def run_benchmark(self, runner: Any, name: str, rows: list[dict[str, Any]]) -> None:
+        """Run a benchmark of this source on every rank, and give its rows to ``runner.keep``."""
+        raise NotImplementedError
+
+    def benchmark_settings(self) -> dict[str, Any]:
+        """Return what decides the results of its benchmarks, beside the settings of every benchmark."""
+        return {}
 
     def join(self, trainer: Any) -> None:
         """Take the trainer, whose sampler and weights are in place."""

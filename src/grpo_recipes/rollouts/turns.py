@@ -27,7 +27,7 @@ class Turn:
     done: bool = False
     info: dict[str, float | str] = field(default_factory=dict)  # numbers are averaged, texts shown in transcripts
     tools: list[dict[str, Any]] = field(default_factory=list)  # that the policy may call, with the first turn
-    opponent: str = ""  # the model that is to answer in the policy's place: "policy" untrained, "base" or a checkpoint
+    opponent: str = ""  # the model that is to answer in the policy's place: "policy" untrained, or "base"
     seat: int = 0  # of that opponent
 
     def __post_init__(self) -> None:

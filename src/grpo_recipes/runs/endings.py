@@ -1,5 +1,6 @@
 """How a run ended: its summary, its logs, known messages in them, and one line of advice; findings of any check."""
 
+import itertools
 import re
 import signal
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from functools import partial
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import as_argument, shown
+from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.registry import NO_ANSWER
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies
 from grpo_recipes.runs.checkpoints import checkpoint_folders, complete_checkpoints
@@ -94,20 +96,10 @@ _CAUSES = {
     r"NotFinite": "start anew with that change (a resume keeps its learning rate); a checkpoint can be the model: "
                   "model_name_or_path: RUN/checkpoints/checkpoint-N",
     r"probability tensor contains either": "the model gives no finite probabilities any more: lower learning_rate",
-    r"run-api died before": "its last lines are above; python -m atroposlib.cli.run_api starts it alone",
-    r"run-api was not ready": "see in its log what it waits for: its packages may come from a slow file system",
-    r"run-api \(pid \d+\)": "its log has the reason; server_restarts: N starts it and the trainers again N times",
-    r"environment \S+ \(pid \d+\).* code 2": "correct what its log names, then launch the recipe anew",
-    r"environment \S+ \(pid \d+\)":
-        "its log has the reason; correct it there and add --update-rewards to the resume; server_restarts: N starts it "
-        "again N times",
     r"died before it was ready": "its last lines are above; grpo check --deep RECIPE loads what it loads",
     r"was not ready after": "raise vllm_server_timeout, or see in its log what it waits for",
     r"port \d+ was taken": "launch again: another port is chosen; a port named in the recipe must be free",
     r"RewardFailed": "correct the reward it names: grpo check-rewards RECIPE",
-    r"TooManyWithoutVerdict.*Reward 'environment'":
-        "correct the environment and add --update-rewards to the resume, or raise environment_timeout where it says "
-        "time limit; grpo check --deep RECIPE plays it",
     r"TooManyWithoutVerdict": "correct the reward it names, or raise reward_timeout: grpo check-rewards RECIPE",
     r"it is not started again": "correct what the error says; the log has its traceback",
     r"BadAnswer": "the server's log, which it names, has the reason",
@@ -265,6 +257,14 @@ def reward_fix(run: Run, cause: str) -> str:
     return f"{edit} (grpo check-rewards RECIPE){slow}, then {resume}"
 
 
+def _lost_roles(run: Run, cause: str) -> list[str]:
+    """Return the roles of processes whose loss is the cause: the server, or processes of extensions by their titles."""
+    if re.search(r"the vLLM (?:server died|API server|engine process)", cause):
+        return ["server"]
+    titles = {process.get("role", ""): process.get("title") for process in run.plan.get("processes", [])}
+    return [role for role, title in titles.items() if title and re.search(rf"{re.escape(title)}(?= \()", cause)]
+
+
 def advice(run: Run, cause: str) -> str:
     """Return what to do about a failed run: by its ``cause`` where that is known, else by what its logs say.
 
@@ -274,11 +274,11 @@ def advice(run: Run, cause: str) -> str:
     if fix := reward_fix(run, cause):
         return fix
     fixes = [message.fix for message in _messages_in(cause)]
-    if found := re.search(r"the vLLM (?:server died|API server|engine process)|run-api|environment \S+(?= \()", cause):
-        role = "server" if "vLLM" in found[0] else found[0].replace(" ", "-")
-        with suppress(ConfigError):  # why is in its own log alone
+    with suppress(ConfigError):  # a file is damaged
+        for role in _lost_roles(run, cause):  # only its own log has the reason
             fixes += [message.fix for message in _messages_in(run.texts.get(role, ""))]
-    fixes += [fix for pattern, fix in _CAUSES.items() if re.search(pattern, cause)]
+    known = itertools.chain(*(causes.items() for causes in parts("advice")), _CAUSES.items())
+    fixes += [fix for pattern, fix in known if re.search(pattern, cause)]
     if fixes:
         return fixes[0]
     with suppress(ConfigError):  # a file is damaged

@@ -142,7 +142,6 @@ class OverlappedRollouts(ServerRollouts):
         client = copy.copy(self._client)
         # A stop request is not for it: the checkpoint then made holds its completions.
         client.generation, client.stop = name, StopRequest(client._run_dir)
-        client.arrived = None  # which is for the groups of this generation, and theirs come later
         how = {key: value for key, value in asked.items() if key != "prompts"}
         work = partial(client.generate, prompts, **how)
         self._flight = Flight(name, prompts, step, in_thread(work), client)

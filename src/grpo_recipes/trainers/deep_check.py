@@ -3,13 +3,10 @@
 import contextlib
 import hashlib
 import json
-import random
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from itertools import zip_longest
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +16,15 @@ from trl import TrlParser, get_peft_config
 from grpo_recipes import smoke
 from grpo_recipes.data.prompts import renderer_of, shortened
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
-from grpo_recipes.extensions.atropos.rules import place
-from grpo_recipes.extensions.environments.episode import turns_of
-from grpo_recipes.extensions.environments.episodes import Renderer
-from grpo_recipes.extensions.environments.games import Game
 from grpo_recipes.fetch.assets import MODEL, Assets, find_assets
 from grpo_recipes.paths import as_argument, cache_root
 from grpo_recipes.plan.devices import derive_batch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ModelConfig
-from grpo_recipes.recipe.registry import REWARDS, atropos_environments, environments_of, uses_atropos
+from grpo_recipes.recipe.registry import REWARDS
+from grpo_recipes.recipe.sources import extension_of
 from grpo_recipes.recipe.user_code import source_path
 from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows, unpaid_text
-from grpo_recipes.rollouts.turns import Turn
 from grpo_recipes.runs.rundir import write_whole
 from grpo_recipes.trainers.entry import load_callbacks
 from grpo_recipes.trainers.model import check_adapter, load_tokenizer, quoting, skeleton
@@ -39,9 +32,7 @@ from grpo_recipes.trainers.model import check_adapter, load_tokenizer, quoting, 
 _MOST_FILES = 200  # of a folder of rewards, whose change makes the check try them again
 _MANY_CHARACTERS = 1_000_000  # of prompts, whose tokens take seconds to count
 SAMPLE = 64  # rows of the dataset that are looked at
-_ANSWER = "<answer>0</answer>"
-_SEED = 0  # of the episode that is played
-_MOVE = re.compile(r"\[(?!GAME\]|Player )[^\[\]\n]{1,60}\]")  # as games list moves; who speaks is in brackets too
+ANSWER = "<answer>0</answer>"
 
 
 def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
@@ -58,10 +49,10 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
 
     seen, configs = attempt(_present, recipe, sources) or [], attempt(_configs, recipe, sources)
     callbacks = attempt(load_callbacks, recipe["callbacks"])
-    on_prompts = not environments_of(recipe.__getitem__) and not uses_atropos(recipe.__getitem__)
+    source = extension_of(recipe.__getitem__)
     lines: list[str] = []
     has_data = all(asset.kind == MODEL for asset in sources.missing)
-    if on_prompts and has_data and (sample := attempt(sample_rows, recipe, SAMPLE, sources.lookup)):
+    if source is None and has_data and (sample := attempt(sample_rows, recipe, SAMPLE, sources.lookup)):
         rows, counts = sample
         has_model = configs and not sources.missing
         lines = (attempt(_prompts, recipe, rows, *configs) or [] if has_model else []) + (
@@ -74,11 +65,27 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
         seen.append(f"callbacks  {', '.join(recipe['callbacks'])}")
     if recipe["use_peft"]:
         seen.append(f"adapter    on {_adapted_layers(recipe, *configs)} layers")
-    if environments_of(recipe.__getitem__):
-        return [*seen, *_episodes(recipe, *configs)]
-    if uses_atropos(recipe.__getitem__):
-        return [*seen, *_groups(recipe, sources)]
+    if source is not None and (deep_check := source.load("deep_check")):
+        return [*seen, *deep_check(DeepCheck(recipe, *configs, sources))]
     return seen + lines
+
+
+@dataclass(frozen=True)
+class DeepCheck:
+    """What the deep check of an extension gets: the recipe, its configs, and its model and datasets on this machine."""
+
+    recipe: Recipe
+    args: GRPOConfig
+    model_args: ModelConfig
+    sources: Assets
+
+    def tokenizer(self) -> Any:
+        """Load the model's tokenizer; a ConfigError if it cannot be loaded."""
+        return _tokenizer(self.recipe, self.args, self.model_args)
+
+    def stops(self) -> list[int]:
+        """Return the tokens at which sampling stops beside the tokenizer's own."""
+        return _stops(self.recipe, self.args, self.model_args)
 
 
 def _present(recipe: Recipe, sources: Assets) -> list[str]:
@@ -121,83 +128,6 @@ def _adapted_layers(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -
 
     with translate(ConfigError, placed):
         return check_adapter(model, get_peft_config(model_args))
-
-
-def _episodes(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list[str]:
-    """Play an episode of each environment, render it and its roles as the model reads them, and show it."""
-    tokenizer = _tokenizer(recipe, args, model_args)
-    renderer_of(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
-    renderer, seen = Renderer(tokenizer, recipe["chat_template_kwargs"], _stops(recipe, args, model_args)), []
-    several = recipe["environment_max_turns"] > 1
-    end = [renderer.end()] if several else []
-    for index, (spec, _, _) in enumerate(environments_of(recipe.__getitem__)):
-        turns, actions = _play(recipe, index)
-        tokens = len(renderer.prompt(turns[0]))
-        for turn in turns[1:-1]:  # the policy does not read the last one
-            tokens += len(renderer.between(turn.messages, end))
-        for role in ("user", *["tool"] * bool(turns[0].tools)) if several else ():  # this episode may not have it
-            renderer.between([{"role": role, "content": "0"}], end)
-        reward, ended = sum(turn.reward for turn in turns), "ended" if turns[-1].done else "goes on"
-        told = f"{ended} after {len(actions)} turn{'s' if len(actions) != 1 else ''}"
-        seen.append(f"episode    of {spec}: {tokens} tokens of its own, reward {reward:g}, {told}")
-        for turn, action in zip_longest(turns, actions):
-            seen += [f"  [{one['role']}] {shortened(one['content'])}" for one in turn.messages]
-            seen += [f"  [policy] {action}"] if action is not None else []
-    return seen
-
-
-def _groups(recipe: Recipe, sources: Assets) -> list[str]:
-    """Load each environment of Atropos, with its arguments and its dataset; what it sends is seen in a run alone."""
-    # Needs a package that no other recipe does.
-    from grpo_recipes.extensions.atropos.serve import changes_of, environment_problems
-
-    found = atropos_environments(recipe.__getitem__)
-    places = [place(recipe, index) for index in range(len(found))]
-    checked = [
-        environment_problems(one.id, one.args, where, fetched=sources.lookup)
-        for one, where in zip(found, places, strict=True)
-    ]
-    if any(checked):
-        raise ConfigError(*[problem for problems in checked for problem in problems])
-    seen = []
-    for index, one in enumerate(found):
-        seen.append(f"groups     of {one.id}: it loads, and takes its arguments")
-        seen += [f"groups     of {one.id}: the run changes {change}" for change in changes_of(recipe, index)]
-    return seen
-
-
-def _play(recipe: Recipe, index: int) -> tuple[list[Turn], list[str]]:
-    """Play an episode of the environment with this index; return its turns and the policy's actions."""
-    spec, arguments, _ = environments_of(recipe.__getitem__)[index]
-    choose, actions = _policy(spec, arguments), list[str]()
-
-    def act(turn: Turn) -> str:
-        actions.append(choose(turn))
-        return actions[-1]
-
-    return list(turns_of(recipe, index, _SEED, act)), actions
-
-
-def _policy(spec: str, arguments: Mapping[str, Any]) -> Callable[[Turn], str]:
-    """Return what takes the policy's turns: the script of SecretMafia, the first move that another game lists."""
-    kind, _, name = spec.partition(":")
-    if kind != "textarena":
-        return lambda _: _ANSWER
-    if not name.startswith("SecretMafia"):
-        return lambda turn: next(iter(_MOVE.findall(turn.messages[-1]["content"])), _ANSWER)
-    game, generator = Game(name, arguments), random.Random(_SEED)  # played beside the episode, with the same moves
-
-    def until_policy(turn: Turn) -> None:
-        while turn.opponent:
-            turn = game.step("")  # of a model that is not there: its moves are drawn
-
-    def scripted(_: Turn) -> str:
-        move = game.scripted(generator)
-        until_policy(game.step(move))
-        return move
-
-    until_policy(game.reset(_SEED))
-    return scripted
 
 
 def _tokenizer(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> Any:
@@ -244,9 +174,9 @@ def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model
         raise config_error(
             recipe.place("max_prompt_length"), what, f"write {max(lengths)}, the longest of these, or more"
         )
-    turn = [*prompts[0], {"role": "assistant", "content": _ANSWER}]
+    turn = [*prompts[0], {"role": "assistant", "content": ANSWER}]
     text = str(tokenizer.apply_chat_template(turn, tokenize=False, **renderer.template_kwargs))
-    after = text.rpartition(_ANSWER)[2]
+    after = text.rpartition(ANSWER)[2]
     ids = _stops(recipe, args, model_args) if _has_generation_config(model_args) else []
     stops = [str(tokenizer.eos_token), *tokenizer.convert_ids_to_tokens(ids)]
     end = next((stop for stop in stops if stop in after), "")

@@ -9,18 +9,15 @@ from transformers import TrainerCallback
 from trl import TrlParser
 
 from grpo_recipes.data import load_eval_prompts, load_prompts
-from grpo_recipes.data.prompts import shortened
+from grpo_recipes.data.prompts import renderer_of, shortened
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.evaluate.benchmarks import UntrainedBenchmarks, run_benchmarks
-from grpo_recipes.extensions.atropos.rollouts import AtroposRollouts
-from grpo_recipes.extensions.environments.episodes import Episodes
 from grpo_recipes.fetch.assets import fetched_sets
 from grpo_recipes.process.reports import run_folder
-from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ScriptArguments
-from grpo_recipes.recipe.registry import environments_of, uses_atropos
+from grpo_recipes.recipe.configs import CONFIGS
+from grpo_recipes.recipe.sources import rollouts_of
 from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.load import load_rewards
-from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers import rank
@@ -47,9 +44,15 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         least = args.generation_batch_size // args.num_generations
         fetched = fetched_sets(run)
         common = args.seed, args.chat_template_kwargs, fetched
-        prompts = load_prompts(script_args, tokenizer, least, *common)
-        held_out = load_eval_prompts(script_args, tokenizer, *common) if args.eval_strategy != "no" else None
-        source = source_of(script_args, args, run)
+        source_class = rollouts_of(partial(getattr, script_args))
+        if source_class is None:
+            prompts = load_prompts(script_args, tokenizer, least, *common)
+            held_out = load_eval_prompts(script_args, tokenizer, *common) if args.eval_strategy != "no" else None
+        else:
+            renderer_of(script_args.chat_template, tokenizer, args.chat_template_kwargs)
+            prompts = source_class.training_prompts(script_args, args.seed, least)
+            held_out = source_class.evaluation_prompts(script_args) if args.eval_strategy != "no" else None
+        source = source_class(script_args, args, run) if source_class else None
         args.model_init_kwargs = model_init_kwargs(model_args, args)
         _leave_if_asked(stop, run, args.device)
         trainer = trainer_class(
@@ -87,14 +90,6 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         trainer.rows.enter("end")
         save_model(trainer, run / "model")
         run_benchmarks(trainer, script_args, run, stop.requested, fetched)
-
-
-def source_of(script_args: ScriptArguments, args: GRPOConfig, run: Path) -> Source | None:
-    """Return where a recipe's completions come from, None where TRL samples them from prompts."""
-    recipe = partial(getattr, script_args)
-    if uses_atropos(recipe):
-        return AtroposRollouts(script_args, args, run)
-    return Episodes(script_args, args, run) if environments_of(recipe) else None
 
 
 def _leave_if_asked(stop: StopRequest, run: Path, device: torch.device) -> None:

@@ -20,7 +20,6 @@ from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.algorithms.maxent import KLController, TauController
 from grpo_recipes.attributes import replaced
-from grpo_recipes.extensions.offline.policy_gradient import PolicyGradient
 from grpo_recipes.plan.commands import seeds_sampling
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rollouts.backends import rollouts_of
@@ -28,9 +27,9 @@ from grpo_recipes.rollouts.external import ExternalClient
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
 from grpo_recipes.trainers.ahead import OverlappedRollouts
+from grpo_recipes.trainers.callbacks import LossCallback
 from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
 from grpo_recipes.trainers.checks import Checks, Scoring
-from grpo_recipes.trainers.early import EarlyScoring
 from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows, json_number, write_samples
 from grpo_recipes.trainers.micro_batches import MicroBatches
 from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, reference_of, refuse_shards
@@ -76,7 +75,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.checks = Checks(self)
         self.preemption = Preemption(self, stop)
         self.scoring = Scoring(self, run_dir, reward_max_no_verdict)
-        self.early_scoring = EarlyScoring(self)
         self.evaluation = Evaluation(self, run_dir)
         self.source = source
         if source is not None:
@@ -88,7 +86,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             super().__init__(args=args, **kwargs)
         self.rows = MetricsRows(self, run_dir, args.process_index)
         self.micro_batches = MicroBatches(self)
-        self.policy_gradient = PolicyGradient(self)
         self.rollouts = OverlappedRollouts(self) if args.overlap_generation else rollouts_of(self)
         if self.use_vllm:
             if self.vllm_generation.mode == "server":
@@ -152,7 +149,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         training, loaded, step = self.model.training, self.rollouts.transfers, self.state.global_step
         name = f"{step}/{self._step}" if training else f"eval/{step}/{self.evaluation.batch}"
         self.rollouts.name_generation(name)
-        self.early_scoring.expect(inputs)
         if self.source is not None:
             self.source.begin(inputs, name)
         output = self.sample_and_score(inputs)
@@ -188,8 +184,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Sample: weights first where a step was taken since, then completions."""
-        group = self.num_generations if self.model.training else self.num_generations_eval
-        with self.preemption.sampling(), self.rows.phase("sample"), self.early_scoring.while_sampling(group):
+        with self.preemption.sampling(), self.rows.phase("sample"):
             ids_and_logprobs = self.rollouts.generate(partial(super()._generate_single_turn, *args, **kwargs))
         self.preemption.stop_if_agreed()
         return ids_and_logprobs
@@ -240,7 +235,11 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         with replaced(self, temperature_B=inputs.get("temperature")):
-            return self.policy_gradient.loss(super()._compute_loss, model, inputs)
+            compute = super()._compute_loss
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, LossCallback) and model.training:
+                    compute = partial(callback.loss, self, compute)
+            return compute(model, inputs)
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,

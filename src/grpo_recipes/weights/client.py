@@ -81,9 +81,6 @@ class BridgeClient(VLLMClient):
         self.rows: list[int] | None = None  # by which each prompt's seed is derived; by its place where None
         self.policy_version: int | None = None  # optimizer step of the weights of the next sync, set by the trainer
         self.others_ask = False  # whether environments, too, ask the server for completions; set by their rollouts
-        # Called with the place and the completions of each prompt as soon as these are there, from any thread, and
-        # again where the server was lost meanwhile.
-        self.arrived: Callable[[int, list[list[int]]], None] | None = None
         self._served_version: int | None = None  # that of the last sync that was completed
         self._held: dict[str, Any] = {}  # the first report of what the server holds
         self._streamed: dict[str, torch.Tensor] = {}
@@ -391,8 +388,6 @@ class BridgeClient(VLLMClient):
                 if self._stops or any(one.done() for one in workers):  # one that is done while some are left failed
                     return
                 answers[place] = ask(place)
-                if self.arrived is not None:
-                    self.arrived(place, answers[place][0])
 
         workers += [in_thread(work) for _ in range(min(self._args.max_concurrent_requests, len(places)))]
         return workers

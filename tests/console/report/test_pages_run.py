@@ -440,7 +440,9 @@ def test_a_page_that_is_being_written_does_not_take_the_place_of_the_last(tmp_pa
 
 def test_a_run_on_groups_of_atropos_shows_where_they_came_from_and_how(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=10)
-    plan = json.loads((folder / "plan.json").read_text()) | {"atropos": "sums, maze; 8 sequences a batch"}
+    plan = json.loads((folder / "plan.json").read_text()) | {
+        "data": {"kind": "groups", "text": "sums, maze; 8 sequences a batch"}
+    }
     (folder / "plan.json").write_text(json.dumps(plan))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in rows:

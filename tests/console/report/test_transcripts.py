@@ -45,7 +45,9 @@ def test_why_an_episode_has_no_end_is_said(tmp_path: Path, ended: dict[str, str]
 
 def test_the_page_shows_episodes_in_place_of_prompts_and_completions(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=3, samples=game_samples(20))
-    plan = json.loads((folder / "plan.json").read_text()) | {"environment": "a:Game, b:Game; at most 20 turns"}
+    plan = json.loads((folder / "plan.json").read_text()) | {
+        "data": {"kind": "episodes", "text": "a:Game, b:Game; at most 20 turns"}
+    }
     (folder / "plan.json").write_text(json.dumps(plan))
     text = page_of(folder).text
     for said in ("Episodes of textarena:SecretMafia-v0, seed 77", "You are Player 2.", "policy Doctor, Night-Doctor",

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from grpo_recipes.console.doctor.examine import each, judge
-from grpo_recipes.recipe.registry import ENVIRONMENT_REWARD
+from grpo_recipes.recipe.registry import SOURCE_REWARD
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, ok
 from grpo_recipes.runs.health import UNSCORED, ZERO_REWARD, notices_of
 from grpo_recipes.runs.rundir import Run
@@ -68,7 +68,7 @@ def no_verdict(run: Run) -> Finding:
     """Share of completions that a reward left unscored (time limit, crash, not a number)."""
     shares = {key: run.recent(key) or 0.0 for key in run.keys(lambda name: name.endswith("/no_verdict"))}
     many = ", ".join(f"{key} {share:.0%}" for key, share in shares.items() if share > UNSCORED)
-    kind = ENVIRONMENT_REWARD if ENVIRONMENT_REWARD in run.value("reward_funcs") else "reward"
+    kind = SOURCE_REWARD if SOURCE_REWARD in run.value("reward_funcs") else "reward"
     limit = f"raise {kind}_timeout (now {run.value(f'{kind}_timeout'):g} s)"
     fix = f"see slow_rewards.jsonl of the run; correct the {kind}, or {limit}"
     most = run.value("reward_max_no_verdict")

@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from grpo_recipes.console.report.chart import Chart, Curve, around, buckets, curve_of, smooth, window_of
 from grpo_recipes.console.report.page import short
 from grpo_recipes.console.report.read import Group, RunRecord, Table
 from grpo_recipes.process.reports import plural
+from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.runs.health import known
+from grpo_recipes.runs.metric import Metric
 
 # Phase of a step -> its meaning, in the order of their colours.
 PHASES = {
@@ -24,45 +26,9 @@ _REWARDS = (0.0, 1.0)  # ends of their axis where they are between them
 _NO_CURVES = frozenset({"step", "max_steps", "epoch", "num_tokens", "step_time", "reward", "reward_std"})
 
 
-@dataclass(frozen=True)
-class Metric:
-    """How a column of ``metrics.jsonl`` is drawn."""
-
-    title: str
-    note: str = ""  # a few words on it
-    shares: bool = False  # values are shares, marked in per cent
-    band: tuple[str, str, str] | None = None  # columns of a step's least and greatest, on a run's own page; their label
-    smooth: bool = True  # its line is a moving mean; without, it has no noise
-    compared: bool = True  # the page that compares runs draws it too
-    infinite: str = ""  # the meaning of infinite values; empty where they are a fault
-    unit: str = ""  # title of the vertical axis, where it is not the metric's own
-
-
 _OWN = Metric("", "as the environment gives it, mean over episodes")
 # In the order of the page.
-METRICS = {
-    "episodes/won": Metric("Won", "share of the episodes", shares=True),
-    "episodes/legal": Metric("Legal actions", "share of the policy's, mean over episodes", shares=True),
-    "episodes/turns": Metric("Episode length", "mean turns of the policy", unit="turns"),
-    "episodes/unfinished": Metric("Unfinished episodes", "share that ended for want of turns or tokens", shares=True),
-    "episodes/unscored": Metric("Failed episodes", "share without a score", shares=True),
-    "atropos/wait_seconds": Metric("Wait for groups", "of a step's generation", unit="s"),
-    "atropos/queue": Metric("Queue of run-api", "groups that wait for the trainer", unit="groups"),
-    "atropos/staleness_mean":
-        Metric("Staleness", "steps by which the weights of a step's groups are behind, mean", unit="steps"),
-    "atropos/staleness_max": Metric("Greatest staleness", "of a step's groups", compared=False, unit="steps"),
-    "atropos/stale":
-        Metric("Groups too old", "dropped for atropos_max_staleness", smooth=False, compared=False, unit="groups"),
-    "atropos/rejected":
-        Metric("Groups rejected", "malformed or too long", smooth=False, compared=False, unit="groups"),
-    "atropos/lost_batches":
-        Metric("Batches lost", "that run-api could not send", smooth=False, compared=False, unit="batches"),
-    "atropos/stolen_batches":
-        Metric("Batches stolen", "that another client took", smooth=False, compared=False, unit="batches"),
-    "atropos/batches_per_minute": Metric("Batches from run-api", "as they come", compared=False, unit="per minute"),
-    "atropos/tokens_per_second":
-        Metric("Tokens from run-api", "of the groups that are trained on", compared=False, unit="per second"),
-    "atropos/api_seconds": Metric("Latency of run-api", "of its last batch", compared=False, unit="s"),
+_OF_ALL_RUNS = {
     "kl": Metric("KL divergence", "from the reference", unit="nats a token"),
     "beta": Metric("KL coefficient", "beta of the loss, moved to hold kl_target", smooth=False),
     "entropy": Metric("Entropy", "of the policy on its completions", unit="nats a token"),
@@ -91,6 +57,7 @@ METRICS = {
         Metric("Server against trainer", "mean difference of log-probs of sampled tokens", compared=False, unit="nats"),
     "tokens_per_second": Metric("Speed", unit="tokens per second"),
 }  # fmt: skip
+METRICS = {**{name: metric for metrics in parts("metrics") for name, metric in metrics.items()}, **_OF_ALL_RUNS}
 
 
 def metric_chart(

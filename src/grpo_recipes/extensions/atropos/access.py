@@ -13,11 +13,10 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.extensions.atropos.processes import ENVIRONMENT_TOKEN, admits_environments
+from grpo_recipes.extensions.atropos.recipe import ENVIRONMENT_TOKEN, admits_environments, longest_trajectory
 from grpo_recipes.paths import as_argument
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.registry import longest_trajectory
 from grpo_recipes.weights.transport import ADAPTER
 
 SETTINGS = "atropos_serve.yaml"
@@ -33,7 +32,7 @@ _HEADER = """\
 
 def grant_access(recipe: Recipe, plan: Plan, names: Names) -> str | None:
     """Write token and settings for environments in other terminals; return the command, or None if none may join."""
-    if not admits_environments(recipe):
+    if not admits_environments(recipe.__getitem__):
         return None
     token = secrets.token_hex(16)
     _write_private(names.run_dir / ENVIRONMENT_TOKEN, token)

@@ -28,8 +28,6 @@ class AtroposArguments:
         "Most optimizer steps that a group's weights may be behind; older groups are dropped. null keeps all.", min=0)
     atropos_normalize_advantages: bool = key(False,
         "Whether per-token advantages that a group brings are divided by their standard deviation in the group.")
-    atropos_record: bool = key(False,
-        "Whether atropos_groups.jsonl keeps the groups that are trained on, for grpo atropos replay.")
 
 
 @dataclass

@@ -19,7 +19,6 @@ from grpo_recipes.extensions.atropos.group import Group, problem_of, rejoined
 
 __all__ = ["AtroposClient", "AtroposError", "NoLogprobs", "Registration", "WaitAborted"]
 
-_POSTED_GROUPS = 64  # in one request
 _MOST_SAID = 10  # rejections that are printed
 _NO_LOGPROBS = (
     "GRPO requires inference_logprobs for importance sampling! There are none in {}. Fix: let the environment's server "
@@ -134,13 +133,6 @@ class AtroposClient:
     def info(self) -> dict[str, Any]:
         """Return the ``batch_size`` and ``max_token_len`` that run-api was registered with; -1 where it was not."""
         return dict(self._api.ask("GET", "/info"))
-
-    def post(self, groups: Sequence[Group]) -> None:
-        """Put scored groups into run-api's queue, in order; never twice, whatever the answer."""
-        for start in range(0, len(groups), _POSTED_GROUPS):
-            body = [group.as_wire() for group in groups[start : start + _POSTED_GROUPS]]
-            with translate(ValueError, lambda error: AtroposError(f"a group that JSON has no numbers for: {error}")):
-                self._api.ask("POST", "/scored_data_list", body, repeat=False)
 
     # --- registration ----------------------------------------------------------------------------------------------
 

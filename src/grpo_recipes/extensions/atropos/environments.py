@@ -33,7 +33,7 @@ from grpo_recipes.extensions.atropos.access import ENDLESS
 from grpo_recipes.extensions.atropos.server import PromptTooLong, RunServer, RunServerConfig, generation_params, noting
 from grpo_recipes.numbers import reward_problem
 from grpo_recipes.recipe.keys import catalogue, nearest_of
-from grpo_recipes.recipe.registry import ENVIRONMENT_REWARD, IN_CHILDREN, REWARDS
+from grpo_recipes.recipe.registry import IN_CHILDREN, REWARDS, SOURCE_REWARD
 from grpo_recipes.recipe.user_code import copy_path, problem_with
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score, call_reward, is_own, make_reward
@@ -367,7 +367,7 @@ def reward_of(
 
     Those that may hang, and the user's own, are called in child processes, which are started here unless told not to.
     """
-    name, known = config.reward, [one for one in REWARDS if one != ENVIRONMENT_REWARD]
+    name, known = config.reward, [one for one in REWARDS if one != SOURCE_REWARD]
     if is_own(name):
         copied = copies is not None and copy_path(name, copies).exists()
         if not copied and (problem := problem_with(name, "reward")):

@@ -19,6 +19,8 @@ from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.extensions.atropos.flag_keys import MODE, PORT, Translation, count
 from grpo_recipes.extensions.atropos.flag_keys import translate as translate_flags
 from grpo_recipes.extensions.atropos.flags import DOOR, FLAG, FLAGS, OF_THE_SCRIPT, SHARED, VARIABLES
+from grpo_recipes.extensions.atropos.recipe import ATROPOS_ENVIRONMENTS
+from grpo_recipes.extensions.atropos.rules import takes_groups
 from grpo_recipes.launch.resolve import Options
 from grpo_recipes.launch.run import launch
 from grpo_recipes.paths import home, shown
@@ -29,8 +31,6 @@ from grpo_recipes.recipe import Recipe, merge_recipe
 from grpo_recipes.recipe.check import choose_recipe, resolve_recipe
 from grpo_recipes.recipe.dialects import ALIASES
 from grpo_recipes.recipe.document import read_flags
-from grpo_recipes.recipe.registry import ATROPOS_ENVIRONMENTS
-from grpo_recipes.recipe.rules import takes_groups
 from grpo_recipes.recipe.tasks import GRPO
 
 PROGRAM = "atropos_grpo.py"

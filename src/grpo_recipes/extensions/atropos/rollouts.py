@@ -5,6 +5,7 @@ that sampled it, however old: the ratio of the loss is taken against them. Advan
 TRL makes them, or, where the environment sends them, per token from the group itself.
 """
 
+import math
 import os
 import time
 from collections import defaultdict
@@ -22,13 +23,15 @@ import numpy
 import requests
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from datasets import Dataset
 
+from grpo_recipes.data.problems import Counts
+from grpo_recipes.data.prompts import Prompts
 from grpo_recipes.extensions.atropos.access import SETTINGS
 from grpo_recipes.extensions.atropos.client import AtroposClient, AtroposError, Registration
 from grpo_recipes.extensions.atropos.group import Group, Trajectory, trajectories
-from grpo_recipes.extensions.atropos.replay import RECORDING, Recording
+from grpo_recipes.extensions.atropos.recipe import atropos_environments, longest_trajectory
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
-from grpo_recipes.recipe.registry import longest_trajectory
 from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.rollouts.turns import Message
@@ -55,8 +58,20 @@ class Taken:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+_LEAST_PLACEHOLDERS = 1024
+
+
 class AtroposRollouts(Source):
     """Train on what the environments of Atropos send; TRL's ``rollout_func``."""
+
+    @classmethod
+    def training_prompts(cls, args: ScriptArguments, seed: int, least: int) -> Prompts:
+        """Return rows that groups of run-api replace; an epoch has whole generations."""
+        environments = atropos_environments(partial(getattr, args))
+        names = ", ".join(environment.id for environment in environments) or str(args.atropos_api_url)
+        count = least * math.ceil(_LEAST_PLACEHOLDERS / least)
+        rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": names}]] * count})
+        return Prompts(rows, Counts(read=count), names, f"groups of {names}")
 
     def __init__(self, script_args: ScriptArguments, args: GRPOConfig, run_dir: Path):
         os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL warns of rollout_func in every run
@@ -69,7 +84,6 @@ class AtroposRollouts(Source):
         self._fresh: list[bool] = []
         self._texts: list[list[Message]] = []
         self._client: AtroposClient | None = None  # rank 0's, once it is registered
-        self._recording: Recording | None = None  # rank 0's, where the recipe asks for one
         self._since = 0.0  # when the last groups were taken, by time.monotonic
         self._labels: set[str] = set()  # of all environments that groups came from
 
@@ -200,9 +214,6 @@ class AtroposRollouts(Source):
             current=step,
             max_staleness=self._script.atropos_max_staleness,
         )
-        if self._script.atropos_record:
-            self._recording = self._recording or Recording(self._run_dir / RECORDING, step)
-            self._recording.add(step + 1, groups)
         now = time.monotonic()
         rows = [row for group in groups for row in trajectories(group)]
         fresh = [group.policy_version == step and _is_plain(group) for group in groups for _ in group.tokens]

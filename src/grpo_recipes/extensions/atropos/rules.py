@@ -10,21 +10,62 @@ from dataclasses import replace
 from grpo_recipes.errors import Problem
 from grpo_recipes.extensions.atropos.fields import argument_problems, configuration_of
 from grpo_recipes.extensions.atropos.packing import foreseen_deadlock
-from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.keys import catalogue, nearest_of
-from grpo_recipes.recipe.registry import (
+from grpo_recipes.extensions.atropos.recipe import (
     ATROPOS_ENVIRONMENTS,
-    ENVIRONMENT_REWARD,
     atropos_environments,
     longest_trajectory,
     starts_run_api,
 )
-from grpo_recipes.recipe.rules import OF_DATASETS, Rule, evaluates, given, is_url, plays, takes_groups
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.keys import catalogue, environment_keys, nearest_of
+from grpo_recipes.recipe.registry import SOURCE_REWARD
+from grpo_recipes.recipe.rules import OF_DATASETS, Rule, asks_another, evaluates, given, is_url
+from grpo_recipes.recipe.sources import Lookup, PromptSource
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, problem_with
 
 INSTALL = "EXTRAS=environments make setup"
 _API_URL = "atropos_api_url"
 _NAMES = ("atropos_environment", "atropos_mixture", _API_URL)  # one of them makes a recipe one of Atropos
+
+
+def takes_groups(recipe: Recipe) -> bool:
+    """Return whether groups come from Atropos. A variable of the shell is there for every run: alone it is not enough.
+
+    ``uses_atropos`` says the same of a recipe that was checked.
+    """
+    url = recipe.values["atropos_api_url"]
+    by_variable_alone = url.from_text and url.source in environment_keys() and not url.shadowed
+    named = recipe["atropos_environment"] is not None or recipe["atropos_mixture"] is not None
+    return named or (recipe["atropos_api_url"] is not None and not by_variable_alone)
+
+
+class Atropos(PromptSource):
+    """Groups that Atropos environments sample and score; the launch takes them from run-api."""
+
+    title = "Atropos"
+    keys = ("atropos_environment", "atropos_mixture", _API_URL)
+    unchecked_rewards = (
+        "Atropos' environments score what they sample themselves",
+        "run grpo check --deep, which loads them",
+    )
+
+    def requested(self, recipe: Recipe) -> bool:
+        """Return whether groups come from Atropos, as ``takes_groups``."""
+        return takes_groups(recipe)
+
+    def user_code(self, lookup: Lookup) -> list[str]:
+        """Return the user's environments, and the rewards that the shipped ones call."""
+        environments = atropos_environments(lookup)
+        rewards = [environment.args.get("reward") for environment in environments]
+        specs = [environment.id for environment in environments if ":" in environment.id]
+        return [*specs, *(reward for reward in rewards if isinstance(reward, str))]
+
+    def uses_reward_variables(self, lookup: Lookup) -> bool:
+        """Return whether the launch starts environments: only these get the variables."""
+        return bool(atropos_environments(lookup))
+
+
+SOURCE = Atropos()
 
 
 def _missing_limit(recipe: Recipe) -> list[str]:
@@ -53,13 +94,14 @@ RULES = (
     Rule("atropos_port", lambda r: r[_API_URL] is not None and r.given("atropos_port"),
         "atropos_port is that of a run-api which the launch starts, atropos_api_url names one that runs already",
         "remove atropos_port, or remove atropos_api_url"),
-    Rule("{item}", lambda r: takes_groups(r) and plays(r) and given(r, "environment environment_mixture"),
-        "'{item}' and Atropos are two sources of completions", "keep one of them"),
+    Rule("vllm_server_base_url", lambda r: asks_another(r) and takes_groups(r),
+        "vllm_server_base_url can't be combined with Atropos, whose environments sample from the server that the "
+        "launch starts", "{removal}"),
     Rule("{item}", lambda r: takes_groups(r) and [key for key in given(r, OF_DATASETS)
         if r[key] != catalogue()[key]["default"] and key != "system_prompt"],  # which the environments read
         "'{item}' does nothing with Atropos, from which the groups come", "{removal}"),
-    Rule("reward_funcs", lambda r: takes_groups(r) and ENVIRONMENT_REWARD in r["reward_funcs"]
-        and [name for name in r["reward_funcs"] if name != ENVIRONMENT_REWARD],
+    Rule("reward_funcs", lambda r: takes_groups(r) and SOURCE_REWARD in r["reward_funcs"]
+        and [name for name in r["reward_funcs"] if name != SOURCE_REWARD],
         "reward '{item}' would score completions that Atropos' environments have scored", "remove {item}"),
     Rule("max_steps", lambda r: takes_groups(r) and r["max_steps"] == -1,
         "groups of Atropos have no epochs, and max_steps is not given", "add max_steps, e.g. max_steps: 200"),
@@ -169,3 +211,6 @@ def packing_problems(recipe: Recipe, batch_size: int) -> Iterator[Problem]:
         where = recipe.place("atropos_mixture" if mixed else "num_generations")
         fix = "raise prompts_per_step, or lower min_allocation" if mixed else "write prompts_per_step"
         yield Problem(where, why, fix)
+
+
+CHECKS = (atropos_problems,)

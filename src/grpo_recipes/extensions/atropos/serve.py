@@ -43,6 +43,12 @@ from grpo_recipes.extensions.atropos.environments import (
     RecipeEnvConfig,
 )  # fmt: skip
 from grpo_recipes.extensions.atropos.fields import ARGS, argument_problems
+from grpo_recipes.extensions.atropos.recipe import (
+    AtroposEnvironment,
+    atropos_environments,
+    atropos_labels,
+    longest_trajectory,
+)
 from grpo_recipes.extensions.atropos.recorded import metrics_file, recorded
 from grpo_recipes.extensions.atropos.server import (
     PLAIN,
@@ -58,7 +64,6 @@ from grpo_recipes.plan.ports import listener
 from grpo_recipes.process.reports import run_folder, say
 from grpo_recipes.process.sessions import BoundedAdapter
 from grpo_recipes.recipe import Recipe, read_frozen
-from grpo_recipes.recipe.registry import AtroposEnvironment, atropos_environments, atropos_labels, longest_trajectory
 from grpo_recipes.recipe.user_code import REWARD_COPIES, load_object
 from grpo_recipes.runs.rundir import Run, json_mapping, write_json
 from grpo_recipes.weights.transport import ADAPTER

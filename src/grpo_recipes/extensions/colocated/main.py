@@ -18,7 +18,6 @@ from grpo_recipes.launch.run import launch
 from grpo_recipes.paths import home, shown
 from grpo_recipes.plan.devices import Resources, find_resources, some_trainers
 from grpo_recipes.process.reports import say
-from grpo_recipes.process.terminal import OUTPUT
 from grpo_recipes.recipe.check import choose_recipe
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE
 from grpo_recipes.recipe.tasks import GRPO, requested_task
@@ -197,7 +196,6 @@ def _output_to(file: str | None) -> Iterator[None]:
 
 
 def _flush() -> None:
-    OUTPUT.drain()
     sys.stdout.flush()
     sys.stderr.flush()
 

@@ -5,19 +5,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from grpo_recipes.data.prompts import evaluation_episodes
+from grpo_recipes.evaluate.benchmarks import CHUNK, StoppedInBenchmarks
 from grpo_recipes.extensions.environments.episode import Episode
+from grpo_recipes.extensions.environments.rows import evaluation_episodes
 from grpo_recipes.recipe.configs import ScriptArguments
-from grpo_recipes.recipe.registry import environments_of
-from grpo_recipes.rollouts.backends import Prompt, problem_seed
+from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, problem_seed
 from grpo_recipes.secrets import masked
 
 _ROUNDING = 1e-6  # of rewards that are sums
-
-
-def is_played(name: str, args: ScriptArguments) -> bool:
-    """Return whether a benchmark is an environment of the recipe."""
-    return name in [spec for spec, _, _ in environments_of(partial(getattr, args))]
 
 
 def held_out(name: str, args: ScriptArguments, seed: int) -> list[list[Episode]]:
@@ -69,3 +64,32 @@ def _as_text(episode: Episode) -> str:
     """Return what was said after the policy first read something, a message a line."""
     said = episode.transcript()[len(episode.opening) :]
     return masked("\n".join(f"[{one['role']}] {one['content']}" for one in said))
+
+
+def play_benchmark(source: Any, runner: Any, name: str, rows: list[dict[str, Any]]) -> None:
+    """Play an environment's held-out episodes; rank 0 has their children, and samples where it does so alone."""
+    trainer, rollouts = runner.trainer, runner.trainer.rollouts
+    how = Sampling(1, runner.args.benchmark_temperature, source.turn_tokens)
+    problems = held_out(name, runner.args, trainer.args.seed)
+    step = max(1, CHUNK // runner.args.benchmark_samples)
+
+    def turn(played: list[Episode], asked: list[Prompt], drawn: list[list[Tokens]] | None) -> None:
+        sampled = rollouts.sample(asked, how) if drawn is None and asked else drawn or []
+        source.go_on([one for one in played if one.active], [one for (one,) in sampled], trainer)
+
+    def keep(chunk: list[list[Episode]]) -> None:
+        runner.keep(name, list(result_rows(chunk, source.reward, runner.args.benchmark_solved)), rows)
+
+    for start in range(0, len(problems), step):
+        chunk = problems[start : start + step]
+        played = [one for problem in chunk for one in problem]
+        runner.on_main(partial(source.enter, played, f"{name}/{start}", trainer))
+        while not runner.on_main(runner.stop_requested):
+            asked = runner.on_main(partial(prompts_of, played, name, trainer.args.seed))
+            if asked is None:
+                break
+            drawn = None if rollouts.main_rank_alone or not asked else rollouts.sample(asked, how)
+            runner.on_main(partial(turn, played, asked, drawn))
+        else:
+            raise StoppedInBenchmarks(name, runner.stage.left)
+        runner.on_main(partial(keep, chunk))

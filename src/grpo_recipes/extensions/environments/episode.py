@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.extensions.environments.recipe import environments_of
+from grpo_recipes.extensions.environments.rules import environment_place
 from grpo_recipes.extensions.environments.stage import PLAY, digest, turn_of
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.check import environment_place
-from grpo_recipes.recipe.registry import environments_of
 from grpo_recipes.rewards.child import TIME_LIMIT
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score

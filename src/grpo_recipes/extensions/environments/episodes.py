@@ -21,18 +21,21 @@ import torch
 from accelerate.utils import gather_object
 
 from grpo_recipes.attributes import replaced
+from grpo_recipes.data.prompts import Prompts
+from grpo_recipes.extensions.environments.benchmarks import play_benchmark
 from grpo_recipes.extensions.environments.episode import Episode, Side, Tokens, environment_pool
 from grpo_recipes.extensions.environments.libraries import LIBRARIES
-from grpo_recipes.extensions.environments.opponents import Opponents
+from grpo_recipes.extensions.environments.recipe import environments_of, turn_tokens
+from grpo_recipes.extensions.environments.rows import episode_prompts, evaluation_episodes, training_episodes
+from grpo_recipes.extensions.environments.rules import SOURCE
 from grpo_recipes.extensions.environments.stage import PLAY
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
-from grpo_recipes.recipe.registry import environments_of, own_environments, turn_tokens
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, source_path, split_spec
 from grpo_recipes.rewards.load import LimitRecords, key_of
 from grpo_recipes.rewards.score import Score
 from grpo_recipes.rollouts.renderer import DUMMY, Renderer
 from grpo_recipes.rollouts.source import Source
-from grpo_recipes.rollouts.turns import BASE, POLICY, Message, Turn
+from grpo_recipes.rollouts.turns import BASE, Message, Turn
 
 _EPSILON = 1e-4  # added to a standard deviation, as in TRL
 
@@ -48,17 +51,38 @@ class Episodes(Source):
         self.played: list[Episode] = []  # the rank's rows of the last batch
         self.records: list[dict[str, Any]] = []  # of the last batch to train on, over all ranks
         copies = run_dir / REWARD_COPIES
-        self._own = own_environments(partial(getattr, script_args))
+        self._own = SOURCE.user_code(partial(getattr, script_args))
         files = [spec for spec in self._own if split_spec(spec)[0].endswith(".py")]
         self._specs = {spec: f"{copy_path(spec, copies)}:{split_spec(spec)[1]}" for spec in files}
         self._records = LimitRecords(copies / f"episodes_{os.environ.get('RANK', '0')}.jsonl")
         self._labels = labels_of(environments_of(partial(getattr, script_args)))
-        self._opponents = Opponents()
         self._pool = environment_pool(partial(getattr, script_args), copies)
         self._pool.start()
         self.turn_tokens = turn_tokens(
             script_args.environment_turn_length, args.max_completion_length, script_args.environment_max_turns
         )
+
+    @classmethod
+    def training_prompts(cls, args: ScriptArguments, seed: int, least: int) -> Prompts:
+        """Return a row for each episode to train on."""
+        return episode_prompts(training_episodes(args, seed), args, least)
+
+    @classmethod
+    def evaluation_prompts(cls, args: ScriptArguments) -> Prompts:
+        """Return a row for each episode to evaluate on."""
+        return episode_prompts(evaluation_episodes(args), args, 1, "evaluating on ")
+
+    def run_benchmark(self, runner: Any, name: str, rows: list[dict[str, Any]]) -> None:
+        """Play the held-out episodes of an environment."""
+        play_benchmark(self, runner, name, rows)
+
+    def benchmark_settings(self) -> dict[str, Any]:
+        """Return the keys of environments."""
+        return {
+            key: value
+            for key, value in vars(self._script).items()
+            if key.startswith(("environment", "benchmark_solved"))
+        }
 
     def close(self) -> None:
         """End the children; they end with this process in any case."""
@@ -153,13 +177,8 @@ class Episodes(Source):
                 episode.write([], [], "")
             return
         prompts, rows = [episode.read() for episode in episodes], [episode.row for episode in episodes]
-        logprobs: Sequence[Any] | None = None
-        served = trainer.rollouts.of_base_model() if mover == BASE else None
-        if mover == POLICY or served is not None:
-            with served or nullcontext():
-                sampled, logprobs = self._sample(prompts, rows, most, name, trainer)
-        else:
-            sampled = self._opponents.frozen(mover, trainer).sample(prompts, name, rows, self.turn_tokens)
+        with trainer.rollouts.of_base_model() if mover == BASE else nullcontext():
+            sampled, logprobs = self._sample(prompts, rows, most, name, trainer)
         renderer = renderer_for(trainer)
         for episode, ids, of_ids in zip(episodes, sampled, logprobs or [None] * len(episodes), strict=False):
             episode.write(list(ids), of_ids, renderer.text(list(ids)))

@@ -1,18 +1,16 @@
 """Games of the library ``textarena``: the policy plays one seat, opponents the others.
 
 ``environment_args``: ``num_players``, ``player`` (the policy's seat, "seed": chosen by the seed, or in SecretMafia the
-role it is dealt), ``opponents`` ("random", in SecretMafia also "crowd", or a model: "policy", "base" or the folder of a
-checkpoint), ``legal_reward``, ``illegal_reward`` and, in SecretMafia, ``useful_reward`` and ``observation`` ("whole" or
-"brief"); the rest goes to the game.
+role it is dealt), ``opponents`` ("random", in SecretMafia also "crowd", or a model: "policy" or "base"),
+``legal_reward``, ``illegal_reward`` and, in SecretMafia, ``useful_reward`` and ``observation`` ("whole" or "brief").
+The game receives all others.
 """
 
 import copy
 import json
-import os
 import random
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from grpo_recipes.errors import config_error
@@ -42,7 +40,10 @@ class Game(Environment):
         self._mafia = name.startswith("SecretMafia")
         self._opponents = given.pop("opponents", SCRIPTED[0])
         scripted = SCRIPTED if self._mafia else SCRIPTED[:1]
-        self._model = "" if self._opponents in scripted else _model(self._opponents, scripted)
+        if self._opponents not in (*scripted, POLICY, BASE):
+            known = ", ".join(f'"{name}"' for name in (*scripted, POLICY))
+            raise _wrong(f"opponents: {self._opponents!r} is not supported", f'write {known} or "{BASE}"')
+        self._model = "" if self._opponents in scripted else str(self._opponents)
         if self._players is not None and (type(self._players) is not int or self._players < 1):
             raise _wrong(f"num_players: {self._players!r} is not a number of players", "write 1 or more")
         self._observation = given.pop("observation", "whole")
@@ -235,18 +236,6 @@ class Game(Environment):
             found += self._random.sample(named, len(named))
         numbers = [f"[{number}]" for number in range(10) if f"[{number}]" not in found]
         return found + self._random.sample(numbers, len(numbers))
-
-
-def _model(opponents: Any, scripted: Sequence[str]) -> str:
-    """Return the model that plays the opponents: the policy, its base model or the folder of a checkpoint."""
-    if opponents in (POLICY, BASE):
-        return str(opponents)
-    folder = Path(os.path.expanduser(str(opponents)))
-    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        known = ", ".join(f'"{one}"' for one in (*scripted, POLICY, BASE))
-        fix = f"write {known} or the folder of a checkpoint"
-        raise _wrong(f"opponents: {opponents!r} is neither known nor the folder of a model", fix)
-    return str(folder)
 
 
 def _wrapper() -> type:

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from grpo_recipes.cli import chosen_recipe, command, option
 from grpo_recipes.errors import config_error
 from grpo_recipes.extensions.environments.episode import turns_of
+from grpo_recipes.extensions.environments.recipe import environments_of, model_opponents
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.process.terminal import readable
-from grpo_recipes.recipe.registry import environments_of, model_opponents, uses_atropos
+from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.rollouts.turns import Message, Turn
 from grpo_recipes.secrets import masked
 
@@ -31,9 +32,10 @@ def play(options: argparse.Namespace) -> int:
     """Play one episode with a line of stdin for each turn; return 0, also where stdin ends, and 130 after Ctrl-C."""
     recipe = chosen_recipe(options)
     entries = [spec for spec, _, _ in environments_of(recipe.__getitem__)]
-    if uses_atropos(recipe.__getitem__):
-        what = "Atropos' environments ask a server themselves, and nobody can take its place here"
-        raise config_error(shown(recipe.path), what, "run grpo check --deep, which loads them")
+    source = source_of(recipe.__getitem__)
+    if not entries and source is not None:
+        what = f"completions of {source.title} are sampled elsewhere, and cannot be typed here"
+        raise config_error(shown(recipe.path), what, source.unchecked_rewards[1])
     if not entries:
         fix = "add environment: file.py:Class, or a library's, e.g. textarena:SecretMafia-v0"
         raise config_error(shown(recipe.path), "it trains on a dataset, and has no environment to play", fix)

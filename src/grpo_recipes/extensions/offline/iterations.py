@@ -18,16 +18,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from grpo_recipes.extensions.offline.policy_gradient import loss_with_term
 from grpo_recipes.process.reports import run_folder
 from grpo_recipes.runs.checkpoints import complete_checkpoints, step_of
 from grpo_recipes.runs.rundir import CELLS, read_rows, write_json
+from grpo_recipes.trainers.callbacks import Compute, LossCallback
 
 _OF_EVALUATION = re.compile(r"(pass|mean|best|majority)@\d+|reward|prompts|.*_interval")
 
 
-class Iterations(TrainerCallback):
+class Iterations(LossCallback):
     """Write what is complete before the next step, so a stop leaves nothing half written."""
 
     @cached_property
@@ -49,6 +52,10 @@ class Iterations(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write the last iteration."""
         self._flush(args, state)
+
+    def loss(self, trainer: Any, compute: Compute, model: Any, rows: dict[str, Any]) -> torch.Tensor:
+        """Return the loss, and note its policy-gradient term."""
+        return loss_with_term(trainer, compute, model, rows)
 
     def _flush(self, args: Any, state: TrainerState) -> None:
         steps = steps_of_iteration(args)

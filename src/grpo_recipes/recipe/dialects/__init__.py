@@ -44,6 +44,7 @@ HARMLESS = each(
     ),
     ("do_train save_safetensors", "true"),
     ("include_num_input_tokens_seen", "false no"),
+    ("atropos_record", "false"),
     ("label_smoothing_factor", "0 0.0"),
     ("local_rank", "-1"),
     ("vllm_device", "auto"),

@@ -1,0 +1,157 @@
+"""Tables and figures of the documentation, made again from the records under bench/results; nothing is measured.
+
+    make evidence
+
+``evidence/maxent_tables.py`` makes those of the MaxEnt study.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import overlap_figure
+import speed_figure
+import speed_page
+from pages import DOCS, filled_pages, markdown_table, write_changed
+
+from grpo_recipes.paths import home
+
+SCRIPT = "bench/tables.py"
+RESULTS = home() / "bench/results"
+
+
+def main() -> None:
+    """Write the pages and figures that differ."""
+    write_changed(pages_and_figures())
+
+
+def pages_and_figures() -> dict[Path, str]:
+    """Return every page with tables of records, and every figure."""
+    speed = json.loads((RESULTS / "speed.json").read_text())
+    drawn = {speed_figure.DRAWN: speed_figure.figure(speed), **overlap_drawing()}
+    return {**filled_pages(SCRIPT, TABLES), speed_page.PAGE: speed_page.page(speed), **drawn}
+
+
+def overlap_drawing() -> dict[Path, str]:
+    """Return the figure of docs/overlap.md."""
+    with tempfile.TemporaryDirectory() as folder:
+        overlap_figure.draw(Path(folder, "overlap.svg"), _rows("overlap"))
+        return {DOCS / "assets/overlap.svg": Path(folder, "overlap.svg").read_text()}
+
+
+def memory() -> str:
+    """Return estimated and measured memory, in GiB."""
+    rows = []
+    for name, case in _record("memory_estimate")["cases"].items():
+        sizes = [case[role][kind] / 2**30 for role in ("trainer", "server") for kind in ("estimated", "measured")]
+        rows.append([name, f"{case['parameters'] / 1e6:.0f}", *(f"{size:.2f}" for size in sizes)])
+    head = ["trainer, estimated", "measured", "server, estimated", "measured"]
+    return markdown_table(["run", "parameters (M)", *head], rows)
+
+
+def gpu_seconds() -> str:
+    """Return what a step on a GPU takes beside bare TRL's."""
+    rows = []
+    for arm, one in _record("gpu_step")["lognormal"]["found"].items():
+        ends = f"{one['ratio']['low']:.2f} to {one['ratio']['high']:.2f}"
+        rows.append([arm, f"{one['ratio']['median']:.2f}", ends, f"{one['seconds_median']:.2f}"])
+    return markdown_table(["lognormal lengths", "ratio", "95 %", "seconds"], rows)
+
+
+def gpu_memory() -> str:
+    """Return what a training process on a GPU holds, beside the estimate, in GiB."""
+    rows = []
+    for lengths, arms in _record("gpu_step")["memory"]["found"].items():
+        for arm, one in arms.items():
+            taken = [one["allocated"], one["reserved"], one["reserved"] + one["beside torch"]]
+            cells = [f"{size / 2**30:.2f}" for size in (*taken, one["estimated"]["total"])]
+            rows.append([lengths, arm, *cells, f"{one['estimated']['total'] / taken[-1]:.2f}"])
+    return markdown_table(["lengths", "trainer", "allocated", "reserved", "on the GPU", "estimated", "ratio"], rows)
+
+
+def gpu_gradients() -> str:
+    """Return how far gradients on a GPU are from bare TRL's."""
+    found = _record("gpu_step")["gradients"]["found"]
+    rows = [
+        [precision, f"`{loss}`", *(f"{apart:.1e}" for apart in arms.values())]
+        for precision, losses in found.items()
+        for loss, arms in losses.items()
+    ]
+    return markdown_table(["precision", "loss_type", *next(iter(found["float32"].values()))], rows)
+
+
+def syncs() -> str:
+    """Return what a sync costs by each bridge, in copies of the weights."""
+    record, rows = _record("weights"), []
+    for size, bridges in record["figures"].items():
+        for name, found in bridges.items():
+            memory = f"{found['pss to weights']:.2f}" if "pss to weights" in found else "-"
+            times = [f"{found[kind]:.1f}" for kind in ("sync to copy", "sync without guard to copy")]
+            millions = f"{record['cases'][size][name]['parameters'] / 1e6:.0f}M"
+            rows.append([f"`{name}`", millions, *times, f"{found['moved to weights']:.2f}", memory])
+    return markdown_table(["bridge", "parameters", "sync", "without guard", "bytes that travel", "memory (PSS)"], rows)
+
+
+def learned() -> str:
+    """Return what the recipes of environments learn: means over the seeds with the lowest and the highest."""
+    runs: dict[tuple[str, str], list[list[float]]] = {}
+    for row in (row for row in _rows("environments") if row.get("benchmarks")):
+        (scored,) = row["benchmarks"].values()
+        found = [row["initial_reward"], row["final_reward"], scored["pass@1"], scored["pass@8"]]
+        runs.setdefault((row["recipe"].rpartition("/")[2], row["mode"]), []).append(found)
+    rows = [
+        [f"`{recipe}`", mode, str(len(found)), *(_mean_and_ends(list(one), "-") for one in zip(*found, strict=True))]
+        for (recipe, mode), found in runs.items()
+    ]
+    return markdown_table(["recipe", "vLLM", "seeds", "reward before", "after", "pass@1", "pass@8"], rows)
+
+
+def played() -> str:
+    """Return how SecretMafia is played: rows of baselines name who plays, those of runs have before and after."""
+    rows, runs = [], dict[tuple[str, str], list[dict[str, float]]]()
+    for row in (row for row in _rows("environments") if row["recipe"].endswith("/secret_mafia_smoke.yaml")):
+        if "seed" not in row:
+            rows.append([row["mode"], "-", "-", *_played(row["evaluated"])])
+            continue
+        for when, found in zip(("before", "after"), row["evaluated"], strict=True):
+            runs.setdefault((f"policy {when} training", row["mode"]), []).append(found)
+    rows += [[who, mode, str(len(found)), *_played(found)] for (who, mode), found in runs.items()]
+    return markdown_table(["who plays", "vLLM", "seeds", "legal", "won", "reward"], rows)
+
+
+def _played(episodes: list[dict[str, float]]) -> list[str]:
+    names = [f"eval_episodes/{name}" for name in ("legal", "won", "reward_detective")]
+    return [_mean_and_ends([one[name] for one in episodes], " to ") for name in names]
+
+
+def _mean_and_ends(values: list[float], between: str) -> str:
+    ends = f" ({min(values):.2f}{between}{max(values):.2f})" if len(values) > 1 else ""
+    return f"{sum(values) / len(values):.2f}{ends}"
+
+
+def _record(name: str) -> dict[str, Any]:
+    return dict(json.loads((RESULTS / f"{name}.json").read_text()))
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "overlap": lambda: overlap_figure.tables(_rows("overlap")).strip(),
+    "memory": memory,
+    "gpu seconds": gpu_seconds,
+    "gpu memory": gpu_memory,
+    "gpu gradients": gpu_gradients,
+    "syncs": syncs,
+    "environments": learned,
+    "games": played,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,4 @@
+"""A module of a user, with an environment."""
+
+
+class Environment: ...
