@@ -22,7 +22,7 @@ from made_by import begin, write_record
 from grpo_recipes.paths import home
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
-PROGRAMS = ("nvidia-smi", "sinfo", "quota", "lfs")
+PROGRAMS = ("nvidia-smi", "sinfo")
 LIMIT_SECONDS = 9.0  # the doctor waits 8
 
 

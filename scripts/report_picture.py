@@ -17,7 +17,7 @@ from pathlib import Path
 from PIL import Image
 
 from grpo_recipes.console.report.pages import write_report
-from tests.report.synthetic_runs import make_run
+from tests.console.report.synthetic_runs import make_run
 
 HOME = Path(__file__).resolve().parents[1]
 SIZE = (1280, 1080)  # of the window, in pixels

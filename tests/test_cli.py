@@ -265,6 +265,10 @@ def test_a_reader_that_stops_early_is_no_error_to_complain_about(grpo, tmp_path)
 def test_a_mistake_of_a_command_is_one_line_with_its_fix(grpo):
     for arguments, said in (
         (["chekc"], "grpo: chekc: is not a command. Fix: write check"),
+        (
+            ["compare", "recipes/smoke/grpo.yaml", "--modes", "file,restart"],
+            "grpo: compare: is not a command. Fix: sweep the weight sync method: grpo sweep RECIPE weight_sync=file,re",
+        ),
         (["xyzzy"], "grpo: xyzzy: is not a command. Fix: write one of new, keys, check,"),
         (["--verbose"], "grpo: COMMAND: is missing. Fix: see grpo --help"),
         (["new"], "grpo: FILE: is missing. Fix: see grpo new --help"),

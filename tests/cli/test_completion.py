@@ -57,7 +57,7 @@ def offered(request: pytest.FixtureRequest, folder: Path, capsys: pytest.Capture
 
 def test_commands_options_keys_values_and_files(offered):
     assert offered("grpo", "ch") == {"chat", "check", "check-rewards"}
-    assert {*cli.COMMANDS, "--help", "--version"} == offered("grpo", "")
+    assert {*cli.commands(), "--help", "--version"} == offered("grpo", "")
     assert offered("grpo", "launch", "--re") == {
         "--resume", *(f"--{key}" for key in catalogue() if key.startswith("re")),
     }  # fmt: skip

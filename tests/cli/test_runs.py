@@ -22,6 +22,8 @@ from grpo_recipes.runs.rundir import NO_REQUEUE, Run, claim, new_run, read_json,
 from grpo_recipes.slurm import client
 
 CPU = Resources("cpu", (), 2)
+# Commands that follow a run; the console adds one.
+FOLLOWING = [words for words in (("logs", "-f"), ("watch",)) if words[0] in cli.commands()]
 
 
 @pytest.fixture(autouse=True)
@@ -335,7 +337,7 @@ def test_a_log_that_is_not_there_yet_is_said(folder, capsys) -> None:
 def test_following_ends_with_the_run_and_takes_up_the_logs_of_a_new_attempt(folder, capsys, monkeypatch) -> None:
     from grpo_recipes.cli import follow
 
-    monkeypatch.setattr(follow, "_SECONDS", 0.02)
+    monkeypatch.setattr(follow, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(jobs, "SLURM_SECONDS", 0.05)
     run = made(folder)
     log = written(folder, "trainer.log", "begun\n")
@@ -528,14 +530,14 @@ def test_a_job_whose_run_directory_is_not_there_yet_is_cancelled(folder, bare_jo
     assert said(capsys, "stop", "5") == "grpo: job 5 is cancelled; it had no run directory yet\n"
 
 
-@pytest.mark.parametrize("command", [("logs", "-f"), ("watch",)])
+@pytest.mark.parametrize("command", FOLLOWING)
 def test_following_a_job_without_a_run_waits_for_it_and_ends_with_it(
     folder, bare_job, capsys, monkeypatch, command
 ) -> None:
     """M4, R16: `logs -f` and `watch` of a pending job follow its run once it exists, and end if the job fails."""
     from grpo_recipes.cli import follow
 
-    for module, name in ((follow, "_SECONDS"), (jobs, "SLURM_SECONDS")):
+    for module, name in ((follow, "LOOK_SECONDS"), (jobs, "SLURM_SECONDS")):
         monkeypatch.setattr(module, name, 0.05)
     bare_job("PENDING", log=False)
 
@@ -559,14 +561,14 @@ def test_following_a_job_without_a_run_waits_for_it_and_ends_with_it(
 
 def test_a_job_that_nobody_knows_is_rejected_even_if_slurm_is_silent(folder, silent_slurm, capsys) -> None:
     """M4: without an answer and a log, the command ends with the reason."""
-    for name in ("status", "logs", "stop", "watch"):
+    for name in ("status", "logs", "stop", *(words[0] for words in FOLLOWING)):
         assert "5: Slurm does not answer" in said(capsys, name, "5", code=2)
 
 
 # --- Slurm does not answer -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [("logs", "-f"), ("watch",)])
+@pytest.mark.parametrize("command", FOLLOWING)
 @pytest.mark.parametrize("status", ["completed", "failed", "stopped"])
 def test_following_a_run_that_is_over_ends_though_slurm_does_not_answer(
     folder, silent_slurm, capsys, command, status
@@ -576,7 +578,7 @@ def test_following_a_run_that_is_over_ends_though_slurm_does_not_answer(
     assert status in said(capsys, *command, "last")
 
 
-@pytest.mark.parametrize("command", [("logs", "-f"), ("watch",)])
+@pytest.mark.parametrize("command", FOLLOWING)
 @pytest.mark.parametrize("status", ["submitted", "running"])
 def test_following_gives_up_if_slurm_stays_silent_and_no_process_is_seen(
     folder, silent_slurm, capsys, monkeypatch, command, status
@@ -584,7 +586,11 @@ def test_following_gives_up_if_slurm_stays_silent_and_no_process_is_seen(
     """R16: a command that follows a run does not wait for Slurm without a limit."""
     from grpo_recipes.cli import follow
 
-    for module, name, seconds in ((follow, "_SECONDS", 0.05), (jobs, "SLURM_SECONDS", 0), (jobs, "SILENCE_SECONDS", 1)):
+    for module, name, seconds in (
+        (follow, "LOOK_SECONDS", 0.05),
+        (jobs, "SLURM_SECONDS", 0),
+        (jobs, "SILENCE_SECONDS", 1),
+    ):
         monkeypatch.setattr(module, name, seconds)
     run = made(folder, status=status, job="slurm-77")
     told = said(capsys, *command, "last", code=2)

@@ -17,8 +17,8 @@ from pathlib import Path
 import documented as pages
 import pytest
 import yaml
+from console.report.synthetic_runs import make_run
 from doc_pages import PAGES, REPOSITORY, blocks, code_words, prose
-from report.synthetic_runs import make_run
 from rotation import ROTATES
 
 from grpo_recipes import cli

@@ -97,10 +97,10 @@ def test_a_fetched_recipe_trains_with_the_network_cut_off(
 
 
 @pytest.mark.rotating
-def test_a_run_publishes_its_checkpoints_and_its_model(
+def test_a_run_publishes_its_model_once(
     launch: Callable[..., Launch], recipe: Callable[..., str], hub: FakeHub, tmp_path: Path
 ) -> None:
-    path = recipe(push_to_hub=True, hub_model_id="sumlab/sums", hub_strategy="checkpoint", hub_always_push=True)
+    path = recipe(push_to_hub=True, hub_model_id="sumlab/sums")
     flags = ("--use_vllm", "false", "--max_steps", "4", "--save_steps", "2")
     variables = {**hub.environment(WRITER), "CACHE_ROOT": str(tmp_path / "cache")}
     run = launch(path, *flags, **variables)
@@ -111,8 +111,8 @@ def test_a_run_publishes_its_checkpoints_and_its_model(
     root = {name for name in repo.files() if "/" not in name} - {".gitattributes"}
     assert repo.private and root == model and "README.md" in root
     final = (run.run_dir / "model" / "model.safetensors").read_bytes()
-    assert repo.files()["model.safetensors"] == repo.files()["last-checkpoint/model.safetensors"] == final
-    assert repo.messages[-1] == "Final model"
+    assert repo.files()["model.safetensors"] == final
+    assert repo.messages == ["initial commit", "Final model"]
     published = run.summary()["published"]
     assert published["commit"] == repo.at("main") and f"published in {published['url']}" in run.output
     _, head, card = repo.files()["README.md"].decode().split("---\n", 2)
@@ -128,7 +128,7 @@ def test_a_run_whose_push_fails_ends_well_and_keeps_its_model(
     launch: Callable[..., Launch], recipe: Callable[..., str], hub: FakeHub, tmp_path: Path
 ) -> None:
     hub.failing = {"/commit/": 3}
-    path = recipe(push_to_hub=True, hub_strategy="end", run_name="unlucky")
+    path = recipe(push_to_hub=True, run_name="unlucky")
     variables = {**hub.environment(WRITER), "CACHE_ROOT": str(tmp_path / "cache")}
     run = launch(path, *SHORT, "--use_vllm", "false", **variables)
     assert run.wait() == 0, run.output

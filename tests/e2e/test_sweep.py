@@ -13,7 +13,7 @@ from documented import documented
 from real_runs import REPOSITORY, Launch, clean_environment, marked_processes
 from slurm_cluster import SlurmCluster
 
-from grpo_recipes.console.sweep.folder import Sweep, read_sweep
+from grpo_recipes.console.sweep.folder import Sweep
 from grpo_recipes.console.sweep.search import STORAGE
 from grpo_recipes.runs.rundir import read_json, read_metrics
 
@@ -31,7 +31,58 @@ class Breaks(TrainerCallback):
 
 def only_sweep(folder: Path) -> Sweep:
     (record,) = folder.glob("runs/sweeps/*/sweep.json")
-    return read_sweep(record.parent)
+    return Sweep.read(record.parent)
+
+
+METHODS = ["none", "shared_vllm", "lora_only"]
+
+
+def swept_methods(launch: Callable[..., Launch], words: list[str], folder: Path, seconds: float) -> Sweep:
+    """Run a sweep over the weight sync methods, which ends in a table with a line for each."""
+    run = launch(command=words)
+    assert run.wait(seconds) == 0, run.output
+    table = [line.split() for line in run.output.splitlines() if line.startswith(tuple(f"{name} " for name in METHODS))]
+    assert [cells[:3] for cells in table] == [[name, "completed", "3"] for name in METHODS], run.output
+    update, sync, memory, saved = ([float(cells[column]) for cells in table] for column in (-4, -3, -2, -1))
+    assert min(update) > 0 and min(memory) > 0
+    assert sync[0] > 10 * sync[2] > 0 and sync[1] == 0  # a new server, an adapter, one copy
+    assert 0 < saved[2] < saved[1] / 2  # an adapter, not a model
+    run.wait_for_nothing_left()
+    return only_sweep(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.timeout(900)
+def test_weight_sync_methods_are_swept_into_one_table(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    # Two syncs: the first server of `none` has the weights already, the second is started with them.
+    shown = (
+        "grpo sweep recipes/smoke/grpo.yaml weight_sync=none,shared_vllm,lora_only --max_steps 20 --num_iterations 10"
+    )
+    here = {"recipes/smoke/grpo.yaml": SMOKE, "20": "3", "10": "2"}
+    sweep = swept_methods(launch, documented(shown, here), tmp_path, 850)
+    rows = [read_metrics(sweep.trial_dir(index)) for index in range(3)]
+    assert [sum(row["syncs"] for row in trial) for trial in rows] == [2, 2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.timeout(1500)
+def test_weight_sync_methods_of_a_run_with_environments_are_swept(
+    launch: Callable[..., Launch], tmp_path: Path
+) -> None:
+    pytest.importorskip("atroposlib")
+    shown = (
+        "grpo sweep recipes/atropos/smoke.yaml weight_sync=none,shared_vllm,lora_only "
+        "--max_steps 20 --num_iterations 10"
+    )
+    here = {"recipes/atropos/smoke.yaml": str(REPOSITORY / "recipes/atropos/smoke.yaml"), "20": "3", "10": "2"}
+    sweep = swept_methods(launch, documented(shown, here), tmp_path, 1400)
+    for index in range(3):
+        first, _, third = read_metrics(sweep.trial_dir(index))
+        for row in (first, third):  # the second step trains on the groups of the first
+            assert row["atropos/rejected"] == row["atropos/lost_batches"] == 0
+            assert row["atropos/tokens_per_second"] > 0
 
 
 @pytest.mark.slow
@@ -86,7 +137,7 @@ def test_hydra_keys_become_an_array_job_that_ends_in_one_report(slurm: SlurmClus
     done = slurm.cli(*words, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     (record,) = tmp_path.glob("multirun/*/*/sweeps/*/sweep.json")
-    sweep = read_sweep(record.parent)
+    sweep = Sweep.read(record.parent)
     page, deadline = sweep.folder / "sweep.html", time.monotonic() + 1200
     while not (page.is_file() and "6 of 6 completed" in page.read_text()):
         assert time.monotonic() < deadline, f"{[sweep.status(index) for index in range(6)]}\n{slurm.logs()}"

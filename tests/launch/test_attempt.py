@@ -13,6 +13,7 @@ import pytest
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch import attempt as attempts
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, new_log, prepare
+from grpo_recipes.launch.hooks import AllHooks, RunHooks
 from grpo_recipes.launch.processes import Ending
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.types import Names
@@ -60,6 +61,28 @@ def attempt(read, planned, tmp_path):
     return make
 
 
+class Recorder(RunHooks):
+    """Hooks that record the status of the run, and whether the job was requeued, at each call."""
+
+    def __init__(self, requeue) -> None:
+        self.ended: list[tuple[str, bool]] = []
+        self.models: list[str] = []
+        self._requeue = requeue
+
+    def on_end(self, run_dir) -> list[str]:
+        self.ended.append((Run(run_dir).summary["status"], self._requeue.exists()))
+        return ["a line of the end"]
+
+    def on_model(self, run_dir) -> str:
+        self.models.append(Run(run_dir).summary["status"])
+        return ", with a note of the model"
+
+
+@pytest.fixture
+def recorder(scontrol) -> Recorder:
+    return Recorder(scontrol)
+
+
 def summary_of(attempt: Attempt) -> dict:
     return read_json(attempt.run.folder / "summary.json")
 
@@ -88,6 +111,18 @@ def test_nothing_else_is(attempt, scontrol, ending, wanted, job):
     assert finish(made, ending, wanted, job) == ending.code
     assert summary_of(made)["status"] == {0: "completed", 1: "failed", 75: "stopped"}[ending.code]
     assert not scontrol.exists()
+
+
+def test_hooks_get_the_model_at_the_final_end_of_a_run_only(attempt, recorder, capsys):
+    made = attempt()
+    made.hooks = AllHooks([recorder])
+    for ending in (STOPPED, Ending(1, "rank 0: ValueError", 0)):
+        finish(made, ending, wants_requeue=False, job=None)
+        assert recorder.models == []
+    assert "grpo: a line of the end" in capsys.readouterr().out
+    assert finish(made, Ending(0), wants_requeue=False, job=None) == 0
+    assert recorder.models == ["completed"] and [status for status, _ in recorder.ended][-1] == "completed"
+    assert capsys.readouterr().out.endswith("/model, with a note of the model\n")
 
 
 def test_grpo_stop_keeps_it_from_coming_back(attempt, scontrol, capsys):
@@ -131,14 +166,13 @@ def test_logs_are_the_users_alone(tmp_path):
         os.umask(umask)
 
 
-def test_when_scontrol_fails_the_run_is_stopped_and_says_how_to_go_on(attempt, scontrol, tmp_path, monkeypatch, capsys):
-    reported: list[str] = []
-    monkeypatch.setattr(attempts, "report_line", lambda folder: reported.append(Run(folder).summary["status"]) or "")
+def test_when_scontrol_fails_the_run_is_stopped_and_says_how_to_go_on(attempt, recorder, tmp_path, capsys):
     (tmp_path / "bin/scontrol").write_text("#!/bin/bash\necho no such job >&2; exit 1\n")
     made = attempt()
+    made.hooks = AllHooks([recorder])
     assert finish(made, STOPPED, wants_requeue=True, job=JOB) == 75
     assert summary_of(made)["status"] == "stopped"
-    assert reported[-1] == "stopped", "the report says it too"
+    assert recorder.ended[-1] == ("stopped", False), "the report shows it too"
     out = capsys.readouterr().out
     assert "grpo: not requeued: scontrol requeue 7: no such job" in out and "grpo launch --resume" in out
 
@@ -292,8 +326,8 @@ def test_each_attempt_notes_the_step_it_went_on_after(resumed, tmp_path):
     assert read_json(tmp_path / "run/summary.json")["resumed_at"] == [1, 2]
 
 
-def test_the_report_is_written_after_the_requeue(attempt, scontrol, monkeypatch):
-    asked = []
-    monkeypatch.setattr(attempts, "report_line", lambda folder: asked.append(scontrol.exists()) or "")
-    finish(attempt(), STOPPED, wants_requeue=True, job=JOB)
-    assert asked == [True]
+def test_the_report_is_written_after_the_requeue(attempt, recorder):
+    made = attempt()
+    made.hooks = AllHooks([recorder])
+    finish(made, STOPPED, wants_requeue=True, job=JOB)
+    assert recorder.ended == [("requeued", True)]

@@ -15,6 +15,7 @@ import pytest
 from waiting import wait_for
 
 from grpo_recipes.launch import monitor
+from grpo_recipes.launch.hooks import RunHooks
 from grpo_recipes.launch.monitor import (
     Monitor,
     RankStallDetector,
@@ -36,8 +37,8 @@ def watch(read, tmp_path):
     """``watch()``: of an attempt whose run directory is the test's."""
     recipe = read()
 
-    def make() -> Monitor:
-        attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=recipe, publisher=None)
+    def make(hooks: RunHooks | None = None) -> Monitor:
+        attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=recipe, hooks=hooks)
         return Monitor(attempt, SimpleNamespace(can_save=None))
 
     return make
@@ -80,20 +81,20 @@ def test_the_page_of_a_running_run_takes_a_fiftieth_of_the_time_and_lines_fit_th
 ):
     clock, pages = [1000.0], []
 
-    def slow_page(folder) -> str:
-        pages.append(clock[0])
-        clock[0] += 2.0
-        return ""
+    class SlowPage(RunHooks):
+        def on_progress(self, run_dir) -> None:
+            pages.append(clock[0])
+            clock[0] += 2.0
 
-    monkeypatch.setattr(monitor, "report_line", slow_page)
     monkeypatch.setattr(monitor, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock[0]}))
     monkeypatch.setattr(monitor, "columns", lambda: 50)
-    watched = watch()
+    watched = watch(hooks=SlowPage())
     append(tmp_path, 1, 3, kl=0.1, **{"completions/mean_length": 100.0})
     assert max(map(len, said(watched, capsys))) <= 50
     for moment in range(1000, 1310):
         clock[0] = max(clock[0], float(moment))
-        watched._write_page(clock[0])
+        watched._call_hooks(clock[0])
+        watched._hooks.join()
     assert pages == [1000.0, 1100.0, 1200.0, 1300.0]
 
 
@@ -108,7 +109,7 @@ def test_rows_that_were_moved_aside_do_not_count(watch, tmp_path, capsys):
 
 def test_evaluations_have_a_line_and_completions_one_every_so_many_steps(read, tmp_path, capsys):
     def shown(**keys: int) -> list[str]:
-        attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(**keys), publisher=None)
+        attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(**keys))
         watched = Monitor(attempt, SimpleNamespace(can_save=None))
         with (tmp_path / "eval.jsonl").open("a") as file:
             file.write(json.dumps({"step": 20, "eval_reward": 0.5, "prompts": 8, "seconds": 1}) + "\n")
@@ -139,9 +140,14 @@ def test_the_start_is_said_phase_by_phase_and_the_page_is_written_while_the_run_
     monkeypatch.setattr(monitor, "_PHASE_SECONDS", 0)
     pages, live = [], []
     done = threading.Event()
-    monkeypatch.setattr(monitor, "report_line", lambda folder: pages.append(folder) or str(done.wait(30)))
+
+    class Page(RunHooks):
+        def on_progress(self, run_dir) -> None:
+            pages.append(run_dir)
+            done.wait(30)
+
     monkeypatch.setattr(monitor.OUTPUT, "live", live.append)
-    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), publisher=None)
+    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), hooks=Page())
     watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
     (tmp_path / "processes").mkdir()
     write_json(tmp_path / "processes/server_state.json", {"epoch": 1, "state": "starting"})
@@ -168,7 +174,7 @@ def test_the_start_is_said_phase_by_phase_and_the_page_is_written_while_the_run_
     assert "now" not in capsys.readouterr().out, "steps are said instead"
     wait_for(lambda: pages == [tmp_path], "the page, which is not written at every look")
     assert live[-1] == "updating 0 s, step 2/40 done"
-    monkeypatch.setattr(monitor, "_PAGE_SECONDS", 0)
+    monkeypatch.setattr(monitor, "_HOOK_SECONDS", 0)
     watched.tick()
     assert pages == [tmp_path], "one at a time, and the launcher looks on meanwhile"
     done.set()
@@ -177,7 +183,7 @@ def test_the_start_is_said_phase_by_phase_and_the_page_is_written_while_the_run_
 def test_a_request_to_stop_is_passed_on_to_the_other_nodes_once(read, tmp_path):
     sent = []
     workers = SimpleNamespace(send=lambda order: sent.append(order))
-    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), publisher=None, workers=workers)
+    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), workers=workers)
     watched = Monitor(attempt, stop := SimpleNamespace(can_save=None, requested=False, look=lambda: None))
     watched.tick()
     assert sent == []
@@ -191,7 +197,7 @@ def test_phases_too_long_for_slurms_signal_are_noted_once(read, tmp_path, monkey
     monkeypatch.setattr(monitor, "job_end_time", lambda environment: time.time() + 1e6)
     monkeypatch.setattr(monitor, "_PHASE_SECONDS", 0)
     append(tmp_path, 1, 1, **{"seconds/evaluate": 400.0})
-    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), publisher=None)
+    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read())
     watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
     watched.tick()
     watched.tick()
@@ -205,7 +211,6 @@ def test_the_other_nodes_dump_stacks_when_a_rank_stalls(read, tmp_path, monkeypa
     attempt = SimpleNamespace(
         run=SimpleNamespace(folder=tmp_path),
         recipe=read(),
-        publisher=None,
         workers=workers,
         environment={},
         plan=SimpleNamespace(mode="server"),
@@ -251,7 +256,7 @@ def test_a_transfer_is_no_longer_than_any_other_phase():
 def test_a_transfer_that_waits_for_the_next_server_is_not_late(read, tmp_path, monkeypatch, server, ends):
     monkeypatch.setattr(monitor, "_DUMP_SECONDS", 0)
     attempt = SimpleNamespace(
-        run=SimpleNamespace(folder=tmp_path), recipe=read(weight_sync_timeout=20), publisher=None, environment={},
+        run=SimpleNamespace(folder=tmp_path), recipe=read(weight_sync_timeout=20), environment={},
         workers=SimpleNamespace(send=lambda order: None), plan=SimpleNamespace(mode="server", bridge="file"),
         server_address=lambda: ("127.0.0.1", 1, "token"),
     )  # fmt: skip

@@ -20,7 +20,6 @@ import openai
 import pytest
 import requests
 
-from grpo_recipes.console.doctor import environment
 from grpo_recipes.process.answers import bounded_opener, get
 from grpo_recipes.process.async_sessions import bounded_client
 from grpo_recipes.process.listeners import ForeignListener, OwnListener
@@ -198,17 +197,6 @@ def test_urllib_follows_no_redirect(server: SlowServer) -> None:
     with pytest.raises(urllib.error.HTTPError, match="307"):
         by_urllib(server)
     assert len(server.asked) == 1
-
-
-@pytest.mark.alone
-def test_the_doctor_waits_for_slow_headers_as_long_as_for_silence(
-    server: SlowServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(environment, "_SECONDS", SECONDS)
-    server.answer = ANSWERS["slow headers"]
-    began = time.monotonic()
-    assert "timed out" in environment._answer(server.url, "warning", "look").value
-    assert time.monotonic() - began < 3 * SECONDS
 
 
 @pytest.mark.alone

@@ -29,11 +29,6 @@ PEFT = {"use_peft": True}
             "disable_dropout turns lora_dropout 0.1 off",
         ),
         ({"cast_lm_head_to_fp32": True, **PEFT}, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
-        (
-            {"push_to_hub": True, **PEFT},
-            {"push_to_hub": True, "hub_strategy": "end", **PEFT},
-            "hub_strategy every_save publishes checkpoints",
-        ),
         ({"lora_target_parameters": ["experts.w"], **PEFT}, PEFT, "adapters on parameters that are not layers"),
         ({"lora_target_modules": [], **PEFT}, PEFT, "lora_target_modules names no layer"),
         (

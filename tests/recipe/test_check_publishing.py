@@ -1,4 +1,4 @@
-"""Names that the hub would refuse are refused by `grpo check`."""
+"""Names that the hub would reject are rejected by `grpo check`, and so is a push that nothing serves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from grpo_recipes.console.publish.push import repository_name
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import check
 
@@ -36,7 +36,15 @@ def test_a_push_goes_to_a_branch(read: Read, branch: str) -> None:
     assert "a push goes to a branch" in problem.what
 
 
-@pytest.mark.parametrize(("run", "name"), [("qwen2.5-math", "qwen2.5-math"), ("a  b//c--d", "a-b-c-d"), ("-x.", "x")])
-def test_without_a_name_the_run_names_it(read: Read, run: str, name: str) -> None:
-    assert repository_name(read(push_to_hub=True), run) == name
-    assert repository_name(read(push_to_hub=True, hub_model_id="ada/sums"), run) == "ada/sums"
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
+def test_a_push_during_training_is_rejected_with_the_strategy_to_write(read: Read, strategy: str) -> None:
+    with pytest.raises(ConfigError, match=f"'hub_strategy' is '{strategy}'. Fix: write hub_strategy: end; push_to_hub"):
+        read(push_to_hub=True, hub_strategy=strategy)
+    assert check(read(push_to_hub=True, hub_strategy="end"), {}) == []
+
+
+def test_a_push_is_rejected_if_no_extension_serves_it(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_recipes.recipe.rules.is_served", lambda key: key != "push_to_hub")
+    (problem,) = check(read(push_to_hub=True), {})
+    assert "push_to_hub needs the console" in problem.what and "hf upload" in problem.fix
+    assert check(read(), {}) == []

@@ -129,7 +129,7 @@ def test_rewards_keep_their_weights(asked, weights, ours, left, tmp_path, monkey
         ("accelerate_config: zero3", "accelerator", "zero3"),
         ("val_before_train: true\neval_strategy: epoch", "eval_on_start", True),
         ("kl_loss_coef: 0.01\nuse_kl_loss: false", "beta", 0.0),
-        ("use_peft: true\npush_to_hub: true\nhub_strategy: every_save", "hub_strategy", "end"),
+        ("push_to_hub: true\nhub_strategy: end", "hub_strategy", "end"),
         ("", "reward_funcs", ["pure_accuracy_math"]),
         ("dataset_name: json\ndataset_config: {data_files: train.jsonl}", "dataset_name", "train.jsonl"),
         ("dataset_name: [a/b, a/c]", "dataset_mixture", {"datasets": [{"id": "a/b"}, {"id": "a/c"}]}),
@@ -159,7 +159,9 @@ def test_a_setting_becomes_what_does_the_same(text, key, value, tmp_path) -> Non
         ),
         ("use_liger_kernel: true", "the package liger-kernel is not installed"),
         ("optim: adamw_8bit", "the package bitsandbytes is not installed"),
-        ("callbacks: [push_to_hub_revision]", "hub_strategy publishes checkpoints"),
+        ("callbacks: [push_to_hub_revision]", "push_to_hub publishes the final model"),
+        ("hub_strategy: every_save", "the model is pushed once, at the end"),
+        ("hub_always_push: true", "push_to_hub pushes once, at the end of the run"),
         ("hub_model_id: acme/base-${VERSION}\npush_to_hub: true", "is not the name of a repository"),
         ("packing: true", "supervised fine-tuning"),
         ("lora_r: 8\nuse_peft: false", "does nothing without use_peft"),
@@ -197,11 +199,6 @@ def test_what_must_be_filled_in_is_named_at_the_top_of_the_file(tmp_path) -> Non
     lines = translate(tmp_path, "torch_dtype: auto\nnum_generations: 8\n").text().splitlines()
     named = ["# not translated: the file names none, name yours", "#   model_name_or_path: null"]
     assert lines[2:4] == named and lines[5] == "#   dataset_name: null"
-
-
-def test_a_strategy_that_is_replaced_stays_as_a_comment(tmp_path) -> None:
-    text = translate(tmp_path, f"{TRL}use_peft: true\npush_to_hub: true\nhub_strategy: every_save\nodd: 1\n").text()
-    assert "#   hub_strategy: every_save" in text and "\nhub_strategy: end\n" in text
 
 
 def test_one_setting_by_two_names_says_which_counts(tmp_path) -> None:

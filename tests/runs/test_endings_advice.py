@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.console.report.pages import write_report
 from grpo_recipes.rewards.load import keep_rewards
 from grpo_recipes.runs.checkpoints import publish
-from grpo_recipes.runs.endings import advice, ending
+from grpo_recipes.runs.endings import advice, ending, reward_fix
 from grpo_recipes.runs.rundir import Run, write_json
 
 
@@ -86,8 +85,7 @@ def test_after_a_reward_failed_a_resume_takes_the_edited_file(failed, tmp_path):
     tried = "(grpo check-rewards RECIPE), then"
     assert advice(run, run.cause) == f"edit own.py, of which the run has a copy {tried} {resume}"
     assert ending(run).fix == advice(run, run.cause), "doctor says it too"
-    assert "edit own.py, of which the run has a copy" not in write_report(run.folder).read_text()
-    assert "Edit own.py, of which the run has a copy" in write_report(run.folder).read_text()
+    assert reward_fix(run, run.cause) == advice(run, run.cause), "the report shows it too"
     (tmp_path / "own.py").write_text("def score(completions): return [1.0]\n")
     assert advice(run, run.cause) == f"own.py has changed since this run's copy of it: try it {tried} {resume}"
 

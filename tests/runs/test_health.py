@@ -6,7 +6,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -238,14 +237,3 @@ def test_a_row_costs_the_same_in_a_long_run() -> None:
     for row in rows[18_000:]:
         long.add(row)
     assert time.process_time() - began < 4 * first
-
-
-def test_the_limits_stand_in_one_place() -> None:
-    from grpo_recipes.console.doctor import training
-    from grpo_recipes.console.report import pages
-
-    for module in (training, pages):
-        text = Path(module.__file__).read_text()
-        for metric in ("clipped_ratio", "frac_reward_zero_std", "entropy", "grad_norm", '"kl"'):
-            for line in text.splitlines():
-                assert metric not in line or (" > " not in line and " < " not in line), line

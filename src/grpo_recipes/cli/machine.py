@@ -1,19 +1,13 @@
-"""The commands that prepare a machine: doctor reports what is wrong on it, fetch brings what a recipe reads."""
+"""`grpo fetch`: download model and data of a recipe, so that its job needs no network."""
 
 import argparse
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from grpo_recipes.cli import chosen_recipe, command, option, recipe_name, switch
-from grpo_recipes.console.doctor import DEEP, MACHINE, RECIPE, RUN
-from grpo_recipes.console.doctor.examine import Check, Machine, as_text, examine, finding_of
-from grpo_recipes.console.doctor.recipes import Case
-from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, collect, config_error
+from grpo_recipes.errors import collect, config_error
 from grpo_recipes.extensions.problems.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.extensions.problems.seeded import SCHEME as SEEDED_SCHEME
 from grpo_recipes.fetch.assets import Asset, find_record, local_assets, wanted_assets
@@ -21,55 +15,12 @@ from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, bound_every_wa
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.process.reports import aligned, gigabytes
-from grpo_recipes.recipe import Recipe, read_frozen
-from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding
-from grpo_recipes.runs.rundir import Run, find_run
+from grpo_recipes.recipe import read_frozen
+from grpo_recipes.runs.rundir import find_run
 from grpo_recipes.smoke import smoke_command
 
-# All checks together, and one program they ask; with --deep also imports.
-_SECONDS, _PATIENCE = 8.0, 3.0
-_DEEP_SECONDS, _DEEP_PATIENCE = 150.0, 120.0
 _LONGEST_WAIT = 60.0  # seconds for one read or write; a download as a whole may take hours
 _WHERE_ONLINE = "run grpo fetch where the hub can be reached, e.g. on the login node"
-
-
-@command(
-    "look at this machine, a recipe on it, or how a run ended, and show what to do",
-    option("--run", metavar="RUN_DIR|last", dest="run_dir", help="explain how this run ended instead"),
-    switch("--deep", help="also import torch, TRL and vLLM (a minute)"),
-    switch("--json", help="print the results as JSON"),
-    takes_recipe=True,
-)
-def doctor(options: argparse.Namespace) -> int:
-    """Print what was found of the machine, a recipe on it, or a run; return 2 when there is a problem."""
-    deep = options.deep and options.run_dir is None
-    results: dict[str, Finding] = {}
-    if options.run_dir is not None:
-        if recipe_name(options) or options.flags:
-            raise config_error("--run", "a run has its own recipe", "leave out the recipe and its flags")
-        checks: Sequence[Check] = RUN
-        subject: Run | Machine = find_run(Machine(os.environ).run_root, options.run_dir, "--run")
-    elif recipe_name(options) is None and options.flags:
-        fix = "name the recipe it belongs to, right after doctor"
-        raise config_error(options.flags[0], "is not an option of grpo doctor", fix)
-    else:
-        recipe: Recipe | None = None
-        try:
-            recipe = chosen_recipe(options) if recipe_name(options) is not None else None
-        except ConfigError as error:  # the machine is looked at all the same
-            results["recipe"] = finding_of(error)
-        patience = _DEEP_PATIENCE if deep else _PATIENCE
-        subject = Case(os.environ, recipe, patience) if recipe else Machine(os.environ, None, patience)
-        checks = [*MACHINE, *(DEEP if deep else ()), *(RECIPE if recipe else ())]
-    results |= examine(checks, subject, _DEEP_SECONDS if deep else _SECONDS)
-    statuses = [found.status for found in results.values()]
-    problems = statuses.count(PROBLEM)
-    if options.json:
-        rows = [{"name": name, **asdict(found)} for name, found in results.items()]
-        print(json.dumps({"problems": problems, "warnings": statuses.count(WARNING), "checks": rows}, indent=1))
-    else:
-        print(as_text(results))
-    return EXIT_CONFIG_ERROR if problems else 0
 
 
 @command(

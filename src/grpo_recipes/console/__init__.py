@@ -4,12 +4,15 @@ from grpo_recipes.recipe.extensions import Extension
 
 EXTENSION = Extension(
     "console",
+    sweeps="grpo_recipes.console.sweep.command:TranslatedSweep",
+    folders="grpo_recipes.console.sweep.folder:Sweep",
+    serves=("push_to_hub",),
+    run_hooks="grpo_recipes.console.hooks:ConsoleHooks",
     commands={
-        "doctor": "grpo_recipes.cli.machine:doctor",
-        "sweep": "grpo_recipes.cli.runs:sweep",
-        "compare": "grpo_recipes.cli.runs:compare",
-        "watch": "grpo_recipes.cli.follow:watch",
-        "report": "grpo_recipes.cli.runs:report",
+        "doctor": "grpo_recipes.console.doctor.command:doctor",
+        "sweep": "grpo_recipes.console.sweep.command:sweep",
+        "watch": "grpo_recipes.console.watch:watch",
+        "report": "grpo_recipes.console.report.command:report",
         "generate": "grpo_recipes.console.generate:generate",
         "chat": "grpo_recipes.console.chat:chat",
         "eval": "grpo_recipes.console.eval:eval",

@@ -1,15 +1,34 @@
-"""The picture of a run that `grpo watch` draws: state, reward curve, and the share of each phase, in text."""
+"""`grpo watch`: state, reward curve, and the share of each phase of a run, drawn in text until the run ends."""
 
+import argparse
+import contextlib
+import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes.cli import command, follow, option
+from grpo_recipes.cli.follow import GROUP_HELP, group_lines, is_silent, jobs_of, named, state_of, wait_for_run
+from grpo_recipes.cli.jobs import Asking, BareJob
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import shown
-from grpo_recipes.process.terminal import in_colour
+from grpo_recipes.process.terminal import columns, in_colour
+from grpo_recipes.runs.groups import RunGroup
 from grpo_recipes.runs.health import known, notices_of, number
-from grpo_recipes.runs.progress import PACE_ROWS, Rows, activity, evaluation_line, seconds_since, standing, unusual, won
+from grpo_recipes.runs.progress import (
+    PACE_ROWS,
+    Progress,
+    Rows,
+    activity,
+    evaluation_line,
+    seconds_since,
+    standing,
+    unusual,
+    won,
+)
 from grpo_recipes.runs.rundir import Run
 
 _HEIGHT, _LEAST = 8, 20  # rows of the curve, columns of a picture
@@ -91,3 +110,60 @@ def coloured(line: str) -> str:
     if not in_colour():
         return ""
     return "yellow" if line.startswith("note:") else "cyan" if set(line) & {*_BLOCKS[1:], "#"} else ""
+
+
+@command(
+    "show the reward curve and the phases of a run while it goes on",
+    option("which", metavar="RUN", help=GROUP_HELP),
+)
+def watch(options: argparse.Namespace) -> int:
+    """Draw a run until it ends; if stdout is not a terminal, draw once and print a line for each step."""
+    try:
+        watched = wait_for_run(named(options.which))
+        if isinstance(watched, BareJob):
+            return 0
+        slurm = Asking(lambda: jobs_of(watched))
+
+        def look() -> tuple[str, bool]:
+            state, over = state_of(watched, slurm.answer())
+            slurm.need_answer(shown(watched.folder), not over and is_silent(watched, slurm.answer()))
+            return state, over
+
+        if isinstance(watched, RunGroup):
+            _watch(lambda width: group_lines(watched, slurm.answer()), look, lambda: [])
+        else:
+            picture, steps = Picture(watched.folder), Progress(watched.folder)
+            _watch(lambda width: picture.lines(width, *look()), look, lambda: [*map(steps.line, steps.rows.new())])
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _watch(
+    draw: Callable[[int], list[str]], look: Callable[[], tuple[str, bool]], lines: Callable[[], list[str]]
+) -> None:
+    """Draw every second until the run is over; without a terminal only at the beginning and the end."""
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    def frame() -> Group:
+        texts = (Text(line, coloured(line), no_wrap=True, overflow="ellipsis") for line in draw(columns()))
+        return Group(*texts)
+
+    if not sys.stdout.isatty():
+        print(*draw(columns()), sep="\n", flush=True)
+        while not look()[1]:
+            print("".join(f"{line}\n" for line in lines()), end="", flush=True)
+            time.sleep(follow.LOOK_SECONDS)
+        print(*draw(columns()), sep="\n")
+        return
+    console = Console(width=columns(), highlight=False)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with contextlib.ExitStack() as stack:
+        stack.callback(console.show_cursor)  # rich does not where a signal comes while it draws the first picture
+        live = stack.enter_context(Live(frame(), console=console, auto_refresh=False))
+        while not look()[1]:
+            time.sleep(follow.LOOK_SECONDS)
+            live.update(frame(), refresh=True)
+        live.update(frame(), refresh=True)

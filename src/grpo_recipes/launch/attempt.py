@@ -5,15 +5,13 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.console.publish.publisher import Publisher, hand_over
-from grpo_recipes.console.report.page import plural
-from grpo_recipes.console.report.pages import report_line
 from grpo_recipes.errors import EXIT_STOPPED, config_error, translate
+from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending, tail
 from grpo_recipes.launch.resolve import note_job
@@ -22,7 +20,7 @@ from grpo_recipes.plan.commands import base_environment, run_environment, wandb_
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.roles import admit, dismiss
 from grpo_recipes.plan.types import Names, Plan
-from grpo_recipes.process.reports import print_line, say
+from grpo_recipes.process.reports import plural, print_line, say
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.sources import user_code
@@ -64,7 +62,8 @@ class Attempt:
     resumed: str  # where it goes on; empty for a new run
     workers: NodeWorkers
     first_step: int = 0  # step of the checkpoint it begins with
-    publisher: Publisher | None = None  # None without push_to_hub
+    hooks: AllHooks = field(default_factory=AllHooks)
+    hook_lines: Sequence[str] = ()  # of the hooks, for the start of the run
     serve_command: str | None = (
         None  # starts a process of the user's that joins the run, e.g. an environment; None if none may join
     )
@@ -184,7 +183,7 @@ def say_start(attempt: Attempt) -> None:
         f"batch {plan.batch}",
         f"vllm {plan.vllm}",
         *(f"note: {note}" for note in plan.notes),
-        f"publishing in {attempt.publisher}" if attempt.publisher else "",
+        *attempt.hook_lines,
         attempt.resumed,
         *(f"{process.role} log {process.log}" for process in plan.processes),
     ]
@@ -219,7 +218,7 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
         idle_attempts=idle, idle_trained=idle_trained, launch_seconds=round(seconds, 3),
     )  # fmt: skip
     if not goes_on:  # else after the requeue: no report may cost the job its place in the queue
-        say(report_line(folder))
+        _say_end(attempt)
     if ending.log is not None and ending.code != EXIT_STOPPED:
         print_line(f"--- last lines of {shown(ending.log)}\n{tail(ending.log)}\n---", error=True)
     _say_results(attempt, summary["benchmarks"], over=not goes_on)
@@ -228,10 +227,8 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     rewards = outcome(summary)
     smoke, fix = "smoke test on CPU, " if attempt.plan.smoke else "", ""
     if ending.code == 0:
-        say(f"{smoke}done: {rewards}; model in {shown(folder / 'model')}{hand_over(attempt.publisher, folder)}")
+        say(f"{smoke}done: {rewards}; model in {shown(folder / 'model')}{attempt.hooks.on_model(folder)}")
         return 0
-    if attempt.publisher:
-        attempt.publisher.abandon()
     say(f"{smoke}{status} with exit code {ending.code}: {cause} ({rewards})")
     if status == "failed":
         fix = advice(Run(folder), cause)
@@ -239,7 +236,7 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     if job and goes_on and (why_not := requeue(job)):
         rundir.finish_summary(folder, status=over)
     if goes_on:
-        say(report_line(folder))
+        _say_end(attempt)
     if why_not:
         say(f"not requeued: {why_not}")
     if (
@@ -250,6 +247,12 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     ):
         say(f"continue with: grpo launch --resume {as_argument(folder)}{rundir.damaged_rows(folder)}")
     return ending.code
+
+
+def _say_end(attempt: Attempt) -> None:
+    """Call the hooks of the end, and print their lines."""
+    for line in attempt.hooks.on_end(attempt.run.folder):
+        say(line)
 
 
 def _say_results(attempt: Attempt, benchmarks: Mapping[str, Any], over: bool) -> None:

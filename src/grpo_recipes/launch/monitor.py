@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 
-from grpo_recipes.console.report.pages import report_line
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.processes import Child, Ending, Group, newest_model, rank_pids
@@ -32,7 +31,7 @@ from grpo_recipes.slurm.client import Walltime, job_end_time, signal_lead
 _PHASE_SECONDS = 1.0  # between two looks at the ranks' phases
 _SERVER_SECONDS = 5.0  # between two requests to the server, at most
 _DUMP_SECONDS = 1.0
-_PAGE_SECONDS, _PAGE_SHARE = 30.0, 0.02  # between two pages of a running run, and the most time they may take
+_HOOK_SECONDS, _HOOK_SHARE = 30.0, 0.02  # between two calls of the hooks of a running run, and their most time
 SYNC_PHASES = ("connect", "sync")  # `weight_sync_timeout`: the rendezvous for the weights, and each transfer
 # Phases that may last longer than `stall_timeout`: a whole evaluation, a save to a slow disk, benchmarks at the end.
 _MULTIPLES = {"save": 2, "evaluate": 6, "end": 24}
@@ -202,8 +201,8 @@ class Monitor:
         self._folder = attempt.run.folder
         self._walltime = Walltime(lambda: job_end_time(os.environ), signal_lead(os.environ))
         self._began = time.time()
-        self._next_phases = self._next_server = self._next_page = 0.0
-        self._page = threading.Thread()  # that writes the report
+        self._next_phases = self._next_server = self._next_hooks = 0.0
+        self._hooks = threading.Thread()  # calls the hooks
         self._activity, self._active_since = ("", 0.0), time.monotonic()
         self._shown = -1  # the step of the sampled completion that was shown last, and how many there were
         self._samples = 0
@@ -229,15 +228,13 @@ class Monitor:
     def tick(self) -> Ending | None:
         """Look at everything that is due; return the ending that a stalled process causes, or raise StoppedAtOnce."""
         self.show_progress()
-        if self._attempt.publisher:
-            self._attempt.publisher.tick()
         now = time.monotonic()
         ending = None
         if now >= self._next_phases:
             self._next_phases = now + _PHASE_SECONDS
             phases = self._phases()
             self._show_activity(now)
-            self._write_page(now)
+            self._call_hooks(now)
             if note := self._walltime.note():
                 say(note)
             if not self._stop.requested and (why := self._walltime.due()):
@@ -283,16 +280,16 @@ class Monitor:
             self._active_since, seconds = now, 0.0
         OUTPUT.live(f"{what} {seconds:.0f} s" + (f", {self._last}" if self.stepped else ""))
 
-    def _write_page(self, now: float) -> None:
-        """Have the report of the running run written from time to time: in a thread, since it can take seconds."""
+    def _call_hooks(self, now: float) -> None:
+        """Call the hooks of the running run from time to time, in a thread: a report can take seconds."""
 
-        def write() -> None:
-            report_line(self._folder)
-            self._next_page = now + max(_PAGE_SECONDS, (time.monotonic() - now) / _PAGE_SHARE)
+        def call() -> None:
+            self._attempt.hooks.on_progress(self._folder)
+            self._next_hooks = now + max(_HOOK_SECONDS, (time.monotonic() - now) / _HOOK_SHARE)
 
-        if self.stepped and now >= self._next_page and not self._page.is_alive():
-            self._page = threading.Thread(target=write, daemon=True)
-            self._page.start()
+        if self.stepped and now >= self._next_hooks and not self._hooks.is_alive():
+            self._hooks = threading.Thread(target=call, daemon=True)
+            self._hooks.start()
 
     def _trainers(self) -> Group | None:
         return next((group for group in self.groups.values() if group.process.trains), None)

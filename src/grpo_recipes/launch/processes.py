@@ -26,8 +26,8 @@ from typing import Any
 
 import psutil
 
-from grpo_recipes.console.report.pages import report_line
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
+from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.paths import python_module, shown
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process import tree
@@ -372,6 +372,7 @@ def main() -> int:
     """Run the command, and end everything with it."""
     run_dir, scratch, launcher = Path(sys.argv[1]), Scratch(Path(sys.argv[2]), Path(sys.argv[3])), int(sys.argv[4])
     process = Process.of_json(json.loads(sys.argv[5]))
+    hooks = AllHooks()  # imported now: the files of the code may change during a run
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -393,7 +394,7 @@ def main() -> int:
         if process.node:  # here the node worker died, and the launcher ends the run
             scratch.remove()
         else:
-            _report_dead_launcher(run_dir, scratch, launcher)
+            _report_dead_launcher(run_dir, scratch, launcher, hooks)
     return code
 
 
@@ -424,7 +425,7 @@ def _run(process: Process, run_dir: Path, scratch: Scratch) -> int:
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def _report_dead_launcher(run_dir: Path, scratch: Scratch, launcher: int) -> None:
+def _report_dead_launcher(run_dir: Path, scratch: Scratch, launcher: int, hooks: AllHooks) -> None:
     """Do what the dead launcher cannot: remove the scratch folders, and write how the run ended."""
     scratch.remove()
     with contextlib.suppress(ConfigError):  # the lock does not say
@@ -435,7 +436,7 @@ def _report_dead_launcher(run_dir: Path, scratch: Scratch, launcher: int) -> Non
     print(f"grpo: {cause}; continue with: {resume}", file=sys.stderr, flush=True)
     shutil.rmtree(run_dir / rundir.SYNC_FOLDER, ignore_errors=True)
     rundir.finish_summary(run_dir, status="failed", exit_code=128 + signal.SIGKILL, failed_rank=None, cause=cause)
-    report_line(run_dir)
+    hooks.on_end(run_dir)
 
 
 if __name__ == "__main__":

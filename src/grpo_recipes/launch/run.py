@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_recipes.console.publish.publisher import Publisher
-from grpo_recipes.console.publish.push import need_target
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, EXIT_STOPPED, ConfigError
 from grpo_recipes.fetch.assets import find_assets, need_assets, record_assets
 from grpo_recipes.launch import processes, resolve
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, go_back, prepare, say_start
+from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.monitor import Monitor, StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes, serve_node
 from grpo_recipes.launch.processes import Child, Ending, Group, Started
@@ -120,7 +119,8 @@ def _prepare(
 
         connect(recipe, plan.model, os.environ)
     need_room(recipe, plan, names.run_dir)
-    target = need_target(recipe, os.environ, names.run)
+    hooks = AllHooks()
+    hook_lines = hooks.check(recipe, os.environ, names.run)
     resolve.make_logs()
     if run is not None:
         claimed = rundir.claim(run)
@@ -140,10 +140,9 @@ def _prepare(
     plan = with_processes(plan, recipe, resources, os.environ, names, sources)
     plan.notes.extend(notes)
     record_assets(run, sources)
-    publisher = Publisher(target, run.folder, os.environ, say) if target else None
     attempt = prepare(run, recipe, plan, names, resources, workers, options.update_rewards)
     attempt.scratch.locks.append(os.dup(claimed))  # process guards hold the run while anything of it lives
-    return replace(attempt, publisher=publisher)
+    return replace(attempt, hooks=hooks, hook_lines=hook_lines)
 
 
 def _dry_run(options: resolve.Options, resources: Resources) -> int:

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_recipes.console.publish.push import need_target
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.fetch.assets import Assets, find_assets, record_assets
 from grpo_recipes.launch.attempt import SUBMITTED, freeze_inputs
+from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.resolve import OFFLINE_WANDB, make_logs, names_of, need_wandb_route, needs_wandb, note_job
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, python_module, shown
 from grpo_recipes.plan.devices import Resources, environment_device
@@ -98,7 +98,7 @@ def prepare(
     need_room(recipe, plan, names.run_dir)
     if profile.internet:
         need_wandb_route(recipe, environment)
-        need_target(recipe, environment, names.run)
+        AllHooks().check(recipe, environment, names.run)
     else:
         problems, why = [], f"and the nodes of {profile.name} have no internet"
         if needs_wandb(recipe, environment):

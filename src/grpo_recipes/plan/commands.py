@@ -398,7 +398,7 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
         "--gradient_accumulation_steps": plan.batch.accumulation,
         "--tokens_per_micro_batch": plan.micro_batch_tokens,
         "--use_cpu": str(plan.device == "cpu").lower(),
-        # The launcher publishes: transformers would push while it saves.
+        # The launcher publishes at the end: transformers would push with every save.
         "--push_to_hub": "false" if recipe["push_to_hub"] else None,
         "--per_device_eval_batch_size": plan.eval_batch,
         "--dataset_name": plan.dataset,

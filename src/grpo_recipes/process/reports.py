@@ -41,6 +41,11 @@ def gigabytes(number: float) -> str:
     return f"{number / 1e3:.0f} kB"
 
 
+def plural(count: float, name: str) -> str:
+    """Return "1 step" or "2,000 steps"."""
+    return f"{count:,.0f} {name}{'s' * (count != 1)}"
+
+
 class PhaseFile:
     """``processes/phase_<rank>.json``, by which the launcher distinguishes a hung run from a slow one.
 

@@ -236,14 +236,10 @@ class GRPOConfig(trl.GRPOConfig):
         "evaluation batch or benchmark, fewer if memory is short.", min=1, max=2048)
     logging_steps: float = key(1, "Always 1: one row of metrics.jsonl per optimizer step.", min=1, max=1)
     save_steps: float = key(100, "Optimizer steps between checkpoints, or a share of all steps below 1.", min=0.0001)
-    push_to_hub: bool = key(False, "Publish the model on the hub, as hub_strategy says; needs a login that may write.")
+    push_to_hub: bool = key(False, "Push the final model to the hub at the end of a run. Needs write access.")
     hub_model_id: str | None = key(None, "Repository push_to_hub writes to: user/name; by default the run's name.")
-    hub_strategy: str = key("every_save",
-        "What push_to_hub publishes: the final model (end), also that of each checkpoint (every_save), also the "
-        "newest checkpoint as last-checkpoint/ (checkpoint), or every one (all_checkpoints).",
-        choices=["end", "every_save", "checkpoint", "all_checkpoints"])
+    hub_strategy: str = key("end", "Always end: push_to_hub pushes once, at the end of the run.", choices=["end"])
     hub_revision: str | None = key(None, "Branch push_to_hub writes to, made if not there; main by default.")
-    hub_always_push: bool = key(False, "Publish a checkpoint too that comes while the one before is being published.")
     hub_private_repo: bool | None = key(True, "Whether a repository that push_to_hub makes is private.")
     wandb_project: str | None = key(None, "W&B project; WANDB_PROJECT.")
     wandb_entity: str | None = key(None, "W&B team or user; WANDB_ENTITY.")

@@ -15,7 +15,7 @@ import yaml
 
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.paths import home, quoted, shown
-from grpo_recipes.recipe.keys import catalogue, nearest_of, nested_catalogue
+from grpo_recipes.recipe.keys import REFUSED_VALUES, catalogue, nearest_of, nested_catalogue
 
 BASE_KEY = "base"
 UNSET = "unset"  # the flag --unset KEY, which takes back a key of the recipe file or of a variable
@@ -241,7 +241,7 @@ def typed(key: str, entry: Entry, given: Value, place: Place = ()) -> tuple[Any,
         value = _convert(entry["type"], value, given.from_text)
     except ValueError as error:
         return None, [Problem(given.source, f"'{key}' is {error}", f"write {_example(entry)}")]
-    problems = [Problem(given.source, f"'{key}' is {what}", f"write {fix}") for what, fix in _limits(entry, value)]
+    problems = [Problem(given.source, f"'{key}' is {what}", f"write {fix}") for what, fix in _limits(key, entry, value)]
     if key in nested_catalogue() and isinstance(value, dict):
         problems += _type_parts(key, value, given, place)
     elif key in nested_catalogue() and isinstance(value, list):
@@ -318,7 +318,7 @@ def as_bool(value: Any) -> Any:
     return _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def _limits(entry: Entry, value: Any) -> Iterator[tuple[str, str]]:
+def _limits(key: str, entry: Entry, value: Any) -> Iterator[tuple[str, str]]:
     """Yield the limit of the catalogue that a value breaks, and what to write."""
     low, high, choices = entry.get("min"), entry.get("max"), entry.get("choices")
     if low is not None and value < low:
@@ -329,7 +329,8 @@ def _limits(entry: Entry, value: Any) -> Iterator[tuple[str, str]]:
         yield f"{value}, above {high}", f"{high} or less"
     if choices and isinstance(value, str) and value not in choices:
         close = nearest_of(value, choices) if len(choices) > 12 else None
-        yield f"'{value}'", f"'{close}'" if close else _example(entry)
+        fix = REFUSED_VALUES.get(key, {}).get(value)
+        yield f"'{value}'", fix or (f"'{close}'" if close else _example(entry))
 
 
 def _example(entry: Entry) -> str:

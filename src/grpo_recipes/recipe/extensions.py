@@ -40,6 +40,7 @@ class Extension:
     )  # key of a port -> a function (lookup) -> its default, or None
     search_words: Mapping[str, str] = field(default_factory=dict)  # key -> more words by which `grpo keys` finds it
     rules: str = ""  # a tuple of recipe.rules.Rule
+    serves: tuple[str, ...] = ()  # keys of the core that need this extension, e.g. push_to_hub
     checks: str = ""  # a tuple of functions (recipe, environment) -> problems
     idle: str = ""  # a tuple of (keys, condition, what they need): keys that do nothing without another
     notes: str = ""  # a function (recipe) -> lines about a valid recipe
@@ -53,12 +54,14 @@ class Extension:
     roles: str = ""  # a plan.roles.Roles: processes beside the server and the trainers
     # Option of `grpo logs` -> the beginning of the roles whose logs it prints, and its help line.
     logs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    run_hooks: str = ""  # a launch.hooks.RunHooks: called when an attempt starts and ends
+    run_hooks: str = ""  # a launch.hooks.RunHooks: called before, during and after an attempt
     server_routes: str = ""  # a fastapi.APIRouter that the vLLM server includes
     rollouts: str = ""  # a subclass of rollouts.source.Source
+    folders: str = ""  # a subclass of runs.groups.RunGroup: folders of several runs, e.g. of a sweep
     deep_check: str = ""  # a function (trainers.deep_check.DeepCheck) -> lines, for `grpo check --deep`
     # The console.
     commands: Mapping[str, str] = field(default_factory=dict)  # command of `grpo` -> its cli.Command
+    sweeps: str = ""  # a cli.sweeps.Sweeper: runs the sweeps that another extension translates
     metrics: str = ""  # a mapping: metric -> runs.metric.Metric, how the report draws it
     advice: str = ""  # a mapping: pattern of a log line -> what to do
 
@@ -117,6 +120,11 @@ def merged(part: str) -> dict[str, Any]:
     for extension in extensions():
         together |= getattr(extension, part)
     return together
+
+
+def is_served(key: str) -> bool:
+    """Return whether an extension of this installation serves a key of the core."""
+    return any(key in extension.serves for extension in extensions())
 
 
 def forget() -> None:

@@ -38,6 +38,7 @@ OWNED_KEYS = each(
     ("enable_jit_checkpoint", "remove it; SIGTERM saves here already, and all ranks save the same step"),
     ("auto_find_batch_size", "remove it; it changes the batch, lower per_device_train_batch_size instead"),
     ("hub_token", "remove it and export HF_TOKEN"),
+    ("hub_always_push", "remove it; push_to_hub pushes once, at the end of the run"),
     ("use_transformers_paged", "use use_transformers_continuous_batching"),
     ("vllm_importance_sampling_cap", "use vllm_importance_sampling_clip_max"),
     ("log_completions_hub_repo", "remove it; sampled completions are in report.html"),
@@ -55,6 +56,13 @@ OWNED_KEYS = each(
         "remove it; GRPO does not read it",
     ),
 )
+
+# Values that TRL accepts and this version does not: key -> value -> the fix.
+REFUSED_VALUES: dict[str, dict[str, str]] = {
+    "hub_strategy": each(
+        ("every_save checkpoint all_checkpoints", "hub_strategy: end; push_to_hub pushes once, at the end of the run")
+    ),
+}
 
 # Keys that `grpo keys WORD` finds by more words than those of their names and help.
 _SEARCH_WORDS = {

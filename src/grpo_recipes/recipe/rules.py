@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.extensions import merged, parts
+from grpo_recipes.recipe.extensions import is_served, merged, parts
 from grpo_recipes.recipe.keys import catalogue, environment_keys
 from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, own_micro_batches, reached_share
 from grpo_recipes.recipe.registry import (
@@ -326,6 +326,9 @@ RULES = (
     Rule("benchmark_samples", lambda r: r["benchmark_temperature"] == 0 and r["benchmark_samples"] > 1,
         "benchmark_samples {benchmark_samples} at benchmark_temperature 0 are {benchmark_samples} times the same "
         "completion", "write benchmark_samples: 1, or a benchmark_temperature above 0, e.g. 0.6"),
+    Rule("push_to_hub", lambda r: r["push_to_hub"] and not is_served("push_to_hub"),
+        "push_to_hub needs the console, which is not installed",
+        "remove push_to_hub, and push the model after the run: hf upload"),
     Rule("hub_model_id", lambda r: r["push_to_hub"] and r["hub_model_id"] is not None
         and not _REPOSITORY.fullmatch(r["hub_model_id"]), "'{hub_model_id}' is not the name of a repository",
         "write user/name: letters, digits, '-', '_' and '.', at most 96 each, without '--' and '..'"),
@@ -349,9 +352,6 @@ RULES = (
     Rule("cast_lm_head_to_fp32", lambda r: r["use_peft"] and r["cast_lm_head_to_fp32"],
         "cast_lm_head_to_fp32 puts the output layer beside a LoRA model, where no transfer finds it",
         "remove cast_lm_head_to_fp32, or use_peft"),
-    Rule("hub_strategy", lambda r: r["use_peft"] and r["push_to_hub"] and r["hub_strategy"] != "end",
-        "hub_strategy {hub_strategy} publishes checkpoints: of a LoRA run, the adapter alone",
-        "write hub_strategy: end (the merged model)"),
     Rule("lora_target_parameters", lambda r: r["use_peft"] and bool(r["lora_target_parameters"]),
         "adapters on parameters that are not layers (experts) have not been shown to reach the server",
         "write lora_target_modules"),

@@ -11,8 +11,8 @@ from grpo_recipes.runs import endings
 # In the order in which they are shown.
 MACHINE = (
     environment.environment, environment.versions, environment.user_packages,
-    hardware.gpus, hardware.slurm, hardware.disk, hardware.quota, hardware.shared_memory,
-    hardware.leftovers, hardware.clock, hardware.limits, hardware.socket_paths, hardware.cores_and_memory,
+    hardware.gpus, hardware.slurm, hardware.disk, hardware.shared_memory,
+    hardware.leftovers, hardware.limits, hardware.socket_paths, hardware.cores_and_memory,
     hardware.compiler, environment.hub_token, environment.hub, environment.wandb, environment.proxies,
     environment.ports, environment.host_name, environment.unread_variables, environment.libraries,
     environment.encoding, environment.code,

@@ -1,4 +1,4 @@
-"""Checks of what this machine offers: GPUs, what Slurm grants, disks, quotas, limits, cores and memory."""
+"""Checks of what this machine offers: GPUs, what Slurm grants, disks, limits, cores and memory."""
 
 import math
 import os
@@ -7,7 +7,6 @@ import resource
 import shlex
 import shutil
 import socket
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -25,19 +24,7 @@ from grpo_recipes.process.scratch import SHARED_MEMORY, is_held, names_in_use, s
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, ok, problem, together, warning
 from grpo_recipes.slurm.client import walltime_seconds
 
-_GPU_FIELDS = (
-    "index", "uuid", "name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total",
-    "mig.mode.current", "compute_mode",
-)  # fmt: skip
-# Field of nvidia-smi, the values that are wrong, what they mean, the status, the fix.
-_GPU_FAULTS = (
-    ("ecc.errors.uncorrected.volatile.total", r"[1-9]\d*", "had uncorrected memory errors", PROBLEM,
-     "leave it out (CUDA_VISIBLE_DEVICES) and report it to the admins"),
-    ("mig.mode.current", "Enabled", "is cut into MIG slices, which have no direct way to each other", WARNING,
-     "ask for whole GPUs, or train on one slice with vllm_mode: colocate"),
-    ("compute_mode", "Exclusive_Process", "takes one process at a time", WARNING,
-     "keep server and trainers on separate GPUs (vllm_mode: server), or ask for mode Default"),
-)  # fmt: skip
+_GPU_FIELDS = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used")
 _NODE_FIELDS = ("partition", "time limit", "nodes", "gres", "state", "names")
 _UNUSABLE = ("down", "drain", "fail", "maint", "inval", "unk")
 _ASK_FOR_GPUS = "submit with sbatch --gres=gpu:8 training.sh; look from inside a job: srun --gres=gpu:1 grpo doctor"
@@ -47,17 +34,14 @@ _LITTLE_SPACE = 20e9  # a 7B checkpoint is larger; a 1.5B one with its optimizer
 _FULL = 1e9
 _LITTLE_SHARED = 2**30
 _LITTLE_MEMORY = 4e9
-_FEW_FILES = 10_000  # that a file system still takes
-_SKEW_SECONDS = 2.0
 _NEW_SECONDS = 60.0  # a folder this new may be that of a launch that begins
-_ELSEWHERE = "remove files there, or set run_root and CACHE_ROOT to another file system"
 
 
 def gpus(machine: Machine) -> Finding:
-    """The NVIDIA driver, whether it is new enough for torch, and the GPUs: visible, free and without errors."""
-    plain = "--format=csv,noheader,nounits"
+    """The NVIDIA driver, whether it is new enough for torch, and the GPUs that are visible and free."""
+    query = f"--query-gpu={','.join(_GPU_FIELDS)}"
     try:
-        found = machine.table(",", _GPU_FIELDS, "nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", plain)
+        found = machine.table(",", _GPU_FIELDS, "nvidia-smi", query, "--format=csv,noheader,nounits")
     except NoAnswer as error:
         return problem(str(error), "leave this node out and report it to the admins: its driver must be loaded again")
     if not found and machine.device != "cuda":
@@ -87,17 +71,11 @@ def gpus(machine: Machine) -> Finding:
         fix = "the driver's count is used; check --gres and the site's gres.conf"
         findings.append(warning(f"{what}, Slurm granted {granted}", fix))
     visible = [gpu for gpu in found if any(id == gpu["index"] or gpu["uuid"].startswith(id) for id in ids)]
-    busy, running = [gpu for gpu in visible if _gib(gpu, "used") > 1], list[dict[str, str]]()
-    if busy:
-        with noted(findings):
-            running = machine.table(",", ("uuid", "pid"), "nvidia-smi", "--query-compute-apps=gpu_uuid,pid", plain)
-    for gpu in busy:
-        pids = ", ".join(one["pid"] for one in running if one["uuid"] == gpu["uuid"]) or "unknown"
-        held = f"GPU {gpu['index']}: {_gib(gpu, 'used'):.1f} of {_gib(gpu, 'total'):.0f} GiB held by pid {pids}"
-        findings.append(warning(held, "wait for it, or set CUDA_VISIBLE_DEVICES to others"))
-    for field, wrong, means, status, fix in _GPU_FAULTS:
-        if faulty := [gpu["index"] for gpu in found if re.fullmatch(wrong, gpu[field])]:
-            findings.append(Finding(status, f"GPU {', '.join(faulty)} {means}", fix))
+    for gpu in visible:
+        if _gib(gpu, "used") > 1:
+            used = f"GPU {gpu['index']}: {_gib(gpu, 'used'):.1f} of {_gib(gpu, 'total'):.0f} GiB are in use"
+            fix = "wait for its processes (nvidia-smi lists them), or set CUDA_VISIBLE_DEVICES to other GPUs"
+            findings.append(warning(used, fix))
     return together(findings)
 
 
@@ -169,31 +147,10 @@ def _space(name: str, path: Path) -> Finding:
     folder = existing(path)
     if not os.access(folder, os.W_OK):
         return problem(f"{name}: you may not write to {shown(folder)}", f"set {name} to a folder you may write to")
-    free, stat = shutil.disk_usage(folder).free, os.statvfs(folder)
-    few = stat.f_files > 0 and stat.f_favail < _FEW_FILES
-    what = f"{name} {shown(path)}: {gigabytes(free)} free" + (f", {stat.f_favail} more files" if few else "")
+    free = shutil.disk_usage(folder).free
+    what = f"{name} {shown(path)}: {gigabytes(free)} free"
     larger = f"make room there, or set {name} to a larger file system"
-    fewer = "remove files there: the file system counts them"
-    return judge(what, (free < _FULL, PROBLEM, larger), (free < _LITTLE_SPACE, WARNING, larger), (few, WARNING, fewer))
-
-
-def quota(machine: Machine) -> Finding:
-    """Your quotas, by the programs quota and lfs where they are installed; warns from 90 %."""
-    mounts = {existing(machine.run_root), existing(cache_root(machine.environment)), machine.home}
-    # by number: the user of a container may have no name
-    commands = [("lfs", "quota", "-q", "-u", str(os.getuid()), str(path)) for path in sorted(mounts)]
-    printed = "\n".join(machine.ask(*argv).stdout for argv in [("quota", "-w"), *commands])
-    findings = []
-    # File system, kilobytes used (a star marks what is exceeded), two limits (0 means none); a long name puts its
-    # numbers on the next line.
-    pattern = re.compile(r"^\s*(\S*[/:]\S*)\s+(\d+)\*?\s+(\d+)\s+(\d+)", re.MULTILINE)
-    for name, *numbers in sorted(set(pattern.findall(printed))):
-        used, *limits = (1024 * int(number) for number in numbers)
-        if limit := min(filter(None, limits), default=0):
-            what = f"{name}: {gigabytes(used)} of {gigabytes(limit)} used"
-            full, nearly = used >= limit, used > 0.9 * limit
-            findings.append(judge(what, (full, PROBLEM, _ELSEWHERE), (nearly, WARNING, _ELSEWHERE)))
-    return together(findings or [ok("none found by quota and lfs")])
+    return judge(what, (free < _FULL, PROBLEM, larger), (free < _LITTLE_SPACE, WARNING, larger))
 
 
 def shared_memory(machine: Machine) -> Finding:
@@ -222,26 +179,12 @@ def leftovers(machine: Machine) -> Finding:
     return judge(what, (dead, WARNING, f"remove them: rm -r {shlex.join(map(str, dead))}"))
 
 
-def clock(machine: Machine) -> Finding:
-    """Clock of the file system of run_root against this machine's: file times decide which run is the newest."""
-    folder = existing(machine.run_root)
-    if not os.access(folder, os.W_OK):
-        return ok("run_root cannot be written: nothing to compare")
-    before = time.time()
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".grpo-clock-") as file:
-        written = os.stat(file.name).st_mtime
-    off = max(before - written, written - time.time(), 0.0)
-    fix = "report it to the admins (NTP of the file server or of this node)"
-    return judge(f"{shown(folder)} is {off:.0f} s off", (off > _SKEW_SECONDS, WARNING, fix))
-
-
 # The letter of `ulimit`, what it limits, the least a run needs, the status below it, the fix where the hard one is low.
 _ADMINS = "ask the admins for more (the limits of slurmd or of the container)"
 _JOBS = "set it to unlimited before sbatch; login nodes have such limits, jobs seldom"
 _ULIMITS = (
     ("n", "open files", resource.RLIMIT_NOFILE, 4096, WARNING, _ADMINS),  # torch, vLLM: one a shared tensor or request
     ("u", "processes", resource.RLIMIT_NPROC, 4096, WARNING, _ADMINS),
-    ("l", "locked memory", resource.RLIMIT_MEMLOCK, math.inf, WARNING, "ask the admins (LimitMEMLOCK of slurmd)"),
     ("v", "address space", resource.RLIMIT_AS, math.inf, PROBLEM, _JOBS),
     ("f", "file size", resource.RLIMIT_FSIZE, math.inf, PROBLEM, _JOBS),
     ("t", "CPU seconds", resource.RLIMIT_CPU, math.inf, PROBLEM, _JOBS),
@@ -250,13 +193,12 @@ _ULIMITS = (
 
 def limits(machine: Machine) -> Finding:
     """Limits of open files, processes, memory, file size and CPU time (ulimit); whether a crash writes a core file."""
-    infiniband = Path("/sys/class/infiniband").is_dir()  # it alone needs locked memory
     findings = []
     for letter, name, which, least, status, beyond in _ULIMITS:
         soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(which))
         fix = f"ulimit -{letter} {hard} before sbatch, which hands your soft limits on".replace("inf", "unlimited")
-        low, what = soft < least and (letter != "l" or infiniband), f"{name} (ulimit -{letter}) {soft}"
-        findings.append(judge(what.replace("inf", "unlimited"), (low, status, beyond if hard < least else fix)))
+        what = f"{name} (ulimit -{letter}) {soft}".replace("inf", "unlimited")
+        findings.append(judge(what, (soft < least, status, beyond if hard < least else fix)))
     pattern = Path("/proc/sys/kernel/core_pattern")
     if resource.getrlimit(resource.RLIMIT_CORE)[0] != 0 and not pattern.read_text().startswith("|"):
         what = "a crash writes a core file, as large as the process was"

@@ -1,5 +1,5 @@
-"""Publishing the trained model on the hub: by the launcher, from complete checkpoints and the final model alone.
+"""Publishing the trained model on the hub: one push at the end of a run.
 
-Read ``push`` (where, asked before a run starts; and one commit, in a process of its own), ``publisher`` (what is pushed
-when), ``card`` with ``card.md.j2`` (the model's page).
+Read ``push`` (the target, checked before a run starts; and one commit, in a process of its own) and ``publisher`` (the
+push at the end, and the model card from ``card.md.j2``).
 """

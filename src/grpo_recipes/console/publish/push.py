@@ -1,8 +1,8 @@
-"""Ask the hub where a run publishes, before it starts; and make one commit there, in a process of its own.
+"""Ask the hub where a run publishes, before it starts; and push the trained model there as one commit.
 
     python -m grpo_recipes.console.publish.push JOB.json
 
-The launcher starts that process: trainers and server run offline, and a push that fails or hangs must not touch them.
+The launcher starts this process at the end of the run. A push that hangs can then be killed.
 """
 
 import json
@@ -24,6 +24,10 @@ from grpo_recipes.runs.rundir import write_json
 
 WAITS = (5.0, 20.0)  # seconds between attempts
 _LONGEST_QUESTION, _LONGEST_WAIT = 30.0, 300.0  # seconds for one answer of the hub: before a run, and in a push
+_MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", ".md")
+_TEMPLATES = "additional_chat_templates/"
+# Training state, not part of the model.
+_STATE = ("trainer_state.json", "order_of_data.json", "controllers.json", "zero_to_fp32.py")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", "adapter_config.json")
 _LOGIN = "export HF_TOKEN, or run hf auth login, with a token that may write; or try again"
 
@@ -34,14 +38,12 @@ class Target:
 
     repo: str  # user/name
     private: bool  # whether the repository is private when it is made
-    branch: str  # gets the commits
-    strategy: str  # end, every_save, checkpoint or all_checkpoints
-    always: bool  # push every checkpoint, though the push before is not finished
+    branch: str  # gets the commit
     note: str = ""  # what the user should know
 
     def __str__(self) -> str:
         kind = f"a {'private' if self.private else 'public'} repository if it is new"
-        return f"{self.repo} ({self.branch}, {self.strategy}; {kind})" + (f"; {self.note}" if self.note else "")
+        return f"{self.repo} ({self.branch}; {kind})" + (f"; {self.note}" if self.note else "")
 
 
 def repository_name(recipe: Recipe, run_name: str) -> str:
@@ -73,8 +75,7 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
         pass
     except unanswered as error:  # some tokens may write and not read
         note = f"cannot find out whether {repo} exists and is public ({error_line(error)})"
-    branch, strategy, always = recipe["hub_revision"] or "main", recipe["hub_strategy"], recipe["hub_always_push"]
-    return Target(repo, private, branch, strategy, always, note)
+    return Target(repo, private, recipe["hub_revision"] or "main", note)
 
 
 def need_dataset(name: str, where: str, environment: Mapping[str, str]) -> str:
@@ -141,26 +142,33 @@ def _writable(where: str, name: str, account: dict[str, Any], fix: str) -> tuple
 def main(path: str) -> int:
     """Push as a job says, again after each of its ``waits`` (seconds), and write its ``result``: a file."""
     job = json.loads(Path(path).read_text())
-    target, folder, result = Target(**job["target"]), Path(job["folder"]), Path(job["result"])
+    target, model, result = Target(**job["target"]), Path(job["model"]), Path(job["result"])
     error = ""
     for wait in (0.0, *job["waits"]):
         time.sleep(wait)
         try:
-            write_json(result, push(target, folder, job["message"]))
+            write_json(result, push(target, model))
             return 0
-        except Exception as failure:  # whatever it is, the run must hear of it and go on
+        except Exception as failure:  # the launcher reports every failure
             error = f"{type(failure).__name__}: {error_line(failure)}"
             print(f"grpo: push to {target.repo} failed: {error}", flush=True)
     write_json(result, {"repo": target.repo, "error": f"{error} ({len(job['waits']) + 1} attempts)"})
     return 1
 
 
-def push(target: Target, folder: Path, message: str) -> dict[str, Any]:
-    """Make the repository and the branch if they are not there, and add one commit with all files of a folder.
+def model_files(folder: Path) -> list[Path]:
+    """Return the files of the model: weights, configuration, tokenizer. Empty without whole weights."""
+    paths = [*folder.iterdir(), *folder.glob(f"{_TEMPLATES}*")]
+    files = [path for path in paths if path.name.endswith(_MODEL_SUFFIXES) and path.name not in _STATE]
+    return sorted(files) if any(path.name.endswith(".safetensors") for path in files) else []
 
-    The commit removes what earlier pushes left in the folders that are pushed, and other weights in the root: an old
-    model.safetensors is preferred to new shards. It is one (``HfApi.upload_folder`` may make several), as half a model
-    must never be the newest. Return repo, revision, commit and url.
+
+def push(target: Target, model: Path) -> dict[str, Any]:
+    """Create the repository and the branch if needed, and add one commit with the files of the model.
+
+    The commit removes weights and chat templates of earlier models: an old model.safetensors would be preferred to new
+    shards. There is only one commit, so the newest revision is never half a model. ``HfApi.upload_folder`` may make
+    several. Return repo, revision, commit and url.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -168,18 +176,18 @@ def push(target: Target, folder: Path, message: str) -> dict[str, Any]:
     api.create_repo(target.repo, private=target.private, exist_ok=True)
     if target.branch != "main":
         api.create_branch(target.repo, branch=target.branch, exist_ok=True)
-    files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    has_model, inside = any("/" not in name for name in files), tuple(f"{one.name}/" for one in folder.iterdir())
+    files = {str(path.relative_to(model)): path for path in model_files(model)}
     others = [name for name in api.list_repo_files(target.repo, revision=target.branch) if name not in files]
-    weights = [name for name in others if has_model and "/" not in name and name.endswith(_WEIGHTS)]
-    old = [CommitOperationDelete(name) for name in others if name in weights or name.startswith(inside)]
+    weights = [name for name in others if "/" not in name and name.endswith(_WEIGHTS)]
+    templates = [name for name in others if name.startswith(_TEMPLATES)]
+    old = [CommitOperationDelete(name) for name in (*weights, *templates)]
     new = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
-    done = api.create_commit(target.repo, [*old, *new], commit_message=message, revision=target.branch)
+    done = api.create_commit(target.repo, [*old, *new], commit_message="Final model", revision=target.branch)
     url = f"{api.endpoint}/{target.repo}/tree/{target.branch}"
     return {"repo": target.repo, "revision": target.branch, "commit": done.oid, "url": url}
 
 
 if __name__ == "__main__":
-    die_with_parent(os.getppid(), signal.SIGKILL)  # SIGTERM is ignored by the launcher's last processes
+    die_with_parent(os.getppid(), signal.SIGKILL)  # the launcher ignores SIGTERM at its end, and children inherit that
     bound_every_wait(_LONGEST_WAIT)
     sys.exit(main(sys.argv[1]))

@@ -20,6 +20,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
+from grpo_recipes.process.reports import plural
 from grpo_recipes.runs.health import mean, number, percent
 from grpo_recipes.secrets import masked, masked_environment
 from grpo_recipes.stats import half_interval, score_names
@@ -73,11 +74,6 @@ def compact(values: Iterable[float | None]) -> str:
         "-" if value is None else f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e7 else f"{value:.4g}"
         for value in values
     )
-
-
-def plural(count: float, name: str) -> str:
-    """Return "1 step" or "2,000 steps"."""
-    return f"{count:,.0f} {name}{'s' * (count != 1)}"
 
 
 def spread(

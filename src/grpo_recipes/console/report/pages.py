@@ -21,11 +21,12 @@ from markupsafe import Markup
 
 from grpo_recipes.console.report import run_charts
 from grpo_recipes.console.report.chart import Chart, buckets, curve_of, histogram, window_of
-from grpo_recipes.console.report.page import ENOUGH_SEEDS, SMOKE_BADGE, fragment, plural, render, short, spread
+from grpo_recipes.console.report.page import ENOUGH_SEEDS, SMOKE_BADGE, fragment, render, short, spread
 from grpo_recipes.console.report.read import Group, RunRecord, read_rows, read_run, scored_rows
 from grpo_recipes.console.report.transcripts import Transcript, transcript_of
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.paths import as_argument, shown
+from grpo_recipes.process.reports import plural
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.endings import reward_fix
 from grpo_recipes.runs.health import notices_of, number, percent

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from grpo_recipes.console.report.chart import Chart, Curve, around, buckets, curve_of, smooth, window_of
-from grpo_recipes.console.report.page import plural, short
+from grpo_recipes.console.report.page import short
 from grpo_recipes.console.report.read import Group, RunRecord, Table
+from grpo_recipes.process.reports import plural
 from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.runs.health import known
 from grpo_recipes.runs.metric import Metric

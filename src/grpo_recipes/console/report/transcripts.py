@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_recipes.console.report.page import plural, short
+from grpo_recipes.console.report.page import short
+from grpo_recipes.process.reports import plural
 from grpo_recipes.runs.health import number
 
 POLICY = "policy"

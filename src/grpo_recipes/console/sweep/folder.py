@@ -1,7 +1,4 @@
-"""The directory of a sweep: ``sweep.json``, a run directory for each trial, and the page that compares them.
-
-That of a comparison (`grpo compare`) is read here too: ``compare.json``, and a run directory for each mode.
-"""
+"""The directory of a sweep: ``sweep.json``, a run directory for each trial, and the page that compares them."""
 
 import contextlib
 import fcntl
@@ -13,34 +10,37 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 from urllib.parse import quote
 
 from grpo_recipes.console.report.page import NOTHING, SMOKE_BADGE, render, short, spread
 from grpo_recipes.console.report.pages import GOES_ON, comparison, comparison_sentence, differing_facts, group_of
 from grpo_recipes.console.report.read import Group, RunRecord, read_run
 from grpo_recipes.console.sweep.spec import SEED, SweepSpec, Trial
-from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.submission import Submission, freeze
-from grpo_recipes.paths import as_argument, newest_first, shown
+from grpo_recipes.paths import as_argument, shown
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe import Recipe, Value
+from grpo_recipes.runs.benchmark import numbers_of
+from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.groups import COMPLETED, GONE, RunGroup
 from grpo_recipes.runs.health import known, number
-from grpo_recipes.runs.rundir import CELLS, make_folder, read_json, timestamp, write_json, write_whole
+from grpo_recipes.runs.rundir import CELLS, Run, make_folder, read_json, timestamp, write_json, write_whole
 from grpo_recipes.secrets import masked
 
 RECORD = "sweep.json"
 FOLDER = "sweeps"  # under run_root
-COMPARISON, COMPARISONS = "compare.json", "comparisons"  # record and folder of `grpo compare`
-GONE = "gone"  # status of a trial whose run directory is not there
-COMPLETED = "completed"
 PAGE = "sweep.html"
 REWARD = "reward"  # the metric of a search by default: the final reward, by which a comparison ranks
 _LOCK_SECONDS = 60
+_MEASURED_AXES = frozenset({"weight_sync", "vllm_mode"})  # keys that are swept for speed and memory
+_MEASURES = ("update s", "sync s", "mem GB", "save MB")
+_MEASURES_FOOT = "mem: peak of the first training process, without the server; save: the newest checkpoint"
 _PARTS = dict.fromkeys(("name", "timestamp", "command", "fingerprint"), str) | {
     "axes": dict,
     "jobs": list,
@@ -49,13 +49,25 @@ _PARTS = dict.fromkeys(("name", "timestamp", "command", "fingerprint"), str) | {
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """A sweep directory."""
+class Sweep(RunGroup):
+    """A sweep directory; ``record`` is the content of sweep.json."""
 
-    folder: Path  # absolute
-    record: dict[str, Any]  # the content of sweep.json
     kind: ClassVar[str] = "sweep"
-    trial: ClassVar[str] = "trial"  # what each of its runs is called
+    parent: ClassVar[str] = FOLDER
+    record_file: ClassVar[str] = RECORD
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read a sweep directory; another folder, or a damaged record, is a ``ConfigError``."""
+        record = read_json(folder / RECORD)
+        if not record:
+            fix = f"name a folder under run_root/{FOLDER}"
+            raise config_error(shown(folder), f"is not a sweep directory (no {RECORD})", fix)
+        wrong = [key for key, kind in _PARTS.items() if not isinstance(record.get(key), kind)]
+        if wrong or not all(_is_trial(entry, record["axes"]) for entry in record["cells"]):
+            what = f"is damaged ('{(wrong or ['cells'])[0]}' is not what a sweep writes)"
+            raise config_error(shown(folder / RECORD), what, "restore it, or move the folder away")
+        return cls(folder.absolute(), record)
 
     @property
     def names(self) -> list[str]:
@@ -65,11 +77,6 @@ class Sweep:
     def trial_dir(self, index: int) -> Path:
         """Return a trial's run directory."""
         return self.folder / CELLS / self.names[index]
-
-    def status(self, index: int) -> str:
-        """Return the status in the trial's ``summary.json``, or ``GONE``."""
-        summary = read_json(self.trial_dir(index) / "summary.json")
-        return str(summary.get("status", "unknown")) if summary else GONE
 
     def gaps(self) -> list[int]:
         """Return the indices of the trials that have not completed; of a search those that Optuna waits for."""
@@ -91,27 +98,6 @@ class Sweep:
         if "search" in self.record:
             return str(self.record["command"])
         return f"grpo sweep --resume {as_argument(self.folder)}"
-
-
-@dataclass(frozen=True)
-class Comparison(Sweep):
-    """The directory of `grpo compare`, whose trials are modes."""
-
-    kind: ClassVar[str] = "compare"
-    trial: ClassVar[str] = "mode"
-
-    @property
-    def names(self) -> list[str]:
-        """Return the modes by their index."""
-        return [str(row["mode"]) for row in self.record["modes"]]
-
-    def trial_dir(self, index: int) -> Path:
-        """Return a mode's run directory."""
-        return self.folder / self.names[index]
-
-    def again(self) -> str:
-        """Return the command that continues one of the modes."""
-        return f"grpo launch --resume {as_argument(self.folder)}/MODE --benchmark"
 
 
 def fingerprint(spec: SweepSpec, trials: Sequence[Trial]) -> str:
@@ -178,19 +164,6 @@ def freeze_trial(sweep: Sweep, trial: Trial, resources: Resources, environment: 
     freeze(Submission(recipe, names, resources, assets, plan, environment))
 
 
-def read_sweep(folder: Path) -> Sweep:
-    """Read a sweep directory; another folder, or a damaged record, is a ``ConfigError``."""
-    record = read_json(folder / RECORD)
-    if not record:
-        fix = f"name a folder under run_root/{FOLDER}"
-        raise config_error(shown(folder), f"is not a sweep directory (no {RECORD})", fix)
-    wrong = [key for key, kind in _PARTS.items() if not isinstance(record.get(key), kind)]
-    if wrong or not all(_is_trial(one, record["axes"]) for one in record["cells"]):
-        what = f"is damaged ('{(wrong or ['cells'])[0]}' is not what a sweep writes)"
-        raise config_error(shown(folder / RECORD), what, "restore it, or move the folder away")
-    return Sweep(folder.absolute(), record)
-
-
 def _is_trial(entry: Any, axes: Mapping[str, Any]) -> bool:
     """Return whether an entry of a record is a trial, with a text for every axis."""
     match entry:
@@ -199,21 +172,11 @@ def _is_trial(entry: Any, axes: Mapping[str, Any]) -> bool:
     return False
 
 
-def read_comparison(folder: Path) -> Comparison:
-    """Read the directory of a comparison; a damaged record is a ``ConfigError``."""
-    record = read_json(folder / COMPARISON)
-    modes = record.get("modes")
-    if not isinstance(modes, list) or not all(isinstance(one, dict) and "mode" in one for one in modes):
-        what = "is damaged ('modes' is not what a comparison writes)"
-        raise config_error(shown(folder / COMPARISON), what, "restore it, or move the folder away")
-    return Comparison(folder.absolute(), {"jobs": [], **record})
-
-
 def find_sweep(root: Path, which: str) -> Sweep:
     """Return the sweep that a person means by a path, or by ``last``: the newest in ``root``."""
     if which != "last":
-        return read_sweep(Path(which))
-    if sweeps := sweeps_in(root):
+        return Sweep.read(Path(which))
+    if sweeps := Sweep.all_in(root):
         return sweeps[0]
     raise config_error("last", f"there is no sweep in {shown(root)}", "name the sweep directory, or set RUN_ROOT")
 
@@ -221,21 +184,12 @@ def find_sweep(root: Path, which: str) -> Sweep:
 def unfinished(spec: SweepSpec, trials: Sequence[Trial], elsewhere: Sequence[Path]) -> Sweep | None:
     """Return the newest sweep of the same trials that is not over, in its folder or one of ``elsewhere``, or None."""
     mark, roots = fingerprint(spec, trials), [sweep_root(trials[0].recipe), *(root / FOLDER for root in elsewhere)]
-    for sweep in (sweep for root in roots for sweep in sweeps_in(root) if sweep.record["fingerprint"] == mark):
+    for sweep in (sweep for root in roots for sweep in Sweep.all_in(root) if sweep.record["fingerprint"] == mark):
         if spec.search:
             sweep.record["search"]["trials"] = spec.search.trials
         if not sweep.is_over():
             return sweep
     return None
-
-
-def sweeps_in(root: Path, record: str = RECORD) -> list[Sweep]:
-    """Return the sweeps of a folder, with ``COMPARISON`` its comparisons, the newest first."""
-    read, found = read_comparison if record == COMPARISON else read_sweep, list[Sweep]()
-    for path in newest_first(root.glob(f"*/{record}")):
-        with contextlib.suppress(ConfigError):  # one that is damaged hides no other
-            found.append(read(path.parent))
-    return found
 
 
 # --- what its trials came to
@@ -274,17 +228,22 @@ def settings(sweep: Sweep, results: Sequence[Result]) -> list[Group]:
 
 
 def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
-    """Return a line for each trial and, where the seed is varied, each setting's mean with its 95 % interval."""
+    """Return a line for each trial and, if the seed is varied, each setting's mean with its 95 % interval.
+
+    If the weight sync method or the vLLM mode is varied, the lines have seconds, memory and checkpoint size too.
+    """
     keys = list(sweep.record["axes"])
-    rows = [(*keys, "status", "steps", "reward", "evaluation")]
+    measures = not _MEASURED_AXES.isdisjoint(keys)
+    rows = [(*keys, "status", "steps", "reward", "evaluation", *(_MEASURES if measures else ()))]
     for result in results:
         steps = rewards = evaluation = NOTHING
         if result.run is not None:
             outcome, evaluation = result.run.outcome, short(result.run.evals.last("eval_reward"))
             rewards = NOTHING if outcome.last is None else f"{short(outcome.first)} -> {short(outcome.last)}"
             steps = f"{outcome.steps:,.0f}"
-        rows.append((*(result.values[key] for key in keys), result.status, steps, rewards, evaluation))
-    lines = aligned(rows)
+        cells = (*(result.values[key] for key in keys), result.status, steps, rewards, evaluation)
+        rows.append((*cells, *(_measures(result.run) if measures else ())))
+    lines = [*aligned(rows), *([_MEASURES_FOOT] if measures else [])]
     if SEED in keys:
         groups = settings(sweep, results)
         means = [
@@ -296,6 +255,19 @@ def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
     if "search" in sweep.record:
         lines += _best(sweep)
     return "\n".join(lines)
+
+
+def _measures(run: RunRecord | None) -> list[str]:
+    """Return a run's seconds per update and per weight sync, memory in GB and checkpoint size in MB, for a table."""
+    if run is None or not run.outcome.steps:
+        return [NOTHING] * len(_MEASURES)
+    numbers = numbers_of(Run(run.folder))
+    checkpoint = newest_complete(run.folder / "checkpoints")
+    files = [path for path in checkpoint.rglob("*") if path.is_file()] if checkpoint else []
+    size = sum(path.stat().st_size for path in files) / 1e6
+    memory = numbers.get("peak_gpu_memory_gb", numbers.get("peak_process_memory_gb"))
+    values = (numbers["avg_step_time_seconds"], numbers["avg_sync_time_seconds"], memory, size or None)
+    return [NOTHING if value is None else short(value) for value in values]
 
 
 def _best(sweep: Sweep) -> list[str]:

@@ -26,7 +26,8 @@ from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.terminal import LOG
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import read_frozen
-from grpo_recipes.recipe.rules import asks_another
+from grpo_recipes.recipe.rules import asks_another, removal
+from grpo_recipes.runs.groups import COMPLETED, GONE
 from grpo_recipes.runs.rundir import Run, claim, code_state, read_json, stop_file, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
 from grpo_recipes.slurm.profile import Profile, render
@@ -77,6 +78,9 @@ def start(
         if asked := next((trial.recipe for trial in trials if asks_another(trial.recipe)), None):
             key, fix = "vllm_server_base_url", "remove it: each run starts its own server; or leave out --slurm"
             raise config_error(asked.place(key), "the runs of an array would give one server different weights", fix)
+        if grouped := next((trial.recipe for trial in trials if trial.recipe["atropos_api_url"] is not None), None):
+            fix = f"{removal(grouped, 'atropos_api_url')}: each run starts its own run-api; or leave out --slurm"
+            raise config_error(grouped.place("atropos_api_url"), "the runs of an array can't share a run-api", fix)
         submission.need_environment(profile)
         # As `grpo submit` does: models, data and rewards are loaded once for all trials that differ in numbers alone.
         unlike: dict[tuple[str, ...], Trial] = {}
@@ -99,7 +103,7 @@ def start(
         return _list_runs(spec, trials, sweep)
     if sweep is not None:
         say(f"going on with {shown(sweep.folder)}, the same sweep (--new begins another)")
-        gone = [] if spec.search else [trial for trial in trials if sweep.status(trial.index) == sweeps.GONE]
+        gone = [] if spec.search else [trial for trial in trials if sweep.status(trial.index) == GONE]
         code = {key: value for key, value in code_state().items() if key != "patch"}
         if (gone or spec.search) and code != sweep.record["code"]:
             why = f"the run directory of {gone[0].name} is gone" if gone else "new trials are to begin"
@@ -137,7 +141,7 @@ def start_again(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str,
     if "search" in sweep.record:
         what = f"{shown(sweep.folder)} is a search, which needs its keys to go on"
         raise config_error("--resume", what, f"run its command again: {sweep.again()}")
-    gone = [sweep.names[index] for index in sweep.gaps() if sweep.status(index) == sweeps.GONE]
+    gone = [sweep.names[index] for index in sweep.gaps() if sweep.status(index) == GONE]
     if gone:
         what = f"the run directory of {', '.join(gone)} is gone"
         raise config_error("--resume", what, f"make it again: {sweep.record['command']}")
@@ -146,7 +150,7 @@ def start_again(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str,
 
 def run_task(folder: Path, environment: Mapping[str, str]) -> int:
     """Run the trial of the array task that this process is; every task that ends writes the comparison anew."""
-    sweep = sweeps.read_sweep(folder)
+    sweep = sweeps.Sweep.read(folder)
     task = environment.get(INDEX, "")  # set by Slurm
     if not task.isdecimal() or int(task) >= len(sweep.names):
         raise config_error(INDEX, f"'{task}' is not a trial of {folder.name}", "submit with grpo sweep --slurm")
@@ -190,7 +194,7 @@ def _comparison(sweep: sweeps.Sweep) -> list[str]:
     except Exception as error:
         return [f"comparison not written ({type(error).__name__}: {error}); try again: grpo report {folder}"]
     lines = [sweeps.text_table(sweep, results)]
-    left = [f"{result.name} ({result.status})" for result in results if result.status != sweeps.COMPLETED]
+    left = [f"{result.name} ({result.status})" for result in results if result.status != COMPLETED]
     if left:
         lines.append(f"grpo: not completed: {', '.join(left)}")
     if not sweep.is_over():
@@ -235,8 +239,8 @@ class SignalForwarder:
     def __init__(self, request: Path | None = None) -> None:
         self.seen: int | None = None  # the first signal that came
         self._request = request  # the file by which `grpo stop` asks, as a SIGINT does
-        self._told: set[int] = set()  # pids of the children that a signal was passed on to
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._child: subprocess.Popen[bytes] | None = None  # the launch that runs
+        self._told: set[int] = set()  # pids of the launches that a signal was passed on to
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             # nohup, or a shell's background job, has a signal ignored on purpose; a batch script has USR1 for us.
             if signum == signal.SIGUSR1 or signal.getsignal(signum) != signal.SIG_IGN:
@@ -244,8 +248,8 @@ class SignalForwarder:
 
     def _handle(self, signum: int, _: object) -> None:
         self.seen = self.seen or signum
-        for child in self._children:
-            self._tell(child, signum)
+        if self._child is not None:
+            self._tell(self._child, signum)
 
     def _tell(self, child: subprocess.Popen[bytes], signum: int) -> None:
         if child.poll() is None:
@@ -258,22 +262,21 @@ class SignalForwarder:
             self._handle(signal.SIGINT, None)
         return self.seen is not None
 
-    def begin(self, argv: Sequence[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
-        """Start a launch, which gets the signals; its output is added to ``log``, or goes where ours goes."""
+    def run(self, argv: Sequence[str], environment: Mapping[str, str], log: Path | None) -> int:
+        """Run a launch to its end and return its exit code, 128+n for a signal.
+
+        The launch gets the signals. Its output is added to ``log``, or goes to our own output.
+        """
         end_with_us = functools.partial(die_with_parent, os.getpid())
         with log.open("ab") if log else nullcontext() as file:
             child = subprocess.Popen(
                 argv, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                 start_new_session=True, preexec_fn=end_with_us,
             )  # fmt: skip
-        self._children.append(child)
+        self._child = child
         if self.seen is not None and child.pid not in self._told:  # it came while the child was made
             self._tell(child, self.seen)
-        return child
-
-    def run(self, argv: Sequence[str], environment: Mapping[str, str], log: Path | None) -> int:
-        """Run a launch to its end; return its exit code, 128+n for a signal. The rest is as of ``begin``."""
-        child, code = self.begin(argv, environment, log), None
+        code = None
         while code is None:
             self.asked()
             with suppress(subprocess.TimeoutExpired):

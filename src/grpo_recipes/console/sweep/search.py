@@ -24,6 +24,7 @@ from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
+from grpo_recipes.runs.groups import COMPLETED, GONE
 from grpo_recipes.runs.rundir import Run, write_json
 
 STORAGE = "optuna.journal"
@@ -95,7 +96,7 @@ class Proposals:
                 trial.setdefault("value", told.value)
         for index in self.sweep.gaps():
             self._wait_for(self.sweep.trial_dir(index))
-            if self.sweep.status(index) == sweeps.COMPLETED:
+            if self.sweep.status(index) == COMPLETED:
                 self.ended(index, 0)
         self._write()
 
@@ -139,7 +140,7 @@ class Proposals:
 
     def _frozen(self, index: int) -> int:
         """Return the index of a trial whose run directory is there."""
-        if self.sweep.status(index) == sweeps.GONE:
+        if self.sweep.status(index) == GONE:
             shutil.rmtree(self.sweep.trial_dir(index), ignore_errors=True)
             values = self._trials[index]["values"]
             trial = Trial(index, self.sweep.names[index], values, self._recipe(values))

@@ -309,9 +309,10 @@ _VALUES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     **{key: partial(_installed, key) for key in PACKAGE_KEYS},
     "benchmarks": lambda value: _only(value, lambda name: not benchmark_problem(name, ""), "no benchmark here"),
     "callbacks": lambda value: _only(value, lambda name: source_path(name) is not None,
-        "no callback here; hub_strategy publishes checkpoints"),
+        "no callback here; push_to_hub publishes the final model"),
     "dataset_config": lambda value: (value[0], "") if isinstance(value, list) and value else (value, ""),
     "dataset_mixture": _mixture,
+    "hub_strategy": lambda value: (value if value == "end" else None, "the model is pushed once, at the end"),
     "lora_target_modules": lambda value: _only(value, lambda name: name.rpartition(".")[2] not in EMBEDDINGS,
         "embeddings get no adapter"),
     "report_to": lambda value: _only(value, lambda name: name in REPORTERS, "not supported"),
@@ -404,10 +405,6 @@ def _add(made: Migration, names: set[str]) -> None:
         add("eval_steps", logged, "TRL evaluates as often as it logs")
     if (alone := made.get("dataset_name")) and made.get("dataset_mixture"):
         alone.kept, alone.name, alone.why = False, alone.name or alone.key, "dataset_mixture is given"
-    if all((line := made.get(key)) and line.value is True for key in ("use_peft", "push_to_hub")):
-        if strategy := made.get("hub_strategy"):
-            strategy.kept, strategy.why = False, "end replaces it"
-        add("hub_strategy", "end", "checkpoints of a LoRA run hold the adapter alone, this is the merged model")
     grouped = made.get("atropos_api_url")  # environments have the problems
     for key in ("dataset_name", "model_name_or_path"):
         if made.get(key) is None and not (key == "dataset_name" and (made.get("dataset_mixture") or grouped)):

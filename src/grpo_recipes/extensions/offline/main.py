@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,13 +26,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from grpo_recipes.cli import Option, Parser, answer, load_command, option
+from grpo_recipes.cli import Option, Parser, answer, commands, load_command, option
 from grpo_recipes.cli.doors import in_words_of, launch_words, one_node_options, strange
 from grpo_recipes.cli.nodes import reject_other_launchers
-from grpo_recipes.cli.runs import launch_options, read_search, sweep_backend
-from grpo_recipes.console.sweep.folder import FOLDER as SWEEPS
-from grpo_recipes.console.sweep.run import start
-from grpo_recipes.console.sweep.spec import SweepSpec
+from grpo_recipes.cli.runs import launch_options
+from grpo_recipes.cli.sweeps import FlagsOf, need_sweeper
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.extensions.offline import keys as offline
 from grpo_recipes.launch.run import launch
@@ -51,34 +49,37 @@ _ANSWER_SECONDS = 5.0
 _ADDRESS = ("vllm_server_port", "vllm_server_base_url")
 _OF_A_LAUNCH = ("model.device", "generation.base_url", "eval.base_url")  # another one does not make another run
 _OVERRIDE = re.compile(r"[+~]{0,2}[\w.]+=")
-# Options of a launch that a sweep lacks, and of a sweep that a launch lacks, --local and --slurm last.
+# Options of a launch that a sweep lacks, and of a sweep that a launch lacks.
 _STARTS = one_node_options(load_command("launch").options)
 _LAUNCH = [option("--cfg"), *(start for start in _STARTS if start[0][0] != "--dry-run")]
-_SWEEP = [
-    one
-    for one in (*load_command("sweep").options, *load_command("sweep").exclusive)
-    if one[0][0] not in ("--resume", "--dry-run", "--cell")
+_SWEEP_COMMAND = load_command("sweep") if "sweep" in commands() else None  # None if no extension has the command
+_LOCAL_OR_SLURM = _SWEEP_COMMAND.exclusive if _SWEEP_COMMAND else ()
+_SWEEP_OPTIONS = [
+    sweep_option
+    for sweep_option in (_SWEEP_COMMAND.options if _SWEEP_COMMAND else ())
+    if sweep_option[0][0] not in ("--resume", "--dry-run", "--cell")
 ]
+_SWEEP = [*_SWEEP_OPTIONS, *_LOCAL_OR_SLURM]
 _INSTEAD = "remove it; the same command again goes on with a sweep, as grpo sweep --resume DIR does"
 _ABOUT = "Train by iterations over seeded problems. KEY=VALUE sets a key of conf/offline_grpo.yaml: train.lr=5e-6."
 
 
-@dataclass(frozen=True)
-class Sweep(SweepSpec):
-    """A sweep over Hydra keys: the flags of a trial are those of its whole configuration."""
+def flags_of(fixed: Sequence[str], swept: Sequence[str], own_port: bool, answers: bool) -> FlagsOf:
+    """Return a function that translates the values of a trial: its flags are those of its whole configuration.
 
-    fixed: tuple[str, ...] = ()  # overrides of all trials
-    swept: tuple[str, ...] = ()  # Hydra keys of the axes
-    own_port: bool = False  # each server takes a port of its own: jobs of an array may share a node
-    answers: bool = False  # whether a server answers at the address that the command names
+    ``fixed`` are the overrides of all trials, ``swept`` the Hydra keys of the axes. With ``own_port`` each server takes
+    a port of its own, because jobs of an array may share a node. ``answers`` says whether a server answers at the
+    address that the command names.
+    """
 
-    def flags_of(self, values: Mapping[str, str]) -> list[str]:
-        """Return the recipe flags of the trial with these values."""
-        words = [f"{key}={text}" for key, text in zip(self.swept, values.values(), strict=True)]
-        found = _translated(_composed([*self.fixed, *words])[0], lambda _: self.answers)
-        if self.own_port:
-            found.keys.pop("vllm_server_port", None)
-        return [*found.flags(), *self.flags]
+    def translated(values: Mapping[str, str]) -> list[str]:
+        words = [f"{key}={text}" for key, text in zip(swept, values.values(), strict=True)]
+        made = _translated(_composed([*fixed, *words])[0], lambda _: answers)
+        if own_port:
+            made.keys.pop("vllm_server_port", None)
+        return made.flags()
+
+    return translated
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,7 +144,7 @@ def _run(arguments: list[str]) -> int:
 def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], flags: list[str]) -> int:
     """Run every combination of the values of swept keys, or those that a search chooses."""
     _refuse_given(options, _LAUNCH, "changes nothing with -m", _INSTEAD)
-    backend = sweep_backend(options)
+    sweeper = need_sweeper("-m")(options)
     values = {one.get_key_element(): _values(word, one) for word, one in overrides}
     values = {key: texts for key, texts in values.items() if key not in offline.LISTS and texts}
     swept = {key: texts for key, texts in values.items() if len(texts) > 1 or (options.search and ".." in texts[0])}
@@ -153,27 +154,25 @@ def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], f
         fix = f"vary one of {', '.join(offline.SAME)}, or begin a sweep for each value"
         raise config_error(wrong[0], "cannot be swept", fix)
     fixed = [word for word, one in overrides if one.get_key_element() not in swept]
-    axes, search = {offline.SAME[key]: texts for key, texts in swept.items()}, None
-    if options.search:
-        axes, search = read_search(options, [f"{key}={','.join(texts)}" for key, texts in axes.items()], flags)
+    axes = sweeper.axes({offline.SAME[key]: texts for key, texts in swept.items()}, flags)
     first = [f"{key}={texts[0]}" for key, texts in zip(swept, axes.values(), strict=True)]
     config, hydra, earlier = _composed([*fixed, *first])
     answers = "generation.base_url" in values and _answers(config.generation.base_url)
     found, root = _translated(config, lambda _: answers), Path(hydra.sweep.dir).absolute()
-    _, variables = on_device(found.device, backend.resources(os.environ))
-    if variables and backend.profile:
+    _, variables = on_device(found.device, sweeper.resources(os.environ))
+    if variables and sweeper.is_submitted:
         what = f"'{found.device}' is a GPU of this machine, and the runs are jobs"
         raise config_error("model.device", what, "write model.device=auto")
     os.environ.update(variables)
     flags = [f"--run_root={root}", *([f"--run_name={options.name}"] if options.name else []), *flags]
-    own_port = bool(backend.profile) and "generation.base_url" not in values
-    spec = Sweep(str(home() / BASE), axes, flags, options.task, search, tuple(fixed), tuple(swept), own_port, answers)
+    own_port = sweeper.is_submitted and "generation.base_url" not in values
+    translated = flags_of(fixed, list(swept), own_port, answers)
     names = {f"--{key}": source for key, source in found.sources.items()}
     try:
         with translate(ConfigError, lambda error: in_words_of(error, names)):
-            return start(spec, backend, os.environ, options.new, options.dry_run, earlier)
+            return sweeper.start(str(home() / BASE), axes, flags, translated, earlier)
     except ConfigError:
-        _remove_empty(root / SWEEPS)
+        _remove_empty(root / sweeper.folder)
         raise
 
 
@@ -334,11 +333,15 @@ def _parser() -> Parser:
     parser.set_defaults(recipe=None, config=None)
     parser.add_argument("-m", "--multirun", action="store_true", help="run every combination: KEY=A,B or KEY='[A,B]'")
     parser.add_argument("--cfg", choices=["job"], help="print the configuration, and end")
-    for names, settings in (*_STARTS, *_SWEEP[:-2]):
+    for names, settings in (
+        *_STARTS,
+        *(sweep_option for sweep_option in _SWEEP if sweep_option not in _LOCAL_OR_SLURM),
+    ):
         parser.add_argument(*names, **settings)
-    group = parser.add_mutually_exclusive_group()
-    for names, settings in _SWEEP[-2:]:
-        group.add_argument(*names, **settings)
+    if _LOCAL_OR_SLURM:  # argparse can't print the usage of an empty group
+        group = parser.add_mutually_exclusive_group()
+        for names, settings in _LOCAL_OR_SLURM:
+            group.add_argument(*names, **settings)
     parser.add_argument("--task", help=argparse.SUPPRESS)
     return parser
 

@@ -1,0 +1,35 @@
+"""What the console adds to a run: ``report.html`` while it trains and at its end, and the push of its model."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from grpo_recipes.console.publish.publisher import publish_model
+from grpo_recipes.console.publish.push import Target, need_target
+from grpo_recipes.console.report.pages import report_line
+from grpo_recipes.launch.hooks import RunHooks
+from grpo_recipes.recipe import Recipe
+
+
+class ConsoleHooks(RunHooks):
+    """Write the report of a run and publish its model."""
+
+    def __init__(self) -> None:
+        self._target: Target | None = None  # the repository of the final model; None without push_to_hub
+        self._environment: Mapping[str, str] = {}
+
+    def check(self, recipe: Recipe, environment: Mapping[str, str], run_name: str) -> list[str]:
+        """Check that the model can be pushed; a ConfigError says why not."""
+        self._target, self._environment = need_target(recipe, environment, run_name), environment
+        return [f"the final model will be published in {self._target}"] if self._target else []
+
+    def on_progress(self, run_dir: Path) -> None:
+        """Write the report of a run that trains."""
+        report_line(run_dir)
+
+    def on_end(self, run_dir: Path) -> list[str]:
+        """Write the report; return the line that names it."""
+        return [report_line(run_dir)]
+
+    def on_model(self, run_dir: Path) -> str:
+        """Write the model card and push the model; return what became of the push."""
+        return publish_model(self._target, run_dir, self._environment)

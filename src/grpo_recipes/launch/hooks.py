@@ -1,0 +1,82 @@
+"""What extensions add to a run from outside its processes, for example its report and the push of its model.
+
+The launcher calls the hooks of every extension at four points of an attempt: before anything is created, from time to
+time while the run trains, after the processes have ended, and when the model is complete. An object serves one attempt,
+so ``check`` may keep a result for the other methods.
+
+    class Report(RunHooks):
+        def on_end(self, run_dir: Path) -> list[str]:
+            return [f"report in {write_report(run_dir)}"]
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.extensions import parts
+from grpo_recipes.secrets import masked
+
+
+class RunHooks:
+    """The hooks of one extension; each does nothing by default."""
+
+    def check(self, recipe: Recipe, environment: Mapping[str, str], run_name: str) -> list[str]:
+        """Raise ConfigError if the run can't start; return lines for the start of the run."""
+        return []
+
+    def on_progress(self, run_dir: Path) -> None:
+        """Handle a run that trains; called in a thread, at most every half minute."""
+
+    def on_end(self, run_dir: Path) -> list[str]:
+        """Handle a run whose processes have ended and whose summary is written; return lines to print."""
+        return []
+
+    def on_model(self, run_dir: Path) -> str:
+        """Handle the model of a completed run in ``model/``; return the end of the launcher's last line."""
+        return ""
+
+
+class AllHooks(RunHooks):
+    """The hooks of every extension, called one after the other.
+
+    An error of a hook never ends or fails a run, except in ``check``.
+    """
+
+    def __init__(self, hooks: Sequence[RunHooks] | None = None) -> None:
+        self._hooks = [make() for make in parts("run_hooks")] if hooks is None else hooks
+
+    def check(self, recipe: Recipe, environment: Mapping[str, str], run_name: str) -> list[str]:
+        """Check a run before it starts; return the lines of all hooks."""
+        return [line for hook in self._hooks for line in hook.check(recipe, environment, run_name)]
+
+    def on_progress(self, run_dir: Path) -> None:
+        """Call the hooks of a run that trains. An error is not printed: it would repeat every half minute."""
+        for hook in self._hooks:
+            try:
+                hook.on_progress(run_dir)
+            except Exception:
+                continue
+
+    def on_end(self, run_dir: Path) -> list[str]:
+        """Call the hooks of a run that has ended; return the lines of all hooks."""
+        lines: list[str] = []
+        for hook in self._hooks:
+            try:
+                lines += hook.on_end(run_dir)
+            except Exception as error:
+                lines.append(_failure(hook, error))
+        return lines
+
+    def on_model(self, run_dir: Path) -> str:
+        """Call the hooks of a completed run; return their texts together."""
+        texts = []
+        for hook in self._hooks:
+            try:
+                texts.append(hook.on_model(run_dir))
+            except Exception as error:
+                texts.append(f"; {_failure(hook, error)}")
+        return "".join(texts)
+
+
+def _failure(hook: RunHooks, error: Exception) -> str:
+    return f"{type(hook).__name__} failed ({type(error).__name__}: {masked(str(error))})"

@@ -1,0 +1,93 @@
+"""Folders of several runs that one command started, for example the trials of a sweep.
+
+The commands `status`, `logs` and `stop` handle such a folder next to a single run. An extension that makes folders of
+this kind registers a subclass of ``RunGroup`` as its part ``folders``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.paths import newest_first
+from grpo_recipes.recipe.extensions import parts
+from grpo_recipes.runs.rundir import read_json
+
+GONE = "gone"  # status of a trial whose run directory does not exist
+COMPLETED = "completed"
+
+
+@dataclass(frozen=True)
+class RunGroup(ABC):
+    """A folder of several runs, which are called trials."""
+
+    folder: Path  # absolute
+    record: dict[str, Any]  # the content of its record file; ``jobs`` lists Slurm jobs
+    kind: ClassVar[str]  # its name in texts, e.g. sweep
+    parent: ClassVar[str]  # folder under run_root that contains the folders of this kind
+    record_file: ClassVar[str]  # name of the record file, which only folders of this kind have
+
+    @classmethod
+    @abstractmethod
+    def read(cls, folder: Path) -> Self:
+        """Read a folder; another folder, or a damaged record, is a ``ConfigError``."""
+
+    @classmethod
+    def all_in(cls, root: Path) -> list[Self]:
+        """Return the folders of this kind in ``root``, the newest first."""
+        groups = []
+        for path in newest_first(root.glob(f"*/{cls.record_file}")):
+            with contextlib.suppress(ConfigError):  # a damaged folder hides no other
+                groups.append(cls.read(path.parent))
+        return groups
+
+    @property
+    @abstractmethod
+    def names(self) -> list[str]:
+        """The names of the trials by their index."""
+
+    @property
+    @abstractmethod
+    def wanted(self) -> int:
+        """The number of trials, those that do not exist yet included."""
+
+    @abstractmethod
+    def trial_dir(self, index: int) -> Path:
+        """Return a trial's run directory."""
+
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Return whether nothing is left to run."""
+
+    @abstractmethod
+    def again(self) -> str:
+        """Return the command that continues it."""
+
+    def status(self, index: int) -> str:
+        """Return the status in the trial's ``summary.json``, or ``GONE``."""
+        summary = read_json(self.trial_dir(index) / "summary.json")
+        return str(summary.get("status", "unknown")) if summary else GONE
+
+
+def group_kinds() -> tuple[type[RunGroup], ...]:
+    """Return the kinds of folders that the extensions of this installation make."""
+    return tuple(parts("folders"))
+
+
+def find_group(root: Path, name: str) -> RunGroup | None:
+    """Return the folder with that path, or with that name below ``root``; None if it is not of any kind."""
+    for kind in group_kinds():
+        for folder in (Path(name), root / kind.parent / name):
+            if name and os.path.isfile(folder / kind.record_file):
+                return kind.read(folder)
+    return None
+
+
+def groups_in(root: Path) -> list[RunGroup]:
+    """Return the folders of every kind below ``root``."""
+    return [group for kind in group_kinds() for group in kind.all_in(root / kind.parent)]

@@ -1,0 +1,54 @@
+"""The hooks of extensions are called in turn, and an error of a hook never ends a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.launch.hooks import AllHooks, RunHooks
+
+
+class Fine(RunHooks):
+    def check(self, recipe, environment, run_name) -> list[str]:
+        return [f"{run_name} is checked"]
+
+    def on_end(self, run_dir: Path) -> list[str]:
+        return [f"{run_dir} has ended"]
+
+    def on_model(self, run_dir: Path) -> str:
+        return ", copied"
+
+
+class Broken(RunHooks):
+    def check(self, recipe, environment, run_name) -> list[str]:
+        raise config_error("here", "the disk is full", "make room")
+
+    def on_progress(self, run_dir: Path) -> None:
+        raise OSError("the disk is full")
+
+    def on_end(self, run_dir: Path) -> list[str]:
+        raise OSError("the disk is full")
+
+    def on_model(self, run_dir: Path) -> str:
+        raise OSError("the disk is full")
+
+
+def test_hooks_do_nothing_by_default(read) -> None:
+    hooks = AllHooks([RunHooks()])
+    hooks.on_progress(Path("run"))
+    assert (hooks.check(read(), {}, "mine"), hooks.on_end(Path("run")), hooks.on_model(Path("run"))) == ([], [], "")
+
+
+def test_every_hook_is_called_and_an_error_becomes_a_line(read) -> None:
+    hooks = AllHooks([Broken(), Fine()])
+    hooks.on_progress(Path("run"))
+    assert hooks.on_end(Path("run")) == ["Broken failed (OSError: the disk is full)", "run has ended"]
+    assert hooks.on_model(Path("run")) == "; Broken failed (OSError: the disk is full), copied"
+    assert AllHooks([Fine()]).check(read(), {}, "mine") == ["mine is checked"]
+
+
+def test_a_hook_can_keep_a_run_from_starting(read) -> None:
+    with pytest.raises(ConfigError, match="the disk is full"):
+        AllHooks([Fine(), Broken()]).check(read(), {}, "mine")

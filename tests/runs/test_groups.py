@@ -1,0 +1,92 @@
+"""A folder of several runs that an extension makes is found, shown and stopped by the commands of the core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+import pytest
+
+from grpo_recipes.cli import main
+from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.runs import groups
+from grpo_recipes.runs.groups import GONE, RunGroup, find_group, groups_in
+from grpo_recipes.runs.rundir import CELLS, Run, claim, read_json, stop_file, write_json
+from grpo_recipes.slurm import client
+
+
+@dataclass(frozen=True)
+class Pair(RunGroup):
+    """A folder with two runs."""
+
+    kind: ClassVar[str] = "pair"
+    parent: ClassVar[str] = "pairs"
+    record_file: ClassVar[str] = "pair.json"
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        record = read_json(folder / cls.record_file)
+        if "jobs" not in record:
+            raise config_error(str(folder), "is damaged", "restore it")
+        return cls(folder.absolute(), record)
+
+    @property
+    def names(self) -> list[str]:
+        return ["left", "right"]
+
+    @property
+    def wanted(self) -> int:
+        return 2
+
+    def trial_dir(self, index: int) -> Path:
+        return self.folder / CELLS / self.names[index]
+
+    def is_over(self) -> bool:
+        return all(self.status(index) == "completed" for index in range(2))
+
+    def again(self) -> str:
+        return f"pair again {self.folder.name}"
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pair of which one run has completed; the other does not exist."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
+    monkeypatch.setattr(client, "ask", lambda *argv, **how: None)
+    monkeypatch.setattr(groups, "group_kinds", lambda: (Pair,))
+    folder = tmp_path / "runs/pairs/mine"
+    (folder / CELLS / "left").mkdir(parents=True)
+    write_json(folder / "pair.json", {"jobs": []})
+    write_json(folder / CELLS / "left/summary.json", {"status": "completed"})
+    return folder
+
+
+def test_a_group_is_found_by_its_path_and_its_name(pair: Path, tmp_path: Path) -> None:
+    for name in ("mine", str(pair)):
+        group = find_group(tmp_path / "runs", name)
+        assert isinstance(group, Pair) and group.folder == pair
+        assert [group.status(index) for index in range(2)] == ["completed", GONE]
+    assert find_group(tmp_path / "runs", "other") is None and find_group(tmp_path / "runs", "") is None
+
+
+def test_a_damaged_group_hides_no_other(pair: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "runs/pairs/damaged"
+    damaged.mkdir()
+    (damaged / "pair.json").write_text("[]")
+    assert [group.folder for group in groups_in(tmp_path / "runs")] == [pair]
+    with pytest.raises(ConfigError, match="is damaged"):
+        find_group(tmp_path / "runs", "damaged")
+
+
+def test_status_and_stop_handle_a_group(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "mine"]) == 0
+    assert capsys.readouterr().out.startswith("pair     runs/pairs/mine\nstate    stopped, 1 of 2 trials completed\n")
+    assert main(["status"]) == 0
+    assert "pairs/mine  stopped, 1 of 2 trials completed" in capsys.readouterr().out
+    assert main(["stop", "mine"]) == 2
+    assert "Fix: it goes on with: pair again mine" in capsys.readouterr().err
+    held = claim(Run(pair))
+    assert main(["stop", "mine"]) == 0
+    assert stop_file(pair).exists() and held
