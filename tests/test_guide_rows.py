@@ -15,7 +15,7 @@ from guide_rows import ATROPOS, FILES, GUIDE, REPOSITORY, SHOWN, Row, exists, ne
 from ran_tests import passed_tests, pytest_runtest_logreport
 
 from grpo_recipes.recipe import merge_recipe
-from grpo_recipes.recipe.dialects import ALIASES
+from grpo_recipes.recipe.converters import ALIASES
 from grpo_recipes.recipe.keys import (
     READ_VARIABLES,
     SHELL_VARIABLES,

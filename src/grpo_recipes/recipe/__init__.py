@@ -13,10 +13,9 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.extensions.atropos import verl as verl
-from grpo_recipes.extensions.colocated import keys as colocated
 from grpo_recipes.paths import shown
-from grpo_recipes.recipe.dialects import ALIASES, migration, nearest, recipe_keys
+from grpo_recipes.recipe.converters import ALIASES, migration, nearest, recipe_keys
+from grpo_recipes.recipe.converters.files import Surroundings, converter_of
 from grpo_recipes.recipe.document import UNSET, Value, read_document, read_flags, typed, unset_keys
 from grpo_recipes.recipe.keys import catalogue, environment_keys
 from grpo_recipes.secrets import secret_value
@@ -102,15 +101,10 @@ def merge_recipe(
     notes: list[str] = []
     given: dict[str, Value] = {}
     files, flagged = read_document(path, problems), read_flags(flags, problems)
+    around = Surroundings({name: raw.value for file in files for name, raw in file.items()} | dict(flagged), device)
     for file in files:
-        if colocated.is_colocated(file):
-            elsewhere = {
-                *(name for other in files if other is not file for name in other),
-                *(key for key, _ in flagged),
-            }
-            file = colocated.as_keys(file, _group(files, flagged), elsewhere, problems, notes)
-        elif verl.is_atropos(file):
-            file = verl.as_keys(file, problems, notes, device)
+        if converter := converter_of(file):
+            file = converter.as_keys(file, around, problems, notes)
         given |= recipe_keys(file.items(), problems, notes)
         problems += migration(path, file)
     places = {key: value.source for key, value in given.items()}
@@ -152,13 +146,6 @@ def _unset(given: dict[str, Value], flagged: Iterable[tuple[str, Any]], problems
                 Problem(f"--{UNSET}", f"--{UNSET} {key} and --{key} can't be combined", "remove one of them")
             )
         given.pop(key, None)
-
-
-def _group(files: Iterable[Mapping[str, Value]], flagged: Iterable[tuple[str, Any]]) -> Any:
-    """Return num_generations as the last of the files, or a flag, gives it."""
-    key = "num_generations"
-    given = [file[key].value for file in files if key in file] + [text for name, text in flagged if name == key]
-    return given[-1] if given else catalogue()[key]["default"]
 
 
 def in_order(problems: Iterable[Problem]) -> list[Problem]:

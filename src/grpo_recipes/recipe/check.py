@@ -36,7 +36,7 @@ from grpo_recipes.recipe.bridges import bridge_problems
 from grpo_recipes.recipe.chat_template import template_problems
 from grpo_recipes.recipe.check_data import HUB_NAME, LOCAL_PREFIXES
 from grpo_recipes.recipe.datafiles import columns_of
-from grpo_recipes.recipe.dialects import reward_fix
+from grpo_recipes.recipe.converters import reward_fix
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.head_size import head_size_problems
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE, nearest_of

@@ -26,7 +26,7 @@ from grpo_recipes.process.reports import aligned, print_line, say
 from grpo_recipes.process.terminal import LOG
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
-from grpo_recipes.recipe.dialects import ADAPTER_MODES, BRIDGE_MODES
+from grpo_recipes.recipe.converters import ADAPTER_MODES, BRIDGE_MODES
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.keys import nearest_of
 from grpo_recipes.recipe.registry import BRIDGES

@@ -7,6 +7,7 @@ EXTENSION = Extension(
     keys="grpo_recipes.extensions.atropos.arguments:AtroposArguments",
     variables={"ATROPOS_API_URL": "atropos_api_url"},
     search_words={"atropos_environment": "tools"},
+    converters="grpo_recipes.extensions.atropos.verl:CONVERTERS",
     commands={"atropos": "grpo_recipes.extensions.atropos.replay_command:atropos"},
     nested={
         "atropos_mixture": "grpo_recipes.extensions.atropos.arguments:AtroposMixtureConfig",

@@ -26,7 +26,7 @@ from grpo_recipes.extensions.atropos.flags import (
     Flag,
 )
 from grpo_recipes.extensions.atropos.verl import trainers_of
-from grpo_recipes.recipe.dialects import BRIDGE_MODES
+from grpo_recipes.recipe.converters import BRIDGE_MODES
 from grpo_recipes.recipe.document import as_bool
 from grpo_recipes.recipe.keys import environment_keys
 

@@ -7,7 +7,7 @@ trainers. ``cli.atropos`` makes its parser and its help of them, ``atropos_keys`
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from grpo_recipes.recipe.dialects import BRIDGE_MODES
+from grpo_recipes.recipe.converters import BRIDGE_MODES
 
 AUTO = "auto"
 MODES = (*BRIDGE_MODES, AUTO)

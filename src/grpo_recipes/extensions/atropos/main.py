@@ -1,6 +1,6 @@
 """The flags of Atropos' example trainer, which become one `grpo launch` of run-api, server, environment and trainers.
 
-What becomes of each flag and variable is in ``recipe.dialects.atropos_flags``.
+What becomes of each flag and variable is in ``recipe.converters.atropos_flags``.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.cli import Parser, answer, load_command, recipe_name
-from grpo_recipes.cli.doors import in_words_of, launch_words, one_node_options, strange, with_gpus
+from grpo_recipes.cli.entry_points import in_words_of, launch_words, one_node_options, strange, with_gpus
 from grpo_recipes.cli.nodes import reject_other_launchers
 from grpo_recipes.cli.runs import launch_options
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
@@ -27,7 +27,7 @@ from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import address_reachable, say
 from grpo_recipes.recipe import Recipe, merge_recipe
 from grpo_recipes.recipe.check import choose_recipe, resolve_recipe
-from grpo_recipes.recipe.dialects import ALIASES
+from grpo_recipes.recipe.converters import ALIASES
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.registry import ATROPOS_ENVIRONMENTS
 from grpo_recipes.recipe.rules import takes_groups

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_recipes.cli import Parser, answer, load_command, option, recipe_name
-from grpo_recipes.cli.doors import in_words_of, launch_words, strange, with_gpus
+from grpo_recipes.cli.entry_points import in_words_of, launch_words, strange, with_gpus
 from grpo_recipes.cli.nodes import NODE_OPTIONS, NodeFlags, read_nodes, reject_other_launchers
 from grpo_recipes.cli.runs import launch_options
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate

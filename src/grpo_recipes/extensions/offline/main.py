@@ -1,6 +1,6 @@
 """Hydra keys of the offline trainer, which become one `grpo launch`, or with -m one sweep.
 
-What becomes of each key is in ``recipe.dialects.offline``. Hydra composes the configuration and parses overrides; its
+What becomes of each key is in ``recipe.converters.offline``. Hydra composes the configuration and parses overrides; its
 launchers and its multirun are not used, since runs go on after a preemption and in Slurm's array jobs here.
 """
 
@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from grpo_recipes.cli import Option, Parser, answer, load_command, option
-from grpo_recipes.cli.doors import in_words_of, launch_words, one_node_options, strange
+from grpo_recipes.cli.entry_points import in_words_of, launch_words, one_node_options, strange
 from grpo_recipes.cli.nodes import reject_other_launchers
 from grpo_recipes.cli.runs import launch_options, read_search, sweep_backend
 from grpo_recipes.console.sweep.folder import FOLDER as SWEEPS

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from grpo_recipes.cli import main
-from grpo_recipes.cli.doors import launch_words
+from grpo_recipes.cli.entry_points import launch_words
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.colocated import main as colocated
 from grpo_recipes.extensions.colocated.main import DETAILS

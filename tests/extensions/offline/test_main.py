@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("hydra")
-from grpo_recipes.cli.doors import in_words_of
+from grpo_recipes.cli.entry_points import in_words_of
 from grpo_recipes.console.sweep.spec import make_trials
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.extensions.offline import main as offline
