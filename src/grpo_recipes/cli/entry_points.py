@@ -1,4 +1,4 @@
-"""What the doors share, which turn the flags of another trainer into one `grpo launch`."""
+"""Shared parts of the entry points of other tools: each turns that tool's flags into recipe keys and one launch."""
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,16 +11,17 @@ from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.launch.resolve import Options
 from grpo_recipes.paths import quoted
 from grpo_recipes.plan.devices import Resources
+from grpo_recipes.recipe.document import Value
 
 
-def launch_words(start: list[str], options: Options, variables: Mapping[str, str]) -> str:
-    """Return the command of a shell that does the same, beginning with ``start``."""
+def launch_command(options: Options, variables: Mapping[str, str]) -> str:
+    """Return the `grpo launch` command that does the same as the entry point."""
     words = [
-        *start,
+        "grpo", "launch",
         *([options.recipe] if options.recipe else []),
         *(["--task", options.task] if options.task else []),
         *(["--resume", options.resume] if options.resume else []),
-        *options.flags,
+        *options.words(),
         *_meeting_words(options.meeting),
         *(f"--{field.name.replace('_', '-')}" for field in fields(options) if getattr(options, field.name) is True),
     ]  # fmt: skip
@@ -37,44 +38,53 @@ def _meeting_words(meeting: Meeting | None) -> list[str]:
 
 
 def one_node_options(options: Iterable[Option]) -> list[Option]:
-    """Return options of `grpo launch` without those of several nodes."""
+    """Return options of `grpo launch` without the options for several nodes."""
     return [option for option in options if option not in NODE_OPTIONS]
 
 
-def strange(flags: list[str], own: Iterable[str], program: str) -> Iterator[Problem]:
-    """Yield the flags that begin or misspell one of a door's ``own``; `grpo launch` knows the others."""
+def unknown_flags(flags: list[str], options: Iterable[str], program: str) -> Iterator[Problem]:
+    """Yield the flags that begin or misspell one of the entry point's options; `grpo launch` checks the others."""
     if flags and not flags[0].startswith("-"):
         yield Problem(f"'{flags[0]}'", "is no flag", f"write --config {quoted(flags[0])} for a recipe")
-    known = [*own, *(name for names, _ in one_node_options(load_command("launch").all_options()) for name in names)]
+    launching = one_node_options(load_command("launch").all_options())
+    known = [*options, *(name for names, _ in launching for name in names)]
     for flag in flags:
         if close := meant_option(flag, known, takes_recipe=True):
             yield Problem(flag.partition("=")[0], f"is not an option of {program}", f"write {close}")
 
 
-def in_words_of(error: ConfigError, names: Mapping[str, str]) -> ConfigError:
-    """Return an error of the launch with the door's flags in place of those that stand for them."""
+def with_flags_of(
+    error: ConfigError, keys: Mapping[str, Value], options: Mapping[str, str] | None = None
+) -> ConfigError:
+    """Return an error of the launch with the entry point's flags in its fixes.
 
-    def ours(one: Problem) -> Problem:
-        trial, colon, where = one.where.rpartition(": ")  # of a sweep the trial's name is before it
-        flag = names.get(where)
-        # A command in it is one of ours, which knows recipe keys alone.
-        fix = one.fix if "grpo " in one.fix else one.fix.replace(where.removeprefix("--"), flag or "")
-        return replace(one, where=f"{trial}{colon}{flag}", fix=fix) if flag else one
+    A key that a flag sets is replaced by that flag. ``options`` maps options of `grpo launch` to other flags.
+    """
 
-    return ConfigError(*map(ours, error.problems))
+    def renamed(problem: Problem) -> Problem:
+        trial, colon, where = problem.where.rpartition(": ")  # a sweep names the trial first
+        flag = (options or {}).get(where, where)
+        replaced = [key for key, value in keys.items() if value.source == where]
+        replaced += [where.removeprefix("--")] if flag != where else []
+        fix = problem.fix
+        for key in replaced if "grpo " not in fix else ():  # commands of `grpo` take recipe keys
+            fix = fix.replace(key, flag)
+        return replace(problem, where=f"{trial}{colon}{flag}", fix=fix)
+
+    return ConfigError(*map(renamed, error.problems))
 
 
 def with_gpus(
     resources: Resources, wanted: int, source: str, fix: str, dry_run: bool, nodes: int = 1
 ) -> tuple[Resources, list[str]]:
-    """Return the devices of a launch that wants so many GPUs, those that a dry run imagines too, and a note of them.
+    """Return the devices of a launch that needs ``wanted`` GPUs, and a note if a dry run imagines some of them.
 
-    Fewer visible ones are a ConfigError at ``source``, but none at all: the launch says what is missing then.
+    Fewer visible GPUs are a ConfigError at ``source``. If none is visible, the launch reports what is missing.
     """
-    shows = len(resources.gpus)
-    if shows >= wanted or (not shows and not dry_run):
+    visible = len(resources.gpus)
+    if visible >= wanted or (not visible and not dry_run):
         return resources, []
     if not dry_run:
-        raise config_error(source, f"{wanted} GPUs are asked for, {shows} are visible here", fix)
+        raise config_error(source, f"{wanted} GPUs are asked for, {visible} are visible here", fix)
     imagined = replace(resources, gpus=tuple(map(str, range(wanted)))).on_nodes(nodes)
-    return imagined, [f"{shows} GPUs are visible here: what follows is for a node with {wanted}"]
+    return imagined, [f"{visible} GPUs are visible here: what follows is for a node with {wanted}"]

@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo_recipes.cli import Option, command, option, recipe_name, switch
@@ -32,6 +32,7 @@ from grpo_recipes.launch.resolve import Options
 from grpo_recipes.launch.run import launch as launch_run
 from grpo_recipes.launch.submission import need_environment, prepare, send, site_profile
 from grpo_recipes.paths import shown
+from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.keys import catalogue, run_root
 from grpo_recipes.slurm.client import slurm_job
 from grpo_recipes.slurm.profile import KEYS, Profile
@@ -60,13 +61,14 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def launch_options(
-    options: argparse.Namespace, recipe: str | None, flags: Sequence[str], meeting: Meeting | None = None
-) -> Options:
-    """Return the options of `grpo launch` for a command line, with a recipe and the flags of recipe keys."""
+    options: argparse.Namespace, recipe: str | None, flags: Sequence[str], meeting: Meeting | None = None,
+    keys: Mapping[str, Value] | None = None,
+) -> Options:  # fmt: skip
+    """Return the options of `grpo launch` for a command line, with a recipe, recipe keys and flags."""
     return Options(
         recipe=recipe, task=options.task, resume=options.resume, allow_changed_code=options.allow_changed_code,
         update_rewards=options.update_rewards, dry_run=options.dry_run, benchmark=options.benchmark,
-        flags=tuple(flags), meeting=meeting,
+        keys=dict(keys or {}), flags=tuple(flags), meeting=meeting,
     )  # fmt: skip
 
 

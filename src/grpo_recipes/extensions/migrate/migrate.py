@@ -137,7 +137,9 @@ def is_translated(source: Path) -> bool:
     layer = read_file(source, [])
     ours = {BASE_KEY, *converters.ALIASES, *catalogue()}
     rewards = layer.get("reward_funcs")
-    foreign = {*converters.reward_names(), *converters.other_rewards(True), *converters.other_rewards(False)} - set(REWARDS)
+    foreign = {*converters.reward_names(), *converters.other_rewards(True), *converters.other_rewards(False)} - set(
+        REWARDS
+    )
     return not set(layer) <= ours or bool(foreign & set(map(str, _list(rewards and rewards.value))))
 
 
