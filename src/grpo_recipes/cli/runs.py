@@ -56,8 +56,7 @@ def launch(options: argparse.Namespace) -> int:
     reject_other_launchers("grpo launch RECIPE --num_processes", os.environ)
     nodes = read_nodes(options, slurm_job(os.environ))
     os.environ.update(nodes.variables)
-    flags = (*nodes.flags, *options.flags)
-    return launch_run(launch_options(options, recipe_name(options), flags, nodes.meeting))
+    return launch_run(launch_options(options, recipe_name(options), options.flags, nodes.meeting, nodes.keys))
 
 
 def launch_options(

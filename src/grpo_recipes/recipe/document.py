@@ -230,7 +230,7 @@ def as_words(keys: Mapping[str, Value]) -> list[str]:
     """Return recipe keys as flags of `grpo launch`."""
     words: list[str] = []
     for key, value in keys.items():
-        items = value.value if isinstance(value.value, list) else [value.value]
+        items = (value.value or ["none"]) if isinstance(value.value, list) else [value.value]
         words += [f"--{key}", *("null" if item is None else _plain(item) for item in items)]
     return words
 

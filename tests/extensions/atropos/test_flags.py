@@ -767,7 +767,9 @@ def test_no_default_of_the_help_differs_from_what_is_taken() -> None:
 
 
 def test_tables_of_the_page_have_every_flag_and_variable() -> None:
-    assert [name.split(", ")[0] for name, _, _ in flag_rows()][: len(FLAGS.rows)] == [f"`{row.name}`" for row in FLAGS.rows]
+    assert [name.split(", ")[0] for name, _, _ in flag_rows()][: len(FLAGS.rows)] == [
+        f"`{row.name}`" for row in FLAGS.rows
+    ]
     assert {f"`{name}`" for name in FIELDS.by_name} <= {name for name, _, _ in flag_rows()}
     assert [name for name, _, _ in variable_rows()] == [f"`{row.name}`" for row in VARIABLES.rows]
     assert all(about for _, _, about in (*flag_rows(), *variable_rows()))

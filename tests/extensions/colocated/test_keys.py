@@ -66,7 +66,9 @@ def test_their_own_example_is_a_recipe_on_every_device(tmp_path: Path) -> None:
     recipe, problems = merged(tmp_path, THEIRS)
     assert problems == []
     assert (recipe["vllm_enforce_eager"], recipe["vllm_max_num_seqs"], recipe["fsdp_cpu_offload"]) == (True, 32, False)
-    assert any("sync_frequency: 100 changes nothing: vLLM gets the weights before every" in note for note in recipe.notes)
+    assert any(
+        "sync_frequency: 100 changes nothing: vLLM gets the weights before every" in note for note in recipe.notes
+    )
     assert (recipe["dataset_name"], recipe["reward_funcs"]) == ("openai/gsm8k", ["pure_accuracy_math"])
     assert any("the file names no dataset and no rewards: dataset_name: openai/gsm8k" in note for note in recipe.notes)
 

@@ -1,7 +1,7 @@
 """Tables of config converters, and the translator that reads them.
 
-A config converter turns the settings of another tool (flags, variables, YAML, Hydra keys) into recipe keys. Its table is
-a YAML file next to its code. A list of the file has one row for each setting:
+A config converter turns the settings of another tool (flags, variables, YAML, Hydra keys) into recipe keys. Its table
+is a YAML file next to its code. A list of the file has one row for each setting:
 
     settings:
       - {names: --lr, key: learning_rate, default: 1e-5, help: learning rate}
@@ -207,6 +207,11 @@ class Table:
                 fix = f"write {other} {modes.split()[0]}, or leave it out"
                 setting.reject(f"does nothing with {other} {mode}", fix)
                 return setting
+        if row.type == "bool" and not isinstance(raw.value, bool):
+            setting.reject(f"is {raw.value!r} where true or false belongs", f"write {name}=true or false")
+            return setting
+        if row.type == "count" and setting.whole(example=f"write e.g. {name}=4") is None:
+            return setting
         if row.convert:
             getattr(importlib.import_module(self.module), row.convert)(setting, settings)
             return setting
