@@ -1,8 +1,9 @@
 """Shared parts of the entry points of other tools: each turns that tool's flags into recipe keys and one launch."""
 
+import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 from grpo_recipes.cli import Option, load_command, meant_option
 from grpo_recipes.cli.nodes import NODE_OPTIONS
@@ -11,7 +12,25 @@ from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.launch.resolve import Options
 from grpo_recipes.paths import quoted
 from grpo_recipes.plan.devices import Resources
+from grpo_recipes.process.reports import say
 from grpo_recipes.recipe.document import Value
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """The launch that the flags of another tool request."""
+
+    options: Options
+    resources: Resources
+    variables: dict[str, str]  # environment variables to set for it
+    notes: list[str]
+
+    def announce(self) -> None:
+        """Print the equal `grpo launch` command and the notes, and set the variables."""
+        say(launch_command(self.options, self.variables))
+        for note in self.notes:
+            say(f"note: {note}")
+        os.environ.update(self.variables)
 
 
 def launch_command(options: Options, variables: Mapping[str, str]) -> str:

@@ -633,7 +633,7 @@ def test_an_adapters_rank_and_a_mode_must_agree(monkeypatch) -> None:
 def test_another_backend_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("INFERENCE_BACKEND", "sglang")
     assert refused("--read-variables", *NEEDED) == [
-        "INFERENCE_BACKEND: is 'sglang'. "
+        "INFERENCE_BACKEND: 'sglang' has no equal here. "
         "Fix: export INFERENCE_BACKEND=vllm, or unset it: environments ask a vLLM server"
     ]
     assert read(*NEEDED)  # without the script nobody reads it
@@ -644,7 +644,7 @@ def test_shared_weights_need_no_variable_and_contradict_its_opposite(monkeypatch
     assert resolved("--weight-bridge-mode", "shared_vllm")["weight_sync"] == "shared"
     monkeypatch.setenv(name, "1")
     assert resolved("--weight-bridge-mode", "shared_vllm")["weight_sync"] == "shared"
-    assert f"{name}=1 changes nothing without --weight-bridge-mode shared_vllm" in read(*NEEDED).notes
+    assert f"{name} 1 changes nothing: --weight-bridge-mode shared_vllm is not set" in read(*NEEDED).notes
     monkeypatch.setenv(name, "0")
     assert refused(*NEEDED, "--weight-bridge-mode", "shared_vllm") == [
         f"{name}: is 0, and shared_vllm shares weights. Fix: export {name}=1, or unset it"

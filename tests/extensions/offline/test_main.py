@@ -189,9 +189,8 @@ def test_a_folder_of_another_configuration_is_not_gone_on_with(
 
     def launch(asked: Any, _: Any) -> int:
         launched.append(asked.resume)
-        moved.append(
-            [f"{key}={value.value}" for key, value in asked.keys.items() if "server_port" in key and asked.resume]
-        )
+        ports = {key: value.value for key, value in asked.keys.items() if "server_port" in key}
+        moved.append(ports if asked.resume else {})
         (tmp_path / "one/offline-1").mkdir(exist_ok=True)
         (tmp_path / "one/offline-1/run.json").write_text("{}")
         return 0

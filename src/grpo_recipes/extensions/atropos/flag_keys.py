@@ -16,7 +16,7 @@ from grpo_recipes.errors import Problem, config_error
 from grpo_recipes.errors import translate as translate_error
 from grpo_recipes.extensions.atropos.flags import ADAPTERS, AUTO, FIELDS, FLAGS, MODE, SHARED, VARIABLES
 from grpo_recipes.extensions.atropos.verl import trainers_of
-from grpo_recipes.recipe.converters.table import Row, Setting, Settings
+from grpo_recipes.recipe.converters.table import Row, Setting, Settings, whole_number
 from grpo_recipes.recipe.document import Value, as_bool
 from grpo_recipes.recipe.keys import environment_keys
 
@@ -24,7 +24,6 @@ BATCH, ACCUMULATION = "--batch-size", "--gradient-accumulation-steps"
 INTERVAL, MODEL, PORT = "--vllm-restart-interval", "--model-name", "--vllm-port"
 _ENV = "--env."
 _LOCAL = ("localhost", "127.0.0.1", "0.0.0.0")
-_BACKEND = "vllm"
 
 
 @dataclass
@@ -69,15 +68,9 @@ class Translation:
         elif setting.why:
             self.notes.append(setting.note())
 
-    def whole(self, name: str, least: int = 1) -> int | None:
-        """Return the integer that a flag or variable has, or None."""
-        if name not in self.flags:
-            return None
-        setting = Setting(name, self.flags[name], Row((name,)))
-        number = setting.whole(least, f"export e.g. {name}={least + 1}" if name in VARIABLES.by_name else "")
-        if setting.problem:
-            self.problems.append(setting.problem)
-        return number
+    def number(self, name: str) -> int | None:
+        """Return the integer of a flag or variable; None without one, and the row of a wrong one reports it."""
+        return whole_number(self.text(name))
 
     def settings(self, mode: str | None) -> Settings:
         """Return the values of all flags, for rows that depend on others."""
@@ -97,14 +90,16 @@ def translate(it: Translation, dotted: list[tuple[str, str]]) -> str | None:
         raw = it.flags.get(row.name) or _default(it, row, mode)
         if raw is not None and row.name != MODE:
             it.add(FLAGS.translate(row.name, raw, settings))
-    _read_variables(it, mode)
+    for row in VARIABLES.rows:
+        if row.name in it.flags:
+            it.add(VARIABLES.translate(row.name, it.flags[row.name], settings))
     _read_fields(it, dotted, it.settings(mode))
     return mode
 
 
 def _weight_bridge_mode(it: Translation) -> str | None:
     """Return the mode and set its keys; None if the recipe or its keys decide."""
-    named, single, rank = it.text(MODE), it.text("--single-copy"), it.whole("LORA_RANK", 0)
+    named, single, rank = it.text(MODE), it.text("--single-copy"), it.number("LORA_RANK")
     if single and named not in (None, SHARED):
         it.reject("--single-copy", f"is {SHARED}, and {MODE} is {named}", "keep one of the two")
     if rank and named not in (None, *ADAPTERS):
@@ -139,14 +134,8 @@ def _default(it: Translation, row: Row, mode: str | None) -> Value | None:
 
 def split_length(setting: Setting, _: Settings) -> None:
     """Read the most tokens of a sequence: a quarter is for the prompt, the rest for the completion."""
-    if (length := setting.whole(4)) is not None:
-        setting.keys = {"max_prompt_length": length // 4, "max_completion_length": length - length // 4}
-
-
-def checkpoint_interval(setting: Setting, _: Settings) -> None:
-    """Read the steps between checkpoints; 0 saves only the final model."""
-    if (steps := setting.whole(0)) is not None:
-        setting.keys = {"save_steps": steps} if steps else {"save_strategy": "no"}
+    prompt = setting.number // 4
+    setting.keys = {"max_prompt_length": prompt, "max_completion_length": setting.number - prompt}
 
 
 def device(setting: Setting, settings: Settings) -> None:
@@ -183,17 +172,14 @@ def _accept_same(setting: Setting, same: bool) -> None:
         setting.reject(f"'{setting.value:.100}' has no equal here")
 
 
-def _read_variables(it: Translation, mode: str | None) -> None:
-    """Read variables that stand for no flag."""
-    gate, shares = "VLLM_ENABLE_SHARED_WEIGHTS", it.text("VLLM_ENABLE_SHARED_WEIGHTS")
-    if shares is not None and mode == SHARED and as_bool(shares) is not True:
-        it.reject(gate, f"is {shares}, and {SHARED} shares weights", f"export {gate}=1, or unset it")
-    elif shares is not None and mode != SHARED and as_bool(shares) is True:
-        it.notes.append(f"{gate}={shares} changes nothing without {MODE} {SHARED}")
-    backend = it.text("INFERENCE_BACKEND")
-    if backend not in (None, _BACKEND):
-        fix = f"export INFERENCE_BACKEND={_BACKEND}, or unset it: environments ask a vLLM server"
-        it.reject("INFERENCE_BACKEND", f"is '{backend}'", fix)
+def shared_weights(setting: Setting, settings: Settings) -> None:
+    """Accept what the weight bridge mode does anyway."""
+    shared, shares = settings.values[MODE] == SHARED, as_bool(setting.value) is True
+    if shared and not shares:
+        fix = f"export {setting.name}=1, or unset it"
+        setting.reject(f"is {setting.value}, and {SHARED} shares weights", fix)
+    elif shares and not shared:
+        setting.why = f"{MODE} {SHARED} is not set"
 
 
 def _read_fields(it: Translation, dotted: list[tuple[str, str]], settings: Settings) -> None:
@@ -228,7 +214,7 @@ def translate_counts(it: Translation, value: Callable[[str], Any], mode: str | N
     """Translate the numbers of sequences, steps and GPUs; ``value`` looks up a key of the recipe as it is so far."""
     _read_sequences(it, value)
     _need_room_for_adapters(it, value("lora_r"), mode)
-    interval = it.whole(INTERVAL)
+    interval = it.number(INTERVAL)
     if interval is not None and interval > 1:
         steps = value("gradient_accumulation_steps")
         if mode == SHARED:
@@ -238,7 +224,7 @@ def translate_counts(it: Translation, value: Callable[[str], Any], mode: str | N
             it.reject(INTERVAL, "several steps of one transfer contradict prompts_per_step", fix)
         elif isinstance(steps, int):
             it.put(INTERVAL, {"steps_per_generation": steps * interval})
-    gpus = it.whole("NUM_GPUS")
+    gpus = it.number("NUM_GPUS")
     if gpus is not None and it.device == "cpu":
         it.notes.append(f"NUM_GPUS={gpus} is not read: this is a CPU environment")
     elif gpus is not None:
@@ -253,7 +239,7 @@ def translate_counts(it: Translation, value: Callable[[str], Any], mode: str | N
 def _need_room_for_adapters(it: Translation, rank: Any, mode: str | None) -> None:
     """Reject a --max-lora-rank that is too small for --lora-r."""
     name = "--max-lora-rank"
-    room = it.whole(name) if mode in (None, *ADAPTERS) else None
+    room = it.number(name) if mode in (None, *ADAPTERS) else None
     if room is not None and isinstance(rank, int) and room < rank:
         it.reject(name, f"is {room}, below --lora-r {rank}", f"write {name} {rank}, or leave it out")
     elif room is not None:
@@ -262,7 +248,7 @@ def _need_room_for_adapters(it: Translation, rank: Any, mode: str | None) -> Non
 
 def _read_sequences(it: Translation, value: Callable[[str], Any]) -> None:
     """Read BATCH_SIZE, the sequences of a step, unless flags set their number."""
-    size, group = it.whole("BATCH_SIZE"), value("num_generations")
+    size, group = it.number("BATCH_SIZE"), value("num_generations")
     flags = [name for name in (BATCH, ACCUMULATION) if name in it.flags]
     flags += [f"--{key}" for key in ("prompts_per_step", "per_device_train_batch_size") if key in it.explicit]
     if size is None or not isinstance(group, int):

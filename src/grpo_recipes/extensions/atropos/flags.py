@@ -34,10 +34,10 @@ def flag_rows() -> list[tuple[str, str, str]]:
         )
         for row in FLAGS.rows
     ]
+    rows.append(("`--benchmark`", "", "ends with the benchmark summary"))
     for row in FIELDS.rows:
         rows.append((f"`{row.name}`", "", f"the key `{next(iter(row.sets))}`" if row.sets else f"refused: {row.fix}"))
-    rows.append(("`--env.FIELD`", "", "any other field of the environment's configuration"))
-    return [*rows, ("`--benchmark`", "", "ends with the benchmark summary")]
+    return [*rows, ("`--env.FIELD`", "", "any other field of the environment's configuration")]
 
 
 def variable_rows() -> list[tuple[str, str, str]]:

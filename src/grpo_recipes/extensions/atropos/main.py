@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_recipes.cli import Parser, answer, load_command, recipe_name
 from grpo_recipes.cli.entry_points import (
-    launch_command,
+    LaunchRequest,
     one_node_options,
     unknown_flags,
     with_flags_of,
@@ -25,12 +25,11 @@ from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.extensions.atropos.flag_keys import PORT, Translation, translate_counts
 from grpo_recipes.extensions.atropos.flag_keys import translate as translate_flags
 from grpo_recipes.extensions.atropos.flags import COMMAND, FLAGS, MODE, SCRIPT, SHARED, VARIABLES, help_of
-from grpo_recipes.launch.resolve import Options
 from grpo_recipes.launch.run import launch
 from grpo_recipes.paths import home, shown
 from grpo_recipes.plan.devices import Resources, find_resources, rows_of_generation, some_trainers
 from grpo_recipes.plan.plan import make_plan
-from grpo_recipes.process.reports import address_reachable, say
+from grpo_recipes.process.reports import address_reachable
 from grpo_recipes.recipe import Recipe, merge_recipe
 from grpo_recipes.recipe.check import choose_recipe, resolve_recipe
 from grpo_recipes.recipe.converters import ALIASES
@@ -54,13 +53,9 @@ _DOTTED = ("--env.", "--openai.", "--server.")  # begin the flags of an environm
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(LaunchRequest):
     """The launch that the flags request."""
 
-    options: Options
-    resources: Resources
-    variables: dict[str, str]  # environment variables to set for it
-    notes: list[str]
     api_url: str | None = None  # of a run-api that must run already
 
 
@@ -100,10 +95,7 @@ def read(arguments: list[str]) -> Request:
 
 def _launch(request: Request) -> int:
     reject_other_launchers(f"{COMMAND} --num_processes", os.environ)
-    say(launch_command(request.options, request.variables))
-    for note in request.notes:
-        say(f"note: {note}")
-    os.environ.update(request.variables)
+    request.announce()
     if request.api_url and not request.options.dry_run and not address_reachable(request.api_url, os.environ):
         fix = "start it with run-api --port PORT, or leave --atropos-url out: the launch starts one"
         raise config_error("--atropos-url", f"Atropos API not reachable at {request.api_url}", fix)
@@ -145,7 +137,7 @@ def _parser() -> Parser:
     for row in FLAGS.rows:
         nargs = "+" if row.type == "words" else "*" if row.rejected else None
         shape: dict[str, Any] = {"metavar": "VALUE", "nargs": nargs}
-        shape = {"choices": list(row.values)} if row.values else shape
+        shape = {"choices": list(row.values)} if row.values and row.least is None else shape
         shape = {"action": "store_true", "default": None} if row.type == "switch" else shape
         group = rejected if row.rejected else accepted
         group.add_argument(*row.names, dest=_dest(row.name), help=help_of(row), **shape)

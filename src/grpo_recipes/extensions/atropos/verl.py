@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_recipes.recipe.converters.files import FileConverter
-from grpo_recipes.recipe.converters.table import Setting, Settings, short
+from grpo_recipes.recipe.converters.table import Setting, Settings, short, whole_number
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.keys import catalogue
 
@@ -29,9 +29,9 @@ CONVERTERS = (VERL,)
 
 def whole_groups(setting: Setting, settings: Settings) -> None:
     """Read the sequences of a step, which are registered at run-api, as whole groups of ``n``."""
-    size = setting.whole(example="write e.g. 1024")
-    group = _positive(settings.values.get(_GROUP, catalogue()["num_generations"]["default"]))
-    if size is None or group is None:
+    size = setting.number
+    group = whole_number(settings.values.get(_GROUP, catalogue()["num_generations"]["default"]))
+    if not group:
         return  # a wrong number of completions is reported at its own place
     if rest := size % group:
         problem = f"{size} sequences are no whole groups of {_GROUP} {group}: run-api would never hand out a batch"
@@ -60,9 +60,7 @@ def reporters(setting: Setting, _: Settings) -> None:
 
 def trainers(setting: Setting, settings: Settings) -> None:
     """Read the GPUs of a node as training processes: the server has some of them for itself."""
-    gpus, parallel = setting.whole(example="write e.g. 8"), _positive(settings.values.get(_TENSORS, 1)) or 1
-    if gpus is None:
-        return
+    gpus, parallel = setting.number, whole_number(settings.values.get(_TENSORS, 1)) or 1
     count = trainers_of(gpus, parallel)
     if settings.device == "cpu":
         setting.why = "the run is on CPU"
@@ -79,10 +77,6 @@ def trainers_of(gpus: int, parallel: int = 1, shared: bool = False) -> int | Non
     The server has ``parallel`` of the GPUs, or shares them with the trainers.
     """
     return max(0, gpus if shared else gpus - parallel) or None
-
-
-def _positive(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def rows() -> list[tuple[str, str]]:

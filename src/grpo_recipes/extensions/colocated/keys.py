@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_recipes.recipe.converters.files import FileConverter
-from grpo_recipes.recipe.converters.table import Setting, Settings
+from grpo_recipes.recipe.converters.table import Setting, Settings, whole_number
 from grpo_recipes.recipe.document import Value
 
 _FSDP_PARTS = {"sharding_strategy", "cpu_offload", "mixed_precision"}
@@ -25,14 +25,14 @@ CONVERTERS = (FileConverter(Path(__file__).with_suffix(".yaml"), __name__, is_co
 
 def whole_groups(setting: Setting, settings: Settings) -> None:
     """Read a batch of completions as prompts: it is whole groups of ``num_generations``."""
-    size, group = setting.whole(example="write e.g. batch_size: 64"), settings.key("num_generations")
-    if size is None or not str(group).isdecimal() or not int(group):
+    size, group = setting.number, whole_number(settings.key("num_generations"))
+    if not group:
         return  # a wrong num_generations is reported at its own place
-    if rest := size % int(group):
-        fix = f"write batch_size: {size - rest + int(group)}, or another num_generations"
+    if rest := size % group:
+        fix = f"write batch_size: {size - rest + group}, or another num_generations"
         setting.reject(f"batch_size {size} is not whole groups of num_generations {group}", fix)
     else:
-        setting.keys = {"prompts_per_step": size // int(group)}
+        setting.keys = {"prompts_per_step": size // group}
 
 
 def sync(setting: Setting, settings: Settings) -> None:

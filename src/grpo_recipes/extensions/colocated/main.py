@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_recipes.cli import Parser, answer, load_command, option, recipe_name
-from grpo_recipes.cli.entry_points import launch_command, unknown_flags, with_flags_of, with_gpus
+from grpo_recipes.cli.entry_points import LaunchRequest, unknown_flags, with_flags_of, with_gpus
 from grpo_recipes.cli.nodes import NODE_OPTIONS, NodeFlags, read_nodes, reject_other_launchers
 from grpo_recipes.cli.runs import launch_options
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
-from grpo_recipes.launch.resolve import Options
 from grpo_recipes.launch.run import launch
 from grpo_recipes.paths import home, shown
 from grpo_recipes.plan.devices import Resources, find_resources, some_trainers
@@ -41,14 +40,10 @@ _OURS = {"RECIPE": "--config"}  # option of `grpo launch` -> ours, in messages
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(LaunchRequest):
     """The launch that the flags request."""
 
-    options: Options
-    resources: Resources
-    variables: dict[str, str]  # environment variables to set for it
-    notes: list[str]
-    file: str | None  # of --redirect-output
+    file: str | None = None  # of --redirect-output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,10 +150,7 @@ def _recipe(options: argparse.Namespace, device: str) -> str | None:
 
 
 def _launch(request: Request) -> int:
-    say(launch_command(request.options, request.variables))
-    for note in request.notes:
-        say(f"note: {note}")
-    os.environ.update(request.variables)
+    request.announce()
     keys = {key: value for key, value in request.options.keys.items() if value.source != PROGRAM}
     with translate(ConfigError, lambda error: with_flags_of(error, keys, _OURS)):
         return launch(request.options, request.resources)

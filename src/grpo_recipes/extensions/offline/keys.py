@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_recipes.errors import Problem
-from grpo_recipes.recipe.converters.table import Setting, Settings, read_table
+from grpo_recipes.recipe.converters.table import Setting, Settings, read_table, whole_number
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.registry import SERVER_BACKENDS
 from grpo_recipes.recipe.rules import is_url
@@ -61,9 +61,8 @@ def translate(config: Mapping[str, Any], answers: Callable[[str], bool]) -> Tran
 
 def _sizes(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Return problems, rollouts, batch size and accumulation; None if one is wrong, which its own row reports."""
-    texts = [str(config[name]) for name in _SIZES]
-    sizes = tuple(int(text) for text in texts if text.isdecimal())
-    return sizes if len(sizes) == len(_SIZES) and all(sizes) else None
+    sizes = tuple(whole_number(config[name]) or 0 for name in _SIZES)
+    return sizes if all(sizes) else None
 
 
 def _steps(sizes: tuple[int, ...]) -> int | None:
@@ -78,7 +77,7 @@ def in_steps(setting: Setting, settings: Settings) -> None:
     sizes = _sizes(settings.values)
     steps = _steps(sizes) if sizes else None
     if steps is not None:
-        setting.keys = setting.row.filled(int(setting.value) * steps)
+        setting.keys = setting.row.filled(setting.number * steps)
 
 
 def forward_passes(setting: Setting, settings: Settings) -> None:

@@ -53,7 +53,8 @@ class Row:
     unless: Mapping[str, str] = field(default_factory=dict)  # setting -> pattern of its value that makes this one idle
     needs: Mapping[str, str] = field(default_factory=dict)  # setting -> values of it that this one needs
     convert: str = ""  # a function of the table's module that translates it
-    type: str = ""  # "switch": a flag without value; "words": a flag with several values; "bool" or "count" in a file
+    type: str = ""  # "switch": a flag without value; "words": a flag with several values; "bool": true or false
+    least: int | None = None  # the value is an integer of at least this
     default: str | None = None  # its value if neither it nor a recipe is given
     variable: str = ""  # an environment variable: the flag that it stands for
     script: bool = False  # an environment variable that only a shell script reads
@@ -68,7 +69,7 @@ class Row:
     @property
     def rejected(self) -> bool:
         """Return whether the setting is rejected with every value."""
-        return bool(self.fix) and not (self.sets or self.values or self.convert)
+        return bool(self.fix) and not (self.sets or self.values or self.convert) and self.least is None
 
     def keys_for(self, value: Any) -> dict[str, Any] | None:
         """Return the recipe keys that a value sets; None if the value is rejected."""
@@ -169,16 +170,21 @@ class Setting:
             return f"{self.raw.source}: '{self.name}' is read as {in_words(self.keys)}"
         return f"{self.shown} changes nothing: {self.why}"
 
-    def whole(self, least: int = 1, example: str = "") -> int | None:
-        """Return the value as an integer of at least ``least``; reject any other value and return None."""
-        text = str(self.value)
-        number = int(text) if text.isdecimal() and not isinstance(self.value, bool) else least - 1
-        if number >= least:
-            return number
-        subject = "" if self.raw.source == self.name else f"'{self.name}' "
-        problem = f"{subject}is {self.value!r:.100} where a whole number of {least} or more belongs"
-        self.reject(problem, example or f"write e.g. {self.name} {least + 1}")
-        return None
+    @property
+    def number(self) -> int:
+        """Return the value as an integer, if the row has ``least``."""
+        return int(self.value)
+
+    def is_typed(self) -> bool:
+        """Return whether the value has the type of the row; reject any other value."""
+        flag = self.raw.source == self.name
+        subject, least = "" if flag else f"'{self.name}' ", self.row.least
+        if self.row.type == "bool" and not isinstance(self.value, bool):
+            self.reject(f"{subject}is {self.value!r} where true or false belongs", f"write {self.name}=true or false")
+        elif least is not None and (whole_number(self.value) is None or self.number < least):
+            problem = f"{subject}is {self.value!r:.100} where a whole number of {least} or more belongs"
+            self.reject(problem, self.row.fix or f"write e.g. {self.name} {least + 1}")
+        return self.problem is None
 
 
 @dataclass(frozen=True)
@@ -207,10 +213,7 @@ class Table:
                 fix = f"write {other} {modes.split()[0]}, or leave it out"
                 setting.reject(f"does nothing with {other} {mode}", fix)
                 return setting
-        if row.type == "bool" and not isinstance(raw.value, bool):
-            setting.reject(f"is {raw.value!r} where true or false belongs", f"write {name}=true or false")
-            return setting
-        if row.type == "count" and setting.whole(example=f"write e.g. {name}=4") is None:
+        if not setting.is_typed():
             return setting
         if row.convert:
             getattr(importlib.import_module(self.module), row.convert)(setting, settings)
@@ -218,7 +221,7 @@ class Table:
         keys = row.keys_for(raw.value)
         if keys is None and raw.value is None:
             setting.reject(f"'{name}' is empty", "give it a value, or remove it")
-        elif keys is None and row.fix:
+        elif keys is None and (row.values or row.rejected) and row.fix:
             setting.reject(_no_equal(setting))
         else:
             setting.keys, setting.why = keys or {}, row.why
@@ -229,6 +232,11 @@ def _no_equal(setting: Setting) -> str:
     if setting.raw.source != setting.name:
         return f"'{setting.name}{short(setting.value)}' has no equal here"
     return "has no equal here" if setting.row.rejected else f"'{setting.value!s:.100}' has no equal here"
+
+
+def whole_number(value: Any) -> int | None:
+    """Return a value or its text as an integer of at least 0; None if it is no such integer."""
+    return int(value) if str(value).isdecimal() and not isinstance(value, bool) else None
 
 
 def matches(value: Any, pattern: str) -> bool:
