@@ -29,7 +29,7 @@ from grpo_recipes.plan.plan import describe, make_plan
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe.check import choose_recipe, notes, reward_notes
 from grpo_recipes.recipe.check_data import evaluation_note
-from grpo_recipes.recipe.converters import ALIASES, Translation, is_foreign, meaning_of, names, nearest
+from grpo_recipes.recipe.converters import ALIASES, TranslatedRecipe, is_foreign, meaning_of, names, nearest
 from grpo_recipes.recipe.document import read_file
 from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.keys import (
@@ -94,7 +94,7 @@ def new(options: argparse.Namespace) -> int:
     return 0
 
 
-def _translated(source: Path, target: Path) -> Translation | None:
+def _translated(source: Path, target: Path) -> TranslatedRecipe | None:
     """Translate a recipe of another project, or return None if the file is a recipe of this package."""
     translators = list(parts("translate"))
     if not translators and (source.suffix == ".toml" or is_foreign(read_file(source, []))):

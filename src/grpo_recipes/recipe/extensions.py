@@ -45,7 +45,9 @@ class Extension:
     rewards: str = ""  # a tuple of recipe.registry.Reward
     benchmarks: str = ""  # a mapping: name -> recipe.registry.Benchmark
     converters: str = ""  # a tuple of recipe.converters.files.FileConverter: YAML of other tools
-    translate: str = ""  # a function (source, target) -> recipe.converters.Translation for `grpo new --from`, or None
+    translate: str = (
+        ""  # a function (source, target) -> recipe.converters.TranslatedRecipe for `grpo new --from`, or None
+    )
     # The run.
     assets: str = ""  # a function (recipe) -> datasets that are downloaded before the run
     roles: str = ""  # a plan.roles.Roles: processes beside the server and the trainers

@@ -17,7 +17,7 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.atropos import main as atropos
 from grpo_recipes.extensions.atropos.flags import FIELDS, FLAGS, VARIABLES, flag_rows, variable_rows
-from grpo_recipes.extensions.atropos.main import BASE, VERBOSITY, Request
+from grpo_recipes.extensions.atropos.main import BASE, VERBOSITY, AtroposLaunch
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.recipe import Recipe
@@ -60,11 +60,11 @@ def four_gpus(machine) -> None:
     """Four GPUs, unless a test says otherwise."""
 
 
-def read(*arguments: str) -> Request:
+def read(*arguments: str) -> AtroposLaunch:
     return atropos.read(list(arguments))
 
 
-def recipe_of(door: Request) -> Recipe:
+def recipe_of(door: AtroposLaunch) -> Recipe:
     """Return the recipe that the launch resolves."""
     options = door.options
     return resolve_recipe(options.recipe, options.task, options.flags, os.environ, door.resources.device, options.keys)

@@ -135,7 +135,7 @@ def _default(it: Translation, row: Row, mode: str | None) -> Value | None:
 def split_length(setting: Setting, _: Settings) -> None:
     """Read the most tokens of a sequence: a quarter is for the prompt, the rest for the completion."""
     prompt = setting.number // 4
-    setting.keys = {"max_prompt_length": prompt, "max_completion_length": setting.number - prompt}
+    setting.write({"max_prompt_length": prompt, "max_completion_length": setting.number - prompt})
 
 
 def device(setting: Setting, settings: Settings) -> None:
@@ -149,7 +149,7 @@ def device(setting: Setting, settings: Settings) -> None:
 
 def existing_file(setting: Setting, _: Settings) -> None:
     """Accept an existing file that the launch does not need."""
-    setting.why = "the trainer asks the server itself where the one copy is"
+    setting.accept("the trainer asks the server itself where the one copy is")
     if not os.path.isfile(os.path.expanduser(setting.value)):
         setting.reject(f"there is no file '{setting.value}'", "name an existing file, or leave it out")
 
@@ -167,7 +167,7 @@ def same_server(setting: Setting, settings: Settings) -> None:
 
 
 def _accept_same(setting: Setting, same: bool) -> None:
-    setting.why = "the launch tells its environments the same"
+    setting.accept("the launch tells its environments the same")
     if not same:
         setting.reject(f"'{setting.value:.100}' has no equal here")
 
@@ -179,7 +179,7 @@ def shared_weights(setting: Setting, settings: Settings) -> None:
         fix = f"export {setting.name}=1, or unset it"
         setting.reject(f"is {setting.value}, and {SHARED} shares weights", fix)
     elif shares and not shared:
-        setting.why = f"{MODE} {SHARED} is not set"
+        setting.accept(f"{MODE} {SHARED} is not set")
 
 
 def _read_fields(it: Translation, dotted: list[tuple[str, str]], settings: Settings) -> None:

@@ -53,7 +53,7 @@ _DOTTED = ("--env.", "--openai.", "--server.")  # begin the flags of an environm
 
 
 @dataclass(frozen=True)
-class Request(LaunchRequest):
+class AtroposLaunch(LaunchRequest):
     """The launch that the flags request."""
 
     api_url: str | None = None  # of a run-api that must run already
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return answer(lambda: _launch(read(list(sys.argv[1:] if argv is None else argv))))
 
 
-def read(arguments: list[str]) -> Request:
+def read(arguments: list[str]) -> AtroposLaunch:
     """Return the launch that flags and variables request; a ConfigError lists everything that is wrong with them."""
     options, words = _parser().parse_known_args(arguments)
     dotted, flags = _apart(words)
@@ -88,12 +88,12 @@ def read(arguments: list[str]) -> Request:
     variables |= {VERBOSITY: "debug"} if it.text("--debug-loading") else {}
     variables |= _folder_of_the_last(it) if options.resume == "last" else {}
     launching = launch_options(options, shown(recipe) if recipe else None, flags, keys=it.keys)
-    request = Request(launching, resources, variables, [*notes, *it.notes, *more])
+    request = AtroposLaunch(launching, resources, variables, [*notes, *it.notes, *more])
     with translate(ConfigError, lambda error: _with_our_flags(error, it.keys)):
         return _checked(request) if recipe else request
 
 
-def _launch(request: Request) -> int:
+def _launch(request: AtroposLaunch) -> int:
     reject_other_launchers(f"{COMMAND} --num_processes", os.environ)
     request.announce()
     if request.api_url and not request.options.dry_run and not address_reachable(request.api_url, os.environ):
@@ -220,7 +220,7 @@ def _gpus(it: Translation, resources: Resources, dry_run: bool) -> tuple[Resourc
     return with_gpus(resources, wanted, "NUM_GPUS", fix, dry_run)
 
 
-def _checked(request: Request) -> Request:
+def _checked(request: AtroposLaunch) -> AtroposLaunch:
     """Check the recipe and the plan of a new run; add notes about its batches and its run-api."""
     options, device = request.options, request.resources.device
     recipe = resolve_recipe(options.recipe, options.task, options.flags, os.environ, device, options.keys)

@@ -37,12 +37,12 @@ def whole_groups(setting: Setting, settings: Settings) -> None:
         problem = f"{size} sequences are no whole groups of {_GROUP} {group}: run-api would never hand out a batch"
         setting.reject(problem, f"write {size - rest + group}, or another {_GROUP}")
     else:
-        setting.keys = {"prompts_per_step": size // group}
+        setting.write({"prompts_per_step": size // group})
 
 
 def mini_batch(setting: Setting, settings: Settings) -> None:
     """Accept an optimizer step of the whole batch: no other step is supported."""
-    setting.why = "a step takes the whole batch"
+    setting.accept("a step takes the whole batch")
     if setting.value != settings.values.get(_BATCH):
         written = f"{setting.name}{short(setting.value)}"
         setting.reject(f"'{written}' is another number than {_BATCH}, all of which a step takes")
@@ -55,7 +55,7 @@ def reporters(setting: Setting, _: Settings) -> None:
     if unknown:
         setting.reject(f"'{setting.name}' names '{unknown[0]}', which is not supported")
     else:
-        setting.keys = {"report_to": [name for name in names if name != "console"] or ["none"]}
+        setting.write({"report_to": [name for name in names if name != "console"] or ["none"]})
 
 
 def trainers(setting: Setting, settings: Settings) -> None:
@@ -63,12 +63,12 @@ def trainers(setting: Setting, settings: Settings) -> None:
     gpus, parallel = setting.number, whole_number(settings.values.get(_TENSORS, 1)) or 1
     count = trainers_of(gpus, parallel)
     if settings.device == "cpu":
-        setting.why = "the run is on CPU"
+        setting.accept("the run is on CPU")
     elif count is None:
         problem = f"'{setting.name}' {gpus} leaves no GPU to train on: the server has {parallel}"
         setting.reject(problem, f"write {parallel + 1} or more, or a smaller {_TENSORS}")
     else:
-        setting.keys = {"num_processes": count}
+        setting.write({"num_processes": count})
 
 
 def trainers_of(gpus: int, parallel: int = 1, shared: bool = False) -> int | None:

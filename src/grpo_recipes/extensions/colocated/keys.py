@@ -32,7 +32,7 @@ def whole_groups(setting: Setting, settings: Settings) -> None:
         fix = f"write batch_size: {size - rest + group}, or another num_generations"
         setting.reject(f"batch_size {size} is not whole groups of num_generations {group}", fix)
     else:
-        setting.keys = {"prompts_per_step": size // group}
+        setting.write({"prompts_per_step": size // group})
 
 
 def sync(setting: Setting, settings: Settings) -> None:
@@ -42,4 +42,4 @@ def sync(setting: Setting, settings: Settings) -> None:
         setting.reject(f"'sync_frequency: {steps}' has no equal here")
     else:
         often = "vLLM gets the weights before every generation, which is more often"
-        setting.why = setting.row.why if steps == 1 else often
+        setting.accept(setting.row.why if steps == 1 else often)

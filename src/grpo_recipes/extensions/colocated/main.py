@@ -40,7 +40,7 @@ _OURS = {"RECIPE": "--config"}  # option of `grpo launch` -> ours, in messages
 
 
 @dataclass(frozen=True)
-class Request(LaunchRequest):
+class ColocatedLaunch(LaunchRequest):
     """The launch that the flags request."""
 
     file: str | None = None  # of --redirect-output
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return answer(run)
 
 
-def read(arguments: list[str]) -> Request:
+def read(arguments: list[str]) -> ColocatedLaunch:
     """Return the launch that the flags request; a ConfigError lists everything that is wrong with them."""
     reject_other_launchers(f"python {PROGRAM} --gpus", os.environ)
     options, flags = _parser().parse_known_args(arguments)
@@ -78,7 +78,7 @@ def read(arguments: list[str]) -> Request:
     detailed = options.log_level == "DEBUG" and not os.environ.get(DETAILS)
     variables = {**nodes.variables, **({DETAILS: _MOST_DETAILS[resources.device]} if detailed else {})}
     resources, notes = _devices(options, resources)
-    return Request(launching, resources, variables, notes, options.redirect_output)
+    return ColocatedLaunch(launching, resources, variables, notes, options.redirect_output)
 
 
 def _parser() -> Parser:
@@ -149,7 +149,7 @@ def _recipe(options: argparse.Namespace, device: str) -> str | None:
         return shown(choose_recipe(named, {**os.environ, DEFAULT_RECIPE: "1"}, task, device))
 
 
-def _launch(request: Request) -> int:
+def _launch(request: ColocatedLaunch) -> int:
     request.announce()
     keys = {key: value for key, value in request.options.keys.items() if value.source != PROGRAM}
     with translate(ConfigError, lambda error: with_flags_of(error, keys, _OURS)):

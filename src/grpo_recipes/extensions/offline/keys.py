@@ -27,7 +27,7 @@ _SIZES = ("data.problems_per_iteration", "data.rollouts_per_problem", "train.bat
 
 
 @dataclass
-class Translation:
+class OfflineKeys:
     """The recipe keys that a configuration sets, and what is wrong with it."""
 
     keys: dict[str, Value] = field(default_factory=dict)
@@ -35,12 +35,12 @@ class Translation:
     problems: list[Problem] = field(default_factory=list)
 
 
-def translate(config: Mapping[str, Any], answers: Callable[[str], bool]) -> Translation:
+def translate(config: Mapping[str, Any], answers: Callable[[str], bool]) -> OfflineKeys:
     """Translate a configuration, composed and flat, with every key of ``KEYS``.
 
     ``answers`` returns whether a server answers at an address.
     """
-    made, settings = Translation(device=str(config["model.device"])), Settings(config)
+    made, settings = OfflineKeys(device=str(config["model.device"])), Settings(config)
     for name in KEYS:
         value = config[name]
         raw = Value("null", name, from_text=True) if value is None else Value(value, name)
@@ -77,25 +77,25 @@ def in_steps(setting: Setting, settings: Settings) -> None:
     sizes = _sizes(settings.values)
     steps = _steps(sizes) if sizes else None
     if steps is not None:
-        setting.keys = setting.row.filled(setting.number * steps)
+        setting.write(setting.row.filled(setting.number * steps))
 
 
 def forward_passes(setting: Setting, settings: Settings) -> None:
     """Read the problems of an iteration as forward passes between two generations."""
     if sizes := _sizes(settings.values):
         problems, rollouts, size, _ = sizes
-        setting.keys = setting.row.filled(problems * rollouts // size)
+        setting.write(setting.row.filled(problems * rollouts // size))
 
 
 def reference(setting: Setting, settings: Settings) -> None:
     """Read a reference model that is not the trained model."""
     if setting.value != settings.values["model.train_id"]:
-        setting.keys = setting.row.filled(setting.value)
+        setting.write(setting.row.filled(setting.value))
 
 
 def run_name(setting: Setting, _: Settings) -> None:
     """Read the name of the run, or use ``offline``."""
-    setting.keys = setting.row.filled("offline" if setting.value in ("", "null") else setting.value)
+    setting.write(setting.row.filled("offline" if setting.value in ("", "null") else setting.value))
 
 
 def problem_ids(setting: Setting, settings: Settings) -> None:
@@ -105,13 +105,13 @@ def problem_ids(setting: Setting, settings: Settings) -> None:
         problem = f"is {ids!r} where a list of whole numbers belongs"
         setting.reject(problem, f"write e.g. {setting.name}=[5000,5001]")
     elif ids:
-        setting.keys = {"eval_problem_ids": ids}
+        setting.write({"eval_problem_ids": ids})
 
 
 def greedy(setting: Setting, settings: Settings) -> None:
     """Read evaluations without sampling, which have one completion of each problem."""
     if setting.value is False:
-        setting.keys = {"eval_temperature": 0}
+        setting.write({"eval_temperature": 0})
         if (count := settings.values["eval.replicates"]) != 1:
             problem = f"greedy completions of a problem are all the same, and eval.replicates is {count}"
             setting.reject(problem, "write eval.replicates=1")
@@ -125,7 +125,7 @@ def same_server(setting: Setting, settings: Settings) -> None:
         setting.reject(problem, f"leave it out: evaluations ask the server of {name}")
 
 
-def _server(config: Mapping[str, Any], made: Translation, answers: Callable[[str], bool]) -> None:
+def _server(config: Mapping[str, Any], made: OfflineKeys, answers: Callable[[str], bool]) -> None:
     """Set where the server is. The launch starts a vLLM on this machine if no server answers there yet."""
     backend, url = config["generation.backend"], str(config["generation.base_url"])
     if backend not in SERVER_BACKENDS:

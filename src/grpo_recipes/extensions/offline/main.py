@@ -255,7 +255,7 @@ def _composed(words: list[str]) -> tuple[DictConfig, DictConfig, list[Path]]:
     return config, hydra, newest_first(map(Path, glob.glob(pattern)))
 
 
-def _translated(config: DictConfig, answers: Callable[[str], bool]) -> offline.Translation:
+def _translated(config: DictConfig, answers: Callable[[str], bool]) -> offline.OfflineKeys:
     plain = OmegaConf.to_container(OmegaConf.create({key: OmegaConf.select(config, key) for key in offline.KEYS}))
     assert isinstance(plain, dict)
     translation = offline.translate({str(key): value for key, value in plain.items()}, answers)

@@ -196,7 +196,7 @@ def nearest(name: str) -> str | None:
     return shortest if clear else nearest_of(name, [*catalogue(), *names()])
 
 
-class Translation(Protocol):
+class TranslatedRecipe(Protocol):
     """A recipe of another project after its translation, for `grpo new --from`."""
 
     def files(self) -> dict[Path, str]:

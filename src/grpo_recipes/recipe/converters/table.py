@@ -154,15 +154,28 @@ class Setting:
         return self.raw.value
 
     @property
+    def subject(self) -> str:
+        """Return the setting's name as the subject of a problem; the place of a flag is its name already."""
+        return "" if self.raw.source == self.name else f"'{self.name}' "
+
+    @property
     def shown(self) -> str:
         """Return the setting as messages show it: a line of a file, or a flag with its value."""
         if self.raw.source == self.name:
             return f"{self.name} {self.value}"
         return f"{self.raw.source}: {self.name}{short(self.value)}"
 
+    def write(self, keys: Mapping[str, Any]) -> None:
+        """Set recipe keys."""
+        self.keys = dict(keys)
+
+    def accept(self, why: str) -> None:
+        """Accept the setting without recipe keys."""
+        self.why = why
+
     def reject(self, problem: str, fix: str = "") -> None:
         """Reject the setting at the place where it is written; the row has the usual fix."""
-        self.problem = Problem(self.raw.source, problem, fix or self.row.fix)
+        self.problem = Problem(self.raw.source, problem, fix or self.row.fix or "remove it")
 
     def note(self) -> str:
         """Return a line about a setting that is accepted."""
@@ -177,12 +190,13 @@ class Setting:
 
     def is_typed(self) -> bool:
         """Return whether the value has the type of the row; reject any other value."""
-        flag = self.raw.source == self.name
-        subject, least = "" if flag else f"'{self.name}' ", self.row.least
+        least = self.row.least
         if self.row.type == "bool" and not isinstance(self.value, bool):
-            self.reject(f"{subject}is {self.value!r} where true or false belongs", f"write {self.name}=true or false")
+            self.reject(
+                f"{self.subject}is {self.value!r} where true or false belongs", f"write {self.name}=true or false"
+            )
         elif least is not None and (whole_number(self.value) is None or self.number < least):
-            problem = f"{subject}is {self.value!r:.100} where a whole number of {least} or more belongs"
+            problem = f"{self.subject}is {self.value!r:.100} where a whole number of {least} or more belongs"
             self.reject(problem, self.row.fix or f"write e.g. {self.name} {least + 1}")
         return self.problem is None
 
@@ -205,13 +219,13 @@ class Table:
         setting = Setting(name, raw, row)
         for other, pattern in row.unless.items():
             if matches(settings.values.get(other, self.by_name[other].default), pattern):
-                setting.why = f"{other} is {pattern}"
+                setting.accept(f"{other} is {pattern}")
                 return setting
         for other, modes in row.needs.items():
             mode = settings.values.get(other)
             if mode is not None and mode not in modes.split():
                 fix = f"write {other} {modes.split()[0]}, or leave it out"
-                setting.reject(f"does nothing with {other} {mode}", fix)
+                setting.reject(f"{setting.subject}does nothing with {other} {mode}", fix)
                 return setting
         if not setting.is_typed():
             return setting
@@ -221,10 +235,11 @@ class Table:
         keys = row.keys_for(raw.value)
         if keys is None and raw.value is None:
             setting.reject(f"'{name}' is empty", "give it a value, or remove it")
-        elif keys is None and (row.values or row.rejected) and row.fix:
+        elif keys is None and (row.values or row.rejected):
             setting.reject(_no_equal(setting))
         else:
-            setting.keys, setting.why = keys or {}, row.why
+            setting.write(keys or {})
+            setting.accept(row.why)
         return setting
 
 
