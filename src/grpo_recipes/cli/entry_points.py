@@ -1,4 +1,4 @@
-"""Shared parts of the entry points of other tools: each turns that tool's flags into recipe keys and one launch."""
+"""Parts that the entry points of other tools share: flags become recipe keys and a launch."""
 
 import os
 import shlex

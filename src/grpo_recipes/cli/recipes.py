@@ -98,9 +98,9 @@ def _translated(source: Path, target: Path) -> TranslatedRecipe | None:
     """Translate a recipe of another project, or return None if the file is a recipe of this package."""
     translators = list(parts("translate"))
     if not translators and (source.suffix == ".toml" or is_foreign(read_file(source, []))):
-        what = f"'{shown(source)}' is a recipe of another project, and no installed extension translates it"
+        problem = f"'{shown(source)}' is a recipe of another project, and no installed extension translates it"
         fix = "install the whole package with extensions/migrate, or write a recipe with the keys that grpo keys lists"
-        raise config_error("--from", what, fix)
+        raise config_error("--from", problem, fix)
     return next((made for translator in translators if (made := translator(source, target))), None)
 
 

@@ -34,9 +34,9 @@ class Translation:
     explicit: frozenset[str]  # recipe keys that the command line sets by their own names
     environment: Mapping[str, str]
     bare: bool  # whether no recipe is named: each flag has its default then
-    script: bool  # whether the defaults are those of run_atropos_grpo.sh
+    script: bool  # whether run_atropos_grpo.sh sets the defaults
     device: str  # of the environment: cpu or cuda
-    in_job: bool  # whether this is a Slurm job, whose ports are its own
+    in_job: bool  # whether this is a Slurm job, which has its own ports
     keys: dict[str, Value] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Translation:
             self.notes.append(setting.note())
 
     def number(self, name: str) -> int | None:
-        """Return the integer of a flag or variable; None without one, and the row of a wrong one reports it."""
+        """Return the integer of a flag or variable, or None; the flag's row reports a wrong value."""
         return whole_number(self.text(name))
 
     def settings(self, mode: str | None) -> Settings:
@@ -80,54 +80,64 @@ class Translation:
         return Settings(values, self.device)
 
 
-def translate(it: Translation, dotted: list[tuple[str, str]]) -> str | None:
+def translate(translation: Translation, dotted: list[tuple[str, str]]) -> str | None:
     """Translate the flags that need no recipe; ``dotted`` are an environment's. Return the weight bridge mode."""
-    mode = _weight_bridge_mode(it)
-    if it.bare and MODEL not in it.flags and "model_name_or_path" not in it.explicit:
-        it.reject(MODEL, "is missing", f"write {MODEL} with a hub id or a folder, or export MODEL")
-    settings = it.settings(mode)
+    mode = _weight_bridge_mode(translation)
+    if translation.bare and MODEL not in translation.flags and "model_name_or_path" not in translation.explicit:
+        translation.reject(MODEL, "is missing", f"write {MODEL} with a hub id or a folder, or export MODEL")
+    settings = translation.settings(mode)
     for row in FLAGS.rows:
-        raw = it.flags.get(row.name) or _default(it, row, mode)
+        raw = translation.flags.get(row.name) or _default(translation, row, mode)
         if raw is not None and row.name != MODE:
-            it.add(FLAGS.translate(row.name, raw, settings))
+            translation.add(FLAGS.translate(row.name, raw, settings))
     for row in VARIABLES.rows:
-        if row.name in it.flags:
-            it.add(VARIABLES.translate(row.name, it.flags[row.name], settings))
-    _read_fields(it, dotted, it.settings(mode))
+        if row.name in translation.flags:
+            translation.add(VARIABLES.translate(row.name, translation.flags[row.name], settings))
+    _read_fields(translation, dotted, translation.settings(mode))
     return mode
 
 
-def _weight_bridge_mode(it: Translation) -> str | None:
+def _weight_bridge_mode(translation: Translation) -> str | None:
     """Return the mode and set its keys; None if the recipe or its keys decide."""
-    named, single, rank = it.text(MODE), it.text("--single-copy"), it.number("LORA_RANK")
+    named, single, rank = translation.text(MODE), translation.text("--single-copy"), translation.number("LORA_RANK")
     if single and named not in (None, SHARED):
-        it.reject("--single-copy", f"is {SHARED}, and {MODE} is {named}", "keep one of the two")
+        translation.reject("--single-copy", f"is {SHARED}, and {MODE} is {named}", "keep one of the two")
     if rank and named not in (None, *ADAPTERS):
-        it.reject("LORA_RANK", f"is {rank}, and {MODE} {named} trains all weights", f"write {' or '.join(ADAPTERS)}")
+        translation.reject(
+            "LORA_RANK", f"is {rank}, and {MODE} {named} trains all weights", f"write {' or '.join(ADAPTERS)}"
+        )
     if single:
-        it.notes.append(f"--single-copy is {MODE} {SHARED}")
+        translation.notes.append(f"--single-copy is {MODE} {SHARED}")
     mode, source = named or (SHARED if single else None), MODE if named else "--single-copy"
     if mode is None and rank:
         mode, source = ADAPTERS[0], "LORA_RANK"
-    if mode is None and it.bare and not it.explicit & {"weight_sync", "weight_bridge_mode", "use_peft", "vllm_mode"}:
-        mode, source = (AUTO if it.script else FLAGS.by_name[MODE].default), MODE
+    if (
+        mode is None
+        and translation.bare
+        and not translation.explicit & {"weight_sync", "weight_bridge_mode", "use_peft", "vllm_mode"}
+    ):
+        mode, source = (AUTO if translation.script else FLAGS.by_name[MODE].default), MODE
     if mode is not None:
-        it.put(source, FLAGS.by_name[MODE].values[mode])
+        translation.put(source, FLAGS.by_name[MODE].values[mode])
     if rank:
-        it.put("LORA_RANK", {"lora_r": rank})
+        translation.put("LORA_RANK", {"lora_r": rank})
     return mode
 
 
-def _default(it: Translation, row: Row, mode: str | None) -> Value | None:
+def _default(translation: Translation, row: Row, mode: str | None) -> Value | None:
     """Return the default of a flag if no recipe is named, or None; few defaults depend on other flags."""
     text: Any = row.default
-    idle = any(mode not in modes.split() for modes in row.needs.values()) or any(key in it.keys for key in row.sets)
-    in_place = (row.name == PORT and it.in_job) or (row.name == ACCUMULATION and "prompts_per_step" in it.explicit)
-    if not it.bare or text is None or idle or in_place:
+    idle = any(mode not in modes.split() for modes in row.needs.values()) or any(
+        key in translation.keys for key in row.sets
+    )
+    in_place = (row.name == PORT and translation.in_job) or (
+        row.name == ACCUMULATION and "prompts_per_step" in translation.explicit
+    )
+    if not translation.bare or text is None or idle or in_place:
         return None
-    if row.name == "--dtype" and it.device == "cpu":
-        it.put("--dtype", {"bf16": False})
-    if row.name == "--dtype" and (it.device == "cpu" or mode == SHARED):
+    if row.name == "--dtype" and translation.device == "cpu":
+        translation.put("--dtype", {"bf16": False})
+    if row.name == "--dtype" and (translation.device == "cpu" or mode == SHARED):
         text = "float32"
     return Value(text.split() if row.type == "words" else text, row.name)
 
@@ -173,7 +183,7 @@ def _accept_same(setting: Setting, same: bool) -> None:
 
 
 def shared_weights(setting: Setting, settings: Settings) -> None:
-    """Accept what the weight bridge mode does anyway."""
+    """Accept a value that agrees with the weight bridge mode."""
     shared, shares = settings.values[MODE] == SHARED, as_bool(setting.value) is True
     if shared and not shares:
         fix = f"export {setting.name}=1, or unset it"
@@ -182,25 +192,25 @@ def shared_weights(setting: Setting, settings: Settings) -> None:
         setting.accept(f"{MODE} {SHARED} is not set")
 
 
-def _read_fields(it: Translation, dotted: list[tuple[str, str]], settings: Settings) -> None:
+def _read_fields(translation: Translation, dotted: list[tuple[str, str]], settings: Settings) -> None:
     """Read the flags of an environment: recipe keys, values that the launch sets, or fields of its configuration."""
     fields: dict[str, Any] = {}
     for name, text in dotted:
-        it.flags[name] = Value(text, name, from_text=True)
+        translation.flags[name] = Value(text, name, from_text=True)
         if not text:
-            it.reject(name, "is given without a value", f"write {name} VALUE")
+            translation.reject(name, "is given without a value", f"write {name} VALUE")
         elif name in FIELDS.by_name:
-            it.add(FIELDS.translate(name, it.flags[name], settings))
+            translation.add(FIELDS.translate(name, translation.flags[name], settings))
         elif not name.startswith(_ENV):
             fix = "remove it; the launch starts the server and tells its environments where it is"
-            it.reject(name, "has no equal here", fix)
+            translation.reject(name, "has no equal here", fix)
         else:
             fields[name.removeprefix(_ENV)] = _read_yaml(name, text)
     first = f"{_ENV}{next(iter(fields), '')}"
-    if fields and "--environment" not in it.flags and "atropos_environment" not in it.explicit:
-        it.reject(first, "is a field of an environment, and none is named", "write --environment too")
+    if fields and "--environment" not in translation.flags and "atropos_environment" not in translation.explicit:
+        translation.reject(first, "is a field of an environment, and none is named", "write --environment too")
     elif fields:
-        it.put(first, {"atropos_environment_args": fields})
+        translation.put(first, {"atropos_environment_args": fields})
 
 
 def _read_yaml(name: str, text: str) -> Any:
@@ -210,56 +220,60 @@ def _read_yaml(name: str, text: str) -> Any:
         return yaml.safe_load(text)
 
 
-def translate_counts(it: Translation, value: Callable[[str], Any], mode: str | None) -> None:
-    """Translate the numbers of sequences, steps and GPUs; ``value`` looks up a key of the recipe as it is so far."""
-    _read_sequences(it, value)
-    _need_room_for_adapters(it, value("lora_r"), mode)
-    interval = it.number(INTERVAL)
+def translate_counts(translation: Translation, value: Callable[[str], Any], mode: str | None) -> None:
+    """Translate the numbers of sequences, steps and GPUs; ``value`` looks up a recipe key."""
+    _read_sequences(translation, value)
+    _need_room_for_adapters(translation, value("lora_r"), mode)
+    interval = translation.number(INTERVAL)
     if interval is not None and interval > 1:
         steps = value("gradient_accumulation_steps")
         if mode == SHARED:
-            it.reject(INTERVAL, f"{mode} transfers nothing: the server has every step's weights", "leave it out")
+            translation.reject(
+                INTERVAL, f"{mode} transfers nothing: the server has every step's weights", "leave it out"
+            )
         elif value("prompts_per_step") is not None:
             fix = f"write {BATCH} and {ACCUMULATION} in its place"
-            it.reject(INTERVAL, "several steps of one transfer contradict prompts_per_step", fix)
+            translation.reject(INTERVAL, "several steps of one transfer contradict prompts_per_step", fix)
         elif isinstance(steps, int):
-            it.put(INTERVAL, {"steps_per_generation": steps * interval})
-    gpus = it.number("NUM_GPUS")
-    if gpus is not None and it.device == "cpu":
-        it.notes.append(f"NUM_GPUS={gpus} is not read: this is a CPU environment")
+            translation.put(INTERVAL, {"steps_per_generation": steps * interval})
+    gpus = translation.number("NUM_GPUS")
+    if gpus is not None and translation.device == "cpu":
+        translation.notes.append(f"NUM_GPUS={gpus} is not read: this is a CPU environment")
     elif gpus is not None:
         parallel = value("vllm_tensor_parallel_size")
         trainers = trainers_of(gpus, parallel if isinstance(parallel, int) else 1, value("weight_sync") == "shared")
         if trainers is None:
-            it.reject("NUM_GPUS", f"{gpus} leaves no GPU to train on: the server has {parallel}", "export more")
+            translation.reject(
+                "NUM_GPUS", f"{gpus} leaves no GPU to train on: the server has {parallel}", "export more"
+            )
         else:
-            it.put("NUM_GPUS", {"num_processes": trainers})
+            translation.put("NUM_GPUS", {"num_processes": trainers})
 
 
-def _need_room_for_adapters(it: Translation, rank: Any, mode: str | None) -> None:
+def _need_room_for_adapters(translation: Translation, rank: Any, mode: str | None) -> None:
     """Reject a --max-lora-rank that is too small for --lora-r."""
     name = "--max-lora-rank"
-    room = it.number(name) if mode in (None, *ADAPTERS) else None
+    room = translation.number(name) if mode in (None, *ADAPTERS) else None
     if room is not None and isinstance(rank, int) and room < rank:
-        it.reject(name, f"is {room}, below --lora-r {rank}", f"write {name} {rank}, or leave it out")
+        translation.reject(name, f"is {room}, below --lora-r {rank}", f"write {name} {rank}, or leave it out")
     elif room is not None:
-        it.notes.append(f"{name} {room} changes nothing: the server has room for --lora-r {rank}")
+        translation.notes.append(f"{name} {room} changes nothing: the server has room for --lora-r {rank}")
 
 
-def _read_sequences(it: Translation, value: Callable[[str], Any]) -> None:
+def _read_sequences(translation: Translation, value: Callable[[str], Any]) -> None:
     """Read BATCH_SIZE, the sequences of a step, unless flags set their number."""
-    size, group = it.number("BATCH_SIZE"), value("num_generations")
-    flags = [name for name in (BATCH, ACCUMULATION) if name in it.flags]
-    flags += [f"--{key}" for key in ("prompts_per_step", "per_device_train_batch_size") if key in it.explicit]
+    size, group = translation.number("BATCH_SIZE"), value("num_generations")
+    flags = [name for name in (BATCH, ACCUMULATION) if name in translation.flags]
+    flags += [f"--{key}" for key in ("prompts_per_step", "per_device_train_batch_size") if key in translation.explicit]
     if size is None or not isinstance(group, int):
         return
     if flags:
-        if it.environment.get("BATCH_SIZE"):
-            it.notes.append(f"BATCH_SIZE={size} is not read beside {flags[0]}")
+        if translation.environment.get("BATCH_SIZE"):
+            translation.notes.append(f"BATCH_SIZE={size} is not read beside {flags[0]}")
     elif remainder := size % group:
         problem = f"{size} sequences are no whole groups of {group} (num_generations): run-api would hand out no batch"
         fix = f"export BATCH_SIZE={size - remainder + group}, or write another --num_generations"
-        it.reject("BATCH_SIZE", problem, fix)
+        translation.reject("BATCH_SIZE", problem, fix)
     else:
-        it.keys.pop("gradient_accumulation_steps", None)
-        it.put("BATCH_SIZE", {"prompts_per_step": size // group})
+        translation.keys.pop("gradient_accumulation_steps", None)
+        translation.put("BATCH_SIZE", {"prompts_per_step": size // group})

@@ -75,21 +75,21 @@ def read(arguments: list[str]) -> AtroposLaunch:
     bare = recipe == str(home() / BASE)
     values, notes = _read_values(options, bare)
     explicit = frozenset(ALIASES.get(name, name) for name, _ in read_flags(flags, []))
-    it = Translation(values, explicit, os.environ, bare, options.read_variables, device, in_job)
-    mode = translate_flags(it, dotted)
+    translation = Translation(values, explicit, os.environ, bare, options.read_variables, device, in_job)
+    mode = translate_flags(translation, dotted)
     if recipe is not None:
-        merged, _ = merge_recipe(_path(recipe, device), flags, os.environ, device, it.keys)
-        translate_counts(it, lambda key: merged.values[key].value, mode)
-        it.problems += _no_groups(merged)
-    if it.problems:
-        raise ConfigError(*it.problems)
-    resources, more = _gpus(it, resources, options.dry_run)
-    variables = {"LOGDIR": str(folder)} if (folder := it.text("--log-dir")) else {}
-    variables |= {VERBOSITY: "debug"} if it.text("--debug-loading") else {}
-    variables |= _folder_of_the_last(it) if options.resume == "last" else {}
-    launching = launch_options(options, shown(recipe) if recipe else None, flags, keys=it.keys)
-    request = AtroposLaunch(launching, resources, variables, [*notes, *it.notes, *more])
-    with translate(ConfigError, lambda error: _with_our_flags(error, it.keys)):
+        merged, _ = merge_recipe(_path(recipe, device), flags, os.environ, device, translation.keys)
+        translate_counts(translation, lambda key: merged.values[key].value, mode)
+        translation.problems += _no_groups(merged)
+    if translation.problems:
+        raise ConfigError(*translation.problems)
+    resources, more = _gpus(translation, resources, options.dry_run)
+    variables = {"LOGDIR": str(folder)} if (folder := translation.text("--log-dir")) else {}
+    variables |= {VERBOSITY: "debug"} if translation.text("--debug-loading") else {}
+    variables |= _folder_of_the_last(translation) if options.resume == "last" else {}
+    launching = launch_options(options, shown(recipe) if recipe else None, flags, keys=translation.keys)
+    request = AtroposLaunch(launching, resources, variables, [*notes, *translation.notes, *more])
+    with translate(ConfigError, lambda error: _with_our_flags(error, translation.keys)):
         return _checked(request) if recipe else request
 
 
@@ -197,10 +197,14 @@ def _read_values(options: argparse.Namespace, bare: bool) -> tuple[dict[str, Val
     return values, notes
 
 
-def _folder_of_the_last(it: Translation) -> dict[str, str]:
+def _folder_of_the_last(translation: Translation) -> dict[str, str]:
     """Return the folder of run directories as a variable, since no flag may change a run that has completed."""
     usual = os.environ.get("RUN_ROOT") or FLAGS.by_name[SAVE_PATH].default
-    return {} if "run_root" in it.explicit else {"RUN_ROOT": it.keys.pop("run_root", Value(usual, SAVE_PATH)).value}
+    return (
+        {}
+        if "run_root" in translation.explicit
+        else {"RUN_ROOT": translation.keys.pop("run_root", Value(usual, SAVE_PATH)).value}
+    )
 
 
 def _no_groups(recipe: Recipe) -> Iterator[Problem]:
@@ -211,11 +215,11 @@ def _no_groups(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("--environment", "is missing: nothing would send groups", fix)
 
 
-def _gpus(it: Translation, resources: Resources, dry_run: bool) -> tuple[Resources, list[str]]:
+def _gpus(translation: Translation, resources: Resources, dry_run: bool) -> tuple[Resources, list[str]]:
     """Return the devices of the launch, with the devices that a dry run imagines for NUM_GPUS."""
-    if resources.device == "cpu" or "NUM_GPUS" not in it.flags:
+    if resources.device == "cpu" or "NUM_GPUS" not in translation.flags:
         return resources, []
-    wanted = int(it.text("NUM_GPUS"))
+    wanted = int(translation.text("NUM_GPUS"))
     fix = f"export NUM_GPUS={len(resources.gpus)}, or ask for more: sbatch --gres=gpu:{wanted} {SCRIPT}"
     return with_gpus(resources, wanted, "NUM_GPUS", fix, dry_run)
 

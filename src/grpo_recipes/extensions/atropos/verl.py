@@ -33,9 +33,9 @@ def whole_groups(setting: Setting, settings: Settings) -> None:
     group = whole_number(settings.values.get(_GROUP, catalogue()["num_generations"]["default"]))
     if not group:
         return  # a wrong number of completions is reported at its own place
-    if rest := size % group:
+    if remainder := size % group:
         problem = f"{size} sequences are no whole groups of {_GROUP} {group}: run-api would never hand out a batch"
-        setting.reject(problem, f"write {size - rest + group}, or another {_GROUP}")
+        setting.reject(problem, f"write {size - remainder + group}, or another {_GROUP}")
     else:
         setting.write({"prompts_per_step": size // group})
 

@@ -28,8 +28,8 @@ def whole_groups(setting: Setting, settings: Settings) -> None:
     size, group = setting.number, whole_number(settings.key("num_generations"))
     if not group:
         return  # a wrong num_generations is reported at its own place
-    if rest := size % group:
-        fix = f"write batch_size: {size - rest + group}, or another num_generations"
+    if remainder := size % group:
+        fix = f"write batch_size: {size - remainder + group}, or another num_generations"
         setting.reject(f"batch_size {size} is not whole groups of num_generations {group}", fix)
     else:
         setting.write({"prompts_per_step": size // group})

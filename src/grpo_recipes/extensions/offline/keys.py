@@ -20,7 +20,7 @@ TABLE = read_table(Path(__file__).with_suffix(".yaml"), "settings", __name__)
 KEYS = tuple(TABLE.by_name)
 # Hydra key -> the recipe key that has the same value; a sweep may vary these.
 SAME = {row.name: next(iter(row.sets)) for row in TABLE.rows if row.sets and not row.convert and not row.unless}
-LISTS = ("eval.ids",)  # keys whose value is a list, in a sweep too
+LISTS = ("eval.ids",)  # keys with a list as the value, in a sweep too
 VLLM, _ = SERVER_BACKENDS
 _LOCAL = ("localhost", "127.0.0.1")
 _SIZES = ("data.problems_per_iteration", "data.rollouts_per_problem", "train.batch_size", "train.grad_accum_steps")
@@ -28,7 +28,7 @@ _SIZES = ("data.problems_per_iteration", "data.rollouts_per_problem", "train.bat
 
 @dataclass
 class OfflineKeys:
-    """The recipe keys that a configuration sets, and what is wrong with it."""
+    """The recipe keys that a configuration sets, and its problems."""
 
     keys: dict[str, Value] = field(default_factory=dict)
     device: str = "auto"  # of the training
@@ -40,23 +40,23 @@ def translate(config: Mapping[str, Any], answers: Callable[[str], bool]) -> Offl
 
     ``answers`` returns whether a server answers at an address.
     """
-    made, settings = OfflineKeys(device=str(config["model.device"])), Settings(config)
+    translation, settings = OfflineKeys(device=str(config["model.device"])), Settings(config)
     for name in KEYS:
         value = config[name]
         raw = Value("null", name, from_text=True) if value is None else Value(value, name)
         setting = TABLE.translate(name, raw, settings)
-        made.problems += [setting.problem] if setting.problem else []
-        made.keys |= {key: Value(inner, name, from_text=raw.from_text) for key, inner in setting.keys.items()}
+        translation.problems += [setting.problem] if setting.problem else []
+        translation.keys |= {key: Value(inner, name, from_text=raw.from_text) for key, inner in setting.keys.items()}
     sizes = _sizes(config)
     if sizes and _steps(sizes) is None:
         problems, rollouts, size, accumulated = sizes
         fits = ", ".join(str(count) for count in range(1, problems * rollouts + 1) if problems * rollouts % count == 0)
-        what = f"an iteration has {problems * rollouts} completions"
-        what += f", which steps of {size} x {accumulated} do not divide"
+        problem = f"an iteration has {problems * rollouts} completions"
+        problem += f", which steps of {size} x {accumulated} do not divide"
         fix = f"choose batch_size times grad_accum_steps among {fits}"
-        made.problems.append(Problem("train.batch_size", what, fix))
-    _server(config, made, answers)
-    return made
+        translation.problems.append(Problem("train.batch_size", problem, fix))
+    _server(config, translation, answers)
+    return translation
 
 
 def _sizes(config: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -68,8 +68,8 @@ def _sizes(config: Mapping[str, Any]) -> tuple[int, ...] | None:
 def _steps(sizes: tuple[int, ...]) -> int | None:
     """Return the optimizer steps of an iteration, or None if they do not divide it."""
     problems, rollouts, size, accumulated = sizes
-    steps, rest = divmod(problems * rollouts, size * accumulated)
-    return None if rest else steps
+    steps, remainder = divmod(problems * rollouts, size * accumulated)
+    return None if remainder else steps
 
 
 def in_steps(setting: Setting, settings: Settings) -> None:
@@ -125,18 +125,18 @@ def same_server(setting: Setting, settings: Settings) -> None:
         setting.reject(problem, f"leave it out: evaluations ask the server of {name}")
 
 
-def _server(config: Mapping[str, Any], made: OfflineKeys, answers: Callable[[str], bool]) -> None:
-    """Set where the server is. The launch starts a vLLM on this machine if no server answers there yet."""
+def _server(config: Mapping[str, Any], translation: OfflineKeys, answers: Callable[[str], bool]) -> None:
+    """Set the address of the server. The launch starts a vLLM on this machine if no server answers there yet."""
     backend, url = config["generation.backend"], str(config["generation.base_url"])
     if backend not in SERVER_BACKENDS:
         fix = f"write one of {', '.join(SERVER_BACKENDS)}"
-        made.problems.append(Problem("generation.backend", f"'{backend}' is unknown", fix))
+        translation.problems.append(Problem("generation.backend", f"'{backend}' is unknown", fix))
     elif not is_url(url):
         fix = "write e.g. http://127.0.0.1:30000"
-        made.problems.append(Problem("generation.base_url", f"'{url}' is not an address", fix))
+        translation.problems.append(Problem("generation.base_url", f"'{url}' is not an address", fix))
     elif backend == VLLM and urlsplit(url).hostname in _LOCAL and not answers(url):
         if port := urlsplit(url).port:
-            made.keys["vllm_server_port"] = Value(port, "generation.base_url")
+            translation.keys["vllm_server_port"] = Value(port, "generation.base_url")
     else:
-        made.keys["vllm_server_base_url"] = Value(url, "generation.base_url")
-        made.keys["server_backend"] = Value(backend, "generation.backend")
+        translation.keys["vllm_server_base_url"] = Value(url, "generation.base_url")
+        translation.keys["server_backend"] = Value(backend, "generation.backend")

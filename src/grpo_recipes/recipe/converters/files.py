@@ -1,6 +1,6 @@
 """Read a YAML file of another tool as a recipe: each setting of its table becomes recipe keys, a note, or a problem.
 
-An extension registers its ``FileConverter`` as the part ``converters``. Recipe keys in such a file stay as they are. If
+An extension registers its ``FileConverter`` as the part ``converters``. Recipe keys in such a file are not changed. If
 a setting and a recipe key contradict each other, both are named.
 """
 

@@ -35,7 +35,7 @@ from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.secrets import secret_value
 
 ANY = "*"  # the pattern of every value
-VALUE = "{value}"  # stands for the setting's value in the values of ``sets``
+VALUE = "{value}"  # the setting's own value, in the values of ``sets``
 _WORD = re.compile(r"[\d.eE+-]+|true|false")  # on the command line, where all values are texts
 _LONGEST = 60  # characters of a value in a message
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the Python loader takes longer than all of `grpo check`
@@ -43,7 +43,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the Python loader tak
 
 @dataclass(frozen=True)
 class Row:
-    """One setting of another tool, and what becomes of it."""
+    """One setting of another tool, with the recipe keys that it sets or the reason for a rejection."""
 
     names: tuple[str, ...]  # its spellings; messages use the first
     sets: Mapping[str, Any] = field(default_factory=dict)  # recipe key -> its value, or "{value}"
@@ -56,7 +56,7 @@ class Row:
     type: str = ""  # "switch": a flag without value; "words": a flag with several values; "bool": true or false
     least: int | None = None  # the value is an integer of at least this
     default: str | None = None  # its value if neither it nor a recipe is given
-    variable: str = ""  # an environment variable: the flag that it stands for
+    variable: str = ""  # an environment variable: the flag that it sets
     script: bool = False  # an environment variable that only a shell script reads
     help: str = ""  # its line in --help and in the table of the docs
     remark: str = ""  # the other tool's default, and the reason if this one differs
@@ -91,7 +91,7 @@ class Row:
         return self.fix or f"write {words}"
 
     def meaning(self) -> str:
-        """Return what the setting becomes, in Markdown, for the table of a page."""
+        """Return the meaning of the setting, in Markdown, for the table of a page."""
         if self.help and not self.sets and not self.values:
             return self.help
         if ANY in self.values:
@@ -174,7 +174,7 @@ class Setting:
         self.why = why
 
     def reject(self, problem: str, fix: str = "") -> None:
-        """Reject the setting at the place where it is written; the row has the usual fix."""
+        """Reject the setting at its place in the file or command line; the row has the usual fix."""
         self.problem = Problem(self.raw.source, problem, fix or self.row.fix or "remove it")
 
     def note(self) -> str:
@@ -250,12 +250,12 @@ def _no_equal(setting: Setting) -> str:
 
 
 def whole_number(value: Any) -> int | None:
-    """Return a value or its text as an integer of at least 0; None if it is no such integer."""
+    """Return a value or its text as an integer of at least 0, or None for any other value."""
     return int(value) if str(value).isdecimal() and not isinstance(value, bool) else None
 
 
 def matches(value: Any, pattern: str) -> bool:
-    """Return whether a value, or the boolean that its text stands for, matches a pattern."""
+    """Return whether a value, or the boolean that its text means, matches a pattern."""
     return any(fnmatchcase(str(form).lower(), pattern) for form in (value, as_bool(value)))
 
 
