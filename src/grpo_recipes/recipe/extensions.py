@@ -48,7 +48,10 @@ class Extension:
     datasets: str = ""  # a tuple of recipe.sources.GeneratedData: datasets that are generated, by their scheme
     rewards: str = ""  # a tuple of recipe.registry.Reward
     benchmarks: str = ""  # a mapping: name -> recipe.registry.Benchmark
-    converters: str = ""  # a tuple of recipe.dialects.Converter: files of other projects
+    converters: str = ""  # a tuple of recipe.converters.files.FileConverter: YAML of other tools
+    translate: str = (
+        ""  # a function (source, target) -> recipe.converters.TranslatedRecipe for `grpo new --from`, or None
+    )
     # The run.
     assets: str = ""  # a function (lookup) -> (key, id, configuration, split) of each dataset that it reads
     roles: str = ""  # a plan.roles.Roles: processes beside the server and the trainers

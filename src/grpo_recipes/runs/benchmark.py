@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from grpo_recipes.recipe.dialects import BRIDGE_MODES
+from grpo_recipes.recipe.converters import BRIDGE_MODES
 from grpo_recipes.runs.health import known, number
 from grpo_recipes.runs.rundir import Run, read_metrics, write_last_json
 
