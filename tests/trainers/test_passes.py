@@ -13,7 +13,7 @@ import pytest
 import torch
 import trl
 
-from grpo_recipes.trainers import micro_batches, passes
+from grpo_recipes.trainers import passes
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 
@@ -128,8 +128,7 @@ def test_training_takes_the_steps_of_padded_rows(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:
     split, counts = passes.split, []
-    for module in (passes, micro_batches):
-        monkeypatch.setattr(module, "split", lambda groups, count: counts.append(count) or split(groups, count))
+    monkeypatch.setattr(passes, "split", lambda groups, count: counts.append(count) or split(groups, count))
     kind = MaxEntGRPOTrainer if "maxent_objective" in keys else GRPOTrainer
     keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6} | keys
     trainers = {}

@@ -391,7 +391,6 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
         "--run_name": names.run_dir.name,
         "--per_device_train_batch_size": plan.batch.per_device,
         "--gradient_accumulation_steps": plan.batch.accumulation,
-        "--tokens_per_micro_batch": plan.micro_batch_tokens,
         "--use_cpu": str(plan.device == "cpu").lower(),
         # The launcher publishes: transformers would push while it saves.
         "--push_to_hub": "false" if recipe["push_to_hub"] else None,

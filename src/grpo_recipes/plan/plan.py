@@ -28,7 +28,6 @@ from grpo_recipes.recipe import Recipe, maxent
 from grpo_recipes.recipe.atropos import packing_problems
 from grpo_recipes.recipe.bridges import accelerator_of, refusal
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
-from grpo_recipes.recipe.learning import own_micro_batches
 from grpo_recipes.recipe.model_kind import check_unused_weights
 from grpo_recipes.recipe.overlap import OFF_POLICY
 from grpo_recipes.recipe.registry import COLOCATE, EXTERNAL, OBJECTIVES, environments_of, turn_tokens, uses_atropos
@@ -191,7 +190,7 @@ def _prompts_for_all(recipe: Recipe, trainers: int) -> str:
 
 
 def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Assets) -> Plan:
-    """Return the plan with what was found of its sources: the folder of a fetched model, its micro-batches, and notes.
+    """Return the plan with what was found of its sources: the folder of a fetched model, and notes.
 
     The folder stands for one commit in all processes, though TRL gives its colocated vLLM no revision.
     """
@@ -201,8 +200,7 @@ def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Asse
         fix = "move it, or set CACHE_ROOT, to a folder without [ ] * ?"
         raise config_error("model_name_or_path", f"vLLM takes '{model}' for a pattern and finds nothing", fix)
     plan = replace(plan, model=model, notes=[*plan.notes, *sources.notes()])
-    plan = replace(plan, max_num_seqs=max_num_seqs(recipe, plan, resources.gpu_gib))
-    return replace(plan, micro_batch_tokens=micro_batch_tokens(recipe, plan, resources.gpu_gib))
+    return replace(plan, max_num_seqs=max_num_seqs(recipe, plan, resources.gpu_gib))
 
 
 def max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | None:
@@ -238,26 +236,6 @@ def _requested_completions(recipe: Recipe, plan: Plan, default: int) -> int:
         return -(-requested * recipe["vllm_tensor_parallel_size"] // world_size)
     # Environments of Atropos work on groups of later steps too.
     return max(requested, default) if uses_atropos(recipe.__getitem__) else requested
-
-
-def micro_batch_tokens(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | None:
-    """Return the most tokens of a micro-batch; None where TRL's own are kept, or no key limits a sequence.
-
-    By default what TRL's micro-batches have at most, which is what ``per_device_train_batch_size`` allows; so many
-    sequences less as a GPU of ``gpu_gib`` cannot hold by the estimate, down to one.
-    """
-    if own_micro_batches(recipe) is not None:
-        return None
-    if recipe["tokens_per_micro_batch"] is not None:
-        return int(recipe["tokens_per_micro_batch"])
-    try:
-        work = Workload.of(recipe, plan)
-    except UnknownShape:
-        return None
-    gpu = int(gpu_gib * GIB) if gpu_gib is not None and plan.device == "cuda" else None
-    sizes = range(work.pass_tokens, 0, -work["sequence"])
-    fitting = (one for one in sizes if needs(Workload({**work, "tokens_per_micro_batch": one}), gpu)["trainer"].fits)
-    return next(fitting, sizes[-1])
 
 
 def _weighting(recipe: Recipe) -> Weighting:
@@ -407,7 +385,6 @@ def describe(
         f"model      {plan.model} ({plan.dtype})",
         f"groups     {plan.atropos}" if plan.atropos else data,
         f"batch      {plan.batch}",
-        *([f"passes     {plan.micro_batches}"] if plan.micro_batches else []),
         *([f"evaluation {plan.eval_batch} completions a batch and trainer"] if plan.eval_batch else []),
         f"vllm       {plan.vllm}",
         f"ports      {server}trainers {plan.ports.main_process}",
