@@ -128,7 +128,7 @@ def test_submit_judges_by_the_profile(plan, tmp_path, monkeypatch, capsys):
     (tmp_path / "site.yaml").write_text("gpus: 8\ngpu_memory_gib: 24\ntime: 1-0\n")
     command = ["submit", "recipe.yaml", "--profile", "site.yaml", "--dry-run", "--dataset_name", "rows.jsonl"]
     assert cli.main([*command, "--accelerator", "ddp"]) == EXIT_CONFIG_ERROR
-    assert "the trainer needs 87.9 of 24.0 GiB" in capsys.readouterr().err
+    assert "the trainer needs 95.2 of 24.0 GiB" in capsys.readouterr().err
     small = ["--per_device_train_batch_size", "1", "--use_peft", "true", "--vllm_gpu_memory_utilization", "0.85"]
     assert cli.main([*command, "--accelerator", "ddp", *small]) == 0
     assert " of 24.0 GiB" in capsys.readouterr().err
