@@ -55,6 +55,7 @@ SHAPE = Shape(longest=960, prompts=8, group=8, micro_batch=8)
 COMMON: dict[str, Any] = {"use_cpu": not GPU, "bf16": GPU, "gradient_checkpointing": True}
 PROMPT = 64  # tokens of the longest prompt, about
 HALF, FREE = "bare TRL, half of the micro-batch", "ours, padding_free (sdpa)"
+OURS_HALF = "ours, half of the micro-batch"
 PADDING_FREE = {"padding_free": True, "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"}}
 LOSSES: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo"}, "grpo": {"loss_type": "grpo"}, "dr_grpo": {"loss_type": "dr_grpo"},
@@ -136,12 +137,14 @@ def memory(bench: Bench) -> dict[str, Any]:
     """Measure the bytes at the worst moment of two steps."""
     found: dict[str, Any] = {}
     for lengths in ("lognormal", "equal"):
-        for arm, (keys, tokens) in micro_batches(bench.shape).items():
+        for arm, (keys, rows) in micro_batches(bench.shape).items():
             release()
             if GPU:
                 torch.cuda.reset_peak_memory_stats()
-            trainer = bench.trainer(keys, TrainerCallback(), steps=2, shape=bench.shape._replace(lengths=lengths))
+            shape = bench.shape._replace(lengths=lengths, micro_batch=rows)
+            trainer = bench.trainer(keys, TrainerCallback(), steps=2, shape=shape)
             trainer.train()
+            tokens = rows * (shape.longest + PROMPT)  # the most of a micro-batch
             found.setdefault(lengths, {})[arm] = {**held(), "tokens_per_micro_batch": tokens}
             del trainer
     release()
@@ -149,13 +152,8 @@ def memory(bench: Bench) -> dict[str, Any]:
 
 
 def micro_batches(shape: Shape) -> dict[str, tuple[Keys, int]]:
-    """Return the trainers whose memory is measured: their keys, and the most tokens of their micro-batches."""
-    longest = shape.longest + PROMPT
-    whole, half = shape.micro_batch * longest, shape.micro_batch // 2 * longest
-    sized: dict[str, tuple[Keys, int]] = {
-        f"ours, {tokens} tokens": ({"tokens_per_micro_batch": tokens}, tokens) for tokens in (whole, half)
-    }
-    return {BARE: (None, whole), OURS: ({}, whole), **sized}
+    """Return the trainers whose memory is measured: their keys, and the rows of their micro-batches."""
+    return {BARE: (None, shape.micro_batch), OURS: ({}, shape.micro_batch), OURS_HALF: ({}, shape.micro_batch // 2)}
 
 
 def held() -> dict[str, int]:
@@ -180,11 +178,11 @@ def with_estimates(measured: dict[str, Any], sizes: dict[str, Any], shape: Shape
     }  # fmt: skip
     found: dict[str, Any] = {}
     for lengths, arms in measured["found"].items():
-        for arm, (_, tokens) in micro_batches(shape).items():
-            size = {"tokens_per_micro_batch": tokens}
+        for arm, row in arms.items():
+            size = {"per_device_train_batch_size": row["tokens_per_micro_batch"] // workload["sequence"]}
             parts = Workload({**workload, **size}).trainer()
             estimated = {"estimated": parts | {"total": sum(parts.values())}}
-            found.setdefault(lengths, {})[arm] = arms[arm] | size | estimated
+            found.setdefault(lengths, {})[arm] = row | estimated
     return measured | {"found": found, "workload": workload}
 
 

@@ -39,7 +39,7 @@ TOPICS = {
     "repetition_n_grams soft_punish_cache scale_rewards multi_objective_aggregation",
     "Batch and length of the run": "prompts_per_step num_generations per_device_train_batch_size max_steps "
     "num_train_epochs seed num_iterations gradient_accumulation_steps steps_per_generation generation_batch_size "
-    "trim_padding tokens_per_micro_batch padding_free",
+    "trim_padding pad_to_multiple_of padding_free",
     "Sampling": "max_completion_length temperature top_[pk] min_p repetition_penalty mask_* generation_kwargs seed_*",
     "Loss": "loss_type beta epsilon* kl_* delta importance_* sync_ref_model ref_model_* entropy_* use_adaptive_entropy "
     "top_entropy_quantile off_policy_* use_bias_correction_kl sapo_* vespo_*",

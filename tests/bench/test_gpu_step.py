@@ -33,6 +33,5 @@ def test_no_part_fails_and_gradients_are_those_of_trl(found) -> None:
 
 def test_the_estimate_is_that_of_the_micro_batch(found) -> None:
     held = {arm: one["estimated"] for arm, one in found["memory"]["equal"].items()}
-    assert (
-        held["ours, 176 tokens"]["activations"] < held["ours, 352 tokens"]["activations"] == held["ours"]["activations"]
-    )
+    half, whole, theirs = (held[arm]["activations"] for arm in ("ours, half of the micro-batch", "ours", "bare TRL"))
+    assert half < whole == theirs

@@ -54,26 +54,23 @@ def blocks(text: str, name: str) -> list[str]:
 
 def test_what_does_not_fit_is_told_with_the_key_to_change(plan):
     zero3 = ("--accelerator", "zero3", "--gradient_checkpointing", "false")
-    code, text, _ = plan("--gpu-memory", "80", *zero3, "--tokens_per_micro_batch", "12288")
+    code, text, _ = plan("--gpu-memory", "80", *zero3, "--per_device_train_batch_size", "8")
     assert code == 0
     first, _, last = blocks(text, "memory")
     assert " of 80.0 GiB: libraries" in first
     assert last.startswith("memory     does not fit: the trainer needs ")
-    assert "Fix: tokens_per_micro_batch: " in last
+    assert "Fix: per_device_train_batch_size: " in last
     key, _, value = last.partition("Fix: ")[2].partition(": ")
     assert len(blocks(plan("--gpu-memory", "80", *zero3, f"--{key}", value)[1], "memory")) == 2
-    fitting = plan("--gpu-memory", "80", *zero3)[1]  # which is what the plan does by itself
-    assert len(blocks(fitting, "memory")) == 2 and f"of at most {int(value):,} tokens" in blocks(fitting, "passes")[0]
 
 
 def test_the_same_as_json(plan):
-    given = ("--accelerator", "ddp", "--tokens_per_micro_batch", "12288")
+    given = ("--accelerator", "ddp", "--per_device_train_batch_size", "8")
     told = json.loads(plan("--gpu-memory", "88", *given, "--json")[1])
     memory = told["memory"]
     assert sum(memory["trainer"]["parts"].values()) > memory["trainer"]["available"]
     assert memory["trainer"]["available"] == 88 * 2**30
-    smaller = f"tokens_per_micro_batch: {told['micro_batch_tokens'] // 8}"
-    assert [need["fix"] for need in memory.values()] == [smaller, ""]
+    assert [need["fix"] for need in memory.values()] == ["per_device_train_batch_size: 1", ""]
     elements = model_facts(MODEL)["parameters"]
     assert told["disk"]["checkpoints"] == 3  # each of the weights and two states, all in bfloat16
     assert told["disk"]["parts"] == {"checkpoints": 3 * 6 * elements, "model": 2 * elements}
@@ -131,7 +128,7 @@ def test_submit_judges_by_the_profile(plan, tmp_path, monkeypatch, capsys):
     (tmp_path / "site.yaml").write_text("gpus: 8\ngpu_memory_gib: 24\ntime: 1-0\n")
     command = ["submit", "recipe.yaml", "--profile", "site.yaml", "--dry-run", "--dataset_name", "rows.jsonl"]
     assert cli.main([*command, "--accelerator", "ddp"]) == EXIT_CONFIG_ERROR
-    assert "the trainer needs 87.9 of 24.0 GiB" in capsys.readouterr().err
+    assert "the trainer needs 95.2 of 24.0 GiB" in capsys.readouterr().err
     small = ["--per_device_train_batch_size", "1", "--use_peft", "true", "--vllm_gpu_memory_utilization", "0.85"]
     assert cli.main([*command, "--accelerator", "ddp", *small]) == 0
     assert " of 24.0 GiB" in capsys.readouterr().err
@@ -163,7 +160,7 @@ def test_the_page_shows_the_message_of_a_shipped_recipe_that_does_not_fit(tmp_pa
     monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     recipe = home() / "recipes/Qwen2.5-7B-Instruct/grpo/config_math.yaml"
-    flags = ["--gradient_checkpointing", "false", "--tokens_per_micro_batch", "12288", "--run_root", str(tmp_path)]
+    flags = ["--gradient_checkpointing", "false", "--per_device_train_batch_size", "8", "--run_root", str(tmp_path)]
     assert cli.main(["plan", str(recipe), "--gpus", "8", "--gpu-memory", "80", *flags]) == 0
     assert blocks(capsys.readouterr().out, "memory")[-1] in (home() / "docs/planning.md").read_text().splitlines()
 

@@ -21,7 +21,7 @@ WORK = {
     "dtype": "bfloat16", "low": True, "optim": "adamw_torch_fused", "reference": False,
     "gradient_checkpointing": True,
     "attn_implementation": None, "use_peft": False, "lora_r": 16, "lora_modules_to_save": None,
-    "per_device_train_batch_size": 4, "tokens_per_micro_batch": None,
+    "per_device_train_batch_size": 4,
     "completions": 8, "sequence": 1536, "completion": 1024,
     "vllm_max_model_length": 2048, "vllm_max_num_seqs": 840, "bridge": "nccl", "vllm_tensor_parallel_size": 1,
     "vllm_gpu_memory_utilization": 0.9, "vllm_enable_sleep_mode": False, "gpu_shared": False, "fsdp_cpu_offload": False,
@@ -64,7 +64,8 @@ def test_the_estimate_is_at_most_12_percent_above_the_recorded_memory_of_a_gpu(l
     """M14: no row of docs/gpu.md is estimated below the memory that the GPU held."""
     record = recorded_on_gpu()
     row = record["found"][lengths][trainer]
-    run = Workload({**record["workload"], "tokens_per_micro_batch": row["tokens_per_micro_batch"]})
+    rows = row["tokens_per_micro_batch"] // record["workload"]["sequence"]
+    run = Workload({**record["workload"], "per_device_train_batch_size": rows})
     parts = run.trainer()
     assert 1 <= sum(parts.values()) / (row["reserved"] + row["beside torch"]) <= 1.12
     tensors = sum(size for name, size in parts.items() if name not in ("libraries", "allocator gaps"))

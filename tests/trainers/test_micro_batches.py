@@ -1,9 +1,10 @@
-"""Micro-batches of a token budget: the gradient, the loss and the metrics of a step are unmodified TRL's."""
+"""Rows sorted by length: gradient and loss of a step are unmodified TRL's, and token means are over the whole step."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from transformers import TrainerCallback
 from transformers.training_args import OptimizerNames
 
 from grpo_recipes import smoke
-from grpo_recipes.trainers import micro_batches
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
+from grpo_recipes.trainers.micro_batches import TOKENS, MicroBatches, needs_trl_order
 
 from .fixed_completions import make_trainer, tokens_mod_5, weights_of
 from .tiny_training import DESCENT, SUMS, as_dataset
@@ -25,7 +26,8 @@ LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 LONGEST = 24
 # A rank's rows of a step are of several micro-batches of TRL's, and of lengths of 1 to 24 tokens.
 KEYS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_completion_length": LONGEST}
-OURS = ("micro_batches", "fed_per_real_token")
+WHOLE_STEP = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}  # in one micro-batch
+TOKEN_MEANS = ("kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
 
 
 class Gradients(TrainerCallback):
@@ -60,7 +62,8 @@ def gradients_of(trainer: Any) -> tuple[list[torch.Tensor], list[dict[str, float
 
     def from_table(prompt_ids: list[Any], *_: Any) -> tuple[list[list[int]], None]:
         first = trainer.accelerator.process_index * len(prompt_ids)
-        return [completion(trainer._step, first + row, end) for row in range(len(prompt_ids))], None
+        seen = trainer._step * trainer.args.per_device_train_batch_size  # rows, in micro-batches of any size
+        return [completion(seen, first + row, end) for row in range(len(prompt_ids))], None
 
     trainer._generate_single_turn = from_table
     taken = Gradients()
@@ -70,27 +73,36 @@ def gradients_of(trainer: Any) -> tuple[list[torch.Tensor], list[dict[str, float
     return taken.found, [row for row in trainer.state.log_history if "loss" in row]
 
 
-def same(ours: Any, theirs: Any, tolerance: float = 1e-6) -> None:
-    (our_gradients, our_rows), (gradients, rows) = gradients_of(ours), gradients_of(theirs)
-    assert len(our_gradients) == len(gradients) > 1
-    for own, other in zip(our_gradients, gradients, strict=True):
+def assert_same_gradients(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: float = 1e-6) -> None:
+    assert len(ours) == len(theirs) > 1
+    for gradient, other in zip(ours, theirs, strict=True):
         assert other.norm() > 0
-        assert (own - other).norm() <= tolerance * other.norm()
-    for own, other in zip(our_rows, rows, strict=True):
-        shared = {name for name in own.keys() & other.keys() if "time" not in name}
-        assert {"loss", "entropy"} < shared
-        assert {name: own[name] for name in shared} == pytest.approx(
+        assert (gradient - other).norm() <= tolerance * other.norm()
+
+
+def assert_same_metrics(
+    ours: list[dict[str, float]], theirs: list[dict[str, float]], names: tuple[str, ...] = ()
+) -> None:
+    """Compare these metrics, or all but times."""
+    for row, other in zip(ours, theirs, strict=True):
+        shared = {name for name in row.keys() & other.keys() if "time" not in name and (not names or name in names)}
+        assert shared
+        assert {name: row[name] for name in shared} == pytest.approx(
             {name: other[name] for name in shared}, rel=1e-4, abs=1e-6, nan_ok=True
         )
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "budget"), [*((name, 120) for name in LOSSES), ("bnpo", 30), ("dapo", 30), ("bnpo", 10_000)]
-)
-def test_each_loss_has_the_gradient_of_unmodified_trl(tmp_path: Path, model: str, loss_type: str, budget: int) -> None:
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_each_loss_has_the_gradient_of_unmodified_trl(tmp_path: Path, model: str, loss_type: str) -> None:
     keys = {**KEYS, "loss_type": loss_type, "beta": 0.1, "max_steps": 2, "learning_rate": 1e-3}
-    same(make_trainer(tmp_path, model, GRPOTrainer, tokens_per_micro_batch=budget, **keys),
-         unmodified(tmp_path, model, **keys))  # fmt: skip
+    gradients, rows = gradients_of(make_trainer(tmp_path, model, GRPOTrainer, **keys))
+    their_gradients, their_rows = gradients_of(unmodified(tmp_path, model, **keys))
+    assert_same_gradients(gradients, their_gradients)
+    assert_same_metrics(rows, their_rows, ("loss", "grad_norm", "reward", "completions/mean_length"))
+    if loss_type == "bnpo":  # keeps TRL's order, and with it all of TRL's metrics
+        assert_same_metrics(rows, their_rows)
+    else:
+        assert_same_metrics(rows, gradients_of(unmodified(tmp_path, model, **keys | WHOLE_STEP))[1], TOKEN_MEANS)
 
 
 @pytest.mark.parametrize(
@@ -98,15 +110,18 @@ def test_each_loss_has_the_gradient_of_unmodified_trl(tmp_path: Path, model: str
     [
         {"steps_per_generation": 8, "num_iterations": 2, "max_steps": 4},  # old log-probs are of other weights
         {"steps_per_generation": 2, "loss_type": "dapo"},  # a step has two generations of other lengths
+        {"steps_per_generation": 6, "loss_type": "dapo", "max_steps": 3},  # a step has parts of two generations
         {"steps_per_generation": 2, "loss_type": "vespo"},
         {"steps_per_generation": 2, "loss_type": "bnpo", "entropy_coef": 0.1},
         {"importance_sampling_level": "sequence", "loss_type": "luspo"},
         {"entropy_coef": 0.1},
         {"mask_truncated_completions": True, "loss_type": "bnpo"},
+        {"mask_truncated_completions": True},
         {"off_policy_mask_threshold": 0.1, "num_iterations": 2, "max_steps": 4},
-        {"top_entropy_quantile": 0.4},  # these two keep TRL's micro-batches
+        {"top_entropy_quantile": 0.4},
         {"entropy_target": 1.0, "entropy_coef": 0.1, "use_adaptive_entropy": True},
         {"gradient_checkpointing": True},
+        {"pad_to_multiple_of": 8},
     ],
     ids=str,
 )  # fmt: skip
@@ -114,19 +129,18 @@ def test_options_of_the_loss_have_the_gradient_of_unmodified_trl(
     tmp_path: Path, model: str, keys: dict[str, Any]
 ) -> None:
     keys = {**KEYS, "beta": 0.1, "max_steps": 2, "learning_rate": 1e-2, **keys}
-    ours = make_trainer(tmp_path, model, GRPOTrainer, tokens_per_micro_batch=60, **keys)
-    same(ours, unmodified(tmp_path, model, **keys), tolerance=3e-6 if keys["max_steps"] > 2 else 1e-6)
+    gradients, rows = gradients_of(make_trainer(tmp_path, model, GRPOTrainer, **keys))
+    their_gradients, their_rows = gradients_of(unmodified(tmp_path, model, **keys))
+    assert_same_gradients(gradients, their_gradients, tolerance=3e-6 if keys["max_steps"] > 2 else 1e-6)
+    keeps_order = keys.keys() & {"entropy_coef", "top_entropy_quantile"} or keys.get("loss_type") == "bnpo"
+    assert_same_metrics(rows, their_rows, () if keeps_order else ("loss", "grad_norm", "reward"))
 
 
 @pytest.mark.parametrize("optim", ["lomo", "adalomo", "sgd"])
-def test_an_optimizer_that_steps_in_the_backward_pass_keeps_trls_micro_batches(
-    tmp_path: Path, model: str, optim: str
-) -> None:
-    trainer = make_trainer(tmp_path, model, GRPOTrainer, **KEYS)
-    trainer.args.optim = OptimizerNames(optim)  # as transformers keeps it
-    ours = micro_batches.MicroBatches(trainer)
-    with ours.collecting():
-        assert ours.take({}) == (optim == "sgd")
+def test_an_optimizer_that_steps_in_the_backward_pass_keeps_trls_order(tmp_path: Path, model: str, optim: str) -> None:
+    args = make_trainer(tmp_path, model, GRPOTrainer, **KEYS).args
+    args.optim = OptimizerNames(optim)  # as transformers keeps it
+    assert needs_trl_order(args) == (optim != "sgd")
 
 
 @pytest.mark.parametrize("trims", [True, False])
@@ -146,100 +160,131 @@ def test_log_probs_in_bfloat16_train_with_gradients_of_their_own_dtype(
     assert all(one.isfinite().all() and one.norm() > 0 for one in gradients) and len(rows) == 2
 
 
-def test_the_factor_of_a_row_does_not_change_the_dtype_of_its_gradient(tmp_path: Path, model: str) -> None:
-    """R15: torch rejects a hook that returns another dtype."""
-    trainer = make_trainer(tmp_path, model, GRPOTrainer, **KEYS)
-    leaf = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
-    kept: list[torch.Tensor] = []
-    factors = [torch.tensor([[0.5], [2.0]]), torch.ones(2, 1)]
-    logps, entropies, _ = trainer.micro_batches._forward(lambda: (leaf * 1, leaf * 0, None), factors, kept)
-    (logps.sum() + entropies.sum()).backward()
-    assert leaf.grad is not None and leaf.grad.tolist() == [[0.5] * 3, [2.0] * 3]
-
-
 @pytest.mark.parametrize("objective", ["tempered", "listwise", "weighted_mle"])
 def test_maxent_has_the_gradient_that_it_has_in_micro_batches_of_trl(
     tmp_path: Path, model: str, objective: str
 ) -> None:
     keys = {**KEYS, "max_steps": 2, "learning_rate": 1e-3, "maxent_objective": objective, "maxent_tau": 0.3}
     keys |= {} if objective == "tempered" else {"maxent_beta": 0.2}
-    budgeted, stock = (
-        make_trainer(tmp_path / str(on), model, MaxEntGRPOTrainer, tokens_per_micro_batch=60, trim_padding=on, **keys)
-        for on in (True, False)
+    ours, stock = (
+        gradients_of(make_trainer(tmp_path / str(trims), model, MaxEntGRPOTrainer, trim_padding=trims, **keys))
+        for trims in (True, False)
     )
-    same(budgeted, stock)
+    assert_same_gradients(ours[0], stock[0])
+    assert_same_metrics(ours[1], stock[1], ("loss", "grad_norm", "maxent/tau", "maxent/incorrect_mass"))
 
 
-def test_a_pass_has_at_most_the_budget_and_little_padding(
+def test_a_step_has_trls_micro_batches_with_little_padding(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = make_trainer(tmp_path, model, GRPOTrainer, tokens_per_micro_batch=90, max_steps=2, **KEYS)
+    trainer = make_trainer(tmp_path, model, GRPOTrainer, max_steps=2, **KEYS)
+    lengths: list[list[int]] = []  # of the rows of each micro-batch
     fed: list[tuple[int, int]] = []
-    forward = trainer.model.model.forward
+    forward, compute_loss = trainer.model.model.forward, trainer.compute_loss
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         fed.append((kwargs["input_ids"].numel(), int(kwargs["attention_mask"].sum())))
         return forward(*args, **kwargs)
 
+    def watched(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        lengths.append((inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1)).tolist())
+        return compute_loss(model, inputs, *args, **kwargs)
+
     monkeypatch.setattr(trainer.model.model, "forward", counted)
-    _, rows = gradients_of(trainer)
-    assert len(fed) == sum(row["micro_batches"] for row in rows) > 2 * 2
-    assert max(tokens for tokens, _ in fed) <= 90
+    monkeypatch.setattr(trainer, "compute_loss", watched)
+    gradients_of(trainer)
+    assert [len(rows) for rows in lengths] == [4] * 8
+    for step in (lengths[:4], lengths[4:]):
+        rows = [length for micro_batch in step for length in micro_batch]
+        assert rows == sorted(rows, reverse=True)
     total, real = (sum(column) for column in zip(*fed, strict=True))
     assert total <= 1.1 * real
-    shares = [row["fed_per_real_token"] for row in rows]
-    assert min(shares) <= total / real <= max(shares)
-    assert max(shares) <= 1.1
 
 
-def test_without_a_budget_a_pass_has_at_most_what_one_of_trl_would_have(tmp_path: Path, model: str) -> None:
-    _, [row, _] = gradients_of(make_trainer(tmp_path, model, GRPOTrainer, **KEYS))
-    assert 1 < row["micro_batches"] < KEYS["gradient_accumulation_steps"] + 3
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo"])
+def test_without_trimming_the_weights_are_those_of_unmodified_trl_bit_for_bit(
+    tmp_path: Path, model: str, loss_type: str
+) -> None:
+    keys = {**KEYS, "loss_type": loss_type, "beta": 0.1, "max_steps": 3}
+    ours, theirs = (
+        make_trainer(tmp_path, model, GRPOTrainer, trim_padding=False, **keys),
+        unmodified(tmp_path, model, **keys),
+    )
+    before = weights_of(ours)
+    rows, their_rows = gradients_of(ours)[1], gradients_of(theirs)[1]
+    weights = weights_of(theirs)
+    assert any(not torch.equal(weight, before[name]) for name, weight in weights.items())
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(ours).items())
+    assert [row["entropy"] for row in rows] == [row["entropy"] for row in their_rows]
 
 
-def test_trim_padding_false_leaves_micro_batches_to_trl(tmp_path: Path, model: str) -> None:
-    _, rows = gradients_of(make_trainer(tmp_path, model, GRPOTrainer, trim_padding=False, **KEYS))
-    assert not any(name in row for row in rows for name in OURS)
+def sorter(steps_per_generation: int, accumulated: int, **keys: Any) -> MicroBatches:
+    options = {
+        "trim_padding": True, "loss_type": "dapo", "entropy_coef": 0.0, "use_adaptive_entropy": False,
+        "top_entropy_quantile": 1.0, "optim": "sgd", "importance_sampling_level": "token",
+        "steps_per_generation": steps_per_generation, "gradient_accumulation_steps": accumulated, **keys,
+    }  # fmt: skip
+    accelerator = SimpleNamespace(reduce=lambda values, reduction: values)
+    return MicroBatches(
+        SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(**options), aux_loss_enabled=False)
+    )
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_rows_go_to_other_ranks_where_that_makes_the_work_even(seed: int) -> None:
-    draw = random.Random(seed)
-    ranks = draw.randrange(2, 9)
-    costs = [draw.lognormvariate(0, 1) for _ in range(ranks * draw.randrange(8, 60))]
-    found = micro_batches.places(costs, ranks)
-    assert sorted(row for place in found for row in place) == list(range(len(costs)))
-    loads = [sum(costs[row] for row in place) for place in found]
-    assert max(loads) <= max(max(costs), 1.02 * sum(costs) / ranks, min(loads) + max(costs))
+def micro_batch(first: int, *lengths: int) -> dict[str, Any]:
+    steps = torch.arange(6)
+    return {
+        "prompt_mask": torch.ones(len(lengths), 1, dtype=torch.long),
+        "completion_mask": (steps < torch.tensor(lengths).unsqueeze(1)).long(),
+        "row": first + torch.arange(len(lengths)), "num_items_in_batch": torch.tensor(9), "images": None,
+    }  # fmt: skip
 
 
-def test_ranks_with_even_work_keep_their_rows() -> None:
-    assert micro_batches.places([3.0, 1.0, 2.0, 2.01], 2) == [[0, 1], [2, 3]]
-    assert micro_batches.places([3.0, 3.0, 1.0, 1.0], 2) == [[0, 2], [1, 3]]
+@pytest.mark.parametrize(
+    ("accumulated", "order"),
+    [
+        (4, [[7, 5], [1, 3], [2, 4], [0, 6]]),
+        (2, [[1, 3], [2, 0], [7, 5], [4, 6]]),
+        (6, [[1, 3], [2, 0], [7, 5], [4, 6]]),
+    ],
+)
+def test_rows_stay_in_their_optimizer_step(accumulated: int, order: list[list[int]]) -> None:
+    """Six accumulated micro-batches span generations of four: pairs are always in one step."""
+    parts = [micro_batch(0, 1, 4), micro_batch(2, 2, 3), micro_batch(4, 2, 5), micro_batch(6, 1, 6)]
+    parts = sorter(4, accumulated).sort(parts)
+    assert [rows["row"].tolist() for rows in parts] == order
+    for rows in parts:
+        assert rows["num_items_in_batch"] == 9 and rows["images"] is None
 
 
-def test_generations_of_other_widths_are_joined_with_what_changes_nothing() -> None:
-    def part(prompt: int, completion: int) -> dict[str, torch.Tensor]:
-        ones = torch.ones(2, completion, dtype=torch.long)
-        return {
-            "prompt_ids": torch.full((2, prompt), 7), "prompt_mask": torch.ones(2, prompt, dtype=torch.long),
-            "completion_ids": ones, "completion_mask": ones, "advantages": torch.ones(2),
-            "importance_sampling_ratio": torch.full((2, completion), 0.5), "num_items_in_batch": torch.tensor(4),
-        }  # fmt: skip
+def test_token_means_are_weighted_by_the_tokens_of_a_micro_batch() -> None:
+    trainer = sorter(2, 2)
+    long, short = trainer.sort([micro_batch(0, 1, 4), micro_batch(2, 1, 6)])
+    assert (long[TOKENS], short[TOKENS]) == (pytest.approx(10 / 6), pytest.approx(2 / 6))
+    metrics = {"entropy": [7.0, 3.0], "kl": [3.0], "clip_ratio/high_max": [3.0]}
+    trainer.weight_token_means(metrics, short)
+    assert metrics == {"entropy": [7.0, pytest.approx(1.0)], "kl": [pytest.approx(1.0)], "clip_ratio/high_max": [3.0]}
+    trainer.weight_token_means(metrics, {})
+    assert metrics["kl"] == [pytest.approx(1.0)]
 
-    rows = micro_batches.joined([part(2, 5), part(4, 3)])
-    assert rows["prompt_ids"].tolist() == [[0, 0, 7, 7]] * 2 + [[7] * 4] * 2
-    assert rows["completion_mask"].sum(dim=1).tolist() == [5, 5, 3, 3]
-    assert rows["importance_sampling_ratio"][3].tolist() == [0.5] * 3 + [1.0] * 2  # 0 has no logarithm
-    assert "num_items_in_batch" not in rows and rows["advantages"].shape == (4,)
-    short = micro_batches.trimmed(rows, [2, 3])
-    assert short["completion_ids"].shape == (2, 3) and short["prompt_ids"].shape == (2, 4)
+
+@pytest.mark.parametrize(
+    "keys", [{"trim_padding": False}, {"loss_type": "bnpo"}, {"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5},
+             {"use_adaptive_entropy": True}, {"optim": "lomo"}], ids=str,
+)  # fmt: skip
+def test_options_that_depend_on_the_micro_batch_keep_trls_order(keys: dict[str, Any]) -> None:
+    parts = [micro_batch(0, 1, 4), micro_batch(2, 1, 6)]
+    assert sorter(2, 2, **keys).sort(parts) is parts
+
+
+def test_rows_with_images_keep_trls_order() -> None:
+    parts = [micro_batch(0, 1, 4) | {"num_images": [1, 1]}, micro_batch(2, 1, 6) | {"num_images": [1, 1]}]
+    assert sorter(2, 2).sort(parts) is parts
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo"])
 def test_padding_free_rows_have_the_gradient_of_unmodified_trl(tmp_path: Path, model: str, loss_type: str) -> None:
     keys = {**KEYS, "loss_type": loss_type, "beta": 0.1, "max_steps": 2, "learning_rate": 1e-3}
-    free = make_trainer(tmp_path, model, GRPOTrainer, tokens_per_micro_batch=120, padding_free=True, **keys)
+    free = make_trainer(tmp_path, model, GRPOTrainer, padding_free=True, **keys)
     fed: list[tuple[int, int]] = []
     forward = free.model.model.forward
 
@@ -249,19 +294,22 @@ def test_padding_free_rows_have_the_gradient_of_unmodified_trl(tmp_path: Path, m
         return forward(*args, **kwargs)
 
     free.model.model.forward = watched
-    same(free, unmodified(tmp_path, model, **keys), tolerance=2e-6)
-    assert fed and all(rows == 1 and tokens <= 120 for rows, tokens in fed)
+    assert_same_gradients(gradients_of(free)[0], gradients_of(unmodified(tmp_path, model, **keys))[0], tolerance=2e-6)
+    assert fed and all(rows == 1 for rows, _ in fed)
 
 
-def test_an_adapter_has_the_gradient_that_it_has_in_micro_batches_of_trl(tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
+def test_an_adapter_has_the_gradient_that_it_has_in_micro_batches_of_trl(
+    tmp_path: Path, model: str, loss_type: str
+) -> None:
     def adapted(on: bool) -> GRPOTrainer:
         torch.manual_seed(0)  # adapters begin at random
         return make_trainer(
             tmp_path / str(on), model, GRPOTrainer, peft_config=LoraConfig(r=4, init_lora_weights=False),
-            tokens_per_micro_batch=60, trim_padding=on, loss_type="bnpo", beta=0.1, max_steps=2, **KEYS,
+            trim_padding=on, loss_type=loss_type, beta=0.1, max_steps=2, **KEYS,
         )  # fmt: skip
 
-    same(adapted(True), adapted(False), tolerance=2e-6)
+    assert_same_gradients(gradients_of(adapted(True))[0], gradients_of(adapted(False))[0], tolerance=2e-6)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 from grpo_recipes.trainers.passes import in_trimmed_passes
 from grpo_recipes.trainers.temperatures import at_own_temperatures
 
-PADDED = SimpleNamespace(padding_free=False, tokens_per_micro_batch=None)
+PADDED = SimpleNamespace(padding_free=False, pad_to_multiple_of=None)
 
 # Every method of TRL's and transformers' that GRPOTrainer overrides, with its parameters there.
 SIGNATURES = {
@@ -31,6 +31,7 @@ SIGNATURES = {
         "steps_trained_in_current_epoch",
     ],
     "training_step": ["model", "inputs", "num_items_in_batch"],
+    "_prepare_inputs": ["generation_batch"],
     "_generate_and_score_completions": ["inputs"],
     "_generate": ["prompts"],
     "_generate_single_turn": ["prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"],

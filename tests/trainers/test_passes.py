@@ -13,9 +13,10 @@ import pytest
 import torch
 import trl
 
-from grpo_recipes.trainers import micro_batches, passes
+from grpo_recipes.trainers import passes
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
+from grpo_recipes.trainers.micro_batches import needs_trl_order
 
 from .fixed_completions import make_trainer, weights_of
 
@@ -102,6 +103,20 @@ def test_at_most_a_tenth_of_what_is_fed_is_padding(tmp_path: Path, model: str, m
     assert fed == [48 * WIDTH] and sum(fed) > 2 * real
 
 
+def test_lengths_of_passes_are_multiples(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path, model, GRPOTrainer, pad_to_multiple_of=8)
+    lengths: set[int] = set()
+    inner = trainer.model.model
+    monkeypatch.setattr(
+        inner, "forward", lambda *args, forward=inner.forward, **kwargs: (
+            lengths.add(kwargs["input_ids"].shape[1]), forward(*args, **kwargs))[1],
+    )  # fmt: skip
+    trimmed = found(trainer, True)
+    assert len(lengths) > 1 and all(length % 8 == 0 and length < WIDTH + 8 for length in lengths)
+    for ours, theirs, atol in zip(trimmed, found(trainer, False), (1e-5, 1e-5, 1e-4), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol)
+
+
 def test_rows_with_little_padding_are_fed_as_trl_does_it(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, GRPOTrainer)
     rows = rows_of_lengths([10] * 6, [30, 30, 30, 29, 30, 28])
@@ -128,8 +143,7 @@ def test_training_takes_the_steps_of_padded_rows(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:
     split, counts = passes.split, []
-    for module in (passes, micro_batches):
-        monkeypatch.setattr(module, "split", lambda groups, count: counts.append(count) or split(groups, count))
+    monkeypatch.setattr(passes, "split", lambda groups, count: counts.append(count) or split(groups, count))
     kind = MaxEntGRPOTrainer if "maxent_objective" in keys else GRPOTrainer
     keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6} | keys
     trainers = {}
@@ -143,13 +157,15 @@ def test_training_takes_the_steps_of_padded_rows(
     apart = torch.cat([(theirs[name] - ours[name]).flatten() for name in theirs])
     assert moved.norm() > 1e-3
     assert apart.norm() < 1e-4 * moved.norm()  # float32 weights, of which a step moves a thousandth
-    for ours, theirs in zip(*(one.state.log_history[:-1] for one in trainers.values()), strict=True):
-        assert _numbers(ours) == pytest.approx(_numbers(theirs), rel=1e-3, abs=1e-5)
+    left_out = ("time", "seconds")
+    if not needs_trl_order(trainer.args):  # sorted rows: these are over the tokens of the step
+        left_out += ("kl", "entropy", "clip_ratio")
+    for ours, theirs in zip(*(trainer.state.log_history[:-1] for trainer in trainers.values()), strict=True):
+        assert _numbers(ours, left_out) == pytest.approx(_numbers(theirs, left_out), rel=1e-3, abs=1e-5)
 
 
-def _numbers(row: dict[str, float]) -> dict[str, float]:
-    ours = ("time", "seconds", "micro_batches", "fed_per_real_token")
-    return {name: value for name, value in row.items() if not any(one in name for one in ours)}
+def _numbers(row: dict[str, float], left_out: tuple[str, ...]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if not any(part in name for part in left_out)}
 
 
 def test_a_mixture_of_experts_with_its_own_loss_is_fed_as_trl_does_it(

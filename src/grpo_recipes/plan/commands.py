@@ -396,7 +396,6 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
         "--run_name": names.run_dir.name,
         "--per_device_train_batch_size": plan.batch.per_device,
         "--gradient_accumulation_steps": plan.batch.accumulation,
-        "--tokens_per_micro_batch": plan.micro_batch_tokens,
         "--use_cpu": str(plan.device == "cpu").lower(),
         # The launcher publishes at the end: transformers would push with every save.
         "--push_to_hub": "false" if recipe["push_to_hub"] else None,

@@ -72,7 +72,6 @@ class Workload(dict[str, Any]):
         facts = {
             **model,
             "per_device_train_batch_size": plan.batch.per_device,
-            "tokens_per_micro_batch": plan.micro_batch_tokens,
             "vllm_max_model_length": longest or model["positions"],
             "vllm_max_num_seqs": plan.max_num_seqs,
             "vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode),
@@ -175,8 +174,8 @@ class Workload(dict[str, Any]):
 
     @property
     def pass_tokens(self) -> int:
-        """The most tokens of a forward and backward pass."""
-        return int(self.get("tokens_per_micro_batch") or self["per_device_train_batch_size"] * self["sequence"])
+        """The most tokens of a micro-batch."""
+        return int(self["per_device_train_batch_size"] * self["sequence"])
 
     @property
     def working(self) -> int:
@@ -365,10 +364,7 @@ def _changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
         sizes = range(work["vllm_tensor_parallel_size"] + 1, heads + 1)
         yield from ({"vllm_tensor_parallel_size": size} for size in sizes if heads % size == 0)
         return
-    own = work.get("tokens_per_micro_batch") is None  # whether passes are TRL's micro-batches
-    for tokens in range(work.pass_tokens - work["sequence"], 0, -work["sequence"]) if not own else ():
-        yield {"tokens_per_micro_batch": tokens}
-    for size in range(work["per_device_train_batch_size"] - 1, 0, -1) if own else ():
+    for size in range(work["per_device_train_batch_size"] - 1, 0, -1):
         passes, rest = divmod(work["completions"], size)
         if not rest:
             derived = {} if recipe["prompts_per_step"] else {"gradient_accumulation_steps": passes}

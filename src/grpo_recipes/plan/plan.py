@@ -27,7 +27,6 @@ from grpo_recipes.plan.types import Names, Plan, Weighting
 from grpo_recipes.recipe import Recipe, maxent
 from grpo_recipes.recipe.bridges import accelerator_of, refusal
 from grpo_recipes.recipe.converters import UNREAD_VARIABLES
-from grpo_recipes.recipe.learning import own_micro_batches
 from grpo_recipes.recipe.model_kind import check_unused_weights
 from grpo_recipes.recipe.overlap import OFF_POLICY
 from grpo_recipes.recipe.registry import COLOCATE, EXTERNAL, OBJECTIVES
@@ -160,7 +159,7 @@ def _prompts_for_all(recipe: Recipe, trainers: int) -> str:
 
 
 def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Assets) -> Plan:
-    """Return the plan with what was found of its sources: the folder of a fetched model, its micro-batches, and notes.
+    """Return the plan with what was found of its sources: the folder of a fetched model, and notes.
 
     The folder stands for one commit in all processes, though TRL gives its colocated vLLM no revision.
     """
@@ -170,8 +169,7 @@ def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Asse
         fix = "move it, or set CACHE_ROOT, to a folder without [ ] * ?"
         raise config_error("model_name_or_path", f"vLLM takes '{model}' for a pattern and finds nothing", fix)
     plan = replace(plan, model=model, notes=[*plan.notes, *sources.notes()])
-    plan = replace(plan, max_num_seqs=max_num_seqs(recipe, plan, resources.gpu_gib))
-    return replace(plan, micro_batch_tokens=micro_batch_tokens(recipe, plan, resources.gpu_gib))
+    return replace(plan, max_num_seqs=max_num_seqs(recipe, plan, resources.gpu_gib))
 
 
 def max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | None:
@@ -206,26 +204,6 @@ def _requested_completions(recipe: Recipe, plan: Plan, default: int) -> int:
     if plan.mode == "colocate":
         return -(-requested * recipe["vllm_tensor_parallel_size"] // world_size)
     return max(requested, default) if any(part.samples_by_itself(recipe) for part in roles()) else requested
-
-
-def micro_batch_tokens(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | None:
-    """Return the most tokens of a micro-batch; None where TRL's own are kept, or no key limits a sequence.
-
-    By default what TRL's micro-batches have at most, which is what ``per_device_train_batch_size`` allows; so many
-    sequences less as a GPU of ``gpu_gib`` cannot hold by the estimate, down to one.
-    """
-    if own_micro_batches(recipe) is not None:
-        return None
-    if recipe["tokens_per_micro_batch"] is not None:
-        return int(recipe["tokens_per_micro_batch"])
-    try:
-        work = Workload.of(recipe, plan)
-    except UnknownShape:
-        return None
-    gpu = int(gpu_gib * GIB) if gpu_gib is not None and plan.device == "cuda" else None
-    sizes = range(work.pass_tokens, 0, -work["sequence"])
-    fitting = (one for one in sizes if needs(Workload({**work, "tokens_per_micro_batch": one}), gpu)["trainer"].fits)
-    return next(fitting, sizes[-1])
 
 
 def _weighting(recipe: Recipe) -> Weighting:
@@ -375,7 +353,6 @@ def describe(
         f"model      {plan.model} ({plan.dtype})",
         f"{kind:<10} {text}",
         f"batch      {plan.batch}",
-        *([f"passes     {plan.micro_batches}"] if plan.micro_batches else []),
         *([f"evaluation {plan.eval_batch} completions a batch and trainer"] if plan.eval_batch else []),
         f"vllm       {plan.vllm}",
         f"ports      {server}trainers {plan.ports.main_process}",

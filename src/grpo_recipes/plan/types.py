@@ -151,7 +151,6 @@ class Plan:
     processes: list[Process] = field(default_factory=list)  # in the order they start; filled in by with_processes
     # Most completions that a vLLM engine generates at the same time; None: vLLM's default.
     max_num_seqs: int | None = None
-    micro_batch_tokens: int | None = None  # most tokens of a pass; None: what TRL's micro-batches have of theirs
     weight_bytes: int = 0  # of the model's files, where they are here; filled in by with_processes, as the next two
     server_timeout: float = 0.0  # seconds the server may take to be ready
     meeting_timeout: float = MEETING_SECONDS  # seconds the ranks may take to meet
@@ -160,12 +159,6 @@ class Plan:
     def vllm(self) -> str:
         """Where completions come from and how new weights get there, for a person."""
         return f"{self.mode}{f', weights by {self.bridge}' if self.bridge else ''} ({self.why_bridge})"
-
-    @property
-    def micro_batches(self) -> str | None:
-        """How the rows of a step are fed, for a person; None where TRL's micro-batches are."""
-        tokens = self.micro_batch_tokens
-        return f"of at most {tokens:,} tokens, rows of about one length together" if tokens else None
 
     def process(self, role: str) -> Process | None:
         """Return the first process of that role, or None."""

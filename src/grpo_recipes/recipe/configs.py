@@ -157,10 +157,10 @@ class GRPOConfig(trl.GRPOConfig):
         "Prompts of one optimizer step over all devices; per-device size and accumulation follow from it.",
         min=1, max=MOST_ROWS)
     trim_padding: bool = key(True,
-        "Feed rows of about one length together, at most a tenth of padding in a pass; the loss is that of the rows.")
-    tokens_per_micro_batch: int | None = key(None,
-        "Most tokens of a forward and backward pass on one device, whose rows are of about one length; auto: what "
-        "per_device_train_batch_size rows of the longest sequence have, less where the memory estimate says so.",
+        "Sort the rows of an optimizer step by length, and trim the padding of each forward pass.")
+    pad_to_multiple_of: int | None = key(None,
+        "Round the padded lengths of prompts and completions up to a multiple of this; with trim_padding also the "
+        "lengths of forward passes. auto: do not round.",
         min=1, auto=True)
     padding_free: bool = key(False,
         "Feed the rows of a pass one after the other, without padding; attn_implementation must be named.")

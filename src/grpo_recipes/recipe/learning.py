@@ -1,8 +1,6 @@
 """How low precision and warm-up can keep a run from learning anything. Pure: no torch, no socket."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from grpo_recipes.recipe import Recipe
 
@@ -72,18 +70,3 @@ def reached_share(recipe: Recipe) -> float:
         return 1.0
     warm = int(warm) if warm >= 1 else math.ceil(warm * steps)
     return 1.0 if warm < steps else (steps - 1) / warm  # the first step is step 0 of the schedule
-
-
-def own_micro_batches(keys: Recipe | Mapping[str, Any]) -> str | None:
-    """Return the key, with its value, by which a step must keep TRL's own micro-batches; None where nothing does.
-
-    A quantile over TRL's micro-batch, a coefficient that its last one moves, and an optimizer that steps in the
-    backward pass do not allow for others.
-    """
-    keeping = {
-        "trim_padding": not keys["trim_padding"],
-        "top_entropy_quantile": keys["top_entropy_quantile"] < 1.0,
-        "use_adaptive_entropy": keys["use_adaptive_entropy"],
-        "optim": "lomo" in keys["optim"],
-    }
-    return next((f"{key}: {str(keys[key]).lower()}" for key, keeps in keeping.items() if keeps), None)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.extensions import is_served, merged, parts
 from grpo_recipes.recipe.keys import catalogue, environment_keys
-from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, own_micro_batches, reached_share
+from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, reached_share
 from grpo_recipes.recipe.registry import (
     LORA_RANKS,
     NOT_WITH_LORA,
@@ -253,13 +253,6 @@ RULES = (
         "generation_batch_size {generation_batch_size} is not whole groups of num_generations {num_generations}",
         lambda r, _: "set generation_batch_size: "
         f"{r['generation_batch_size'] // r['num_generations'] * r['num_generations'] or r['num_generations']}"),
-    Rule("tokens_per_micro_batch", lambda r: r["tokens_per_micro_batch"] is not None and bool(own_micro_batches(r)),
-        lambda r, _: f"'tokens_per_micro_batch' contradicts {own_micro_batches(r)}, which keeps TRL's micro-batches",
-        "{removal}; per_device_train_batch_size limits those"),
-    Rule("tokens_per_micro_batch", lambda r: (r["tokens_per_micro_batch"] or _longest(r)) < _longest(r),
-        lambda r, _: f"tokens_per_micro_batch {r['tokens_per_micro_batch']} is below the longest sequence, of "
-        f"{_longest(r)} tokens (max_prompt_length and max_completion_length)",
-        lambda r, _: f"write {_longest(r)} or more"),
     Rule("padding_free", lambda r: r["padding_free"] and not r["trim_padding"],
         "padding_free contradicts trim_padding: false, TRL's own padding",
         "remove trim_padding, or remove padding_free"),

@@ -121,7 +121,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.control.should_training_stop = True
             return
         begin_epoch(self.sampler, epoch)
-        self.micro_batches.clear()
         begun = resume_from_checkpoint is not None and epoch == kwargs["epochs_trained"]
         skips = begun and not self.args.ignore_data_skip
         self.rollouts.begin_epoch(epoch, kwargs["steps_trained_in_current_epoch"] if skips else 0)
@@ -136,8 +135,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._determine_best_metric(self._evaluate(None, None), None)
             self.preemption.stop_if_agreed()
         self.rows.begin_update()
-        with self.micro_batches.collecting():
-            loss = super().training_step(*args, **kwargs)
+        loss = super().training_step(*args, **kwargs)
         if self.accelerator.sync_gradients:  # nothing reads this optimizer step's coefficients any more
             self.move_controllers()
         return loss
@@ -227,19 +225,25 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     # --- update ----------------------------------------------------------------------------------------------------
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """Compute TRL's loss, in a training step once all of its micro-batches are there."""
-        if self.micro_batches.take(inputs):
-            return self.micro_batches.loss(self._loss, model, inputs)
-        return self._loss(model, inputs)
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        """Return the rows of a micro-batch as TRL does; after a generation, sort the rows of each step by length."""
+        before = self._buffered_inputs
+        inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)
+        if self._buffered_inputs is before:  # also in an evaluation
+            return inputs
+        self._buffered_inputs = self.micro_batches.sort(self._buffered_inputs)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
-    def _loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Compute TRL's loss of a micro-batch, each row at its own temperature."""
         with replaced(self, temperature_B=inputs.get("temperature")):
             compute = super()._compute_loss
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, LossCallback) and model.training:
                     compute = partial(callback.loss, self, compute)
-            return compute(model, inputs)
+            loss = compute(model, inputs)
+        self.micro_batches.weight_token_means(self._metrics["train"], inputs)
+        return loss
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,

@@ -5,7 +5,7 @@ The rows that TRL passes are ordered by length and fed in as many passes as keep
 whichever it is, is that of the same rows.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +32,10 @@ def in_trimmed_passes(
     prompts = (attention_mask[:, :-logits_to_keep] != 0).sum(dim=1)
     lengths = prompts + (attention_mask[:, -logits_to_keep:] != 0).sum(dim=1)
     free = trainer.args.padding_free
-    groups = passes(lengths.tolist(), trainer.args.tokens_per_micro_batch or (batch_size or rows) * width, free)
-    padded = free or rows * width > MOST_FED * int(lengths.sum())
+    multiple = 1 if free else trainer.args.pad_to_multiple_of or 1
+    widths = -(-lengths // multiple) * multiple
+    groups = passes(widths.tolist(), (batch_size or rows) * width, free)
+    padded = free or rows * width > MOST_FED * int(widths.sum())
     special = bool((prompts == 0).any()) or any(value not in (None, False) for value in (*args, *kwargs.values()))
     count, padded, special = _most_of_any_rank(trainer, len(groups), padded, special)
     if special or not padded:
@@ -44,7 +46,7 @@ def in_trimmed_passes(
         # A rank without rows of its own takes a pass too if others need it; nothing of this pass is kept.
         fed = torch.tensor(group or [0], device=input_ids.device)
         prompts_b, lengths_b = prompts[fed], lengths[fed]
-        longest = int(lengths_b.max())
+        longest = int(widths[fed].max())
         places_bW = (width - logits_to_keep - prompts_b).unsqueeze(1) + torch.arange(longest, device=fed.device)
         mask_bW = torch.arange(longest, device=fed.device) < lengths_b.unsqueeze(1)
         ids_bW = input_ids[fed].gather(1, places_bW.clamp(max=width - 1))
@@ -71,12 +73,6 @@ def passes(lengths: Sequence[int], most: float, padding_free: bool = False) -> l
             real = lengths[row]
         found[-1].append(row)
     return found
-
-
-def fed(lengths: Sequence[int], groups: Iterable[Sequence[int]], padding_free: bool = False) -> int:
-    """Return the tokens that passes over these rows are fed."""
-    rows = [[lengths[row] for row in group] for group in groups]
-    return sum(sum(one) if padding_free else len(one) * max(one) for one in rows)
 
 
 def split(groups: list[list[int]], count: int) -> list[list[int]]:
