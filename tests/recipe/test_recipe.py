@@ -223,7 +223,7 @@ def test_a_fault_is_told_with_its_place_and_what_to_write(path, text, flags, whe
 
 
 def test_names_of_others_are_refused_with_what_to_write(path):
-    for key, fix in [*((name, one.fix("x")) for name, one in names().items()), *OWNED_KEYS.items()]:
+    for key, fix in [*((name, row.fix_for("x")) for name, row in names().items()), *OWNED_KEYS.items()]:
         assert key not in catalogue()
         if key in ("output_dir", "logging_first_step", "overwrite_output_dir"):
             continue  # noted, whatever the value

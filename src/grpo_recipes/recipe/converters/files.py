@@ -115,9 +115,10 @@ class FileConverter:
         inside = [row.rpartition(".")[2] for row in self.table.by_name if row.rpartition(".")[0] == section]
         known, close = meaning_of(name), nearest_of(last, inside)
         if not section:
-            problem, fix = f"'{name}' is {raw.value!r:.100} where a mapping belongs", "write its settings below it"
+            problem = f"'{name}' is {raw.value!r:.100} where a mapping belongs"
+            fix = known.fix_for(raw.value) if known else "write its settings below it"
         else:
-            problem = f"unknown key '{last}'{f' in {section}' if section else ''}"
+            problem = f"unknown key '{last}' in {section}"
             listed = f"write one of {', '.join(inside)}" if 1 < len(inside) < _FEW else "remove it"
             fix = known.fix_for(raw.value) if known else f"write '{close}'" if close else listed
         return Setting(name, raw, Row((name,)), problem=Problem(raw.source, problem, fix))
