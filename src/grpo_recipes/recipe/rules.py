@@ -8,20 +8,20 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.generated import generated, own_reward
 from grpo_recipes.recipe.keys import catalogue, environment_keys
 from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, own_micro_batches, reached_share
 from grpo_recipes.recipe.registry import (
     ENVIRONMENT_REWARD,
     LORA_RANKS,
-    MODEBENCH_REWARD,
     NOT_WITH_LORA,
-    ONE_ANSWER,
     PACKAGE_KEYS,
-    SAT_REWARD,
     TRACKER_CALLBACKS,
+    Reward,
     environments_of,
     frozen_opponents,
     missing_package,
+    rewards,
     turn_tokens,
 )  # fmt: skip
 from grpo_recipes.recipe.tasks import MAXENT, task_of
@@ -64,6 +64,14 @@ class Rule(NamedTuple):
     broken: Condition
     what: Text
     fix: Text
+
+
+class Idle(NamedTuple):
+    """Keys that do nothing without another: worth a note, because people set them for many recipes at once."""
+
+    keys: str  # names, * for any ending
+    idle: Condition  # whether the keys do nothing in a recipe
+    needed: str  # what the recipe lacks, for the note
 
 
 COLOCATED = "vllm_mode: colocate"
@@ -156,6 +164,18 @@ def takes_groups(recipe: Recipe) -> bool:
     return named or (recipe["atropos_api_url"] is not None and not by_variable_alone)
 
 
+def _rewards(recipe: Recipe, condition: Callable[[Reward], Any]) -> list[str]:
+    """Return the rewards of a recipe for which a condition holds, without the user's own ones."""
+    known = rewards()
+    return [name for name in recipe["reward_funcs"] if name in known and condition(known[name])]
+
+
+def _is_generated(recipe: Recipe) -> bool:
+    """Return whether the rows to train on are generated from keys of the recipe."""
+    data = generated(recipe["dataset_name"])
+    return data is not None and not data.in_files
+
+
 def _tracker_callback(name: str) -> str:
     """Return how to report to a tracker that transformers supports by a callback, or an empty text."""
     if name not in TRACKER_CALLBACKS:
@@ -223,6 +243,25 @@ RULES = (
         lambda r: r["max_completion_length"] is not None and (r["soft_punish_cache"] or 0) > r["max_completion_length"],
         "soft_punish_cache {soft_punish_cache} exceeds max_completion_length {max_completion_length}: every completion "
         "would be punished", lambda r, _: f"set soft_punish_cache: {r['max_completion_length'] // 4}"),
+    # Generated data.
+    Rule("reward_funcs",
+        lambda r: _rewards(r, lambda reward: reward.judges and reward.name != own_reward(r["dataset_name"])),
+        lambda _, name: f"reward '{name}' judges the problems of {' and '.join(rewards()[name].judges)} alone",
+        lambda _, name: f"write dataset_name: {rewards()[name].judges[0]}, or remove it"),
+    Rule("reward_funcs", lambda r: own_reward(r["dataset_name"]) and _rewards(r, lambda reward: reward.one_answer),
+        "reward '{item}' compares with one answer, a problem of {dataset_name} has several",
+        lambda r, _: f"write reward_funcs: [{own_reward(r['dataset_name'])}]"),
+    Rule("eval_dataset_name",
+        lambda r: evaluation_set(r) and own_reward(evaluation_set(r)) != own_reward(r["dataset_name"]),
+        lambda r, _: f"the rewards of '{r['dataset_name'] or 'dataset_mixture'}' cannot judge '{evaluation_set(r)}'",
+        "evaluate on data of the same kind, or name the other one in benchmarks"),
+    Rule("dataset_streaming", lambda r: r["dataset_streaming"] and (_is_generated(r) or bool(r["dataset_mixture"])),
+        "neither data made on the spot nor a mixture, whose weights are shares of all rows, can be streamed",
+        "remove dataset_streaming"),
+    Rule("dataset_streaming", lambda r: r["dataset_streaming"] and r["max_train_prompts"] is None
+        and not r["dataset_mixture"] and not _is_generated(r),
+        "dataset_streaming without max_train_prompts would read the stream to its end",
+        "add max_train_prompts, e.g. max_train_prompts: 10000"),
     # Environments.
     Rule("environment_mixture", lambda r: bool(r["environment"] and r["environment_mixture"]),
         "environment and environment_mixture are both given", "keep one of them"),
@@ -239,7 +278,7 @@ RULES = (
     Rule("reward_funcs", lambda r: (plays(r) or takes_groups(r)) and ENVIRONMENT_REWARD not in r["reward_funcs"],
         "the environment's own reward is not among reward_funcs", f"write reward_funcs: [{ENVIRONMENT_REWARD}]"),
     Rule("reward_funcs", lambda r: plays(r) and r.given("reward_funcs")
-        and [name for name in r["reward_funcs"] if name in (*ONE_ANSWER, MODEBENCH_REWARD, SAT_REWARD)],
+        and _rewards(r, lambda reward: reward.reads_answer),
         "reward '{item}' compares with an answer, which an episode does not have", "remove {item}"),
     Rule("environment_turn_length", lambda r: r["max_completion_length"] is not None
         and r["environment_max_turns"] * (r["environment_turn_length"] or 0) > r["max_completion_length"],
