@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.recipe.check import check
-from grpo_recipes.recipe.registry import BENCHMARKS, benchmark_problem, benchmark_sources
+from grpo_recipes.recipe.registry import benchmark_problem, benchmark_sources, benchmarks
 from grpo_recipes.recipe.user_code import copy_source
 
 
@@ -47,7 +47,7 @@ def test_evaluation(read, wrong, right, said):
     ("wrong", "right", "said"),
     [
         ({"benchmarks": ["math500"]}, {"benchmarks": ["math_500"]}, "Fix: write 'math_500'"),
-        ({"benchmarks": ["mmlu"]}, {"benchmarks": ["gpqa"]}, ", ".join(BENCHMARKS)),
+        ({"benchmarks": ["mmlu"]}, {"benchmarks": ["gpqa"]}, ", ".join(benchmarks())),
         ({"benchmarks": ["gsm8k", "gsm8k"]}, {"benchmarks": ["gsm8k"]}, "listed twice"),
         (
             {"benchmark_temperature": 0.0, "benchmark_samples": 4},
@@ -92,8 +92,8 @@ def test_sources_are_what_fetch_needs():
         ("openai/gsm8k", "main", "test"),
         ("Idavidrein/gpqa", "gpqa_diamond", "train"),
     ]
-    assert all(benchmark.help and "\n" not in benchmark.help for benchmark in BENCHMARKS.values())
-    assert [name for name, benchmark in BENCHMARKS.items() if benchmark.gated] == ["gpqa"]
+    assert all(benchmark.help and "\n" not in benchmark.help for benchmark in benchmarks().values())
+    assert [name for name, benchmark in benchmarks().items() if benchmark.gated] == ["gpqa"]
 
 
 def test_callbacks(read, tmp_path: Path, monkeypatch):

@@ -11,7 +11,7 @@ from grpo_recipes.extensions.offline import keys as offline
 from grpo_recipes.extensions.problems.seeded import GENERATORS, SCHEME
 from grpo_recipes.paths import home
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.registry import REWARDS
+from grpo_recipes.recipe.registry import rewards
 
 
 def flat(nested: dict[str, Any], start: str = "") -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_a_key_changes_the_recipe_and_nothing_else(name: str) -> None:
 
 def test_every_generator_that_exists_is_named_with_a_reward_that_exists() -> None:
     assert {f"{SCHEME}{name}" for name in offline.GENERATORS} == set(GENERATORS)
-    assert set(offline.GENERATORS.values()) <= set(REWARDS)
+    assert set(offline.GENERATORS.values()) <= set(rewards())
 
 
 def test_evaluations_and_wandb_are_turned_on_and_off() -> None:

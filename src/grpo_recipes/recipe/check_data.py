@@ -26,7 +26,7 @@ from grpo_recipes.recipe.datafiles import (
     last_part,
     read_head,
 )
-from grpo_recipes.recipe.generated import SPLITS, generated, has_scheme, schemes
+from grpo_recipes.recipe.generated import SPLITS, generated, has_scheme, is_misspelled, schemes
 from grpo_recipes.recipe.registry import environments_of, uses_atropos
 from grpo_recipes.recipe.shapes import COLUMN_KEYS, DataSource, answer_of, chat_of, root_of, usable_columns, value_at
 from grpo_recipes.recipe.user_code import needed_arguments
@@ -176,7 +176,7 @@ def _dataset(where: str, source: DataSource, place: _Place, recipe: Recipe, colu
     name, config, split = source.id, source.config, source.split
     path, head = Path(os.path.expanduser(name)), None
     data = generated(name)
-    if data is None and has_scheme(name):
+    if is_misspelled(name):
         names = next(names for scheme, names in schemes().items() if name.startswith(scheme))
         yield Problem(where, f"there is no built-in '{name}'", f"write {' or '.join(names)}")
         return

@@ -89,6 +89,11 @@ def has_scheme(name: str | None) -> bool:
     return (name or "").startswith(tuple(schemes()))
 
 
+def is_misspelled(name: str | None) -> bool:
+    """Return whether a name has the scheme of generated data, but there is no such dataset."""
+    return has_scheme(name) and generated(name) is None
+
+
 def own_reward(name: str | None) -> str | None:
     """Return the only reward that judges a dataset; None if its problems have one answer each."""
     data = generated(name)

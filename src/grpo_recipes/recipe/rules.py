@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.generated import generated, own_reward
+from grpo_recipes.recipe.generated import generated, is_misspelled, own_reward
 from grpo_recipes.recipe.keys import catalogue, environment_keys
 from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, own_micro_batches, reached_share
 from grpo_recipes.recipe.registry import (
@@ -245,14 +245,16 @@ RULES = (
         "would be punished", lambda r, _: f"set soft_punish_cache: {r['max_completion_length'] // 4}"),
     # Generated data.
     Rule("reward_funcs",
-        lambda r: _rewards(r, lambda reward: reward.judges and reward.name != own_reward(r["dataset_name"])),
+        lambda r: not is_misspelled(r["dataset_name"])
+        and _rewards(r, lambda reward: reward.judges and reward.name != own_reward(r["dataset_name"])),
         lambda _, name: f"reward '{name}' judges the problems of {' and '.join(rewards()[name].judges)} alone",
         lambda _, name: f"write dataset_name: {rewards()[name].judges[0]}, or remove it"),
     Rule("reward_funcs", lambda r: own_reward(r["dataset_name"]) and _rewards(r, lambda reward: reward.one_answer),
         "reward '{item}' compares with one answer, a problem of {dataset_name} has several",
         lambda r, _: f"write reward_funcs: [{own_reward(r['dataset_name'])}]"),
     Rule("eval_dataset_name",
-        lambda r: evaluation_set(r) and own_reward(evaluation_set(r)) != own_reward(r["dataset_name"]),
+        lambda r: evaluation_set(r) and not is_misspelled(r["dataset_name"]) and not is_misspelled(evaluation_set(r))
+        and own_reward(evaluation_set(r)) != own_reward(r["dataset_name"]),
         lambda r, _: f"the rewards of '{r['dataset_name'] or 'dataset_mixture'}' cannot judge '{evaluation_set(r)}'",
         "evaluate on data of the same kind, or name the other one in benchmarks"),
     Rule("dataset_streaming", lambda r: r["dataset_streaming"] and (_is_generated(r) or bool(r["dataset_mixture"])),
