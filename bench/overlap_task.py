@@ -15,7 +15,8 @@ from datasets import Dataset, load_dataset
 
 from grpo_recipes import smoke
 from grpo_recipes.extensions.problems.modebench.dataset import Settings, problem_of, right_answers, rows
-from grpo_recipes.rewards.functions import modebench, pure_accuracy_math
+from grpo_recipes.extensions.problems.rewards import modebench
+from grpo_recipes.rewards.functions import pure_accuracy_math
 
 SETTINGS = Settings(
     prompts=64, test_prompts=16, seed=0, min_modes=2, max_modes=24, numbers=3, largest_number=12, vertices=8, hidden=5

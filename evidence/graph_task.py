@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from grpo_recipes import smoke
 from grpo_recipes.extensions.problems.modebench.dataset import Settings, problem_of, right_answers, rows
 from grpo_recipes.extensions.problems.modebench.graph_coloring import COLORS, HIDDEN
-from grpo_recipes.rewards.functions import modebench
+from grpo_recipes.extensions.problems.rewards import modebench
 
 VERSION = "1"  # raise it whenever anything below changes what `pretrained` writes
 SETTINGS = Settings(

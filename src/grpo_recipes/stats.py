@@ -171,14 +171,14 @@ def pass_table(scores: Sequence[Sequence[float | None]]) -> dict[str, float | li
 
 
 def score_names(result: Mapping[str, Any]) -> list[str]:
-    """Return the names of scores: ``pass@k``, and of ModeBench also ``mean@k``, ``distinct@k`` and ``coverage@k``."""
+    """Return the names of scores: ``pass@k``, and for some benchmarks others such as ``mean@k`` or ``coverage@k``."""
     return [key for key in result if "@" in key and not key.endswith("_ci")]
 
 
 def result_line(result: Mapping[str, Any]) -> str:
     """Return a benchmark's result as ``pass@1 0.512 (0.468 to 0.556), pass@4 ..., 500 problems``.
 
-    ModeBench's baselines follow: ``; random guesser pass@8 0.181, mean@8 ...``.
+    Baselines follow if there are any: ``; random guesser pass@8 0.181, mean@8 ...``.
     """
     parts = []
     for key in score_names(result):

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.recipe.keys import READ_VARIABLES, SHELL_VARIABLES, catalogue, environment_keys, nested_catalogue
-from grpo_recipes.recipe.registry import BENCHMARKS
+from grpo_recipes.recipe.registry import benchmarks
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
@@ -53,7 +53,7 @@ def test_variables(capsys):
 
 
 def test_benchmarks(capsys):
-    assert told(capsys, "--benchmarks").keys() == BENCHMARKS.keys()
+    assert told(capsys, "--benchmarks").keys() == benchmarks().keys()
     assert told(capsys, "aime", "--benchmarks").keys() == {"aime24", "aime25"}
 
 

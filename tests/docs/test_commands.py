@@ -76,7 +76,7 @@ RUN_HERE = {
     f"grpo check {MODEBENCH}/maxent/config_modebench_countdown.yaml",
     f"grpo check-rewards {MODEBENCH}/grpo/config_modebench_graph_coloring.yaml",
     f"grpo plan {MODEBENCH}/maxent/config_modebench_graph_coloring.yaml --gpus 8",
-    "python -m grpo_recipes.evaluate.benchmarks",
+    "python -m grpo_recipes.extensions.problems.modebench.baselines",
     "python run_colocated_grpo.py --gpus 4 --dry-run",
     "python run_offline_grpo.py -m train.lr=5e-6,1e-5 train.kl_coef='[0.02,0.05]' --dry-run",
     "python test_gpu_integration.py",

@@ -14,16 +14,17 @@ from grpo_recipes import cli, errors
 from grpo_recipes.console.doctor import MACHINE, RECIPE, RUN
 from grpo_recipes.console.doctor.examine import name_of
 from grpo_recipes.console.report import run_charts
-from grpo_recipes.evaluate import benchmarks
 from grpo_recipes.extensions.atropos.packing import foreseen_deadlock
+from grpo_recipes.extensions.problems.modebench import baselines
 from grpo_recipes.plan import ports
 from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.plan.plan import ACCELERATE_FILES
 from grpo_recipes.recipe.check import _DEFAULT_RECIPES
 from grpo_recipes.recipe.converters import UNREAD_VARIABLES
+from grpo_recipes.recipe.generated import recorded_columns
 from grpo_recipes.recipe.keys import READ_VARIABLES, catalogue, environment_keys
-from grpo_recipes.recipe.registry import BENCHMARKS, BRIDGES, OBJECTIVES, REWARDS
+from grpo_recipes.recipe.registry import BRIDGES, OBJECTIVES, benchmarks, rewards
 from grpo_recipes.runs.rundir import finish_summary
 from grpo_recipes.trainers.metrics import PHASES
 from grpo_recipes.weights.guard import TOLERANCES, checksum_error, logprob_error
@@ -118,7 +119,7 @@ def test_default_recipes_accelerators_and_rewards() -> None:
         defaults = {row[0]: row[column].strip("`") for row in table_rows(GUIDE, "device")}
         assert defaults == {device: name.format(task=task) for device, name in _DEFAULT_RECIPES.items()}
     assert {row[0].strip("`") for row in table_rows(GUIDE, "`accelerator`")} == {"auto", *ACCELERATE_FILES}
-    assert {row[0].strip("`") for row in table_rows(DOCS / "rewards.md", "reward")} == set(REWARDS)
+    assert {row[0].strip("`") for row in table_rows(DOCS / "rewards.md", "reward")} == set(rewards())
     bridges = {row[0].split()[0].strip("`") for row in table_rows(DOCS / "weights.md", "`weight_sync`")}
     assert bridges == set(catalogue()["weight_sync"]["choices"])
     needs = {row[0].strip("`"): row[2] for row in table_rows(DOCS / "weights.md", "`weight_sync`")}
@@ -144,8 +145,8 @@ def test_slurm_header() -> None:
 def test_benchmarks_keys_and_results_of_evaluation() -> None:
     page = DOCS / "evaluation.md"
     told = {row[0].strip("`"): row for row in table_rows(page, "benchmark") if row[0].startswith("`")}
-    assert told.keys() == BENCHMARKS.keys()
-    assert all(f"`{BENCHMARKS[name].id}`" == row[2] for name, row in told.items() if name != "smoke:sums")
+    assert told.keys() == benchmarks().keys()
+    assert all(f"`{benchmarks()[name].id}`" == row[2] for name, row in told.items() if name != "smoke:sums")
     keys = {word for row in table_rows(page, "key") for word in code_words(row[0])}
     assert keys <= catalogue().keys() and "benchmark_samples" in keys
     source = (REPOSITORY / "src/grpo_recipes/evaluate/benchmarks.py").read_text()
@@ -161,7 +162,7 @@ def test_keys_and_baselines_of_modebench(capsys: pytest.CaptureFixture[str]) -> 
     assert {key for key, _ in keys} == {key for key in catalogue() if key.startswith("modebench_")}
     for key, told in keys:
         assert catalogue()[key]["default"] is None or str(catalogue()[key]["default"]) in told
-    benchmarks.main()
+    baselines.main()
     printed = []
     for line in capsys.readouterr().out.splitlines():
         task, kind, scores = line.split(maxsplit=2)
@@ -192,7 +193,7 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
     of_the_loop = {"loss", "grad_norm", "learning_rate", "epoch"}  # transformers' own
     summary = prose(DOCS / "metrics.md").split("## samples.jsonl")[0]
     firsts = [line.split(" | ")[0] for line in summary.splitlines() if line.startswith("| `")]
-    keys = {name for first in firsts for name in code_words(first)}
+    keys = {name for first in firsts for name in code_words(first)} - set(recorded_columns().values())
     assert {f"seconds/{phase}" for phase in (*PHASES, "update", "step")} < keys
     for name in keys - of_the_loop:
         if name.startswith("seconds/"):

@@ -20,7 +20,7 @@ from grpo_recipes.evaluate.benchmarks import (
     run_benchmarks,
 )
 from grpo_recipes.recipe.configs import ScriptArguments
-from grpo_recipes.recipe.registry import BENCHMARKS
+from grpo_recipes.recipe.registry import benchmarks
 from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.rewards.score import make_reward
 from grpo_recipes.rollouts import backends
@@ -222,7 +222,7 @@ def saved(folder: Path, columns: dict[str, list[str]]) -> Any:
     from datasets import Dataset
 
     Dataset.from_dict(columns).save_to_disk(str(folder / "fetched"))
-    known = {(one.id, one.config, one.split) for one in BENCHMARKS.values()}
+    known = {(one.id, one.config, one.split) for one in benchmarks().values()}
     return lambda *source: folder / "fetched" if source in known else None
 
 

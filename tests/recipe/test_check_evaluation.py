@@ -10,7 +10,7 @@ import pytest
 from golden import compare_messages, golden_files
 
 from grpo_recipes.recipe.check import check
-from grpo_recipes.recipe.registry import BENCHMARKS, benchmark_problem, benchmark_sources
+from grpo_recipes.recipe.registry import benchmark_problem, benchmark_sources, benchmarks
 from grpo_recipes.recipe.user_code import copy_source
 
 
@@ -26,7 +26,7 @@ def test_benchmarks(read, path):
 
 def test_an_unknown_benchmark_is_answered_with_every_name(read):
     (problem,) = check(read(benchmarks=["mmlu"]), {})
-    assert ", ".join(BENCHMARKS) in problem.fix
+    assert ", ".join(benchmarks()) in problem.fix
 
 
 def test_benchmarks_in_a_file_need_its_columns(read, tmp_path, monkeypatch):
@@ -59,8 +59,8 @@ def test_sources_are_what_fetch_needs():
         ("openai/gsm8k", "main", "test"),
         ("Idavidrein/gpqa", "gpqa_diamond", "train"),
     ]
-    assert all(benchmark.help and "\n" not in benchmark.help for benchmark in BENCHMARKS.values())
-    assert [name for name, benchmark in BENCHMARKS.items() if benchmark.gated] == ["gpqa"]
+    assert all(benchmark.help and "\n" not in benchmark.help for benchmark in benchmarks().values())
+    assert [name for name, benchmark in benchmarks().items() if benchmark.gated] == ["gpqa"]
 
 
 def test_callbacks(read, tmp_path: Path, monkeypatch):

@@ -23,7 +23,7 @@ from grpo_recipes.recipe.converters import (
 )
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.keys import OWNED_KEYS, READ_VARIABLES, SHELL_VARIABLES, catalogue, environment_keys
-from grpo_recipes.recipe.registry import REWARDS
+from grpo_recipes.recipe.registry import rewards
 
 OTHERS = Path(__file__).with_name("options_elsewhere.txt")  # of TRL, transformers, PEFT, accelerate and vLLM
 
@@ -157,8 +157,8 @@ def test_names_have_one_meaning_and_keys_that_exist() -> None:
     assert all(row.sets or row.fix for row in names().values())
     variables = [*environment_keys(), *READ_VARIABLES, *SHELL_VARIABLES]
     assert len({*variables, *UNREAD_VARIABLES}) == len(variables) + len(UNREAD_VARIABLES)
-    assert set(reward_names().values()) <= set(REWARDS)
-    assert not set(reward_names()) & {*REWARDS, *other_rewards(True), *other_rewards(False)}
+    assert set(reward_names().values()) <= set(rewards())
+    assert not set(reward_names()) & {*rewards(), *other_rewards(True), *other_rewards(False)}
 
 
 @pytest.mark.parametrize(

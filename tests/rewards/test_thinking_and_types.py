@@ -9,25 +9,16 @@ from grpo_recipes.rewards.answers import final_text
 from grpo_recipes.rewards.functions import (
     cosine_length,
     format_tags,
-    modebench,
     pure_accuracy_math,
-    satisfiability,
 )
 from grpo_recipes.rewards.math_verify import math_verify
 
-PROBLEM = '{"task": "countdown", "numbers": [2, 3], "target": 5, "modes": 1}'
-CLAUSES = "[[1]]"
-
 
 def score(reward, completion: str) -> float | None:
-    """Return what a shipped reward gives to a completion with the right answer, 7, ``2+3`` or ``x1=true``."""
+    """Return what a shipped reward gives to a completion with the right answer, 7."""
     if reward is cosine_length:
         scores = cosine_length([completion], ["7"], [[0]], max_completion_length=10)
         return float(scores[0] == 1.0 - 0.5 / 2 * (1 - 0.9510565162951535))
-    if reward is modebench:
-        return modebench([completion], [PROBLEM])[0]
-    if reward is satisfiability:
-        return satisfiability([completion], [CLAUSES])[0]
     return reward([completion], answer=["7"])[0]
 
 
@@ -36,8 +27,6 @@ RIGHT = {
     math_verify: "<answer>7</answer>",
     cosine_length: "<answer>7</answer>",
     format_tags: "<answer>7</answer>",
-    modebench: r"\boxed{2+3}",
-    satisfiability: "<answer>x1=true</answer>",
 }
 
 
@@ -60,7 +49,7 @@ RIGHT = {
 def test_only_the_text_after_the_last_think_block_has_an_answer(reward, completion, expected):
     """S4: in every reward of ours; an unclosed think block has no answer."""
     right = RIGHT[reward]
-    text = completion.format(right=right, wrong=right.replace("7", "8").replace("3", "4").replace("true", "false"))
+    text = completion.format(right=right, wrong=right.replace("7", "8"))
     assert score(reward, text) == expected
 
 

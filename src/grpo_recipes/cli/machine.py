@@ -8,14 +8,13 @@ from pathlib import Path
 
 from grpo_recipes.cli import chosen_recipe, command, option, recipe_name, switch
 from grpo_recipes.errors import collect, config_error
-from grpo_recipes.extensions.problems.modebench.dataset import SCHEME as MODEBENCH_SCHEME
-from grpo_recipes.extensions.problems.seeded import SCHEME as SEEDED_SCHEME
 from grpo_recipes.fetch.assets import Asset, find_record, local_assets, wanted_assets
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, bound_every_wait, hub_answers, why_silent
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.process.reports import aligned, gigabytes
 from grpo_recipes.recipe import read_frozen
+from grpo_recipes.recipe.generated import generated
 from grpo_recipes.runs.rundir import find_run
 from grpo_recipes.smoke import smoke_command
 
@@ -65,7 +64,8 @@ def _local_row(asset: Asset) -> tuple[str, ...]:
             if code := subprocess.run(program, check=False).returncode:
                 what = f"python -m grpo_recipes.smoke exited with code {code}"
                 raise config_error(asset.id, what, "look at its message above")
-    made = asset.id.startswith((MODEBENCH_SCHEME, SEEDED_SCHEME))
+    data = generated(asset.id)
+    made = data is not None and not data.in_files
     return (asset.kind, asset.id, "", "", "" if made else shown(asset.path), "made by the run" if made else "local")
 
 

@@ -41,7 +41,7 @@ from grpo_recipes.recipe.keys import (
     variables,
 )
 from grpo_recipes.recipe.model_kind import kind_note
-from grpo_recipes.recipe.registry import BENCHMARKS
+from grpo_recipes.recipe.registry import benchmarks
 from grpo_recipes.recipe.rendering import prompt_notes
 from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.recipe.tasks import GRPO
@@ -124,7 +124,7 @@ def keys(options: argparse.Namespace) -> int:
     table = "--env" if options.env else "--benchmarks" if options.benchmarks else ""
     entries: dict[str, dict[str, Any]]
     if table:
-        texts = variables() if options.env else {name: one.help for name, one in BENCHMARKS.items()}
+        texts = variables() if options.env else {name: one.help for name, one in benchmarks().items()}
         entries = {name: {"help": text} for name, text in texts.items()}
     else:
         nested = {f"{path}.{name}": one for path, inner in nested_catalogue().items() for name, one in inner.items()}

@@ -45,7 +45,8 @@ from grpo_recipes.process.reports import say
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.document import Value
-from grpo_recipes.recipe.registry import REWARDS
+from grpo_recipes.recipe.generated import keys_of_data, recorded_values
+from grpo_recipes.recipe.registry import reward_keys
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, needed_arguments
 from grpo_recipes.runs.checkpoints import complete_checkpoints, is_complete
 from grpo_recipes.runs.rundir import Run, forget, json_mapping, write_json, write_whole
@@ -66,8 +67,7 @@ _KEYS = {
 }  # fmt: skip
 _DATA_KEYS = (
     "dataset_name", "dataset_config", "dataset_test_split", "dataset_mixture", "eval_dataset_name",
-    "eval_dataset_config", "eval_dataset_split", "eval_subsample", "eval_problem_seed_start", "eval_problem_seeds",
-    "eval_problem_ids",
+    "eval_dataset_config", "eval_dataset_split", "eval_subsample",
 )  # fmt: skip
 _CHUNK = 256  # completions scored at a time
 
@@ -118,7 +118,8 @@ def _evaluate(options: argparse.Namespace) -> int:
     if sampling.temperature == 0 and n > 1:
         what = f"{n} greedy completions of a prompt are the same"
         raise config_error("--num-generations", what, "write 1, or a temperature above 0")
-    settings = settings_of(recipe, _DATA_KEYS, subject.model, options.backend, n, sampling, prompts[0])
+    data_keys = (*_DATA_KEYS, *keys_of_data("eval_keys"))
+    settings = settings_of(recipe, data_keys, subject.model, options.backend, n, sampling, prompts[0])
     if os.path.isdir(subject.place) and not subject.is_built_in:
         settings["model_files"] = fingerprint(Path(subject.place))
     from grpo_recipes.rollouts.generate import opened
@@ -309,7 +310,7 @@ def _rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"], di
             if problems := list(needed_arguments(recipe, [dict.fromkeys(rows[0], "")], copies, live=None)):
                 raise ConfigError(*problems)
             files = {name: copy_path(name, copies) for name in names if ":" in name}
-            keys = sorted({key for name in names for key in REWARDS.get(name, ())} | {"reward_timeout"})
+            keys = sorted({*reward_keys(names), "reward_timeout"})
             code: dict[str, Any] = {"reward_funcs": names, "reward_weights": recipe["reward_weights"]}
             code |= {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
             yield rewards, {**code, **{key: recipe[key] for key in keys}}
@@ -394,7 +395,6 @@ def _summary(recipe: Recipe, names: list[str], scored: Rows, n: int, ks: Sequenc
     import torch
 
     from grpo_recipes.evaluate.scores import answer_in, group_scores, reward_means, verdicts, weighted_rewards
-    from grpo_recipes.extensions.problems.seeded import SEED_COLUMN
 
     every = [one for row in scored for one in row["completions"]]
     given = [[math.nan if one["rewards"][name] is None else one["rewards"][name] for name in names] for one in every]
@@ -411,7 +411,7 @@ def _summary(recipe: Recipe, names: list[str], scored: Rows, n: int, ks: Sequenc
         "truncated": sum(one["truncated"] for one in every) / len(every),
         "mean_length": sum(one["tokens"] for one in every) / len(every),
         "no_verdict": sum(math.isnan(total) for total in totals),
-        **({"problem_seeds": [row[SEED_COLUMN] for row in scored]} if SEED_COLUMN in scored[0] else {}),
+        **recorded_values(scored),
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,10 @@ from datasets import (
 )
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
-from grpo_recipes import smoke
 from grpo_recipes.errors import config_error
-from grpo_recipes.extensions.problems import seeded
-from grpo_recipes.extensions.problems.modebench.dataset import SCHEME, Settings, rows
 from grpo_recipes.recipe import datafiles
 from grpo_recipes.recipe.configs import DatasetConfig, DatasetMixtureConfig, ScriptArguments
+from grpo_recipes.recipe.generated import generated
 from grpo_recipes.recipe.shapes import COLUMN_KEYS, DataSource, Message, answer_of, chat_of, root_of, value_at
 
 Batch = dict[str, list[Any]]
@@ -101,15 +100,10 @@ def read_rows(
 
 
 def rows_of(source: DataSource, args: ScriptArguments, fetched: Fetched | None = None) -> Rows:
-    """Return the rows of a dataset of a recipe: read, or made for ``modebench:...``, ``seeded:...``, ``smoke:...``."""
-    if source.id.startswith(smoke.SMOKE_SCHEME):
-        return Dataset.from_list(smoke.split()[source.split == "test"])
-    if seeded.is_seeded(source.id):
-        made = seeded.Settings.read(lambda key: getattr(args, key))
-        return Dataset.from_list(seeded.rows(source.id, source.split, made))
-    if not source.id.startswith(SCHEME):
-        return read_rows(source.id, source.config, source.split, args.dataset_streaming, fetched)
-    return Dataset.from_list(rows(source.id, source.split, Settings.read(lambda key: getattr(args, key))))
+    """Return the rows of a dataset of a recipe: read, or generated from keys of the recipe."""
+    if data := generated(source.id):
+        return Dataset.from_list(data.rows(partial(getattr, args), source.split))
+    return read_rows(source.id, source.config, source.split, args.dataset_streaming, fetched)
 
 
 def column_names(rows: Rows) -> list[str]:

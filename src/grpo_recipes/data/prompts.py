@@ -35,8 +35,8 @@ from grpo_recipes.data.problems import (
     train_source,
 )
 from grpo_recipes.errors import ConfigError, config_error, translate
-from grpo_recipes.extensions.problems.seeded import is_seeded
 from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.recipe.generated import GeneratedData, generated
 from grpo_recipes.recipe.rendering import missing_fix, missing_message, rendering_notes
 
 _MOST_SHOWN = 4000  # characters of a text that is shown
@@ -139,8 +139,8 @@ def load_prompts(
     def prepare() -> Prompts:
         """Read, render and filter the rows."""
         counts, limit = Counts(), args.max_train_prompts
-        if is_seeded(args.dataset_name):
-            return _in_seed_order(args, renderer, counts, least)
+        if (data := generated(args.dataset_name)) and data.ordered:
+            return _repeated_in_order(args, renderer, counts, least)
         if args.dataset_mixture:
             kept, held_out = mixed(args, counts, fetched)
             if held_out is not None:
@@ -176,8 +176,8 @@ def load_eval_prompts(
     """Read, draw, render and filter the prompts that training is evaluated on, as ``load_prompts`` does.
 
     They are ``eval_dataset_name``, else what the mixture holds out, else ``dataset_test_split`` of ``dataset_name``:
-    of these the share ``eval_subsample``, at least one and at most ``eval_max_prompts``, drawn by ``seed``. Of a seeded
-    dataset they are the problems of all seeds to evaluate on, but those that equal a problem to train on.
+    of these the share ``eval_subsample``, at least one and at most ``eval_max_prompts``, drawn by ``seed``. For
+    ``ordered`` generated data, they are all its problems to evaluate on, except those that equal a problem to train on.
     """
     renderer = renderer_of(args.chat_template, tokenizer, template_kwargs)
 
@@ -185,8 +185,8 @@ def load_eval_prompts(
         """Read, render and filter the rows."""
         counts = Counts()
         source = eval_source(args) if args.eval_dataset_name or not args.dataset_mixture else None
-        if source and is_seeded(source.id):
-            return _held_out_seeds(source, args, renderer, counts)
+        if source and (data := generated(source.id)) and data.ordered:
+            return _all_held_out(data, source, args, renderer, counts)
         rows = rows_of(source, args, fetched) if source else mixed(args, counts, fetched)[1]
         if rows is None:
             raise config_error("dataset_mixture", "nothing is held out to evaluate on", "add test_split_size to it")
@@ -211,38 +211,41 @@ def load_eval_prompts(
     return _prepared("eval", prepare)
 
 
-def _in_seed_order(args: ScriptArguments, renderer: Renderer, counts: Counts, least: int) -> Prompts:
-    """Return the problems of all seeds to train on, again and again, so that an epoch is whole steps of ``least``.
+def _repeated_in_order(args: ScriptArguments, renderer: Renderer, counts: Counts, least: int) -> Prompts:
+    """Return all problems to train on, again and again, so that an epoch is whole steps of ``least``.
 
     TRL's sampler drops what is left of an epoch beyond whole steps. With a multiple of both numbers of rows, step i
-    of an unshuffled run has the seeds at (i * least + j) mod the number of seeds, also where the epoch ends.
+    of an unshuffled run has the problems at (i * least + j) mod their number, also where the epoch ends.
     """
     source = train_source(args)
-    found = _of_every_seed(source, args, renderer, counts)
-    dataset = found.select([row % len(found) for row in range(math.lcm(len(found), least))])
-    return Prompts(dataset, counts, renderer.text(found[0]["prompt"]), f"{len(found)} problems of {source.id}")
+    every = _every_problem(source, args, renderer, counts)
+    dataset = every.select([row % len(every) for row in range(math.lcm(len(every), least))])
+    return Prompts(dataset, counts, renderer.text(every[0]["prompt"]), f"{len(every)} problems of {source.id}")
 
 
-def _held_out_seeds(source: DataSource, args: ScriptArguments, renderer: Renderer, counts: Counts) -> Prompts:
-    """Return the problems of all seeds to evaluate on; one that a seed to train on has too is left out."""
-    found = _of_every_seed(source, args, renderer, counts)
+def _all_held_out(
+    data: GeneratedData, source: DataSource, args: ScriptArguments, renderer: Renderer, counts: Counts
+) -> Prompts:
+    """Return all problems to evaluate on, except those that equal a problem to train on."""
+    every = _every_problem(source, args, renderer, counts)
     trained: set[bytes] = set()
     if args.dataset_name == source.id:
-        training = _of_every_seed(train_source(args), args, renderer, Counts())
+        training = _every_problem(train_source(args), args, renderer, Counts())
         trained = set(map(prompt_key, training["prompt"]))
-    kept = [row for row, prompt in enumerate(found["prompt"]) if prompt_key(prompt) not in trained]
-    if not kept:
-        what = f"every problem of eval_problem_seeds of '{source.id}' is also one to train on"
-        raise config_error("eval_problem_seeds", what, "write more of them, or fewer problem_seeds")
-    if len(kept) < len(found):
-        counts.notes.append(f"{len(found) - len(kept)} that equal a problem to train on left out")
-    dataset = found.select(kept)
+    rows = [row for row, prompt in enumerate(every["prompt"]) if prompt_key(prompt) not in trained]
+    if not rows:
+        size_key, eval_size_key = data.size_keys
+        what = f"every problem of {eval_size_key} of '{source.id}' is also one to train on"
+        raise config_error(eval_size_key, what, f"write more of them, or fewer {size_key}")
+    if len(rows) < len(every):
+        counts.notes.append(f"{len(every) - len(rows)} that equal a problem to train on left out")
+    dataset = every.select(rows)
     title = f"evaluating on {len(dataset)} problems of {source.id}"
     return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]), title)
 
 
-def _of_every_seed(source: DataSource, args: ScriptArguments, renderer: Renderer, counts: Counts) -> Dataset:
-    """Return the problems of a seeded dataset, refused where one is too long: without it the others would move up."""
+def _every_problem(source: DataSource, args: ScriptArguments, renderer: Renderer, counts: Counts) -> Dataset:
+    """Return all problems of a generated dataset; reject a long one: without it, the others would move up."""
     dataset = _fitting(problems(rows_of(source, args), source, args, counts), renderer, args, counts, None)
     if counts.too_long:
         what = f"{counts.too_long} of {counts.read} problems of '{source.id}' are longer than max_prompt_length"

@@ -3,7 +3,6 @@
     run_benchmarks(trainer, script_args, run, lambda: stop_file(run).exists())
 
 Rank 0 reads, scores and writes; with a server it samples too, while the others wait a chunk at a time.
-``python -m grpo_recipes.evaluate.benchmarks`` prints what a random guesser and the best constant answer score.
 """
 
 import json
@@ -11,7 +10,6 @@ import os
 import random
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,28 +21,17 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from grpo_recipes.data.problems import DataSource, Fetched, Message, answer_of, chat_of, read_rows, rows_of
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
-from grpo_recipes.extensions.problems.modebench import countdown, dataset, graph_coloring
-from grpo_recipes.extensions.problems.modebench.dataset import (
-    TASKS,
-    Settings,
-    mode_of,
-    mode_scores,
-    problem_of,
-    right_answers,
-    summed_up,
-)
 from grpo_recipes.fetch.assets import fingerprint
 from grpo_recipes.recipe.configs import ScriptArguments
-from grpo_recipes.recipe.keys import catalogue
+from grpo_recipes.recipe.generated import GeneratedData, Scoring, generated
 from grpo_recipes.recipe.registry import (
-    ACCURACY,
-    BENCHMARKS,
-    ONE_ANSWER,
-    SMOKE_BENCHMARK,
+    DEFAULT_ACCURACY,
     SOURCE_REWARD,
     Benchmark,
     benchmark_columns,
+    benchmarks,
     is_file,
+    rewards,
 )
 from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.rewards.answers import final_text
@@ -52,8 +39,7 @@ from grpo_recipes.rewards.score import RewardWrapper, make_reward
 from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, problem_seed, sampling_keys
 from grpo_recipes.runs.rundir import read_json, write_json
 from grpo_recipes.secrets import masked
-from grpo_recipes.smoke import smoke_folder
-from grpo_recipes.stats import pass_table, reported_ks, score_names
+from grpo_recipes.stats import pass_table
 
 CHUNK = 256  # completions between two looks at the stop request; bounds the other ranks' wait too
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -93,18 +79,16 @@ def load_problems(
 ) -> list[BenchmarkProblem]:
     """Read a benchmark: all of it, or ``benchmark_max_problems`` drawn by seed, in the order of the dataset.
 
-    ``name`` is one of ``BENCHMARKS``, or a .jsonl file. The seed also shuffles options of multiple choice.
+    ``name`` is one of ``benchmarks()``, or a .jsonl file. The seed also shuffles options of multiple choice.
     """
-    benchmark = _file_benchmark(name, args) if is_file(name) else BENCHMARKS[name]
-    smoke = name == SMOKE_BENCHMARK
-    place = str(smoke_folder(SMOKE_BENCHMARK, os.environ) / "test.jsonl") if smoke else benchmark.id
-    source = DataSource(place, benchmark.config, benchmark.split, benchmark.prompt, benchmark.solution, _KEYS)
-    if name in TASKS:
+    benchmark = _file_benchmark(name, args) if is_file(name) else benchmarks()[name]
+    source = DataSource(benchmark.id, benchmark.config, benchmark.split, benchmark.prompt, benchmark.solution, _KEYS)
+    if generated(benchmark.id):
         rows: Any = rows_of(source, args)
     else:
-        rows = read_rows(place, benchmark.config, benchmark.split, fetched=fetched)
+        rows = read_rows(benchmark.id, benchmark.config, benchmark.split, fetched=fetched)
     if len(rows) == 0:
-        raise config_error("benchmarks", f"'{place}' has no rows", "name a dataset with rows")
+        raise config_error("benchmarks", f"'{benchmark.id}' has no rows", "name a dataset with rows")
     count = min(len(rows), args.benchmark_max_problems or len(rows))
     indices = sorted(random.Random(seed).sample(range(len(rows)), count))
     return [_problem(index, rows[index], benchmark, source, args.system_prompt, seed) for index in indices]
@@ -158,20 +142,29 @@ class Scorer:
         return [[next(scores) for _ in row] for row in texts]
 
 
-# Scores ModeBench, whatever rewards the recipe has.
-MODEBENCH = Scorer("modebench", make_reward("modebench"))
-
-
-def recipe_scorer(names: Sequence[str], rewards: Sequence[Any], script_args: Any, args: Any) -> Scorer:
+def recipe_scorer(names: Sequence[str], functions: Sequence[Any], script_args: Any, args: Any) -> Scorer:
     """Return the first of the recipe's rewards that says right or wrong; ``pure_accuracy_math`` when there is none.
 
-    Not ``modebench`` or ``satisfiability``, which score their own problems alone. ``rewards`` are those ``names``, as
-    the trainer calls them.
+    Rewards that judge only their own problems do not count. ``functions`` are the rewards ``names``, as the trainer
+    calls them.
     """
-    for name, reward in zip(names, rewards, strict=True):
-        if name in ACCURACY and name in ONE_ANSWER:
-            return Scorer(name, reward)
-    return Scorer(ACCURACY[0], make_reward(ACCURACY[0], script_args, args))
+    known = rewards()
+    for name, function in zip(names, functions, strict=True):
+        if name in known and known[name].accuracy and known[name].one_answer:
+            return Scorer(name, function)
+    return Scorer(DEFAULT_ACCURACY, make_reward(DEFAULT_ACCURACY, script_args, args))
+
+
+def _data_of(name: str) -> GeneratedData | None:
+    """Return the generated dataset of a benchmark; None for files, environments and datasets of the hub."""
+    benchmark = benchmarks().get(name)
+    return generated(benchmark.id) if benchmark else None
+
+
+def _scoring_of(name: str) -> Scoring | None:
+    """Return how a benchmark is scored besides pass@k; None for most."""
+    data = _data_of(name)
+    return data.scoring if data else None
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -289,14 +282,15 @@ class Runner:
         decode, ends = self.trainer.processing_class.batch_decode, set(self.trainer.eos_token_ids)
         texts = [decode(row, skip_special_tokens=True) for row in completions]
         scores = self._scorer(name).scores(problems, texts)
-        found = []
+        found, scoring = [], _scoring_of(name)
         for problem, ids, answers, given in zip(problems, completions, texts, scores, strict=True):
             row = {
                 "problem": problem.prompt[-1]["content"], "gold": problem.gold, "scores": given,
                 "lengths": [len(tokens) for tokens in ids],
                 "truncated": [not tokens or tokens[-1] not in ends for tokens in ids],
-                **({"modes": [mode_of(final_text(text), problem.gold) for text in answers]} if name in TASKS else {}),
             }  # fmt: skip
+            if scoring:
+                row[scoring.column] = [scoring.judge(final_text(text), problem.gold) for text in answers]
             found.append({**row, "completions": [masked(answer) for answer in answers]})
         self.keep(name, found, rows)
 
@@ -312,12 +306,13 @@ class Runner:
         print(f"grpo: {self.stage.prefix}benchmark {name}: {len(rows)} problems sampled", flush=True)
 
     def _write_result(self, name: str, rows: list[dict[str, Any]], seconds: float) -> None:
-        """Write a benchmark's result; for ModeBench also the baselines, one of which is the untrained model."""
+        """Write a benchmark's result with its further scores and baselines; the untrained model is a baseline."""
         scores, golds = [row["scores"] for row in rows], [row["gold"] for row in rows]
         lengths, cut = ([one for row in rows for one in row[key]] for key in ("lengths", "truncated"))
         result: dict[str, Any] = pass_table(scores)
-        if name in TASKS:
-            result |= mode_scores([row["modes"] for row in rows], [problem_of(gold)["modes"] for gold in golds])
+        scoring = _scoring_of(name)
+        if scoring:
+            result |= scoring.scores([row[scoring.column] for row in rows], golds)
         result |= {
             "problems": len(rows), "samples": self.args.benchmark_samples,
             "no_verdict": sum(score is None for row in scores for score in row),
@@ -328,10 +323,10 @@ class Runner:
         if self._is_played(name):
             known = [one for row in rows for one in row["rewards"] if one is not None]
             result |= {"mean_reward": round(sum(known) / len(known), 6) if known else None}
-        if name in TASKS and self.stage is TRAINED:
+        if scoring and self.stage is TRAINED:
             before = read_json(self.folder / UNTRAINED.results).get(name)
             untrained = {"untrained": {key: value for key, value in before.items() if "@" in key}} if before else {}
-            result |= {"baselines": baselines(golds, self.args.benchmark_samples) | untrained}
+            result |= {"baselines": scoring.baselines(golds, self.args.benchmark_samples) | untrained}
         settings, results = read_json(self._settings_file), self.folder / self.stage.results
         settings.pop(name, None)
         write_json(self._settings_file, settings)  # never a new result beside old settings
@@ -345,7 +340,9 @@ class Runner:
         return source is not None and name in source.benchmarks(lookup)
 
     def _scorer(self, name: str) -> Scorer:
-        return MODEBENCH if name in TASKS else self.scorer
+        data = _data_of(name)
+        reward = data.reward if data else None
+        return Scorer(reward, make_reward(reward, self.args, self.trainer.args)) if reward else self.scorer
 
     def _judge(self, name: str) -> str:
         return SOURCE_REWARD if self._is_played(name) else self._scorer(name).name
@@ -356,14 +353,14 @@ class Runner:
 
     def _settings(self, name: str) -> dict[str, Any]:
         args, file = self.args, Path(os.path.expanduser(name))
-        modebench = Settings.read(lambda key: getattr(args, key)) if name in TASKS else None
+        data = _data_of(name)
         return {
             "problems": fingerprint(file) if is_file(name) and file.is_file() else None,
             "step": self.trainer.state.global_step, "seed": self.trainer.args.seed,
             "samples": args.benchmark_samples, "temperature": args.benchmark_temperature,
             "max_completion_length": self.trainer.args.max_completion_length,
             "max_problems": args.benchmark_max_problems, "reward": self._judge(name),
-            **({"modebench": modebench.fingerprint(name)} if modebench else {}),
+            **({data.scheme: data.fingerprint(partial(getattr, args))} if data and not data.in_files else {}),
             **(self.trainer.source.benchmark_settings() if self._is_played(name) else {}),
             "answer_matching": args.answer_matching, "system_prompt": args.system_prompt,
             "chat_template": args.chat_template, "chat_template_kwargs": self.trainer.args.chat_template_kwargs,
@@ -376,7 +373,7 @@ class Runner:
 
 
 class UntrainedBenchmarks(TrainerCallback):
-    """Run the recipe's ModeBench benchmarks before the first step, and leave no trace in the training.
+    """Run the recipe's benchmarks that have baselines before the first step, and leave no trace in the training.
 
     The model is wrapped by then, and the server there. ``benchmarks/untrained.json`` is written once in the life of a
     run: a resumed run, or one that has these results, does nothing. The results after training quote it.
@@ -384,66 +381,12 @@ class UntrainedBenchmarks(TrainerCallback):
 
     def __init__(self, trainer: Any, script_args: ScriptArguments, run: Path, stop_requested: Callable[[], bool]):
         self._trainer = trainer
-        self._names = [name for name in script_args.benchmarks if name in TASKS]
-        self._runner = Runner(trainer, script_args, run, stop_requested, MODEBENCH, None, UNTRAINED)
+        self._names = [name for name in script_args.benchmarks if _scoring_of(name)]
+        scorer = recipe_scorer(script_args.reward_funcs, trainer.reward_funcs, script_args, trainer.args)
+        self._runner = Runner(trainer, script_args, run, stop_requested, scorer, None, UNTRAINED)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Run them; a failure or a stop request ends the run on every rank."""
         if self._names and state.global_step == 0:
             with self._trainer.evaluation.undisturbed(), self._trainer.rollouts.sent_again():
                 self._runner.run_missing(self._names)
-
-
-# --- scores without knowledge, exact without sampling --------------------------------------------------------------
-
-
-def baselines(answers: Sequence[str], samples: int) -> dict[str, dict[str, Any]]:
-    """Return the scores of ``random`` and ``constant`` on JSON problems of ``dataset.rows``, up to k = ``samples``."""
-    return {"random": random_guesser(answers, samples), "constant": constant_answer(answers, samples)}
-
-
-def random_guesser(answers: Sequence[str], samples: int) -> dict[str, Any]:
-    """Return the mean scores over all guesses, each as likely: of orders, brackets and operators, or of colours."""
-    chances = [_chances(answer) for answer in answers]
-    estimates = {f"pass@{k}": [1 - (1 - sum(one)) ** k for one in chances] for k in reported_ks(samples)}
-    distinct = [sum(1 - (1 - chance) ** samples for chance in one) for one in chances]
-    estimates |= {f"mean@{samples}": [sum(one) for one in chances], f"distinct@{samples}": distinct}
-    estimates[f"coverage@{samples}"] = [count / len(one) for count, one in zip(distinct, chances, strict=True)]
-    return summed_up(estimates)
-
-
-def constant_answer(answers: Sequence[str], samples: int) -> dict[str, Any]:
-    """Return the scores of the best single answer to all problems, and that answer under ``answer``."""
-    right = [right_answers(answer) for answer in answers]
-    counts = Counter(text for texts in right for text in texts)
-    best = min(counts, key=lambda text: (-counts[text], text))
-    hits = [float(best in texts) for texts in right]
-    estimates = {f"pass@{k}": hits for k in reported_ks(samples)}
-    estimates |= {f"mean@{samples}": hits, f"distinct@{samples}": hits}
-    estimates[f"coverage@{samples}"] = [hit / len(texts) for hit, texts in zip(hits, right, strict=True)]
-    return {**summed_up(estimates), "answer": best}
-
-
-def _chances(answer: str) -> list[float]:
-    """Return the chance of each mode."""
-    problem = problem_of(answer)
-    if problem["task"] == "countdown":
-        numbers = tuple(problem["numbers"])
-        every = countdown.written(len(numbers))
-        return [count / every for count in countdown.ways(numbers, problem["target"]).values()]
-    hidden = problem["partial"].count(graph_coloring.HIDDEN)
-    return [float(len(graph_coloring.COLORS)) ** -hidden] * problem["modes"]
-
-
-def main(samples: int = 8) -> None:
-    """Print what both score on the test splits of the default keys, up to pass@``samples``."""
-    settings = Settings.read(lambda key: catalogue()[key]["default"])
-    for task in TASKS:
-        answers = [row["answer"] for row in dataset.rows(task, "test", settings)]
-        for name, scores in baselines(answers, samples).items():
-            line = ", ".join(f"{key} {scores[key]:.3f}" for key in score_names(scores))
-            print(f"{task:<25} {name:<9} {line}")
-
-
-if __name__ == "__main__":
-    main()

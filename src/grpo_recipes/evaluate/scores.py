@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from grpo_recipes.recipe.registry import ACCURACY
+from grpo_recipes.recipe.registry import rewards
 from grpo_recipes.rewards.answers import final_text, last_answer, last_boxed, same
 from grpo_recipes.rewards.score import Reward, RewardWrapper
 from grpo_recipes.stats import Interval, scores_at_k
@@ -29,7 +29,8 @@ def weighted_rewards(rewards_BR: torch.Tensor, weights_R: torch.Tensor) -> torch
 
 def accuracy(rewards_BR: torch.Tensor, names: list[str]) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return which completions an accuracy reward judged, and which of them are right, (B,); None without such one."""
-    columns = [place for place, name in enumerate(names) if name in ACCURACY]
+    known = rewards()
+    columns = [index for index, name in enumerate(names) if name in known and known[name].accuracy]
     if not columns:
         return None
     accuracies_BR = rewards_BR[:, columns]

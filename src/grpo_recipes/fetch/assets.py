@@ -17,15 +17,13 @@ from typing import Any
 from urllib.parse import quote
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.extensions.problems import seeded
-from grpo_recipes.extensions.problems.modebench.dataset import SCHEME as MODEBENCH_SCHEME
-from grpo_recipes.extensions.problems.modebench.dataset import Settings
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, hub_answers, why_silent
 from grpo_recipes.paths import cache_root, python_module, quoted
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import BUILDERS
 from grpo_recipes.recipe.extensions import parts
+from grpo_recipes.recipe.generated import generated, has_scheme
 from grpo_recipes.recipe.registry import benchmark_sources
 from grpo_recipes.runs.checkpoints import rewriting
 from grpo_recipes.runs.rundir import Run, json_mapping, read_json, write_json
@@ -74,7 +72,7 @@ class Asset:
     @property
     def is_local(self) -> bool:
         """Whether the name is a file, a folder or built in, not a hub id."""
-        is_path = self.id.startswith((SMOKE_SCHEME, MODEBENCH_SCHEME, seeded.SCHEME, "/", "./", "../", "~"))
+        is_path = has_scheme(self.id) or self.id.startswith((SMOKE_SCHEME, "/", "./", "../", "~"))
         return is_path or os.path.exists(self.id) or (self.kind == DATASET and self.id.endswith(tuple(BUILDERS)))
 
 
@@ -169,10 +167,8 @@ def local_assets(recipe: Recipe, environment: Mapping[str, str]) -> list[Asset]:
         if asset.id.startswith(SMOKE_SCHEME):
             path = smoke_folder(asset.id, environment)
             mark = path.name
-        elif asset.id.startswith(MODEBENCH_SCHEME):
-            path, mark = Path(), Settings.read(recipe.__getitem__).fingerprint(asset.id)
-        elif seeded.is_seeded(asset.id):
-            path, mark = Path(), seeded.Settings.read(recipe.__getitem__).fingerprint(asset.id)
+        elif data := generated(asset.id):
+            path, mark = Path(), data.fingerprint(recipe.__getitem__)
         else:
             path = Path(os.path.expanduser(asset.id)).absolute()
             if not path.exists():

@@ -18,6 +18,7 @@ from grpo_recipes.process.reports import address_reachable, say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import check, choose_recipe, resolve_recipe
 from grpo_recipes.recipe.document import Value, as_words, read_flags
+from grpo_recipes.recipe.generated import keys_of_data
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE
 from grpo_recipes.recipe.sources import user_code
 from grpo_recipes.recipe.tasks import GRPO, requested_task, same_task
@@ -222,8 +223,7 @@ def need_same_world(run: Run, plan: Plan) -> None:
 # are known before anything starts.
 _ORDER = (
     "seed", "shuffle_dataset", "num_iterations", "max_train_prompts", "max_prompt_length", "dataset_name",
-    "dataset_config", "dataset_train_split", "dataset_mixture", "dataset_prompt_column", "problem_seed_start",
-    "problem_seeds",
+    "dataset_config", "dataset_train_split", "dataset_mixture", "dataset_prompt_column",
 )  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def need_same_data(run: Run, recipe: Recipe, plan: Plan) -> str:
     begin_again = "add --ignore_data_skip true: the epoch then begins again"
     elsewhere = f"{checkpoint.name} would continue at another place in the data"
     before = read_frozen(run.folder / "recipe.yaml")
-    for key in _ORDER:
+    for key in (*_ORDER, *keys_of_data("order_keys")):
         if recipe[key] != before[key]:
             what = f"{key} was {before[key]}: {elsewhere}"
             raise config_error(recipe.place(key), what, f"leave it as it was, or {begin_again}")

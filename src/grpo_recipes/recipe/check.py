@@ -11,12 +11,8 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.extensions.problems import rules as made
-from grpo_recipes.extensions.problems import seeded
-from grpo_recipes.extensions.problems.modebench.dataset import TASK_KEYS, Settings, rows
 from grpo_recipes.paths import home, quoted, shown
 from grpo_recipes.recipe import (
     BrokenKey,
@@ -35,19 +31,19 @@ from grpo_recipes.recipe.check_data import HUB_NAME, LOCAL_PREFIXES
 from grpo_recipes.recipe.converters import reward_fix
 from grpo_recipes.recipe.datafiles import columns_of
 from grpo_recipes.recipe.document import Value, read_flags
-from grpo_recipes.recipe.extensions import parts
+from grpo_recipes.recipe.extensions import entries, parts
 from grpo_recipes.recipe.head_size import head_size_problems
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE, nearest_of
 from grpo_recipes.recipe.model_kind import kind_problems
 from grpo_recipes.recipe.passed_on import passed_problems
 from grpo_recipes.recipe.registry import (
-    IN_CHILDREN,
-    REWARDS,
     benchmark_columns,
     benchmark_problem,
     is_file,
+    rewards,
+    rewards_in_children,
 )
-from grpo_recipes.recipe.rules import Condition, Rule, isolates
+from grpo_recipes.recipe.rules import Idle, Rule, isolates
 from grpo_recipes.recipe.shapes import COLUMN_KEYS
 from grpo_recipes.recipe.sources import requested_source, source_of
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
@@ -55,16 +51,14 @@ from grpo_recipes.recipe.user_code import compared, copy_path, function_source, 
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_tasks
 
 _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
-_NOT_OF_SEEDS = ("modebench_prompts", "modebench_test_prompts", "modebench_seed")  # unread by a seeded dataset
 _Check = Callable[[Recipe, Mapping[str, str]], Iterator[Problem]]
 
 
 def check(recipe: Recipe, environment: Mapping[str, str], device: str | None = None) -> list[Problem]:
     """Return every contradiction between keys of a recipe, and with its task, the user's variables and the device."""
     problems: list[Problem] = []
-    rows = itertools.chain(rules.RULES, maxent.RULES, made.RULES, *parts("rules"), overlap.RULES)
-    checks: list[_Check] = [*(functools.partial(_refused, row) for row in rows), *_CHECKS]
-    checks += itertools.chain(*parts("checks"))
+    rows = itertools.chain(rules.RULES, maxent.RULES, entries("rules"), overlap.RULES)
+    checks: list[_Check] = [*(functools.partial(_refused, row) for row in rows), *_CHECKS, *entries("checks")]
     checks += [functools.partial(of_device, device=device) for of_device in (bridge_problems, head_size_problems)]
     for rule in checks:
         with contextlib.suppress(BrokenKey):  # reported already; a rule that reads a broken key cannot be judged
@@ -188,7 +182,7 @@ def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
                 copied = (run / "run.json").exists() and copy_path(name, run / copies).exists()
                 if not copied and (problem := problem_with(name, recipe.place(key))):
                     yield problem
-            elif name not in REWARDS:
+            elif name not in rewards():
                 yield recipe.problem(key, f"no reward '{name}'", reward_fix(name))
 
 
@@ -228,56 +222,34 @@ def _handed_variables(recipe: Recipe, environment: Mapping[str, str]) -> Iterato
             yield recipe.problem("reward_environment", f"there is no variable '{name}' to hand on", fix)
 
 
-def _made_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Refuse keys ``modebench_*`` by which there are too few problems, or a seed has none."""
-    if any(rule.key.startswith("modebench_") and rule.broken(recipe) for rule in made.RULES):
-        return
-    settings, of_seeds = Settings.read(recipe.__getitem__), seeded.Settings.read(recipe.__getitem__)
-    makers: dict[str, Callable[[], Any]]
-    makers = {task: functools.partial(rows, task, "test", settings) for task in made.modebench_tasks(recipe)}
-    first = of_seeds.problem_seed_start
-    makers |= {name: functools.partial(seeded.row, name, first, of_seeds) for name in made.seeded_sets(recipe)}
-    for name, make in makers.items():
-        try:
-            make()
-        except ConfigError as error:
-            (problem,) = error.problems
-            yield recipe.problem(problem.where, f"{name}: {problem.what}", problem.fix)
-
-
 _CHECKS: tuple[_Check, ...] = (
     _model, kind_problems, _rounded_away, _user_code, check_data.reward_arguments, _handed_variables,
-    _benchmarks, check_data.training_data, check_data.evaluation_data, _made_problems,
-    rendering.prompt_problems, passed_problems,
+    _benchmarks, check_data.training_data, check_data.evaluation_data, rendering.prompt_problems, passed_problems,
 )  # fmt: skip
 
 # fmt: off
-# Keys that do nothing without another, worth a note: people set them for many recipes at once.
-_IDLE: tuple[tuple[str, Condition, str], ...] = (
-    ("reward_timeout reward_memory_gib reward_workers",
-        lambda r: not IN_CHILDREN & set(r["reward_funcs"]) and not isolates(r),
+_IDLE: tuple[Idle, ...] = (
+    Idle("reward_timeout reward_memory_gib reward_workers",
+        lambda r: rewards_in_children().isdisjoint(r["reward_funcs"]) and not isolates(r),
         "a reward in a child process (math_verify, or your own)"),
-    ("reward_concurrency", lambda r: not isolates(r), "a reward of your own in a child process"),
-    ("reward_environment",
+    Idle("reward_concurrency", lambda r: not isolates(r), "a reward of your own in a child process"),
+    Idle("reward_environment",
         lambda r: not isolates(r) and not ((source := source_of(r.__getitem__))
             and source.uses_reward_variables(r.__getitem__)),
         "an environment, or a reward of your own in a child process"),
-    ("problem_seed_start problem_seeds", lambda r: not made.seeded_sets(r), "a dataset seeded:..."),
-    ("eval_problem_seed_start eval_problem_seeds eval_problem_ids",
-        lambda r: rules.evaluates(r) and not made.seeded_sets(r), "a dataset seeded:..."),
-    ("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),
-    ("maxent_length_normalize_ref", lambda r: maxent.targets_q(r) and r["maxent_beta"] == 0, "maxent_beta above 0"),
-    ("hub_*", lambda r: not r["push_to_hub"], "push_to_hub"),
-    ("fsdp_cpu_offload", lambda r: r["accelerator"] != "fsdp2", "accelerator: fsdp2"),
-    ("eval_*", lambda r: not rules.evaluates(r), "eval_strategy"),
-    ("wandb_*", lambda r: "wandb" not in rules.reports_to(r), "report_to: wandb"),
-    ("weight_sync_timeout vllm_server_host vllm_server_port vllm_group_port vllm_node vllm_gpu "
+    Idle("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),
+    Idle("maxent_length_normalize_ref", lambda r: maxent.targets_q(r) and r["maxent_beta"] == 0, "maxent_beta above 0"),
+    Idle("hub_*", lambda r: not r["push_to_hub"], "push_to_hub"),
+    Idle("fsdp_cpu_offload", lambda r: r["accelerator"] != "fsdp2", "accelerator: fsdp2"),
+    Idle("eval_*", lambda r: not rules.evaluates(r), "eval_strategy"),
+    Idle("wandb_*", lambda r: "wandb" not in rules.reports_to(r), "report_to: wandb"),
+    Idle("weight_sync_timeout vllm_server_host vllm_server_port vllm_group_port vllm_node vllm_gpu "
         "vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_length vllm_max_num_seqs "
         "server_restarts server_stall_timeout",
         rules.asks_another, "a server that the launch starts (vllm_server_base_url names another)"),
-    ("server_backend", lambda r: not rules.asks_another(r), "vllm_server_base_url"),
-    ("max_concurrent_requests", lambda r: not rules.asks_another(r) and not rules.wants_server(r), "a vLLM server"),
-    ("vllm_* weight_sync* weight_guard*", lambda r: not r["use_vllm"], "use_vllm: true"),
+    Idle("server_backend", lambda r: not rules.asks_another(r), "vllm_server_base_url"),
+    Idle("max_concurrent_requests", lambda r: not rules.asks_another(r) and not rules.wants_server(r), "a vLLM server"),
+    Idle("vllm_* weight_sync* weight_guard*", lambda r: not r["use_vllm"], "use_vllm: true"),
 )
 # fmt: on
 
@@ -311,17 +283,8 @@ def notes(recipe: Recipe) -> list[str]:
 
 def needed_by(recipe: Recipe, key: str) -> str:
     """Return what the recipe lacks for a key to do anything, or an empty text."""
-    readers = [name for name, keys in REWARDS.items() if key in keys and key != "max_completion_length"]
+    readers = [name for name, reward in rewards().items() if key in reward.keys and key != "max_completion_length"]
     if readers:
         return "" if set(readers) & set(recipe["reward_funcs"]) else " or ".join(readers)
-    if key.startswith("modebench_"):
-        readers = [task for task in TASK_KEYS if key in TASK_KEYS[task]] or list(TASK_KEYS)
-        named = f"the dataset or benchmark {' or '.join(readers)}"
-        tasks = made.modebench_tasks(recipe) if key in _NOT_OF_SEEDS else made.puzzles(recipe)
-        return "" if set(readers) & set(tasks) else named
-    idle = (
-        needed
-        for keys, idle, needed in itertools.chain(_IDLE, *parts("idle"))
-        if key in rules.matching(keys) and key != needed and idle(recipe)
-    )
-    return next(idle, "")
+    rows = (row for row in (*entries("idle"), *_IDLE) if key in rules.matching(row.keys) and key != row.needed)
+    return next((row.needed for row in rows if row.idle(recipe)), "")

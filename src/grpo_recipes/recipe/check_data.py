@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.extensions.problems import seeded
-from grpo_recipes.extensions.problems.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASKS
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe, rules
 from grpo_recipes.recipe.datafiles import (
@@ -28,14 +26,13 @@ from grpo_recipes.recipe.datafiles import (
     last_part,
     read_head,
 )
+from grpo_recipes.recipe.generated import SPLITS, generated, has_scheme, is_misspelled, schemes
 from grpo_recipes.recipe.shapes import COLUMN_KEYS, DataSource, answer_of, chat_of, root_of, usable_columns, value_at
 from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.recipe.user_code import needed_arguments
-from grpo_recipes.smoke import SMOKE_DATA, SMOKE_SCHEME
 
 HUB_NAME = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
 LOCAL_PREFIXES = ("/", "./", "../", "~")
-_BUILT_IN = {SMOKE_SCHEME: SMOKE_DATA, SCHEME: TASKS, seeded.SCHEME: tuple(seeded.GENERATORS)}
 _RESERVED, _MEDIA = "reserved name", "media"
 _Place = Callable[[str], str]  # from a recipe key to its file and line
 Columns = Mapping[str, str]  # name of a column -> why rewards do not get it, empty if they do
@@ -73,7 +70,7 @@ def head_of(source: DataSource) -> Head | None:
     """Return the head of a local dataset; None if it is not local or cannot be read, which is reported elsewhere."""
     path = Path(os.path.expanduser(source.id))
     with contextlib.suppress(OSError, ValueError):
-        if not source.id.startswith(tuple(_BUILT_IN)) and path.exists():
+        if not has_scheme(source.id) and path.exists():
             return read_head(path, source.split)
     return None
 
@@ -103,10 +100,8 @@ def _columns_of_sets(recipe: Recipe) -> Iterator[Columns | None]:
 def _columns(source: DataSource) -> Columns | None:
     if source.others is not None:
         return {last_part(name): "" for name in (source.prompt, source.solution, *source.others)}
-    if seeded.is_seeded(source.id):
-        return dict.fromkeys(seeded.GENERATORS[source.id].columns, "") if source.id in seeded.GENERATORS else None
-    if source.id.startswith((SMOKE_SCHEME, SCHEME)):
-        return dict.fromkeys(COLUMNS if source.id.startswith(SCHEME) else COLUMNS[:2], "")
+    if data := generated(source.id):
+        return dict.fromkeys(data.columns, "")
     head = head_of(source)
     if head is None:
         return None
@@ -142,7 +137,7 @@ def _mixture_entry(recipe: Recipe, entry: dict[str, Any]) -> Iterator[Problem]:
     where, name, columns = recipe.place("dataset_mixture"), entry.get("id"), entry.get("columns")
     if not name:
         yield Problem(where, "has no id", "add id: a hub id or a file")
-    elif name.startswith((SMOKE_SCHEME, SCHEME, seeded.SCHEME)):
+    elif has_scheme(name):
         yield Problem(where, f"'{name}' cannot be mixed", f"write dataset_name: {name}")
     elif columns is not None and len(columns) < 2:
         yield Problem(where, f"columns are {columns}", "write [prompt column, solution column], and others to keep")
@@ -165,11 +160,12 @@ def evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
         yield from _dataset(recipe.place("eval_dataset_name"), evaluation_source(recipe), recipe.place, recipe)
     elif recipe["eval_strategy"] != "no" and recipe["dataset_name"] and not recipe["dataset_mixture"]:
         name, split = recipe["dataset_name"], recipe["dataset_test_split"]
-        path, smoke = Path(os.path.expanduser(name)), name.startswith(SMOKE_SCHEME)
-        if smoke or (os.path.exists(path) and not has_splits(path)):
-            fix = f"add eval_dataset_name: {name if smoke else 'the file to evaluate on'}"
+        path, data = Path(os.path.expanduser(name)), generated(name)
+        one_set = data is not None and data.in_files
+        if one_set or (os.path.exists(path) and not has_splits(path)):
+            fix = f"add eval_dataset_name: {name if one_set else 'the file to evaluate on'}"
             yield recipe.problem("eval_strategy", f"'{name}' has no split '{split}' to evaluate on", fix)
-        elif name in (*TASKS, *seeded.GENERATORS) or (os.path.isdir(path) and is_saved(path)):
+        elif data or (os.path.isdir(path) and is_saved(path)):
             # The columns are those of the training split.
             source = replace(training_source(recipe), config=None, split=split)
             yield from _dataset(recipe.place("dataset_test_split"), source, recipe.place, recipe, columns=False)
@@ -179,21 +175,20 @@ def _dataset(where: str, source: DataSource, place: _Place, recipe: Recipe, colu
     """Yield the faults of a dataset that the heads of its files show; ``place`` gives the line of a key."""
     name, config, split = source.id, source.config, source.split
     path, head = Path(os.path.expanduser(name)), None
-    names = next((names for scheme, names in _BUILT_IN.items() if name.startswith(scheme)), None)
-    of_keys = names is not None and names is not SMOKE_DATA  # made from keys of the recipe, with two splits
-    if names is not None and name not in names:
+    data = generated(name)
+    if is_misspelled(name):
+        names = next(names for scheme, names in schemes().items() if name.startswith(scheme))
         yield Problem(where, f"there is no built-in '{name}'", f"write {' or '.join(names)}")
         return
-    if config and (of_keys or os.path.isfile(path) or is_saved(path)):  # a base may give smoke data one
-        yield Problem(where, f"'{name}' has no configuration '{config}'", "remove the configuration")
-    if of_keys:
-        if split not in SPLITS:
-            key = "modebench_prompts" if names is TASKS else "problem_seeds"
-            fix = f"write {' or '.join(SPLITS)}; {key} says how many there are"
-            yield Problem(where, f"'{name}' has no split '{split}'", fix)
-        head = Head(list(COLUMNS if names is TASKS else seeded.GENERATORS[name].columns), [])
-    elif names:
+    if data and data.in_files:  # a base may give such data a configuration
         return
+    if config and (data or os.path.isfile(path) or is_saved(path)):
+        yield Problem(where, f"'{name}' has no configuration '{config}'", "remove the configuration")
+    if data:
+        if split not in SPLITS:
+            fix = f"write {' or '.join(SPLITS)}; {data.size_keys[0]} says how many there are"
+            yield Problem(where, f"'{name}' has no split '{split}'", fix)
+        head = Head(list(data.columns), [])
     elif not os.path.exists(path):
         yield from _no_file(where, name, path)
     else:
@@ -291,7 +286,7 @@ def local_rows(source: DataSource, most: int) -> int | None:
     """Count the rows of a local dataset up to ``most``; None if it is not local, is a slice, or takes long to count."""
     path = Path(os.path.expanduser(source.id))
     sliced = not re.fullmatch(r"\w+", source.split)
-    if sliced or source.id.startswith(tuple(_BUILT_IN)) or not os.path.exists(path):
+    if sliced or has_scheme(source.id) or not os.path.exists(path):
         return None
     with contextlib.suppress(OSError, ValueError):
         return count_rows(path, most, source.split)
@@ -311,7 +306,7 @@ def evaluation_note(recipe: Recipe) -> str:
     if size and not name:
         return f"evaluation: the held-out rows of the mixture (test_split_size {float(size):g}), at most {most}"
     source = evaluation_source(recipe) if name else replace(training_source(recipe), split=recipe["dataset_test_split"])
-    if not source.id or seeded.is_seeded(source.id):
+    if not source.id or ((data := generated(source.id)) and data.ordered):
         return ""
     path = Path(os.path.expanduser(source.id))
     of_splits = path.is_dir() and not is_saved(path)  # whose files are counted together

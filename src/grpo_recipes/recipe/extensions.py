@@ -45,7 +45,7 @@ class Extension:
     idle: str = ""  # a tuple of (keys, condition, what they need): keys that do nothing without another
     notes: str = ""  # a function (recipe) -> lines about a valid recipe
     prompt_source: str = ""  # a recipe.sources.PromptSource: replaces datasets
-    datasets: str = ""  # a tuple of recipe.sources.GeneratedData: datasets that are generated, by their scheme
+    datasets: str = ""  # a tuple of recipe.generated.GeneratedData: datasets that need no download
     rewards: str = ""  # a tuple of recipe.registry.Reward
     benchmarks: str = ""  # a mapping: name -> recipe.registry.Benchmark
     converters: str = ""  # a tuple of recipe.converters.files.FileConverter: YAML of other tools
@@ -115,6 +115,12 @@ def parts(part: str) -> Iterator[Any]:
         loaded = extension.load(part)
         if loaded is not None:
             yield loaded
+
+
+def entries(part: str) -> Iterator[Any]:
+    """Yield the entries of a part that is a tuple in every extension, e.g. ``entries("rules")``."""
+    for group in parts(part):
+        yield from group
 
 
 def merged(part: str) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from grpo_recipes.errors import Problem
+from grpo_recipes.errors import Problem, config_error
+from grpo_recipes.recipe.extensions import entries, parts
+from grpo_recipes.recipe.generated import generated
 from grpo_recipes.recipe.keys import nearest_of
-
-SMOKE_BENCHMARK = "smoke:sums"
-
 
 # What a way of the weights to vLLM meets in a recipe and in its plan.
 SETUPS = {
@@ -135,33 +134,73 @@ _PACKAGES = {
 }
 PACKAGE_KEYS = tuple(dict.fromkeys(key for key, _ in _PACKAGES))
 
-# Name of the reward and of its function -> recipe keys that the function takes by these names.
-REWARDS: dict[str, tuple[str, ...]] = {
-    "pure_accuracy_math": ("answer_matching",),
-    "math_verify": (),
-    "modebench": (),
-    "satisfiability": (),
-    "format_tags": (),
-    "cosine_length": (
-        "answer_matching", "cosine_min_value_wrong", "cosine_max_value_wrong", "cosine_min_value_correct",
-        "cosine_max_value_correct", "cosine_max_len", "max_completion_length",
-    ),
-    "repetition_penalty": ("repetition_n_grams", "repetition_max_penalty"),
-    "soft_overlong": ("max_completion_length", "soft_punish_cache"),
-    "environment": (),
-}  # fmt: skip
-# Rewards whose score is 1 for a right answer and 0 for a wrong one.
-ACCURACY = ("pure_accuracy_math", "math_verify", "modebench", "satisfiability")
-# Rewards that compare with one reference answer; problems of ModeBench and of satisfiability have several.
-ONE_ANSWER = ("pure_accuracy_math", "math_verify", "cosine_length")
 SOURCE_REWARD = "environment"  # the reward that a prompt source brings with its completions
-MODEBENCH_REWARD = "modebench"  # of the problems of ModeBench, and of no others
-SAT_REWARD = "satisfiability"  # of clauses, and of nothing else
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward that a recipe names without a colon."""
+
+    name: str
+    function: str  # ``module:name``; pure and fast, unless ``in_children``
+    keys: tuple[str, ...] = ()  # recipe keys that the function takes by these names
+    accuracy: bool = False  # its score is 1 for a right answer and 0 for a wrong one
+    one_answer: bool = False  # it compares with one reference answer
+    judges: tuple[str, ...] = ()  # generated datasets whose problems it judges; empty: problems of any dataset
+    in_children: bool = False  # the work on one completion has no bound: called in child processes that can be killed
+    # For `grpo check-rewards`.
+    writings: tuple[str, ...] = ()  # formats of an answer that it reads; empty: <answer>%s</answer>, a box in it too
+    tagged: bool = False  # it sees no answer outside <answer>...</answer>
+    answers: str = ""  # a function (row) -> right answers and wrong ones; None for a row that it cannot judge
+
+    @property
+    def reads_answer(self) -> bool:
+        """Return whether its score depends on the answer in a completion."""
+        return self.accuracy or self.one_answer
+
+
+_FUNCTIONS = "grpo_recipes.rewards.functions"
+_REWARDS = (
+    Reward("pure_accuracy_math", f"{_FUNCTIONS}:pure_accuracy_math", ("answer_matching",), accuracy=True,
+        one_answer=True, tagged=True),
+    # A module of its own, since importing the library takes a second.
+    Reward("math_verify", "grpo_recipes.rewards.math_verify:math_verify", accuracy=True, one_answer=True,
+        in_children=True, writings=("<answer>%s</answer>", r"<answer>\boxed{%s}</answer>", r"\boxed{%s}")),
+    Reward("format_tags", f"{_FUNCTIONS}:format_tags", tagged=True),
+    Reward("cosine_length", f"{_FUNCTIONS}:cosine_length", (
+        "answer_matching", "cosine_min_value_wrong", "cosine_max_value_wrong", "cosine_min_value_correct",
+        "cosine_max_value_correct", "cosine_max_len", "max_completion_length"), one_answer=True, tagged=True),
+    Reward("repetition_penalty", f"{_FUNCTIONS}:repetition_penalty", ("repetition_n_grams", "repetition_max_penalty")),
+    Reward("soft_overlong", f"{_FUNCTIONS}:soft_overlong", ("max_completion_length", "soft_punish_cache")),
+    Reward(SOURCE_REWARD, f"{_FUNCTIONS}:environment"),
+)  # fmt: skip
+DEFAULT_ACCURACY = "pure_accuracy_math"  # judges benchmarks if a recipe's rewards do not say right or wrong
+
+
+def rewards() -> dict[str, Reward]:
+    """Return every reward that a recipe can name without a colon; a ConfigError if two have the same name."""
+    together: dict[str, Reward] = {}
+    for reward in (*_REWARDS, *entries("rewards")):
+        if together.setdefault(reward.name, reward) is not reward:
+            what = f"the reward '{reward.name}' is declared twice"
+            raise config_error("extensions", what, f"rename {reward.function}")
+    return together
+
+
+def reward_keys(names: Iterable[str]) -> set[str]:
+    """Return the recipe keys that the functions of some rewards take."""
+    known = rewards()
+    return {key for name in names if name in known for key in known[name].keys}
+
+
+def rewards_in_children() -> set[str]:
+    """Return the rewards that are called in child processes."""
+    return {name for name, reward in rewards().items() if reward.in_children}
+
+
 NO_ANSWER = "no answer from its server"  # begins the reason of a completion that a reward's server left unscored
 
 
-# Rewards whose work on one completion has no bound: called in child processes that can be killed.
-IN_CHILDREN = frozenset({"math_verify"})
 
 
 @dataclass(frozen=True)
@@ -179,8 +218,7 @@ class Benchmark:
     gated: bool = False  # the hub asks for an accepted licence and HF_TOKEN
 
 
-_MODEBENCH = "pass@k, mean@k, distinct@k, coverage@k; needs no network"
-BENCHMARKS: dict[str, Benchmark] = {
+_BENCHMARKS: dict[str, Benchmark] = {
     "math_500": Benchmark("500 competition problems of MATH", "HuggingFaceH4/MATH-500", "test"),
     "gsm8k": Benchmark("1,319 grade-school word problems", "openai/gsm8k", "test", "main", "question", marker="####"),
     "aime24": Benchmark("30 problems of AIME 2024, answers 0 to 999", "HuggingFaceH4/aime_2024", "train"),
@@ -190,12 +228,18 @@ BENCHMARKS: dict[str, Benchmark] = {
         "gpqa_diamond", prompt="Question", solution="Correct Answer",
         wrong=("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"), gated=True,
     ),
-    "modebench:countdown": Benchmark(
-        f"test split: make a target of three or four numbers: {_MODEBENCH}", "modebench:countdown", "test"),
-    "modebench:graph_coloring": Benchmark(
-        f"test split: complete a colouring of a graph: {_MODEBENCH}", "modebench:graph_coloring", "test"),
-    SMOKE_BENCHMARK: Benchmark("20 held-out sums of the smoke task; needs no network", SMOKE_BENCHMARK, "test"),
+    "smoke:sums": Benchmark("20 held-out sums of the smoke task; needs no network", "smoke:sums", "test"),
 }  # fmt: skip
+
+
+def benchmarks() -> dict[str, Benchmark]:
+    """Return the benchmarks that a recipe can name, those of extensions included."""
+    together = dict(_BENCHMARKS)
+    for registered in parts("benchmarks"):
+        together |= registered
+    return together
+
+
 # They run code that the model wrote, which needs a sandbox that we do not have.
 _RUNS_MODEL_CODE = {"lcb": "lcb:codegeneration", "lcb_v4": "lcb:codegeneration_v4"}
 
@@ -219,17 +263,20 @@ def benchmark_problem(name: str, where: str, played: Collection[str] = ()) -> Pr
         return Problem(where, what, f"remove it and run, in an environment of lighteval: {command}")
     if is_file(name) and not os.path.isfile(os.path.expanduser(name)):
         return Problem(where, f"no file '{name}'", "name an existing .jsonl file")
-    if is_file(name) or name in BENCHMARKS or name in played:
+    known = benchmarks()
+    if is_file(name) or name in known or name in played:
         return None
-    close = nearest_of(name, [*BENCHMARKS, *played])
-    fix = f"write '{close}'" if close else f"write one of {', '.join(BENCHMARKS)}, or the path of a .jsonl file"
+    close = nearest_of(name, [*known, *played])
+    fix = f"write '{close}'" if close else f"write one of {', '.join(known)}, or the path of a .jsonl file"
     return Problem(where, f"no benchmark '{name}'", fix)
 
 
 def benchmark_sources(names: Iterable[str]) -> list[tuple[str, str | None, str]]:
-    """Return the hub datasets of some benchmarks, (id, config, split), which are fetched before a job."""
-    chosen = [BENCHMARKS[name] for name in names if name in BENCHMARKS and name != SMOKE_BENCHMARK]
-    return [(benchmark.id, benchmark.config, benchmark.split) for benchmark in chosen]
+    """Return the datasets of some benchmarks, (id, config, split), which are found or fetched before a job."""
+    known = benchmarks()
+    chosen = [known[name] for name in names if name in known]
+    fetched = [benchmark for benchmark in chosen if not ((data := generated(benchmark.id)) and data.in_files)]
+    return [(benchmark.id, benchmark.config, benchmark.split) for benchmark in fetched]
 
 
 _OF_TARGETS = frozenset(

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.extensions import is_served, merged, parts
+from grpo_recipes.recipe.generated import generated, is_misspelled, own_reward
 from grpo_recipes.recipe.keys import catalogue, environment_keys
 from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, reached_share
 from grpo_recipes.recipe.registry import (
@@ -17,7 +18,9 @@ from grpo_recipes.recipe.registry import (
     PACKAGE_KEYS,
     SOURCE_REWARD,
     TRACKER_CALLBACKS,
+    Reward,
     missing_package,
+    rewards,
 )  # fmt: skip
 from grpo_recipes.recipe.sources import requested_source, source_keys
 
@@ -59,6 +62,14 @@ class Rule(NamedTuple):
     broken: Condition
     what: Text
     fix: Text
+
+
+class Idle(NamedTuple):
+    """Keys that do nothing without another: worth a note, because people set them for many recipes at once."""
+
+    keys: str  # names, * for any ending
+    idle: Condition  # whether the keys do nothing in a recipe
+    needed: str  # what the recipe lacks, for the note
 
 
 COLOCATED = "vllm_mode: colocate"
@@ -136,6 +147,18 @@ def chosen_sources(recipe: Recipe) -> list[str]:
     return [next(key for key in source.keys if recipe.given(key)) for source in sources]
 
 
+def _rewards(recipe: Recipe, condition: Callable[[Reward], Any]) -> list[str]:
+    """Return the rewards of a recipe for which a condition holds, without the user's own ones."""
+    known = rewards()
+    return [name for name in recipe["reward_funcs"] if name in known and condition(known[name])]
+
+
+def _is_generated(recipe: Recipe) -> bool:
+    """Return whether the rows to train on are generated from keys of the recipe."""
+    data = generated(recipe["dataset_name"])
+    return data is not None and not data.in_files
+
+
 def _tracker_callback(name: str) -> str:
     """Return how to report to a tracker that transformers supports by a callback, or an empty text."""
     if name not in TRACKER_CALLBACKS:
@@ -203,6 +226,27 @@ RULES = (
         lambda r: r["max_completion_length"] is not None and (r["soft_punish_cache"] or 0) > r["max_completion_length"],
         "soft_punish_cache {soft_punish_cache} exceeds max_completion_length {max_completion_length}: every completion "
         "would be punished", lambda r, _: f"set soft_punish_cache: {r['max_completion_length'] // 4}"),
+    # Generated data.
+    Rule("reward_funcs",
+        lambda r: not is_misspelled(r["dataset_name"])
+        and _rewards(r, lambda reward: reward.judges and reward.name != own_reward(r["dataset_name"])),
+        lambda _, name: f"reward '{name}' judges the problems of {' and '.join(rewards()[name].judges)} alone",
+        lambda _, name: f"write dataset_name: {rewards()[name].judges[0]}, or remove it"),
+    Rule("reward_funcs", lambda r: own_reward(r["dataset_name"]) and _rewards(r, lambda reward: reward.one_answer),
+        "reward '{item}' compares with one answer, a problem of {dataset_name} has several",
+        lambda r, _: f"write reward_funcs: [{own_reward(r['dataset_name'])}]"),
+    Rule("eval_dataset_name",
+        lambda r: evaluation_set(r) and not is_misspelled(r["dataset_name"]) and not is_misspelled(evaluation_set(r))
+        and own_reward(evaluation_set(r)) != own_reward(r["dataset_name"]),
+        lambda r, _: f"the rewards of '{r['dataset_name'] or 'dataset_mixture'}' cannot judge '{evaluation_set(r)}'",
+        "evaluate on data of the same kind, or name the other one in benchmarks"),
+    Rule("dataset_streaming", lambda r: r["dataset_streaming"] and (_is_generated(r) or bool(r["dataset_mixture"])),
+        "neither data made on the spot nor a mixture, whose weights are shares of all rows, can be streamed",
+        "remove dataset_streaming"),
+    Rule("dataset_streaming", lambda r: r["dataset_streaming"] and r["max_train_prompts"] is None
+        and not r["dataset_mixture"] and not _is_generated(r),
+        "dataset_streaming without max_train_prompts would read the stream to its end",
+        "add max_train_prompts, e.g. max_train_prompts: 10000"),
     # Prompt sources of extensions.
     Rule("{item}", lambda r: chosen_sources(r)[1:], lambda r, key: f"'{key}' and '{chosen_sources(r)[0]}' are two "
         "sources of completions", "keep one of them"),

@@ -9,9 +9,7 @@ import math
 import re
 from typing import Any
 
-from grpo_recipes.extensions.problems.modebench.dataset import is_problem, mode_of
-from grpo_recipes.extensions.problems.seeded import clauses_of, satisfies
-from grpo_recipes.rewards.answers import completion_text, final_text, is_right, last_answer, solution_text
+from grpo_recipes.rewards.answers import completion_text, final_text, is_right, solution_text
 
 _ONE_ANSWER = re.compile(r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
 
@@ -26,31 +24,6 @@ def pure_accuracy_math(
     """
     rows = zip(completions, answer, strict=True)
     return [float(is_right(final_text(completion), solution_text(gold), answer_matching)) for completion, gold in rows]
-
-
-def modebench(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
-    r"""Return 1.0 where the last ``\boxed{...}`` gives any right answer of a ModeBench problem, else 0.0.
-
-    ``answer`` has the problems as JSON; None where a row is not a ModeBench problem.
-    """
-    return [
-        float(mode_of(final_text(completion), problem) is not None) if is_problem(problem) else None
-        for completion, problem in zip(completions, map(str, answer), strict=True)
-    ]
-
-
-def satisfiability(completions: list[Any], clauses: list[Any], **_: Any) -> list[float | None]:
-    """Return 1.0 where the last answer tag holds any assignment that makes every clause true, else 0.0.
-
-    ``clauses`` has the problems as JSON; None where a row has none.
-    """
-    rewards: list[float | None] = []
-    for completion, text in zip(completions, clauses, strict=True):
-        try:
-            rewards.append(float(satisfies(last_answer(final_text(completion)) or "", clauses_of(text))))
-        except ValueError:
-            rewards.append(None)
-    return rewards
 
 
 def environment(completions: list[Any], episode_reward: list[float | None], **_: Any) -> list[float | None]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe.datafiles import LIVE_OBJECTS, solution_names
-from grpo_recipes.recipe.registry import IN_CHILDREN, SOURCE_REWARD
+from grpo_recipes.recipe.registry import SOURCE_REWARD, rewards_in_children
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, copy_path, copy_source, source_path, split_spec
 from grpo_recipes.rewards.chance import call_seed
 from grpo_recipes.rewards.pool import RewardPool
@@ -63,7 +63,8 @@ def load_rewards(
     names, copies = script_args.reward_funcs, run_dir / REWARD_COPIES
     keep_rewards(names, run_dir)
     apart = script_args.reward_isolation == "completion"
-    isolated = [name for name in dict.fromkeys(names) if name in IN_CHILDREN or (is_own(name) and apart)]
+    in_children = rewards_in_children()
+    isolated = [name for name in dict.fromkeys(names) if name in in_children or (is_own(name) and apart)]
     pool = RewardPool(
         *sorted(isolated, key=is_own),  # ours first: a user's folder must not come before our rewards on the path
         workers=script_args.reward_workers,

@@ -1,8 +1,8 @@
 r"""Whether a reward tells right answers from wrong ones: it is shown both, and its scores are compared.
 
-A right completion contains the reference solution in a format that the reward may read (``_WRITINGS``). Wrong
-completions contain it with a digit changed, with one digit more, another row's solution, or nothing. A ModeBench
-problem has several right answers and its own wrong answers, and a few of each are tried.
+A right completion contains the reference solution in a format that the reward may read (``Reward.writings``). Wrong
+completions contain it with a digit changed, with one digit more, another row's solution, or nothing. A problem with
+several right answers has its own wrong answers, and a few of each are tried.
 """
 
 import contextlib
@@ -22,11 +22,10 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.errors import ConfigError, Problem, collect, config_error
-from grpo_recipes.extensions.problems.modebench.dataset import is_problem, right_answers, wrong_answers
-from grpo_recipes.extensions.problems.seeded import assignments, clauses_of
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import solution_names
-from grpo_recipes.recipe.registry import ACCURACY, NO_ANSWER, REWARDS
+from grpo_recipes.recipe.extensions import load
+from grpo_recipes.recipe.registry import DEFAULT_ACCURACY, NO_ANSWER, rewards
 from grpo_recipes.recipe.user_code import function_source, names_in
 from grpo_recipes.rewards.answers import same
 from grpo_recipes.rewards.load import IsolatedReward, lent_rewards
@@ -37,21 +36,15 @@ if TYPE_CHECKING:
     from grpo_recipes.data.problems import Counts
 
 TAG, TAGGED_BOX, BOX = "<answer>%s</answer>", r"<answer>\boxed{%s}</answer>", r"\boxed{%s}"
-# Formats of an answer that each shipped reward reads, and formats that the user's own reward may read.
-_WRITINGS = {
-    "ours": [TAG, TAGGED_BOX], "strict": [TAG], "math_verify": [TAG, TAGGED_BOX, BOX], "modebench": [BOX],
-    "satisfiability": [TAG],
-}  # fmt: skip
+# Formats of an answer that the user's own reward may read.
 OWN_WRITINGS = [
     "%s", TAG, BOX, TAGGED_BOX, "#### %s", "Answer: %s", "<think>\nreasoning\n</think>\n<answer>\n%s\n</answer>"
 ]  # fmt: skip
 _ROWS_IN_ALL_WRITINGS = 8  # later rows try one format each: the user's reward may be slow
-# Rewards that see no answer outside the tag.
-_TAGGED = ("pure_accuracy_math", "satisfiability", "cosine_length", "format_tags")
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")
 _UNFIT = ("not a number", "wrong type", "wrong length")  # reasons that no completion excuses
 _SHOWN = 5
-_MODES = 3  # right answers tried of a problem that has several
+_MOST_RIGHT = 3  # right answers tried of a problem that has several
 _MOST_FAILURES = 5  # time-outs or unanswered calls; more than the accepted share, and the rest is not called
 _QUIET_SECONDS, _LINE_SECONDS = 2.0, 5.0  # before the first line of progress, and between two
 _FIRST = 40  # completions after which a reward is known to be slow
@@ -174,20 +167,22 @@ def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Probe
         what = "no reward tells right answers from wrong ones: all get the same on average"
         if example := next(filter(None, map(unpaid_text, findings)), ""):
             what += f", e.g. {example.rpartition(': ')[2]}"
-        fix = f"add one that does, e.g. {ACCURACY[0]}, or correct your own"
+        fix = f"add one that does, e.g. {DEFAULT_ACCURACY}, or correct your own"
         if any(is_own(finding.reward) for finding in findings):
             formats = ", ".join(" ".join((writing % 42).split()) for writing in OWN_WRITINGS)
             fix += f", which must read one of these formats: {formats}"
         found.append(Problem(where, what, fix))
-    if unread := [name for name in recipe["reward_funcs"] if name in _TAGGED]:
+    known = rewards()
+    entries = [known[name] for name in recipe["reward_funcs"] if name in known]
+    if unread := [entry.name for entry in entries if entry.tagged]:
         asked = "\n".join([recipe["system_prompt"] or "", *(str(row["prompt"]) for row in rows[:_SHOWN])])
         if r"\boxed" in asked and "<answer>" not in asked:
             what = rf"the prompt asks for \boxed{{}}, reward '{unread[0]}' reads <answer>…</answer> alone"
             fix = r"write reward_funcs: [math_verify], which reads both, or ask for <answer>…</answer> in system_prompt"
             found.append(Problem(where, what, fix))
     # A solution with its reasoning equals itself, and no completion ever equals it.
-    compared = {*ACCURACY, "cosine_length"} & set(recipe["reward_funcs"])
-    answers = [row["answer"] for row in rows if not is_problem(row["answer"])]
+    compared = any(entry.reads_answer for entry in entries)
+    answers = [row["answer"] for row in rows if _listed_answers(row) is None]
     long = [answer for answer in answers if "\n" in answer or len(answer) > _LONG]
     if compared and len(long) * 2 > len(rows):
         example = " ".join(long[0].split())[:60]
@@ -228,8 +223,11 @@ def probe(
     where ``strict``. Accept the share ``most_missing`` of unscored completions (``reward_max_no_verdict``); ``handed``
     are the variables of ``reward_environment``.
     """
-    ours = name in REWARDS
-    writings = _WRITINGS.get(name, _WRITINGS["strict" if strict else "ours"]) if ours else OWN_WRITINGS
+    entry = rewards().get(name)
+    ours = entry is not None
+    writings = OWN_WRITINGS
+    if entry is not None:
+        writings = list(entry.writings) or [TAG, *(() if strict else [TAGGED_BOX])]
     shown = _tries(rows, writings, len(rows) if ours else _ROWS_IN_ALL_WRITINGS)
     tries = _scored(reward, shown, most_missing)
     missing = [one for one in tries if one.value is None]
@@ -238,7 +236,7 @@ def probe(
     right = sum(one.right for one in tries)
     finding = ProbeResult(name, right, len(tries) - right, *means, len(missing), skipped=len(shown) - len(tries))
     finding.unpaid = _unpaid(tries) if not ours and not finding.tells_apart else None
-    bad = _judge(finding, tries) if name in ACCURACY or name == "cosine_length" else []
+    bad = _judge(finding, tries, entry.accuracy) if entry is not None and entry.reads_answer else []
     unfit = [one for one in missing if (one.reason or "").startswith(_UNFIT)]
     silent = [one.reason for one in missing if one.reason and one.reason.startswith(NO_ANSWER)]
     if len(silent) > most_missing * sum(one.reason != GIVEN_UP for one in tries):
@@ -339,7 +337,7 @@ def _watch(reward: IsolatedReward, most_missing: float) -> Callable[[], bool]:
 
 def why(name: str, reason: str | None) -> str:
     """Return why a completion is unscored, for a person."""
-    return reason or ("it returned None" if name not in REWARDS else "it cannot read the reference solution")
+    return reason or ("it returned None" if name not in rewards() else "it cannot read the reference solution")
 
 
 def corruptions(answer: str, others: Sequence[str]) -> list[str]:
@@ -361,18 +359,18 @@ def _tries(
     answers, shown = [row["answer"] for row in rows], []
     for place, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         prompt = str(row["prompt"][-1]["content"]) if row.get("prompt") else ""
-        if row.get("clauses"):
-            every = list(assignments(clauses_of(row["clauses"])))
-            right = [answer, *(text for text, satisfied in every if satisfied and text != answer)][:_MODES]
-            wrong = [*[text for text, satisfied in every if not satisfied][:_MODES], answer.partition(",")[0], ""]
-        elif is_problem(answer):
-            right, wrong = right_answers(answer)[:_MODES], wrong_answers(answer)
-        else:
-            right, wrong = [answer], corruptions(answer, answers[place + 1 :] + answers[:place])
+        listed = _listed_answers(row)
+        right, wrong = listed or ([answer], corruptions(answer, answers[place + 1 :] + answers[:place]))
         for writing in writings if place < rows_in_all else [writings[place % len(writings)]]:
-            shown += [(row, Try(prompt, answer, writing, writing % text, True)) for text in right]
+            shown += [(row, Try(prompt, answer, writing, writing % text, True)) for text in right[:_MOST_RIGHT]]
             shown += [(row, Try(prompt, answer, writing, writing % text, False)) for text in wrong]
     return shown
+
+
+def _listed_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
+    """Return the right and the wrong answers of a problem with several right ones; None for other problems."""
+    functions = (load(entry.answers) for entry in rewards().values() if entry.answers)
+    return next((answers for function in functions if (answers := function(row)) is not None), None)
 
 
 def _means(tries: list[Try], writings: Sequence[str]) -> tuple[float, float | None, float | None]:
@@ -383,9 +381,8 @@ def _means(tries: list[Try], writings: Sequence[str]) -> tuple[float, float | No
     return apart, fmean(right) if right else None, fmean(wrong) if wrong else None
 
 
-def _judge(finding: ProbeResult, tries: list[Try]) -> list[Try]:
-    """Count wrong scores; a right answer must get 1, with ``cosine_length`` more than every wrong one."""
-    exact = finding.reward in ACCURACY
+def _judge(finding: ProbeResult, tries: list[Try], exact: bool) -> list[Try]:
+    """Count wrong scores; a right answer must get 1 if ``exact``, otherwise more than every wrong one."""
     right = [(one, one.value) for one in tries if one.right and one.value is not None]
     due = 1.0 if exact else min((value for _, value in right), default=1.0)
     missed = [one for one, value in right if value != 1.0] if exact else []

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,8 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, translate
 from grpo_recipes.numbers import reward_problem
-from grpo_recipes.recipe.registry import NO_ANSWER, REWARDS
+from grpo_recipes.recipe.extensions import load
+from grpo_recipes.recipe.registry import NO_ANSWER, rewards
 from grpo_recipes.recipe.user_code import copy_path, load_object, source_path, split_spec
 from grpo_recipes.runs.stop_request import CutShort, StopRequest
 
@@ -50,9 +50,9 @@ def is_own(name: str) -> bool:
 
 def make_reward(name: str, script_args: Any = None, args: Any = None) -> Reward:
     """Return a reward of ours with the recipe's keys bound, which no column of that name replaces."""
-    module = "math_verify" if name == "math_verify" else "functions"  # importing math_verify takes a second
-    function = getattr(importlib.import_module(f"grpo_recipes.rewards.{module}"), name)
-    bound = {key: getattr(script_args if hasattr(script_args, key) else args, key) for key in REWARDS[name]}
+    entry = rewards()[name]
+    function = load(entry.function)
+    bound = {key: getattr(script_args if hasattr(script_args, key) else args, key) for key in entry.keys}
 
     @functools.wraps(function)
     def reward(completions: list[Any], **columns: Any) -> list[float | None]:

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from grpo_recipes.paths import as_argument, cache_root
 from grpo_recipes.plan.devices import derive_batch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ModelConfig
-from grpo_recipes.recipe.registry import REWARDS
+from grpo_recipes.recipe.registry import reward_keys, rewards
 from grpo_recipes.recipe.sources import extension_of
 from grpo_recipes.recipe.user_code import source_path
 from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows, unpaid_text
@@ -213,10 +214,13 @@ def _result_file(recipe: Recipe, rows: list[dict[str, Any]], environment: Mappin
         return None
     digest = hashlib.sha256()
     keys = {key for key in recipe.values if key.startswith("reward_")}
-    keys |= {key for name in recipe["reward_funcs"] for key in REWARDS.get(name, ())} | {"system_prompt"}
+    keys |= {*reward_keys(recipe["reward_funcs"]), "system_prompt"}
     digest.update(json.dumps([rows, {key: recipe[key] for key in sorted(keys)}], default=repr).encode())
     folders = {path.parent for name in recipe["reward_funcs"] if ":" in name and (path := source_path(name))}
     folders.add(Path(__file__).parents[1] / "rewards")
+    known = rewards()
+    modules = (known[name].function.partition(":")[0] for name in recipe["reward_funcs"] if name in known)
+    folders |= {Path(spec.origin).parent for module in modules if (spec := find_spec(module)) and spec.origin}
     for folder in sorted(folders):
         for path in sorted(folder.glob("*.py"))[:_MOST_FILES]:
             digest.update(path.name.encode() + path.read_bytes())

@@ -151,7 +151,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.source.begin(inputs, name)
         output = self.sample_and_score(inputs)
         if training:
-            self.rows.note_seeds(inputs)
+            self.rows.note_prompts(inputs)
             advantages_PG = self.weigh(output)
             if advantages_PG is not None:
                 self._replace_advantages(output, advantages_PG.flatten())

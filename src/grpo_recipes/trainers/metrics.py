@@ -20,8 +20,8 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from grpo_recipes.attributes import replaced
 from grpo_recipes.evaluate.scores import answer_in, group_scores, reward_means, weighted_rewards
-from grpo_recipes.extensions.problems.seeded import SEED_COLUMN
 from grpo_recipes.process.reports import PhaseFile
+from grpo_recipes.recipe.generated import recorded_columns, recorded_values
 from grpo_recipes.runs.rundir import read_rows, write_json
 from grpo_recipes.runs.stop_request import Stopped
 from grpo_recipes.secrets import masked
@@ -43,7 +43,7 @@ class MetricsRows:
         self._trainer = trainer
         self._file = run_dir / "metrics.jsonl"
         self._seconds, self._syncs = dict.fromkeys(PHASES, 0.0), 0
-        self._problem_seeds: list[int] = []  # of the prompts sampled since the last row
+        self._recorded: dict[str, list[Any]] = {}  # values of the prompts sampled since the last row, by name
         self._row_began: float | None = None
         self._tokens_before = 0
         self._tracked: str | None = None
@@ -92,12 +92,12 @@ class MetricsRows:
                 seconds["evaluate"] += time.perf_counter() - began
             self._seconds, self._syncs = seconds, syncs
 
-    def note_seeds(self, rows: list[dict[str, Any]]) -> None:
-        """Note the seeds of a generation's prompts for the row, where they have any. Called by every rank."""
-        if rows and SEED_COLUMN in rows[0]:
-            seeds = gather_object([row[SEED_COLUMN] for row in rows])
+    def note_prompts(self, rows: list[dict[str, Any]]) -> None:
+        """Note the values of a generation's prompts that the row records, e.g. seeds. Called by every rank."""
+        for name, values in recorded_values(rows).items():
+            every = gather_object(values)
             if self._trainer.accelerator.is_main_process:
-                self._problem_seeds += seeds[:: self._trainer.num_generations]
+                self._recorded.setdefault(name, []).extend(every[:: self._trainer.num_generations])
 
     def write(self, logs: dict[str, float]) -> None:
         """Add the row of an optimizer step; the next one begins."""
@@ -113,7 +113,7 @@ class MetricsRows:
             "tokens_per_second": tokens / trained if trained > 0 else 0.0,
             **{f"seconds/{name}": value for name, value in seconds.items()},
             "syncs": self._syncs,
-            **({"problem_seeds": self._problem_seeds} if self._problem_seeds else {}),
+            **self._recorded,
             **memory_row(self._trainer.accelerator.device),
         }
         append_json(self._file, row)
@@ -124,7 +124,7 @@ class MetricsRows:
             self._tracked = tracked
         self._row_began, self._tokens_before = now, state.num_input_tokens_seen
         self._seconds, self._syncs = dict.fromkeys(PHASES, 0.0), 0
-        self._problem_seeds = []
+        self._recorded = {}
 
 
 def memory_row(device: torch.device) -> dict[str, float]:
@@ -385,8 +385,9 @@ class Evaluation:
             named = {f"{start}{name.removeprefix(f'{prefix}_')}": value for name, value in output.metrics.items()}
             named.pop(f"{start}model_preparation_time", None)  # transformers', of the first evaluation of a process
             named |= {f"{start}{name}_ci": list(limits) for name, (_, limits) in at_k.items() if limits is not None}
-            if SEED_COLUMN in (getattr(dataset, "column_names", None) or ()):
-                named["problem_seeds"] = list(dataset[SEED_COLUMN])[:prompts]
+            for column, recorded in recorded_columns().items():
+                if column in (getattr(dataset, "column_names", None) or ()):
+                    named[recorded] = list(dataset[column])[:prompts]
             row = {"step": trainer.state.global_step, **which, **named, "prompts": prompts}
             append_json(self._file, {**row, "seconds": time.perf_counter() - began})
         return output

@@ -221,7 +221,7 @@ def test_no_run_is_made_twice(sweep, made, rewards, fake_launches, capsys):
         (("seed=1..9", *FOUR), "seed=1..9: a search for the best seed finds the luckiest one"),
         (("temperature=-1..1", *FOUR), "temperature"),
         (("--resume", "last", *FOUR), "--resume: a sweep goes on as it began"),
-        (("modebench_vertices=4..9", *FOUR), "'modebench_vertices' changes nothing in any run"),
+        (("cosine_max_len=100..200", *FOUR), "'cosine_max_len' changes nothing in any run"),
     ],
 )
 def test_a_search_that_cannot_be_is_refused_and_nothing_is_made(sweep, folder, capsys, words, said):

@@ -146,7 +146,6 @@ def test_values_that_are_the_same_are_refused():
 @pytest.mark.parametrize(
     ("word", "flags", "needed"),
     [
-        ("modebench_vertices=4,5", [], "modebench:graph_coloring"),
         ("cosine_max_len=100,200", [], "cosine_length"),
         ("vllm_importance_sampling_clip_max=2,3", ["--use_vllm", "false"], "use_vllm: true"),
         ("eval_max_prompts=8,16", ["--eval_strategy", "no"], "eval_strategy"),

@@ -11,7 +11,7 @@ from grpo_recipes.extensions.offline import keys as offline
 from grpo_recipes.extensions.problems.seeded import GENERATORS, SCHEME
 from grpo_recipes.paths import home
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.registry import REWARDS
+from grpo_recipes.recipe.registry import rewards
 
 
 def flat(nested: dict[str, Any], start: str = "") -> dict[str, Any]:
@@ -119,7 +119,7 @@ def test_every_generator_that_exists_is_named_with_a_reward_that_exists() -> Non
     row = offline.TABLE.by_name["data.problems"]
     assert {f"{SCHEME}{name}" for name in row.values} == set(GENERATORS)
     assert {keys["dataset_name"] for keys in row.values.values()} == set(GENERATORS)
-    assert {keys["reward_funcs"] for keys in row.values.values()} <= set(REWARDS)
+    assert {keys["reward_funcs"] for keys in row.values.values()} <= set(rewards())
     assert all(name in row.fix for name in row.values)
 
 

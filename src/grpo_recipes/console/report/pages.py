@@ -45,7 +45,7 @@ _WRITING = threading.Lock()
 GOES_ON = ("running", "requeued")  # statuses of a run whose page is written again
 _MOST_STEPS, _MOST_MARKUP = 24, 700_000  # whose completions are in the page, and characters of these
 _SILENT_SECONDS = 900.0  # and ten usual steps, without a row: a running run may be dead
-# Baseline of a ModeBench result -> its name on the page.
+# Baseline of a benchmark -> its name on the page.
 _BASELINES = {"untrained": "before training", "random": "random guesser", "constant": "best constant answer"}
 
 

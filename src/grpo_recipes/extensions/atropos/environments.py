@@ -33,7 +33,7 @@ from grpo_recipes.extensions.atropos.access import ENDLESS
 from grpo_recipes.extensions.atropos.server import PromptTooLong, RunServer, RunServerConfig, generation_params, noting
 from grpo_recipes.numbers import reward_problem
 from grpo_recipes.recipe.keys import catalogue, nearest_of
-from grpo_recipes.recipe.registry import IN_CHILDREN, REWARDS, SOURCE_REWARD
+from grpo_recipes.recipe.registry import SOURCE_REWARD, rewards
 from grpo_recipes.recipe.user_code import copy_path, problem_with
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score, call_reward, is_own, make_reward
@@ -367,7 +367,7 @@ def reward_of(
 
     Those that may hang, and the user's own, are called in child processes, which are started here unless told not to.
     """
-    name, known = config.reward, [one for one in REWARDS if one != SOURCE_REWARD]
+    name, known = config.reward, {key: entry for key, entry in rewards().items() if key != SOURCE_REWARD}
     if is_own(name):
         copied = copies is not None and copy_path(name, copies).exists()
         if not copied and (problem := problem_with(name, "reward")):
@@ -375,12 +375,12 @@ def reward_of(
     elif name not in known:
         fix = f"write {nearest_of(name, known) or 'one of ' + ', '.join(known)}"
         raise config_error("reward", f"there is no reward '{name}'", fix)
-    takes = REWARDS.get(name, ())
+    takes = known[name].keys if name in known else ()
     for key in config.reward_args:
         if key not in takes:
             fix = f"write {nearest_of(key, takes) or 'some of ' + ', '.join(takes)}" if takes else "remove reward_args"
             raise config_error("reward_args", f"'{name}' takes no '{key}'", fix)
-    if name not in IN_CHILDREN and not is_own(name):
+    if name in known and not known[name].in_children:
         function = make_reward(name, _recipe({"max_completion_length": config.max_tokens, **config.reward_args}))
         return lambda completions, columns: call_reward(
             function, {"completions": completions, **columns}, len(completions)

@@ -23,7 +23,7 @@ from grpo_recipes.extensions.environments.recipe import (
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.chat_template import left_out, templates_of
 from grpo_recipes.recipe.keys import catalogue, nearest_of
-from grpo_recipes.recipe.registry import ACCURACY, BENCHMARKS, ONE_ANSWER, SOURCE_REWARD
+from grpo_recipes.recipe.registry import SOURCE_REWARD, benchmarks, rewards
 from grpo_recipes.recipe.rules import OF_DATASETS, Rule, evaluates, given, wants_server
 from grpo_recipes.recipe.sources import Lookup, PromptSource
 from grpo_recipes.recipe.tasks import MAXENT, task_of
@@ -31,7 +31,6 @@ from grpo_recipes.recipe.user_code import call_parameters, copy_path, problem_wi
 from grpo_recipes.rollouts.turns import BASE, POLICY
 
 _WITH_TOOLS = ("ToolEnv", "MCPEnv", "SandboxEnv", "PythonEnv")  # how verifiers' classes with tools are called
-OF_ANSWERS = (*ONE_ANSWER, *ACCURACY)  # rewards that compare with an answer
 
 
 def plays(recipe: Recipe) -> bool:
@@ -65,7 +64,7 @@ class Environments(PromptSource):
     def benchmark_problem(self, name: str, where: str, lookup: Lookup) -> Problem | None:
         """Return a problem for an environment that the recipe does not train on."""
         own = self.benchmarks(lookup)
-        if name.partition(":")[0] not in LIBRARIES or name in own or nearest_of(name, [*BENCHMARKS, *own]):
+        if name.partition(":")[0] not in LIBRARIES or name in own or nearest_of(name, [*benchmarks(), *own]):
             return None
         what = f"the recipe does not train on '{name}', so it cannot play that environment"
         return Problem(where, what, "name it as environment or in environment_mixture, or remove it")
@@ -86,7 +85,7 @@ RULES = (
         if r[key] != catalogue()[key]["default"]],
         "'{item}' does nothing with environment, from which the prompts come", "{removal}"),
     Rule("reward_funcs", lambda r: plays(r) and r.given("reward_funcs")
-        and [name for name in r["reward_funcs"] if name in OF_ANSWERS],
+        and [name for name in r["reward_funcs"] if name in rewards() and rewards()[name].reads_answer],
         "reward '{item}' compares with an answer, which an episode does not have", "remove {item}"),
     Rule("environment_turn_length", lambda r: r["max_completion_length"] is not None
         and r["environment_max_turns"] * (r["environment_turn_length"] or 0) > r["max_completion_length"],

@@ -23,14 +23,13 @@ from grpo_recipes.recipe.converters.files import FileConverter, Surroundings, co
 from grpo_recipes.recipe.converters.table import in_words, short
 from grpo_recipes.recipe.document import BASE_KEY, Value, read_file
 from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, nested_catalogue, schema_line
-from grpo_recipes.recipe.registry import ACCURACY, PACKAGE_KEYS, REWARDS, benchmark_problem, missing_package
+from grpo_recipes.recipe.registry import PACKAGE_KEYS, benchmark_problem, missing_package, rewards
 from grpo_recipes.recipe.rules import EMBEDDINGS, NEUTRAL_SAMPLING, REPORTERS
 from grpo_recipes.recipe.tasks import requested_task, with_task
 from grpo_recipes.recipe.user_code import source_path
 from grpo_recipes.secrets import masked, secret_value
 
 _NEEDED = ("model_name_or_path", "dataset_name", "dataset_mixture", "reward_funcs")  # never left out for being wrong
-_JUDGES = (*ACCURACY, "cosine_length")
 _LOADERS = ("json", "csv", "parquet", "text")  # named in place of a dataset, whose files another setting has
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _LOGIN = re.compile(r"(hf|hub|api|auth|access|wandb)_?(token|key)|^token$|password|secret")
@@ -136,11 +135,10 @@ def is_translated(source: Path) -> bool:
         return True
     layer = read_file(source, [])
     ours = {BASE_KEY, *converters.ALIASES, *catalogue()}
-    rewards = layer.get("reward_funcs")
-    foreign = {*converters.reward_names(), *converters.other_rewards(True), *converters.other_rewards(False)} - set(
-        REWARDS
-    )
-    return not set(layer) <= ours or bool(foreign & set(map(str, _list(rewards and rewards.value))))
+    asked = layer.get("reward_funcs")
+    foreign = {*converters.reward_names(), *converters.other_rewards(True), *converters.other_rewards(False)}
+    foreign -= set(rewards())
+    return not set(layer) <= ours or bool(foreign & set(map(str, _list(asked and asked.value))))
 
 
 def migrate(source: Path, target: Path) -> Migration:
@@ -363,7 +361,7 @@ def _keep_rewards(made: Migration) -> None:
         why = "the file names no reward: this is the default, name yours"
         made.lines.append(Line("reward_funcs", default, "", why))
         return
-    asked, weights = [str(name) for name in _list(line.value)], made.get("reward_weights")
+    known, asked, weights = rewards(), [str(name) for name in _list(line.value)], made.get("reward_weights")
     given = _list(weights.value) if weights else []
     judging, of_form = converters.other_rewards(True), converters.other_rewards(False)
     chosen: dict[str, Any] = {}
@@ -374,11 +372,11 @@ def _keep_rewards(made: Migration) -> None:
         ours = own if ":" in own and source_path(own) else converters.reward_names().get(name.rpartition(".")[2], name)
         if ours in chosen:
             left[name] = f"{ours} is there already", weight
-        elif ours in REWARDS or ":" in ours:
+        elif ours in known or ":" in ours:
             chosen[ours] = weight
         else:
             left[name] = {**judging, **of_form}.get(name, "no reward here does that"), weight
-    judged = any(name in _JUDGES or ":" in name for name in chosen)
+    judged = any(":" in name or known[name].reads_answer for name in chosen)
     spared = {*of_form, *converters.reward_names(), *(judging if judged else ())} if chosen else set()
     for name in [name for name in left if name not in spared]:
         function = re.sub(r"\W", "_", f"_{name}" if not name or name[0].isdigit() else name)

@@ -2,4 +2,14 @@
 
 from grpo_recipes.recipe.extensions import Extension
 
-EXTENSION = Extension("problems", keys="grpo_recipes.extensions.problems.arguments:ProblemArguments")
+_FOLDER = "grpo_recipes.extensions.problems"
+EXTENSION = Extension(
+    "problems",
+    keys=f"{_FOLDER}.arguments:ProblemArguments",
+    rules=f"{_FOLDER}.rules:RULES",
+    checks=f"{_FOLDER}.rules:CHECKS",
+    idle=f"{_FOLDER}.rules:IDLE",
+    datasets=f"{_FOLDER}.datasets:DATASETS",
+    rewards=f"{_FOLDER}.datasets:REWARDS",
+    benchmarks=f"{_FOLDER}.datasets:BENCHMARKS",
+)

@@ -1,11 +1,17 @@
-"""Rules of data made on the spot, ModeBench and problems from seeds, and of the rewards that can judge it."""
+"""Rules of generated problems: seeds that are trained and evaluated on, and keys of ModeBench that leave no problem."""
 
-from grpo_recipes.extensions.problems.modebench.dataset import SCHEME, TASKS
-from grpo_recipes.extensions.problems.seeded import GENERATORS, SAT, Settings, is_seeded
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from grpo_recipes.errors import ConfigError, Problem
+from grpo_recipes.extensions.problems import seeded
+from grpo_recipes.extensions.problems.modebench import dataset
+from grpo_recipes.extensions.problems.modebench.dataset import TASK_KEYS, TASKS
+from grpo_recipes.extensions.problems.seeded import GENERATORS, is_seeded
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.registry import MODEBENCH_REWARD, ONE_ANSWER, SAT_REWARD
-from grpo_recipes.recipe.rules import Rule, evaluates, evaluation_set, given
+from grpo_recipes.recipe.rules import Condition, Idle, Rule, evaluates, evaluation_set, given
 
 _LARGEST_OF_FOUR = 14  # listing all problems of four larger numbers takes minutes
 
@@ -26,22 +32,6 @@ def puzzles(recipe: Recipe) -> set[str]:
     return {*modebench_tasks(recipe), *map(str, drawn)}
 
 
-def _made_on_the_spot(recipe: Recipe) -> bool:
-    return (recipe["dataset_name"] or "").startswith(SCHEME) or is_seeded(recipe["dataset_name"])
-
-
-def _own_reward(name: str | None) -> str | None:
-    """Return the reward that alone can judge a dataset; None where its problems have one answer each."""
-    generator = GENERATORS.get(name or "")
-    if (name or "").startswith(SCHEME) or (generator and generator.task):
-        return MODEBENCH_REWARD
-    return SAT_REWARD if name == SAT else None
-
-
-def _judges(recipe: Recipe) -> str | None:
-    return _own_reward(recipe["dataset_name"])
-
-
 def _evaluates_on_seeds(recipe: Recipe) -> bool:
     """Return whether the evaluation set is made from seeds."""
     by_default = is_seeded(recipe["dataset_name"]) and not recipe["eval_dataset_name"]
@@ -52,34 +42,39 @@ def _shared_seeds(recipe: Recipe) -> list[int]:
     """Return the seeds of one generator that a recipe both trains and evaluates on."""
     name = recipe["dataset_name"]
     same = _evaluates_on_seeds(recipe) and is_seeded(name) and (recipe["eval_dataset_name"] or name) == name
-    return Settings.read(recipe.__getitem__).shared if same else []
+    return seeded.Settings.read(recipe.__getitem__).shared if same else []
+
+
+def _lacks(task: str) -> Condition:
+    """Return the condition that a recipe has no problems of a ModeBench task."""
+    return lambda recipe: task not in puzzles(recipe)
 
 
 def _seeds(seeds: list[int]) -> str:
     return f"seed {seeds[0]}" if len(seeds) == 1 else f"the seeds {seeds[0]} to {seeds[-1]}"
 
 
+def _enough_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+    """Reject keys ``modebench_*`` that leave too few problems, or none for a seed."""
+    if any(rule.key.startswith("modebench_") and rule.broken(recipe) for rule in RULES):
+        return
+    settings, of_seeds = dataset.Settings.read(recipe.__getitem__), seeded.Settings.read(recipe.__getitem__)
+    makers: dict[str, Callable[[], Any]]
+    makers = {task: partial(dataset.rows, task, "test", settings) for task in modebench_tasks(recipe)}
+    first = of_seeds.problem_seed_start
+    makers |= {name: partial(seeded.row, name, first, of_seeds) for name in seeded_sets(recipe)}
+    for name, make in makers.items():
+        try:
+            make()
+        except ConfigError as error:
+            (problem,) = error.problems
+            yield recipe.problem(problem.where, f"{name}: {problem.what}", problem.fix)
+
+
+CHECKS = (_enough_problems,)
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    Rule("reward_funcs", lambda r: MODEBENCH_REWARD in r["reward_funcs"] and _judges(r) != MODEBENCH_REWARD,
-        f"reward '{MODEBENCH_REWARD}' judges the problems of {' and '.join(TASKS)} alone",
-        f"write dataset_name: {TASKS[0]}, or remove it"),
-    Rule("reward_funcs", lambda r: SAT_REWARD in r["reward_funcs"] and _judges(r) != SAT_REWARD,
-        f"reward '{SAT_REWARD}' judges the problems of {SAT} alone", f"write dataset_name: {SAT}, or remove it"),
-    Rule("reward_funcs", lambda r: [name for name in r["reward_funcs"] if name in ONE_ANSWER and _judges(r)],
-        "reward '{item}' compares with one answer, a problem of {dataset_name} has several",
-        lambda r, _: f"write reward_funcs: [{_judges(r)}]"),
-    Rule("eval_dataset_name",
-        lambda r: evaluation_set(r) and _own_reward(evaluation_set(r)) != _judges(r),
-        lambda r, _: f"the rewards of '{r['dataset_name'] or 'dataset_mixture'}' cannot judge '{evaluation_set(r)}'",
-        "evaluate on data of the same kind, or name the other one in benchmarks"),
-    Rule("dataset_streaming", lambda r: r["dataset_streaming"] and (_made_on_the_spot(r) or bool(r["dataset_mixture"])),
-        "neither data made on the spot nor a mixture, whose weights are shares of all rows, can be streamed",
-        "remove dataset_streaming"),
-    Rule("dataset_streaming", lambda r: r["dataset_streaming"] and r["max_train_prompts"] is None
-        and not r["dataset_mixture"] and not _made_on_the_spot(r),
-        "dataset_streaming without max_train_prompts would read the stream to its end",
-        "add max_train_prompts, e.g. max_train_prompts: 10000"),
     Rule("{item}", lambda r: is_seeded(r["dataset_name"]) and given(r, "max_train_prompts", any_value=False),
         "'{item}' does nothing with {dataset_name}, whose problems are those of its seeds",
         "{removal}, or write problem_seeds"),
@@ -90,7 +85,7 @@ RULES: tuple[Rule, ...] = (
     Rule("{item}", lambda r: bool(r["eval_problem_ids"]) and given(r, "eval_problem_seed_start eval_problem_seeds"),
         "'{item}' contradicts eval_problem_ids, which are the seeds themselves",
         "{removal}, or remove eval_problem_ids"),
-    Rule("eval_problem_ids", lambda r: [one for one in r["eval_problem_ids"] or () if one < 0],
+    Rule("eval_problem_ids", lambda r: [seed for seed in r["eval_problem_ids"] or () if seed < 0],
         "{item} cannot be a seed", "write whole numbers of 0 or more"),
     Rule("eval_problem_ids", lambda r: bool(r["eval_problem_ids"]) and _shared_seeds(r),
         "{item} is trained on too: problem_seed_start {problem_seed_start} with problem_seeds {problem_seeds}",
@@ -111,5 +106,15 @@ RULES: tuple[Rule, ...] = (
         lambda r: "modebench:graph_coloring" in puzzles(r) and r["modebench_hidden"] > r["modebench_vertices"],
         "modebench_hidden {modebench_hidden} exceeds modebench_vertices {modebench_vertices}",
         "write at most {modebench_vertices}"),
+)
+_BOTH = f"the dataset or benchmark {' or '.join(TASKS)}"
+IDLE: tuple[Idle, ...] = (
+    Idle("problem_seed_start problem_seeds", lambda r: not seeded_sets(r), f"a dataset {seeded.SCHEME}..."),
+    Idle("eval_problem_seed_start eval_problem_seeds eval_problem_ids",
+        lambda r: evaluates(r) and not seeded_sets(r), f"a dataset {seeded.SCHEME}..."),
+    *(Idle(" ".join(keys), _lacks(task), f"the dataset or benchmark {task}") for task, keys in TASK_KEYS.items()),
+    Idle("modebench_min_modes modebench_max_modes", lambda r: not puzzles(r), _BOTH),
+    # A dataset of seeds does not read these.
+    Idle("modebench_prompts modebench_test_prompts modebench_seed", lambda r: not modebench_tasks(r), _BOTH),
 )
 # fmt: on

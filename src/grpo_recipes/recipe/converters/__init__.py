@@ -18,7 +18,7 @@ from grpo_recipes.recipe.converters.table import VALUE, Row, read_file, read_tab
 from grpo_recipes.recipe.document import Value, as_bool
 from grpo_recipes.recipe.extensions import extensions
 from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, each, environment_keys, nearest_of
-from grpo_recipes.recipe.registry import REWARDS
+from grpo_recipes.recipe.registry import rewards
 
 NAMES_FILE = Path(__file__).with_name("names.yaml")
 # Other names that a recipe may use, those of the Slurm training guide; both in one place contradict each other.
@@ -96,7 +96,7 @@ def other_rewards(judging: bool) -> dict[str, str]:
 
 def reward_fix(name: str) -> str:
     """Return what to write instead of a name that is not a reward."""
-    if close := reward_names().get(name) or nearest_of(name, REWARDS):
+    if close := reward_names().get(name) or nearest_of(name, rewards()):
         return f"write {close}"
     if why := {**other_rewards(True), **other_rewards(False)}.get(name):
         return f"remove it ({why}), or write your own as file.py:function"
@@ -106,7 +106,7 @@ def reward_fix(name: str) -> str:
         return "write a function that asks the model, as file.py:function (docs/rewards.md)"
     if "." in name and all(part.isidentifier() for part in name.split(".")):
         return f"write {':'.join(name.rsplit('.', 1))}"
-    return f"write one of {', '.join(sorted(REWARDS))}, or your own as module:function or file.py:function"
+    return f"write one of {', '.join(sorted(rewards()))}, or your own as module:function or file.py:function"
 
 
 def meaning_of(name: str) -> Row | None:

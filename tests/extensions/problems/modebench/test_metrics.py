@@ -9,8 +9,8 @@ from itertools import permutations, product
 
 import pytest
 
-from grpo_recipes.evaluate import benchmarks as module
-from grpo_recipes.evaluate.benchmarks import baselines, constant_answer, random_guesser
+from grpo_recipes.extensions.problems.modebench import baselines as module
+from grpo_recipes.extensions.problems.modebench.baselines import baselines, constant_answer, random_guesser
 from grpo_recipes.extensions.problems.modebench.dataset import Settings, mode_of, mode_scores, rows
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.stats import result_line, score_names

@@ -58,8 +58,11 @@ def test_another_python_makes_the_same_rows(version: str) -> None:
     python = interpreter(version)
     if python is None:
         pytest.skip(f"no Python {version} here")
+    # The package is entered without its __init__, which registers the extension and needs YAML.
     code = (
-        "import sys, json, hashlib; sys.path.insert(0, sys.argv[1])\n"
+        "import sys, json, hashlib, types; sys.path.insert(0, sys.argv[1])\n"
+        "package = sys.modules['grpo_recipes.extensions.problems'] = types.ModuleType('problems')\n"
+        "package.__path__ = [f'{sys.argv[1]}/grpo_recipes/extensions/problems']\n"
         "from grpo_recipes.extensions.problems.modebench.dataset import Settings, rows\n"
         f"settings = {DEFAULTS!r}\n"
         "for task, split in json.loads(sys.argv[2]):\n"

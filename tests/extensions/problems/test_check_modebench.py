@@ -16,6 +16,8 @@ from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.recipe.check import check, notes
 from grpo_recipes.recipe.keys import catalogue
 
+pytestmark = pytest.mark.usefixtures("beside_the_recipe")
+
 RIGHT = {"dataset_name": "modebench:countdown", "reward_funcs": ["modebench"]}
 GRAPH = {"dataset_name": "modebench:graph_coloring", "reward_funcs": ["modebench"]}
 Read = Callable[..., Recipe]

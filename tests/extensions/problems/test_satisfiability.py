@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.rewards.functions import satisfiability
+from grpo_recipes.extensions.problems.rewards import satisfiability
 
 CLAUSES = "[[1, -2], [2, 3]]"
 

@@ -14,6 +14,8 @@ from grpo_recipes.fetch.assets import assets_of, find_assets
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import check, notes
 
+pytestmark = pytest.mark.usefixtures("beside_the_recipe")
+
 SAT = {"dataset_name": "seeded:sat", "reward_funcs": ["satisfiability"]}
 GRAPH = {"dataset_name": "seeded:graph_coloring", "reward_funcs": ["modebench"]}
 STEPS = {"eval_strategy": "steps", "eval_steps": 5}

@@ -50,7 +50,7 @@ def test_the_problems_of_seeds_never_change(name: str) -> None:
 
 def test_another_process_makes_the_same_problem() -> None:
     code = (
-        "from grpo_recipes import seeded\nfrom grpo_recipes.recipe.keys import catalogue\n"
+        "from grpo_recipes.extensions.problems import seeded\nfrom grpo_recipes.recipe.keys import catalogue\n"
         "keys = seeded.Settings.read(lambda key: catalogue()[key]['default'])\n"
         "print(seeded.row('seeded:sat', 1234, keys))"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from trainers import tiny_training
 
 from grpo_recipes.evaluate.benchmarks import (
     StoppedInBenchmarks,
@@ -25,9 +25,6 @@ from grpo_recipes.rollouts.backends import problem_seed
 from grpo_recipes.runs.rundir import finish_summary
 from grpo_recipes.stats import pass_table, score_names
 from grpo_recipes.trainers.grpo import GRPOTrainer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
-import tiny_training
 
 GRAPH = "modebench:graph_coloring"
 SMALL = {"modebench_prompts": 4, "modebench_test_prompts": 6}

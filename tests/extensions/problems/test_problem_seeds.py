@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from trainers.tiny_training import ON_CPU
 
 from grpo_recipes import smoke
 from grpo_recipes.data import load_eval_prompts, load_prompts
+from grpo_recipes.extensions.problems.rewards import satisfiability
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
-from grpo_recipes.rewards.functions import satisfiability
 from grpo_recipes.trainers.grpo import GRPOTrainer
-
-from .tiny_training import ON_CPU
 
 
 def test_each_step_and_evaluation_names_its_seeds(tmp_path: Path) -> None:

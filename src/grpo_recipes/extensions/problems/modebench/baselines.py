@@ -1,0 +1,67 @@
+"""Scores of ModeBench without a model: a random guesser and the best constant answer, exact without sampling.
+
+    python -m grpo_recipes.extensions.problems.modebench.baselines
+
+prints them for the test splits of the default keys.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_recipes.extensions.problems.modebench import countdown, dataset, graph_coloring
+from grpo_recipes.extensions.problems.modebench.dataset import TASKS, Settings, problem_of, right_answers, summed_up
+from grpo_recipes.recipe.keys import catalogue
+from grpo_recipes.stats import reported_ks, score_names
+
+
+def baselines(answers: Sequence[str], samples: int) -> dict[str, dict[str, Any]]:
+    """Return the scores of ``random`` and ``constant`` on JSON problems of ``dataset.rows``, up to k = ``samples``."""
+    return {"random": random_guesser(answers, samples), "constant": constant_answer(answers, samples)}
+
+
+def random_guesser(answers: Sequence[str], samples: int) -> dict[str, Any]:
+    """Return the mean scores over all guesses, each as likely: of orders, brackets and operators, or of colours."""
+    chances = [_chances(answer) for answer in answers]
+    estimates = {f"pass@{k}": [1 - (1 - sum(one)) ** k for one in chances] for k in reported_ks(samples)}
+    distinct = [sum(1 - (1 - chance) ** samples for chance in one) for one in chances]
+    estimates |= {f"mean@{samples}": [sum(one) for one in chances], f"distinct@{samples}": distinct}
+    estimates[f"coverage@{samples}"] = [count / len(one) for count, one in zip(distinct, chances, strict=True)]
+    return summed_up(estimates)
+
+
+def constant_answer(answers: Sequence[str], samples: int) -> dict[str, Any]:
+    """Return the scores of the best single answer to all problems, and that answer under ``answer``."""
+    right = [right_answers(answer) for answer in answers]
+    counts = Counter(text for texts in right for text in texts)
+    best = min(counts, key=lambda text: (-counts[text], text))
+    hits = [float(best in texts) for texts in right]
+    estimates = {f"pass@{k}": hits for k in reported_ks(samples)}
+    estimates |= {f"mean@{samples}": hits, f"distinct@{samples}": hits}
+    estimates[f"coverage@{samples}"] = [hit / len(texts) for hit, texts in zip(hits, right, strict=True)]
+    return {**summed_up(estimates), "answer": best}
+
+
+def _chances(answer: str) -> list[float]:
+    """Return the chance of each mode."""
+    problem = problem_of(answer)
+    if problem["task"] == "countdown":
+        numbers = tuple(problem["numbers"])
+        every = countdown.written(len(numbers))
+        return [count / every for count in countdown.ways(numbers, problem["target"]).values()]
+    hidden = problem["partial"].count(graph_coloring.HIDDEN)
+    return [float(len(graph_coloring.COLORS)) ** -hidden] * problem["modes"]
+
+
+def main(samples: int = 8) -> None:
+    """Print what both score on the test splits of the default keys, up to pass@``samples``."""
+    settings = Settings.read(lambda key: catalogue()[key]["default"])
+    for task in TASKS:
+        answers = [row["answer"] for row in dataset.rows(task, "test", settings)]
+        for name, scores in baselines(answers, samples).items():
+            line = ", ".join(f"{key} {scores[key]:.3f}" for key in score_names(scores))
+            print(f"{task:<25} {name:<9} {line}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+r"""The rewards ``modebench`` and ``satisfiability``, which accept any of a problem's right answers.
+
+Their arguments are those of ``grpo_recipes.rewards.functions``. For `grpo check-rewards`, ``modebench_answers`` and
+``satisfiability_answers`` return right and wrong answers of a row.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_recipes.extensions.problems.modebench.dataset import is_problem, mode_of, right_answers, wrong_answers
+from grpo_recipes.extensions.problems.seeded import assignments, clauses_of, satisfies
+from grpo_recipes.rewards.answers import final_text, last_answer
+
+_WRONG = 3  # wrong assignments of all variables that are tried
+
+
+def modebench(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
+    r"""Return 1.0 if the last ``\boxed{...}`` gives any right answer of a ModeBench problem, else 0.0.
+
+    ``answer`` has the problems as JSON; the reward of a row without a ModeBench problem is None.
+    """
+    return [
+        float(mode_of(final_text(completion), problem) is not None) if is_problem(problem) else None
+        for completion, problem in zip(completions, map(str, answer), strict=True)
+    ]
+
+
+def satisfiability(completions: list[Any], clauses: list[Any], **_: Any) -> list[float | None]:
+    """Return 1.0 if the last answer tag contains any assignment that makes every clause true, else 0.0.
+
+    ``clauses`` has the problems as JSON; the reward of a row without clauses is None.
+    """
+    rewards: list[float | None] = []
+    for completion, text in zip(completions, clauses, strict=True):
+        try:
+            rewards.append(float(satisfies(last_answer(final_text(completion)) or "", clauses_of(text))))
+        except ValueError:
+            rewards.append(None)
+    return rewards
+
+
+def modebench_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
+    """Return a right answer for each mode, and wrong answers near them; None if a row is not a ModeBench problem."""
+    answer = row["answer"]
+    return (right_answers(answer), wrong_answers(answer)) if is_problem(answer) else None
+
+
+def satisfiability_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
+    """Return right assignments, the reference first, and wrong ones, the incomplete last; None without clauses."""
+    if not row.get("clauses"):
+        return None
+    answer, every = row["answer"], list(assignments(clauses_of(row["clauses"])))
+    right = [answer, *(text for text, satisfied in every if satisfied and text != answer)]
+    wrong = [text for text, satisfied in every if not satisfied][:_WRONG]
+    return right, [*wrong, answer.partition(",")[0], ""]
