@@ -65,7 +65,7 @@ NAMES: dict[str, str] = {
     r"(args|mixture|episodes|eval_episodes|max_turns|turn_length|credit|unfinished|timeout|memory_gib|workers|network)",
     "migrate": r"open-?r1",
     "offline": r"hydra|offline_grpo|run_offline",
-    "problems": r"modebench|seeded:|problem_seed\w*",
+    "problems": r"modebench|seeded:|problem_seeds|problem_seed_start",
 }
 
 

@@ -24,7 +24,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.chat_template import left_out, templates_of
 from grpo_recipes.recipe.keys import catalogue, nearest_of
 from grpo_recipes.recipe.registry import SOURCE_REWARD, benchmarks, rewards
-from grpo_recipes.recipe.rules import OF_DATASETS, Rule, evaluates, given, wants_server
+from grpo_recipes.recipe.rules import OF_DATASETS, Idle, Rule, evaluates, given, wants_server
 from grpo_recipes.recipe.sources import Lookup, PromptSource
 from grpo_recipes.recipe.tasks import MAXENT, task_of
 from grpo_recipes.recipe.user_code import call_parameters, copy_path, problem_with
@@ -115,9 +115,9 @@ RULES = (
 )
 # Keys that do nothing without another.
 IDLE = (
-    ("environment_eval_episodes", lambda r: not evaluates(r) and not plays_benchmarks(r),
+    Idle("environment_eval_episodes", lambda r: not evaluates(r) and not plays_benchmarks(r),
         "eval_strategy, or an environment of the recipe among benchmarks"),
-    ("benchmark_solved", lambda r: not plays_benchmarks(r), "an environment of the recipe among benchmarks"),
+    Idle("benchmark_solved", lambda r: not plays_benchmarks(r), "an environment of the recipe among benchmarks"),
 )
 # fmt: on
 

@@ -1,6 +1,6 @@
 """Tables of config converters, and the translator that reads them.
 
-A config converter turns the settings of another tool (flags, variables, YAML, Hydra keys) into recipe keys. Its table
+A config converter turns the settings of another tool (flags, variables, YAML) into recipe keys. Its table
 is a YAML file next to its code. A list of the file has one row for each setting:
 
     settings:
