@@ -24,7 +24,7 @@ from grpo_recipes.console.doctor import examine
 from grpo_recipes.extensions.atropos import flags as atropos_flags
 from grpo_recipes.extensions.atropos import verl as atropos
 from grpo_recipes.paths import home
-from grpo_recipes.recipe import dialects, keys, read_recipe
+from grpo_recipes.recipe import converters, keys, read_recipe
 from grpo_recipes.recipe.registry import OBJECTIVES, ON_CPU, ON_GPUS, SETUPS, WAYS, YES, Objective
 from grpo_recipes.slurm import profile
 
@@ -124,7 +124,7 @@ def nested_keys(owner: str) -> str:
 
 def aliases_table() -> str:
     """Return a row for each other name of a key."""
-    return _table(("name", "key"), [(f"`{alias}`", f"`{key}`") for alias, key in sorted(dialects.ALIASES.items())])
+    return _table(("name", "key"), [(f"`{alias}`", f"`{key}`") for alias, key in sorted(converters.ALIASES.items())])
 
 
 def recipes_table() -> str:
@@ -228,7 +228,7 @@ def _coded(text: str) -> str:
 
 def refused_table() -> str:
     """Return a row for each key that is refused with what to do instead."""
-    others = {name: meaning.fix(None) for name, meaning in dialects.names().items()}
+    others = {name: row.fix_for(None) for name, row in converters.names().items()}
     refused = sorted({**others, **keys.OWNED_KEYS}.items())
     return _table(("key", "do this instead"), [(f"`{name}`", _text(instead)) for name, instead in refused])
 

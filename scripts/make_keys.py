@@ -11,7 +11,7 @@ import trl
 from passed_names import passed_names
 
 from grpo_recipes.recipe.configs import CONFIGS, NESTED, RANGES, TRL_CHOICES
-from grpo_recipes.recipe.dialects import ALIASES, SAME_VALUES
+from grpo_recipes.recipe.converters import ALIASES, SAME_VALUES
 from grpo_recipes.recipe.document import BASE_KEY
 from grpo_recipes.recipe.fields import entries_of, kind_of
 from grpo_recipes.recipe.keys import (

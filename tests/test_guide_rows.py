@@ -8,7 +8,7 @@ import pytest
 from ledgers import SHOWN, Row, read_rows
 
 from grpo_recipes.recipe import merge_recipe
-from grpo_recipes.recipe.dialects import ALIASES
+from grpo_recipes.recipe.converters import ALIASES
 from grpo_recipes.recipe.keys import (
     READ_VARIABLES,
     SHELL_VARIABLES,

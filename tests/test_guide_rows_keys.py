@@ -54,7 +54,6 @@ VALUES = {
     "num_completions_to_print": 2,
     "push_to_hub": True,
     "hub_model_id": "me/mine",
-    "hub_strategy": "end",
     "hub_revision": "second",
     "seed": 7,
     "run_name": "mine",

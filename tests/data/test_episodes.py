@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from grpo_recipes.data.prompts import evaluation_episodes, training_episodes
+from grpo_recipes.extensions.environments.rows import evaluation_episodes, training_episodes
 from grpo_recipes.recipe.configs import ScriptArguments
 
 

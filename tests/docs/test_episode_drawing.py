@@ -8,7 +8,7 @@ import re
 from doc_pages import REPOSITORY
 
 from grpo_recipes import smoke
-from grpo_recipes.extensions.environments.episodes import Renderer
+from grpo_recipes.rollouts.renderer import Renderer
 from grpo_recipes.rollouts.turns import Turn
 
 OWN, ADDED = "b", "em"  # i and span: of the template and of the environment

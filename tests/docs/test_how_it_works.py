@@ -1,4 +1,4 @@
-"""The page "How it works" says what the code does: rooms, and the files that a key passes."""
+"""The page "How it works" says what the code does: packages, and the files that a key passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from doc_pages import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
-import rooms
+import packages
 
 PAGE = (REPOSITORY / "docs/how-it-works.md").read_text()
 MOST_FILES = 10
@@ -19,20 +19,20 @@ MOST_FILES = 10
 def test_the_way_of_a_key_is_that_of_the_code(key: str) -> None:
     section = PAGE.split(f"### {key}\n")[1].split("\n#")[0]
     told = re.findall(r"^\| `([\w/]+\.py)` \| .+ \|$", section, re.MULTILINE)
-    assert sorted(told) == sorted(name for name, _ in rooms.files_with(key)) and len(told) <= MOST_FILES
+    assert sorted(told) == sorted(name for name, _ in packages.files_with(key)) and len(told) <= MOST_FILES
 
 
 def test_every_file_the_page_names_is_there() -> None:
     named = re.findall(r"`((?:[\w-]+/)+[\w-]+\.py)`", PAGE)
     assert len(named) > 20
     for name in named:
-        assert (REPOSITORY / name).is_file() or (rooms.SOURCE / name).is_file(), name
+        assert (REPOSITORY / name).is_file() or (packages.SOURCE / name).is_file(), name
 
 
-def test_the_drawing_has_every_room_and_every_arrow_points_down() -> None:
-    drawing = rooms.drawing()
-    used = rooms.room_imports()
+def test_the_drawing_has_every_package_and_every_arrow_points_down() -> None:
+    drawing = packages.drawing()
+    used = packages.package_imports()
     assert sorted(re.findall(r"<text [^>]*>(\w+)</text>", drawing)) == sorted(used)
     arrows = re.findall(r'<path d="M(\d+) (\d+) L(\d+) (\d+)"/>', drawing)
-    assert len(arrows) == len(set(rooms.direct(used))) > len(used)
+    assert len(arrows) == len(set(packages.direct(used))) > len(used)
     assert all(int(start) < int(end) for _, start, _, end in arrows)

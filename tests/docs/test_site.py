@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from doc_pages import REPOSITORY, prose
 
-from grpo_recipes.recipe.dialects import ALIASES, names
+from grpo_recipes.recipe.converters import ALIASES, names
 from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, nested_catalogue
 
 NETWORK_OFF = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}

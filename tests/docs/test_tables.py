@@ -21,7 +21,7 @@ from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.plan.plan import ACCELERATE_FILES
 from grpo_recipes.recipe.check import _DEFAULT_RECIPES
-from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
+from grpo_recipes.recipe.converters import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import READ_VARIABLES, catalogue, environment_keys
 from grpo_recipes.recipe.registry import BENCHMARKS, BRIDGES, OBJECTIVES, REWARDS
 from grpo_recipes.runs.rundir import finish_summary
@@ -277,7 +277,7 @@ def test_the_losses_of_the_objectives() -> None:
 
 
 def test_commands_and_keys_of_the_refused_list_are_not_accepted() -> None:
-    from grpo_recipes.recipe.dialects import names
+    from grpo_recipes.recipe.converters import names
     from grpo_recipes.recipe.keys import OWNED_KEYS
 
     assert not ({*names(), *OWNED_KEYS} & catalogue().keys())

@@ -24,7 +24,7 @@ from slurm_cluster import SlurmCluster
 from test_knobs import free_port
 from test_preemptions import wait_until
 
-from grpo_recipes.plan.ports import PORT_KEYS
+from grpo_recipes.plan.ports import port_keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.rotating]
 pytest.importorskip("atroposlib")
@@ -68,7 +68,7 @@ def test_the_smoke_recipe_learns_from_an_environment(launch: Callable[..., Launc
 def test_a_new_server_for_each_model_serves_the_environment(
     launch: Callable[..., Launch], mode: str, first: int
 ) -> None:
-    ports = dict(zip(PORT_KEYS, range(first, first + 4), strict=True))
+    ports = dict(zip(port_keys(), range(first, first + 4), strict=True))
     given = [word for key, port in ports.items() for word in (f"--{key}", str(port))]
     run = launch(RECIPE, "--weight_bridge_mode", mode, "--max_steps", "4", *given)
     assert run.wait(1200) == 0, run.output

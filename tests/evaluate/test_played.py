@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from grpo_recipes import smoke
-from grpo_recipes.data.prompts import evaluation_episodes
 from grpo_recipes.evaluate.benchmarks import StoppedInBenchmarks, run_benchmarks
 from grpo_recipes.extensions.environments.benchmarks import held_out, prompts_of
 from grpo_recipes.extensions.environments.episodes import Episodes
+from grpo_recipes.extensions.environments.rows import evaluation_episodes
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.turns import Turn
 from grpo_recipes.runs.rundir import read_json

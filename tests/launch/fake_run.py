@@ -14,13 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes.extensions.atropos.processes import ENVIRONMENT
 from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.monitor import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending
 from grpo_recipes.launch.run import Supervisor, supervise
 from grpo_recipes.plan.ports import keep
-from grpo_recipes.plan.types import ENVIRONMENT, Names, Plan, Process
+from grpo_recipes.plan.types import Names, Plan, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.rundir import SERVER_STATE, Run, read_json, read_metrics, stop_file

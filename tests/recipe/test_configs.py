@@ -14,7 +14,7 @@ import pytest
 trl = pytest.importorskip("trl")
 
 from grpo_recipes.recipe import configs, read_recipe  # noqa: E402
-from grpo_recipes.recipe.dialects import names  # noqa: E402
+from grpo_recipes.recipe.converters import names  # noqa: E402
 from grpo_recipes.recipe.keys import CATALOGUE_FILE, OWNED_KEYS, catalogue  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))

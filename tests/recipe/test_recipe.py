@@ -9,7 +9,7 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import DEFAULT_SOURCE, merge_recipe, read_recipe
-from grpo_recipes.recipe.dialects import names
+from grpo_recipes.recipe.converters import names
 from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, environment_keys
 
 TOKEN = "hf_" + "plantedsecret" * 2

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.server.generate import _ServingGroups, read_request
+from grpo_recipes.extensions.atropos.generate_endpoint import _ServingGroups, read_request
 
 PROMPT = {"prompt_token_ids": [5, 6, 7]}
 SAMPLING = {"temperature": 0.7, "top_p": 0.9}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from grpo_recipes import smoke
-from grpo_recipes.data.prompts import training_episodes
 from grpo_recipes.extensions.environments.episodes import Episodes
+from grpo_recipes.extensions.environments.rows import training_episodes
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.rewards.load import EpisodeReward
 from grpo_recipes.trainers.grpo import GRPOTrainer

@@ -17,8 +17,9 @@ import torch
 from grpo_recipes import smoke
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.environments.episode import environment_pool
-from grpo_recipes.extensions.environments.episodes import Renderer, compared_turns
+from grpo_recipes.extensions.environments.episodes import compared_turns
 from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.rollouts.renderer import Renderer
 from grpo_recipes.rollouts.turns import Turn
 from grpo_recipes.trainers.checks import TooManyWithoutVerdict, trainer_logps
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from recipe.test_offline_keys import keys
+from extensions.offline.test_keys import keys
 from weights.fake_server import FakeServer
 
 from .tiny_training import train

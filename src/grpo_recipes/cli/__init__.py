@@ -15,7 +15,7 @@ from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
-from grpo_recipes.recipe.dialects import ALIASES, refusal
+from grpo_recipes.recipe.converters import ALIASES, refusal
 from grpo_recipes.recipe.document import UNSET
 from grpo_recipes.recipe.extensions import load, merged
 from grpo_recipes.recipe.keys import catalogue, nearest_of

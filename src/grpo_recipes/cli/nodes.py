@@ -16,6 +16,7 @@ from grpo_recipes.cli import option
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.launch.nodes import INTERFACE_VARIABLES
 from grpo_recipes.launch.rendezvous import MASTER_PORT, MEETING_LIMIT, Meeting
+from grpo_recipes.recipe.document import Value
 from grpo_recipes.slurm.client import SlurmJob
 
 NETWORK = INTERFACE_VARIABLES[0]
@@ -37,7 +38,7 @@ class NodeFlags:
 
     meeting: Meeting | None = None  # of nodes that are started by hand
     variables: dict[str, str] = field(default_factory=dict)  # to set for the launch
-    flags: tuple[str, ...] = ()  # recipe flags
+    keys: dict[str, Value] = field(default_factory=dict)  # recipe keys
 
 
 def read_nodes(options: argparse.Namespace, job: SlurmJob | None) -> NodeFlags:
@@ -74,7 +75,8 @@ def read_nodes(options: argparse.Namespace, job: SlurmJob | None) -> NodeFlags:
         limit = MEETING_LIMIT if options.node_timeout is None else options.node_timeout
         return NodeFlags(Meeting(count, rank, options.master_addr, options.master_port or MASTER_PORT, limit))
     port = options.master_port
-    return NodeFlags(None, variables, () if port is None else ("--main_process_port", str(port)))
+    keys = {} if port is None else {"main_process_port": Value(port, "--master-port")}
+    return NodeFlags(None, variables, keys)
 
 
 def reject_other_launchers(command: str, environment: Mapping[str, str]) -> None:

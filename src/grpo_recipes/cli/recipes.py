@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli import chosen_recipe, command, option, switch
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, printable, translate
-from grpo_recipes.extensions.migrate.migrate import is_translated, migrate
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import gated_note
 from grpo_recipes.launch.resolve import names_of
@@ -29,7 +28,8 @@ from grpo_recipes.plan.plan import describe, make_plan
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe.check import choose_recipe, notes, reward_notes
 from grpo_recipes.recipe.check_data import evaluation_note
-from grpo_recipes.recipe.dialects import ALIASES, meaning_of, names, nearest
+from grpo_recipes.recipe.converters import ALIASES, TranslatedRecipe, is_foreign, meaning_of, names, nearest
+from grpo_recipes.recipe.document import read_file
 from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.keys import (
     OWNED_KEYS,
@@ -79,20 +79,29 @@ def new(options: argparse.Namespace) -> int:
     if source and source.suffix in (".py", ".sh"):
         fix = "write its settings into a .yaml file, one key: value a line, and translate that"
         raise config_error("--from", f"'{shown(source)}' is a script, not a recipe", fix)
-    made = migrate(source, path) if source and is_translated(source) else None
+    translation = _translated(source, path) if source else None
     copied = source.read_text(encoding="utf-8") if source else start_text(environment_device())
-    text = made.text() if made else f"{schema_line(path)}\n{_SCHEMA_LINE.sub('', copied)}"
-    files = {path: text} | ({made.rewards_file: made.rewards_text()} if made and made.unwritten else {})
+    files = translation.files() if translation else {path: f"{schema_line(path)}\n{_SCHEMA_LINE.sub('', copied)}"}
     for other in files:
         if os.path.lexists(other):
             raise config_error(str(other), "exists already", "name another file")
     with translate((OSError, ValueError), unwritable):
         for other, content in files.items():
             other.write_text(content, encoding="utf-8")
-    if made:
-        print(*made.report(), sep="\n")
+    if translation:
+        print(*translation.report(), sep="\n")
     print(f"grpo: wrote {printable(shown(path))}; next: grpo check {as_argument(path)}")
     return 0
+
+
+def _translated(source: Path, target: Path) -> TranslatedRecipe | None:
+    """Translate a recipe of another project, or return None if the file is a recipe of this package."""
+    translators = list(parts("translate"))
+    if not translators and (source.suffix == ".toml" or is_foreign(read_file(source, []))):
+        problem = f"'{shown(source)}' is a recipe of another project, and no installed extension translates it"
+        fix = "install the whole package with extensions/migrate, or write a recipe with the keys that grpo keys lists"
+        raise config_error("--from", problem, fix)
+    return next((made for translator in translators if (made := translator(source, target))), None)
 
 
 def start_text(device: str) -> str:
@@ -122,9 +131,9 @@ def keys(options: argparse.Namespace) -> int:
         entries = {**catalogue(), **nested}
     known = meaning_of(word) if word and not table and word not in catalogue() else None
     topic = [] if table else [key for key, words in search_words().items() if word in words.split()]
-    if known and not known.writes and not topic:
-        raise config_error(f"'{options.word}'", "is not a key of a recipe", known.instead)
-    exact = {*topic, *known.writes} if known else {word, *topic}
+    if known and not known.sets and not topic:
+        raise config_error(f"'{options.word}'", "is not a key of a recipe", known.fix)
+    exact = {*topic, *known.sets} if known else {word, *topic}
     begins = re.compile(rf"(?<![a-z0-9]){re.escape(word)}")  # "ema" is not found in "schema"
 
     def order(name: str) -> tuple[bool, bool, str]:
@@ -137,7 +146,7 @@ def keys(options: argparse.Namespace) -> int:
     chosen = [name for name in entries if name in exact or mentions(name)]
     found = {name: entries[name] for name in sorted(chosen, key=order)}
     if word and not table:
-        refused = {name: one.fix(None) for name, one in names().items() if name != word} | OWNED_KEYS
+        refused = {name: row.fix_for(None) for name, row in names().items() if name != word} | OWNED_KEYS
         found |= {
             name: {"help": refused[name], "refused": True}
             for name in sorted(refused)
@@ -151,8 +160,8 @@ def keys(options: argparse.Namespace) -> int:
     same = (
         f"'{word}' is read as {ALIASES[word]}"
         if word in ALIASES
-        else f"for '{word}' {known.fix(None)}"
-        if known and (known.writes or topic)
+        else f"for '{word}' {known.fix_for(None)}"
+        if known and (known.sets or topic)
         else ""
     )
     note = f"grpo: {same}\n" if same else ""

@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from grpo_recipes.cli import Option, command, option, recipe_name, switch
 from grpo_recipes.cli.nodes import NODE_OPTIONS, read_nodes, reject_other_launchers
@@ -13,6 +13,7 @@ from grpo_recipes.launch.resolve import Options
 from grpo_recipes.launch.run import launch as launch_run
 from grpo_recipes.launch.submission import need_environment, prepare, send, site_profile
 from grpo_recipes.paths import shown
+from grpo_recipes.recipe.document import Value
 from grpo_recipes.slurm.client import slurm_job
 from grpo_recipes.slurm.profile import KEYS, Profile
 
@@ -35,18 +36,18 @@ def launch(options: argparse.Namespace) -> int:
     reject_other_launchers("grpo launch RECIPE --num_processes", os.environ)
     nodes = read_nodes(options, slurm_job(os.environ))
     os.environ.update(nodes.variables)
-    flags = (*nodes.flags, *options.flags)
-    return launch_run(launch_options(options, recipe_name(options), flags, nodes.meeting))
+    return launch_run(launch_options(options, recipe_name(options), options.flags, nodes.meeting, nodes.keys))
 
 
 def launch_options(
-    options: argparse.Namespace, recipe: str | None, flags: Sequence[str], meeting: Meeting | None = None
-) -> Options:
-    """Return the options of `grpo launch` for a command line, with a recipe and the flags of recipe keys."""
+    options: argparse.Namespace, recipe: str | None, flags: Sequence[str], meeting: Meeting | None = None,
+    keys: Mapping[str, Value] | None = None,
+) -> Options:  # fmt: skip
+    """Return the options of `grpo launch` for a command line, with a recipe, recipe keys and flags."""
     return Options(
         recipe=recipe, task=options.task, resume=options.resume, allow_changed_code=options.allow_changed_code,
         update_rewards=options.update_rewards, dry_run=options.dry_run, benchmark=options.benchmark,
-        flags=tuple(flags), meeting=meeting,
+        keys=dict(keys or {}), flags=tuple(flags), meeting=meeting,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from grpo_recipes.recipe import Recipe
 
 
 class ConsoleHooks(RunHooks):
-    """Write the report of a run and publish its model."""
+    """Write the report of a run and push its model."""
 
     def __init__(self) -> None:
         self._target: Target | None = None  # the repository of the final model; None without push_to_hub

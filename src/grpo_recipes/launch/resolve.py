@@ -4,7 +4,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import address_reachable, say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import check, choose_recipe, resolve_recipe
-from grpo_recipes.recipe.document import read_flags
+from grpo_recipes.recipe.document import Value, as_words, read_flags
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE
 from grpo_recipes.recipe.sources import user_code
 from grpo_recipes.recipe.tasks import GRPO, requested_task, same_task
@@ -40,13 +40,19 @@ class Options:
     update_rewards: bool = False
     dry_run: bool = False
     benchmark: bool = False
+    keys: Mapping[str, Value] = field(default_factory=dict)  # recipe keys that an entry point sets
     flags: tuple[str, ...] = ()
     meeting: Meeting | None = None  # of nodes that the user starts by hand
 
     def as_json(self) -> dict[str, Any]:
         """Return what must be equal on all nodes as plain data."""
         nodes = self.meeting.nodes if self.meeting else 1
-        return {**asdict(replace(self, meeting=None)), "flags": " ".join(self.flags), "meeting": None, "--nodes": nodes}
+        words = " ".join(self.words())
+        return {**asdict(replace(self, keys={}, meeting=None)), "flags": words, "meeting": None, "--nodes": nodes}
+
+    def words(self) -> list[str]:
+        """Return the recipe keys and flags as the command line of `grpo launch` has them."""
+        return [*as_words(self.keys), *self.flags]
 
 
 def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Recipe]:
@@ -58,7 +64,9 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     if options.resume is None and options.update_rewards:
         raise config_error("--update-rewards", "a new run takes the files as they are", "leave it out, or add --resume")
     if options.resume is None:
-        recipe = resolve_recipe(options.recipe, options.task, options.flags, environment, resources.device)
+        recipe = resolve_recipe(
+            options.recipe, options.task, options.flags, environment, resources.device, options.keys
+        )
         job = resources.job
         if job is None or job.restarts == 0 or not (pointer := _run_root(recipe) / POINTERS / job.name).is_file():
             return None, recipe
@@ -67,7 +75,7 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
         # Flags are for the run's own recipe, with which they are checked: only run_root is read from this one.
         task = requested_task(environment, options.task).task or GRPO
         path = choose_recipe(None, {DEFAULT_RECIPE: "1", **environment}, task, resources.device)
-        recipe, problems = merge_recipe(path, options.flags, environment)
+        recipe, problems = merge_recipe(path, options.flags, environment, keys=options.keys)
         if "run_root" in recipe.broken:
             raise ConfigError(*problems)
         run = find_run(_run_root(recipe), "last")
@@ -80,7 +88,7 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     changed = changed_code(run)
     if changed and not options.allow_changed_code:
         raise config_error("--resume", changed, "go back to that code, or add --allow-changed-code")
-    recipe = read_frozen(run.folder / "recipe.yaml", options.flags, environment)
+    recipe = read_frozen(run.folder / "recipe.yaml", options.flags, environment, options.keys)
     if recipe.source("model_revision") == "--model_revision":
         raise config_error("--model_revision", "a resumed run goes on with the commit it began with", "leave it out")
     if contradictions := check(recipe, os.environ):
@@ -124,7 +132,7 @@ def nothing_is_left(run: Run, recipe: Recipe, options: Options) -> bool:
     In a chain of jobs that each resume, those after the end then end at once, without an error.
     """
     summary, newest = run.summary, newest_complete(run.folder / "checkpoints")
-    flags = {key for key, _ in read_flags(options.flags, [])}
+    flags = {*options.keys, *(key for key, _ in read_flags(options.flags, []))}
     limit = "max_steps" if recipe["max_steps"] > 0 else "num_train_epochs"
     if recipe[limit] <= _done(run)[limit]:
         flags -= {"max_steps", "num_train_epochs"}  # these steps are done; with max_steps, epochs do not count

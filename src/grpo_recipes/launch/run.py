@@ -110,7 +110,7 @@ def _prepare(
     ports, notes = free_ports(recipe, plan.ports, plan.server_host, there, plan.mode == "server")
     resolve.need_wandb_route(recipe, os.environ)
     # Downloaded now if it must be; of a resumed run the commits it began with.
-    again = [*(["--resume", str(run.folder)] if run else [shown(recipe.path)]), *options.flags]
+    again = [*(["--resume", str(run.folder)] if run else [shown(recipe.path)]), *options.words()]
     recorded = run.identity.get("sources") if run else None
     sources = need_assets(recipe, os.environ, recorded, again, options.allow_changed_code)
     plan = with_sources(replace(plan, ports=ports), recipe, resources, sources)

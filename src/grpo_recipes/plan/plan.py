@@ -26,7 +26,7 @@ from grpo_recipes.plan.roles import data_of, roles
 from grpo_recipes.plan.types import Names, Plan, Weighting
 from grpo_recipes.recipe import Recipe, maxent
 from grpo_recipes.recipe.bridges import accelerator_of, refusal
-from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
+from grpo_recipes.recipe.converters import UNREAD_VARIABLES
 from grpo_recipes.recipe.learning import own_micro_batches
 from grpo_recipes.recipe.model_kind import check_unused_weights
 from grpo_recipes.recipe.overlap import OFF_POLICY

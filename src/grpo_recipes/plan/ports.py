@@ -197,7 +197,7 @@ def listener(port: int) -> int | None:
 
 
 class NotReady(Exception):
-    """The server, or run-api, did not become ready; the message says why."""
+    """The server, or a process of an extension, did not become ready; the message says why."""
 
 
 class PortTaken(NotReady):

@@ -13,10 +13,9 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.extensions.atropos import verl as verl
-from grpo_recipes.extensions.colocated import keys as colocated
 from grpo_recipes.paths import shown
-from grpo_recipes.recipe.dialects import ALIASES, migration, nearest, recipe_keys
+from grpo_recipes.recipe.converters import ALIASES, migration, nearest, recipe_keys
+from grpo_recipes.recipe.converters.files import Surroundings, converter_of
 from grpo_recipes.recipe.document import UNSET, Value, read_document, read_flags, typed, unset_keys
 from grpo_recipes.recipe.keys import catalogue, environment_keys
 from grpo_recipes.secrets import secret_value
@@ -72,9 +71,12 @@ class Recipe:
         )
 
 
-def read_frozen(path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Recipe:
+def read_frozen(
+    path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None,
+    keys: Mapping[str, Value] | None = None,
+) -> Recipe:  # fmt: skip
     """Read what ``as_yaml`` wrote, with the sources it names, and what overrides it now, as ``read_recipe``."""
-    recipe = read_recipe(path, flags, environment)
+    recipe = read_recipe(path, flags, environment, keys)
     lines = path.read_text(encoding="utf-8").splitlines()
     for key, value in recipe.values.items():
         name, _, line = value.source.rpartition(":")
@@ -83,46 +85,48 @@ def read_frozen(path: Path, flags: Iterable[str] = (), environment: Mapping[str,
     return recipe
 
 
-def read_recipe(path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Recipe:
+def read_recipe(
+    path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None,
+    keys: Mapping[str, Value] | None = None,
+) -> Recipe:  # fmt: skip
     """Read a recipe and what overrides it; a ConfigError reports everything that is wrong at once."""
-    recipe, problems = merge_recipe(path, flags, environment)
+    recipe, problems = merge_recipe(path, flags, environment, keys=keys)
     if problems:
         raise ConfigError(*problems)
     return recipe
 
 
 def merge_recipe(
-    path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None, device: str | None = None
-) -> tuple[Recipe, list[Problem]]:
+    path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None, device: str | None = None,
+    keys: Mapping[str, Value] | None = None,
+) -> tuple[Recipe, list[Problem]]:  # fmt: skip
     """Return what could be read, and the problems; a ConfigError only where the file cannot be read at all.
 
-    ``device`` is the one that the run is for, "cpu" or "cuda"; None if it is not known.
+    ``device`` is the one that the run is for, "cpu" or "cuda"; None if it is not known. ``keys`` are set by the entry
+    point of another tool. They override the file and the variables, and flags override them.
     """
     problems: list[Problem] = []
     notes: list[str] = []
     given: dict[str, Value] = {}
     files, flagged = read_document(path, problems), read_flags(flags, problems)
+    values = {name: raw.value for layer in (*files, keys or {}) for name, raw in layer.items()}
+    around = Surroundings(values | dict(flagged), device)
     for file in files:
-        if colocated.is_colocated(file):
-            elsewhere = {
-                *(name for other in files if other is not file for name in other),
-                *(key for key, _ in flagged),
-            }
-            file = colocated.as_keys(file, _group(files, flagged), elsewhere, problems, notes)
-        elif verl.is_atropos(file):
-            file = verl.as_keys(file, problems, notes, device)
+        if converter := converter_of(file):
+            file = converter.as_keys(file, around, problems, notes)
         given |= recipe_keys(file.items(), problems, notes)
         problems += migration(path, file)
     places = {key: value.source for key, value in given.items()}
     variables = ((key, name, (environment or {}).get(name)) for name, key in environment_keys().items())
     texts = [(key, Value(text, name, from_text=True)) for key, name, text in variables if text]
     options = [(key, Value(text, f"--{key}", from_text=True)) for key, text in flagged if key != UNSET]
-    for layer in (texts, options):
+    translated = [(key, replace(value, by_entry_point=True)) for key, value in (keys or {}).items()]
+    for layer in (texts, translated, options):
         if layer is options:
-            _unset(given, flagged, problems)
+            _unset(given, flagged, problems, {key for key, _ in translated})
         found = recipe_keys(layer, problems, notes)
         given |= {key: replace(value, shadowed=places.get(key, "")) for key, value in found.items()}
-    values = {key: Value(entry["default"], DEFAULT_SOURCE) for key, entry in catalogue().items()}
+    typed_values = {key: Value(entry["default"], DEFAULT_SOURCE) for key, entry in catalogue().items()}
     broken = set()
     for key, value in given.items():
         if secret_value(value.value):
@@ -131,14 +135,16 @@ def merge_recipe(
         else:
             converted, wrong = typed(key, catalogue()[key], value)
         problems += wrong
-        values[key] = replace(value, value=converted)
+        typed_values[key] = replace(value, value=converted)
         broken |= {key} if wrong else set()
-    return Recipe(path, values, notes, frozenset(broken)), in_order(problems)
+    return Recipe(path, typed_values, notes, frozenset(broken)), in_order(problems)
 
 
-def _unset(given: dict[str, Value], flagged: Iterable[tuple[str, Any]], problems: list[Problem]) -> None:
+def _unset(
+    given: dict[str, Value], flagged: Iterable[tuple[str, Any]], problems: list[Problem], translated: set[str]
+) -> None:
     """Take back the keys that ``--unset`` lists, so that they have their defaults; unknown names are problems."""
-    flags = {ALIASES.get(name, name) for name, _ in flagged}
+    flags = {ALIASES.get(name, name) for name, _ in flagged} | translated
     if any(text is True for name, text in flagged if name == UNSET):
         problems.append(Problem(f"--{UNSET}", "is given without a value", f"write --{UNSET} KEY"))
     for name in unset_keys(flagged):
@@ -152,13 +158,6 @@ def _unset(given: dict[str, Value], flagged: Iterable[tuple[str, Any]], problems
                 Problem(f"--{UNSET}", f"--{UNSET} {key} and --{key} can't be combined", "remove one of them")
             )
         given.pop(key, None)
-
-
-def _group(files: Iterable[Mapping[str, Value]], flagged: Iterable[tuple[str, Any]]) -> Any:
-    """Return num_generations as the last of the files, or a flag, gives it."""
-    key = "num_generations"
-    given = [file[key].value for file in files if key in file] + [text for name, text in flagged if name == key]
-    return given[-1] if given else catalogue()[key]["default"]
 
 
 def in_order(problems: Iterable[Problem]) -> list[Problem]:

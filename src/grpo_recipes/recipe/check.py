@@ -32,9 +32,9 @@ from grpo_recipes.recipe import (
 )  # fmt: skip
 from grpo_recipes.recipe.bridges import bridge_problems
 from grpo_recipes.recipe.check_data import HUB_NAME, LOCAL_PREFIXES
+from grpo_recipes.recipe.converters import reward_fix
 from grpo_recipes.recipe.datafiles import columns_of
-from grpo_recipes.recipe.dialects import reward_fix
-from grpo_recipes.recipe.document import read_flags
+from grpo_recipes.recipe.document import Value, read_flags
 from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.head_size import head_size_problems
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE, nearest_of
@@ -123,8 +123,9 @@ def _close_recipes(name: str, default: str, task: str) -> list[str]:
 
 
 def resolve_recipe(
-    name: str | None, task: str | None, flags: Iterable[str], environment: Mapping[str, str], device: str
-) -> Recipe:
+    name: str | None, task: str | None, flags: Iterable[str], environment: Mapping[str, str], device: str,
+    keys: Mapping[str, Value] | None = None,
+) -> Recipe:  # fmt: skip
     """Read the recipe of that name, resolve its task and check it; a ConfigError reports all that is wrong at once."""
     asked, stray = requested_task(environment, task), list[Problem]()
     if not (name or environment.get("CONFIG") or environment.get(DEFAULT_RECIPE)):
@@ -132,7 +133,7 @@ def resolve_recipe(
         if stray:
             raise ConfigError(*stray)
     path = choose_recipe(name, environment, asked.task or GRPO, device)
-    recipe, problems = merge_recipe(path, flags, environment, device)
+    recipe, problems = merge_recipe(path, flags, environment, device, keys)
     recipe, contradictions = with_task(recipe, asked)
     problems += contradictions + check(recipe, environment, device)
     if problems:
@@ -302,7 +303,8 @@ def notes(recipe: Recipe) -> list[str]:
     for key in recipe.values:
         source = recipe.source(key)
         # A base sets keys for recipes that differ, and the shell's variables are there for every run.
-        if source.startswith((f"{shown(recipe.path)}:", "--")) and (needed := needed_by(recipe, key)):
+        of_file = source.startswith(f"{shown(recipe.path)}:")
+        if (of_file or recipe.values[key].from_flag) and (needed := needed_by(recipe, key)):
             found.append(f"{source}: {key} does nothing without {needed}")
     return found
 

@@ -197,8 +197,8 @@ class GRPOConfig(trl.GRPOConfig):
         "Longest wait in seconds for one answer of the vLLM server, which then counts as lost.", min=1.0)
     vllm_server_timeout: float = key(600.0, "Longest wait in seconds for the vLLM server to be ready.", min=1.0)
     server_restarts: int = key(2,
-        "Restarts of a dead or hung vLLM server in an attempt, a step between each; so many of run-api and of each "
-        "Atropos environment too.", min=0)
+        "Restarts of a dead or hung vLLM server in an attempt, a step between each; so many of each process of an "
+        "extension too.", min=0)
     server_stall_timeout: float = key(300.0,
         "Seconds the vLLM server may make no token while it is waited for before it counts as hung.", min=1.0)
     weight_sync_timeout: float = key(600.0,

@@ -48,6 +48,12 @@ class Value:
     shadowed: str = ""  # file:line of the recipe's value that a flag or a variable overrides
     from_text: bool = False  # of the command line or the environment, which have no types
     lines: Mapping[Place, str] = field(default_factory=dict)  # file:line of each key of the file, nested ones included
+    by_entry_point: bool = False  # set by an entry point for a flag of another tool, which is the source
+
+    @property
+    def from_flag(self) -> bool:
+        """Return whether the command line gives the value."""
+        return self.by_entry_point or self.source.startswith("--")
 
 
 class _Loader(yaml.SafeLoader):
@@ -216,6 +222,21 @@ def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str,
             off = name.startswith("no_") and negated == "bool"
             pairs.append((name.removeprefix("no_"), False) if off else (name, True))
     return pairs
+
+
+def as_words(keys: Mapping[str, Value]) -> list[str]:
+    """Return recipe keys as flags of `grpo launch`."""
+    words: list[str] = []
+    for key, value in keys.items():
+        items = (value.value or ["none"]) if isinstance(value.value, list) else [value.value]
+        words += [f"--{key}", *("null" if item is None else _plain(item) for item in items)]
+    return words
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).strip()
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def unset_keys(flagged: Iterable[tuple[str, Any]]) -> list[str]:

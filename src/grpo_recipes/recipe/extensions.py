@@ -48,13 +48,17 @@ class Extension:
     datasets: str = ""  # a tuple of recipe.sources.GeneratedData: datasets that are generated, by their scheme
     rewards: str = ""  # a tuple of recipe.registry.Reward
     benchmarks: str = ""  # a mapping: name -> recipe.registry.Benchmark
-    converters: str = ""  # a tuple of recipe.dialects.Converter: files of other projects
+    converters: str = ""  # a tuple of recipe.converters.files.FileConverter: YAML of other tools
+    translate: str = (
+        ""  # a function (source, target) -> recipe.converters.TranslatedRecipe for `grpo new --from`, or None
+    )
     # The run.
     assets: str = ""  # a function (lookup) -> (key, id, configuration, split) of each dataset that it reads
     roles: str = ""  # a plan.roles.Roles: processes beside the server and the trainers
     # Option of `grpo logs` -> the beginning of the roles whose logs it prints, and its help line.
     logs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     run_hooks: str = ""  # a launch.hooks.RunHooks: called before, during and after an attempt
+    server_routes: str = ""  # a fastapi.APIRouter that the vLLM server includes
     rollouts: str = ""  # a subclass of rollouts.source.Source
     folders: str = ""  # a subclass of runs.groups.RunGroup: folders of several runs, e.g. of a sweep
     deep_check: str = ""  # a function (trainers.deep_check.DeepCheck) -> lines, for `grpo check --deep`

@@ -96,8 +96,8 @@ def removal(recipe: Recipe, key: str) -> str:
     source = recipe.source(key)
     if source in environment_keys():
         return f"unset {source}"
-    overridden = any(value.source.startswith("--") for value in recipe.values.values())
-    return f"remove {key} (flag: --unset {key})" if overridden and not source.startswith("--") else f"remove {key}"
+    overridden = any(value.from_flag for value in recipe.values.values())
+    return f"remove {key} (flag: --unset {key})" if overridden and not recipe.values[key].from_flag else f"remove {key}"
 
 
 def unsupported_keys() -> set[str]:

@@ -101,7 +101,7 @@ def _switched(recipe: Recipe, source: str) -> Recipe:
     with contextlib.suppress(BrokenKey):  # the problem of a broken key is reported already
         for name, value in objective.fixed_keys(recipe.__getitem__).items():
             given = recipe.values[name]
-            of_file = not (given.source.startswith("--") or given.source in environment_keys())
+            of_file = not (given.from_flag or given.source in environment_keys())
             if recipe.given(name) and of_file and recipe[name] != value:
                 said.append(f"{given.source}: {name}: {value} replaces {recipe[name]}; {SWITCHED_OBJECTIVE} fixes it")
                 recipe = recipe.with_value(name, Value(value, source))

@@ -46,7 +46,12 @@ class Source:
         raise NotImplementedError
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Return what TRL's ``rollout_func`` returns; the weights of a new step were sent before."""
+        """Return what TRL's ``rollout_func`` returns: lists with an entry for each of the rank's rows.
+
+        ``prompt_ids`` and ``completion_ids`` are token ids, ``logprobs`` those of the completions, or None. The reward
+        ``environment`` reads ``episode_reward``, and ``episode_failed``: None, or why the row has no reward. The server
+        has the weights of the new step already.
+        """
         raise NotImplementedError
 
     def completions(self) -> list[list[Message]]:

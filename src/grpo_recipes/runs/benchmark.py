@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from grpo_recipes.recipe.dialects import BRIDGE_MODES
+from grpo_recipes.recipe.converters import BRIDGE_MODES
 from grpo_recipes.runs.health import known, number
 from grpo_recipes.runs.rundir import Run, read_metrics, write_last_json
 
 FILE = "benchmark.json"
 _LINE = "=" * 70
 _IN_PLACE = "shared"  # the bridge that moves nothing: what it waits for is part of the step
-# The names that Atropos' example trainer, which this block comes from, has for our bridges.
+# Names of weight sync methods in the example trainer that this block comes from.
 _MODES = {bridge: name for name, bridge in reversed(BRIDGE_MODES.items())}
 
 

@@ -18,7 +18,7 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_jso
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
-from grpo_recipes.server import generate
+from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.server.wire import COMPLETIONS_PATH, completions_of, packed
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class AnswerInArrays:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass everything on."""
         if scope["type"] == "lifespan":
-            for endpoints in (router, generate.router):
+            for endpoints in (router, *parts("server_routes")):
                 scope["app"].include_router(endpoints)
         await self._app(scope, receive, send)
 

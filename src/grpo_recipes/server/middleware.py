@@ -25,7 +25,7 @@ ACTIVITY_PATH = "/grpo/activity"
 POLICY_HEADER = "X-Grpo-Policy"
 SYNCED_PATH = "/reset_prefix_cache"  # of the request that ends a sync
 _POLICY = POLICY_HEADER.lower().encode()  # as ASGI has names of headers
-GENERATE_PATH = "/generate"  # where atroposlib's own client samples
+GENERATE_PATH = "/generate"  # where environments in other terminals sample with token ids
 ENVIRONMENT_PATHS = ("/health", GENERATE_PATH, "/v1/models", "/v1/completions", "/v1/chat/completions")
 # Variables of a server that environments in other terminals sample from: the file of their token, and the recipe's
 # sampling parameters as JSON, for requests that do not give them.

@@ -29,7 +29,7 @@ from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.ports import DEFAULT_PORTS, is_free, listener, plan_ports
 from grpo_recipes.plan.preflight import cuda_beside_cpu
 from grpo_recipes.process.answers import bounded_opener
-from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
+from grpo_recipes.recipe.converters import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import READ_VARIABLES, catalogue_trl, environment_keys, nearest_of
 from grpo_recipes.recipe.rules import wants_server
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, ok, problem, together, warning

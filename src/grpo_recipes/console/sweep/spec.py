@@ -16,7 +16,7 @@ from grpo_recipes.console.report.pages import NO_EXPERIMENT
 from grpo_recipes.errors import ConfigError, Problem, collect, config_error, translate
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import needed_by, resolve_recipe
-from grpo_recipes.recipe.dialects import ALIASES, refusal
+from grpo_recipes.recipe.converters import ALIASES, refusal
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.keys import catalogue
 

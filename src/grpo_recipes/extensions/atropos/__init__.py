@@ -20,8 +20,10 @@ EXTENSION = Extension(
     metrics="grpo_recipes.extensions.atropos.metrics:METRICS",
     advice="grpo_recipes.extensions.atropos.advice:ADVICE",
     assets="grpo_recipes.extensions.atropos.recipe:dataset_names",
+    server_routes="grpo_recipes.extensions.atropos.generate_endpoint:router",
     rollouts="grpo_recipes.extensions.atropos.rollouts:AtroposRollouts",
     deep_check="grpo_recipes.extensions.atropos.deep_check:load_environments",
+    converters="grpo_recipes.extensions.atropos.verl:CONVERTERS",
     nested={
         "atropos_mixture": "grpo_recipes.extensions.atropos.arguments:AtroposMixtureConfig",
         "atropos_mixture.environments": "grpo_recipes.extensions.atropos.arguments:AtroposEnvironmentConfig",

@@ -1,7 +1,7 @@
-"""Flags and variables of the trainers for Atropos, as ``atropos_flags`` has them, become flags of recipe keys.
+"""Flags and variables of trainers for Atropos become recipe keys, as ``flags.yaml`` describes them.
 
-Pure: what was given comes in, recipe flags, notes and problems come out. ``translate`` reads what stands for itself,
-``count`` what needs values of the recipe that it builds on.
+Pure: flags come in; recipe keys, notes and problems come out. ``translate`` needs no recipe. ``translate_counts`` reads
+the flags that depend on values of the recipe. The other functions are named by rows of the table.
 """
 
 import os
@@ -14,23 +14,13 @@ import yaml
 
 from grpo_recipes.errors import Problem, config_error
 from grpo_recipes.errors import translate as translate_error
-from grpo_recipes.extensions.atropos.flags import (
-    ADAPTERS,
-    AUTO,
-    BACKENDS,
-    ENVIRONMENT_FIELDS,
-    FIELD_KEYS,
-    FLAG,
-    FLAGS,
-    SHARED,
-    Flag,
-)
+from grpo_recipes.extensions.atropos.flags import ADAPTERS, AUTO, FIELDS, FLAGS, MODE, SHARED, VARIABLES
 from grpo_recipes.extensions.atropos.verl import trainers_of
-from grpo_recipes.recipe.dialects import BRIDGE_MODES
-from grpo_recipes.recipe.document import as_bool
+from grpo_recipes.recipe.converters.table import Row, Setting, Settings, whole_number
+from grpo_recipes.recipe.document import Value, as_bool
 from grpo_recipes.recipe.keys import environment_keys
 
-MODE, BATCH, ACCUMULATION = "--weight-bridge-mode", "--batch-size", "--gradient-accumulation-steps"
+BATCH, ACCUMULATION = "--batch-size", "--gradient-accumulation-steps"
 INTERVAL, MODEL, PORT = "--vllm-restart-interval", "--model-name", "--vllm-port"
 _ENV = "--env."
 _LOCAL = ("localhost", "127.0.0.1", "0.0.0.0")
@@ -38,251 +28,252 @@ _LOCAL = ("localhost", "127.0.0.1", "0.0.0.0")
 
 @dataclass
 class Translation:
-    """What was given, and what it comes to."""
+    """The flags and variables of a command line, and the recipe keys that they set."""
 
-    given: dict[str, tuple[Any, str]]  # flag, or variable without one -> text or texts, and what gave it
-    own: frozenset[str]  # recipe keys that are given by flags of their own
+    flags: dict[str, Value]  # flag, or variable without a flag -> its text or texts
+    explicit: frozenset[str]  # recipe keys that the command line sets by their own names
     environment: Mapping[str, str]
     bare: bool  # whether no recipe is named: each flag has its default then
-    script: bool  # whether the defaults are those of run_atropos_grpo.sh
+    script: bool  # whether run_atropos_grpo.sh sets the defaults
     device: str  # of the environment: cpu or cuda
-    in_job: bool  # whether this is a Slurm job, whose ports are its own
-    keys: dict[str, Any] = field(default_factory=dict)  # key -> text, or texts of a list
-    sources: dict[str, str] = field(default_factory=dict)  # key -> the flag or variable that it comes from
+    in_job: bool  # whether this is a Slurm job, which has its own ports
+    keys: dict[str, Value] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def words(self) -> list[str]:
-        """Return the flags of recipe keys."""
-        lists = {key: value if isinstance(value, list) else [str(value)] for key, value in self.keys.items()}
-        return [word for key, value in lists.items() for word in (f"--{key}", *value)]
-
-    def names(self) -> dict[str, str]:
-        """Return what messages call each of these flags: the flag or variable that it comes from."""
-        return {f"--{key}": source for key, source in self.sources.items()}
-
     def text(self, name: str) -> Any:
-        """Return what was given for a flag or variable, or None."""
-        return self.given[name][0] if name in self.given else None
+        """Return the text of a flag or variable, or None."""
+        return self.flags[name].value if name in self.flags else None
 
-    def refuse(self, name: str, what: str, fix: str) -> None:
-        """Note a problem with a flag at what gave it."""
-        self.problems.append(Problem(self.given[name][1] if name in self.given else name, what, fix))
+    def reject(self, name: str, problem: str, fix: str) -> None:
+        """Add a problem with a flag at its source."""
+        self.problems.append(Problem(self.flags[name].source if name in self.flags else name, problem, fix))
 
-    def put(self, name: str, **keys: Any) -> None:
-        """Give keys values for a flag or variable; a default gives way to the user's own flags and variables."""
-        variables = {key for variable, key in environment_keys().items() if self.environment.get(variable)}
+    def put(self, name: str, keys: Mapping[str, Any]) -> None:
+        """Set keys for a flag or variable; the default of a flag gives way to the user's own flags and variables."""
+        exported = {key for variable, key in environment_keys().items() if self.environment.get(variable)}
         for key, value in keys.items():
-            if name in self.given and key in self.own:
-                self.refuse(name, f"is given beside --{key}, which is the same", "keep one of the two")
-            elif name in self.given or key not in self.own | variables:
-                self.keys[key] = value
-                self.sources[key] = self.given[name][1] if name in self.given else name
+            if name in self.flags and key in self.explicit:
+                self.reject(name, f"is given beside --{key}, which is the same", "keep one of the two")
+            elif name in self.flags or key not in self.explicit | exported:
+                source = self.flags[name].source if name in self.flags else name
+                self.keys[key] = Value(value, source, from_text=True)
 
-    def whole(self, name: str, least: int = 1) -> int | None:
-        """Return the whole number that was given for a flag or variable, or its default; None where there is none."""
-        default = FLAG[name].default if name in FLAG and self.bare else None
-        text = self.text(name) if name in self.given else default
-        if text is None:
-            return None
-        number = int(text) if str(text).isdecimal() else -1
-        if number >= least:
-            return number
-        what, example = f"is '{text}' where a whole number of {least} or more belongs", least + 1
-        self.refuse(name, what, f"write e.g. {name} {example}" if name in FLAG else f"export e.g. {name}={example}")
-        return None
+    def add(self, setting: Setting) -> None:
+        """Add the keys, the note or the problem of a setting."""
+        if setting.problem:
+            self.problems.append(setting.problem)
+        elif setting.keys:
+            self.put(setting.name, setting.keys)
+        elif setting.why:
+            self.notes.append(setting.note())
+
+    def number(self, name: str) -> int | None:
+        """Return the integer of a flag or variable, or None; the flag's row reports a wrong value."""
+        return whole_number(self.text(name))
+
+    def settings(self, mode: str | None) -> Settings:
+        """Return the values of all flags, for rows that depend on others."""
+        values = {name: raw.value for name, raw in self.flags.items()} | {MODE: mode}
+        if "vllm_server_port" in self.keys:
+            values.setdefault(PORT, self.keys["vllm_server_port"].value)
+        return Settings(values, self.device)
 
 
-def translate(it: Translation, dotted: list[tuple[str, str]]) -> str | None:
-    """Translate what needs no recipe; ``dotted`` are the flags of an environment. Return the weight bridge mode."""
-    mode = _mode(it)
-    if it.bare and MODEL not in it.given and "model_name_or_path" not in it.own:
-        it.refuse(MODEL, "is missing", f"write {MODEL} with a hub id or a folder, or export MODEL")
-    for flag in FLAGS:
-        _by_table(it, flag, mode)
-    if (length := it.whole("--seq-len", 4)) is not None:
-        prompt = length // 4
-        it.put("--seq-len", max_prompt_length=prompt, max_completion_length=length - prompt)
-    if (saves := it.whole("--checkpoint-interval", 0)) is not None:
-        it.put("--checkpoint-interval", **({"save_steps": saves} if saves else {"save_strategy": "no"}))
-    if it.text("--use-wandb"):
-        it.put("--use-wandb", report_to="wandb")
-    _places(it, mode)
-    _fields(it, dotted)
+def translate(translation: Translation, dotted: list[tuple[str, str]]) -> str | None:
+    """Translate the flags that need no recipe; ``dotted`` are an environment's. Return the weight bridge mode."""
+    mode = _weight_bridge_mode(translation)
+    if translation.bare and MODEL not in translation.flags and "model_name_or_path" not in translation.explicit:
+        translation.reject(MODEL, "is missing", f"write {MODEL} with a hub id or a folder, or export MODEL")
+    settings = translation.settings(mode)
+    for row in FLAGS.rows:
+        raw = translation.flags.get(row.name) or _default(translation, row, mode)
+        if raw is not None and row.name != MODE:
+            translation.add(FLAGS.translate(row.name, raw, settings))
+    for row in VARIABLES.rows:
+        if row.name in translation.flags:
+            translation.add(VARIABLES.translate(row.name, translation.flags[row.name], settings))
+    _read_fields(translation, dotted, translation.settings(mode))
     return mode
 
 
-def _mode(it: Translation) -> str | None:
-    """Return the weight bridge mode, None where the recipe or its own keys say it; put its keys."""
-    given, single, rank = it.text(MODE), it.text("--single-copy"), it.whole("LORA_RANK", 0)
-    if single and given not in (None, SHARED):
-        it.refuse("--single-copy", f"is {SHARED}, and {MODE} is {given}", "keep one of the two")
-    if rank and given not in (None, *ADAPTERS):
-        it.refuse("LORA_RANK", f"is {rank}, and {MODE} {given} trains all weights", f"write {' or '.join(ADAPTERS)}")
+def _weight_bridge_mode(translation: Translation) -> str | None:
+    """Return the mode and set its keys; None if the recipe or its keys decide."""
+    named, single, rank = translation.text(MODE), translation.text("--single-copy"), translation.number("LORA_RANK")
+    if single and named not in (None, SHARED):
+        translation.reject("--single-copy", f"is {SHARED}, and {MODE} is {named}", "keep one of the two")
+    if rank and named not in (None, *ADAPTERS):
+        translation.reject(
+            "LORA_RANK", f"is {rank}, and {MODE} {named} trains all weights", f"write {' or '.join(ADAPTERS)}"
+        )
     if single:
-        it.notes.append(f"--single-copy is {MODE} {SHARED}")
-    mode, source = given or (SHARED if single else None), MODE if given else "--single-copy"
+        translation.notes.append(f"--single-copy is {MODE} {SHARED}")
+    mode, source = named or (SHARED if single else None), MODE if named else "--single-copy"
     if mode is None and rank:
         mode, source = ADAPTERS[0], "LORA_RANK"
-    if mode is None and it.bare and not it.own & {"weight_sync", "weight_bridge_mode", "use_peft", "vllm_mode"}:
-        mode, source = (AUTO if it.script else FLAG[MODE].default), MODE
+    if (
+        mode is None
+        and translation.bare
+        and not translation.explicit & {"weight_sync", "weight_bridge_mode", "use_peft", "vllm_mode"}
+    ):
+        mode, source = (AUTO if translation.script else FLAGS.by_name[MODE].default), MODE
     if mode is not None:
-        it.put(source, weight_sync=BRIDGE_MODES.get(mode, mode), **({"use_peft": "true"} if mode in ADAPTERS else {}))
+        translation.put(source, FLAGS.by_name[MODE].values[mode])
     if rank:
-        it.put("LORA_RANK", lora_r=rank)
+        translation.put("LORA_RANK", {"lora_r": rank})
     return mode
 
 
-def _by_table(it: Translation, flag: Flag, mode: str | None) -> None:
-    """Put the key of a flag that the table translates, with the flag's value or its default."""
-    if not flag.key or flag.refused:
-        return
-    text = it.text(flag.name)
-    if text is not None and flag.modes and mode is not None and mode not in flag.modes:
-        it.refuse(flag.name, f"does nothing with {MODE} {mode}", f"write {MODE} {flag.modes[0]}, or leave it out")
-        return
-    if text is None and it.bare and (not flag.modes or mode in flag.modes) and flag.key not in it.keys:
-        text = _default(it, flag, mode)
-    if text is not None:
-        it.put(flag.name, **{flag.key: text if flag.words else flag.values.get(text, text)})
-
-
-def _default(it: Translation, flag: Flag, mode: str | None) -> Any:
-    """Return the default of a flag, which depends on little."""
-    if (flag.name == PORT and it.in_job) or (flag.name == ACCUMULATION and "prompts_per_step" in it.own):
+def _default(translation: Translation, row: Row, mode: str | None) -> Value | None:
+    """Return the default of a flag if no recipe is named, or None; few defaults depend on other flags."""
+    text: Any = row.default
+    idle = any(mode not in modes.split() for modes in row.needs.values()) or any(
+        key in translation.keys for key in row.sets
+    )
+    in_place = (row.name == PORT and translation.in_job) or (
+        row.name == ACCUMULATION and "prompts_per_step" in translation.explicit
+    )
+    if not translation.bare or text is None or idle or in_place:
         return None
-    if flag.name == "--dtype" and it.device == "cpu":
-        it.put("--dtype", bf16="false")
-    if flag.name == "--dtype" and (it.device == "cpu" or mode == SHARED):
-        return "float32"
-    return flag.default.split() if flag.words and flag.default else flag.default
+    if row.name == "--dtype" and translation.device == "cpu":
+        translation.put("--dtype", {"bf16": False})
+    if row.name == "--dtype" and (translation.device == "cpu" or mode == SHARED):
+        text = "float32"
+    return Value(text.split() if row.type == "words" else text, row.name)
 
 
-def _places(it: Translation, mode: str | None) -> None:
-    """Read what names a device, a file or a switch of theirs, all of which is decided elsewhere here."""
-    device = it.text("--device")
-    if device is not None and device != it.device:
-        fix = f"write {it.device}, which the environment is made for (make setup DEVICE=cpu or cuda)"
-        fix = f"export CUDA_VISIBLE_DEVICES={device[5:]}" if device.startswith("cuda:") and it.device == "cuda" else fix
-        it.refuse("--device", f"is '{device}', the environment's is {it.device}", fix)
-    path = it.text("--vllm-config-path")
-    if path is not None and not os.path.isfile(os.path.expanduser(path)):
-        it.refuse("--vllm-config-path", f"there is no file '{path}'", "name an existing file, or leave it out")
-    elif path is not None:
-        it.notes.append("--vllm-config-path is not read: the trainer asks the server itself where the one copy is")
-    gate, shares = "VLLM_ENABLE_SHARED_WEIGHTS", it.text("VLLM_ENABLE_SHARED_WEIGHTS")
-    if shares is not None and mode == SHARED and as_bool(shares) is not True:
-        it.refuse(gate, f"is {shares}, and {SHARED} shares weights", f"export {gate}=1, or unset it")
-    elif shares is not None and mode != SHARED and as_bool(shares) is True:
-        it.notes.append(f"{gate}={shares} changes nothing without {MODE} {SHARED}")
-    if it.text("--enforce-eager"):
-        it.put("--enforce-eager", vllm_enforce_eager="true")
-    if it.text("--enable-lora") and mode != ADAPTERS[0]:
-        it.refuse("--enable-lora", f"does nothing with {MODE} {mode}", f"write {MODE} {ADAPTERS[0]}, or leave it out")
-    backend = it.text("INFERENCE_BACKEND")
-    if backend is not None and backend not in BACKENDS:
-        fix = f"export INFERENCE_BACKEND={BACKENDS[0]}, or unset it: environments ask a vLLM server"
-        it.refuse("INFERENCE_BACKEND", f"is '{backend}'", fix)
+def split_length(setting: Setting, _: Settings) -> None:
+    """Read the most tokens of a sequence: a quarter is for the prompt, the rest for the completion."""
+    prompt = setting.number // 4
+    setting.write({"max_prompt_length": prompt, "max_completion_length": setting.number - prompt})
 
 
-def _fields(it: Translation, dotted: list[tuple[str, str]]) -> None:
-    """Read the flags of an environment: fields of its configuration, or what the launch says to it."""
+def device(setting: Setting, settings: Settings) -> None:
+    """Accept only the device of the environment."""
+    named, usual = setting.value, settings.device
+    if named != usual:
+        fix = f"write {usual}, which the environment is made for (make setup DEVICE=cpu or cuda)"
+        fix = f"export CUDA_VISIBLE_DEVICES={named[5:]}" if named.startswith("cuda:") and usual == "cuda" else fix
+        setting.reject(f"is '{named}', the environment's is {usual}", fix)
+
+
+def existing_file(setting: Setting, _: Settings) -> None:
+    """Accept an existing file that the launch does not need."""
+    setting.accept("the trainer asks the server itself where the one copy is")
+    if not os.path.isfile(os.path.expanduser(setting.value)):
+        setting.reject(f"there is no file '{setting.value}'", "name an existing file, or leave it out")
+
+
+def same_model(setting: Setting, settings: Settings) -> None:
+    """Accept the run's own model."""
+    _accept_same(setting, setting.value == settings.values.get(MODEL))
+
+
+def same_server(setting: Setting, settings: Settings) -> None:
+    """Accept the address of the server that the launch starts."""
+    parts = urlsplit(setting.value)
+    port = str(parts.netloc.rpartition(":")[2])
+    _accept_same(setting, parts.hostname in _LOCAL and port == str(settings.values.get(PORT)))
+
+
+def _accept_same(setting: Setting, same: bool) -> None:
+    setting.accept("the launch tells its environments the same")
+    if not same:
+        setting.reject(f"'{setting.value:.100}' has no equal here")
+
+
+def shared_weights(setting: Setting, settings: Settings) -> None:
+    """Accept a value that agrees with the weight bridge mode."""
+    shared, shares = settings.values[MODE] == SHARED, as_bool(setting.value) is True
+    if shared and not shares:
+        fix = f"export {setting.name}=1, or unset it"
+        setting.reject(f"is {setting.value}, and {SHARED} shares weights", fix)
+    elif shares and not shared:
+        setting.accept(f"{MODE} {SHARED} is not set")
+
+
+def _read_fields(translation: Translation, dotted: list[tuple[str, str]], settings: Settings) -> None:
+    """Read the flags of an environment: recipe keys, values that the launch sets, or fields of its configuration."""
     fields: dict[str, Any] = {}
-    model, port = it.text(MODEL), it.text(PORT) or it.keys.get("vllm_server_port")
-    anyway = {
-        "--env.tokenizer_name": lambda text: text == model,
-        "--openai.model_name": lambda text: text == model,
-        "--env.use_wandb": lambda text: as_bool(text) is False,
-        "--openai.server_type": lambda text: text == BACKENDS[0],
-        "--openai.base_url": lambda text: _is_local(text, port),
-    }
     for name, text in dotted:
-        it.given[name] = text, name
+        translation.flags[name] = Value(text, name, from_text=True)
         if not text:
-            it.refuse(name, "is given without a value", f"write {name} VALUE")
-        elif name in FIELD_KEYS:
-            it.put(name, **{FIELD_KEYS[name]: text})
-        elif name in anyway and anyway[name](text):
-            it.notes.append(f"{name} {text} changes nothing: the launch tells its environments the same")
-        elif name in ENVIRONMENT_FIELDS or not name.startswith(_ENV):
+            translation.reject(name, "is given without a value", f"write {name} VALUE")
+        elif name in FIELDS.by_name:
+            translation.add(FIELDS.translate(name, translation.flags[name], settings))
+        elif not name.startswith(_ENV):
             fix = "remove it; the launch starts the server and tells its environments where it is"
-            it.refuse(name, f"'{text:.100}' is not taken here", ENVIRONMENT_FIELDS.get(name, fix))
+            translation.reject(name, "has no equal here", fix)
         else:
-            fields[name.removeprefix(_ENV)] = _plain(name, text)
-    if fields and "--environment" not in it.given and "atropos_environment" not in it.own:
-        name = f"{_ENV}{next(iter(fields))}"
-        it.refuse(name, "is a field of an environment, and none is named", "write --environment too")
+            fields[name.removeprefix(_ENV)] = _read_yaml(name, text)
+    first = f"{_ENV}{next(iter(fields), '')}"
+    if fields and "--environment" not in translation.flags and "atropos_environment" not in translation.explicit:
+        translation.reject(first, "is a field of an environment, and none is named", "write --environment too")
     elif fields:
-        text = yaml.safe_dump(fields, default_flow_style=True, width=10**6, sort_keys=False).strip()
-        it.put(f"{_ENV}{next(iter(fields))}", atropos_environment_args=text)
+        translation.put(first, {"atropos_environment_args": fields})
 
 
-def _plain(name: str, text: str) -> Any:
-    """Return the value that a text is in YAML."""
+def _read_yaml(name: str, text: str) -> Any:
+    """Return the value of a text in YAML."""
     wrong = config_error(name, f"'{text:.100}' is no value in YAML", "quote it as YAML asks for")
     with translate_error(yaml.YAMLError, lambda _: wrong):
         return yaml.safe_load(text)
 
 
-def _is_local(url: str, port: Any) -> bool:
-    """Return whether a URL is that of the server which the launch starts."""
-    parts = urlsplit(url)
-    return parts.hostname in _LOCAL and str(parts.netloc.rpartition(":")[2]) == str(port)
-
-
-def count(it: Translation, value: Callable[[str], Any], mode: str | None) -> None:
-    """Translate what counts sequences, steps and GPUs; ``value`` looks up a key of the recipe as it is so far."""
-    _sequences(it, value)
-    _room_for_adapters(it, value("lora_r"), mode)
-    interval = it.whole(INTERVAL)
+def translate_counts(translation: Translation, value: Callable[[str], Any], mode: str | None) -> None:
+    """Translate the numbers of sequences, steps and GPUs; ``value`` looks up a recipe key."""
+    _read_sequences(translation, value)
+    _need_room_for_adapters(translation, value("lora_r"), mode)
+    interval = translation.number(INTERVAL)
     if interval is not None and interval > 1:
         steps = value("gradient_accumulation_steps")
         if mode == SHARED:
-            it.refuse(INTERVAL, f"{mode} transfers nothing: the server has every step's weights", "leave it out")
+            translation.reject(
+                INTERVAL, f"{mode} transfers nothing: the server has every step's weights", "leave it out"
+            )
         elif value("prompts_per_step") is not None:
             fix = f"write {BATCH} and {ACCUMULATION} in its place"
-            it.refuse(INTERVAL, "several steps of one transfer contradict prompts_per_step", fix)
+            translation.reject(INTERVAL, "several steps of one transfer contradict prompts_per_step", fix)
         elif isinstance(steps, int):
-            it.put(INTERVAL, steps_per_generation=steps * interval)
-    gpus = it.whole("NUM_GPUS")
-    if gpus is not None and it.device == "cpu":
-        it.notes.append(f"NUM_GPUS={gpus} is not read: this is a CPU environment")
+            translation.put(INTERVAL, {"steps_per_generation": steps * interval})
+    gpus = translation.number("NUM_GPUS")
+    if gpus is not None and translation.device == "cpu":
+        translation.notes.append(f"NUM_GPUS={gpus} is not read: this is a CPU environment")
     elif gpus is not None:
         parallel = value("vllm_tensor_parallel_size")
         trainers = trainers_of(gpus, parallel if isinstance(parallel, int) else 1, value("weight_sync") == "shared")
         if trainers is None:
-            it.refuse("NUM_GPUS", f"{gpus} leaves no GPU to train on: the server has {parallel}", "export more")
+            translation.reject(
+                "NUM_GPUS", f"{gpus} leaves no GPU to train on: the server has {parallel}", "export more"
+            )
         else:
-            it.put("NUM_GPUS", num_processes=trainers)
+            translation.put("NUM_GPUS", {"num_processes": trainers})
 
 
-def _room_for_adapters(it: Translation, rank: Any, mode: str | None) -> None:
-    """Read --max-lora-rank: their server's room for adapters, which must be enough for --lora-r."""
+def _need_room_for_adapters(translation: Translation, rank: Any, mode: str | None) -> None:
+    """Reject a --max-lora-rank that is too small for --lora-r."""
     name = "--max-lora-rank"
-    room = it.whole(name)
-    if room is None:
-        return
-    if mode is not None and mode not in ADAPTERS:
-        it.refuse(name, f"does nothing with {MODE} {mode}", f"write {MODE} {ADAPTERS[0]}, or leave it out")
-    elif isinstance(rank, int) and room < rank:
-        it.refuse(name, f"is {room}, below --lora-r {rank}", f"write {name} {rank}, or leave it out")
-    else:
-        it.notes.append(f"{name} {room} changes nothing: the server has room for --lora-r {rank}")
+    room = translation.number(name) if mode in (None, *ADAPTERS) else None
+    if room is not None and isinstance(rank, int) and room < rank:
+        translation.reject(name, f"is {room}, below --lora-r {rank}", f"write {name} {rank}, or leave it out")
+    elif room is not None:
+        translation.notes.append(f"{name} {room} changes nothing: the server has room for --lora-r {rank}")
 
 
-def _sequences(it: Translation, value: Callable[[str], Any]) -> None:
-    """Read BATCH_SIZE, the sequences of a step, unless flags say how many there are."""
-    size, group = it.whole("BATCH_SIZE"), value("num_generations")
-    flags = [name for name in (BATCH, ACCUMULATION) if name in it.given]
-    flags += [f"--{key}" for key in ("prompts_per_step", "per_device_train_batch_size") if key in it.own]
+def _read_sequences(translation: Translation, value: Callable[[str], Any]) -> None:
+    """Read BATCH_SIZE, the sequences of a step, unless flags set their number."""
+    size, group = translation.number("BATCH_SIZE"), value("num_generations")
+    flags = [name for name in (BATCH, ACCUMULATION) if name in translation.flags]
+    flags += [f"--{key}" for key in ("prompts_per_step", "per_device_train_batch_size") if key in translation.explicit]
     if size is None or not isinstance(group, int):
         return
     if flags:
-        if it.environment.get("BATCH_SIZE"):
-            it.notes.append(f"BATCH_SIZE={size} is not read beside {flags[0]}")
-    elif rest := size % group:
-        what = f"{size} sequences are no whole groups of {group} (num_generations): run-api would hand out no batch"
-        it.refuse("BATCH_SIZE", what, f"export BATCH_SIZE={size - rest + group}, or write another --num_generations")
+        if translation.environment.get("BATCH_SIZE"):
+            translation.notes.append(f"BATCH_SIZE={size} is not read beside {flags[0]}")
+    elif remainder := size % group:
+        problem = f"{size} sequences are no whole groups of {group} (num_generations): run-api would hand out no batch"
+        fix = f"export BATCH_SIZE={size - remainder + group}, or write another --num_generations"
+        translation.reject("BATCH_SIZE", problem, fix)
     else:
-        it.keys.pop("gradient_accumulation_steps", None)
-        it.put("BATCH_SIZE", prompts_per_step=size // group)
+        translation.keys.pop("gradient_accumulation_steps", None)
+        translation.put("BATCH_SIZE", {"prompts_per_step": size // group})

@@ -2,4 +2,4 @@
 
 from grpo_recipes.recipe.extensions import Extension
 
-EXTENSION = Extension("colocated")
+EXTENSION = Extension("colocated", converters="grpo_recipes.extensions.colocated.keys:CONVERTERS")

@@ -1,24 +1,24 @@
-"""The flags of ``run_colocated_grpo.py``, which become one `grpo launch` with vLLM inside the training processes."""
+"""The entry point ``run_colocated_grpo.py``: its flags become one launch with vLLM inside the training processes."""
 
 import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_recipes.cli import Parser, answer, load_command, option, recipe_name
-from grpo_recipes.cli.doors import in_words_of, launch_words, strange, with_gpus
+from grpo_recipes.cli.entry_points import LaunchRequest, unknown_flags, with_flags_of, with_gpus
 from grpo_recipes.cli.nodes import NODE_OPTIONS, NodeFlags, read_nodes, reject_other_launchers
 from grpo_recipes.cli.runs import launch_options
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
-from grpo_recipes.launch.resolve import Options
 from grpo_recipes.launch.run import launch
 from grpo_recipes.paths import home, shown
 from grpo_recipes.plan.devices import Resources, find_resources, some_trainers
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe.check import choose_recipe
+from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE
 from grpo_recipes.recipe.tasks import GRPO, requested_task
 
@@ -35,40 +35,32 @@ _NAMES = [name for names, _ in (*OPTIONS, *NODE_OPTIONS) for name in names]
 DETAILS = "TORCH_DISTRIBUTED_DEBUG"
 # Of torch 2.13. With DETAIL its DistributedDataParallel takes the wrapped gloo for gloo, and dies of signal 11.
 _MOST_DETAILS = {"cuda": "DETAIL", "cpu": "INFO"}
-# Flags of the launch that stand for ours, in messages.
-_OURS = {
-    "RECIPE": "--config", "--num_processes": "--gpus", "--main_process_port": "--master-port",
-    "--log_level": "--log-level", "--log_level_replica": "--log-level",
-}  # fmt: skip
+_OURS = {"RECIPE": "--config"}  # option of `grpo launch` -> ours, in messages
 
 
 @dataclass(frozen=True)
-class Door:
-    """One launch, as the flags ask for it."""
+class ColocatedLaunch(LaunchRequest):
+    """The launch that the flags request."""
 
-    options: Options
-    resources: Resources
-    variables: dict[str, str]  # that are set for it
-    notes: list[str]
-    file: str | None  # of --redirect-output
+    file: str | None = None  # of --redirect-output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code of the launch; 2 with a line for each thing that is wrong, before anything is started."""
 
     def run() -> int:
-        door = read(list(sys.argv[1:] if argv is None else argv))
-        with _output_to(door.file):
-            code = answer(lambda: _launch(door))
-        if door.file is not None and code:
-            print(f"grpo: exit code {code}, see {shown(door.file)}", file=sys.stderr)
+        request = read(list(sys.argv[1:] if argv is None else argv))
+        with _output_to(request.file):
+            code = answer(lambda: _launch(request))
+        if request.file is not None and code:
+            print(f"grpo: exit code {code}, see {shown(request.file)}", file=sys.stderr)
         return code
 
     return answer(run)
 
 
-def read(arguments: list[str]) -> Door:
-    """Return the launch that the flags ask for; a ConfigError names everything that is wrong with them."""
+def read(arguments: list[str]) -> ColocatedLaunch:
+    """Return the launch that the flags request; a ConfigError lists everything that is wrong with them."""
     reject_other_launchers(f"python {PROGRAM} --gpus", os.environ)
     options, flags = _parser().parse_known_args(arguments)
     resources = find_resources(os.environ)
@@ -77,15 +69,15 @@ def read(arguments: list[str]) -> Door:
         nodes = read_nodes(options, resources.job)
     except ConfigError as error:
         problems += error.problems
-    ours = [*_flags(options), *nodes.flags]
-    problems += [*strange(flags, _NAMES, PROGRAM), *_given_twice(flags, ours)]
+    keys = {**_keys(options), **nodes.keys}
+    problems += [*unknown_flags(flags, _NAMES, PROGRAM), *_set_twice(flags, keys)]
     if problems:
         raise ConfigError(*problems)
-    asked = launch_options(options, _recipe(options, resources.device), [*ours, *flags], nodes.meeting)
+    launching = launch_options(options, _recipe(options, resources.device), flags, nodes.meeting, keys)
     detailed = options.log_level == "DEBUG" and not os.environ.get(DETAILS)
     variables = {**nodes.variables, **({DETAILS: _MOST_DETAILS[resources.device]} if detailed else {})}
     resources, notes = _devices(options, resources)
-    return Door(asked, resources, variables, notes, options.redirect_output)
+    return ColocatedLaunch(launching, resources, variables, notes, options.redirect_output)
 
 
 def _parser() -> Parser:
@@ -100,14 +92,17 @@ def _parser() -> Parser:
     return parser
 
 
-def _flags(options: argparse.Namespace) -> list[str]:
-    """Return the recipe flags that our options stand for; a resumed run goes on as it began but for what is given."""
-    keys: dict[str, object] = {"use_vllm": "true", "vllm_mode": "colocate"} if options.resume is None else {}
+def _keys(options: argparse.Namespace) -> dict[str, Value]:
+    """Return the recipe keys that our options set; a resumed run keeps the keys that no option sets."""
+    keys: dict[str, Value] = {}
+    if options.resume is None:
+        keys = {"use_vllm": Value(True, PROGRAM), "vllm_mode": Value("colocate", PROGRAM)}
     if options.resume is None or options.gpus is not None:
-        keys["num_processes"] = _gpus(options) * options.nodes
+        keys["num_processes"] = Value(_gpus(options) * options.nodes, "--gpus")
     if options.log_level is not None:
-        keys |= dict.fromkeys(("log_level", "log_level_replica"), options.log_level.lower())
-    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+        level = Value(options.log_level.lower(), "--log-level")
+        keys |= {"log_level": level, "log_level_replica": level}
+    return keys
 
 
 def _gpus(options: argparse.Namespace) -> int:
@@ -119,15 +114,14 @@ def _wrong_numbers(options: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("--gpus", f"is {options.gpus}", "write --gpus 1 or more")
 
 
-def _given_twice(flags: list[str], ours: list[str]) -> Iterator[Problem]:
-    """Yield the flags of recipe keys that our options decide."""
-    keys = {word.removeprefix("--") for word in ours[::2]}
+def _set_twice(flags: list[str], keys: Mapping[str, Value]) -> Iterator[Problem]:
+    """Yield the flags for recipe keys that our options set."""
     for flag in flags:
         key = flag.partition("=")[0].removeprefix("--").replace("-", "_")
         if flag.startswith("--") and key.removeprefix("no_") in keys:
-            decided = _OURS.get(f"--{key}")
-            fix = f"keep {decided}" if decided else "leave it out, or use grpo launch"
-            yield Problem(flag.partition("=")[0], f"{decided or PROGRAM} decides {key}", fix)
+            source = keys[key.removeprefix("no_")].source
+            fix = f"keep {source}" if source != PROGRAM else "leave it out, or use grpo launch"
+            yield Problem(flag.partition("=")[0], f"{source} decides {key}", fix)
 
 
 def _devices(options: argparse.Namespace, resources: Resources) -> tuple[Resources, list[str]]:
@@ -150,21 +144,15 @@ def _recipe(options: argparse.Namespace, device: str) -> str | None:
     if not named and not os.environ.get("CONFIG") and any((folder / USUAL).is_file() for folder in (Path(), home())):
         named = USUAL
     task = requested_task(os.environ, options.task).task or GRPO
-    with translate(ConfigError, _in_our_words):
+    with translate(ConfigError, lambda error: with_flags_of(error, {}, _OURS)):
         return shown(choose_recipe(named, {**os.environ, DEFAULT_RECIPE: "1"}, task, device))
 
 
-def _in_our_words(error: ConfigError) -> ConfigError:
-    return in_words_of(error, _OURS)
-
-
-def _launch(door: Door) -> int:
-    say(launch_words(["grpo", "launch"], door.options, door.variables))
-    for note in door.notes:
-        say(f"note: {note}")
-    os.environ.update(door.variables)
-    with translate(ConfigError, _in_our_words):
-        return launch(door.options, door.resources)
+def _launch(request: ColocatedLaunch) -> int:
+    request.announce()
+    keys = {key: value for key, value in request.options.keys.items() if value.source != PROGRAM}
+    with translate(ConfigError, lambda error: with_flags_of(error, keys, _OURS)):
+        return launch(request.options, request.resources)
 
 
 @contextlib.contextmanager

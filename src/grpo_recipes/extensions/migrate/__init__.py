@@ -2,4 +2,4 @@
 
 from grpo_recipes.recipe.extensions import Extension
 
-EXTENSION = Extension("migrate")
+EXTENSION = Extension("migrate", translate="grpo_recipes.extensions.migrate.migrate:translate_recipe")

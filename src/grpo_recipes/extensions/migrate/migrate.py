@@ -16,11 +16,11 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import Problem, config_error, translate
-from grpo_recipes.extensions.atropos import verl as atropos
-from grpo_recipes.extensions.colocated.keys import IMPLIED
 from grpo_recipes.paths import shown
-from grpo_recipes.recipe import dialects, in_order, merge_recipe
+from grpo_recipes.recipe import converters, in_order, merge_recipe
 from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe.converters.files import FileConverter, Surroundings, converter_of
+from grpo_recipes.recipe.converters.table import in_words, short
 from grpo_recipes.recipe.document import BASE_KEY, Value, read_file
 from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, nested_catalogue, schema_line
 from grpo_recipes.recipe.registry import ACCURACY, PACKAGE_KEYS, REWARDS, benchmark_problem, missing_package
@@ -105,6 +105,11 @@ class Migration:
             made.append(f"\n\ndef {name}(completions, **columns):\n    {about}\n    {raised}\n")
         return "".join(made)
 
+    def files(self) -> dict[Path, str]:
+        """Return the text of each file to write."""
+        rewards = {self.rewards_file: self.rewards_text()} if self.unwritten else {}
+        return {self.target: self.text(), **rewards}
+
     def report(self) -> list[str]:
         """Return what `grpo new` prints: every change, and what is to be done."""
         said = [*self.notes, *(line.said() for line in self.lines if line.why)]
@@ -120,14 +125,21 @@ class Migration:
         return next((line for line in self.lines if line.kept and line.key == key), None)
 
 
+def translate_recipe(source: Path, target: Path) -> Migration | None:
+    """Translate a recipe of another project, or return None if the file is a recipe of this package."""
+    return migrate(source, target) if is_translated(source) else None
+
+
 def is_translated(source: Path) -> bool:
     """Return whether a file must be translated: it has names that are not ours, or is no YAML."""
     if source.suffix == ".toml":
         return True
     layer = read_file(source, [])
-    ours = {BASE_KEY, *dialects.ALIASES, *catalogue()}
+    ours = {BASE_KEY, *converters.ALIASES, *catalogue()}
     rewards = layer.get("reward_funcs")
-    foreign = {*dialects.reward_names(), *dialects.other_rewards(True), *dialects.other_rewards(False)} - set(REWARDS)
+    foreign = {*converters.reward_names(), *converters.other_rewards(True), *converters.other_rewards(False)} - set(
+        REWARDS
+    )
     return not set(layer) <= ours or bool(foreign & set(map(str, _list(rewards and rewards.value))))
 
 
@@ -136,9 +148,10 @@ def migrate(source: Path, target: Path) -> Migration:
     made = Migration(source, target)
     traps: list[Problem] = []
     read = _read(source, traps)
-    if atropos.is_atropos(file := {name: Value(value, source.name) for name, value in read.items()}):
-        made.lines += _of_atropos(file)
-        read = {name: value for name, value in read.items() if name not in atropos.SECTIONS}
+    file = {name: Value(value, source.name) for name, value in read.items()}
+    if converter := converter_of(file):
+        made.lines += _converted(converter, file)
+        read = {name: value for name, value in read.items() if name not in converter.sections}
     flat = [setting for name, value in read.items() for setting in _flat(name, value)]
     made.notes = [f"{problem.where}: {problem.what}" for problem in traps]
     for name, value in flat:
@@ -185,23 +198,27 @@ def _joined(read: dict[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _of_atropos(file: Mapping[str, Value]) -> list[Line]:
-    """Return the lines of verl's integration with Atropos, whose settings mean what its own table says."""
-    why = "verl's integration with Atropos asks for it"
-    lines = [Line(key, value, "", why) for key, value in atropos.IMPLIED.items() if key not in file]
-    for one in atropos.readings(file):
-        was = f"was {one.name}{dialects.short(one.raw.value)}"
-        lines += [Line(key, value, one.name, was) for key, value in one.writes.items()]
-        if not one.writes:
-            left_out = one.problem.fix.removeprefix("remove it; ") if one.problem else one.why
-            lines.append(Line(one.name, one.raw.value, one.name, left_out, kept=False))
+def _converted(converter: FileConverter, file: Mapping[str, Value]) -> list[Line]:
+    """Return the lines of a file that a config converter reads, whose settings mean what its own table says."""
+    around = Surroundings({name: raw.value for name, raw in file.items()})
+    lines = [
+        Line(key, value, "", f"{reason} {in_words({key: value})}")
+        for reason, keys, _ in converter.implied(file, file)
+        for key, value in keys.items()
+    ]
+    for setting in converter.settings(file, around):
+        why = f"was {setting.name}{short(setting.value)}"
+        lines += [Line(key, value, setting.name, why) for key, value in setting.keys.items()]
+        if not setting.keys:
+            why = setting.problem.fix.removeprefix("remove it; ") if setting.problem else setting.why
+            lines.append(Line(setting.name, setting.value, setting.name, why, kept=False))
     return lines
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the settings inside mappings, with dots between the names, as far as no key takes the mapping itself."""
-    known = dialects.meaning_of(name)
-    takes = known is not None and any(catalogue()[key]["type"] == "dict" for key in known.writes)
+    known = converters.meaning_of(name)
+    takes = known is not None and any(catalogue()[key]["type"] == "dict" for key in known.sets)
     if isinstance(value, dict) and value and not takes:
         for part, inner in value.items():
             yield from _flat(f"{name}.{part}", inner)
@@ -218,18 +235,18 @@ def _translated(name: str, value: Any) -> list[Line]:
     last = name.rpartition(".")[2]
     if _LOGIN.search(last) or secret_value(value):
         return [Line(name, None, name, "export it as a variable, no recipe holds a secret", kept=False)]
-    known = dialects.meaning_of(name)
+    known = converters.meaning_of(name)
     left_out = partial(Line, name, value, name, kept=False)
     if known is None:
-        close = dialects.meaning_of(dialects.nearest(name) or "")
-        guess = " and ".join(close.writes) if close else ""
+        close = converters.meaning_of(converters.nearest(name) or "")
+        guess = " and ".join(close.sets) if close else ""
         return [left_out(f"unknown here; did you mean {guess}?" if guess else "no key here has this meaning")]
-    if why := dialects.harmless(last, value):
+    if why := converters.harmless(last, value):
         return [left_out(why)]
-    writes, instead = known.values(value), known.instead.removeprefix("remove it; ")
+    writes, instead = known.filled(value), known.fix.removeprefix("remove it; ")
     if last in OWNED_KEYS and (taught := _TEACHES.match(OWNED_KEYS[last])):
         writes = {taught[1]: value} if taught[1] in catalogue() else {}
-    writes = dialects.by_value(last, value) or writes
+    writes = converters.by_value(last, value) or writes
     if "dataset_name" in writes and len(_list(value)) > 1:
         writes = {"dataset_mixture": {"datasets": [{"id": one} for one in value]}}
     lines = []
@@ -237,9 +254,9 @@ def _translated(name: str, value: Any) -> list[Line]:
         final, why = _VALUES[key](given) if key in _VALUES else (given, "")
         final = _plain(key, final)
         if key != name:
-            why = "; ".join(filter(None, (f"was {name}{dialects.short(value)}", why)))
+            why = "; ".join(filter(None, (f"was {name}{short(value)}", why)))
         elif final != value and not why:
-            why = f"was {dialects.short(value)[2:] or 'written otherwise'}"
+            why = f"was {short(value)[2:] or 'written otherwise'}"
         if isinstance(final, str) and "${" in final and not why:
             why = "as it is written: nothing replaces ${...} here"
         # A null that says something is one of a key with another default.
@@ -253,7 +270,7 @@ def _plain(key: str, value: Any) -> Any:
     """Return a value as a recipe has it: YAML reads ``no`` as false and ``1e-7`` in a mapping as a text."""
     entry = catalogue()[key]
     if isinstance(value, bool):
-        value = dialects.SAME_VALUES.get(key, {}).get(value, value)
+        value = converters.SAME_VALUES.get(key, {}).get(value, value)
         if value is False and "no" in entry.get("choices", ()):
             return "no"
     if isinstance(value, dict):
@@ -334,7 +351,7 @@ def _once(lines: Iterable[Line]) -> None:
         if other is not line:
             idle = other.key == other.name and other.value in (catalogue()[line.key]["default"], None, *_LOADERS)
             loser, winner = (other, line) if idle else (line, other)
-            why = f"the file gives {winner.name}{dialects.short(winner.value)} too"
+            why = f"the file gives {winner.name}{short(winner.value)} too"
             loser.kept, loser.why, given[line.key] = False, why, winner
 
 
@@ -348,13 +365,13 @@ def _keep_rewards(made: Migration) -> None:
         return
     asked, weights = [str(name) for name in _list(line.value)], made.get("reward_weights")
     given = _list(weights.value) if weights else []
-    judging, of_form = dialects.other_rewards(True), dialects.other_rewards(False)
+    judging, of_form = converters.other_rewards(True), converters.other_rewards(False)
     chosen: dict[str, Any] = {}
     left: dict[str, tuple[str, Any]] = {}
     for index, name in enumerate(asked):
         weight = given[index] if index < len(given) else 1.0
         own = name if ":" in name else ":".join(name.rsplit(".", 1))
-        ours = own if ":" in own and source_path(own) else dialects.reward_names().get(name.rpartition(".")[2], name)
+        ours = own if ":" in own and source_path(own) else converters.reward_names().get(name.rpartition(".")[2], name)
         if ours in chosen:
             left[name] = f"{ours} is there already", weight
         elif ours in REWARDS or ":" in ours:
@@ -362,7 +379,7 @@ def _keep_rewards(made: Migration) -> None:
         else:
             left[name] = {**judging, **of_form}.get(name, "no reward here does that"), weight
     judged = any(name in _JUDGES or ":" in name for name in chosen)
-    spared = {*of_form, *dialects.reward_names(), *(judging if judged else ())} if chosen else set()
+    spared = {*of_form, *converters.reward_names(), *(judging if judged else ())} if chosen else set()
     for name in [name for name in left if name not in spared]:
         function = re.sub(r"\W", "_", f"_{name}" if not name or name[0].isdigit() else name)
         made.unwritten.append(function)
@@ -386,9 +403,6 @@ def _add(made: Migration, names: set[str]) -> None:
         add("dataset_solution_column", "solution", "the column that TRL's and open-r1's rewards read")
         if not names & {"dataset_configs", "vllm_device"}:  # of an older open-r1, which reads problem
             add("dataset_prompt_column", "prompt", "the column that TRL and newer versions of open-r1 read")
-    for section, implied in IMPLIED.items():
-        for key, value in implied.items() if any(name.startswith(f"{section}.") for name in names) else ():
-            add(key, value, f"{section} asks for it")
     truncated = [key for key, neutral in NEUTRAL_SAMPLING.items() if (line := made.get(key)) and line.value != neutral]
     if truncated:
         add("vllm_importance_sampling_correction", False, f"{', '.join(truncated)} would bias it")

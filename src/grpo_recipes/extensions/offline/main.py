@@ -1,7 +1,7 @@
-"""Hydra keys of the offline trainer, which become one `grpo launch`, or with -m one sweep.
+"""The entry point for Hydra keys of the offline trainer: one launch, or with -m one sweep.
 
-What becomes of each key is in ``recipe.dialects.offline``. Hydra composes the configuration and parses overrides; its
-launchers and its multirun are not used, since runs go on after a preemption and in Slurm's array jobs here.
+``keys.yaml`` has each key. Hydra composes the configuration and parses overrides. Its launchers and its multirun are
+not used: runs resume after a preemption and in Slurm's array jobs here.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from grpo_recipes.cli import Option, Parser, answer, commands, load_command, option
-from grpo_recipes.cli.doors import in_words_of, launch_words, one_node_options, strange
+from grpo_recipes.cli.entry_points import launch_command, one_node_options, unknown_flags, with_flags_of
 from grpo_recipes.cli.nodes import reject_other_launchers
 from grpo_recipes.cli.runs import launch_options
 from grpo_recipes.cli.sweeps import FlagsOf, need_sweeper
@@ -39,6 +39,7 @@ from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe.check import resolve_recipe
+from grpo_recipes.recipe.document import Value, as_words
 from grpo_recipes.recipe.keys import nearest_of
 from grpo_recipes.runs.rundir import write_whole
 
@@ -74,10 +75,10 @@ def flags_of(fixed: Sequence[str], swept: Sequence[str], own_port: bool, answers
 
     def translated(values: Mapping[str, str]) -> list[str]:
         words = [f"{key}={text}" for key, text in zip(swept, values.values(), strict=True)]
-        made = _translated(_composed([*fixed, *words])[0], lambda _: answers)
+        keys = _translated(_composed([*fixed, *words])[0], lambda _: answers).keys
         if own_port:
-            made.keys.pop("vllm_server_port", None)
-        return made.flags()
+            keys.pop("vllm_server_port", None)
+        return as_words(keys)
 
     return translated
 
@@ -91,7 +92,7 @@ def _run(arguments: list[str]) -> int:
     reject_other_launchers(f"python {PROGRAM} --num_processes", os.environ)
     words, others = _overrides(arguments)
     options, flags = _parser().parse_known_args(others)
-    if problems := list(strange(flags, ["--cfg", "--multirun", *(names[0] for names, _ in _SWEEP)], PROGRAM)):
+    if problems := list(unknown_flags(flags, ["--cfg", "--multirun", *(names[0] for names, _ in _SWEEP)], PROGRAM)):
         raise ConfigError(*problems)
     overrides = _parsed(words)
     if options.multirun:
@@ -105,24 +106,24 @@ def _run(arguments: list[str]) -> int:
         return 0
     # A server at the address that nobody named is somebody else's.
     named = any(one.get_key_element() == "generation.base_url" for _, one in overrides)
-    found = _translated(config, lambda url: named and _answers(url))
+    translation = _translated(config, lambda url: named and _answers(url))
     folder = Path(hydra.run.dir).absolute()
-    resources, variables = on_device(found.device, find_resources(os.environ))
+    resources, variables = on_device(translation.device, find_resources(os.environ))
     if options.resume and words:
         raise config_error(words[0], "changes nothing with --resume: a run goes on as it began", "remove it")
     resumed = options.resume or _earlier(folder, config)
-    moved = [f"--{key}={found.keys[key]}" for key in _ADDRESS if named and key in found.keys]
-    own = [*found.flags(), f"--run_root={folder}"] if resumed is None else moved
-    asked = launch_options(options, str(home() / BASE) if resumed is None else None, [*own, *flags])
+    keys = {**translation.keys, "run_root": Value(str(folder), "hydra.run.dir")}
+    if resumed is not None:
+        keys = {key: value for key, value in keys.items() if named and key in _ADDRESS}
+    asked = launch_options(options, str(home() / BASE) if resumed is None else None, flags, keys=keys)
     asked = replace(asked, resume=resumed)
     os.environ.update(variables)
-    names = {f"--{key}": source for key, source in found.sources.items()}
-    with translate(ConfigError, lambda error: in_words_of(error, names)):
+    with translate(ConfigError, lambda error: with_flags_of(error, keys)):
         if resumed is None:  # before anything is written
-            recipe = resolve_recipe(asked.recipe, asked.task, asked.flags, os.environ, resources.device)
+            recipe = resolve_recipe(asked.recipe, asked.task, asked.flags, os.environ, resources.device, keys)
             make_plan(recipe, resources, os.environ)
         if options.dry_run:
-            say(launch_words(["grpo", "launch"], replace(asked, dry_run=False), variables))
+            say(launch_command(replace(asked, dry_run=False), variables))
             return launch(asked, resources)
         if resumed is not None:
             return launch(asked, resources)
@@ -158,18 +159,18 @@ def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], f
     first = [f"{key}={texts[0]}" for key, texts in zip(swept, axes.values(), strict=True)]
     config, hydra, earlier = _composed([*fixed, *first])
     answers = "generation.base_url" in values and _answers(config.generation.base_url)
-    found, root = _translated(config, lambda _: answers), Path(hydra.sweep.dir).absolute()
-    _, variables = on_device(found.device, sweeper.resources(os.environ))
+    translation, root = _translated(config, lambda _: answers), Path(hydra.sweep.dir).absolute()
+    _, variables = on_device(translation.device, sweeper.resources(os.environ))
     if variables and sweeper.is_submitted:
-        what = f"'{found.device}' is a GPU of this machine, and the runs are jobs"
+        what = f"'{translation.device}' is a GPU of this machine, and the runs are jobs"
         raise config_error("model.device", what, "write model.device=auto")
     os.environ.update(variables)
     flags = [f"--run_root={root}", *([f"--run_name={options.name}"] if options.name else []), *flags]
     own_port = sweeper.is_submitted and "generation.base_url" not in values
     translated = flags_of(fixed, list(swept), own_port, answers)
-    names = {f"--{key}": source for key, source in found.sources.items()}
+    names = {f"--{key}": value.source for key, value in translation.keys.items()}
     try:
-        with translate(ConfigError, lambda error: in_words_of(error, names)):
+        with translate(ConfigError, lambda error: with_flags_of(error, {}, names)):
             return sweeper.start(str(home() / BASE), axes, flags, translated, earlier)
     except ConfigError:
         _remove_empty(root / sweeper.folder)
@@ -253,13 +254,13 @@ def _composed(words: list[str]) -> tuple[DictConfig, DictConfig, list[Path]]:
     return config, hydra, newest_first(map(Path, glob.glob(pattern)))
 
 
-def _translated(config: DictConfig, answers: Callable[[str], bool]) -> offline.Translated:
+def _translated(config: DictConfig, answers: Callable[[str], bool]) -> offline.OfflineKeys:
     plain = OmegaConf.to_container(OmegaConf.create({key: OmegaConf.select(config, key) for key in offline.KEYS}))
     assert isinstance(plain, dict)
-    found = offline.translate({str(key): value for key, value in plain.items()}, answers)
-    if found.problems:
-        raise ConfigError(*found.problems)
-    return found
+    translation = offline.translate({str(key): value for key, value in plain.items()}, answers)
+    if translation.problems:
+        raise ConfigError(*translation.problems)
+    return translation
 
 
 def on_device(device: str, resources: Resources) -> tuple[Resources, dict[str, str]]:

@@ -10,12 +10,13 @@ import pytest
 import yaml
 
 from grpo_recipes.errors import Problem
-from grpo_recipes.extensions.atropos.verl import IMPLIED, SECTIONS, SETTINGS, rows, trainers_of
+from grpo_recipes.extensions.atropos.verl import VERL, rows, trainers_of
 from grpo_recipes.extensions.migrate.migrate import is_translated, migrate
 from grpo_recipes.recipe import Recipe, merge_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import catalogue
 
+IMPLIED = {"use_vllm": True, "vllm_mode": "server", "reward_funcs": ["environment"]}
 # The settings of their own file, with numbers as YAML reads them.
 THEIRS = """\
 defaults: [ppo_trainer, _self_]
@@ -311,9 +312,9 @@ def test_any_other_value_is_refused_at_its_line_with_what_to_write(
 
 def test_every_setting_of_the_table_and_of_their_file_is_tested() -> None:
     tested = {name for name, *_ in (*CHANGES, *NOTHING, *OTHERS)}
-    assert tested == set(SETTINGS)
+    assert tested == set(VERL.table.by_name)
     assert set(leaves(yaml.safe_load(THEIRS))) <= tested
-    assert [name for name, _ in rows()] == list(SETTINGS) and all(about for _, about in rows())
+    assert [name for name, _ in rows()] == list(VERL.table.by_name) and all(about for _, about in rows())
 
 
 def test_their_own_file_is_answered_line_by_line(tmp_path: Path) -> None:
@@ -442,7 +443,7 @@ def test_gpus_count_by_the_machine_that_runs(tmp_path: Path, device: str | None)
 
 
 def test_other_files_are_read_as_before(tmp_path: Path) -> None:
-    foreign = Path(__file__).parent / "foreign/verl_nested.yaml"
+    foreign = Path(__file__).parents[1] / "migrate/foreign/verl_nested.yaml"
     assert not set(yaml.safe_load(foreign.read_text())) >= {"atropos"}
     _, problems = merge_recipe(foreign)
     assert any("this looks like a recipe of another project" in one.what for one in problems)
@@ -462,5 +463,5 @@ def test_grpo_new_writes_the_same_recipe(tmp_path: Path, monkeypatch: pytest.Mon
     again, problems = merge_recipe(tmp_path / "my.yaml")
     assert problems == []
     assert {key: again[key] for key in catalogue()} == {key: direct[key] for key in catalogue()}
-    assert set(SECTIONS).isdisjoint(yaml.safe_load(made.text()))
+    assert set(VERL.sections).isdisjoint(yaml.safe_load(made.text()))
     assert "# not translated: no value function is trained" in made.text()

@@ -1,31 +1,30 @@
-"""Where foreign names become recipe keys: each is translated, or refused with what to write instead.
+"""Config converters: settings of other tools become recipe keys, or are rejected by name with the replacement.
 
-``recipe_keys`` reads one layer of a recipe (a file, the variables, the flags); after it there are only keys of the
-catalogue. ``names.yaml`` has the names of other projects and of older versions, which are read when one is met.
+This module handles single foreign names in a recipe. ``recipe_keys`` reads one layer (a file, the variables, the flags)
+and returns only keys of the catalogue. ``names.yaml`` lists the names of other projects and of older versions.
+``table`` has the table format and its translator. ``files`` reads whole YAML files of another tool.
 """
 
 import functools
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import Any, Protocol
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.paths import as_argument, quoted, shown
+from grpo_recipes.recipe.converters.table import VALUE, Row, read_file, read_table, short
 from grpo_recipes.recipe.document import Value, as_bool
+from grpo_recipes.recipe.extensions import extensions
 from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, each, environment_keys, nearest_of
 from grpo_recipes.recipe.registry import REWARDS
-from grpo_recipes.secrets import secret_value
 
 NAMES_FILE = Path(__file__).with_name("names.yaml")
 # Other names that a recipe may use, those of the Slurm training guide; both in one place contradict each other.
 ALIASES = {"gen_temperature": "temperature", "gen_top_p": "top_p", "init_kl_coeff": "beta",
            "weight_bridge_mode": "weight_sync"}  # fmt: skip
-# The modes of Atropos' example trainer -> our bridges.
+# The weight sync methods under their names in an example trainer -> ours.
 BRIDGE_MODES = {"none": "restart", "shared_vllm": "shared", "lora_only": "lora", "lora_restart": "restart"}
 ADAPTER_MODES = ("lora_only", "lora_restart")  # those with use_peft, where nothing else is said
 # Values elsewhere that mean one of ours.
@@ -66,81 +65,32 @@ _OTHER_PARTS = frozenset(
     ("critic", "reward_model", "ref", "reference", "val_kwargs", "eval", "evaluation", "validation", "test",
      "tokenizer", "teacher", "judge")
 )  # fmt: skip
-_WORD = re.compile(r"[\d.eE+-]+|true|false")  # of the command line, where all values are texts
 _MOST_SUGGESTIONS = 20  # of one file, which is not a recipe if it has more unknown names
 _FEWEST_FOREIGN = 3  # names by which a file is one of another project, rather than a recipe with a slip
 
 
-def short(value: Any) -> str:
-    """Return ``: value`` as a recipe has it, an empty text where it is too long for a message."""
-    if isinstance(value, str) and _WORD.fullmatch(value):
-        return f": {value}"
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-    text = text.removesuffix("\n...\n").strip()
-    return f": {text}" if value is not None and len(text) <= 60 and not secret_value(value) else ""
-
-
-def _as_flag(key: str, value: Any) -> str:
-    """Return a key with its value as the command line has them; ``VALUE`` for one that is missing, long or secret."""
-    text = short(",".join(map(str, value)) if isinstance(value, list) else value).removeprefix(": ")
-    missing = value is True and catalogue()[key]["type"] != "bool"
-    return f"--{key} {quoted(text) if text and not missing else 'VALUE'}"
-
-
-@dataclass(frozen=True)
-class Meaning:
-    """What a foreign name is here."""
-
-    writes: Mapping[str, Any]  # keys of the catalogue with their values; "{value}" is the one that was given
-    instead: str = ""  # what to do where no key has this meaning
-
-    def values(self, value: Any) -> dict[str, Any]:
-        """Return keys with the values that the foreign name's ``value`` gives them."""
-        if isinstance(value, list) and len(value) == 1 and [catalogue()[key]["type"] for key in self.writes] == ["str"]:
-            value = value[0]
-        return {key: value if given == "{value}" else given for key, given in self.writes.items()}
-
-    def fix(self, value: Any, flag: bool = False) -> str:
-        """Return what to write instead of the name, with its own ``value``: lines of a recipe, or flags."""
-        given = self.values(value).items()
-        words = " ".join(_as_flag(*one) for one in given) if flag else " and ".join(f"{k}{short(v)}" for k, v in given)
-        return self.instead or f"write {words}"
-
-
 @functools.cache
-def _tables() -> dict[str, Any]:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML's own takes longer than all of grpo check
-    tables: dict[str, Any] = yaml.load(NAMES_FILE.read_text(encoding="utf-8"), loader)
-    return tables
-
-
-@functools.cache
-def names() -> dict[str, Meaning]:
+def names() -> dict[str, Row]:
     """Return what each name of other projects means here."""
-    tables = _tables()
-    found = {name: Meaning({key: "{value}"}) for key, of_key in tables["same"].items() for name in of_key.split()}
-    found |= {name: Meaning(writes) for of_row, writes in tables["other"].items() for name in of_row.split()}
-    return found | {name: Meaning({}, why) for why, of_row in tables["gone"].items() for name in of_row.split()}
+    return dict(read_table(NAMES_FILE, "names").by_name)
 
 
 def by_value(name: str, value: Any) -> dict[str, Any]:
-    """Return what replaces a setting whose value decides which, nothing where it is no such setting."""
-    for of_row, writes in _tables()["by_value"].items():
-        if name in of_row.split():
-            return next((writes[one] for one in writes if fnmatchcase(str(value).lower(), one)), {})
-    return {}
+    """Return the keys that replace a setting whose value decides, or nothing if it has no such values."""
+    row = names().get(name) or read_table(NAMES_FILE, "values_of_owned_keys").by_name.get(name)
+    return dict(row.keys_for(value) or {}) if row and row.values else {}
 
 
 @functools.cache
 def reward_names() -> dict[str, str]:
     """Return the reward here for each name of one elsewhere."""
-    return {name: ours for ours, of_ours in _tables()["rewards"].items() for name in of_ours.split()}
+    return {name: ours for ours, of_ours in read_file(NAMES_FILE)["rewards"].items() for name in of_ours.split()}
 
 
 @functools.cache
 def other_rewards(judging: bool) -> dict[str, str]:
     """Return why there is no reward here for a name of one elsewhere, which judges answers or only their form."""
-    rows = _tables()["judging_rewards" if judging else "other_rewards"]
+    rows = read_file(NAMES_FILE)["judging_rewards" if judging else "other_rewards"]
     return {name: why for why, of_row in rows.items() for name in of_row.split()}
 
 
@@ -159,7 +109,7 @@ def reward_fix(name: str) -> str:
     return f"write one of {', '.join(sorted(REWARDS))}, or your own as module:function or file.py:function"
 
 
-def meaning_of(name: str) -> Meaning | None:
+def meaning_of(name: str) -> Row | None:
     """Return what a name is here, a key of the catalogue itself included; None where nobody knows.
 
     Of a nested name, ``actor.optim.lr``, the longest known end decides.
@@ -170,9 +120,9 @@ def meaning_of(name: str) -> Meaning | None:
     for end in (".".join(parts[start:]) for start in range(len(parts))):
         key = ALIASES.get(end, end)
         if key in catalogue():
-            return Meaning({key: "{value}"})
+            return Row((end,), sets={key: VALUE})
         if key in names() or key in OWNED_KEYS:
-            return names().get(key) or Meaning({}, OWNED_KEYS[key])
+            return names().get(key) or Row((end,), fix=OWNED_KEYS[key])
     return None
 
 
@@ -185,7 +135,7 @@ def harmless(name: str, value: Any) -> str:
     known = meaning_of("logging_strategy" if name == "logging_steps" else name)
     if known is None or not any(fnmatchcase(str(as_bool(value)).lower(), pattern) for pattern in patterns):
         return ""
-    return known.fix(None).removeprefix("remove it; ")
+    return known.fix_for(None).removeprefix("remove it; ")
 
 
 def recipe_keys(layer: Iterable[tuple[str, Value]], problems: list[Problem], notes: list[str]) -> dict[str, Value]:
@@ -227,12 +177,12 @@ def refusal(key: str, source: str, value: Any = None, suggest: bool = True) -> P
         return Problem(source, f"'{key}' cannot be set in a recipe", OWNED_KEYS[key])
     flag = source.startswith("--")
     if known := names().get(key):
-        return Problem(source, f"'{key}' is not a key here", known.fix(value, flag))
+        return Problem(source, f"'{key}' is not a key here", known.fix_for(value, flag))
     close = nearest(key) if suggest else None
     if close is None:
         return Problem(source, f"unknown key '{key}'", "remove it")
-    meant = names().get(close) or Meaning({close: "{value}"})
-    fix = meant.fix(value, flag) if flag or close in names() else f"write '{close}'"
+    meant = names().get(close) or Row((close,), sets={close: VALUE})
+    fix = meant.fix_for(value, flag) if flag or close in names() else f"write '{close}'"
     hint = " (flags are not abbreviated)" if flag and close.startswith(key) else ""
     return Problem(source, f"unknown key '{key}'{hint}", fix)
 
@@ -247,9 +197,25 @@ def nearest(name: str) -> str | None:
     return shortest if clear else nearest_of(name, [*catalogue(), *names()])
 
 
+class TranslatedRecipe(Protocol):
+    """A recipe of another project after its translation, for `grpo new --from`."""
+
+    def files(self) -> dict[Path, str]:
+        """Return the text of each file to write."""
+
+    def report(self) -> list[str]:
+        """Return the lines to print: every change, and what is left to do."""
+
+
+def is_foreign(layer: Mapping[str, Value]) -> bool:
+    """Return whether a file is a recipe of another project, by the names in it."""
+    foreign = [key for key in layer if key not in catalogue() and (key in OWNED_KEYS or key in names())]
+    return len(foreign) >= _FEWEST_FOREIGN
+
+
 def migration(path: Path, layer: Mapping[str, Value]) -> list[Problem]:
-    """Return the answer to a file that is a recipe of another project by the names in it, nothing to any other."""
-    if sum(key not in catalogue() and (key in OWNED_KEYS or key in names()) for key in layer) < _FEWEST_FOREIGN:
+    """Return the command that translates a recipe of another project; nothing for a recipe of this package."""
+    if not is_foreign(layer) or not any(extension.translate for extension in extensions()):
         return []
     command = f"grpo new {quoted(f'my-{path.stem}.yaml')} --from {as_argument(path)}"
     return [Problem(shown(path), "this looks like a recipe of another project", f"{command} translates it")]

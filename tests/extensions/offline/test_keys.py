@@ -35,10 +35,10 @@ def nobody(url: str) -> bool:
     return False
 
 
-def keys(**changes: Any) -> dict[str, str]:
-    found = offline.translate(config(**changes), nobody)
-    assert found.problems == []
-    return found.keys
+def keys(**changes: Any) -> dict[str, Any]:
+    translation = offline.translate(config(**changes), nobody)
+    assert translation.problems == []
+    return {key: value.value for key, value in translation.keys.items()}
 
 
 def problem(**changes: Any) -> str:
@@ -51,59 +51,59 @@ def test_the_configuration_has_every_key_and_no_other() -> None:
 
 
 # Another value of each key -> what it gives to which recipe keys. Those in OTHER_RUN change no recipe key.
-CHANGES: dict[str, tuple[Any, dict[str, str]]] = {
+CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.train_id": ("a/b", {"model_name_or_path": "a/b"}),
     "model.ref_id": ("a/b", {"ref_model_name_or_path": "a/b"}),
-    "generation.base_url": ("http://localhost:30001/v1", {"vllm_server_port": "30001"}),
-    "generation.batch_size": (16, {"max_concurrent_requests": "16"}),
-    "generation.max_new_tokens": (64, {"max_completion_length": "64", "eval_max_completion_length": "64"}),
-    "generation.temperature": (0.5, {"temperature": "0.5", "eval_temperature": "0.5"}),
-    "generation.top_p": (0.9, {"top_p": "0.9", "eval_top_p": "0.9"}),
-    "generation.top_k": (7, {"top_k": "7"}),
-    "generation.repetition_penalty": (1.0, {"repetition_penalty": "1.0"}),
-    "train.iterations": (3, {"max_steps": "6"}),
+    "generation.base_url": ("http://localhost:30001/v1", {"vllm_server_port": 30001}),
+    "generation.batch_size": (16, {"max_concurrent_requests": 16}),
+    "generation.max_new_tokens": (64, {"max_completion_length": 64, "eval_max_completion_length": 64}),
+    "generation.temperature": (0.5, {"temperature": 0.5, "eval_temperature": 0.5}),
+    "generation.top_p": (0.9, {"top_p": 0.9, "eval_top_p": 0.9}),
+    "generation.top_k": (7, {"top_k": 7}),
+    "generation.repetition_penalty": (1.0, {"repetition_penalty": 1.0}),
+    "train.iterations": (3, {"max_steps": 6}),
     "train.batch_size": (
         4,
         {
-            "per_device_train_batch_size": "4", "steps_per_generation": "4", "max_steps": "40", "save_steps": "4",
-            "eval_steps": "4",
+            "per_device_train_batch_size": 4, "steps_per_generation": 4, "max_steps": 40, "save_steps": 4,
+            "eval_steps": 4,
         },
     ),
-    "train.lr": (5e-6, {"learning_rate": "5e-06"}),
-    "train.grad_clip": (0.5, {"max_grad_norm": "0.5"}),
-    "train.kl_coef": (0.02, {"beta": "0.02"}),
-    "train.entropy_coef": (0.01, {"entropy_coef": "0.01"}),
+    "train.lr": (5e-6, {"learning_rate": 5e-6}),
+    "train.grad_clip": (0.5, {"max_grad_norm": 0.5}),
+    "train.kl_coef": (0.02, {"beta": 0.02}),
+    "train.entropy_coef": (0.01, {"entropy_coef": 0.01}),
     "train.grad_accum_steps": (
-        2, {"gradient_accumulation_steps": "2", "max_steps": "10", "save_steps": "1", "eval_steps": "1"},
+        2, {"gradient_accumulation_steps": 2, "max_steps": 10, "save_steps": 1, "eval_steps": 1},
     ),
     "data.problems": (
         "arithmetic", {"dataset_name": "seeded:arithmetic", "reward_funcs": "pure_accuracy_math"},
     ),
     "data.problems_per_iteration": (
-        2, {"steps_per_generation": "1", "max_steps": "10", "save_steps": "1", "eval_steps": "1"},
+        2, {"steps_per_generation": 1, "max_steps": 10, "save_steps": 1, "eval_steps": 1},
     ),
     "data.rollouts_per_problem": (
         8,
         {
-            "num_generations": "8", "steps_per_generation": "4", "max_steps": "40", "save_steps": "4",
-            "eval_steps": "4",
+            "num_generations": 8, "steps_per_generation": 4, "max_steps": 40, "save_steps": 4,
+            "eval_steps": 4,
         },
     ),
-    "data.train_seed_start": (7, {"problem_seed_start": "7"}),
-    "data.num_train_seeds": (9, {"problem_seeds": "9"}),
-    "eval.interval": (5, {"eval_steps": "10"}),
-    "eval.batch_size": (4, {"per_device_eval_batch_size": "4"}),
-    "eval.replicates": (2, {"num_generations_eval": "2"}),
-    "eval.num_ids": (3, {"eval_problem_seeds": "3"}),
-    "eval.id_seed_start": (77, {"eval_problem_seed_start": "77"}),
-    "eval.seed_base": (7, {"eval_sampling_seed": "7"}),
-    "eval.max_new_tokens": (32, {"eval_max_completion_length": "32"}),
-    "eval.temperature": (0.3, {"eval_temperature": "0.3"}),
-    "eval.top_p": (0.5, {"eval_top_p": "0.5"}),
-    "checkpoint.save_interval": (2, {"save_steps": "4"}),
-    "checkpoint.keep_last_k": (1, {"save_total_limit": "1"}),
+    "data.train_seed_start": (7, {"problem_seed_start": 7}),
+    "data.num_train_seeds": (9, {"problem_seeds": 9}),
+    "eval.interval": (5, {"eval_steps": 10}),
+    "eval.batch_size": (4, {"per_device_eval_batch_size": 4}),
+    "eval.replicates": (2, {"num_generations_eval": 2}),
+    "eval.num_ids": (3, {"eval_problem_seeds": 3}),
+    "eval.id_seed_start": (77, {"eval_problem_seed_start": 77}),
+    "eval.seed_base": (7, {"eval_sampling_seed": 7}),
+    "eval.max_new_tokens": (32, {"eval_max_completion_length": 32}),
+    "eval.temperature": (0.3, {"eval_temperature": 0.3}),
+    "eval.top_p": (0.5, {"eval_top_p": 0.5}),
+    "checkpoint.save_interval": (2, {"save_steps": 4}),
+    "checkpoint.keep_last_k": (1, {"save_total_limit": 1}),
     "logging.wandb.run_name": ("mine", {"run_name": "mine"}),
-    "seed": (1, {"seed": "1"}),
+    "seed": (1, {"seed": 1}),
 }  # fmt: skip
 
 
@@ -116,8 +116,11 @@ def test_a_key_changes_the_recipe_and_nothing_else(name: str) -> None:
 
 
 def test_every_generator_that_exists_is_named_with_a_reward_that_exists() -> None:
-    assert {f"{SCHEME}{name}" for name in offline.GENERATORS} == set(GENERATORS)
-    assert set(offline.GENERATORS.values()) <= set(REWARDS)
+    row = offline.TABLE.by_name["data.problems"]
+    assert {f"{SCHEME}{name}" for name in row.values} == set(GENERATORS)
+    assert {keys["dataset_name"] for keys in row.values.values()} == set(GENERATORS)
+    assert {keys["reward_funcs"] for keys in row.values.values()} <= set(REWARDS)
+    assert all(name in row.fix for name in row.values)
 
 
 def test_evaluations_and_wandb_are_turned_on_and_off() -> None:
@@ -134,9 +137,9 @@ def test_evaluations_and_wandb_are_turned_on_and_off() -> None:
 
 def test_greedy_evaluations_and_their_problems() -> None:
     greedy = keys(eval__do_sample=False, eval__replicates=1)
-    assert (greedy["eval_temperature"], greedy["num_generations_eval"]) == ("0", "1")
+    assert (greedy["eval_temperature"], greedy["num_generations_eval"]) == (0, 1)
     chosen = keys(eval__ids=[3, 9])
-    assert chosen["eval_problem_ids"] == ["3", "9"]
+    assert chosen["eval_problem_ids"] == [3, 9]
     assert not {"eval_problem_seeds", "eval_problem_seed_start"} & chosen.keys()
     off = keys(eval__enabled=False)
     assert [key for key in off if "eval" in key] == ["eval_strategy"]
@@ -155,8 +158,9 @@ def test_a_server_that_somebody_started_is_asked(url: str, backend: str, answers
     where = {"generation.base_url": url, "eval.base_url": url, "generation.backend": backend, "eval.backend": backend}
     looked: list[str] = []
     found = offline.translate(config() | where, lambda place: bool(looked.append(place)) or answers)
-    assert found.problems == [] and found.keys.get("vllm_server_base_url") == asked
-    assert found.keys.get("server_backend") == (backend if asked else None)
+    set_keys = {key: value.value for key, value in found.keys.items()}
+    assert found.problems == [] and set_keys.get("vllm_server_base_url") == asked
+    assert set_keys.get("server_backend") == (backend if asked else None)
     assert ("vllm_server_port" in found.keys) == (asked is None) and set(looked) <= {url}
 
 
@@ -165,7 +169,7 @@ def test_a_server_that_somebody_started_is_asked(url: str, backend: str, answers
     [
         ({"train.batch_size": 3}, "train.batch_size: an iteration has 16 completions", "among 1, 2, 4, 8, 16"),
         ({"train.iterations": 0}, "train.iterations: is 0", "train.iterations=4"),
-        ({"data.problems": "chess"}, "data.problems: 'chess' is unknown", "arithmetic, sums"),
+        ({"data.problems": "chess"}, "data.problems: 'chess' has no equal here", "arithmetic, sums"),
         ({"generation.backend": "hf", "eval.backend": "hf"}, "generation.backend: 'hf' is unknown", "vllm"),
         ({"eval.backend": "sglang_server"}, "eval.backend: another server", "leave it out"),
         ({"eval.base_url": "http://127.0.0.1:1"}, "eval.base_url: another server", "leave it out"),

@@ -16,7 +16,7 @@ from grpo_recipes.recipe.check import check
 FOREIGN = sorted((Path(__file__).parent / "foreign").iterdir())
 # What a file that names no model or no data is still wrong in.
 UNNAMED = ("no model is named", "no dataset is named")
-KEPT_RECIPES = Path(__file__).parents[2] / "recipes"
+KEPT_RECIPES = Path(__file__).parents[3] / "recipes"
 
 
 def written(made: Migration) -> list[Problem]:

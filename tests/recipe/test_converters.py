@@ -9,7 +9,7 @@ import pytest
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe import merge_recipe
 from grpo_recipes.recipe.check import check
-from grpo_recipes.recipe.dialects import (
+from grpo_recipes.recipe.converters import (
     ALIASES,
     HARMLESS,
     UNREAD_VARIABLES,
@@ -124,7 +124,7 @@ def test_a_fix_has_the_users_own_value() -> None:
 def test_names_of_other_projects_mean_keys(names_, key) -> None:
     for name in names_.split():
         known = meaning_of(name)
-        assert known is not None and list(known.writes) == [key], name
+        assert known is not None and list(known.sets) == [key], name
 
 
 @pytest.mark.parametrize("name", ["extends", "inherits"])
@@ -140,7 +140,7 @@ def test_a_name_of_another_part_is_not_taken_for_ours() -> None:
 @pytest.mark.parametrize("name", ["batch_size", "gpus", "wandb", "vllm_device", "code_eval_test_batch_size"])
 def test_a_name_without_one_key_is_answered_with_what_to_do(name) -> None:
     told = fix(**{name: 8})
-    assert told == names()[name].instead and "per_device_eval_batch_size" not in told
+    assert told == names()[name].fix and "per_device_eval_batch_size" not in told
 
 
 def test_no_option_of_another_program_is_corrected_to_a_key_of_another_meaning() -> None:
@@ -153,8 +153,8 @@ def test_no_option_of_another_program_is_corrected_to_a_key_of_another_meaning()
 def test_names_have_one_meaning_and_keys_that_exist() -> None:
     refused = [*names(), *OWNED_KEYS, *ALIASES]
     assert len(refused) == len(set(refused)) and not set(refused) & set(catalogue())
-    assert {key for one in names().values() for key in one.writes} | set(ALIASES.values()) <= set(catalogue())
-    assert all(one.writes or one.instead for one in names().values())
+    assert {key for row in names().values() for key in row.sets} | set(ALIASES.values()) <= set(catalogue())
+    assert all(row.sets or row.fix for row in names().values())
     variables = [*environment_keys(), *READ_VARIABLES, *SHELL_VARIABLES]
     assert len({*variables, *UNREAD_VARIABLES}) == len(variables) + len(UNREAD_VARIABLES)
     assert set(reward_names().values()) <= set(REWARDS)
@@ -218,7 +218,7 @@ def test_the_modes_of_atropos_example_trainer_are_bridges(name, mode, bridge, ad
 @pytest.mark.parametrize(("name", "value"), [("single_copy", True), ("vllm_config_path", "bridge.json")])
 def test_the_names_of_their_single_copy_point_to_the_bridge(name, value) -> None:
     told = fix(**{name: value})
-    assert "write weight_sync: shared" in told and told == names()[name].instead
+    assert "write weight_sync: shared" in told and told == names()[name].fix
     assert by_value("single_copy", True) == {"weight_sync": "shared"}
 
 

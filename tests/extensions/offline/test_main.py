@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("hydra")
-from grpo_recipes.cli.doors import in_words_of
+from grpo_recipes.cli.entry_points import with_flags_of
 from grpo_recipes.console.sweep.spec import make_trials
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.extensions.offline import main as offline
@@ -34,7 +34,7 @@ def run(*words: str) -> int:
 def test_a_dry_run_prints_the_launch_and_makes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(*SMOKE, "train.iterations=3", "--dry-run") == 0
     said = capfd.readouterr().out
-    assert "grpo launch" in said and "--max_steps=6" in said and "--dataset_name=seeded:arithmetic" in said
+    assert "grpo launch" in said and "--max_steps 6" in said and "--dataset_name seeded:arithmetic" in said
     assert list(tmp_path.iterdir()) == []
 
 
@@ -50,14 +50,14 @@ def test_a_recipe_key_is_a_flag_wherever_its_value_stands(
 ) -> None:
     assert run(*words, "--dry-run") == 0
     said = capfd.readouterr().out
-    assert "(no server: use_vllm is false)" in said and "--max_completion_length=8" in said
+    assert "(no server: use_vllm is false)" in said and "--max_completion_length 8" in said
     assert "--max_prompt_length 512" in said or "--max_prompt_length=512" in said
 
 
 def test_evaluations_can_be_left_out(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(*SMOKE, "eval.enabled=false", "generation.base_url=http://127.0.0.1:29877", "--dry-run") == 0
     said = capfd.readouterr().out
-    assert "--eval_strategy=no" in said and "num_generations_eval" not in said and "eval_problem_seeds" not in said
+    assert "--eval_strategy no" in said and "num_generations_eval" not in said and "eval_problem_seeds" not in said
 
 
 def test_a_folder_of_a_sweep_is_the_value_of_its_flag(capfd: pytest.CaptureFixture[str]) -> None:
@@ -145,10 +145,10 @@ def test_a_server_is_asked_where_its_address_is_named_and_it_answers(capfd: pyte
         address = f"http://127.0.0.1:{listening.getsockname()[1]}"
         words = (*SMOKE, f"generation.base_url={address}", "--dry-run")
         assert run(*words) == 0
-        assert f"--vllm_server_base_url={address}" in capfd.readouterr().out
+        assert f"--vllm_server_base_url {address}" in capfd.readouterr().out
     assert run(*words) == 0
     said = capfd.readouterr().out
-    assert "vllm_server_base_url" not in said and f"--vllm_server_port={address.rpartition(':')[2]}" in said
+    assert "vllm_server_base_url" not in said and f"--vllm_server_port {address.rpartition(':')[2]}" in said
 
 
 def test_ids_to_evaluate_on_reach_the_recipe_in_a_sweep_too(
@@ -185,11 +185,12 @@ def test_a_folder_of_another_configuration_is_not_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     launched: list[Any] = []
-    moved: list[list[str]] = []
+    moved: list[dict[str, Any]] = []
 
     def launch(asked: Any, _: Any) -> int:
         launched.append(asked.resume)
-        moved.append([flag for flag in asked.flags if "server_port" in flag and asked.resume])
+        ports = {key: value.value for key, value in asked.keys.items() if "server_port" in key}
+        moved.append(ports if asked.resume else {})
         (tmp_path / "one/offline-1").mkdir(exist_ok=True)
         (tmp_path / "one/offline-1/run.json").write_text("{}")
         return 0
@@ -203,16 +204,16 @@ def test_a_folder_of_another_configuration_is_not_gone_on_with(
     assert run(*words, "train.lr=1e-3") == 0
     assert launched == [None, str(tmp_path / "one/offline-1")]
     assert run(*words, "train.lr=1e-3", "generation.base_url=http://127.0.0.1:29878", "model.device=cpu") == 0
-    assert moved[-1] == ["--vllm_server_port=29878"]
+    assert moved[-1] == {"vllm_server_port": 29878}
     assert {path.name: path.read_text() for path in (tmp_path / "one/.hydra").iterdir()} == kept
 
 
 def test_a_command_in_a_fix_is_one_that_can_be_run(capfd: pytest.CaptureFixture[str]) -> None:
     told = config_error("--model_name_or_path", "is not here", "run grpo fetch my.yaml --model_name_or_path=a/b")
-    (problem,) = in_words_of(told, {"--model_name_or_path": "model.train_id"}).problems
+    (problem,) = with_flags_of(told, {}, {"--model_name_or_path": "model.train_id"}).problems
     assert (problem.where, problem.fix) == ("model.train_id", "run grpo fetch my.yaml --model_name_or_path=a/b")
     told = config_error("--learning_rate", "is 0", "write learning_rate: 1e-5")
-    assert in_words_of(told, {"--learning_rate": "train.lr"}).problems[0].fix == "write train.lr: 1e-5"
+    assert with_flags_of(told, {}, {"--learning_rate": "train.lr"}).problems[0].fix == "write train.lr: 1e-5"
 
 
 def test_a_sweep_asks_the_server_that_its_command_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def _sampled_logprobs(output: CompletionOutput) -> list[list[dict[int, float]]]:
     """Return ``[{token: logprob, ...}]`` for each token; the sampled token comes first, where the client reads it."""
     positions = output.logprobs or ()
     return [
-        [{token: _finite(position[token].logprob), **_plain(position)}]
+        [{token: _finite((position or {})[token].logprob), **_plain(position)}]
         for token, position in zip(output.token_ids, positions, strict=True)
     ]
 

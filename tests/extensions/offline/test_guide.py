@@ -38,17 +38,17 @@ OVERNIGHT = """python run_offline_grpo.py model.train_id=Qwen/Qwen2.5-7B model.r
 NO_GPU = "model.device=cuda:2"
 # Command of the guide -> what its launch is, or the number of its runs.
 GUIDE = {
-    QUICK_START: ("--max_steps=20", "--vllm_server_port=30000"),
+    QUICK_START: ("--max_steps 20", "--vllm_server_port 30000"),
     SWEEP: 18,
-    LARGER: ("--max_steps=20",),
-    LOCAL: ("/checkpoint ", "--ref_model_name_or_path=Qwen/Qwen2.5-1.5B"),
-    CONSERVATIVE_SAMPLING: ("--temperature=0.5", "--top_p=0.9", "--max_completion_length=512"),
-    LARGER_BATCHES: ("--per_device_eval_batch_size=16", "--max_concurrent_requests=16"),
-    AGGRESSIVE: ("--max_steps=100", "--learning_rate=5e-05", "--per_device_train_batch_size=16"),
-    CONSERVATIVE: ("--learning_rate=5e-06", "--beta=0.02", "--max_steps=40"),
-    QUICK_ITERATION: ("--max_steps=3", "--steps_per_generation=1"),
+    LARGER: ("--max_steps 20",),
+    LOCAL: ("/checkpoint ", "--ref_model_name_or_path Qwen/Qwen2.5-1.5B"),
+    CONSERVATIVE_SAMPLING: ("--temperature 0.5", "--top_p 0.9", "--max_completion_length 512"),
+    LARGER_BATCHES: ("--per_device_eval_batch_size 16", "--max_concurrent_requests 16"),
+    AGGRESSIVE: ("--max_steps 100", "--learning_rate 5e-05", "--per_device_train_batch_size 16"),
+    CONSERVATIVE: ("--learning_rate 5e-06", "--beta 0.02", "--max_steps 40"),
+    QUICK_ITERATION: ("--max_steps 3", "--steps_per_generation 1"),
     SEARCH: 9,
-    OVERNIGHT: ("--max_steps=400", "--eval_steps=20"),
+    OVERNIGHT: ("--max_steps 400", "--eval_steps 20"),
 }
 
 
