@@ -63,5 +63,5 @@ def need_sweeper(option: str) -> type[Sweeper]:
     for sweeper in parts("sweeps"):
         kind: type[Sweeper] = sweeper
         return kind
-    what = "needs the command grpo sweep, which is not installed"
-    raise config_error(option, what, f"remove {option}, and start a run for each value")
+    problem = "needs the command grpo sweep, but it is not installed"
+    raise config_error(option, problem, f"remove {option}, and start a run for each value")

@@ -11,14 +11,14 @@ from grpo_recipes.recipe import Recipe
 
 
 class ConsoleHooks(RunHooks):
-    """Write the report of a run and publish its model."""
+    """Write the report of a run and push its model."""
 
     def __init__(self) -> None:
         self._target: Target | None = None  # the repository of the final model; None without push_to_hub
         self._environment: Mapping[str, str] = {}
 
     def check(self, recipe: Recipe, environment: Mapping[str, str], run_name: str) -> list[str]:
-        """Check that the model can be pushed; a ConfigError says why not."""
+        """Raise ConfigError if the model can't be pushed."""
         self._target, self._environment = need_target(recipe, environment, run_name), environment
         return [f"the final model will be published in {self._target}"] if self._target else []
 
@@ -27,9 +27,9 @@ class ConsoleHooks(RunHooks):
         report_line(run_dir)
 
     def on_end(self, run_dir: Path) -> list[str]:
-        """Write the report; return the line that names it."""
+        """Write the report and return a line with its path."""
         return [report_line(run_dir)]
 
     def on_model(self, run_dir: Path) -> str:
-        """Write the model card and push the model; return what became of the push."""
+        """Write the model card and push the model; return the result of the push."""
         return publish_model(self._target, run_dir, self._environment)

@@ -28,7 +28,7 @@ class RunHooks:
         """Handle a run that trains; called in a thread, at most every half minute."""
 
     def on_end(self, run_dir: Path) -> list[str]:
-        """Handle a run whose processes have ended and whose summary is written; return lines to print."""
+        """Handle a run after its processes have ended and its summary is written; return lines to print."""
         return []
 
     def on_model(self, run_dir: Path) -> str:

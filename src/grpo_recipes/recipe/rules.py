@@ -364,7 +364,7 @@ RULES = (
         "benchmark_samples {benchmark_samples} at benchmark_temperature 0 are {benchmark_samples} times the same "
         "completion", "write benchmark_samples: 1, or a benchmark_temperature above 0, e.g. 0.6"),
     Rule("push_to_hub", lambda r: r["push_to_hub"] and not is_served("push_to_hub"),
-        "push_to_hub needs the console, which is not installed",
+        "push_to_hub needs the console, but it is not installed",
         "remove push_to_hub, and push the model after the run: hf upload"),
     Rule("hub_model_id", lambda r: r["push_to_hub"] and r["hub_model_id"] is not None
         and not _REPOSITORY.fullmatch(r["hub_model_id"]), "'{hub_model_id}' is not the name of a repository",

@@ -16,7 +16,7 @@ from grpo_recipes.console.report.page import NOTHING
 from grpo_recipes.console.sweep.run import SignalForwarder, array_text
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.launch import submission
-from grpo_recipes.plan.ports import PORT_KEYS
+from grpo_recipes.plan.ports import port_keys
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import Run, claim, read_json, write_json
 from grpo_recipes.slurm.client import tasks_in_queue
@@ -101,7 +101,7 @@ def test_runs_with_atropos_start_a_run_api_each(folder, made, fake_launches):
     for index in range(3):
         trial = made()[0].trial_dir(index)
         recipe, plan = read_frozen(trial / "recipe.yaml"), read_json(trial / "plan.json")
-        assert recipe["max_steps"] == 3 and not any(recipe.given(key) for key in PORT_KEYS)  # launches use free ports
+        assert recipe["max_steps"] == 3 and not any(recipe.given(key) for key in port_keys())  # launches use free ports
         assert {"run-api", "environment-arithmetic"} <= {process["role"] for process in plan["processes"]}
 
 
