@@ -22,6 +22,13 @@ def test_the_way_of_a_key_is_that_of_the_code(key: str) -> None:
     assert sorted(told) == sorted(name for name, _ in packages.files_with(key)) and len(told) <= MOST_FILES
 
 
+def test_the_way_of_a_key_of_an_extension_is_that_of_the_code() -> None:
+    section = PAGE.split("### environment\n")[1].split("\n#")[0]
+    told = re.findall(r"^\| `([\w/]+\.py)` \| .+ \|$", section, re.MULTILINE)
+    readers = {name for name, _ in packages.files_with("environments_of")}
+    assert {*told} == readers | {"extensions/environments/arguments.py"} and len(told) <= MOST_FILES
+
+
 def test_every_file_the_page_names_is_there() -> None:
     named = re.findall(r"`((?:[\w-]+/)+[\w-]+\.py)`", PAGE)
     assert len(named) > 20

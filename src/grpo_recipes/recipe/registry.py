@@ -201,8 +201,6 @@ def rewards_in_children() -> set[str]:
 NO_ANSWER = "no answer from its server"  # begins the reason of a completion that a reward's server left unscored
 
 
-
-
 @dataclass(frozen=True)
 class Benchmark:
     """Where the problems of a benchmark are and how they are read."""

@@ -49,6 +49,10 @@ class Translation:
         """Add a problem with a flag at its source."""
         self.problems.append(Problem(self.flags[name].source if name in self.flags else name, problem, fix))
 
+    def has_default(self, row: Row) -> bool:
+        """Return whether the default of a flag is used if nothing sets the flag."""
+        return self.bare and row.default is not None and self.explicit.isdisjoint(row.replaced_by.split())
+
     def put(self, name: str, keys: Mapping[str, Any]) -> None:
         """Set keys for a flag or variable; the default of a flag gives way to the user's own flags and variables."""
         exported = {key for variable, key in environment_keys().items() if self.environment.get(variable)}
@@ -111,14 +115,11 @@ def _weight_bridge_mode(translation: Translation) -> str | None:
     mode, source = named or (SHARED if single else None), MODE if named else "--single-copy"
     if mode is None and rank:
         mode, source = ADAPTERS[0], "LORA_RANK"
-    if (
-        mode is None
-        and translation.bare
-        and not translation.explicit & {"weight_sync", "weight_bridge_mode", "use_peft", "vllm_mode"}
-    ):
-        mode, source = (AUTO if translation.script else FLAGS.by_name[MODE].default), MODE
+    row = FLAGS.by_name[MODE]
+    if mode is None and translation.has_default(row):
+        mode, source = (AUTO if translation.script else row.default), MODE
     if mode is not None:
-        translation.put(source, FLAGS.by_name[MODE].values[mode])
+        translation.put(source, row.values[mode])
     if rank:
         translation.put("LORA_RANK", {"lora_r": rank})
     return mode
@@ -127,13 +128,9 @@ def _weight_bridge_mode(translation: Translation) -> str | None:
 def _default(translation: Translation, row: Row, mode: str | None) -> Value | None:
     """Return the default of a flag if no recipe is named, or None; few defaults depend on other flags."""
     text: Any = row.default
-    idle = any(mode not in modes.split() for modes in row.needs.values()) or any(
-        key in translation.keys for key in row.sets
-    )
-    in_place = (row.name == PORT and translation.in_job) or (
-        row.name == ACCUMULATION and "prompts_per_step" in translation.explicit
-    )
-    if not translation.bare or text is None or idle or in_place:
+    idle = any(mode not in modes.split() for modes in row.needs.values())
+    is_set = any(key in translation.keys for key in row.sets)
+    if not translation.has_default(row) or idle or is_set or (row.name == PORT and translation.in_job):
         return None
     if row.name == "--dtype" and translation.device == "cpu":
         translation.put("--dtype", {"bf16": False})
