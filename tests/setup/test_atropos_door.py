@@ -131,7 +131,7 @@ def test_its_header_is_that_of_training_sh_and_its_first_command_ignores_usr1() 
 
 def test_it_names_the_variables_that_the_door_reads() -> None:
     about = " ".join(re.findall(r"^# (.*)$", (REPOSITORY / SCRIPT).read_text(), re.MULTILINE))
-    names = {one.name for one in VARIABLES if one.script} | {"ATROPOS_API_URL"}
+    names = {row.name for row in VARIABLES.rows if row.script} | {"ATROPOS_API_URL"}
     assert all(name in about for name in names)
 
 
@@ -146,7 +146,7 @@ def environment_that_says(checkout: Checkout) -> Path:
     prefix = checkout.make_environment()
     python = prefix / "bin/python"
     interpreter = python.rename(prefix / "bin/interpreter")
-    python.write_text(f'#!/bin/bash\n[[ $* != *cli.atropos* ]] || {{ echo "$0 $*"; exit; }}\nexec {interpreter} "$@"\n')
+    python.write_text(f'#!/bin/bash\n[[ $* != *atropos.* ]] || {{ echo "$0 $*"; exit; }}\nexec {interpreter} "$@"\n')
     python.chmod(0o755)
     return prefix
 

@@ -56,6 +56,7 @@ class Row:
     type: str = ""  # "switch": a flag without value; "words": a flag with several values; "bool": true or false
     least: int | None = None  # the value is an integer of at least this
     default: str | None = None  # its value if neither it nor a recipe is given
+    replaced_by: str = ""  # recipe keys; if the user sets one of them, the default is not used
     variable: str = ""  # an environment variable: the flag that it sets
     script: bool = False  # an environment variable that only a shell script reads
     help: str = ""  # its line in --help and in the table of the docs
@@ -117,7 +118,7 @@ def short(value: Any) -> str:
 
 
 def in_words(keys: Mapping[str, Any]) -> str:
-    """Return recipe keys with their values, e.g. ``use_vllm: true and vllm_mode: colocate``."""
+    """Return recipe keys with their values, e.g. ``use_vllm: true and bf16: false``."""
     return " and ".join(f"{key}{short(value)}" for key, value in keys.items())
 
 
