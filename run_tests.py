@@ -13,9 +13,9 @@ from smoke_test import ROOT, fail, need_environment
 
 TESTS = {
     "a seed gives the same problem in another process":
-        "tests/test_seeded.py::test_another_process_makes_the_same_problem",
+        "tests/extensions/problems/test_seeded.py::test_another_process_makes_the_same_problem",
     "training and evaluation share no seed":
-        "tests/test_seeded.py::test_seeds_of_the_splits_and_what_they_share",
+        "tests/extensions/problems/test_seeded.py::test_seeds_of_the_splits_and_what_they_share",
     "the terms of the loss add up":
         "tests/trainers/test_iterations.py::test_each_iteration_has_its_means_and_terms_that_add_up",
     "every sampling field reaches the server":

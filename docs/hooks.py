@@ -11,7 +11,6 @@ which setup. torch and TRL are not imported. Markers of the tables that scripts 
 
 from __future__ import annotations
 
-import ast
 import html
 import inspect
 import json
@@ -86,16 +85,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         return tables[match["what"]]()
 
     return _MARKER.sub(table, _WRITTEN.sub("", markdown))
-
-
-def own_keys() -> dict[str, list[str]]:
-    """Return the fields that each class of ``configs.py`` defines itself, those of TRL redefined there included."""
-    tree = ast.parse(keys.CATALOGUE_FILE.with_name("configs.py").read_text())
-    return {
-        node.name: [field.target.id for field in node.body if isinstance(field, ast.AnnAssign)]  # type: ignore[union-attr]
-        for node in tree.body
-        if isinstance(node, ast.ClassDef)
-    }
 
 
 def topics() -> dict[str, list[str]]:

@@ -67,7 +67,7 @@ def run_api(tmp_path: Path, port: int, argv: list[str] | None = None) -> Process
     url = f"http://127.0.0.1:{port}/info"
     return Process(
         "run-api", argv, {}, (), str(tmp_path / "run-api.log"), ready="answering", ready_url=url,
-        on_loss="restart with trainers", with_trainers=True, until_trained=True,
+        on_loss="restart with trainers", with_trainers=True, until_trained=True, title="run-api",
     )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def environment(tmp_path: Path, port: int, label: str = "sums") -> Process:
     argv, after = [sys.executable, "-c", ENVIRONMENT, f"http://127.0.0.1:{port}/info"], ("run-api", "server")
     return Process(
         f"environment-{label}", argv, {}, (), str(tmp_path / f"{label}.log"), after=after, on_loss="restart",
-        with_trainers=True, until_trained=True,
+        with_trainers=True, until_trained=True, title=f"environment {label}",
     )  # fmt: skip
 
 

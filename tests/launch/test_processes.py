@@ -39,7 +39,8 @@ def start(tmp_path):
 
     def start_it(role: str, code: str) -> Child:
         argv = [sys.executable, "-c", RECORD + code, str(run_dir)]
-        process = Process(role, argv, {}, (), str(tmp_path / f"{role}.log"))
+        title = "" if role in ("server", "trainer") else role.replace("environment-", "environment ")
+        process = Process(role, argv, {}, (), str(tmp_path / f"{role}.log"), title=title)
         children.append(Child(process, dict(os.environ), run_dir, Scratch(tmp_path / "disk", tmp_path / "memory")))
         return children[-1]
 

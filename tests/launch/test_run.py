@@ -565,7 +565,7 @@ def test_a_server_is_not_started_twice_without_a_step_between():
 
 
 def test_the_bounds_of_one_role_are_not_anothers():
-    sums = replace(SERVER, role="environment-sums", ready="started")
+    sums = replace(SERVER, role="environment-sums", title="environment sums", ready="started")
     died = Ending(1, "environment sums (pid 6) exited with code 1", lost=sums)
     restarts = Restarts(1)
     assert restarts.after(LOST, stopping=False).lost and restarts.after(died, stopping=False).lost

@@ -91,8 +91,8 @@ def test_a_run_api_of_the_users_is_asked_and_not_started(planned: Planned, optio
         assert option(process_of(plan, role).argv, flag) == "http://api.example:9000"
     alone = planned(**{**GROUPS, "atropos_environment": None}, **THEIRS)
     assert roles(alone) == ["server", "trainer"]
-    assert alone.atropos is not None and alone.atropos.startswith("environments of yours; 48 sequences")
-    assert alone.atropos.endswith(
+    assert alone.data is not None and alone.data.text.startswith("environments of yours; 48 sequences")
+    assert alone.data.text.endswith(
         "run-api of yours, which must be a new one in each attempt at http://api.example:9000"
     )
 
@@ -113,14 +113,14 @@ def test_a_plan_says_where_groups_come_from(planned: Planned) -> None:
     assert f"ports      server 8000, weights 51216, run-api 8001, trainers {plan.ports.main_process}" in told
     assert not [line for line in told if line.startswith(("dataset ", "episodes "))]
     assert "environment-dataset log logs/liv_env-dataset_unnamed_stamp.log" in told
-    assert "of any age" in str(planned(**GROUPS, atropos_max_staleness=None).atropos)
+    assert "of any age" in str(planned(**GROUPS, atropos_max_staleness=None).data)
 
 
 def test_what_is_registered_is_a_generation_also_of_several_steps(planned: Planned) -> None:
     keys = {"prompts_per_step": None, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     plan = planned(**GROUPS, **keys, steps_per_generation=6)
     assert plan.batch.completions == 24
-    assert "72 sequences (18 groups of 4) a batch" in str(plan.data)
+    assert "72 sequences (18 groups of 4) a batch" in plan.data.text
 
 
 def test_a_plan_is_the_same_after_it_was_written(planned: Planned) -> None:

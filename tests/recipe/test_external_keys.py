@@ -24,7 +24,7 @@ Read = Callable[..., Recipe]
     [
         ({"vllm_server_base_url": "far:30000"}, {}, "'far:30000' is not an http or https URL. Fix: write e.g. http://"),
         ({"weight_sync": "file"}, {}, "weights reach the server of vllm_server_base_url as files"),
-        ({"vllm_mode": "colocate"}, {}, "be combined with vllm_mode: colocate, or with Atropos"),
+        ({"vllm_mode": "colocate"}, {}, "be combined with vllm_mode: colocate"),
         ({"generation_kwargs": {"stop": ["x"]}}, {}, "generation_kwargs is not passed on"),
         ({"max_completion_length": None}, {}, "wants a limit. Fix: write e.g. max_completion_length: 256"),
         ({"server_backend": "hf"}, {}, "server_backend"),

@@ -146,6 +146,6 @@ def test_recipes_of_atropos_train_the_models_of_those_with_datasets_on_groups(tm
         plan = make_plan(gsm8k, resources, {"CACHE_ROOT": str(tmp_path)}, names)
         assert plan.batch.world_size == count - 1 and plan.unused_gpus == ()
         assert [one.role for one in plan.processes] == ["run-api", "server", "trainer", "environment-dataset"]
-        batches.append(str(plan.data))
+        batches.append(plan.data.text)
     assert len(set(batches)) == 1 and batches[0].startswith("dataset; 840 sequences (105 groups of 8) a batch")
     assert gsm8k["max_steps"] == 7473 // 105, "about an epoch"

@@ -53,7 +53,13 @@ def test_why_an_environment_or_run_api_ended_is_looked_for_in_its_own_log(make_r
         ("environment-sums", "environment sums (pid 7) exited with code 1"),
     ):
         run = make_run(cause=cause)
-        plan = {**run.plan, "processes": [*run.plan["processes"], {"role": role, "log": f"logs/{role}.log"}]}
+        plan = {
+            **run.plan,
+            "processes": [
+                *run.plan["processes"],
+                {"role": role, "log": f"logs/{role}.log", "title": role.replace("environment-", "environment ")},
+            ],
+        }
         write_json(run.folder / "plan.json", plan)
         Path(f"logs/{role}.log").write_text("ModuleNotFoundError: No module named 'polars'\n")
         assert advice(Run(run.folder), cause) == "run make setup; see versions in grpo doctor"

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from grpo_recipes import smoke
-from grpo_recipes.data.prompts import load_prompts
 from grpo_recipes.extensions.atropos.client import AtroposError
 from grpo_recipes.extensions.atropos.group import Group
 from grpo_recipes.extensions.atropos.rollouts import AtroposRollouts
@@ -86,7 +85,7 @@ def make_trainer(
         model=model,
         reward_funcs=[EpisodeReward()],
         args=args,
-        train_dataset=load_prompts(script_args, tokenizer, args.generation_batch_size // GROUP).dataset,
+        train_dataset=source.training_prompts(script_args, args.seed, args.generation_batch_size // GROUP).dataset,
         processing_class=tokenizer,
         run_dir=folder,
         peft_config=peft_config,

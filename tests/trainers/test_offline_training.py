@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ast import literal_eval
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ SMALL = {
 def trainer_keys(changes: dict[str, Any]) -> dict[str, Any]:
     """The trainer's keys of a small configuration with changes."""
     found = keys(**{key.replace(".", "__"): value for key, value in (SMALL | changes).items()})
-    return {key: literal_eval(found[key]) for key in OF_THE_TRAINER}
+    return {key: found[key] for key in OF_THE_TRAINER}
 
 
 def weights(folder: Path, model: str, changes: dict[str, Any], **more: Any) -> torch.Tensor:

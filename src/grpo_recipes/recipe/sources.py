@@ -74,8 +74,8 @@ def requested_source(recipe: Recipe) -> PromptSource | None:
 
 
 def source_keys() -> list[str]:
-    """Return the keys that choose a source, of every installed extension."""
-    return [key for source in parts("prompt_source") for key in source.keys]
+    """Return a key that chooses a source, for every installed source."""
+    return [source.keys[0] for source in parts("prompt_source")]
 
 
 def user_code(lookup: Lookup) -> list[str]:

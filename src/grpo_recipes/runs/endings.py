@@ -262,7 +262,7 @@ def _lost_roles(run: Run, cause: str) -> list[str]:
     if re.search(r"the vLLM (?:server died|API server|engine process)", cause):
         return ["server"]
     titles = {process.get("role", ""): process.get("title") for process in run.plan.get("processes", [])}
-    return [role for role, title in titles.items() if title and re.search(rf"{re.escape(title)}(?= \()", cause)]
+    return [role for role, title in titles.items() if title and re.search(rf"\b{re.escape(title)}\b", cause)]
 
 
 def advice(run: Run, cause: str) -> str:

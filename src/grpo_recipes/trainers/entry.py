@@ -5,19 +5,21 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import TrlParser
 
 from grpo_recipes.data import load_eval_prompts, load_prompts
-from grpo_recipes.data.prompts import renderer_of, shortened
+from grpo_recipes.data.problems import Fetched
+from grpo_recipes.data.prompts import Prompts, renderer_of, shortened
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.evaluate.benchmarks import UntrainedBenchmarks, run_benchmarks
 from grpo_recipes.fetch.assets import fetched_sets
 from grpo_recipes.process.reports import run_folder
-from grpo_recipes.recipe.configs import CONFIGS
+from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.sources import rollouts_of
 from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.load import load_rewards
+from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers import rank
@@ -41,17 +43,8 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         rank.wait_for_first_server(run, args.vllm_server_timeout, stop)
         _leave_if_asked(stop, run, args.device)
         tokenizer = load_tokenizer(model_args, args)
-        least = args.generation_batch_size // args.num_generations
-        fetched = fetched_sets(run)
-        common = args.seed, args.chat_template_kwargs, fetched
-        source_class = rollouts_of(partial(getattr, script_args))
-        if source_class is None:
-            prompts = load_prompts(script_args, tokenizer, least, *common)
-            held_out = load_eval_prompts(script_args, tokenizer, *common) if args.eval_strategy != "no" else None
-        else:
-            renderer_of(script_args.chat_template, tokenizer, args.chat_template_kwargs)
-            prompts = source_class.training_prompts(script_args, args.seed, least)
-            held_out = source_class.evaluation_prompts(script_args) if args.eval_strategy != "no" else None
+        fetched, source_class = fetched_sets(run), rollouts_of(partial(getattr, script_args))
+        prompts, held_out = _prompts_of(script_args, args, tokenizer, fetched, source_class)
         source = source_class(script_args, args, run) if source_class else None
         args.model_init_kwargs = model_init_kwargs(model_args, args)
         _leave_if_asked(stop, run, args.device)
@@ -90,6 +83,21 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         trainer.rows.enter("end")
         save_model(trainer, run / "model")
         run_benchmarks(trainer, script_args, run, stop.requested, fetched)
+
+
+def _prompts_of(
+    script_args: ScriptArguments, args: GRPOConfig, tokenizer: PreTrainedTokenizerBase, fetched: Fetched,
+    source_class: type[Source] | None,
+) -> tuple[Prompts, Prompts | None]:  # fmt: skip
+    """Return the prompts to train on and to evaluate on, of the recipe's datasets or of its source."""
+    least, evaluates = args.generation_batch_size // args.num_generations, args.eval_strategy != "no"
+    if source_class is None:
+        common = args.seed, args.chat_template_kwargs, fetched
+        prompts = load_prompts(script_args, tokenizer, least, *common)
+        return prompts, load_eval_prompts(script_args, tokenizer, *common) if evaluates else None
+    renderer_of(script_args.chat_template, tokenizer, args.chat_template_kwargs)
+    prompts = source_class.training_prompts(script_args, args.seed, least)
+    return prompts, source_class.evaluation_prompts(script_args) if evaluates else None
 
 
 def _leave_if_asked(stop: StopRequest, run: Path, device: torch.device) -> None:
