@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from hypothesis import settings
+from needs import deleted, left_out_files, needs_deleted
 from ran_tests import pytest_runtest_logreport
 from rotation import leave_out_other_days, skip_where_time_is_over
 
@@ -23,6 +24,8 @@ from grpo_recipes.recipe.check import check
 from grpo_recipes.slurm.client import SlurmJob
 
 __all__ = ["pytest_runtest_logreport"]
+
+collect_ignore_glob = left_out_files()
 
 # The same examples in every run; --hypothesis-profile=explore draws others.
 settings.register_profile("same", derandomize=True, deadline=None)
@@ -51,6 +54,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         key=lambda item: next((at for at, path in enumerate(first) if item.path.is_relative_to(path)), len(first))
     )
     leave_out_other_days(config, items)
+    if deleted():
+        left_out = [item for item in items if needs_deleted(getattr(item, "originalname", item.name))]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

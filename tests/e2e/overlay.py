@@ -64,4 +64,7 @@ def make_overlay(folder: Path, *more: str) -> Overlay:
     packages = sysconfig.get_paths()["purelib"]
     lines = [str(repository / "src"), f"import site; site.addsitedir({packages!r})"]
     (overlay.site / "overlay.pth").write_text("\n".join(lines) + "\n")
+    program = environment / "bin/grpo"
+    program.write_text(f"#!{overlay.python}\nimport sys\nfrom grpo_recipes.cli import main\n\nsys.exit(main())\n")
+    program.chmod(0o755)
     return overlay

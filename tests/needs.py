@@ -1,0 +1,112 @@
+"""Tests outside of tests/extensions and tests/console that need an extension, or the whole repository.
+
+``tests/conftest.py`` leaves them out if the extension is deleted. ``WHOLE`` marks tests of the repository itself, for
+example of its ledgers and shipped recipes. They are left out if anything is deleted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpo_recipes
+
+ATROPOS, ENVIRONMENTS = "extensions.atropos", "extensions.environments"
+OFFLINE, MIGRATE, PROBLEMS = "extensions.offline", "extensions.migrate", "extensions.problems"
+COLOCATED, CONSOLE = "extensions.colocated", "console"
+WHOLE = "all"
+# Globs below tests/ -> what the tests of these files need.
+FILES: dict[str, str] = {
+    "atropos": ATROPOS,
+    "data/test_placeholders.py": ATROPOS,
+    "launch/test_atropos_processes.py": ATROPOS,
+    "plan/test_plan_atropos.py": ATROPOS,
+    "recipe/test_atropos_fields.py": ATROPOS,
+    "recipe/test_check_atropos.py": ATROPOS,
+    "recipe/test_packing.py": ATROPOS,
+    "rollouts/test_atropos.py": ATROPOS,
+    "server/test_generate.py": ATROPOS,
+    "trainers/test_atropos_*.py": ATROPOS,
+    "weights/test_own_server.py": ATROPOS,
+    "cli/test_play.py": ENVIRONMENTS,
+    "data/test_episodes.py": ENVIRONMENTS,
+    "evaluate/test_played.py": ENVIRONMENTS,
+    "recipe/test_check_environments.py": ENVIRONMENTS,
+    "rollouts/test_environments.py": ENVIRONMENTS,
+    "rollouts/test_openenv.py": ENVIRONMENTS,
+    "rollouts/test_opponents.py": ENVIRONMENTS,
+    "rollouts/test_stage.py": ENVIRONMENTS,
+    "rollouts/test_verifiers.py": ENVIRONMENTS,
+    "trainers/test_episode_records.py": ENVIRONMENTS,
+    "trainers/test_episodes.py": ENVIRONMENTS,
+    "trainers/test_opponents.py": ENVIRONMENTS,
+    "trainers/test_iterations.py": OFFLINE,
+    "trainers/test_offline_training.py": OFFLINE,
+    "trainers/test_without_wandb.py": OFFLINE,
+    "recipe/test_migrate.py": MIGRATE,
+    "recipe/test_check_publishing.py": CONSOLE,
+    **dict.fromkeys(
+        (
+            "bench", "docs", "e2e", "evidence", "setup", "slurm/test_profile_script.py", "recipe/test_schema.py",
+            "recipe/test_recipes.py", "test_advice.py", "test_guide_rows.py", "test_ledgers.py", "test_mutants.py",
+            "test_packages.py", "test_public_files.py", "test_repository.py", "test_rotation.py",
+            "test_wrong_recipes.py",
+        ),
+        WHOLE,
+    ),
+}  # fmt: skip
+# Names of tests in other files -> what they need.
+TESTS: dict[str, str] = {
+    "test_logs_of_run_api_and_of_all_environments": ATROPOS,
+    "test_environments_of_atropos_are_loaded_with_their_arguments": ATROPOS,
+    "test_the_recipes_number_or_the_most_that_the_run_requests": ATROPOS,
+    **dict.fromkeys(
+        (
+            "test_a_game_is_played_with_moves_that_it_takes", "test_an_episode_is_played_and_shown",
+            "test_a_template_carries_the_roles_of_every_environment", "test_an_episode_has_one_limit",
+            "test_a_template_is_asked_for_the_roles_of_an_environment_alone",
+            "test_a_template_shows_the_tools_of_an_environment", "test_the_template_of_a_model_that_is_here_is_read",
+            "test_a_template_that_ends_turns_where_sampling_does_not_is_refused_for_several",
+            "test_arguments_of_the_users_environment_are_compared_with_its_class",
+            "test_each_limit_of_an_environment_is_the_recipes", "test_prompts_of_environments_are_not_known_before",
+            "test_sampling_stops_where_the_generation_config_says", "test_the_base_model_plays_only_next_to_a_server",
+            "test_the_model_of_secret_mafia_reads_the_game_in_a_few_tokens",
+            "test_the_model_of_secret_mafia_saw_well_formed_moves_and_is_flattened",
+            "test_the_recipe_plays_the_game_that_the_model_saw",
+        ),
+        ENVIRONMENTS,
+    ),
+    "test_a_recipe_of_another_project_is_answered_with_the_command_that_translates_it": MIGRATE,
+    **dict.fromkeys(
+        (
+            "test_a_broken_rule_is_told_and_the_correction_passes", "test_a_cause_has_its_advice",
+            "test_a_forgotten_recipe_is_asked_for_and_nothing_is_started", "test_a_frozen_recipe_is_read_without_notes",
+            "test_a_mistake_of_a_command_is_one_line_with_its_fix", "test_an_option_that_is_misspelt_is_suggested",
+            "test_commands_options_keys_values_and_files", "test_every_command_refuses_a_maxent_recipe_with_maxent_off",
+            "test_every_shipped_model_is_counted", "test_shipped_recipes_are_right",
+            "test_shipped_recipes_fit_eight_gpus_of_80_gb",
+            "test_the_four_maxent_flags_of_the_guide_start_with_every_shipped_recipe",
+            "test_trl_reads_the_same_values_from_a_frozen_recipe",
+        ),
+        WHOLE,
+    ),
+}  # fmt: skip
+
+
+def deleted() -> set[str]:
+    """Return the extensions and the console if they are deleted; ``WHOLE`` if any of them is."""
+    package = Path(grpo_recipes.__file__).parent
+    names = {*FILES.values(), *TESTS.values(), COLOCATED} - {WHOLE}
+    missing = {name for name in names if not (package / name.replace(".", "/")).is_dir()}
+    return {*missing, WHOLE} if missing else set()
+
+
+def left_out_files() -> list[str]:
+    """Return the globs of files that need something deleted."""
+    missing = deleted()
+    folders = [f"{name.replace('.', '/')}" for name in missing - {WHOLE}]
+    return [*(glob for glob, name in FILES.items() if name in missing), *folders]
+
+
+def needs_deleted(test: str) -> bool:
+    """Return whether a test, by the name of its function, needs something deleted."""
+    return TESTS.get(test) in deleted()
