@@ -15,7 +15,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +35,21 @@ class Extension:
     keys: str = ""  # a dataclass of recipe keys, made with recipe.fields.key; imports no torch
     nested: Mapping[str, str] = field(default_factory=dict)  # path of a mapping in a key -> the dataclass of its keys
     variables: Mapping[str, str] = field(default_factory=dict)  # environment variable -> the key that it sets
-    ports: Mapping[str, str] = field(
-        default_factory=dict
-    )  # key of a port -> a function (lookup) -> its default, or None
+    # Key of a port -> a function (lookup) that returns its default, or None if the recipe needs no such port.
+    ports: Mapping[str, str] = field(default_factory=dict)
     search_words: Mapping[str, str] = field(default_factory=dict)  # key -> more words by which `grpo keys` finds it
     rules: str = ""  # a tuple of recipe.rules.Rule
     serves: tuple[str, ...] = ()  # keys of the core that need this extension, e.g. push_to_hub
     checks: str = ""  # a tuple of functions (recipe, environment) -> problems
-    idle: str = ""  # a tuple of (keys, condition, what they need): keys that do nothing without another
+    idle: str = ""  # a tuple of recipe.rules.Idle: keys that do nothing without another
     notes: str = ""  # a function (recipe) -> lines about a valid recipe
     prompt_source: str = ""  # a recipe.sources.PromptSource: replaces datasets
     datasets: str = ""  # a tuple of recipe.generated.GeneratedData: datasets that need no download
     rewards: str = ""  # a tuple of recipe.registry.Reward
     benchmarks: str = ""  # a mapping: name -> recipe.registry.Benchmark
     converters: str = ""  # a tuple of recipe.converters.files.FileConverter: YAML of other tools
-    translate: str = (
-        ""  # a function (source, target) -> recipe.converters.TranslatedRecipe for `grpo new --from`, or None
-    )
+    # A function (source, target) -> recipe.converters.TranslatedRecipe or None, for `grpo new --from`.
+    translate: str = ""
     # The run.
     assets: str = ""  # a function (lookup) -> (key, id, configuration, split) of each dataset that it reads
     roles: str = ""  # a plan.roles.Roles: processes beside the server and the trainers
@@ -134,12 +132,3 @@ def merged(part: str) -> dict[str, Any]:
 def is_served(key: str) -> bool:
     """Return whether an extension of this installation serves a key of the core."""
     return any(key in extension.serves for extension in extensions())
-
-
-def forget() -> None:
-    """Look for extensions again; for tests that install one."""
-    extensions.cache_clear()
-    load.cache_clear()
-
-
-PARTS = tuple(part.name for part in fields(Extension) if part.name != "name")
