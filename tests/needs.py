@@ -95,7 +95,7 @@ TESTS: dict[str, str] = {
 def deleted() -> set[str]:
     """Return the extensions and the console if they are deleted; ``WHOLE`` if any of them is."""
     package = Path(grpo_recipes.__file__).parent
-    names = {*FILES.values(), *TESTS.values(), COLOCATED} - {WHOLE}
+    names = (ATROPOS, ENVIRONMENTS, OFFLINE, MIGRATE, PROBLEMS, COLOCATED, CONSOLE)
     missing = {name for name in names if not (package / name.replace(".", "/")).is_dir()}
     return {*missing, WHOLE} if missing else set()
 

@@ -54,16 +54,3 @@ def test_the_core_trains_without_any_of_them(overlay: Overlay) -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
     (run,) = (overlay.repository / "runs").iterdir()
     assert (run / "model/model.safetensors").is_file()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_tests_of_the_core_pass_without_any_of_them(tmp_path: Path) -> None:
-    overlay = make_overlay(tmp_path, "tests")
-    overlay.delete(*ABOVE)
-    answer = overlay.run(
-        "-m", "pytest", "-q", "-n", "4", "--dist", "loadfile", "-p", "no:cacheprovider",
-        "-m", "not slow and not soak and not alone", timeout=1700,
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stdout[-6000:]
-    assert int(answer.stdout.rpartition(" passed")[0].rpartition(" ")[2]) > 5000
