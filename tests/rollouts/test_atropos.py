@@ -16,7 +16,7 @@ from grpo_recipes.extensions.atropos.access import SETTINGS
 from grpo_recipes.extensions.atropos.group import Group, trajectories
 from grpo_recipes.extensions.atropos.rollouts import AtroposRollouts, _messages
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
-from grpo_recipes.recipe.sources import rollouts_of
+from grpo_recipes.recipe.sources import rollout_class
 
 
 def source(folder: Path, **keys: Any) -> AtroposRollouts:
@@ -93,9 +93,9 @@ def test_requests_without_the_token_are_the_likely_reason_that_no_groups_come(tm
 def test_a_recipe_with_atropos_has_this_source_and_no_correction_beside_the_ratio(tmp_path: Path) -> None:
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     assert args.vllm_importance_sampling_correction
-    assert rollouts_of(partial(getattr, ScriptArguments())) is None and args.vllm_importance_sampling_correction
+    assert rollout_class(partial(getattr, ScriptArguments())) is None and args.vllm_importance_sampling_correction
     script_args = ScriptArguments(atropos_environment="dataset")
-    assert isinstance(rollouts_of(partial(getattr, script_args))(script_args, args, tmp_path), AtroposRollouts)
+    assert isinstance(rollout_class(partial(getattr, script_args))(script_args, args, tmp_path), AtroposRollouts)
     assert not args.vllm_importance_sampling_correction
 
 

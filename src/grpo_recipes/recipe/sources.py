@@ -48,11 +48,6 @@ class PromptSource:
         return None
 
 
-def source_of(lookup: Lookup) -> PromptSource | None:
-    """Return the source that a checked recipe uses; None if it reads datasets."""
-    return next((source for source in parts("prompt_source") if source.chosen(lookup)), None)
-
-
 def extension_of(lookup: Lookup) -> Extension | None:
     """Return the extension whose source a checked recipe uses; None if it reads datasets."""
     for extension in extensions():
@@ -62,7 +57,14 @@ def extension_of(lookup: Lookup) -> Extension | None:
     return None
 
 
-def rollouts_of(lookup: Lookup) -> Any:
+def source_of(lookup: Lookup) -> PromptSource | None:
+    """Return the source that a checked recipe uses; None if it reads datasets."""
+    extension = extension_of(lookup)
+    source: PromptSource | None = extension.load("prompt_source") if extension else None
+    return source
+
+
+def rollout_class(lookup: Lookup) -> Any:
     """Return the ``rollouts.source.Source`` class of the recipe's source; None if it reads datasets."""
     extension = extension_of(lookup)
     return extension.load("rollouts") if extension else None

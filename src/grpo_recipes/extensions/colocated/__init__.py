@@ -1,4 +1,4 @@
-"""The co-located launcher: flags and YAML of a trainer with vLLM inside its processes become a launch."""
+"""The co-located launcher: translate its flags and YAML to a launch with vLLM inside the trainers."""
 
 from grpo_recipes.recipe.extensions import Extension
 

@@ -1,4 +1,4 @@
-"""The offline trainer: Hydra keys and iterations over seeded problems become one launch or one sweep."""
+"""The offline trainer: translate its Hydra keys and iterations to a launch or a sweep."""
 
 from grpo_recipes.recipe.extensions import Extension
 

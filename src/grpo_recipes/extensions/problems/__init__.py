@@ -1,4 +1,4 @@
-"""Generated problems: ModeBench, whose problems have many right answers, and problems drawn by seeds."""
+"""Generated problems: ModeBench (many right answers to each problem) and seeded problems."""
 
 from grpo_recipes.recipe.extensions import Extension
 
