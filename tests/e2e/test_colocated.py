@@ -23,8 +23,17 @@ from grpo_recipes import smoke
 from grpo_recipes.runs.rundir import read_json
 
 COLOCATED = ("--vllm_mode", "colocate")
-SMALL = ("--prompts_per_step", "8", "--num_generations", "8", "--max_steps", "3")
-TWO = (*COLOCATED, *SMALL, "--num_processes", "2")
+
+
+def small(**changes: int) -> tuple[str, ...]:
+    """Return the flags of a short run, with some of their values changed."""
+    values = {"prompts_per_step": 8, "num_generations": 8, "max_steps": 3, **changes}
+    return tuple(word for key, value in values.items() for word in (f"--{key}", str(value)))
+
+
+SMALL = small()
+TWO_PROCESSES = (*COLOCATED, "--num_processes", "2")
+TWO = (*TWO_PROCESSES, *SMALL)
 
 
 def assert_vllm_has_the_trainers_weights(run: Launch, steps: int) -> None:
@@ -121,7 +130,7 @@ def test_the_door_trains_in_four_processes(launch: Callable[..., Launch]) -> Non
     assert dry.wait() == 0 and '"--num_processes", "4"' in dry.output and not dry.has_run_dir(), dry.output
     assert door.pop() == "--dry-run"
 
-    run = launch(command=[*door, *SMALL, "--max_steps", "2", "--save_strategy", "no"], ENV_DIR=sys.prefix)
+    run = launch(command=[*door, *small(max_steps=2), "--save_strategy", "no"], ENV_DIR=sys.prefix)
 
     assert run.wait() == 0, run.output
     assert read_json(run.run_dir / "plan.json")["batch"]["world_size"] == 4
@@ -177,8 +186,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(launch: Callable[..., Launch]) -
                  "--eval_subsample", "1.0", "--eval_max_prompts", "7", "--num_generations_eval", "4",
                  "--per_device_eval_batch_size", "6")  # fmt: skip
     tested = ("--benchmarks", "smoke:sums", "--benchmark_samples", "2", "--benchmark_temperature", "1")
-    saved = ("--max_steps", "4", "--save_steps", "1", "--save_total_limit", "4")
-    alone = launch(*TWO, *saved, *evaluated, *tested, folder="alone")
+    saved = (*small(max_steps=4), "--save_steps", "1", "--save_total_limit", "4")
+    alone = launch(*TWO_PROCESSES, *saved, *evaluated, *tested, folder="alone")
     assert alone.wait() == 0, alone.output
     assert_vllm_has_the_trainers_weights(alone, 4)
     evaluations = [json.loads(line) for line in (alone.run_dir / "eval.jsonl").open()]
@@ -195,7 +204,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(launch: Callable[..., Launch]) -
 @pytest.mark.rotating
 @pytest.mark.timeout(600)
 def test_a_run_stopped_at_any_moment_goes_on_as_if_it_had_not_been(launch: Callable[..., Launch]) -> None:
-    keys = (*TWO, "--prompts_per_step", "32", "--max_steps", "20", "--run_name", "stopped")
+    keys = (*TWO_PROCESSES, *small(prompts_per_step=32, max_steps=20), "--run_name", "stopped")
     stopped = launch(*keys, folder="stopped")
     stopped.wait_for_step(3)
 
@@ -299,7 +308,8 @@ class Drop(TrainerCallback):
 @pytest.mark.fault
 def test_a_load_that_one_vllm_drops_stops_every_process(launch: Callable[..., Launch], tmp_path: Path) -> None:
     (tmp_path / "drops.py").write_text(DROPS)
-    run = launch(*TWO, "--max_steps", "4", "--callbacks", f"{tmp_path}/drops.py:Drop", "--save_steps", "1")
+    dropping = ("--callbacks", f"{tmp_path}/drops.py:Drop", "--save_steps", "1")
+    run = launch(*TWO_PROCESSES, *small(max_steps=4), *dropping)
 
     assert run.wait() == 1, run.output
 
@@ -315,7 +325,7 @@ def test_a_load_that_one_vllm_drops_stops_every_process(launch: Callable[..., La
 @pytest.mark.fault
 def test_a_killed_process_ends_the_run_and_leaves_nothing(launch: Callable[..., Launch]) -> None:
     memory = set(Path("/dev/shm").iterdir())
-    run = launch(*TWO, "--max_steps", "100000")
+    run = launch(*TWO_PROCESSES, *small(max_steps=100000))
     run.wait_for_step(2)
     pid = run.pid_of("rank_1")
     listening = [one for process in run.processes() for one in process.net_connections("tcp") if one.status == "LISTEN"]
