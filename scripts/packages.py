@@ -34,6 +34,7 @@ CORE: dict[str, str] = {
     "data": "prompts from datasets",
     "rewards": "reward functions, and the processes they run in",
     "server": "our code inside vLLM",
+    "trainer_protocol": "what the packages above may use of the trainer",
     "weights": "how new weights reach the server, and the guard",
     "fetch": "models and datasets from the hub",
     "plan": "devices, batch, commands, estimates",

@@ -1,12 +1,14 @@
 """What a training takes the place of TRL's sampler with: episodes that it plays, or groups that others sampled."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from grpo_recipes.data.prompts import Prompts
 from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.rollouts.backends import Rollouts
 from grpo_recipes.rollouts.turns import Message
+from grpo_recipes.trainer_protocol import Trainer
 
 
 class Source:
@@ -70,3 +72,18 @@ class Source:
 
     def settle(self, output: dict[str, Any]) -> None:
         """Change what the loss reads of ``output``, once the weights that it was sampled with are checked."""
+
+
+class SamplingTrainer(Trainer, Protocol):
+    """The trainer as sources and benchmarks see it: ``Trainer``, and where its completions come from."""
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """The sampler of completions."""
+
+    @property
+    def source(self) -> Source | None:
+        """The source that replaces TRL's sampler in training, if the recipe has one."""
+
+    def serve_final_weights(self) -> None:
+        """Send the weights of the last step to the sampler, and check them. Called by every rank."""

@@ -6,7 +6,9 @@ Every method of TRL's and transformers' that changes is overridden once, in this
 is done by helpers that know the trainer and not each other. The loss and the optimizer's step stay TRL's.
 """
 
-from contextlib import AbstractContextManager, nullcontext, suppress
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import datasets
 import torch
 import trl
 from accelerate.utils import is_peft_model
+from transformers import GenerationConfig
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 from trl.trainer.utils import RepeatSampler
 
@@ -26,6 +29,7 @@ from grpo_recipes.rollouts.backends import rollouts_of
 from grpo_recipes.rollouts.external import ExternalClient
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
+from grpo_recipes.trainer_protocol import Mode
 from grpo_recipes.trainers.ahead import OverlappedRollouts
 from grpo_recipes.trainers.callbacks import LossCallback
 from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
@@ -102,6 +106,54 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Create the accelerator as transformers does, and let FSDP2 return log-probs in float32."""
         super().create_accelerator_and_postprocess()
         keep_outputs_as_computed(self.accelerator)
+
+    # --- for other objects, by trainer_protocol.Trainer -----------------------------------------------------------
+
+    @property
+    def loaded_step(self) -> int:
+        """Return the optimizer step whose weights vLLM holds; -1 before the first transfer."""
+        return int(self._last_loaded_step)
+
+    def note_loaded_step(self, step: int) -> None:
+        """Record that vLLM now holds the weights of this optimizer step."""
+        self._last_loaded_step = step
+
+    def add_metric(self, name: str, value: float, mode: Mode = "train") -> None:
+        """Add a value to a metric. TRL logs the mean of its values over a step or an evaluation."""
+        self._metrics[mode][name].append(value)
+
+    @contextmanager
+    def generating_with(self, config: GenerationConfig) -> Iterator[None]:
+        """Let transformers sample with this configuration inside."""
+        before, self.generation_config = self.generation_config, config
+        try:
+            yield
+        finally:
+            self.generation_config = before
+
+    @contextmanager
+    def sampling_with(
+        self,
+        *,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        max_completion_length: int | None = None,
+    ) -> Iterator[None]:
+        """Sample with these settings inside. ``None`` keeps the setting of the training."""
+        settings = {"temperature": temperature, "top_p": top_p, "max_completion_length": max_completion_length}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        if not self.use_vllm:
+            with self.generating_with(_changed(self.generation_config, settings)):
+                yield
+            return
+        before = {name: getattr(self.vllm_generation, name) for name in settings}
+        try:
+            for name, value in settings.items():
+                setattr(self.vllm_generation, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self.vllm_generation, name, value)
 
     # --- a training: epochs of steps -------------------------------------------------------------------------------
 
@@ -405,6 +457,17 @@ class GRPOTrainer(trl.GRPOTrainer):
         if description == "Evaluation" and isinstance(dataset, datasets.IterableDataset):
             dataset = CountedStream(dataset)
         return super()._get_dataloader(dataset, description, *args, **kwargs)
+
+
+def _changed(config: GenerationConfig, settings: dict[str, Any]) -> GenerationConfig:
+    """Return a copy of a configuration of transformers with the settings of ``sampling_with``."""
+    changed = copy.deepcopy(config)
+    for name, value in settings.items():
+        setattr(changed, "max_new_tokens" if name == "max_completion_length" else name, value)
+    if settings.get("temperature") == 0:
+        changed.do_sample = False
+        changed.temperature = changed.top_p = changed.top_k = changed.min_p = None
+    return changed
 
 
 def weight_bridge(args: GRPOConfig, run_dir: Path, stop: StopRequest) -> AbstractContextManager[None]:

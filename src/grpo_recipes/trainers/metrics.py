@@ -1,6 +1,5 @@
 """Rows that a training writes: ``metrics.jsonl`` per optimizer step, ``samples.jsonl`` to read, and ``eval.jsonl``."""
 
-import copy
 import hashlib
 import json
 import math
@@ -319,25 +318,13 @@ class Evaluation:
 
     def _sampling(self) -> AbstractContextManager[None]:
         """Let completions inside be drawn as the recipe says for evaluations."""
-        trainer, args = self._trainer, self._trainer.args
-        wanted = {
-            "temperature": args.eval_temperature,
-            "top_p": args.eval_top_p,
-            "max_completion_length": args.eval_max_completion_length,
-        }
-        given = {name: value for name, value in wanted.items() if value is not None}
-        if not given:
-            return nullcontext()
-        if trainer.use_vllm:
-            return replaced(trainer.vllm_generation, **given)
-        config = copy.deepcopy(trainer.generation_config)
-        names = {"max_completion_length": "max_new_tokens"}
-        for name, value in given.items():
-            setattr(config, names.get(name, name), value)
-        if given.get("temperature") == 0:
-            config.do_sample = False
-            config.temperature = config.top_p = config.top_k = config.min_p = None
-        return replaced(trainer, generation_config=config)
+        args = self._trainer.args
+        drawn: AbstractContextManager[None] = self._trainer.sampling_with(
+            temperature=args.eval_temperature,
+            top_p=args.eval_top_p,
+            max_completion_length=args.eval_max_completion_length,
+        )
+        return drawn
 
     @property
     def samples_otherwise(self) -> bool:

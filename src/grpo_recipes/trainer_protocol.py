@@ -1,0 +1,145 @@
+"""What the other packages may use of the trainer.
+
+Weight bridges, sources of completions and benchmarks receive the trainer and rely only on ``Trainer``.
+``trainers.grpo.GRPOTrainer`` implements it. The module stands below ``weights``, the lowest package that receives a
+trainer. Two protocols extend it: ``rollouts.source.SamplingTrainer`` adds the source of completions, and
+``trainers.protocol`` adds the state that only the trainer's own helpers may change.
+
+    def join(self, trainer: Trainer) -> None: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from transformers import (
+        GenerationConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        TrainerCallback,
+        TrainerState,
+    )
+
+    from grpo_recipes.recipe.configs import GRPOConfig
+    from grpo_recipes.runs.stop_request import StopRequest
+
+Mode = Literal["train", "eval"]
+
+
+class Phases(Protocol):
+    """Times the phases of a training step and reports them to the launcher."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Count the time inside as ``sample``, ``score``, ``sync``, ``save`` or ``evaluate``."""
+
+
+class Preemption(Protocol):
+    """Stops all ranks at the same place when a stop is requested."""
+
+    @property
+    def stop(self) -> StopRequest:
+        """The stop request of the run."""
+
+    def stop_if_agreed(self) -> None:
+        """Raise ``Stopped`` on every rank if any rank has seen a stop request. Called by every rank."""
+
+    def cutting_short(self) -> AbstractContextManager[None]:
+        """Let a stop request end the work inside early."""
+
+
+class UnscoredLimit(Protocol):
+    """Limits how many completions may stay without a score."""
+
+    def most_unscored(self, rows: int) -> int:
+        """Return how many of ``rows`` completions may be unscored before the run ends."""
+
+
+class EvaluationScope(Protocol):
+    """Keeps evaluations apart from the training."""
+
+    def undisturbed(self, name: str | None = None) -> AbstractContextManager[None]:
+        """Restore random states, tables and the clock of the step after the block."""
+
+
+class Trainer(Protocol):
+    """TRL's trainer with our additions, as objects outside ``trainers`` see it."""
+
+    args: GRPOConfig
+    accelerator: Accelerator
+    state: TrainerState
+    processing_class: PreTrainedTokenizerBase
+    use_vllm: bool
+    vllm_generation: Any
+    """TRL's ``VLLMGeneration``, or ``weights.colocated.ColocatedGeneration``; missing without ``use_vllm``."""
+    generation_config: GenerationConfig
+    """How transformers samples; missing with ``use_vllm``."""
+    chat_template_kwargs: dict[str, Any]
+    eos_token_ids: list[int]
+    num_generations: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float | None
+    repetition_penalty: float
+    scale_rewards: str
+    reward_funcs: list[Any]
+    reward_weights: torch.Tensor
+    """Weight of each reward, (rewards,)."""
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The trained model, without the wrappers of DDP, FSDP or DeepSpeed."""
+
+    @property
+    def rows(self) -> Phases:
+        """The phases of the step under way."""
+
+    @property
+    def preemption(self) -> Preemption:
+        """How the run stops on request."""
+
+    @property
+    def scoring(self) -> UnscoredLimit:
+        """The limit of unscored completions."""
+
+    @property
+    def evaluation(self) -> EvaluationScope:
+        """The evaluations of this training."""
+
+    @property
+    def loaded_step(self) -> int:
+        """The optimizer step whose weights vLLM holds; -1 before the first transfer."""
+
+    def note_loaded_step(self, step: int) -> None:
+        """Record that vLLM now holds the weights of this optimizer step."""
+
+    def add_metric(self, name: str, value: float, mode: Mode = "train") -> None:
+        """Add a value to a metric. TRL logs the mean of its values over a step or an evaluation."""
+
+    def add_callback(self, callback: TrainerCallback) -> None:
+        """Register a callback, as in transformers."""
+
+    def sampling_with(
+        self,
+        *,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        max_completion_length: int | None = None,
+    ) -> AbstractContextManager[None]:
+        """Sample with these settings inside. ``None`` keeps the setting of the training."""
+
+    def generating_with(self, config: GenerationConfig) -> AbstractContextManager[None]:
+        """Let transformers sample with this configuration inside."""
+
+    def _generate_single_turn(
+        self, prompt_ids: Sequence[list[int]], images: Any, multimodal_fields: dict[str, Any], num_generations: int
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Return TRL's completions of tokenized prompts, and their log-probs with vLLM."""
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], Any, Any]:
+        """Return token ids of the prompts as TRL renders them, then images and multimodal fields."""
