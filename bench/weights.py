@@ -134,12 +134,12 @@ def syncing(client: BridgeClient, trained: PreTrainedModel) -> Callable[[], None
         def share() -> None:
             client.drain()
             client.release()
-            client.take(trained)
+            client.sync_model(trained)
 
         return share
     if isinstance(client, LoraClient):
         adapted = get_peft_model(trained, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
-        return lambda: client.take(adapted)
+        return lambda: client.sync_model(adapted)
 
     def send() -> None:
         named = dict(trained.named_parameters())

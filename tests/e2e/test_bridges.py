@@ -233,7 +233,7 @@ def test_no_request_sees_a_step_that_is_half_written(tmp_path: Path, monkeypatch
     model = trained_model(bench)
     with bench.server() as url:
         client = client_here(bench, url, monkeypatch)
-        client.take(model)
+        client.sync_model(model)
         assert client.checksum_error is None and list(Path(bench.environment["GRPO_SYNC_DIR"]).glob("weights*")) == []
 
         def sampled(count: int) -> dict:

@@ -25,7 +25,7 @@ LONG = {"max_tokens": 24, "generation_kwargs": {"ignore_eos": True}}
 
 
 def generate(client: FileClient) -> dict[str, Any]:
-    client.generation = "train/3"
+    client.generation_name = "train/3"
     return client.generate(PROMPTS, n=COMPLETIONS, **LONG)
 
 
@@ -33,7 +33,7 @@ def other_traffic(bench: Bench, url: str, turn: int) -> None:
     """Prompts that share beginnings with ours, unseeded and not held, then a seeded generation of another size."""
     bench.client(url, seed=None).generate([[*PROMPTS[turn], 7], PROMPTS[2]], n=3, max_tokens=7)
     client = bench.client(url)
-    client.generation = f"other/{turn}"
+    client.generation_name = f"other/{turn}"
     client.generate(PROMPTS[::-1][: 3 + turn], n=2, max_tokens=9)
 
 

@@ -71,7 +71,7 @@ class DiceRollouts(Source):
         rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "roll"}]] * (8 * least)})
         return Prompts(rows, Counts(read=len(rows)), "roll", "rolls of a die")
 
-    def begin(self, rows, name):
+    def start_generation(self, rows, name):
         self._rows, self._name = rows, name
 
     def __call__(self, prompts, trainer):

@@ -24,7 +24,7 @@ from grpo_recipes.recipe.registry import benchmarks
 from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.rewards.score import make_reward
 from grpo_recipes.rollouts import backends
-from grpo_recipes.rollouts.backends import Prompt, Sampling, problem_seed, rollouts_of
+from grpo_recipes.rollouts.backends import Prompt, Sampling, make_rollouts, problem_seed
 from grpo_recipes.runs.rundir import finish_summary
 from grpo_recipes.stats import pass_table
 
@@ -251,7 +251,7 @@ def test_ranks_share_the_work_and_each_prompt_is_answered_once(
     sizes = []
     for rank in range(world):
         engine = FakeEngine()
-        rollouts_of(fake_trainer(engine, rank, world, parallel)).sample(prompts, Sampling(1, 0.7, 8))
+        make_rollouts(fake_trainer(engine, rank, world, parallel)).sample(prompts, Sampling(1, 0.7, 8))
         sizes.append(len(engine.seeds))
     drawn = [completions for part in parts for completions in part][:count]
     assert drawn == [[[number, 0]] for number in range(count)]
@@ -284,7 +284,7 @@ def fake_trainer(engine: FakeEngine, rank: int = 0, world: int = 1, parallel: in
 
 def test_vllm_in_the_trainer_gets_a_seed_a_problem() -> None:
     engine = FakeEngine()
-    drawn = rollouts_of(fake_trainer(engine)).sample([Prompt([5], 11), Prompt([6], 12)], Sampling(2, 0.7, 8))
+    drawn = make_rollouts(fake_trainer(engine)).sample([Prompt([5], 11), Prompt([6], 12)], Sampling(2, 0.7, 8))
     assert drawn == [[[5, 0], [5, 1]], [[6, 0], [6, 1]]]
     assert engine.seeds == [11, 12]
 
@@ -294,7 +294,7 @@ def test_an_engine_sleeps_again_also_where_a_benchmark_fails() -> None:
     trainer = fake_trainer(engine)
     trainer.vllm_generation.enable_sleep_mode, trainer._last_loaded_step = True, -1
     engine.sleep = lambda level: slept.append(level)
-    with pytest.raises(RuntimeError, match="stopped"), rollouts_of(trainer).sent_again():
+    with pytest.raises(RuntimeError, match="stopped"), make_rollouts(trainer).resending_weights():
         trainer._last_loaded_step = 0
         raise RuntimeError("stopped")
     assert slept == [2] and trainer._last_loaded_step == -1

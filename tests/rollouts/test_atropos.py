@@ -42,7 +42,7 @@ def trainer_with_server(main: bool = True) -> Any:
 
 def test_every_sync_carries_the_step_of_its_weights(tmp_path: Path) -> None:
     trainer = trainer_with_server()
-    source(tmp_path).join(trainer)
+    source(tmp_path).attach(trainer)
     for step in (0, 1, 7):
         trainer.state.global_step = step
         trainer.vllm_generation.sync_weights()
@@ -55,13 +55,13 @@ def test_the_client_knows_whether_environments_ask_its_server_after_the_training
     roles = ["run-api", "server", "trainer"] if own else ["server", "trainer"]
     (tmp_path / "plan.json").write_text(json.dumps({"processes": [{"role": role} for role in roles]}))
     trainer = trainer_with_server()
-    source(tmp_path).join(trainer)
-    assert trainer.vllm_generation.vllm_client.others_ask is not own
+    source(tmp_path).attach(trainer)
+    assert trainer.vllm_generation.vllm_client.has_other_clients is not own
 
 
 def test_ranks_without_a_client_send_as_before(tmp_path: Path) -> None:
     trainer = trainer_with_server(main=False)
-    source(tmp_path).join(trainer)
+    source(tmp_path).attach(trainer)
     trainer.vllm_generation.sync_weights()
     assert trainer.calls == [("sync", None)]
 

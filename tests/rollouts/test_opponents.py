@@ -85,6 +85,6 @@ def test_the_base_model_is_asked_of_the_server_that_has_it() -> None:
         vllm_generation=SimpleNamespace(vllm_client=client),
         model=SimpleNamespace(get_input_embeddings=lambda: embeddings),
     )
-    with ServerRollouts(trainer).of_base_model():
+    with ServerRollouts(trainer).using_base_model():
         assert client.samples_base
     assert not client.samples_base

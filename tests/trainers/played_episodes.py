@@ -47,7 +47,7 @@ def make_trainer(folder: Path, model: str, kind: str = "Sums", ends: bool = True
 
     def named(name: str, rows: list[int]) -> Any:
         asked[:] = [name, rows]
-        return trainer.rollouts.sent_again()
+        return trainer.rollouts.resending_weights()
 
     def from_table(prompt_ids: list[Any], *_: Any) -> tuple[list[list[int]], None]:
         name, rows = asked
@@ -55,7 +55,7 @@ def make_trainer(folder: Path, model: str, kind: str = "Sums", ends: bool = True
         end = [tokenizer.eos_token_id] if ends else []
         return [completion(name, row, 7 if ends else 8) + end for row in rows], None
 
-    trainer.rollouts.named = named
+    trainer.rollouts.named_generation = named
     trainer._generate_single_turn = from_table
     return trainer
 

@@ -47,7 +47,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
         script_args = ScriptArguments(environment=f"{game}:Game", **keys)
         episodes = Episodes(script_args, GRPOConfig(output_dir=str(tmp_path / "out"), **ON_CPU), tmp_path)
         episodes._specs = {}
-        episodes.begin([], name)
+        episodes.start_generation([], name)
         rows_of = [Episode(row, f"{game}:Game", "{}", 7) for row in range(rows)]
         return episodes._scores(rows_of, None, lambda: False)
 

@@ -15,7 +15,7 @@ from trl.generation.vllm_client import VLLMClient
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.registry import BRIDGES
-from grpo_recipes.weights.bridges import CLIENTS, bridge_in_place
+from grpo_recipes.weights.bridges import CLIENTS, trl_building_client
 from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.nccl import NcclClient
 
@@ -62,14 +62,14 @@ def test_trls_generation_gives_the_client_keywords_only():
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_a_bridge_stands_in_trls_place_only_inside(name):
-    with bridge_in_place(CLIENTS[name], seed=7):
+    with trl_building_client(CLIENTS[name], seed=7):
         inside = vllm_generation.VLLMClient
         assert inside.func is CLIENTS[name] and inside.keywords == {"seed": 7}
     assert vllm_generation.VLLMClient is VLLMClient
 
 
 def test_trls_client_is_back_after_an_exception():
-    with pytest.raises(RuntimeError, match="inside"), bridge_in_place(CLIENTS["file"]):
+    with pytest.raises(RuntimeError, match="inside"), trl_building_client(CLIENTS["file"]):
         raise RuntimeError("inside")
     assert vllm_generation.VLLMClient is VLLMClient
 

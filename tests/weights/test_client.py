@@ -104,7 +104,7 @@ def test_with_a_run_seed_every_prompt_of_every_generation_has_its_own(connect, s
     seeds = {}
     for generation in ("0/0", "1/1", "0/0"):
         server.asked.clear()
-        client.generation = generation
+        client.generation_name = generation
         client.generate([[1], [2], [3]], n=2)
         seen = {asked["prompt"][0]: asked["seed"] for asked in server.asked}
         assert len(set(seen.values())) == 3

@@ -21,7 +21,7 @@ from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.server.plugin import fingerprint
 from grpo_recipes.weights import colocated
-from grpo_recipes.weights.colocated import ColocatedGeneration, colocated_in_place
+from grpo_recipes.weights.colocated import ColocatedGeneration, trl_building_colocated
 from grpo_recipes.weights.engine import Engine
 from grpo_recipes.weights.sampling import sampling_seed
 
@@ -154,13 +154,13 @@ def test_without_the_guard_nothing_is_reported(make: Any, calls: list[Any]) -> N
 @pytest.mark.parametrize("guard", [True, False])
 def test_the_error_of_any_process_is_that_of_all(monkeypatch: pytest.MonkeyPatch, guard: bool) -> None:
     monkeypatch.setattr(backends, "gather_object", lambda own: [*own, "of rank 1", None])
-    generation = SimpleNamespace(mode="colocate", checksum_error=None, transfers=3, generation="")
+    generation = SimpleNamespace(mode="colocate", checksum_error=None, transfers=3, generation_name="")
     trainer = SimpleNamespace(use_vllm=True, vllm_generation=generation, args=SimpleNamespace(weight_guard=guard))
-    rollouts = backends.rollouts_of(trainer)
+    rollouts = backends.make_rollouts(trainer)
     assert rollouts.checksum_error() == "of rank 1"
     assert (rollouts.guarded, rollouts.bridge, rollouts.transfers) == (guard, "colocate", 3)
     rollouts.name_generation("4/0")
-    assert generation.generation == "4/0"
+    assert generation.generation_name == "4/0"
 
 
 def test_every_rank_draws_what_the_server_would_draw_for_its_rows(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_every_rank_draws_what_the_server_would_draw_for_its_rows(make: Any, mon
 
     def seeds_of(rank: int, sampling: SamplingParams, **keys: Any) -> list[int | None]:
         generation, engine = make(rank=rank, **keys), Engine.__new__(Engine)
-        generation.generation = "4/0"
+        generation.generation_name = "4/0"
         monkeypatch.setattr(FakeEngine, "generate", lambda _, prompts, **kw: Engine.generate(engine, prompts, **kw))
         monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts, *_: trl_generates(self, prompts))
 
@@ -265,6 +265,6 @@ def test_trl_still_has_what_is_replaced() -> None:
     assert source.count("self.llm = LLM(") == 1
     assert "for name, param in self._iter_named_params():\n                self.llm.llm_engine" in source
     before = grpo_trainer.VLLMGeneration
-    with colocated_in_place(run_seed=7):
+    with trl_building_colocated(run_seed=7):
         assert grpo_trainer.VLLMGeneration.func is ColocatedGeneration
     assert grpo_trainer.VLLMGeneration is before is VLLMGeneration

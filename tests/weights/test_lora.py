@@ -136,7 +136,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 def test_the_adapter_alone_travels_and_has_one_name(folder, tmp_path, keys):
     model = trained(**keys)
     client = LocalClient(Worker(model), tmp_path)
-    client.take(model)
+    client.sync_model(model)
     assert client.asked == [
         ("http://here/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": str(folder / "adapter")}),
         "grpo_adapters", "grpo_load_adapter", "grpo_weights", "grpo_adapter_weights",
@@ -149,7 +149,7 @@ def test_the_adapter_alone_travels_and_has_one_name(folder, tmp_path, keys):
 
     move(model)
     client.asked.clear()
-    client.take(model)
+    client.sync_model(model)
     assert client.asked == ["grpo_load_adapter", "grpo_adapter_weights"] and client.checksum_error is None
     assert sorted(one.name for one in folder.iterdir()) == ["adapter", "adapter-2"]  # the one before is gone
 
@@ -158,22 +158,22 @@ def test_an_adapter_that_the_server_did_not_load_is_seen(folder, tmp_path):
     model = trained()
     client = LocalClient(Worker(model), tmp_path)
     client.worker.forgets = True
-    client.take(model)
+    client.sync_model(model)
     assert "'lora' bridge" in client.checksum_error and "attention.q_proj.lora_a" in client.checksum_error
 
     client.worker.forgets = False
-    client.take(model)
+    client.sync_model(model)
     assert client.checksum_error is None
     move(model)
     client.worker.forgets = True
-    client.take(model)  # one step old
+    client.sync_model(model)  # one step old
     assert "attention.q_proj.lora_a, attention.q_proj.lora_b, " in client.checksum_error
 
 
 def test_an_adapter_of_another_sync_is_seen_though_its_values_are_equal(folder, tmp_path):
     model = trained()
     client = LocalClient(Worker(model), tmp_path)
-    client.take(model)
+    client.sync_model(model)
     before = (folder / "adapter").resolve()
     client.worker.grpo_load_adapter(folder=str(before), lora_id=7)
     client._sync += 1
@@ -184,7 +184,7 @@ def test_an_adapter_of_another_sync_is_seen_though_its_values_are_equal(folder, 
 def test_a_server_without_the_scaling_is_seen(folder, tmp_path):
     model = trained()
     client = LocalClient(Worker(model), tmp_path)
-    client.take(model)
+    client.sync_model(model)
     for module in client.worker.model_runner.lora_manager._adapter_manager.modules.values():
         for second in module.lora_b_stacked:
             second.div_(1.5)
@@ -196,9 +196,9 @@ def test_another_base_model_is_seen_at_the_first_sync(folder, tmp_path):
     model = trained()
     client = LocalClient(Worker(model), tmp_path)
     client.worker.model.attention.qkv_proj.base_layer.weight.data[0, 0] += 1
-    client.take(model)
+    client.sync_model(model)
     assert "attention.qkv_proj.weight" in client.checksum_error
-    client.take(model)
+    client.sync_model(model)
     assert client.checksum_error is not None  # it stays wrong, and is looked at again
     client.worker.model.attention.qkv_proj.base_layer.weight.data[0, 0] -= 1
     client._verify()
@@ -208,7 +208,7 @@ def test_another_base_model_is_seen_at_the_first_sync(folder, tmp_path):
 def test_a_new_server_is_told_the_name_and_its_base_is_compared(folder, tmp_path):
     model = trained()
     client = LocalClient(Worker(model), tmp_path)
-    client.take(model)
+    client.sync_model(model)
     client.worker, client.names, client._epoch = Worker(model), ["run"], 2
     client.asked.clear()
     client._resend()
@@ -221,7 +221,7 @@ def test_completions_of_the_base_model_stay_its_own_through_a_restart(folder, tm
     monkeypatch.setenv("GRPO_RUN", "run")
     model = trained()
     client = LocalClient(Worker(model), tmp_path)
-    client.take(model)
+    client.sync_model(model)
     assert client.model == ADAPTER
     client.samples_base = True
     client.worker, client.names, client._epoch = Worker(model), ["run"], 2

@@ -23,7 +23,7 @@ pytest.importorskip("vllm")
 from grpo_recipes.launch import monitor
 from grpo_recipes.launch.monitor import Monitor
 from grpo_recipes.server.plugin import fingerprint, unit_of
-from grpo_recipes.weights.client import in_thread
+from grpo_recipes.weights.client import run_in_thread
 from grpo_recipes.weights.nccl import NcclClient
 from grpo_recipes.weights.transport import BadAnswer, ServerError
 from weights import nccl_sides
@@ -228,7 +228,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_transfer_ends_it_with_its_ca
         server.process.kill()
         server.process.wait()
 
-    killed = in_thread(kill)
+    killed = run_in_thread(kill)
     began = time.monotonic()
     with pytest.raises((RuntimeError, ServerError)):  # gloo's, which sees the death at once, or the server's
         send(client)

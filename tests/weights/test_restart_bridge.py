@@ -66,7 +66,7 @@ def joined(connect) -> RestartClient:
     client = connect(client=RestartClient)
     model = SimpleNamespace(config=Part("config.json"), generation_config=Part("generation_config.json"))
     accelerator = SimpleNamespace(unwrap_model=lambda wrapped: wrapped)
-    client.join(SimpleNamespace(accelerator=accelerator, model=model, processing_class=Part("tokenizer.json")))
+    client.attach(SimpleNamespace(accelerator=accelerator, model=model, processing_class=Part("tokenizer.json")))
     return client
 
 

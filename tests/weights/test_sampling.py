@@ -100,7 +100,7 @@ def test_an_engine_that_does_not_take_up_requests_is_not_waited_for_without_end(
 
 def test_an_engine_that_others_ask_too_is_neither_waited_for_nor_paused(connect, server) -> None:
     client = connect(seed=7, server_request_timeout=0.3)
-    client.others_ask, server.under_way = True, 1
+    client.has_other_clients, server.under_way = True, 1
     answer = client.generate_seeded(PROMPTS, [5, 6, 7], n=2)
     assert answer["completion_ids"] == [[5], [5], [6], [6], [7], [7]]
     assert set(server.calls) == {COMPLETIONS_PATH}
@@ -113,7 +113,7 @@ def test_each_prompt_of_each_generation_has_a_seed_of_its_own_and_gets_it_again(
         client = connect(seed=run_seed)
         for generation in ("train/1", "train/2"):
             server.asked.clear()
-            client.generation = generation
+            client.generation_name = generation
             client.generate(PROMPTS, n=2)
             found = [asked["seed"] for asked in server.sampled()]
             assert seeds.setdefault((run_seed, generation), found) == found
@@ -122,6 +122,6 @@ def test_each_prompt_of_each_generation_has_a_seed_of_its_own_and_gets_it_again(
 
 def test_prompts_with_rows_of_their_own_have_the_seeds_of_those(connect, server) -> None:
     client = connect(seed=7)
-    client.generation, client.rows = "4/0/turn1", [9, 3]
+    client.generation_name, client.seed_numbers = "4/0/turn1", [9, 3]
     client.generate([[1], [2]], n=1)
     assert {asked["seed"] for asked in server.sampled()} == {sampling_seed(7, "4/0/turn1", row) for row in (9, 3)}

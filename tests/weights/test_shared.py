@@ -84,7 +84,7 @@ def client(request, tmp_path, monkeypatch):
 def test_after_the_first_sync_server_and_trainer_have_one_copy(client, tmp_path):
     model = Trained()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    client.take(model)
+    client.sync_model(model)
 
     assert client.checksum_error is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -102,7 +102,7 @@ def test_after_the_first_sync_server_and_trainer_have_one_copy(client, tmp_path)
     assert list((tmp_path / "sync").iterdir()) == []  # no name is left to remove
 
     client.asked.clear()
-    client.take(model)
+    client.sync_model(model)
     assert client.asked == ["grpo_weights"] and client.checksum_error is None
 
 
@@ -118,23 +118,23 @@ def test_a_server_that_computes_with_a_copy_of_its_own_is_seen_at_the_first_sync
     monkeypatch.setattr(WeightReport, "grpo_share", apart)
     model = Trained()
     # The same values on both sides: comparing them alone would find nothing before the first step.
-    client.take(model)
+    client.sync_model(model)
     assert "'shared' bridge" in client.checksum_error and "attention.qkv_proj.bias" in client.checksum_error
-    client.take(model)
+    client.sync_model(model)
     assert client.checksum_error is not None
 
 
 def test_weights_that_change_on_one_side_alone_are_seen(client):
     model = Trained()
-    client.take(model)
+    client.sync_model(model)
     model.attention.k_proj.weight.data = model.attention.k_proj.weight.data + 1
-    client.take(model)
+    client.sync_model(model)
     assert "attention.qkv_proj.weight" in client.checksum_error
 
 
 def test_both_sides_take_their_fingerprints_at_the_same_time(client, monkeypatch):
     model, taking, take, call = Trained(), threading.Event(), shared.sent_fingerprint, client.call_workers
-    client.take(model)
+    client.sync_model(model)
 
     def take_here(*args):
         taking.set()
@@ -146,12 +146,12 @@ def test_both_sides_take_their_fingerprints_at_the_same_time(client, monkeypatch
 
     monkeypatch.setattr(shared, "sent_fingerprint", take_here)
     monkeypatch.setattr(client, "call_workers", call_workers)
-    client.take(model)
+    client.sync_model(model)
     assert client.checksum_error is None
 
 
 def test_a_server_that_shared_with_nobody_is_seen_though_its_values_are_equal(client):
-    client.take(Trained())
+    client.sync_model(Trained())
     client.worker._grpo_sync = 0  # as a server has it that was started with these weights
     client._verify()
     assert client.checksum_error.endswith("'shared' bridge: it has the weights of sync 0, and the trainer sent sync 1")
@@ -160,7 +160,7 @@ def test_a_server_that_shared_with_nobody_is_seen_though_its_values_are_equal(cl
 def test_without_the_guard_nothing_is_compared(tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
     client = LocalClient(Worker(), tmp_path, weight_guard=False)
-    client.take(Trained())
+    client.sync_model(Trained())
     assert client.asked == ["grpo_share"]
 
 
@@ -176,13 +176,13 @@ def test_a_model_that_vllm_keeps_otherwise_is_refused_with_another_bridge(client
     model = Trained()
     change(model)
     with pytest.raises(ServerError, match=said + ".*Fix: write weight_sync: file"):
-        client.take(model)
+        client.sync_model(model)
     assert list((tmp_path / "sync").iterdir()) == []
 
 
 def test_a_new_server_gets_the_weights_of_now_and_shares_them(client):
     model = Trained()
-    client.take(model)
+    client.sync_model(model)
     with torch.no_grad():
         model.embed.weight.fill_(3.0)
     client.worker = Worker()
@@ -197,12 +197,12 @@ def test_a_new_server_gets_the_weights_of_now_and_shares_them(client):
 def test_the_server_finishes_its_requests_before_a_step_and_waits_for_its_end(client):
     callbacks = []
     metrics = defaultdict(list)
-    client.join(SimpleNamespace(add_callback=callbacks.append, _metrics={"train": metrics}))
+    client.attach(SimpleNamespace(add_callback=callbacks.append, _metrics={"train": metrics}))
     (callback,) = callbacks
     callback.on_pre_optimizer_step(None, None, None)
     callback.on_optimizer_step(None, None, None)
     assert client.asked == []  # nothing is shared yet
-    client.take(Trained())
+    client.sync_model(Trained())
     client.asked.clear()
     callback.on_pre_optimizer_step(None, None, None)
     assert client.asked == ["pause wait"]
@@ -230,7 +230,7 @@ def test_a_request_that_does_not_end_ends_the_run_within_the_limit_of_a_sync(con
 
 def test_a_row_tells_how_long_the_server_was_waited_for(client, monkeypatch):
     callbacks, metrics = [], defaultdict(list)
-    client.join(SimpleNamespace(add_callback=callbacks.append, _metrics={"train": metrics}))
+    client.attach(SimpleNamespace(add_callback=callbacks.append, _metrics={"train": metrics}))
     clock = 0.0
 
     def passes(seconds: float) -> None:
@@ -289,7 +289,7 @@ def other() -> Iterator[OtherProcess]:
 def test_a_gpus_memory_of_another_process_is_written_where_it_is(gpu, other, tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
     client, model = LocalClient(other, tmp_path), Trained()
-    client.take(model)
+    client.sync_model(model)
     assert client.checksum_error is None and client._apart == []
 
     with torch.no_grad():
@@ -300,7 +300,7 @@ def test_a_gpus_memory_of_another_process_is_written_where_it_is(gpu, other, tmp
     assert values["attention.qkv_proj.weight"] == torch.cat([part.weight for part in parts]).tolist()
     assert values["attention.qkv_proj.bias"] == torch.cat([part.bias for part in parts]).tolist()
     assert values["embed.weight"] == model.embed.weight.tolist() + [[0.0] * HIDDEN] * (PADDED - VOCABULARY)
-    client.take(model)
+    client.sync_model(model)
     assert client.checksum_error is None
 
 
@@ -326,7 +326,7 @@ def test_a_gpu_has_written_all_before_the_server_is_asked_to_read(gpu, tmp_path,
     monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
     client = LocalClient(Worker(), tmp_path)
     client.asked = gpu.events
-    client.take(Trained())
+    client.sync_model(Trained())
     assert gpu.events == ["grpo_share", "synchronize", "grpo_weights", "synchronize", "grpo_weights"]
     gpu.events.clear()
     client.drain()
@@ -339,4 +339,4 @@ def test_the_memory_of_another_gpu_is_refused(gpu, tmp_path, monkeypatch, here, 
     monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
     monkeypatch.setattr(shared, "gpu_of", lambda _: here)
     with pytest.raises(ServerError, match=f"the server computes on {fake_gpu.UUID}, {said}.*Fix: write weight_sync: f"):
-        LocalClient(Worker(), tmp_path).take(Trained())
+        LocalClient(Worker(), tmp_path).sync_model(Trained())

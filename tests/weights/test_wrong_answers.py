@@ -16,7 +16,7 @@ from safetensors.numpy import save
 from grpo_recipes.server.wire import COMPLETIONS_PATH, completions_of, packed, unpacked
 from grpo_recipes.weights import client as client_module
 from grpo_recipes.weights.file import FileClient
-from grpo_recipes.weights.transport import BadAnswer, ServerError, need_completions
+from grpo_recipes.weights.transport import BadAnswer, ServerError, check_completions
 from weights.fake_server import WEIGHT, FakeServer
 
 PROMPTS = [[1], [2]]
@@ -158,8 +158,8 @@ def test_a_request_of_another_client_does_not_keep_the_cache_of_old_weights(heal
 
 def test_what_was_right_stays_right() -> None:
     right = completions_of([[0, 96], [5]], [[-1.0, 0.0], [float("-inf")]])
-    need_completions(unpacked(packed(right)), 2, 2, 97, 0)
-    need_completions(completions_of([[7], [5]], None), 2, 2, None, None)
+    check_completions(unpacked(packed(right)), 2, 2, 97, 0)
+    check_completions(completions_of([[7], [5]], None), 2, 2, None, None)
 
 
 def test_the_log_of_the_server_is_named(healthy, server, tmp_path) -> None:

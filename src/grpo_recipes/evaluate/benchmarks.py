@@ -244,7 +244,7 @@ class Runner:
             if self.on_main(self.stop_requested):
                 raise StoppedInBenchmarks(name, self.stage.left)
             chunk, asked = problems[start : start + step], prompts[start : start + step]
-            drawn = None if rollouts.main_rank_alone else rollouts.sample(asked, how)
+            drawn = None if rollouts.only_main_rank_samples else rollouts.sample(asked, how)
             self.on_main(partial(self._score, name, chunk, asked, how, drawn, rows))
 
     def on_main(self, work: Callable[[], _Result]) -> _Result:
@@ -388,5 +388,5 @@ class UntrainedBenchmarks(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Run them; a failure or a stop request ends the run on every rank."""
         if self._names and state.global_step == 0:
-            with self._trainer.evaluation.undisturbed(), self._trainer.rollouts.sent_again():
+            with self._trainer.evaluation.undisturbed(), self._trainer.rollouts.resending_weights():
                 self._runner.run_missing(self._names)

@@ -40,7 +40,7 @@ class Sampling:
     max_tokens: int
 
 
-def rollouts_of(trainer: Any) -> Rollouts:
+def make_rollouts(trainer: Any) -> Rollouts:
     """Return where this trainer's completions come from."""
     if not trainer.use_vllm:
         return Rollouts(trainer)
@@ -66,7 +66,7 @@ class Rollouts:
 
     guarded = False  # whether the weights travel to another process, and the guard looks at them there
     probes = False  # whether the guard looks at completions of ``probe``, and not at those of the training
-    main_rank_alone = False  # whether rank 0 alone calls ``sample``; else all call it, with the same arguments
+    only_main_rank_samples = False  # whether rank 0 alone calls ``sample``; else all call it, with the same arguments
     bridge = ""  # what carries the weights, in messages of the guard
     failed: Sequence[bool] = ()  # of each completion of the last generation, over all ranks, whether it was not given
 
@@ -81,21 +81,21 @@ class Rollouts:
     def name_generation(self, name: str) -> None:
         """Set the name that sampling seeds of the next generation are derived from, where there are any."""
 
-    def named(self, name: str, rows: list[int]) -> AbstractContextManager[Any]:
+    def named_generation(self, name: str, rows: list[int]) -> AbstractContextManager[Any]:
         """Derive the sampling seeds of the generation inside from this name and these numbers of the rank's prompts.
 
         Called by every rank, with as many rows.
         """
         return nullcontext()
 
-    def seeded_by(self, seed: int) -> AbstractContextManager[None]:
+    def using_seed(self, seed: int) -> AbstractContextManager[None]:
         """Derive sampling seeds inside, where there are any, from this one in the place of the run's."""
         return nullcontext()
 
     def begin_epoch(self, epoch: int, micro_steps: int) -> None:
         """Note the epoch that begins, of which so many micro-steps were taken before a resume. Called by every rank."""
 
-    def of_base_model(self) -> AbstractContextManager[Any]:
+    def using_base_model(self) -> AbstractContextManager[Any]:
         """Let generations inside come from the untrained model, which only a server of adapters has."""
         raise NotImplementedError
 
@@ -103,7 +103,7 @@ class Rollouts:
         """Return ids, and log-probs or None, of completions for training by ``draw``: TRL's sampler, weights first."""
         return draw()
 
-    def leave_out_failed(self, output: dict[str, Any]) -> None:
+    def mask_failed(self, output: dict[str, Any]) -> None:
         """Let the loss read no token of a completion that was not given: TRL wants one for every row."""
         rows = len(output["completion_ids"])
         start = self._trainer.args.process_index * rows
@@ -124,21 +124,21 @@ class Rollouts:
         """Return on every rank how the last sync failed the checksum, or None."""
         return None
 
-    def sent_again(self) -> AbstractContextManager[None]:
+    def resending_weights(self) -> AbstractContextManager[None]:
         """Let the first generation after this sync and be guarded as if nothing was sampled inside."""
         return nullcontext()
 
     @property
-    def in_flight(self) -> Any:
-        """Return the generation that is sampled ahead, for ``put_back``, or None."""
+    def pending_generation(self) -> Any:
+        """Return the generation that is sampled ahead, for ``restore_pending_generation``, or None."""
         return None
 
-    def landed(self) -> dict[str, Any] | None:
+    def finish_pending_generation(self) -> dict[str, Any] | None:
         """Return what a checkpoint holds of a generation sampled ahead, once it is there; None without any."""
         return None
 
-    def put_back(self, flight: Any) -> None:
-        """Take what ``in_flight`` or ``landed`` returned for the next generation; give up one sampled since."""
+    def restore_pending_generation(self, flight: Any) -> None:
+        """Use a generation of ``pending_generation`` or of a checkpoint next; cancel one that was sampled since."""
 
     def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
         """Draw completions of benchmark prompts, (prompts, samples), with the weights that were sent last."""
@@ -200,7 +200,7 @@ class VllmRollouts(Rollouts):
         return sends
 
     @contextmanager
-    def sent_again(self) -> Iterator[None]:
+    def resending_weights(self) -> Iterator[None]:
         with ExitStack() as afterwards, replaced(self._trainer, _last_loaded_step=self._trainer._last_loaded_step):
             if self._sleeps:
                 afterwards.callback(self._trainer.vllm_generation.llm.sleep, level=2)  # as TRL leaves it
@@ -217,13 +217,13 @@ class ColocatedRollouts(VllmRollouts):
         return int(self._trainer.vllm_generation.transfers)
 
     def name_generation(self, name: str) -> None:
-        self._trainer.vllm_generation.generation = name
+        self._trainer.vllm_generation.generation_name = name
 
-    def named(self, name: str, rows: list[int]) -> AbstractContextManager[Any]:
-        return replaced(self._trainer.vllm_generation, generation=name, rows=gather_object(rows))
+    def named_generation(self, name: str, rows: list[int]) -> AbstractContextManager[Any]:
+        return replaced(self._trainer.vllm_generation, generation_name=name, seed_numbers=gather_object(rows))
 
-    def seeded_by(self, seed: int) -> AbstractContextManager[None]:
-        inside: AbstractContextManager[None] = self._trainer.vllm_generation.seeded_by(seed)
+    def using_seed(self, seed: int) -> AbstractContextManager[None]:
+        inside: AbstractContextManager[None] = self._trainer.vllm_generation.using_seed(seed)
         return inside
 
     def checksum_error(self) -> str | None:
@@ -249,7 +249,7 @@ class ColocatedRollouts(VllmRollouts):
 class ServerRollouts(VllmRollouts):
     """The run's vLLM server, through the client of ``weights.client`` that rank 0 holds."""
 
-    main_rank_alone = True
+    only_main_rank_samples = True
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
@@ -260,16 +260,18 @@ class ServerRollouts(VllmRollouts):
 
     def name_generation(self, name: str) -> None:
         if self._client is not None:
-            self._client.generation = name
+            self._client.generation_name = name
 
-    def named(self, name: str, rows: list[int]) -> AbstractContextManager[Any]:
+    def named_generation(self, name: str, rows: list[int]) -> AbstractContextManager[Any]:
         every = gather_object(rows)
-        return nullcontext() if self._client is None else replaced(self._client, generation=name, rows=every)
+        return (
+            nullcontext() if self._client is None else replaced(self._client, generation_name=name, seed_numbers=every)
+        )
 
-    def seeded_by(self, seed: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._client is None else self._client.seeded_by(seed)
+    def using_seed(self, seed: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._client is None else self._client.using_seed(seed)
 
-    def of_base_model(self) -> AbstractContextManager[Any]:
+    def using_base_model(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._client is None else replaced(self._client, samples_base=True)
 
     def checksum_error(self) -> str | None:

@@ -40,10 +40,10 @@ class Source:
         """Return what decides the results of its benchmarks, beside the settings of every benchmark."""
         return {}
 
-    def join(self, trainer: Any) -> None:
+    def attach(self, trainer: Any) -> None:
         """Take the trainer, whose sampler and weights are in place."""
 
-    def begin(self, rows: list[dict[str, Any]], name: str) -> None:
+    def start_generation(self, rows: list[dict[str, Any]], name: str) -> None:
         """Take the rank's rows of the batch that TRL will ask for next; ``name`` is its generation's."""
         raise NotImplementedError
 
@@ -60,7 +60,7 @@ class Source:
         """Return the rank's completions of the last batch as messages, for rewards and tables."""
         raise NotImplementedError
 
-    def mark(self, trainer: Any, output: dict[str, Any]) -> None:
+    def annotate(self, trainer: Any, output: dict[str, Any]) -> None:
         """Add to TRL's ``output`` what else distinguishes its rows, before they are weighed."""
 
     def token_advantages(self, trainer: Any, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -70,7 +70,7 @@ class Source:
         """
         return None
 
-    def settle(self, output: dict[str, Any]) -> None:
+    def finish_generation(self, output: dict[str, Any]) -> None:
         """Change what the loss reads of ``output``, once the weights that it was sampled with are checked."""
 
 

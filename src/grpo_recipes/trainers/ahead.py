@@ -20,7 +20,7 @@ from grpo_recipes.attributes import replaced
 from grpo_recipes.rollouts.backends import ServerRollouts, Tokens
 from grpo_recipes.runs.stop_request import LOOK_SECONDS, StopRequest
 from grpo_recipes.trainers.checkpoints import begin_epoch
-from grpo_recipes.weights.client import in_thread
+from grpo_recipes.weights.client import run_in_thread
 from grpo_recipes.weights.sampling import sampling_seed
 
 _PROBED_TOKENS = 32  # of the completion that the guard looks at
@@ -90,7 +90,7 @@ class OverlappedRollouts(ServerRollouts):
             sample, sent = self._client.generate, self.transfers
             with replaced(self._client, generate=partial(self._taken_or_sampled, sample, asked)):
                 drawn = draw()
-            if asked and not self._client.stops():
+            if asked and not self._client.is_stopping():
                 if self.guarded and self.transfers != sent:
                     self._draw_probe(asked[0]["prompts"][0], asked[0]["max_tokens"])
                 self._launch(asked[0])
@@ -104,7 +104,7 @@ class OverlappedRollouts(ServerRollouts):
         asked.append({"prompts": prompts, **how})
         flight, self._flight = self._flight, None
         step = self._trainer.state.global_step
-        known = flight is not None and (flight.name, flight.prompts) == (self._client.generation, prompts)
+        known = flight is not None and (flight.name, flight.prompts) == (self._client.generation_name, prompts)
         answer = flight.answer.result() if flight and known else sample(prompts, **how)
         behind = step - flight.step if flight and known else 0
         self._trainer._metrics["train"]["rollouts/steps_off_policy"].append(float(behind))
@@ -112,7 +112,7 @@ class OverlappedRollouts(ServerRollouts):
 
     def _draw_probe(self, prompt: Tokens, max_tokens: int) -> None:
         """Draw a completion from the plain distribution with the weights that were just sent, for the guard."""
-        seed = sampling_seed(self._trainer.args.seed, f"probe/{self._client.generation}", 0)
+        seed = sampling_seed(self._trainer.args.seed, f"probe/{self._client.generation_name}", 0)
         tokens = min(_PROBED_TOKENS, max_tokens)
         found = self._client.generate_seeded([prompt], [seed], max_tokens=tokens, logprobs=0)
         self._probed = found["completion_ids"][0], [scores[0] for scores in found["logprobs"][0]]
@@ -141,10 +141,10 @@ class OverlappedRollouts(ServerRollouts):
         prompts = self._prompts(epoch, chunk)
         client = copy.copy(self._client)
         # A stop request is not for it: the checkpoint then made holds its completions.
-        client.generation, client.stop = name, StopRequest(client._run_dir)
+        client.generation_name, client.stop = name, StopRequest(client._run_dir)
         how = {key: value for key, value in asked.items() if key != "prompts"}
         work = partial(client.generate, prompts, **how)
-        self._flight = Flight(name, prompts, step, in_thread(work), client)
+        self._flight = Flight(name, prompts, step, run_in_thread(work), client)
 
     def _steps_until(self, chunk: int, chunks: int) -> int:
         """Return how many optimizer steps of an epoch are taken before the generation at this place in it."""
@@ -183,17 +183,17 @@ class OverlappedRollouts(ServerRollouts):
             self._flight = None
 
     @property
-    def in_flight(self) -> Flight | None:
+    def pending_generation(self) -> Flight | None:
         """Return the generation sampled ahead, for a checkpoint of now, or None."""
         return self._flight
 
-    def landed(self) -> dict[str, Any] | None:
+    def finish_pending_generation(self) -> dict[str, Any] | None:
         """Return what a checkpoint holds of the generation sampled ahead, once it is there; None without any."""
         self._landing()
         return None if self._flight is None else self._flight.saved()
 
-    def put_back(self, flight: Flight | dict[str, Any] | None) -> None:
-        """Take a generation of ``in_flight`` or of a checkpoint for the next one; one sampled since is given up."""
+    def restore_pending_generation(self, flight: Flight | dict[str, Any] | None) -> None:
+        """Use a generation of ``pending_generation`` or of a checkpoint next; cancel one that was sampled since."""
         now = self._flight
         if now is not None and now is not flight and now.client is not None:
             now.client._stops = True  # its thread ends its requests

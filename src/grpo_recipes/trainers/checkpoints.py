@@ -91,7 +91,7 @@ class Checkpoints:
             **{name: contents(attrgetter(path)(trainer)) for name, path in self.unsaved.items()},
             "split": self._split,
             "buffered": trainer._buffered_inputs if trainer._step % self._window_steps else None,
-            "ahead": trainer.rollouts.in_flight,
+            "ahead": trainer.rollouts.pending_generation,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class Checkpoints:
         if state["buffered"] is None:  # TRL samples where the count of micro-steps is a multiple of the window
             trainer._step = math.ceil(trainer._step / self._window_steps) * self._window_steps
         trainer._buffered_inputs = state["buffered"]
-        trainer.rollouts.put_back(state.get("ahead"))
+        trainer.rollouts.restore_pending_generation(state.get("ahead"))
         trainer.evaluation.owed &= trainer.args.eval_strategy != "no"
 
     @property
@@ -125,7 +125,7 @@ class Checkpoints:
     def save_unsaved(self, folder: Path) -> None:
         """Write into a checkpoint what transformers does not save. Called by every rank."""
         trainer = self._trainer
-        torch.save({**self.state(), "ahead": trainer.rollouts.landed()}, self._state_file(folder))
+        torch.save({**self.state(), "ahead": trainer.rollouts.finish_pending_generation()}, self._state_file(folder))
         if trainer.args.sync_ref_model:
             save_reference(trainer, folder)
         if trainer.accelerator.is_main_process:

@@ -25,7 +25,7 @@ from grpo_recipes.algorithms.maxent import KLController, TauController
 from grpo_recipes.attributes import replaced
 from grpo_recipes.plan.commands import seeds_sampling
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.rollouts.backends import rollouts_of
+from grpo_recipes.rollouts.backends import make_rollouts
 from grpo_recipes.rollouts.external import ExternalClient
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
@@ -40,9 +40,9 @@ from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters,
 from grpo_recipes.trainers.passes import Computed, in_trimmed_passes
 from grpo_recipes.trainers.rank import keep_outputs_as_computed
 from grpo_recipes.trainers.temperatures import at_own_temperatures
-from grpo_recipes.weights.bridges import CLIENTS, bridge_in_place, join_bridge
+from grpo_recipes.weights.bridges import CLIENTS, attach_client, trl_building_client
 from grpo_recipes.weights.client import BridgeClient
-from grpo_recipes.weights.colocated import colocated_in_place
+from grpo_recipes.weights.colocated import trl_building_colocated
 from grpo_recipes.weights.guard import WeightsDiffer
 
 
@@ -90,17 +90,17 @@ class GRPOTrainer(trl.GRPOTrainer):
             super().__init__(args=args, **kwargs)
         self.rows = MetricsRows(self, run_dir, args.process_index)
         self.micro_batches = MicroBatches(self)
-        self.rollouts = OverlappedRollouts(self) if args.overlap_generation else rollouts_of(self)
+        self.rollouts = OverlappedRollouts(self) if args.overlap_generation else make_rollouts(self)
         if self.use_vllm:
             if self.vllm_generation.mode == "server":
-                join_bridge(self, client_of(args))
+                attach_client(self, client_of(args))
             self.vllm_generation.sync_weights = self.rows.phase("sync")(self.vllm_generation.sync_weights)
         if is_peft_model(self.model):
             refuse_shards(self.accelerator)
             if self.use_vllm:
                 self.vllm_generation._iter_named_params = partial(merged_parameters, self.vllm_generation.model)
         if source is not None:
-            source.join(self)
+            source.attach(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator as transformers does, and let FSDP2 return log-probs in float32."""
@@ -200,7 +200,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         name = f"{step}/{self._step}" if training else f"eval/{step}/{self.evaluation.batch}"
         self.rollouts.name_generation(name)
         if self.source is not None:
-            self.source.begin(inputs, name)
+            self.source.start_generation(inputs, name)
         output = self.sample_and_score(inputs)
         if training:
             self.rows.note_prompts(inputs)
@@ -212,15 +212,15 @@ class GRPOTrainer(trl.GRPOTrainer):
                 write_samples(self._samples_file, self, [row.get("answer") for row in inputs], episodes)
         self.checks.server(output, synced=self.rollouts.transfers != loaded)
         if self.source is not None:
-            self.source.settle(output)
+            self.source.finish_generation(output)
         return output
 
     def sample_and_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's completions of a batch of prompts, with log-probs and advantages."""
         output = super()._generate_and_score_completions(inputs)
-        self.rollouts.leave_out_failed(output)
+        self.rollouts.mask_failed(output)
         if self.source is not None:
-            self.source.mark(self, output)
+            self.source.annotate(self, output)
         return output
 
     def _generate(self, prompts: list[Any]) -> Any:
@@ -476,8 +476,8 @@ def weight_bridge(args: GRPOConfig, run_dir: Path, stop: StopRequest) -> Abstrac
         return nullcontext()
     seed = args.seed if seeds_sampling(args.seed_server, args.use_cpu) else None
     if args.vllm_mode == "colocate":
-        return colocated_in_place(args=args, run_seed=seed, stop=stop)
-    return bridge_in_place(client_of(args), args=args, run_dir=run_dir, seed=seed, stop=stop)
+        return trl_building_colocated(args=args, run_seed=seed, stop=stop)
+    return trl_building_client(client_of(args), args=args, run_dir=run_dir, seed=seed, stop=stop)
 
 
 def client_of(args: GRPOConfig) -> type[BridgeClient]:

@@ -336,7 +336,7 @@ class Evaluation:
     def _seeded(self) -> AbstractContextManager[None]:
         """Let sampling seeds inside be derived from that of evaluations."""
         own = self._trainer.args.eval_sampling_seed
-        return nullcontext() if own is None else self._trainer.rollouts.seeded_by(own)
+        return nullcontext() if own is None else self._trainer.rollouts.using_seed(own)
 
     def add(self, rewards_BR: torch.Tensor, completions: list[Any]) -> None:
         """Take the rewards of all ranks' batch, and the answers in this rank's completions. Called by every rank."""

@@ -37,7 +37,7 @@ from grpo_recipes.weights.transport import (
     ServerAdapter,
     ServerError,
     ServerLost,
-    need_completions,
+    check_completions,
 )  # fmt: skip
 
 _ABORT_SECONDS = 10.0  # for the server to give back the generations in flight
@@ -77,10 +77,12 @@ class BridgeClient(VLLMClient):
         self._run_dir, self._state_file = run_dir, run_dir / SERVER_STATE
         self.vocabulary: int | None = None  # token ids of the trained model, set by the trainer
         self.checksum_error: str | None = None  # why the last sync failed the checksum
-        self.generation = ""  # what the next sampling seeds are derived from, set by the trainer
-        self.rows: list[int] | None = None  # by which each prompt's seed is derived; by its place where None
+        self.generation_name = ""  # what the next sampling seeds are derived from, set by the trainer
+        self.seed_numbers: list[int] | None = None  # by which each prompt's seed is derived; by its place where None
         self.policy_version: int | None = None  # optimizer step of the weights of the next sync, set by the trainer
-        self.others_ask = False  # whether environments, too, ask the server for completions; set by their rollouts
+        self.has_other_clients = (
+            False  # whether environments, too, ask the server for completions; set by their rollouts
+        )
         self._served_version: int | None = None  # that of the last sync that was completed
         self._held: dict[str, Any] = {}  # the first report of what the server holds
         self._streamed: dict[str, torch.Tensor] = {}
@@ -89,11 +91,11 @@ class BridgeClient(VLLMClient):
         self._epoch = self._server_state()[0]  # which server was last waited for
         super().__init__(**kwargs)
 
-    def seeded_by(self, seed: int) -> contextlib.AbstractContextManager[None]:
+    def using_seed(self, seed: int) -> contextlib.AbstractContextManager[None]:
         """Derive sampling seeds inside from this one; a run without them still has none."""
         return replaced(self, _seed=self._seed if self._seed is None else seed)
 
-    def join(self, trainer: Any) -> None:
+    def attach(self, trainer: Any) -> None:
         """Take from the trainer that it serves what it needs beside the weights; called once, on rank 0."""
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
@@ -120,7 +122,7 @@ class BridgeClient(VLLMClient):
         """
         deadline = time.monotonic() + seconds
         while (found := look()) is None or found is False:
-            if self.stops():
+            if self.is_stopping():
                 raise GenerationAborted
             if time.monotonic() > deadline:
                 raise error
@@ -244,7 +246,7 @@ class BridgeClient(VLLMClient):
         self._wait_for(ready, limit, late, _STATE_SECONDS)
         self.check_server(total_timeout=QUICK_SECONDS)
 
-    def stops(self, within: float = 0.0) -> bool:
+    def is_stopping(self, within: float = 0.0) -> bool:
         """Return whether the run stops now, or ``within`` seconds: no answer is needed any more, and none will be."""
         deadline = time.monotonic() + within
         while self.stop.may_cut and not self._stops:
@@ -260,7 +262,7 @@ class BridgeClient(VLLMClient):
         try:
             yield
         except Exception:
-            if not self.stops(_SIGNAL_SECONDS):
+            if not self.is_stopping(_SIGNAL_SECONDS):
                 raise
 
     def update_named_params(self, metadata: Metadata, named_params: NamedTensors) -> None:
@@ -301,7 +303,7 @@ class BridgeClient(VLLMClient):
         self._streamed = {}
         for name, tensor in named_params:
             take = partial(sent_fingerprint, name, tensor, self._held)
-            beside = in_thread(take) if tensor.is_cpu else None
+            beside = run_in_thread(take) if tensor.is_cpu else None
             yield name, tensor
             self._streamed[name] = beside.result() if beside else take()
 
@@ -339,8 +341,8 @@ class BridgeClient(VLLMClient):
         """Return the sampling seed of each of so many prompts; None in a run without seeds."""
         if self._seed is None:
             return None
-        rows = range(prompts) if self.rows is None else self.rows
-        return [sampling_seed(self._seed, self.generation, row) for row in rows]
+        rows = range(prompts) if self.seed_numbers is None else self.seed_numbers
+        return [sampling_seed(self._seed, self.generation_name, row) for row in rows]
 
     def generate_seeded(
         self, prompts: Sequence[Any], seeds: Sequence[int] | None, n: int = 1, **kwargs: Any
@@ -351,7 +353,7 @@ class BridgeClient(VLLMClient):
         our completions alone.
         """
         extra = kwargs.pop("generation_kwargs", None) or {}
-        ordered = self._seed is not None and not self.others_ask
+        ordered = self._seed is not None and not self.has_other_clients
 
         def sample(index: int) -> Rows:
             own = {} if seeds is None else {"seed": seeds[index]}
@@ -389,7 +391,7 @@ class BridgeClient(VLLMClient):
                     return
                 answers[place] = ask(place)
 
-        workers += [in_thread(work) for _ in range(min(self._args.max_concurrent_requests, len(places)))]
+        workers += [run_in_thread(work) for _ in range(min(self._args.max_concurrent_requests, len(places)))]
         return workers
 
     def _completions(self, prompt: Sequence[int], n: int, sampling: dict[str, Any]) -> Rows:
@@ -403,7 +405,7 @@ class BridgeClient(VLLMClient):
             raise self._refused(COMPLETIONS_PATH, answer)
         with self._reading(COMPLETIONS_PATH):
             found = unpacked(answer.content)
-            need_completions(found, n, asked["max_tokens"], self.vocabulary, asked["logprobs"])
+            check_completions(found, n, asked["max_tokens"], self.vocabulary, asked["logprobs"])
             return found.rows()
 
     def _with_images(self, prompts: Sequence[Any], features: Any, n: int, **kwargs: Any) -> dict[str, Any]:
@@ -413,7 +415,7 @@ class BridgeClient(VLLMClient):
             answer = dict(VLLMClient.generate(self, prompts, features, n, **kwargs))
             logprobs = answer["logprobs"] and [[one for (one, *_) in row] for row in answer["logprobs"]]
             found = completions_of(answer["completion_ids"], logprobs)
-            need_completions(found, len(prompts) * n, asked["max_tokens"], self.vocabulary, asked["logprobs"])
+            check_completions(found, len(prompts) * n, asked["max_tokens"], self.vocabulary, asked["logprobs"])
         return answer
 
     @contextlib.contextmanager
@@ -447,11 +449,11 @@ class BridgeClient(VLLMClient):
         self, sample: Callable[[], dict[str, Any]], prompts: Sequence[Any], n: int
     ) -> dict[str, list[Any]]:
         """Return the server's completions; as soon as the run stops, anything of the right shape: other ranks wait."""
-        if not self.stops():
-            answer = in_thread(partial(self._through_restarts, sample))
-            while not wait([answer], LOOK_SECONDS).done and not self.stops():
+        if not self.is_stopping():
+            answer = run_in_thread(partial(self._through_restarts, sample))
+            while not wait([answer], LOOK_SECONDS).done and not self.is_stopping():
                 pass
-            if not self._stops and (answer.exception() is None or not self.stops(_SIGNAL_SECONDS)):
+            if not self._stops and (answer.exception() is None or not self.is_stopping(_SIGNAL_SECONDS)):
                 return dict(answer.result())
             self._abort(answer)
         rows = len(prompts) * n
@@ -476,7 +478,7 @@ class BridgeClient(VLLMClient):
         self._post(f"{self.base_url}/resume", timeout=timeout)
 
 
-def in_thread(work: Callable[[], Answer]) -> Future[Answer]:
+def run_in_thread(work: Callable[[], Answer]) -> Future[Answer]:
     """Start work in a daemon thread: at its exit the interpreter waits for an executor's threads."""
     future: Future[Answer] = Future()
 

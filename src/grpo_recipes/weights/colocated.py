@@ -31,8 +31,10 @@ class ColocatedGeneration(vllm_generation.VLLMGeneration):
 
     def __init__(self, *, args: GRPOConfig, run_seed: int | None, stop: StopRequest, **kwargs: Any):
         self._guards, self._run_seed = args.weight_guard, run_seed
-        self.generation = ""  # what the next sampling seeds are derived from, set by the trainer
-        self.rows: list[int] | None = None  # of all ranks, by which each prompt's seed is derived; None: by its place
+        self.generation_name = ""  # what the next sampling seeds are derived from, set by the trainer
+        self.seed_numbers: list[int] | None = (
+            None  # of all ranks, by which each prompt's seed is derived; None: by its place
+        )
         self.transfers = 0  # weights that were loaded so far
         self.checksum_error: str | None = None  # why the last load failed the checksum, here
         self._held: dict[str, Any] = {}  # the first report of what vLLM holds
@@ -91,23 +93,23 @@ class ColocatedGeneration(vllm_generation.VLLMGeneration):
 
         def seeds(rows: int) -> list[int]:
             every = range(group * rows, (group + 1) * rows)
-            if self.rows is not None:
-                return [self._seed(self.rows[row]) for row in every]
+            if self.seed_numbers is not None:
+                return [self._seed(self.seed_numbers[row]) for row in every]
             return [self._seed(row // num_generations) + row % num_generations for row in every]
 
         with replaced(self.llm, seeds=seeds):
             return tuple(super().generate(prompts, images, num_generations, profiler))
 
-    def seeded_by(self, seed: int) -> AbstractContextManager[None]:
+    def using_seed(self, seed: int) -> AbstractContextManager[None]:
         """Derive sampling seeds inside from this one; a run without them still has none."""
         return replaced(self, _run_seed=self._run_seed if self._run_seed is None else seed)
 
     def _seed(self, prompt: int) -> int:
         assert self._run_seed is not None
-        return sampling_seed(self._run_seed, self.generation, prompt)
+        return sampling_seed(self._run_seed, self.generation_name, prompt)
 
 
-def colocated_in_place(**settings: Any) -> AbstractContextManager[None]:
+def trl_building_colocated(**settings: Any) -> AbstractContextManager[None]:
     """Let TRL's trainer build our generation inside."""
     return replaced(grpo_trainer, VLLMGeneration=partial(ColocatedGeneration, **settings))
 

@@ -50,7 +50,7 @@ class LoraClient(BridgeClient):
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Do nothing: the server reads files."""
 
-    def take(self, model: nn.Module) -> None:
+    def sync_model(self, model: nn.Module) -> None:
         """Write the adapter, have the server load it, and compare what it then holds."""
         assert isinstance(model, PeftModel)
         with self._excused_when_stopping():

@@ -29,7 +29,7 @@ class RestartClient(BridgeClient):
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Do nothing: the server reads files, when it is started."""
 
-    def join(self, trainer: Any) -> None:
+    def attach(self, trainer: Any) -> None:
         """Remember what is to stand beside the weights."""
         model = trainer.accelerator.unwrap_model(trainer.model)
         self._files = [model.config, model.generation_config, trainer.processing_class]

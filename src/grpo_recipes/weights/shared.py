@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from grpo_recipes.errors import translate
 from grpo_recipes.server.plugin import gpu_of, imported, mapped_memory, own_rows, tensor_in
-from grpo_recipes.weights.client import BridgeClient, in_thread
+from grpo_recipes.weights.client import BridgeClient, run_in_thread
 from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
 from grpo_recipes.weights.transport import ServerError, ServerLate
 
@@ -36,14 +36,14 @@ class SharedClient(BridgeClient):
         self._apart: list[str] = []  # parameters of the server that did not show what was written into them
         super().__init__(**kwargs)
 
-    def join(self, trainer: Any) -> None:
+    def attach(self, trainer: Any) -> None:
         """Be called around each optimizer step, and have its row tell how long the server was waited for."""
         trainer.add_callback(_Drained(self, lambda seconds: trainer._metrics["train"][PAUSE].append(seconds)))
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Do nothing: the memory is shared at the first sync."""
 
-    def take(self, model: nn.Module) -> None:
+    def sync_model(self, model: nn.Module) -> None:
         """Share the memory with the server if that is to be done, and compare what both have in it."""
         with self._excused_when_stopping():
             if self._model is None:
@@ -86,7 +86,7 @@ class SharedClient(BridgeClient):
 
     def _verify(self) -> None:
         if self._args.weight_guard:
-            reports = in_thread(self._reports)  # while the server takes its fingerprints, ours are taken here
+            reports = run_in_thread(self._reports)  # while the server takes its fingerprints, ours are taken here
             own = {name: sent_fingerprint(name, one, self._held) for name, one in self._parameters().items()}
             held = reports.result()
             wrong = self._apart or differing({name: int(value) for name, value in own.items()}, held)

@@ -91,7 +91,7 @@ class ServerAdapter(BoundedAdapter):
         return BoundedAdapter(self._timeout, self._most_bytes, self.owner)
 
 
-def need_completions(found: Completions, count: int, longest: int, vocabulary: int | None, scored: Any) -> None:
+def check_completions(found: Completions, count: int, longest: int, vocabulary: int | None, scored: Any) -> None:
     """Raise ValueError unless there are ``count`` completions of known tokens.
 
     With ``scored``, the ``logprobs`` that were asked for or None, each token must have a finite log-prob.

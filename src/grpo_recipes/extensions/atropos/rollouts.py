@@ -87,7 +87,7 @@ class AtroposRollouts(Source):
         self._since = 0.0  # when the last groups were taken, by time.monotonic
         self._labels: set[str] = set()  # of all environments that groups came from
 
-    def join(self, trainer: Any) -> None:
+    def attach(self, trainer: Any) -> None:
         """Number the weights that the server gets by their optimizer step: it answers environments with the number.
 
         Environments of the launch's own run-api end with the training; others go on asking while benchmarks sample.
@@ -98,7 +98,7 @@ class AtroposRollouts(Source):
         send = generation.sync_weights
         if trainer.accelerator.is_main_process:
             planned = {one.get("role") for one in Run(self._run_dir).plan.get("processes", [])}
-            generation.vllm_client.others_ask = "run-api" not in planned
+            generation.vllm_client.has_other_clients = "run-api" not in planned
 
         def sync_weights() -> None:
             if trainer.accelerator.is_main_process:
@@ -107,7 +107,7 @@ class AtroposRollouts(Source):
 
         generation.sync_weights = sync_weights
 
-    def begin(self, rows: list[dict[str, Any]], name: str) -> None:
+    def start_generation(self, rows: list[dict[str, Any]], name: str) -> None:
         """Take the rank's placeholders of the batch, whose prompts the groups' take the place of."""
         self._rows = rows
 
@@ -142,7 +142,7 @@ class AtroposRollouts(Source):
         """Return the rank's completions: the policy's turns, and what it read between them."""
         return self._texts
 
-    def mark(self, trainer: Any, output: dict[str, Any]) -> None:
+    def annotate(self, trainer: Any, output: dict[str, Any]) -> None:
         """Leave trajectories out whose advantage is set to zero; note temperatures, and what the guard may compare.
 
         The tokens of one that is left out still count in the mean over tokens, as they would with an advantage of 0;
@@ -172,7 +172,7 @@ class AtroposRollouts(Source):
                     means_B[place] = of_tokens.sum() / row.mask.sum()
         return found, torch.tensor(gather_object(means_B.tolist()))
 
-    def settle(self, output: dict[str, Any]) -> None:
+    def finish_generation(self, output: dict[str, Any]) -> None:
         """Make the policy that sampled the old policy of the loss."""
         output.pop("fresh", None)
         output["old_per_token_logps"] = output["sampling_per_token_logps"]

@@ -88,7 +88,7 @@ def play_benchmark(source: Any, runner: Any, name: str, rows: list[dict[str, Any
             asked = runner.on_main(partial(prompts_of, played, name, trainer.args.seed))
             if asked is None:
                 break
-            drawn = None if rollouts.main_rank_alone or not asked else rollouts.sample(asked, how)
+            drawn = None if rollouts.only_main_rank_samples or not asked else rollouts.sample(asked, how)
             runner.on_main(partial(turn, played, asked, drawn))
         else:
             raise StoppedInBenchmarks(name, runner.stage.left)

@@ -88,7 +88,7 @@ class Episodes(Source):
         """End the children; they end with this process in any case."""
         self._pool.close()
 
-    def begin(self, rows: list[dict[str, Any]], name: str) -> None:
+    def start_generation(self, rows: list[dict[str, Any]], name: str) -> None:
         """Take the rank's rows of the batch that TRL will sample next; ``name`` is its generation's."""
         self._rows, self._name = rows, name
 
@@ -177,7 +177,7 @@ class Episodes(Source):
                 episode.write([], [], "")
             return
         prompts, rows = [episode.read() for episode in episodes], [episode.row for episode in episodes]
-        with trainer.rollouts.of_base_model() if mover == BASE else nullcontext():
+        with trainer.rollouts.using_base_model() if mover == BASE else nullcontext():
             sampled, logprobs = self._sample(prompts, rows, most, name, trainer)
         renderer = renderer_for(trainer)
         for episode, ids, of_ids in zip(episodes, sampled, logprobs or [None] * len(episodes), strict=False):
@@ -187,7 +187,10 @@ class Episodes(Source):
         """Sample with TRL's sampler, as many rows on every rank, since some ways to sample need that."""
         fillers = most - len(prompts)
         filler = prompts[0] if prompts else [trainer.processing_class.eos_token_id]
-        with trainer.rollouts.named(name, [*rows, *[-1 - row for row in range(fillers)]]), self._limit(trainer):
+        with (
+            trainer.rollouts.named_generation(name, [*rows, *[-1 - row for row in range(fillers)]]),
+            self._limit(trainer),
+        ):
             return trainer._generate_single_turn([*prompts, *[filler] * fillers], None, {}, 1)
 
     def _limit(self, trainer: Any) -> AbstractContextManager[Any]:
