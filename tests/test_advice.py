@@ -13,7 +13,7 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.paths import quoted
+from grpo_recipes.paths import shell_quote
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.keys import catalogue, environment_keys
 
@@ -313,7 +313,7 @@ def pasted(command: str) -> list[str]:
 )
 def test_a_word_of_a_command_is_one_line_that_bash_reads_back(name: str) -> None:
     """M1: a newline in a path was printed as it is, or as \\n between plain quotes, which is another file."""
-    assert quoted(name).isprintable() and pasted(quoted(name)) == [name]
+    assert shell_quote(name).isprintable() and pasted(shell_quote(name)) == [name]
 
 
 @pytest.mark.parametrize("folder", ["new\nline", "it's", "escape\x1b[31m"])

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from grpo_recipes.numbers import LARGEST, LOWEST_LOGPROB, is_logprob, reward_problem
+from grpo_recipes.numbers import LARGEST_REWARD, LOWEST_LOGPROB, is_logprob, reward_problem
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, 1e-300, LARGEST, -LARGEST])
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e-300, LARGEST_REWARD, -LARGEST_REWARD])
 def test_a_reward_within_the_limit_keeps_the_advantages_of_a_large_group_finite(value: float) -> None:
     assert reward_problem(value) is None
     rewards_G = torch.tensor([value, -value] * 512, dtype=torch.float32)

@@ -6,21 +6,21 @@ also break a step, because a group's variance squares its rewards.
 
 import math
 
-LARGEST = 1e15  # of a reward, score or advantage: the variance of a large group stays finite in float32
+LARGEST_REWARD = 1e15  # of a reward, score or advantage: the variance of a large group stays finite in float32
 LOWEST_LOGPROB = -104.0  # of a sampled token: float32 has no smaller probability, so -9999 is not a log-prob
 _LARGEST_FLOAT32 = 3.4028234e38
 
 
 def reward_problem(value: float) -> str | None:
     """Return why a reward, score or advantage can't be trained on; None if it can."""
-    if isinstance(value, int) and abs(value) > LARGEST:  # may be too large for a float
-        return f"an integer is beyond {LARGEST:.0e}, where the variance of a group overflows float32"
+    if isinstance(value, int) and abs(value) > LARGEST_REWARD:  # may be too large for a float
+        return f"an integer is beyond {LARGEST_REWARD:.0e}, where the variance of a group overflows float32"
     if not math.isfinite(value):
         return f"{value}"
     if abs(value) > _LARGEST_FLOAT32:
         return f"{value:.0e} is infinite in float32"
-    if abs(value) > LARGEST:
-        return f"{value:.0e} is beyond {LARGEST:.0e}, where the variance of a group overflows float32"
+    if abs(value) > LARGEST_REWARD:
+        return f"{value:.0e} is beyond {LARGEST_REWARD:.0e}, where the variance of a group overflows float32"
     return None
 
 

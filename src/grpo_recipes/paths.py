@@ -22,13 +22,13 @@ def cache_root(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("CACHE_ROOT") or home() / ".cache").absolute()
 
 
-def shown(path: Path | str) -> str:
+def display_path(path: Path | str) -> str:
     """Return ``path`` as a person would type it: relative to the working folder where that is shorter."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
-def quoted(text: Path | str) -> str:
+def shell_quote(text: Path | str) -> str:
     """Return a word of a command as one line that bash reads back as it was, control characters included."""
     text = str(text)
     if text.isprintable():
@@ -42,9 +42,9 @@ def _in_ansi_quotes(char: str) -> str:
     return "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))
 
 
-def as_argument(path: Path | str) -> str:
+def shell_path(path: Path | str) -> str:
     """Return ``path`` as a person would type it in a command."""
-    return quoted(shown(path))
+    return shell_quote(display_path(path))
 
 
 def python_module(name: str, *arguments: str) -> list[str]:
@@ -52,7 +52,7 @@ def python_module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", name, *arguments]
 
 
-def existing(path: Path) -> Path:
+def nearest_existing_folder(path: Path) -> Path:
     """Return ``path``, or its nearest parent that exists."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 

@@ -18,7 +18,7 @@ import pytest
 from grpo_recipes import cli
 from grpo_recipes.cli import jobs
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.runs.rundir import NO_REQUEUE, Run, claim, new_run, read_json, stop_file, write_json
+from grpo_recipes.runs.rundir import NO_REQUEUE, Run, lock_run, new_run, read_json, stop_file, write_json
 from grpo_recipes.slurm import client
 
 CPU = Resources("cpu", (), 2)
@@ -119,7 +119,7 @@ def test_status_tells_step_reward_time_left_and_logs(folder, capsys) -> None:
     written(folder, "trainer.log", "x\n")
     write_json(run.folder / "processes/phase_0.json", {"phase": "sample", "since": time.time() - 100, "step": 4})
     (run.folder / "eval.jsonl").write_text('{"step": 2, "eval_reward": 0.25, "prompts": 8, "seconds": 3.0}\n')
-    lock = claim(run)
+    lock = lock_run(run)
     told = said(capsys, "status", "last")
     os.close(lock)
     assert "phase    sampling for 10" in told and "eval     eval at step 2  reward 0.250  8 prompts  3.00 s\n" in told
@@ -204,7 +204,7 @@ def test_a_row_that_is_not_text_and_a_process_without_a_role_end_in_no_traceback
 def test_a_run_whose_identity_is_damaged_is_shown_and_stopped_all_the_same(folder, capsys) -> None:
     run = made(folder)
     (run.folder / "run.json").write_text("{")
-    lock = claim(run)
+    lock = lock_run(run)
     assert "state    running\n" in said(capsys, "status", "last")
     assert f"{run.folder.name}  running" in said(capsys, "status")
     assert "the run saves after the step in flight" in said(capsys, "stop", "last")
@@ -215,7 +215,7 @@ def test_a_run_whose_identity_is_damaged_is_shown_and_stopped_all_the_same(folde
 def test_rows_without_an_end_have_no_time_left(folder, capsys) -> None:
     run = made(folder)
     (run.folder / "metrics.jsonl").write_text('{"step": 1, "seconds/step": 2.0}\n')
-    lock = claim(run)
+    lock = lock_run(run)
     assert "step     1/?\n" in said(capsys, "status", "last")
     os.close(lock)
 
@@ -315,7 +315,7 @@ def test_progress_bars_and_colours_of_a_log_are_readable(folder, capsys) -> None
     run = made(folder, status="completed")
     log = written(folder, "trainer.log", "a\r\n  0%|  |\r 50%|# |\r100%|##| 2/2\n\x1b[36mblue\x1b[0m\x07\n")
     log.write_bytes(log.read_bytes() + b" 10%|\r 20%|")  # a bar that is not at its end yet
-    lock = claim(run)
+    lock = lock_run(run)
     assert said(capsys, "logs", "last", "--trainer").splitlines()[1:] == ["a", "100%|##| 2/2", "blue"]
     os.close(lock)
     last = said(capsys, "logs", "last", "--trainer").splitlines()[-1]
@@ -341,7 +341,7 @@ def test_following_ends_with_the_run_and_takes_up_the_logs_of_a_new_attempt(fold
     monkeypatch.setattr(jobs, "SLURM_SECONDS", 0.05)
     run = made(folder)
     log = written(folder, "trainer.log", "begun\n")
-    lock = claim(run)
+    lock = lock_run(run)
 
     def live() -> None:
         time.sleep(0.2)
@@ -382,7 +382,7 @@ def test_a_line_that_does_not_end_holds_nothing_up(folder, capsys, monkeypatch) 
 
 def test_stop_asks_to_save_and_forbids_the_requeue(folder, capsys) -> None:
     run = made(folder)
-    lock = claim(run)
+    lock = lock_run(run)
     assert "saves after the step in flight" in said(capsys, "stop", "last")
     assert stop_file(run.folder).exists() and (run.folder / NO_REQUEUE).exists()
     os.close(lock)
@@ -429,10 +429,10 @@ def test_stop_now_tells_the_launcher_twice(folder, capsys) -> None:
     code = (
         "import signal, sys, time\n"
         "from pathlib import Path\n"
-        "from grpo_recipes.runs.rundir import claim, find_run\n"
+        "from grpo_recipes.runs.rundir import lock_run, find_run\n"
         "seen = []\n"
         "signal.signal(signal.SIGTERM, lambda *_: seen.append(1))\n"
-        "lock = claim(find_run(Path(), sys.argv[1]))\n"
+        "lock = lock_run(find_run(Path(), sys.argv[1]))\n"
         "print('ready', flush=True)\n"
         "while not seen: time.sleep(0.01)\n"
     )
@@ -444,7 +444,7 @@ def test_stop_now_tells_the_launcher_twice(folder, capsys) -> None:
 
 def test_stop_now_where_the_launcher_is_gone_and_its_guards_end_the_rest(folder, capsys) -> None:
     run = made(folder)
-    lock = claim(run)  # as a process guard holds it
+    lock = lock_run(run)  # as a process guard holds it
     gone = subprocess.Popen(["true"])
     gone.wait()
     (run.folder / "lock").write_text(f"{socket.gethostname()} {gone.pid}\n")
@@ -454,7 +454,7 @@ def test_stop_now_where_the_launcher_is_gone_and_its_guards_end_the_rest(folder,
 
 def test_stop_now_does_not_reach_another_host(folder, capsys) -> None:
     run = made(folder)
-    lock = claim(run)
+    lock = lock_run(run)
     (run.folder / "lock").write_text("elsewhere 1\n")
     assert "the launcher runs on elsewhere" in said(capsys, "stop", "last", "--now", code=2)
     os.close(lock)

@@ -22,7 +22,7 @@ from grpo_recipes.console import eval as module
 from grpo_recipes.launch.serve import Server, ServerFailed
 from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.rollouts import generate
-from grpo_recipes.runs.checkpoints import publish
+from grpo_recipes.runs.checkpoints import publish_checkpoint
 from grpo_recipes.runs.rundir import write_json
 
 OUT = Path("evals/my")
@@ -241,7 +241,7 @@ def run(tmp_path: Path) -> Path:
     save_model(made / "model")
     save_model(made / "staged" / "checkpoint-2")
     (made / "checkpoints").mkdir()
-    publish(made / "staged" / "checkpoint-2", made / "checkpoints", 2, 1)
+    publish_checkpoint(made / "staged" / "checkpoint-2", made / "checkpoints", 2, 1)
     return made
 
 
@@ -278,7 +278,7 @@ def test_a_checkpoint_of_an_adapter_is_refused(run: Path, capsys) -> None:
     staged = run / "staged" / "checkpoint-4"
     staged.mkdir()
     (staged / "adapter_model.safetensors").write_bytes(b"adapter")
-    publish(staged, run / "checkpoints", 4, 1)
+    publish_checkpoint(staged, run / "checkpoints", 4, 1)
     assert main(["eval", str(run / "checkpoints" / "checkpoint-4")]) == 2
     assert "has no model that a server can load: an adapter alone" in capsys.readouterr().err
     shutil.rmtree(run / "model")

@@ -24,7 +24,7 @@ from grpo_recipes import cli
 from grpo_recipes.cli import jobs
 from grpo_recipes.console.watch import Picture, curve
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.runs.rundir import Run, claim, move_rows_after, new_run, stop_file, write_json
+from grpo_recipes.runs.rundir import Run, lock_run, move_rows_after, new_run, stop_file, write_json
 from grpo_recipes.slurm import client
 
 
@@ -138,7 +138,7 @@ def watched(folder: Path, columns: int, run: Run, lock: int, end: int = 0) -> st
 @pytest.mark.parametrize("columns", [80, 40])
 def test_a_terminal_shows_a_picture_that_is_drawn_anew_and_ends_with_the_run(folder, columns):
     run = made(folder / "runs/one-stamp", steps=30)
-    told = watched(folder, columns, run, claim(run))
+    told = watched(folder, columns, run, lock_run(run))
     assert "step 30/60" in told and "step 60/60" in told and "completed" in told.rpartition("step 60/60")[0]
     assert "\x1b[1A" in told, "drawn over the last picture"
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", told)
@@ -147,7 +147,7 @@ def test_a_terminal_shows_a_picture_that_is_drawn_anew_and_ends_with_the_run(fol
 
 def test_a_signal_leaves_the_terminal_its_cursor(folder):
     run = made(folder / "runs/one-stamp", steps=30)
-    lock = claim(run)
+    lock = lock_run(run)
     told = watched(folder, 80, run, lock, signal.SIGTERM)
     os.close(lock)
     assert told.rfind("\x1b[?25l") < told.rfind("\x1b[?25h"), "hidden while it draws, and shown again"
@@ -158,7 +158,7 @@ def test_without_a_terminal_steps_stand_between_the_pictures(folder, capsys, mon
 
     monkeypatch.setattr(follow, "LOOK_SECONDS", 0.05)
     run = made(folder / "runs/one-stamp", steps=2)
-    lock = claim(run)
+    lock = lock_run(run)
 
     def end() -> None:
         time.sleep(0.5)
@@ -192,8 +192,8 @@ def sweep(folder: Path) -> Path:
 
 
 def test_status_logs_and_stop_know_a_sweep_while_it_runs(folder, sweep, capsys):
-    held = claim(Run(sweep))
-    lock = claim(Run(sweep / "cells/seed=1"))
+    held = lock_run(Run(sweep))
+    lock = lock_run(Run(sweep / "cells/seed=1"))
     table = said(capsys, "status")
     assert re.search(r"sweeps/mine-stamp +running, 1 of 3 trials completed", table)
     for which in ("mine-stamp", "runs/sweeps/mine-stamp"):
@@ -216,14 +216,14 @@ def test_following_a_sweep_goes_from_trial_to_trial(folder, sweep, capsys, monke
     from grpo_recipes.cli import follow
 
     monkeypatch.setattr(follow, "LOOK_SECONDS", 0.05)
-    held, lock = claim(Run(sweep)), claim(Run(sweep / "cells/seed=1"))
+    held, lock = lock_run(Run(sweep)), lock_run(Run(sweep / "cells/seed=1"))
 
     def live() -> None:
         time.sleep(0.4)
         with (sweep / "cells/seed=1/launch.log").open("a") as file:
             file.write("last of seed=1\n")
         os.close(lock)
-        second = claim(Run(sweep / "cells/seed=2"))
+        second = lock_run(Run(sweep / "cells/seed=2"))
         (sweep / "cells/seed=2/launch.log").write_text("of seed=2\n")
         time.sleep(0.4)
         os.close(second)
@@ -284,7 +284,7 @@ def test_slurm_is_asked_four_times_a_minute_whatever_is_drawn(folder, capsys, mo
     monkeypatch.setattr(follow, "LOOK_SECONDS", 0.02)
     run = made(folder / "runs/one-stamp", steps=2)
     write_json(run.folder / "job.json", {"job": "slurm-77", "working_folder": str(folder)})
-    lock = claim(run)
+    lock = lock_run(run)
 
     def end() -> None:
         time.sleep(1)

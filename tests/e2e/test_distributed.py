@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from real_runs import Launch
 
-from grpo_recipes.runs.checkpoints import damage
+from grpo_recipes.runs.checkpoints import find_damage
 
 SHORT = ("--num_processes", "2", "--max_steps", "3", "--prompts_per_step", "8", "--num_generations", "8")
 
@@ -36,7 +36,7 @@ def test_two_processes_train_through_the_server(launch: Callable[..., Launch], a
     # The server sampled with the trainer's weights after every update, whatever they were gathered from.
     assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
     assert run.log("server").count("grpo: weights loaded") == 3
-    assert damage(run.run_dir / "checkpoints" / "checkpoint-2", print) is None
+    assert find_damage(run.run_dir / "checkpoints" / "checkpoint-2", print) is None
     assert_final_model_differs_from_the_first(run, plan["model"])
 
 

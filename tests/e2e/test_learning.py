@@ -12,7 +12,7 @@ import pytest
 from real_runs import Launch
 
 from grpo_recipes import smoke
-from grpo_recipes.runs.health import MANY
+from grpo_recipes.runs.health import ENOUGH_STEPS
 
 SHORT = ("--use_vllm", "false", "--prompts_per_step", "4", "--num_generations", "4")
 # AdamW with such a rate is refused; the step of SGD is the gradient times the rate.
@@ -49,7 +49,7 @@ def test_a_learning_rate_that_breaks_the_weights_ends_the_run(launch: Callable[.
 @pytest.mark.rotating
 def test_a_reward_that_is_the_same_for_all_is_said_everywhere(launch: Callable[..., Launch], tmp_path: Path) -> None:
     (tmp_path / "same.py").write_text("def score(completions, **kwargs):\n    return [0.25] * len(completions)\n")
-    steps = str(MANY + 2)
+    steps = str(ENOUGH_STEPS + 2)
     run = launch(*SHORT, "--reward_funcs", f"{tmp_path}/same.py:score", "--max_steps", steps, "--save_strategy", "no")
 
     assert run.wait() == 0, run.output
@@ -59,7 +59,7 @@ def test_a_reward_that_is_the_same_for_all_is_said_everywhere(launch: Callable[.
     noted = [index for index, line in enumerate(lines) if line.startswith("grpo: note: every completion got")]
     assert len(noted) == 2, run.output
     first, second = noted
-    assert lines[first - 1].startswith(f"step {MANY}/") and said.format(MANY) in lines[first]
+    assert lines[first - 1].startswith(f"step {ENOUGH_STEPS}/") and said.format(ENOUGH_STEPS) in lines[first]
     assert second > lines.index(next(line for line in lines if line.startswith(f"step {steps}/")))
     assert said.format(steps) in lines[second] and ". Fix: see what the reward looks at" in lines[second]
     grpo = str(Path(sys.executable).with_name("grpo"))

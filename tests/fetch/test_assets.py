@@ -11,13 +11,13 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import (
     Asset,
-    assets_of,
     dataset_folder,
-    fetched_sets,
+    ensure_assets,
+    fetched_datasets,
     find_assets,
     find_record,
     fingerprint,
-    need_assets,
+    list_assets,
     record_assets,
     record_file,
     write_record,
@@ -44,7 +44,7 @@ def names(assets: list[Asset]) -> list[tuple[object, ...]]:
 
 
 def test_model_and_training_set_with_their_lines(read: Read) -> None:
-    model, dataset = assets_of(read(model_revision="v2", dataset_config="main"))
+    model, dataset = list_assets(read(model_revision="v2", dataset_config="main"))
     assert (model.kind, model.id, model.revision) == ("model", "Qwen/Qwen2.5-1.5B-Instruct", "v2")
     assert (dataset.kind, dataset.id, dataset.config, dataset.split) == ("dataset", "openai/gsm8k", "main", "train")
     assert "/recipe.yaml:" in model.where and model.where != dataset.where
@@ -52,28 +52,28 @@ def test_model_and_training_set_with_their_lines(read: Read) -> None:
 
 
 def test_the_evaluation_set_when_there_is_evaluation(read: Read) -> None:
-    assert len(assets_of(read(eval_dataset_name="ada/held"))) == 2
+    assert len(list_assets(read(eval_dataset_name="ada/held"))) == 2
     named = read(eval_dataset_name="ada/held", eval_dataset_config="hard", eval_strategy="steps", eval_steps=5)
-    assert names(assets_of(named))[2:] == [("ada/held", "hard", "test", None)]
+    assert names(list_assets(named))[2:] == [("ada/held", "hard", "test", None)]
     own = read(eval_strategy="steps", eval_steps=5, dataset_test_split="validation")
-    assert names(assets_of(own))[2:] == [("openai/gsm8k", None, "validation", None)]
+    assert names(list_assets(own))[2:] == [("openai/gsm8k", None, "validation", None)]
 
 
 def test_every_dataset_of_a_mixture(read: Read) -> None:
     entries = [{"id": "ada/one"}, {"id": "ada/two", "config": "main", "split": "rest"}, {"id": "./three.jsonl"}]
     recipe = read(without="dataset_name", dataset_mixture={"datasets": entries})
-    assert names(assets_of(recipe))[1:] == [("ada/one", None, "train", None), ("ada/two", "main", "rest", None)]
-    assert names(assets_of(recipe, local=True)) == [("./three.jsonl", None, "train", None)]
+    assert names(list_assets(recipe))[1:] == [("ada/one", None, "train", None), ("ada/two", "main", "rest", None)]
+    assert names(list_assets(recipe, local=True)) == [("./three.jsonl", None, "train", None)]
 
 
 def test_benchmarks_that_are_on_the_hub(read: Read) -> None:
     recipe = read(benchmarks=["math_500", "smoke:sums"])
-    assert names(assets_of(recipe))[2:] == [("HuggingFaceH4/MATH-500", None, "test", None)]
+    assert names(list_assets(recipe))[2:] == [("HuggingFaceH4/MATH-500", None, "test", None)]
 
 
 def test_a_stream_is_limited_with_rows_to_spare(read: Read) -> None:
     stream = read(dataset_streaming=True, max_train_prompts=50, eval_strategy="steps", eval_steps=5)
-    assert names(assets_of(stream))[1:] == [
+    assert names(list_assets(stream))[1:] == [
         ("openai/gsm8k", None, "train", 100),
         ("openai/gsm8k", None, "test", 1_000),
     ]
@@ -88,12 +88,12 @@ def test_one_dataset_used_twice_is_one_asset_with_the_most_rows(read: Read) -> N
         eval_dataset_name="openai/gsm8k",
         eval_dataset_split="train",
     )
-    assert names(assets_of(twice))[1:] == [("openai/gsm8k", None, "train", 1_000)]
+    assert names(list_assets(twice))[1:] == [("openai/gsm8k", None, "train", 1_000)]
 
 
 @pytest.mark.parametrize("name", ["smoke:sums", "/data/rows", "~/rows", "rows.jsonl", "sub/rows.parquet"])
 def test_what_is_local_is_not_of_the_hub(read: Read, name: str) -> None:
-    assert [asset.id for asset in assets_of(read(dataset_name=name))] == ["Qwen/Qwen2.5-1.5B-Instruct"]
+    assert [asset.id for asset in list_assets(read(dataset_name=name))] == ["Qwen/Qwen2.5-1.5B-Instruct"]
 
 
 def test_a_folder_named_like_a_hub_id_is_the_folder(
@@ -101,9 +101,9 @@ def test_a_folder_named_like_a_hub_id_is_the_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = read(model_name_or_path="ada/sums")
-    assert [asset.id for asset in assets_of(recipe)] == ["ada/sums", "openai/gsm8k"]
+    assert [asset.id for asset in list_assets(recipe)] == ["ada/sums", "openai/gsm8k"]
     (tmp_path / "ada" / "sums").mkdir(parents=True)
-    assert [asset.id for asset in assets_of(recipe, local=True)] == ["ada/sums"]
+    assert [asset.id for asset in list_assets(recipe, local=True)] == ["ada/sums"]
 
 
 def fetched(folder: Path, environment: dict[str, str], asset: Asset = ROWS) -> None:
@@ -159,7 +159,7 @@ def test_datasets_have_folders_of_their_own(environment: dict[str, str], tmp_pat
 
 
 def fetch(recipe: Recipe, environment: dict[str, str], commit: str, kind: str = "") -> None:
-    for asset in assets_of(recipe):
+    for asset in list_assets(recipe):
         if asset.kind.startswith(kind):
             folder = Path(environment["CACHE_ROOT"]) / f"{asset.kind}-{commit[:2]}"
             folder.mkdir(parents=True, exist_ok=True)
@@ -235,16 +235,16 @@ def test_identity_is_made_once_and_places_each_time(read: Read, environment: dic
     fetch(recipe, environment, NEW)
     record_assets(run, find_assets(recipe, environment))
     assert (tmp_path / "run.json").read_text() == made
-    assert fetched_sets(tmp_path)("openai/gsm8k", None, "train") == Path(environment["CACHE_ROOT"]) / "dataset-bb"
+    assert fetched_datasets(tmp_path)("openai/gsm8k", None, "train") == Path(environment["CACHE_ROOT"]) / "dataset-bb"
 
 
 def test_only_fetched_datasets_are_looked_up(tmp_path: Path, read: Read, environment: dict[str, str]) -> None:
-    assert fetched_sets(tmp_path)("ada/rows", None, "train") is None
+    assert fetched_datasets(tmp_path)("ada/rows", None, "train") is None
     (tmp_path / "rows.jsonl").write_text('{"problem": 1, "answer": 2}\n')
     recipe = read(dataset_name=str(tmp_path / "rows.jsonl"))
     fetch(recipe, environment, OLD)
     record_assets(Run(tmp_path), find_assets(recipe, environment))
-    lookup = fetched_sets(tmp_path)
+    lookup = fetched_datasets(tmp_path)
     assert lookup(str(tmp_path / "rows.jsonl"), None, "train") is None
     assert lookup("Qwen/Qwen2.5-1.5B-Instruct", None, "train") is None
 
@@ -256,11 +256,11 @@ def test_a_local_model_that_changed_is_noticed(read: Read, environment: dict[str
     recipe = read(model_name_or_path=str(folder))
     fetch(recipe, environment, OLD)
     recorded = find_assets(recipe, environment).as_json()
-    assert need_assets(recipe, environment, recorded, []).found
+    assert ensure_assets(recipe, environment, recorded, []).found
     write_json(folder / "config.json", {"hidden_size": 9})
     with pytest.raises(ConfigError, match=f"the model '{folder}' is not what the run began with"):
-        need_assets(recipe, environment, recorded, [])
-    assert need_assets(recipe, environment, None, []).found
+        ensure_assets(recipe, environment, recorded, [])
+    assert ensure_assets(recipe, environment, None, []).found
 
 
 def test_a_local_file_that_is_not_there_is_refused(read: Read, environment: dict[str, str]) -> None:

@@ -16,7 +16,7 @@ from fake_hub import FakeHub
 from no_network import without_network
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.fetch.assets import need_assets, record_assets
+from grpo_recipes.fetch.assets import ensure_assets, record_assets
 from grpo_recipes.fetch.hub import hub_answers
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.runs.rundir import Run, read_json
@@ -57,7 +57,7 @@ def test_looking_never_downloads(shell: Shell, hub: FakeHub, command: list[str])
 def test_what_is_missing_is_brought_first(shell: Shell, variables: Variables, monkeypatch, capfd) -> None:
     monkeypatch.chdir(shell.folder)
     recipe = read_recipe(Path(shell.recipe()))
-    sources = need_assets(recipe, variables(), None, ["recipe.yaml"])
+    sources = ensure_assets(recipe, variables(), None, ["recipe.yaml"])
     assert [source.id for source in sources.found] == ["ada/sums", "ada/rows"] and not sources.missing
     told = capfd.readouterr().out
     assert told.startswith(
@@ -66,7 +66,7 @@ def test_what_is_missing_is_brought_first(shell: Shell, variables: Variables, mo
     assert "everything recipe.yaml reads is here" in told
 
     offline = {**variables(), "HF_ENDPOINT": "http://127.0.0.1:1"}
-    assert need_assets(recipe, offline, None, ["recipe.yaml"]).found == sources.found
+    assert ensure_assets(recipe, offline, None, ["recipe.yaml"]).found == sources.found
     assert capfd.readouterr().out == ""
 
 
@@ -78,7 +78,7 @@ def test_a_fetch_that_fails_refuses_the_launch(shell: Shell, hub: FakeHub, varia
     with pytest.raises(
         ConfigError, match=r"grpo fetch: ended with code 2\. Fix: correct what it says above; then: grpo fetch"
     ):
-        need_assets(read_recipe(Path(shell.recipe())), variables(), None, ["recipe.yaml"])
+        ensure_assets(read_recipe(Path(shell.recipe())), variables(), None, ["recipe.yaml"])
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_fetch_that_ends_early_ends_the_launch(
     recipe = read_recipe(Path(shell.recipe()))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], code))
     with pytest.raises(error, match=what):
-        need_assets(recipe, variables(), None, ["recipe.yaml"])
+        ensure_assets(recipe, variables(), None, ["recipe.yaml"])
 
 
 def test_local_data_that_changed_stops_a_resume(shell: Shell, variables: Variables, tiny_model, monkeypatch) -> None:
@@ -103,11 +103,11 @@ def test_local_data_that_changed_stops_a_resume(shell: Shell, variables: Variabl
     rows = shell.folder / "rows.jsonl"
     rows.write_bytes(jsonl([{"problem": "1", "answer": "1"}]))
     recipe = read_recipe(Path(shell.recipe(model_name_or_path=str(tiny_model), dataset_name="rows.jsonl")))
-    recorded = need_assets(recipe, variables(), None, []).as_json()
+    recorded = ensure_assets(recipe, variables(), None, []).as_json()
     rows.write_bytes(jsonl([{"problem": "2", "answer": "1"}]))
     with pytest.raises(ConfigError, match=r"--resume: the dataset 'rows\.jsonl' is not what the run began with"):
-        need_assets(recipe, variables(), recorded, [])
-    assert need_assets(recipe, variables(), recorded, [], allow_changed=True).found
+        ensure_assets(recipe, variables(), recorded, [])
+    assert ensure_assets(recipe, variables(), recorded, [], allow_changed=True).found
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_local_data_that_changed_stops_a_resume(shell: Shell, variables: Variabl
 def test_a_resumed_run_gets_its_own_commits_back(shell: Shell, hub: FakeHub, variables: Variables, monkeypatch) -> None:
     monkeypatch.chdir(shell.folder)
     recipe = read_recipe(Path(shell.recipe()))
-    began_with = need_assets(recipe, variables(), None, ["recipe.yaml"])
+    began_with = ensure_assets(recipe, variables(), None, ["recipe.yaml"])
     run = shell.folder / "runs" / "offline-1"
     run.mkdir(parents=True)
     record_assets(Run(run), began_with)
@@ -126,11 +126,11 @@ def test_a_resumed_run_gets_its_own_commits_back(shell: Shell, hub: FakeHub, var
 
     recorded = read_json(run / "run.json")["sources"]
     with pytest.raises(ConfigError, match=f"grpo fetch --resume {run}"):
-        need_assets(recipe, {**variables(), "HF_HUB_OFFLINE": "1"}, recorded, ["--resume", str(run)])
+        ensure_assets(recipe, {**variables(), "HF_HUB_OFFLINE": "1"}, recorded, ["--resume", str(run)])
     shown = "grpo fetch --resume runs/qwen2.5-1.5b-math-20260101-120000"
     brought = shell.run(*documented(shown, {shown.split()[-1]: str(run)}, fake="the hub"))
     assert brought.returncode == 0, brought.stderr
-    again = need_assets(recipe, variables(), recorded, ["--resume", str(run)])
+    again = ensure_assets(recipe, variables(), recorded, ["--resume", str(run)])
     assert [source.commit for source in again.found] == [source.commit for source in began_with.found]
     assert not (Path(again.model.path) / "notes.txt").exists()
 

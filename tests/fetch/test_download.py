@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_recipes.data import read_rows
-from grpo_recipes.fetch.assets import fetched_sets, find_assets, record_assets
+from grpo_recipes.fetch.assets import fetched_datasets, find_assets, record_assets
 from grpo_recipes.runs.rundir import Run
 from grpo_recipes.recipe import read_recipe
 import os
@@ -35,16 +35,16 @@ sources = find_assets(read_recipe(Path("recipe.yaml")), os.environ)
 run = Path("run"); run.mkdir(); record_assets(Run(run), sources)
 model = AutoModelForCausalLM.from_pretrained(sources.model.path)
 tokenizer = AutoTokenizer.from_pretrained(sources.model.path)
-rows = read_rows("ada/rows", None, "train", fetched=fetched_sets(run))
+rows = read_rows("ada/rows", None, "train", fetched=fetched_datasets(run))
 print(model.num_parameters(), len(tokenizer("1+1=").input_ids), rows[29], len(rows))
 """
 FETCH = """
 import os
 from pathlib import Path
-from grpo_recipes.fetch.assets import DATASET, MODEL, assets_of
+from grpo_recipes.fetch.assets import DATASET, MODEL, list_assets
 from grpo_recipes.fetch.download import fetch
 from grpo_recipes.recipe import read_recipe
-(asset,) = [one for one in assets_of(read_recipe(Path("recipe.yaml"))) if one.kind == DATASET]
+(asset,) = [one for one in list_assets(read_recipe(Path("recipe.yaml"))) if one.kind == DATASET]
 fetch(asset, os.environ)
 """
 WITHOUT_LOCKS = """

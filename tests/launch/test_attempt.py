@@ -18,7 +18,7 @@ from grpo_recipes.launch.processes import Ending
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.types import Names
 from grpo_recipes.process.scratch import Scratch
-from grpo_recipes.runs.checkpoints import publish
+from grpo_recipes.runs.checkpoints import publish_checkpoint
 from grpo_recipes.runs.rundir import NO_REQUEUE, Run, read_json, write_json
 from grpo_recipes.slurm.client import SlurmJob
 
@@ -47,7 +47,7 @@ def attempt(read, planned, tmp_path):
         (folder / "checkpoints").mkdir(parents=True)
         staged = tmp_path / f"checkpoint-{saved}"
         staged.mkdir()
-        publish(staged, folder / "checkpoints", saved, 1)
+        publish_checkpoint(staged, folder / "checkpoints", saved, 1)
         write_json(folder / "summary.json", {"status": "running", "restarts": 1, "idle_attempts": idle,
             "idle_trained": idle if trained is None else trained})  # fmt: skip
         (folder / "processes").mkdir()
@@ -321,7 +321,7 @@ def test_each_attempt_notes_the_step_it_went_on_after(resumed, tmp_path):
     (tmp_path / "run/checkpoints").mkdir()
     for step in (1, 2):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        publish(tmp_path / f"checkpoint-{step}", tmp_path / "run/checkpoints", step, 1)
+        publish_checkpoint(tmp_path / f"checkpoint-{step}", tmp_path / "run/checkpoints", step, 1)
         resumed().scratch.remove()
     assert read_json(tmp_path / "run/summary.json")["resumed_at"] == [1, 2]
 

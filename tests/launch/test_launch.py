@@ -15,8 +15,8 @@ from grpo_recipes.launch import run as launch_run
 from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending
-from grpo_recipes.paths import shown
-from grpo_recipes.runs.checkpoints import publish
+from grpo_recipes.paths import display_path
+from grpo_recipes.runs.checkpoints import publish_checkpoint
 from grpo_recipes.runs.rundir import finish_summary, read_json
 
 STOPPED = Ending(EXIT_STOPPED, "rank 0: stopped on request before a step")
@@ -80,7 +80,7 @@ def test_a_completed_run_is_left_as_it_is_unless_something_is_to_be_done(launche
     capsys.readouterr()
     assert launched("--resume", str(run))[0] == 0
     said = capsys.readouterr().out
-    assert said == f"grpo: {shown(run)} has completed its 60 steps; raise --max_steps to train further\n"
+    assert said == f"grpo: {display_path(run)} has completed its 60 steps; raise --max_steps to train further\n"
     assert read_json(run / "summary.json")["status"] == "completed"
 
     assert launched("--resume", str(run), "--max_steps", "70")[0] == EXIT_STOPPED, "more steps"
@@ -157,7 +157,7 @@ def completed(run: Path, steps: int = 6) -> None:
     """Let a run look as if it had completed so many steps."""
     staged = run / "checkpoints" / "partial" / f"checkpoint-{steps}"
     staged.mkdir(parents=True)
-    publish(staged, run / "checkpoints", steps, 1)
+    publish_checkpoint(staged, run / "checkpoints", steps, 1)
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1)))
     (run / "model").mkdir()
     finish_summary(run, status="completed")

@@ -25,7 +25,7 @@ from grpo_recipes.launch.monitor import (
 )
 from grpo_recipes.launch.processes import rank_pids
 from grpo_recipes.plan.ports import Activity
-from grpo_recipes.runs.health import MANY
+from grpo_recipes.runs.health import ENOUGH_STEPS
 from grpo_recipes.runs.progress import Phase, read_phases
 from grpo_recipes.runs.rundir import write_json
 
@@ -58,21 +58,23 @@ def said(watched, capsys):
 
 def test_a_note_stands_below_the_step_with_which_it_appears_and_is_said_once(watch, tmp_path, capsys):
     watched = watch()
-    append(tmp_path, 1, MANY - 1)
+    append(tmp_path, 1, ENOUGH_STEPS - 1)
     assert all(line.startswith("step ") for line in said(watched, capsys))
-    append(tmp_path, MANY, MANY + 5)
+    append(tmp_path, ENOUGH_STEPS, ENOUGH_STEPS + 5)
     lines = said(watched, capsys)
-    assert lines[0].startswith(f"step {MANY}/40") and lines[1].startswith("grpo: note: the reward is 0 in 10 steps")
+    assert lines[0].startswith(f"step {ENOUGH_STEPS}/40") and lines[1].startswith(
+        "grpo: note: the reward is 0 in 10 steps"
+    )
     assert len(lines) == 7 and sum("note" in line for line in lines) == 1
 
 
 def test_a_resumed_run_goes_on_from_all_rows(watch, tmp_path, capsys):
-    append(tmp_path, 1, MANY - 1)
+    append(tmp_path, 1, ENOUGH_STEPS - 1)
     watched = watch()
-    append(tmp_path, MANY, MANY)
+    append(tmp_path, ENOUGH_STEPS, ENOUGH_STEPS)
     assert "grpo: note: the reward is 0 in 10 steps" in said(watched, capsys)[1]
     again = watch()
-    append(tmp_path, MANY + 1, MANY + 3)
+    append(tmp_path, ENOUGH_STEPS + 1, ENOUGH_STEPS + 3)
     assert not any("note" in line for line in said(again, capsys)), "it was said before"
 
 
@@ -99,11 +101,11 @@ def test_the_page_of_a_running_run_takes_a_fiftieth_of_the_time_and_lines_fit_th
 
 
 def test_rows_that_were_moved_aside_do_not_count(watch, tmp_path, capsys):
-    append(tmp_path, 1, MANY - 1)
+    append(tmp_path, 1, ENOUGH_STEPS - 1)
     watched = watch()
     (tmp_path / "metrics.jsonl").write_text("")
     watched.start_again()
-    append(tmp_path, 1, MANY - 1)
+    append(tmp_path, 1, ENOUGH_STEPS - 1)
     assert not any("note" in line for line in said(watched, capsys))
 
 

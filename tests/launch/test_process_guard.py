@@ -19,7 +19,7 @@ from grpo_recipes.paths import python_module
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.process.tree import is_alive
-from grpo_recipes.runs.rundir import Run, claim
+from grpo_recipes.runs.rundir import Run, lock_run
 
 pytestmark = pytest.mark.alone
 
@@ -223,7 +223,7 @@ def test_when_the_guard_is_killed_its_command_ends(place):
 def test_a_guard_holds_the_run_after_its_launcher_and_lets_it_go_at_its_end(place, monkeypatch):
     """Another launch must not begin while processes of the one before live."""
     run = Run(place.run_dir)
-    lock = claim(run)
+    lock = lock_run(run)
     scratch = Scratch(place.disk, place.memory, [lock])
     (process,) = [Process("trainer", place.parent(300, 0), {}, (), str(place.log))]
     child = Child(process, dict(os.environ), place.run_dir, scratch)
@@ -231,7 +231,7 @@ def test_a_guard_holds_the_run_after_its_launcher_and_lets_it_go_at_its_end(plac
     os.close(lock)  # as at the launcher's end
     assert run.is_running()
     with pytest.raises(ConfigError, match="another launch is running"):
-        claim(run)
+        lock_run(run)
     child.end()
     assert not run.is_running()
 

@@ -23,7 +23,7 @@ from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
-from grpo_recipes.runs.checkpoints import publish
+from grpo_recipes.runs.checkpoints import publish_checkpoint
 from grpo_recipes.runs.rundir import Run, find_run, read_json
 from grpo_recipes.slurm.client import slurm_job
 
@@ -243,7 +243,7 @@ def test_a_resumed_run_keeps_its_place_in_the_data(flags: tuple[str, ...], messa
     resumed(*flags)  # nothing was trained yet
     staged = run.folder / "checkpoints" / "partial" / "checkpoint-5"
     staged.mkdir(parents=True)
-    publish(staged, run.folder / "checkpoints", 5, 1)
+    publish_checkpoint(staged, run.folder / "checkpoints", 5, 1)
     (run.folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 6)))
     with pytest.raises(ConfigError, match=message):
         resumed(*flags)

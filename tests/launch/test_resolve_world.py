@@ -6,14 +6,14 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.resolve import need_same_world
-from grpo_recipes.runs.checkpoints import publish
+from grpo_recipes.runs.checkpoints import publish_checkpoint
 from grpo_recipes.runs.rundir import Run
 
 
 def test_a_checkpoint_of_another_number_of_processes_is_refused(planned, tmp_path):
     staged = tmp_path / "checkpoints" / "partial" / "checkpoint-5"
     staged.mkdir(parents=True)
-    publish(staged, tmp_path / "checkpoints", 5, 2)
+    publish_checkpoint(staged, tmp_path / "checkpoints", 5, 2)
     run = Run(tmp_path)
 
     need_same_world(run, planned(gpus=("0", "1", "2")))

@@ -13,7 +13,7 @@ from graphlib import TopologicalSorter
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.fetch.assets import assets_of
+from grpo_recipes.fetch.assets import list_assets
 from grpo_recipes.plan.devices import Node
 from grpo_recipes.plan.plan import describe
 from grpo_recipes.plan.ports import Ports, free_ports, need_named_ports, plan_ports
@@ -244,8 +244,8 @@ def test_a_port_is_not_asked_for_on_the_node_of_rank_0(read: Read) -> None:
 def test_the_dataset_of_an_environment_is_fetched_as_a_recipes_is(read: Read) -> None:
     args = {"dataset_name": "openai/gsm8k", "dataset_config": "main", "dataset_train_split": "train[:9]"}
     recipe = read(**{**GROUPS, "atropos_environment": "dataset", "atropos_environment_args": args})
-    (asset,) = (one for one in assets_of(recipe) if one.kind == "dataset")
+    (asset,) = (one for one in list_assets(recipe) if one.kind == "dataset")
     assert (asset.id, asset.config, asset.split) == ("openai/gsm8k", "main", "train[:9]")
     mixed = {"environments": [{"id": "dataset", "args": {"dataset_name": "a/b"}}, {"id": "arithmetic"}]}
     recipe = read(**{**GROUPS, "atropos_environment": None, "atropos_mixture": mixed})
-    assert [(one.id, one.split) for one in assets_of(recipe) if one.kind == "dataset"] == [("a/b", "train")]
+    assert [(one.id, one.split) for one in list_assets(recipe) if one.kind == "dataset"] == [("a/b", "train")]

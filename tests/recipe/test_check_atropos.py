@@ -14,7 +14,7 @@ from golden import compare_messages, golden_files
 from grpo_recipes import cli
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.atropos.recipe import atropos_environments, atropos_labels, starts_run_api, uses_atropos
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
 from grpo_recipes.recipe.check import check, notes
 from grpo_recipes.recipe.sources import user_code
@@ -38,7 +38,7 @@ def mixture(*entries: dict[str, Any]) -> dict[str, Any]:
 def place_of(recipe: Recipe, text: str) -> str:
     """The line of the recipe's file that holds a text."""
     lines = recipe.path.read_text().splitlines()
-    return f"{shown(recipe.path)}:{next(number for number, line in enumerate(lines, 1) if text in line)}"
+    return f"{display_path(recipe.path)}:{next(number for number, line in enumerate(lines, 1) if text in line)}"
 
 
 @pytest.fixture

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.rewards.answers import LONGEST, completion_text, is_right, last_answer, last_boxed, normal, same
+from grpo_recipes.rewards.answers import (
+    LONGEST_ANSWER,
+    completion_text,
+    is_correct,
+    is_same_answer,
+    last_answer,
+    last_boxed,
+    normalize,
+)
 
 SAME = [
     (" 18\n", "18"),
@@ -133,17 +141,17 @@ DIFFERENT = [
 
 @pytest.mark.parametrize("text", ["{}, 5", "(5, {})", "[+ and 5]", "(+, 5)"])
 def test_a_list_with_an_empty_item_equals_itself_alone(text):
-    assert same(text, text) and not same(text, "5")
+    assert is_same_answer(text, text) and not is_same_answer(text, "5")
 
 
 @pytest.mark.parametrize(("one", "other"), SAME)
 def test_ways_to_write_one_answer(one, other):
-    assert same(one, other) and same(other, one)
+    assert is_same_answer(one, other) and is_same_answer(other, one)
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
 def test_answers_that_only_look_alike(one, other):
-    assert not same(one, other) and not same(other, one)
+    assert not is_same_answer(one, other) and not is_same_answer(other, one)
 
 
 @pytest.mark.parametrize(
@@ -190,14 +198,14 @@ def test_the_examples_of_the_docs_hold():
     for line in lines:
         first, *others = (part.strip() for part in line.split("|"))
         for other in others:
-            assert same(other, first), (other, first)
+            assert is_same_answer(other, first), (other, first)
 
 
 def test_strict_matching_compares_text():
-    assert is_right("<answer> 18 </answer>", "18", "strict")
-    assert not is_right("<answer>18.0</answer>", "18", "strict")
-    assert is_right("<answer>18.0</answer>", "18", "normalized")
-    assert not is_right("<answer></answer>", "", "strict")
+    assert is_correct("<answer> 18 </answer>", "18", "strict")
+    assert not is_correct("<answer>18.0</answer>", "18", "strict")
+    assert is_correct("<answer>18.0</answer>", "18", "normalized")
+    assert not is_correct("<answer></answer>", "", "strict")
 
 
 PIECES = [
@@ -228,12 +236,12 @@ def test_random_answers_neither_raise_nor_equal_a_number_they_do_not_hold():
     draw = random.Random(7)
     for _ in range(20_000):
         text = "".join(draw.choice(PIECES) for _ in range(draw.randint(0, 25)))
-        form = normal(text)
-        assert form == normal(f" {text}\n")
-        assert not same(text, "918273645") and not same(text, "918, 273645")
-        assert form.value == "" or same(text, text)
+        form = normalize(text)
+        assert form == normalize(f" {text}\n")
+        assert not is_same_answer(text, "918273645") and not is_same_answer(text, "918, 273645")
+        assert form.value == "" or is_same_answer(text, text)
         last_boxed(text)
-        is_right(f"<answer>{text}</answer>", text, "normalized")
+        is_correct(f"<answer>{text}</answer>", text, "normalized")
 
 
 def test_brackets_inside_brackets_need_little_of_the_stack():
@@ -241,7 +249,7 @@ def test_brackets_inside_brackets_need_little_of_the_stack():
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack()) + 100)
     try:
-        assert same(text, text.replace(",", ", ")) and not same(text, "2")
+        assert is_same_answer(text, text.replace(",", ", ")) and not is_same_answer(text, "2")
     finally:
         sys.setrecursionlimit(limit)
 
@@ -269,12 +277,12 @@ def test_brackets_inside_brackets_need_little_of_the_stack():
         "<answer>" + " " * 490 + "^</answer>",
         "<answer>" + "a " * 249 + "</answer>",
         "<answer>" + "$" * 500 + "</answer>",
-        "<answer>" + "9" * LONGEST + "/" + "</answer>",
+        "<answer>" + "9" * LONGEST_ANSWER + "/" + "</answer>",
     ],
 )
 def test_no_answer_takes_long(text):
     start = time.process_time()
-    is_right(text, "18", "normalized")
+    is_correct(text, "18", "normalized")
     last_boxed(text)
     assert time.process_time() - start < 0.5
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_recipes.numbers import LARGEST
+from grpo_recipes.numbers import LARGEST_REWARD
 from grpo_recipes.rewards.child import GARBLED, read_reply
 
 SPECS = ("math_verify", "own.py:score")
@@ -46,7 +46,7 @@ def test_anything_else_is_a_death_and_no_score_is_out_of_range(reply: Any) -> No
     assert read in (reply, GARBLED)
     if "score" in read:
         value, reason, seconds, by_limit = read["score"]
-        assert value is None or (math.isfinite(value) and abs(value) <= LARGEST and reason is None)
+        assert value is None or (math.isfinite(value) and abs(value) <= LARGEST_REWARD and reason is None)
         assert type(read["row"]) is int and 0 <= seconds < math.inf and type(by_limit) is bool
     if "ready" in read:
         assert set(read["ready"]) == set(SPECS) and set(read["together"]) <= set(SPECS)

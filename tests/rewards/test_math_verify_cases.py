@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_recipes.rewards.answers import LONGEST
+from grpo_recipes.rewards.answers import LONGEST_ANSWER
 from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.rewards.math_verify import math_verify
 
@@ -39,7 +39,7 @@ def test_the_cases_are_short_different_and_explained():
     assert len(CASES) > 250
     assert Counter((case["gold"], completion(case)) for case in CASES).most_common(1)[0][1] == 1
     for case in CASES:
-        assert max(len(case["gold"]), len(completion(case))) <= LONGEST
+        assert max(len(case["gold"]), len(completion(case))) <= LONGEST_ANSWER
         assert ("answer" in case) != ("text" in case) and case["label"] in (0, 1)
         assert ("ours" in case) == ("why" in case) and case.get("ours", 2) != case["label"]
     page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()

@@ -16,7 +16,7 @@ import pytest
 
 from grpo_recipes.process.tree import descendants, is_alive
 from grpo_recipes.rewards.pool import RewardPool, default_workers
-from grpo_recipes.rewards.score import GIVEN_UP, RewardFailed, Score
+from grpo_recipes.rewards.score import NOT_CALLED, RewardFailed, Score
 
 pytestmark = pytest.mark.alone
 
@@ -202,7 +202,7 @@ def test_giving_up_leaves_the_rest_uncalled(pool: RewardPool) -> None:
     columns = {"answer": ["yes"] * 400, "prompts": ["?"] * 400}
     scores = pool.score(WILD, ["raise"] * 400, columns, give_up_after=3)
     called = [score for score in scores if score.reason == "ValueError: first line"]
-    rest = [score for score in scores if score.reason == GIVEN_UP]
+    rest = [score for score in scores if score.reason == NOT_CALLED]
     assert 4 <= len(called) < 400 and len(called) + len(rest) == 400
     assert [score.value for score in judge(pool, "yes")] == [1.0]
 

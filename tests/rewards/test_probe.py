@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.rewards.answers import same
+from grpo_recipes.rewards.answers import is_same_answer
 from grpo_recipes.rewards.functions import pure_accuracy_math
-from grpo_recipes.rewards.probe import corruptions, probe, problems_of
+from grpo_recipes.rewards.probe import find_problems, probe, wrong_answers
 
 REPOSITORY = Path(__file__).parents[2]
 ROWS = [
@@ -33,8 +33,8 @@ ROWS = [
     ],
 )
 def test_wrong_answers_near_a_right_one(answer, wrong):
-    assert corruptions(answer, [answer, "7"]) == wrong
-    assert not any(same(text, answer) for text in wrong)
+    assert wrong_answers(answer, [answer, "7"]) == wrong
+    assert not any(is_same_answer(text, answer) for text in wrong)
 
 
 def test_a_reward_that_judges_well_has_no_fault():
@@ -150,13 +150,13 @@ def test_rewards_that_read_usual_formats_tell_right_from_wrong(reward, rows, rea
     finding = probe("my.py:reward", reward, shown)
 
     assert finding.tells_apart and finding.faults == []
-    assert problems_of(read(reward_funcs=["math_verify"]), shown, [finding]) == []
+    assert find_problems(read(reward_funcs=["math_verify"]), shown, [finding]) == []
 
 
 def test_a_reward_that_reads_no_format_is_rejected_with_the_formats(read):
     """R1: the fix lists formats, and a reward that reads one of them is accepted (test above)."""
     finding = probe("my.py:reward", by_pattern("<<SOLUTION>>"), ROWS)
-    (problem,) = problems_of(read(reward_funcs=["math_verify"]), ROWS, [finding])
+    (problem,) = find_problems(read(reward_funcs=["math_verify"]), ROWS, [finding])
 
     assert "no reward tells right answers from wrong ones" in problem.what
     assert problem.fix.endswith(
@@ -185,7 +185,7 @@ def test_a_prompt_that_asks_for_another_format_than_the_reward_reads_is_a_fault(
         if system == "in the prompts"
         else ROWS
     )
-    found = problems_of(read(reward_funcs=rewards, system_prompt=system), asked, [])
+    found = find_problems(read(reward_funcs=rewards, system_prompt=system), asked, [])
     assert len(found) == told
     if told:
         assert rf"the prompt asks for \boxed{{}}, reward '{rewards[-1]}' reads <answer>" in found[0].what

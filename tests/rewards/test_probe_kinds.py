@@ -6,7 +6,7 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.check import check
-from grpo_recipes.rewards.probe import probe_rewards, problems_of
+from grpo_recipes.rewards.probe import find_problems, probe_rewards
 
 ROWS = [
     {"prompt": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(12)
@@ -48,7 +48,7 @@ def recipe(read, tmp_path, monkeypatch):
 def test_right_answers_that_get_nothing_are_reported_although_another_reward_differs(recipe, name):
     """M6: with an example of a right answer that gets 0."""
     made = recipe(name, "style")
-    problems = problems_of(made, ROWS, probe_rewards(made, ROWS))
+    problems = find_problems(made, ROWS, probe_rewards(made, ROWS))
     (problem,) = [one for one in problems if f"mine.py:{name}" in one.what]
     assert "gives right answers 0, like wrong ones: '" in problem.what and "' to '0+1=' gets 0" in problem.what
     assert not [one for one in problems if "mine.py:style" in one.what], "it takes no solution"
@@ -57,7 +57,7 @@ def test_right_answers_that_get_nothing_are_reported_although_another_reward_dif
 def test_the_only_reward_is_reported_with_an_example(recipe):
     """M6: the example of a missed right answer."""
     made = recipe("accuracy")
-    (problem,) = problems_of(made, ROWS, probe_rewards(made, ROWS))
+    (problem,) = find_problems(made, ROWS, probe_rewards(made, ROWS))
     assert "all get the same on average, e.g. " in problem.what and "gets 0" in problem.what
 
 

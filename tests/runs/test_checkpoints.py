@@ -28,15 +28,15 @@ from grpo_recipes.runs.checkpoints import (
     MARKER,
     RECORD,
     complete_checkpoints,
-    damage,
     digest_of,
+    find_damage,
     is_complete,
-    need_same_files,
     newest_complete,
     prune,
-    publish,
-    rewriting,
+    publish_checkpoint,
+    recording_changes,
     verified_checkpoint,
+    verify_run_files,
     with_checksum,
 )
 from grpo_recipes.runs.rundir import Run
@@ -59,7 +59,7 @@ def stage(folder: Path, step: int) -> Path:
 
 def published(folder: Path, *steps: int) -> list[Path]:
     for step in steps:
-        publish(stage(folder, step), folder, step, world_size=2)
+        publish_checkpoint(stage(folder, step), folder, step, world_size=2)
     return [folder / f"checkpoint-{step}" for step in steps]
 
 
@@ -257,7 +257,7 @@ def test_no_bit_of_the_marker_can_flip_and_change_what_is_resumed(tmp_path):
             assert json.loads((newest / MARKER).read_text()) == meant
         else:
             assert newest_complete(tmp_path) == older
-            assert damage(newest, refuse_to_speak) == "COMPLETE is damaged"
+            assert find_damage(newest, refuse_to_speak) == "COMPLETE is damaged"
 
 
 def test_every_damaged_one_is_named_and_a_second_time_too(tmp_path):
@@ -301,7 +301,7 @@ def test_a_file_that_the_disk_does_not_give_back_is_damage(tmp_path):
     older, newest = published(tmp_path, 3, 6)
     (newest / "empty").unlink()
     (newest / "empty").symlink_to("/proc/self/mem")  # reading it is an input/output error
-    assert damage(newest, refuse_to_speak) == "empty cannot be read (Input/output error)"
+    assert find_damage(newest, refuse_to_speak) == "empty cannot be read (Input/output error)"
     assert verified_checkpoint(tmp_path, [].append) == older
 
 
@@ -310,7 +310,7 @@ def test_publishing_reads_back_only_what_it_has_no_digest_of(tmp_path, monkeypat
     known = {"global_step/rank_0.pt": digest_of(staged / "global_step/rank_0.pt"), "gone.pt": "0" * 32}
     read = []
     monkeypatch.setattr(checkpoints, "digest_of", lambda path: read.append(path.name) or digest_of(path))
-    publish(staged, tmp_path, 5, 2, known)
+    publish_checkpoint(staged, tmp_path, 5, 2, known)
     assert sorted(read) == ["empty", "model.safetensors", "trainer_state.json"]
     monkeypatch.undo()
     assert verified_checkpoint(tmp_path, refuse_to_speak) == tmp_path / "checkpoint-5"
@@ -333,7 +333,7 @@ def test_a_disk_that_fails_ends_a_save_at_once_and_leaves_nothing_open(tmp_path,
     monkeypatch.setattr(os, "fsync", fake_failing_disk)
     opened = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="Input/output error"):
-        publish(staged, tmp_path, 5, 2)
+        publish_checkpoint(staged, tmp_path, 5, 2)
     assert len(read) < 20 and len(os.listdir("/proc/self/fd")) == opened
     assert not (tmp_path / "checkpoint-5").exists()
 
@@ -387,14 +387,14 @@ def test_a_flipped_bit_is_refused_by_name_and_taken_on_purpose(run, name, place)
     before = path.read_bytes()
     flip(path, round(place * (len(before) * 8 - 1)))
     with pytest.raises(ConfigError) as refused:
-        need_same_files(run.folder, allow_changed=False)
+        verify_run_files(run.folder, allow_changed=False)
     (problem,) = refused.value.problems
     assert problem.where.endswith(name) and problem.what == "was changed since the run wrote it"
     assert "restore what the run wrote" in problem.fix and "--allow-changed-code" in problem.fix
     with pytest.raises(ConfigError):
         resume(run)
 
-    (note,) = need_same_files(run.folder, allow_changed=True)
+    (note,) = verify_run_files(run.folder, allow_changed=True)
     assert f"{name} was changed since the run wrote it; this attempt goes on with it" in note
 
     path.write_bytes(before)
@@ -418,7 +418,7 @@ def test_no_bit_of_the_record_itself_can_flip_unnoticed(run) -> None:
         (run.folder / RECORD).write_bytes(content)
         flip(run.folder / RECORD, bit)
         try:
-            need_same_files(run.folder, allow_changed=False)
+            verify_run_files(run.folder, allow_changed=False)
         except ConfigError as refused:
             assert refused.problems[0].where.endswith(RECORD)
         else:
@@ -462,7 +462,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_a_note(run, capsys) -> None:
 
 
 def test_a_kill_between_our_own_writes_leaves_no_record_that_is_wrong(run, capsys) -> None:
-    with pytest.raises(KeyboardInterrupt), rewriting(run.folder):
+    with pytest.raises(KeyboardInterrupt), recording_changes(run.folder):
         (run.folder / "recipe.yaml").write_text((run.folder / "recipe.yaml").read_text() + "# new\n")
         raise KeyboardInterrupt
     resume(run)
@@ -473,7 +473,7 @@ def test_a_resume_without_an_intact_checkpoint_is_refused_before_anything_begins
     folder, before = run.folder / "checkpoints", (run.folder / "summary.json").read_bytes()
     (folder / "partial" / "checkpoint-3").mkdir(parents=True)
     (folder / "partial" / "checkpoint-3" / "model.safetensors").write_bytes(b"weights")
-    publish(folder / "partial" / "checkpoint-3", folder, 3, 1)
+    publish_checkpoint(folder / "partial" / "checkpoint-3", folder, 3, 1)
     flip(folder / "checkpoint-3" / "model.safetensors", 5)
     with pytest.raises(
         ConfigError, match=r"checkpoints: holds no checkpoint that can be resumed: checkpoint-3 \(model"
@@ -497,7 +497,7 @@ def test_few_bytes_are_read_back_without_a_thread(tmp_path: Path, monkeypatch: p
         staged = tmp_path / "staged" / f"checkpoint-{step}"
         staged.mkdir(parents=True)
         (staged / "model.safetensors").write_bytes(b"some")
-        checkpoints.publish(staged, tmp_path, step, 1)
+        checkpoints.publish_checkpoint(staged, tmp_path, step, 1)
         assert is_complete(tmp_path / f"checkpoint-{step}") and len(started) == step - 1
     marker = json.loads((tmp_path / "checkpoint-2" / checkpoints.MARKER).read_text())
     assert marker["digests"] == {

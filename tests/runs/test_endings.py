@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.runs import endings
-from grpo_recipes.runs.checkpoints import publish
+from grpo_recipes.runs.checkpoints import publish_checkpoint
 from grpo_recipes.runs.rundir import Run, write_json
 from grpo_recipes.slurm.client import SlurmJob
 
@@ -48,7 +48,7 @@ def test_checkpoints(make_run, row):
     assert found.status == "warning" and "save_steps (now 500)" in found.fix
     staged = run.folder / "checkpoints/partial/checkpoint-5"
     staged.mkdir(parents=True)
-    publish(staged, run.folder / "checkpoints", 5, 3)
+    publish_checkpoint(staged, run.folder / "checkpoints", 5, 3)
     assert endings.checkpoints(run).value == "checkpoint-5"
     (run.folder / "checkpoints/checkpoint-5/COMPLETE").unlink()
     found = endings.checkpoints(run)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.rewards.load import keep_rewards
-from grpo_recipes.runs.checkpoints import publish
+from grpo_recipes.runs.checkpoints import publish_checkpoint
 from grpo_recipes.runs.endings import advice, ending, reward_fix
 from grpo_recipes.runs.rundir import Run, write_json
 
@@ -79,7 +79,7 @@ def failed(make_run, tmp_path):
         if saved:
             staged = run.folder / "checkpoints/partial/checkpoint-5"
             staged.mkdir(parents=True)
-            publish(staged, run.folder / "checkpoints", 5, 1)
+            publish_checkpoint(staged, run.folder / "checkpoints", 5, 1)
         return run
 
     return make

@@ -12,7 +12,7 @@ from grpo_recipes.cli import main
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.runs import groups
 from grpo_recipes.runs.groups import GONE, RunGroup, find_group, groups_in
-from grpo_recipes.runs.rundir import CELLS, Run, claim, read_json, stop_file, write_json
+from grpo_recipes.runs.rundir import CELLS, Run, lock_run, read_json, stop_file, write_json
 from grpo_recipes.slurm import client
 
 
@@ -87,6 +87,6 @@ def test_status_and_stop_handle_a_group(pair: Path, capsys: pytest.CaptureFixtur
     assert "pairs/mine  stopped, 1 of 2 trials completed" in capsys.readouterr().out
     assert main(["stop", "mine"]) == 2
     assert "Fix: it goes on with: pair again mine" in capsys.readouterr().err
-    held = claim(Run(pair))
+    held = lock_run(Run(pair))
     assert main(["stop", "mine"]) == 0
     assert stop_file(pair).exists() and held

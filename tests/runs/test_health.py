@@ -13,7 +13,7 @@ import pytest
 from grpo_recipes.paths import home
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs import health
-from grpo_recipes.runs.health import _RULES, FEW, MANY, Health, Notice, notices_of
+from grpo_recipes.runs.health import _RULES, ENOUGH_STEPS, ENOUGH_STEPS_AT_END, Health, Notice, find_notices
 
 Rows = list[dict[str, Any]]
 
@@ -49,20 +49,20 @@ def live(rows: Rows, **keys: Any) -> list[tuple[int, Notice]]:
     return [(row["step"], notice) for row in rows for notice in followed.add(row)]
 
 
-@pytest.mark.parametrize("steps", [1, 4, FEW, 8, MANY, 60, 1000])
+@pytest.mark.parametrize("steps", [1, 4, ENOUGH_STEPS_AT_END, 8, ENOUGH_STEPS, 60, 1000])
 @pytest.mark.parametrize("keys", [{}, {"maxent_objective": "listwise"}, {"fp16": True}])
 def test_a_run_that_learns_gives_no_notice(steps: int, keys: dict[str, Any]) -> None:
     rows = list(healthy(steps))
-    assert live(rows, **keys) == [] and notices_of(rows, value_of(**keys)) == []
+    assert live(rows, **keys) == [] and find_notices(rows, value_of(**keys)) == []
 
 
 def test_a_hard_task_that_begins_at_0_gives_none_before_many_steps() -> None:
     hard = {"reward": 0.0, "frac_reward_zero_std": 1.0}
-    assert live(changed(healthy(60), 1, MANY - 3, **hard)) == []
+    assert live(changed(healthy(60), 1, ENOUGH_STEPS - 3, **hard)) == []
     ((step, notice),) = live(changed(healthy(60), 1, 30, **hard))
-    assert step == MANY and notice.name == "zero reward"
+    assert step == ENOUGH_STEPS and notice.name == "zero reward"
     rows = changed(healthy(60), 1, 30, **hard)
-    assert notices_of(rows, value_of()) == [], "it has learned since"
+    assert find_notices(rows, value_of()) == [], "it has learned since"
 
 
 CASES = {
@@ -96,7 +96,9 @@ CASES = {
 
 def case(name: str, steps: int = 60) -> Rows:
     if name == "entropy":
-        return changed(iter(changed(healthy(steps), 1, FEW, entropy=1.2)), FEW + 1, entropy=0.01)
+        return changed(
+            iter(changed(healthy(steps), 1, ENOUGH_STEPS_AT_END, entropy=1.2)), ENOUGH_STEPS_AT_END + 1, entropy=0.01
+        )
     return changed(healthy(steps), **CASES[name][0])
 
 
@@ -104,10 +106,10 @@ def case(name: str, steps: int = 60) -> Rows:
 def test_each_way_not_to_learn_is_said_once_and_in_the_end(name: str) -> None:
     _, keys, said, serious = CASES[name]
     ((step, notice),) = live(case(name), **keys)
-    assert notice.name == name and step == (1 if name == "not finite" else MANY)
+    assert notice.name == name and step == (1 if name == "not finite" else ENOUGH_STEPS)
     assert said in notice.text and notice.serious == serious and notice.fix in str(notice)
-    (last,) = notices_of(case(name), value_of(**keys))
-    assert (last.name, last.first, last.last) == (name, FEW + 1 if name == "entropy" else 1, 60)
+    (last,) = find_notices(case(name), value_of(**keys))
+    assert (last.name, last.first, last.last) == (name, ENOUGH_STEPS_AT_END + 1 if name == "entropy" else 1, 60)
 
 
 def test_every_rule_has_a_case() -> None:
@@ -127,15 +129,15 @@ def test_the_docs_name_each_rule_its_limit_and_whether_it_is_said_again_in_the_e
     for name, limit in limits.items():
         (row,) = [line for line in page.splitlines() if line.strip("|* ").startswith(f"{name}") and line[:1] == "|"]
         assert (f"{100 * limit:.0f} %" if limit < 1 else f"{limit:.0f}") in row, row
-    assert page.count(f"{MANY} steps in a row") == 6 and f"{FEW} steps at least" in page
+    assert page.count(f"{ENOUGH_STEPS} steps in a row") == 6 and f"{ENOUGH_STEPS_AT_END} steps at least" in page
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_short_run_is_judged_when_it_is_over(name: str) -> None:
-    rows = case(name, steps=FEW + 3)
+    rows = case(name, steps=ENOUGH_STEPS_AT_END + 3)
     keys = CASES[name][1]
-    assert [notice.name for notice in notices_of(rows, value_of(**keys))] == [name]
-    running = notices_of(rows, value_of(**keys), over=False)
+    assert [notice.name for notice in find_notices(rows, value_of(**keys))] == [name]
+    running = find_notices(rows, value_of(**keys), over=False)
     assert [notice.name for notice in running] == (["not finite"] if name == "not finite" else [])
 
 
@@ -155,7 +157,7 @@ def test_what_comes_back_after_it_was_gone_is_said_again() -> None:
         rows = changed(iter(rows), begin, end, frac_reward_zero_std=1.0)
     said = live(rows)
     found = [(step, notice.first) for step, notice in said if notice.name == "no signal"]
-    assert found == [(MANY, 1), (40 + MANY - 1, 40)]
+    assert found == [(ENOUGH_STEPS, 1), (40 + ENOUGH_STEPS - 1, 40)]
 
 
 def test_what_flickers_is_said_once() -> None:
@@ -168,7 +170,7 @@ def test_what_flickers_is_said_once() -> None:
     [
         ([1e-6 * step / 2000 for step in range(1, 1001)], []),  # a long warm-up that gets somewhere
         ([1e-6 * step / 10**6 for step in range(1, 1001)], [100]),
-        ([1e-6] * 900 + [0.0] * 100, [900 + MANY]),
+        ([1e-6] * 900 + [0.0] * 100, [900 + ENOUGH_STEPS]),
         ([1e-6 * (1 - step / 1000) ** 4 for step in range(1000)], []),  # it ends near 0, as it should
     ],
 )
@@ -214,14 +216,14 @@ def test_steps_between_two_generations_say_nothing_of_rewards() -> None:
     between = [{key: row[key] for key in ("step", "loss", "grad_norm")} for row in healthy(200)]
     rows = [{**row, "reward": 0.0, "frac_reward_zero_std": 1.0} if row["step"] % 4 == 1 else row for row in between]
     ((step, notice),) = live(rows)
-    assert step == 4 * (MANY - 1) + 1 and notice.name == "zero reward"
+    assert step == 4 * (ENOUGH_STEPS - 1) + 1 and notice.name == "zero reward"
 
 
 @pytest.mark.parametrize("odd", [None, "nan", "inf", [], {}, True, math.nan, math.inf, -1, 1e308])
 def test_rows_of_any_shape_are_read(odd: Any) -> None:
     rows = [dict.fromkeys(row, odd) for row in healthy(30)]
     rows += [{**row, name: odd} for row in healthy(30) for name in ("reward", "entropy", "learning_rate", "step")]
-    for notice in notices_of([{}, *rows], value_of(maxent_objective="listwise", beta=0.1)):
+    for notice in find_notices([{}, *rows], value_of(maxent_objective="listwise", beta=0.1)):
         assert str(notice)
 
 

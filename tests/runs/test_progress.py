@@ -8,7 +8,14 @@ import time
 
 import pytest
 
-from grpo_recipes.runs.progress import Progress, activity, closing_shares, episodes_line, evaluation_line, sample_lines
+from grpo_recipes.runs.progress import (
+    Progress,
+    current_activity,
+    episodes_line,
+    evaluation_line,
+    sample_lines,
+    unusual_totals,
+)
 from grpo_recipes.runs.rundir import SERVER_STATE, move_rows_after, write_json
 
 
@@ -165,26 +172,26 @@ def test_a_sampled_completion_is_shown_without_control_characters_in_short_lines
 
 def test_what_was_not_trivial_over_all_steps_is_said_in_the_end():
     quiet = {"rewards/no_verdict": 0.0, "completions/clipped_ratio": 0.02}
-    assert closing_shares([quiet, {}]) == "" == closing_shares([])
+    assert unusual_totals([quiet, {}]) == "" == unusual_totals([])
     loud = {"rewards/no_verdict": 0.02, "completions/clipped_ratio": 0.8}
-    assert closing_shares([quiet, loud]) == "unscored 1 %, cut off 41 %"
+    assert unusual_totals([quiet, loud]) == "unscored 1 %, cut off 41 %"
 
 
 def test_the_phase_of_a_run_is_that_of_the_server_then_of_the_rank_furthest_behind(tmp_path):
     (tmp_path / "processes").mkdir()
-    assert activity(tmp_path) == ("importing packages", 0.0)
+    assert current_activity(tmp_path) == ("importing packages", 0.0)
     write_json(tmp_path / SERVER_STATE, {"epoch": 1, "state": "starting"})
     os.utime(tmp_path / SERVER_STATE, (50.0, 50.0))
-    assert activity(tmp_path) == ("starting the server", 50.0)
+    assert current_activity(tmp_path) == ("starting the server", 50.0)
     write_json(tmp_path / "processes/phase_0.json", {"phase": "start", "since": 60.0, "step": 0})
-    assert activity(tmp_path) == ("starting the server", 50.0), "the trainer waits for it"
+    assert current_activity(tmp_path) == ("starting the server", 50.0), "the trainer waits for it"
     write_json(tmp_path / "processes/phase_0.json", {"phase": "sample", "since": 60.0, "step": 1})
-    assert activity(tmp_path) == ("sampling", 60.0), "it waits for the next server"
+    assert current_activity(tmp_path) == ("sampling", 60.0), "it waits for the next server"
     (tmp_path / "processes/phase_0.json").unlink()
     write_json(tmp_path / SERVER_STATE, {"epoch": 1, "state": "ready"})
-    assert activity(tmp_path)[0] == "importing packages" and time.time() - activity(tmp_path)[1] < 60
+    assert current_activity(tmp_path)[0] == "importing packages" and time.time() - current_activity(tmp_path)[1] < 60
     for rank, name, step, since in ((0, "update", 3, 20.0), (1, "sample", 3, 10.0), (2, "sync", 4, 5.0)):
         write_json(tmp_path / f"processes/phase_{rank}.json", {"phase": name, "since": since, "step": step})
     for name in ("phase_x.json", "phase_9.json"):
         (tmp_path / "processes" / name).write_text("[]")
-    assert activity(tmp_path) == ("sampling", 10.0)
+    assert current_activity(tmp_path) == ("sampling", 10.0)

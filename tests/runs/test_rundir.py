@@ -23,10 +23,10 @@ from grpo_recipes.runs import rundir
 from grpo_recipes.runs.rundir import (
     Run,
     changed_code,
-    claim,
     find_run,
     finish_summary,
     launcher_of,
+    lock_run,
     move_rows_after,
     new_run,
     read_json,
@@ -182,20 +182,20 @@ def test_a_missing_file_reads_as_empty(tmp_path):
 
 def test_a_run_directory_is_claimed_once_and_free_again_afterwards(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    held = claim(run)
+    held = lock_run(run)
 
     with pytest.raises(ConfigError, match="another launch is running"):
-        claim(run)
+        lock_run(run)
 
     os.close(held)
-    os.close(claim(run))
+    os.close(lock_run(run))
 
 
 @pytest.mark.parametrize("left", [os.WNOWAIT, 0], ids=["not yet collected by its parent", "gone"])
 def test_what_a_killed_launcher_left_is_waited_for_and_a_living_one_is_not(tmp_path: Path, left: int) -> None:
     run, dead = Run(tmp_path), subprocess.Popen(["true"])
     os.waitid(os.P_PID, dead.pid, os.WEXITED | left)
-    held = claim(run)
+    held = lock_run(run)
     began = time.monotonic()
     wait_for_end(run)  # of this process, which lives
     assert time.monotonic() - began < 0.3 and run.is_running()
@@ -211,7 +211,7 @@ def test_a_launch_that_has_not_named_itself_is_said(tmp_path: Path) -> None:
         make(tmp_path / "lock")
         with pytest.raises(ConfigError, match=r"has not named itself yet\. Fix: try again"):
             launcher_of(tmp_path)
-    held = claim(Run(tmp_path))
+    held = lock_run(Run(tmp_path))
     assert launcher_of(tmp_path) == (socket.gethostname(), os.getpid())
     os.close(held)
 
@@ -223,7 +223,7 @@ def test_looking_at_the_lock_keeps_no_launch_out(tmp_path: Path) -> None:
     fcntl.flock(looking, fcntl.LOCK_SH)  # as is_running does, for the blink of an eye
     assert not Run(tmp_path).is_running()  # two that look do not take one another for a launch
     threading.Timer(0.1, looking.close).start()
-    held = claim(Run(tmp_path))
+    held = lock_run(Run(tmp_path))
     assert Run(tmp_path).is_running()
     os.close(held)
     assert not Run(tmp_path).is_running()

@@ -20,7 +20,7 @@ from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch import run as launch_run
 from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.processes import Ending, rank_pids
-from grpo_recipes.runs.checkpoints import newest_complete, publish
+from grpo_recipes.runs.checkpoints import newest_complete, publish_checkpoint
 from grpo_recipes.runs.progress import read_phases
 from grpo_recipes.runs.rundir import read_json
 
@@ -137,7 +137,7 @@ def fake_processes(attempt: Attempt, stop: object) -> Ending:
         staged.mkdir(parents=True)
         for name in CHECKPOINT:
             (staged / name).write_text(f"{name} of step {step}")
-        publish(staged, folder / "checkpoints", step, 1)
+        publish_checkpoint(staged, folder / "checkpoints", step, 1)
     (folder / "prompts.jsonl").write_text('{"step": 0, "said": ["9 prompts"], "read": 10, "too_long": 1}\n')
     (folder / "tracked.json").write_text('{"wandb": "https://wandb.ai/team/maths/runs/abc"}')
     for name in ("server", "trainer"):

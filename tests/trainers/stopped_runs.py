@@ -123,7 +123,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def main(folder: Path) -> None:
     """One of two processes; each phase's request reaches the second alone, by SIGTERM, or both by the file."""
     rank = os.environ["RANK"]
-    stop_module.LOOK_SECONDS = 0.0
+    stop_module.POLL_SECONDS = 0.0
     whole, _ = run(folder / "whole")
     found = {"whole": outcome(folder / "whole", whole)}
     moments = [("sample", 3, 1, False), ("sample", 3, 2, True), ("score", 3, 2, False), ("evaluate", 2, 1, False)]

@@ -42,7 +42,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSamp
     monkeypatch.setenv("GRPO_TOKEN_FILE", str(tmp_path / "token"))
     monkeypatch.setenv("GRPO_RUN", "this-run")
     monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
-    monkeypatch.setattr(stop_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(stop_module, "POLL_SECONDS", 0.0)
     fake = FakeSampler()
     yield fake
     fake.close()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_recipes.runs import checkpoints
-from grpo_recipes.runs.checkpoints import damage, digest_of, newest_complete, verified_checkpoint
+from grpo_recipes.runs.checkpoints import digest_of, find_damage, newest_complete, verified_checkpoint
 from grpo_recipes.runs.rundir import move_rows_after
 from grpo_recipes.trainers.checkpoints import digested_saves
 
@@ -41,14 +41,14 @@ def test_a_flipped_bit_of_any_file_is_noticed_and_training_goes_on_from_the_chec
         assert len(said) == 1 and said[0].startswith(f"checkpoint-6 is damaged: {name} "), said
         (folder / "checkpoint-6.damaged").rename(newest)
         flip(newest / name, bit)
-        assert damage(newest, said.append) is None
+        assert find_damage(newest, said.append) is None
 
     flip(newest / "optimizer.pt", names["optimizer.pt"] // 2)
     verified_checkpoint(folder, print)
     move_rows_after(tmp_path, 4)
     again, _ = train(tmp_path, **SAVING)
     assert all(torch.equal(value, weights[name]) for name, value in again.model.state_dict().items())
-    assert damage(newest, print) is None  # made again
+    assert find_damage(newest, print) is None  # made again
 
 
 def test_what_torch_writes_is_not_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_what_torch_writes_is_not_read_back(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(checkpoints, "digest_of", lambda path: read.append(path.name) or digest_of(path))
     train(tmp_path, **SAVING | {"max_steps": 2})
     assert "model.safetensors" in read and not [name for name in read if name.endswith((".pt", ".pth"))]
-    assert damage(tmp_path / "checkpoints" / "checkpoint-2", print) is None
+    assert find_damage(tmp_path / "checkpoints" / "checkpoint-2", print) is None
 
 
 def test_digests_are_those_of_the_files_that_torch_wrote(tmp_path: Path) -> None:

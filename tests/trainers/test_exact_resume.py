@@ -16,7 +16,7 @@ import torch
 from exact_record import record
 from rotation import ROTATES
 
-from grpo_recipes.runs.checkpoints import publish
+from grpo_recipes.runs.checkpoints import publish_checkpoint
 
 from .resumed_ranks import GROUP, SHAPES, points, restarts
 from .tiny_training import different_characters, train
@@ -173,7 +173,7 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
     del window["split"], window["ahead"]
     torch.save(window, staged / "grpo_window_0.pt")
     (staged / "COMPLETE").unlink()
-    publish(staged, tmp_path / "old" / "checkpoints", 2, 1)
+    publish_checkpoint(staged, tmp_path / "old" / "checkpoints", 2, 1)
 
     resumed, _ = train(tmp_path / "old", **keys)
 

@@ -56,7 +56,7 @@ def test_a_stopped_run_goes_on_as_if_left_alone(
     generation: int,
     saved: int,
 ) -> None:
-    monkeypatch.setattr(stop_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(stop_module, "POLL_SECONDS", 0.0)
     moment = Moment(stop_file(tmp_path).touch, phase, step, generation)
 
     _, stopped = run(tmp_path, moment)

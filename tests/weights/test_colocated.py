@@ -217,7 +217,7 @@ def test_a_generation_is_given_up_when_the_run_is_asked_to_stop(
     monkeypatch.setattr(LLM, "generate", generate)
     stop = StopRequest(tmp_path)
     engine.stops = stop.cuts
-    monkeypatch.setattr("grpo_recipes.runs.stop_request.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("grpo_recipes.runs.stop_request.POLL_SECONDS", 0.0)
 
     with stop.cutting_short():
         assert engine.generate([]) == ["nothing finished"] * 4

@@ -10,7 +10,7 @@ from grpo_recipes.cli.nodes import NODE_OPTIONS
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.launch.resolve import Options
-from grpo_recipes.paths import quoted
+from grpo_recipes.paths import shell_quote
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe.document import Value
@@ -64,7 +64,7 @@ def one_node_options(options: Iterable[Option]) -> list[Option]:
 def unknown_flags(flags: list[str], options: Iterable[str], program: str) -> Iterator[Problem]:
     """Yield the flags that begin or misspell one of the entry point's options; `grpo launch` checks the others."""
     if flags and not flags[0].startswith("-"):
-        yield Problem(f"'{flags[0]}'", "is no flag", f"write --config {quoted(flags[0])} for a recipe")
+        yield Problem(f"'{flags[0]}'", "is no flag", f"write --config {shell_quote(flags[0])} for a recipe")
     launching = one_node_options(load_command("launch").all_options())
     known = [*options, *(name for names, _ in launching for name in names)]
     for flag in flags:

@@ -17,15 +17,15 @@ from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.attempt import SUBMITTED
 from grpo_recipes.launch.resolve import POINTERS
-from grpo_recipes.paths import as_argument, is_locked, newest_first, shown
+from grpo_recipes.paths import display_path, is_locked, newest_first, shell_path
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.process.terminal import LOG, readable
 from grpo_recipes.recipe.extensions import merged
 from grpo_recipes.recipe.keys import run_root
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.groups import COMPLETED, GONE, RunGroup, find_group, group_kinds, groups_in
-from grpo_recipes.runs.health import notices_of
-from grpo_recipes.runs.progress import activity, episodes_line, evaluation_line, seconds_since, standing
+from grpo_recipes.runs.health import find_notices
+from grpo_recipes.runs.progress import current_activity, episodes_line, evaluation_line, run_position, seconds_since
 from grpo_recipes.runs.rundir import Run
 from grpo_recipes.secrets import masked
 from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel, find_job, my_jobs
@@ -119,12 +119,12 @@ def status(options: argparse.Namespace) -> int:
         return 0
     job = jobs_of(run)
     state, over = _state(run, job)
-    step, reward, left = standing(run.rows, over)
+    step, reward, left = run_position(run.rows, over)
     ends = f", at most until {job.ends}" if job and job.ends and not job.waits and job.active else ""
-    doing, since = activity(run.folder) if run.is_running() else ("", 0.0)
+    doing, since = current_activity(run.folder) if run.is_running() else ("", 0.0)
     evaluations = rundir.read_rows(run.folder / "eval.jsonl", lenient=True)
     facts = [
-        ("run", shown(run.folder)),
+        ("run", display_path(run.folder)),
         ("state", state),
         ("cause", run.cause),
         ("job", run.job_id and f"{run.job_id} {job or 'is no longer known to Slurm'}{ends}"),
@@ -135,8 +135,8 @@ def status(options: argparse.Namespace) -> int:
         ("eval", evaluations and evaluation_line(evaluations[-1])),
         ("left", left and f"about {left} of training"),
         ("restarts", str(run.summary.get("restarts") or "")),
-        *(("note", str(notice)) for notice in notices_of(run.rows, run.value, over=over)),
-        *(("log", shown(path)) for path in (run.folder / LOG, *run.logs.values()) if path.is_file()),
+        *(("note", str(notice)) for notice in find_notices(run.rows, run.value, over=over)),
+        *(("log", display_path(path)) for path in (run.folder / LOG, *run.logs.values()) if path.is_file()),
     ]
     print(*(f"{name:<8} {text}" for name, text in facts if text), sep="\n")
     return 0
@@ -163,7 +163,7 @@ def _print_runs() -> None:
         else:
             rows.append((entry.folder.name, *_cells(entry, jobs)))
     if not rows:
-        print(f"grpo: there is no run in {shown(root)}")
+        print(f"grpo: there is no run in {display_path(root)}")
         return
     rows.insert(0, ("run", *_HEAD))
     print(*aligned([(*row, *[""] * (len(rows[0]) - len(row))) for row in rows]), sep="\n")
@@ -174,7 +174,7 @@ def _cells(run: Run, jobs: dict[str, Job] | None) -> tuple[str, ...]:
     try:
         job = (Job(run.job_id, NO_ANSWER) if run.job_id else None) if jobs is None else jobs.get(run.job_id)
         state, over = _state(run, job)
-        return state, run.job_id, *standing(run.rows, over)
+        return state, run.job_id, *run_position(run.rows, over)
     except ConfigError as error:
         return f"damaged: {Path(error.problems[0].where).name}", "", "", "", ""
 
@@ -205,7 +205,7 @@ def group_lines(group: RunGroup, jobs: dict[str, Job] | None) -> list[str]:
         elif cells[0].startswith("never started") and not over:
             cells = ("waiting for its turn", *cells[1:])
         rows.append((name, *cells))
-    return [f"{group.kind:<8} {shown(group.folder)}", f"state    {state}", "", *aligned(rows)]
+    return [f"{group.kind:<8} {display_path(group.folder)}", f"state    {state}", "", *aligned(rows)]
 
 
 def _written(entry: Run | RunGroup) -> float:
@@ -243,7 +243,7 @@ def logs(options: argparse.Namespace) -> int:
                 _follow(found, follower)
         elif not [run for run in runs_of(found) if follower.look(run, instead=True)]:
             names = " or ".join(kinds or ["launch"]).replace("_", "-")
-            what = f"{shown(found.folder)} has no log of {names} yet"
+            what = f"{display_path(found.folder)} has no log of {names} yet"
             raise config_error(options.which, what, "grpo status shows its state; -f waits for it")
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -295,7 +295,7 @@ class Follower:
             if known is None:
                 lines = lines[max(0, len(lines) - self._lines) :]
             if lines and path != self._shown:
-                print(f"==> {shown(path)} <==")
+                print(f"==> {display_path(path)} <==")
                 self._shown = path
             print("".join(lines), end="", flush=True)
         return bool(paths)
@@ -340,9 +340,9 @@ def _follow(found: Run | RunGroup, follower: Follower) -> None:
                 follower.look(Run(folder))
                 del seen[folder]
         if over:
-            print(f"grpo: {shown(found.folder)} is over: {said}")
+            print(f"grpo: {display_path(found.folder)} is over: {said}")
             return
-        slurm.need_answer(shown(found.folder), is_silent(found, slurm.answer()))
+        slurm.need_answer(display_path(found.folder), is_silent(found, slurm.answer()))
         time.sleep(LOOK_SECONDS)
 
 
@@ -379,9 +379,9 @@ def stop(options: argparse.Namespace) -> int:
         return 0
     state, over = state_of(found, jobs_of(found))
     if over:
-        again = found.again() if isinstance(found, RunGroup) else f"grpo launch --resume {as_argument(found.folder)}"
-        fix = f"see {shown(found.folder)}" if state.startswith(COMPLETED) else f"it goes on with: {again}"
-        raise config_error(options.which, f"{shown(found.folder)} has already ended ({state})", fix)
+        again = found.again() if isinstance(found, RunGroup) else f"grpo launch --resume {shell_path(found.folder)}"
+        fix = f"see {display_path(found.folder)}" if state.startswith(COMPLETED) else f"it goes on with: {again}"
+        raise config_error(options.which, f"{display_path(found.folder)} has already ended ({state})", fix)
     if isinstance(found, Run):
         _stop_run(found, options.now)
         return 0
@@ -397,7 +397,7 @@ def stop(options: argparse.Namespace) -> int:
 def _stop_job(job: BareJob) -> None:
     """Cancel a job that has no run directory."""
     if job.over:
-        fix = f"see {shown(next(reversed(job.logs.values())))}" if job.logs else f"see sacct -j {job.job_id}"
+        fix = f"see {display_path(next(reversed(job.logs.values())))}" if job.logs else f"see sacct -j {job.job_id}"
         raise config_error(job.job_id, f"the job has already ended ({job.state})", fix)
     cancel(job.job_id)
     waited = job.job is not None and job.job.waits
@@ -411,7 +411,7 @@ def _stop_run(found: Run, now: bool) -> None:
     if job is not None and (job.waits or found.summary.get("status") != "running"):
         cancel(job.id)  # nothing of it runs: there is nothing to save, and nobody who would see a request
         rundir.finish_summary(found.folder, status="stopped", cause="taken out of the queue by grpo stop")
-        print(f"grpo: job {job.id} is out of the queue; the run directory stays: {shown(found.folder)}")
+        print(f"grpo: job {job.id} is out of the queue; the run directory stays: {display_path(found.folder)}")
     elif now and job is not None:
         cancel(job.id)
         print(f"grpo: job {job.id} is cancelled; it saves if Slurm leaves it the time")

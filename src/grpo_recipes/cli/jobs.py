@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.paths import home, shown
+from grpo_recipes.paths import display_path, home
 from grpo_recipes.process.terminal import readable
 from grpo_recipes.secrets import masked
 from grpo_recipes.slurm.client import NO_ANSWER, Job, find_job
@@ -73,7 +73,7 @@ class BareJob:
         """Return the facts for `grpo status`."""
         known = f"{self.job_id} {self.job or 'is no longer known to Slurm'}"
         facts = [("job", known), ("state", self.state), ("cause", self.cause)]
-        facts += [("log", shown(path)) for path in self.logs.values()]
+        facts += [("log", display_path(path)) for path in self.logs.values()]
         return [f"{name:<8} {text}" for name, text in facts if text]
 
 

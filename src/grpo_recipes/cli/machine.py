@@ -9,8 +9,8 @@ from pathlib import Path
 from grpo_recipes.cli import chosen_recipe, command, option, recipe_name, switch
 from grpo_recipes.errors import collect, config_error
 from grpo_recipes.fetch.assets import Asset, find_record, local_assets, wanted_assets
-from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, bound_every_wait, hub_answers, why_silent
-from grpo_recipes.paths import shown
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, hub_answers, limit_every_wait, unreachable_reason
+from grpo_recipes.paths import display_path
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.process.reports import aligned, gigabytes
 from grpo_recipes.recipe import read_frozen
@@ -51,7 +51,7 @@ def fetch(options: argparse.Namespace) -> int:
         print(INTERRUPTED, file=sys.stderr)
         return EXIT_INTERRUPTED
     print(*aligned([("what", "name", "commit", "size", "place", ""), *rows]), sep="\n")
-    print(f"grpo: everything {shown(recipe.path)} reads is here; its job needs no network")
+    print(f"grpo: everything {display_path(recipe.path)} reads is here; its job needs no network")
     return 0
 
 
@@ -60,25 +60,32 @@ def _local_row(asset: Asset) -> tuple[str, ...]:
     if asset.id.startswith("smoke:"):
         folder, program = smoke_command(asset.id, os.environ)
         if not (folder / "COMPLETE").exists():
-            print(f"grpo: making the smoke model and data in {shown(folder)} (once, about a minute)", flush=True)
+            print(f"grpo: making the smoke model and data in {display_path(folder)} (once, about a minute)", flush=True)
             if code := subprocess.run(program, check=False).returncode:
                 what = f"python -m grpo_recipes.smoke exited with code {code}"
                 raise config_error(asset.id, what, "look at its message above")
     data = generated(asset.id)
     made = data is not None and not data.in_files
-    return (asset.kind, asset.id, "", "", "" if made else shown(asset.path), "made by the run" if made else "local")
+    return (
+        asset.kind,
+        asset.id,
+        "",
+        "",
+        "" if made else display_path(asset.path),
+        "made by the run" if made else "local",
+    )
 
 
 def _hub_row(asset: Asset, record: Asset | None, online: bool, update: bool) -> tuple[str, ...]:
     """Bring an asset of the hub if it is missing, or older with ``update``, and return its row."""
     if not online and (record is None or update):
         lacks = "is not here" if record is None else "is here, but cannot be updated"
-        raise config_error(asset.where, f"{asset} {lacks} and {why_silent(os.environ)}", _WHERE_ONLINE)
-    state = f"here; {why_silent(os.environ)}, so not compared"
+        raise config_error(asset.where, f"{asset} {lacks} and {unreachable_reason(os.environ)}", _WHERE_ONLINE)
+    state = f"here; {unreachable_reason(os.environ)}, so not compared"
     if online:
         from grpo_recipes.fetch import download
 
-        bound_every_wait(_LONGEST_WAIT)
+        limit_every_wait(_LONGEST_WAIT)
         newest = download.commit_of(asset)
         if record is None or (update and record.commit != newest):
             print(f"grpo: fetching {asset} at {newest[:12]}", flush=True)
@@ -88,4 +95,4 @@ def _hub_row(asset: Asset, record: Asset | None, online: bool, update: bool) -> 
     assert record is not None
     name = " ".join(str(part) for part in (record.id, record.config, record.split, record.limit) if part)
     size = gigabytes(sum(record.files.values()))
-    return (record.kind, name, record.commit[:12], size, shown(record.path), state)
+    return (record.kind, name, record.commit[:12], size, display_path(record.path), state)

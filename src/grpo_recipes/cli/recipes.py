@@ -20,7 +20,7 @@ from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, pr
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import gated_note
 from grpo_recipes.launch.resolve import names_of
-from grpo_recipes.paths import as_argument, shown
+from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.plan.devices import environment_device, find_resources
 from grpo_recipes.plan.estimates import estimate
@@ -48,7 +48,7 @@ from grpo_recipes.recipe.tasks import GRPO
 from grpo_recipes.slurm.client import job_end_time, walltime_seconds
 
 if TYPE_CHECKING:
-    from grpo_recipes.rewards.probe import ProbeResult, Try
+    from grpo_recipes.rewards.probe import ProbeCompletion, ProbeResult
 
 _START = Path(__file__).parents[1] / "recipe/start"  # a recipe for each device, and optional sections
 _SCHEMA_LINE = re.compile(r"\A# yaml-language-server: .*\n")
@@ -78,7 +78,7 @@ def new(options: argparse.Namespace) -> int:
     source = choose_recipe(options.source, {}, GRPO, "cpu") if options.source else None
     if source and source.suffix in (".py", ".sh"):
         fix = "write its settings into a .yaml file, one key: value a line, and translate that"
-        raise config_error("--from", f"'{shown(source)}' is a script, not a recipe", fix)
+        raise config_error("--from", f"'{display_path(source)}' is a script, not a recipe", fix)
     translation = _translated(source, path) if source else None
     copied = source.read_text(encoding="utf-8") if source else start_text(environment_device())
     files = translation.files() if translation else {path: f"{schema_line(path)}\n{_SCHEMA_LINE.sub('', copied)}"}
@@ -90,7 +90,7 @@ def new(options: argparse.Namespace) -> int:
             other.write_text(content, encoding="utf-8")
     if translation:
         print(*translation.report(), sep="\n")
-    print(f"grpo: wrote {printable(shown(path))}; next: grpo check {as_argument(path)}")
+    print(f"grpo: wrote {printable(display_path(path))}; next: grpo check {shell_path(path)}")
     return 0
 
 
@@ -98,7 +98,7 @@ def _translated(source: Path, target: Path) -> TranslatedRecipe | None:
     """Translate a recipe of another project, or return None if the file is a recipe of this package."""
     translators = list(parts("translate"))
     if not translators and (source.suffix == ".toml" or is_foreign(read_file(source, []))):
-        problem = f"'{shown(source)}' is a recipe of another project, and no installed extension translates it"
+        problem = f"'{display_path(source)}' is a recipe of another project, and no installed extension translates it"
         fix = "install the whole package with extensions/migrate, or write a recipe with the keys that grpo keys lists"
         raise config_error("--from", problem, fix)
     return next((made for translator in translators if (made := translator(source, target))), None)
@@ -207,7 +207,7 @@ def check(options: argparse.Namespace) -> int:
 
             found["deep"] = look_deep(recipe, os.environ)
     if not options.json:
-        print(*found["deep"], f"grpo: {printable(shown(found['recipe']))} is right", sep="\n")
+        print(*found["deep"], f"grpo: {printable(display_path(found['recipe']))} is right", sep="\n")
     return 0 if found["ok"] else EXIT_CONFIG_ERROR
 
 
@@ -239,14 +239,16 @@ def check_rewards(options: argparse.Namespace) -> int:
         recipe = chosen_recipe(options)
         found["recipe"] = str(recipe.path)
         if source := source_of(recipe.__getitem__):
-            raise config_error(shown(recipe.path), *source.unchecked_rewards)
+            raise config_error(display_path(recipe.path), *source.unchecked_rewards)
         os.environ.update(hub_environment(os.environ))
         # TRL and datasets come with these, which takes seconds.
-        from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows
+        from grpo_recipes.rewards.probe import find_problems, probe_rewards, sample_rows
 
         rows, counts = sample_rows(recipe, options.rows, find_assets(recipe, os.environ).lookup)
         if not rows:
-            raise config_error(shown(recipe.path), "the dataset has no rows with a solution", "look at its columns")
+            raise config_error(
+                display_path(recipe.path), "the dataset has no rows with a solution", "look at its columns"
+            )
         if counts.left_out and not options.json:
             columns = ", ".join(f"{name} ({reason})" for name, reason in counts.left_out.items())
             print(f"grpo: note: columns not passed to rewards: {columns}")
@@ -254,10 +256,13 @@ def check_rewards(options: argparse.Namespace) -> int:
         found |= {"rows": len(rows), "rewards": [asdict(one) | {"tells_apart": one.tells_apart} for one in results]}
         if not options.json:
             _print_rewards(results)
-        if problems := problems_of(recipe, rows, results):
+        if problems := find_problems(recipe, rows, results):
             raise ConfigError(*problems)
     if not options.json:
-        print(f"grpo: the rewards of {printable(shown(found['recipe']))} tell right from wrong on {found['rows']} rows")
+        print(
+            f"grpo: the rewards of {printable(display_path(found['recipe']))} tell right from wrong"
+            f" on {found['rows']} rows"
+        )
     return 0 if found["ok"] else EXIT_CONFIG_ERROR
 
 
@@ -272,21 +277,21 @@ def _print_rewards(results: list[ProbeResult]) -> None:
         if result.failures:
             print(f"\n{result.reward} on", *(_failure(result.reward, one) for one in result.failures), sep="\n")
         if result.missed is None and result.right_mean is not None and not result.tells_apart:
-            from grpo_recipes.rewards.probe import unpaid_text
+            from grpo_recipes.rewards.probe import describe_unpaid
 
-            print(f"grpo: note: {result.reward} {unpaid_text(result) or 'gives right and wrong answers the same'}")
+            print(f"grpo: note: {result.reward} {describe_unpaid(result) or 'gives right and wrong answers the same'}")
         if result.skipped:
             print(f"grpo: note: {result.reward} is slow: {result.skipped} further completions were not tried")
 
 
-def _failure(name: str, failure: Try) -> str:
-    from grpo_recipes.rewards.probe import why
+def _failure(name: str, failure: ProbeCompletion) -> str:
+    from grpo_recipes.rewards.probe import unscored_reason
 
     def short(text: str) -> str:
         text = " ".join(text.split())
         return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
 
-    given = f"no score ({why(name, failure.reason)})" if failure.value is None else f"{failure.value:.4g}"
+    given = f"no score ({unscored_reason(name, failure.reason)})" if failure.value is None else f"{failure.value:.4g}"
     kind = "right" if failure.right else "wrong"
     return f"  {short(failure.prompt)!r}: {kind} answer {short(failure.completion)!r} gets {given}"
 

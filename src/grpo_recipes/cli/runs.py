@@ -12,7 +12,7 @@ from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.launch.resolve import Options
 from grpo_recipes.launch.run import launch as launch_run
 from grpo_recipes.launch.submission import need_environment, prepare, send, site_profile
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.slurm.client import slurm_job
 from grpo_recipes.slurm.profile import KEYS, Profile
@@ -84,7 +84,7 @@ def submit(options: argparse.Namespace) -> int:
     devices = f"{profile.gpus}{kind} GPUs" if profile.gpus else f"{profile.cpus or 1} CPU cores"
     nodes = f"{profile.nodes} nodes" if profile.nodes > 1 else "1 node"
     lines = [
-        f"{shown(plan.recipe)} for {profile.name}: {nodes} with {devices} each, at most {profile.time}",
+        f"{display_path(plan.recipe)} for {profile.name}: {nodes} with {devices} each, at most {profile.time}",
         f"batch {plan.batch}",
         f"vllm {plan.vllm}",
         *estimates.lines(),
@@ -99,6 +99,6 @@ def submit(options: argparse.Namespace) -> int:
         print(submission.script(profile), end="")
         return 0
     made, job = send(submission, profile)
-    print(f"grpo: job {job} is submitted, run directory {shown(made.folder)}")
+    print(f"grpo: job {job} is submitted, run directory {display_path(made.folder)}")
     print(f"grpo: follow it with grpo status {job}, or grpo logs -f {job}; end it with grpo stop {job}")
     return 0

@@ -19,7 +19,7 @@ from grpo_recipes.console.generate import BACKEND, connect, sampling_of
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.serve import ServerFailed, serving
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 from grpo_recipes.process.terminal import readable
 from grpo_recipes.recipe import DEFAULT_SOURCE, Recipe, read_frozen
 from grpo_recipes.recipe.document import Value
@@ -57,7 +57,7 @@ def chat(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, leave)  # by way of the end of the block below
     with ExitStack() as ending:
         if url is None:
-            _say(f"starting a server for {shown(model) if os.path.isdir(model) else model}")
+            _say(f"starting a server for {display_path(model) if os.path.isdir(model) else model}")
             try:
                 server = ending.enter_context(serving(recipe, model, os.environ))
             except ServerFailed as error:
@@ -68,7 +68,7 @@ def chat(options: argparse.Namespace) -> int:
             client = CompletionClient(server.url, model=server.name, token=server.token, owner=server.owner)
         else:
             client = connect(url, options.backend, options.model, _WAIT)
-        _say(f"{client.model if url else shown(model)} answers; {_HELP}")
+        _say(f"{client.model if url else display_path(model)} answers; {_HELP}")
         system = recipe["system_prompt"] if options.system is None else options.system
         most = options.max_tokens or recipe["max_completion_length"] or 1024
         sampling = sampling_of(recipe, options.temperature, most, options.seed)
@@ -127,7 +127,7 @@ def run_or_model(which: str, needs_model: bool, fix: str) -> tuple[Run | None, s
         raise ConfigError(*(Problem(one.where, one.what, fix) for one in error.problems)) from error
     if needs_model and not (run.folder / "model" / "config.json").is_file():
         what = f"has no model/: a run writes it at its end, and this one is {run.summary.get('status', 'not started')}"
-        raise config_error(shown(run.folder), what, "wait for it, or name a folder of its checkpoints/")
+        raise config_error(display_path(run.folder), what, "wait for it, or name a folder of its checkpoints/")
     return run, str(run.folder / "model")
 
 
@@ -135,7 +135,7 @@ def smoke_model(name: str) -> str:
     """Return the folder of a built-in model, which is made where it is missing."""
     folder, program = smoke_command(name, os.environ)
     if not (folder / "COMPLETE").exists():
-        _say(f"making the smoke model in {shown(folder)} (once, about a minute)")
+        _say(f"making the smoke model in {display_path(folder)} (once, about a minute)")
         subprocess.run(program, check=True)
     return str(folder / "model")
 

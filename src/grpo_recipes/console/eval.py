@@ -35,10 +35,10 @@ from grpo_recipes.console.generate import (
     tokenizer_of,
 )
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
-from grpo_recipes.fetch.assets import fetched_sets, find_assets, fingerprint
+from grpo_recipes.fetch.assets import fetched_datasets, find_assets, fingerprint
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.serve import ServerFailed, serving
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 from grpo_recipes.plan.commands import hub_environment, longest_sequence
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.process.reports import say
@@ -49,7 +49,7 @@ from grpo_recipes.recipe.generated import keys_of_data, recorded_values
 from grpo_recipes.recipe.registry import reward_keys
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, needed_arguments
 from grpo_recipes.runs.checkpoints import complete_checkpoints, is_complete
-from grpo_recipes.runs.rundir import Run, forget, json_mapping, write_json, write_whole
+from grpo_recipes.runs.rundir import Run, json_mapping, remove_files, write_atomically, write_json
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 
 if TYPE_CHECKING:
@@ -134,10 +134,10 @@ def _evaluate(options: argparse.Namespace) -> int:
                 return 1
             scored = _score(file, rows, {**settings, **code}, rewards, tokenizer)
         except KeyboardInterrupt:
-            say(f"interrupted; {shown(out)} has what is done, and the same command goes on")
+            say(f"interrupted; {display_path(out)} has what is done, and the same command goes on")
             return EXIT_INTERRUPTED
     result = {
-        "model": subject.model, "recipe": shown(recipe.path), "prompts": len(rows), "samples": n,
+        "model": subject.model, "recipe": display_path(recipe.path), "prompts": len(rows), "samples": n,
         **_summary(recipe, [reward.__name__ for reward in rewards], scored, n, options.k),
         "seed": sampling.seed, "settings": {**settings, **code},
     }  # fmt: skip
@@ -230,10 +230,10 @@ def _need_whole(checkpoint: Path) -> None:
     if not is_complete(checkpoint):
         known = [one.name for one in complete_checkpoints(checkpoint.parent)]
         fix = f"name one of {', '.join(known)}" if known else "name the run, or wait for its first checkpoint"
-        raise config_error(shown(checkpoint), "is not a complete checkpoint", fix)
+        raise config_error(display_path(checkpoint), "is not a complete checkpoint", fix)
     if not (checkpoint / "config.json").is_file() or not any(checkpoint.glob("*.safetensors")):
         what = "has no model that a server can load: an adapter alone, or the shards of several trainers"
-        raise config_error(shown(checkpoint), what, "name the run, whose model/ is whole")
+        raise config_error(display_path(checkpoint), what, "name the run, whose model/ is whole")
 
 
 def _bare(model: str, options: argparse.Namespace) -> _Subject:
@@ -273,7 +273,7 @@ def _prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
 
     disable_progress_bars()
     recipe = subject.recipe
-    lookups = [fetched_sets(subject.run.folder)] if subject.run else []
+    lookups = [fetched_datasets(subject.run.folder)] if subject.run else []
     lookups.append(find_assets(recipe, os.environ).lookup)
 
     def fetched(*name: Any) -> Path | None:
@@ -298,11 +298,11 @@ def _prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
 def _rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"], dict[str, Any]]]:
     """Lend the recipe's rewards, loaded as a trainer loads them, and all that their scores depend on."""
     from grpo_recipes.rewards.load import lent_rewards
-    from grpo_recipes.rewards.probe import refusing_rewards
+    from grpo_recipes.rewards.probe import reward_errors_as_config_errors
 
     recipe = subject.recipe
     names = recipe["reward_funcs"]
-    with refusing_rewards(recipe), tempfile.TemporaryDirectory() as own:
+    with reward_errors_as_config_errors(recipe), tempfile.TemporaryDirectory() as own:
         copies = Path(own) / REWARD_COPIES
         if subject.run and (subject.run.folder / REWARD_COPIES).is_dir():
             shutil.copytree(subject.run.folder / REWARD_COPIES, copies, ignore=shutil.ignore_patterns("limits_*"))
@@ -326,7 +326,7 @@ def _sample(
 
     there = sum(index < len(prompts) for index in file.done)
     if there == 0:
-        forget(*(file.path.with_name(name) for name in ("scores.jsonl", "eval.json", "eval.html")))
+        remove_files(*(file.path.with_name(name) for name in ("scores.jsonl", "eval.json", "eval.html")))
     if there == len(prompts):
         return True
     recipe, limits = subject.recipe, bounds_of(options)
@@ -336,7 +336,7 @@ def _sample(
             client = connect(options.base_url, options.backend, wanted, options.wait, **limits)
         else:
             weights = smoke_model(subject.model) if subject.is_built_in else subject.place
-            say(f"starting a server for {shown(weights) if os.path.isdir(weights) else weights}")
+            say(f"starting a server for {display_path(weights) if os.path.isdir(weights) else weights}")
             if longest_sequence(recipe) is None:
                 longest = max(map(len, prompts)) + _longest(recipe)
                 recipe = recipe.with_value("vllm_max_model_length", Value(longest, _ME))
@@ -348,7 +348,7 @@ def _sample(
             secured: dict[str, Any] = {"token": server.token, "owner": server.owner}
             client = CompletionClient(server.url, model=server.name, say=say, **secured, **limits)
         old = f"; {there} are there already" if there else ""
-        say(f"{len(prompts)} prompts x {n} completions -> {shown(file.path)}{old}")
+        say(f"{len(prompts)} prompts x {n} completions -> {display_path(file.path)}{old}")
         outcome = generate(client, prompts, n, sampling, file, Progress(len(prompts)))
     if not outcome.complete:
         report_failures(outcome)
@@ -366,7 +366,7 @@ def _score(
     path, names = completions.path.with_name("scores.jsonl"), [reward.__name__ for reward in rewards]
     beside = path.with_name("scores.jsonl.settings.json")
     if json_mapping(beside) != json.loads(json.dumps(settings)):
-        forget(path, beside)
+        remove_files(path, beside)
     with opened(path, rows, settings) as file:
         missing = [index for index in range(len(rows)) if index not in file.done]
         say(f"scoring {len(missing)} prompts by {', '.join(names)}")
@@ -421,7 +421,7 @@ def _present(result: dict[str, Any], scored: Rows, out: Path) -> None:
     from grpo_recipes.stats import score_names
 
     write_json(out / "eval.json", result)
-    write_whole(out / "eval.html", evaluation_page(result, scored))
+    write_atomically(out / "eval.html", evaluation_page(result, scored))
     print(f"{'score':<12}{'value':>8}  95 % interval")
     for name in [*score_names(result), "reward", "truncated", "mean_length", "no_verdict"]:
         value, limits = result[name], result.get(f"{name}_ci")
@@ -430,4 +430,4 @@ def _present(result: dict[str, Any], scored: Rows, out: Path) -> None:
     if result.get("pass@1", 0.0) is None and result["reward"] is not None:
         say("pass@k counts rewards of at least 1, and these graded rewards are all lower; compare mean@k and best@k")
     say(f"{result['prompts']} prompts x {result['samples']} completions of {result['model']}")
-    say(f"scores in {shown(out / 'eval.json')}, samples in {shown(out / 'eval.html')}")
+    say(f"scores in {display_path(out / 'eval.json')}, samples in {display_path(out / 'eval.html')}")

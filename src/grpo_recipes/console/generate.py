@@ -15,7 +15,7 @@ from grpo_recipes.cli import chosen_recipe, command, option, switch
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.plan.ports import DEFAULT_PORTS
 from grpo_recipes.process.reports import say
@@ -86,7 +86,10 @@ def generate(options: argparse.Namespace) -> int:
     settings = settings_of(recipe, _DATA_KEYS, served, options.backend, options.num_generations, sampling, prompts[0])
     with opened(options.out, rows, settings) as file:
         old = f"; {len(file.done)} are there already" if file.done else ""
-        say(f"{served} at {client.root}: {_times(len(rows), options.num_generations)} -> {shown(options.out)}{old}")
+        say(
+            f"{served} at {client.root}: {_times(len(rows), options.num_generations)}"
+            f" -> {display_path(options.out)}{old}"
+        )
         try:
             outcome = draw(client, prompts, options.num_generations, sampling, file, Progress(len(rows)))
         except KeyboardInterrupt:
@@ -124,7 +127,7 @@ def need_dataset(recipe: Recipe) -> None:
     """Refuse a recipe whose prompts do not come from a dataset."""
     if source_of(recipe.__getitem__):
         fix = "name a recipe with a dataset_name"
-        raise config_error(shown(recipe.path), "its prompts come from an environment, not from a dataset", fix)
+        raise config_error(display_path(recipe.path), "its prompts come from an environment, not from a dataset", fix)
 
 
 def connect(url: str, backend: str, model: str | None, wait: float, **bounds: Any) -> "CompletionClient":
@@ -224,7 +227,7 @@ class Progress:
 def _report(outcome: "Generated", options: argparse.Namespace, prompts: int, repo: str | None) -> int:
     """Print what became of the prompts, publish a complete file, and return the exit code."""
     there = outcome.before + outcome.made
-    say(f"{_times(there, options.num_generations)} in {shown(options.out)}")
+    say(f"{_times(there, options.num_generations)} in {display_path(options.out)}")
     if not outcome.complete:
         report_failures(outcome)
         return 1

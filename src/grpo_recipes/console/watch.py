@@ -14,20 +14,20 @@ from grpo_recipes.cli import command, follow, option
 from grpo_recipes.cli.follow import GROUP_HELP, group_lines, is_silent, jobs_of, named, state_of, wait_for_run
 from grpo_recipes.cli.jobs import Asking, BareJob
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 from grpo_recipes.process.terminal import columns, in_colour
 from grpo_recipes.runs.groups import RunGroup
-from grpo_recipes.runs.health import known, notices_of, number
+from grpo_recipes.runs.health import find_notices, finite_number, without_gaps
 from grpo_recipes.runs.progress import (
     PACE_ROWS,
     Progress,
-    Rows,
-    activity,
+    RowReader,
+    current_activity,
     evaluation_line,
+    run_position,
     seconds_since,
-    standing,
-    unusual,
-    won,
+    unusual_shares,
+    won_text,
 )
 from grpo_recipes.runs.rundir import Run
 
@@ -42,7 +42,7 @@ class Picture:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._rows = [Rows(folder / name, _EVERYTHING) for name in ("metrics.jsonl", "eval.jsonl")]
+        self._rows = [RowReader(folder / name, _EVERYTHING) for name in ("metrics.jsonl", "eval.jsonl")]
         self._read: list[list[dict[str, Any]]] = [[], []]
         self._notices: list[str] | None = None  # on the rows that are read, once they were looked at
 
@@ -54,20 +54,20 @@ class Picture:
                 self._notices = None
         steps, evaluations = self._read
         width = max(_LEAST, width)
-        doing, since = ("", 0.0) if over else activity(self._folder)
-        head = [f"{shown(self._folder)}  {state}", f"{doing} for {seconds_since(since)}" if doing else ""]
+        doing, since = ("", 0.0) if over else current_activity(self._folder)
+        head = [f"{display_path(self._folder)}  {state}", f"{doing} for {seconds_since(since)}" if doing else ""]
         if not steps:
             return [line[:width] for line in head if line]
         last = steps[-1]
-        rewards = known(number(row.get("reward")) for row in steps)
-        step, reward, left = standing(steps, over)
-        named = (f"step {step}", left and f"left {left}", reward and f"reward {reward}", won(last))
+        rewards = without_gaps(finite_number(row.get("reward")) for row in steps)
+        step, reward, left = run_position(steps, over)
+        named = (f"step {step}", left and f"left {left}", reward and f"reward {reward}", won_text(last))
         facts = "  ".join(filter(None, named))
         body = [*curve(rewards, steps[0]["step"], last["step"], width), "", *_bars(steps[-PACE_ROWS:], width)]
         tail = [evaluation_line(evaluations[-1])] if evaluations else []
-        tail += ["  ".join(unusual(last))] if unusual(last) else []
+        tail += ["  ".join(unusual_shares(last))] if unusual_shares(last) else []
         if self._notices is None or over:
-            self._notices = [f"note: {one.text}" for one in notices_of(steps, Run(self._folder).value, over)]
+            self._notices = [f"note: {one.text}" for one in find_notices(steps, Run(self._folder).value, over)]
         tail += self._notices
         plain = [*head, facts, "", *body, *tail]
         return [line[:width] for line in plain]
@@ -94,7 +94,7 @@ def curve(values: Sequence[float], first: int, last: int, width: int, height: in
 
 def _bars(rows: Sequence[dict[str, Any]], width: int) -> list[str]:
     """Return a bar for each phase of the last steps: its share of their time."""
-    seconds = {name: sum(known(number(row.get(f"seconds/{name}")) for row in rows)) for name in _PHASES}
+    seconds = {name: sum(without_gaps(finite_number(row.get(f"seconds/{name}")) for row in rows)) for name in _PHASES}
     total, room = sum(seconds.values()) or 1.0, max(1, width - 27)
     mark = "█" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
     bars = []
@@ -126,7 +126,7 @@ def watch(options: argparse.Namespace) -> int:
 
         def look() -> tuple[str, bool]:
             state, over = state_of(watched, slurm.answer())
-            slurm.need_answer(shown(watched.folder), not over and is_silent(watched, slurm.answer()))
+            slurm.need_answer(display_path(watched.folder), not over and is_silent(watched, slurm.answer()))
             return state, over
 
         if isinstance(watched, RunGroup):

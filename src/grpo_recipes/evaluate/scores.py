@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from grpo_recipes.recipe.registry import rewards
-from grpo_recipes.rewards.answers import final_text, last_answer, last_boxed, same
+from grpo_recipes.rewards.answers import final_text, is_same_answer, last_answer, last_boxed
 from grpo_recipes.rewards.score import Reward, RewardWrapper
 from grpo_recipes.stats import Interval, scores_at_k
 
@@ -68,7 +68,7 @@ def answer_labels(answers: list[str | None]) -> list[int | None]:
         if answer is None:
             labels.append(None)
             continue
-        label = next((one for one in firsts if same(answer, str(answers[one]))), place)
+        label = next((one for one in firsts if is_same_answer(answer, str(answers[one]))), place)
         if label == place:
             firsts.append(place)
         labels.append(label)

@@ -17,15 +17,15 @@ from typing import Any
 from urllib.parse import quote
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, hub_answers, why_silent
-from grpo_recipes.paths import cache_root, python_module, quoted
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, hub_answers, unreachable_reason
+from grpo_recipes.paths import cache_root, python_module, shell_quote
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import BUILDERS
 from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.generated import generated, has_scheme
 from grpo_recipes.recipe.registry import benchmark_sources
-from grpo_recipes.runs.checkpoints import rewriting
+from grpo_recipes.runs.checkpoints import recording_changes
 from grpo_recipes.runs.rundir import Run, json_mapping, read_json, write_json
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
@@ -110,7 +110,7 @@ class Assets:
         return [{name: getattr(asset, name) for name in _OF_A_RUN} for asset in self.found]
 
 
-def assets_of(recipe: Recipe, local: bool = False) -> list[Asset]:
+def list_assets(recipe: Recipe, local: bool = False) -> list[Asset]:
     """Return every asset of the hub that a run reads, or every ``local`` one, each once and with the most rows."""
     found: dict[tuple[Any, ...], Asset] = {}
     for asset in _named(recipe):
@@ -157,13 +157,13 @@ def _named(recipe: Recipe) -> Iterator[Asset]:
 def wanted_assets(recipe: Recipe, recorded: list[dict[str, Any]] | None = None) -> list[Asset]:
     """Return the assets of the hub a run reads, those that ``recorded`` names at its commits."""
     commits = {asset.same: asset.commit for asset in _read(recorded) if asset.from_hub}
-    return [replace(asset, revision=commits.get(asset.same, asset.revision)) for asset in assets_of(recipe)]
+    return [replace(asset, revision=commits.get(asset.same, asset.revision)) for asset in list_assets(recipe)]
 
 
 def local_assets(recipe: Recipe, environment: Mapping[str, str]) -> list[Asset]:
     """Return the files, folders and built-in data of this machine that a run reads, with their fingerprints."""
     found = []
-    for asset in assets_of(recipe, local=True):
+    for asset in list_assets(recipe, local=True):
         if asset.id.startswith(SMOKE_SCHEME):
             path = smoke_folder(asset.id, environment)
             mark = path.name
@@ -209,7 +209,7 @@ def find_assets(recipe: Recipe, environment: Mapping[str, str], recorded: list[d
     return Assets([*local, *filter(None, records)], missing)
 
 
-def need_assets(
+def ensure_assets(
     recipe: Recipe, environment: Mapping[str, str], recorded: list[dict[str, Any]] | None, arguments: Sequence[str],
     allow_changed: bool = False,
 ) -> Assets:  # fmt: skip
@@ -227,9 +227,9 @@ def need_assets(
             raise config_error("--resume", what, "put back what it began with, or add --allow-changed-code")
     if not assets.missing:
         return assets
-    command = f"grpo fetch {' '.join(map(quoted, arguments))}"
+    command = f"grpo fetch {' '.join(map(shell_quote, arguments))}"
     if not hub_answers(environment):
-        why, fix = why_silent(environment), f"run on the login node: {command}"
+        why, fix = unreachable_reason(environment), f"run on the login node: {command}"
         problems = [Problem(one.where, f"{one} is not on this machine and {why}", fix) for one in assets.missing]
         raise ConfigError(*problems)
     print(f"grpo: not here yet: {', '.join(map(str, assets.missing))}; running {command}", flush=True)
@@ -247,14 +247,14 @@ def need_assets(
 
 def record_assets(run: Run, assets: Assets) -> None:
     """Write into the run directory which commits it uses, made once, and where its trainers find them now."""
-    with rewriting(run.folder):
+    with recording_changes(run.folder):
         if "sources" not in run.identity:
             run.identity["sources"] = assets.as_json()
             write_json(run.folder / "run.json", run.identity)
         write_json(run.folder / "sources.json", {"sources": assets.as_json()})
 
 
-def fetched_sets(folder: Path) -> Lookup:
+def fetched_datasets(folder: Path) -> Lookup:
     """Return ``lookup(id, config, split)`` of a run directory: the folder to ``datasets.load_from_disk``, or None."""
     return Assets(_read(read_json(folder / "sources.json").get("sources")), []).lookup
 

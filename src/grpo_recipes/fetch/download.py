@@ -25,7 +25,7 @@ from huggingface_hub import HfApi, constants, errors, snapshot_download
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.fetch.assets import MODEL, Asset, dataset_folder, record_file, write_record
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, error_line, how_to_get_access
-from grpo_recipes.paths import existing
+from grpo_recipes.paths import nearest_existing_folder
 from grpo_recipes.process.reports import gigabytes
 
 _STALE_SECONDS = 24 * 3600
@@ -137,7 +137,7 @@ def _fetch_model(asset: Asset) -> Asset:
     arguments: dict[str, Any] = {"revision": info.sha, "allow_patterns": [glob.escape(name) for name in names]}
     planned = snapshot_download(asset.id, dry_run=True, **arguments)
     needed = sum(file.file_size or 0 for file in planned if file.will_download)
-    there = existing(Path(constants.HF_HUB_CACHE))
+    there = nearest_existing_folder(Path(constants.HF_HUB_CACHE))
     free = shutil.disk_usage(there).free
     if needed > free:
         what = f"{asset} takes {gigabytes(needed)} more, {there} has {gigabytes(free)} free"

@@ -35,7 +35,7 @@ def hub_answers(environment: Mapping[str, str], timeout: float = 5.0) -> bool:
     return not is_offline(environment) and address_reachable(endpoint(environment), environment, timeout)
 
 
-def why_silent(environment: Mapping[str, str]) -> str:
+def unreachable_reason(environment: Mapping[str, str]) -> str:
     """Return why the hub does not answer, where it does not."""
     return "HF_HUB_OFFLINE is set" if is_offline(environment) else f"{endpoint(environment)} does not answer"
 
@@ -45,7 +45,7 @@ def error_line(error: Exception) -> str:
     return masked(" ".join(str(error).split())[:300]).rstrip(".") or type(error).__name__
 
 
-def bound_every_wait(seconds: float) -> None:
+def limit_every_wait(seconds: float) -> None:
     """Let no connection, read or write of huggingface_hub wait longer; by default some wait without a limit."""
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils._http import default_client_factory

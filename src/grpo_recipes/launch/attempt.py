@@ -15,7 +15,7 @@ from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending, tail
 from grpo_recipes.launch.resolve import note_job
-from grpo_recipes.paths import as_argument, shown
+from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.roles import admit, dismiss
@@ -28,10 +28,10 @@ from grpo_recipes.recipe.user_code import copy_source
 from grpo_recipes.rewards.load import keep_rewards
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.benchmark import write_benchmark
-from grpo_recipes.runs.checkpoints import newest_complete, rewriting, step_of
+from grpo_recipes.runs.checkpoints import newest_complete, recording_changes, step_of
 from grpo_recipes.runs.endings import advice
-from grpo_recipes.runs.health import notices_of, windows
-from grpo_recipes.runs.progress import closing_shares
+from grpo_recipes.runs.health import describe_means, find_notices
+from grpo_recipes.runs.progress import unusual_totals
 from grpo_recipes.runs.rundir import NO_REQUEUE, Run, json_mapping, read_json, write_json
 from grpo_recipes.slurm.client import SlurmJob, requeue
 from grpo_recipes.stats import result_line
@@ -97,7 +97,7 @@ def prepare(
     resumed = go_back(run) if before else ""  # it may refuse the resume: before anything is made
     plan = replace(plan, processes=[replace(process, log=new_log(process.log)) for process in plan.processes])
     freeze_inputs(run, recipe, plan, update_rewards)
-    rundir.forget(*(run.folder / "processes").glob("*.json"))
+    rundir.remove_files(*(run.folder / "processes").glob("*.json"))
     if resources.job is not None:
         note_job(run.folder, recipe, resources.job.name)
     if removed := remove_dead_scratch(os.environ):
@@ -129,8 +129,8 @@ def freeze_inputs(run: Run, recipe: Recipe, plan: Plan, update_rewards: bool = F
 
     Where rewards are updated, ``run.json`` gets the step from which on they are others.
     """
-    with rewriting(run.folder):
-        rundir.write_whole(run.folder / "recipe.yaml", recipe.as_yaml())
+    with recording_changes(run.folder):
+        rundir.write_atomically(run.folder / "recipe.yaml", recipe.as_yaml())
         for spec in recipe["callbacks"]:
             copy_source(spec, run.folder / "callbacks")
         plan.notes.extend(notes := keep_rewards(user_code(recipe.__getitem__), run.folder, update_rewards))
@@ -166,7 +166,7 @@ def go_back(run: Run) -> str:
     checkpoint = newest_complete(run.folder / "checkpoints")
     moved = rundir.move_rows_after(run.folder, newest_step(run))
     for name in ("rank_*.json", "phase_*.json"):
-        rundir.forget(*(run.folder / "processes").glob(name))
+        rundir.remove_files(*(run.folder / "processes").glob(name))
     where = f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint: starting again from step 0"
     return f"{where}; {moved} later rows of metrics.jsonl moved to metrics.redone.jsonl"
 
@@ -176,7 +176,7 @@ def say_start(attempt: Attempt) -> None:
     plan = attempt.plan
     smoke = "smoke test on CPU, not an experiment: " if plan.smoke else ""
     lines = [
-        f"{smoke}{shown(plan.recipe)} -> {shown(attempt.run.folder)}",
+        f"{smoke}{display_path(plan.recipe)} -> {display_path(attempt.run.folder)}",
         f"objective {plan.maxent}" if plan.maxent else "",
         f"{plan.data.kind} of {plan.data.text}" if plan.data else "",
         f"start your environments with: {attempt.serve_command}" if attempt.serve_command else "",
@@ -220,14 +220,14 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     if not goes_on:  # else after the requeue: no report may cost the job its place in the queue
         _say_end(attempt)
     if ending.log is not None and ending.code != EXIT_STOPPED:
-        print_line(f"--- last lines of {shown(ending.log)}\n{tail(ending.log)}\n---", error=True)
+        print_line(f"--- last lines of {display_path(ending.log)}\n{tail(ending.log)}\n---", error=True)
     _say_results(attempt, summary["benchmarks"], over=not goes_on)
     if benchmark and not goes_on:
         print_line("\n".join(write_benchmark(Run(folder))))
     rewards = outcome(summary)
     smoke, fix = "smoke test on CPU, " if attempt.plan.smoke else "", ""
     if ending.code == 0:
-        say(f"{smoke}done: {rewards}; model in {shown(folder / 'model')}{attempt.hooks.on_model(folder)}")
+        say(f"{smoke}done: {rewards}; model in {display_path(folder / 'model')}{attempt.hooks.on_model(folder)}")
         return 0
     say(f"{smoke}{status} with exit code {ending.code}: {cause} ({rewards})")
     if status == "failed":
@@ -245,7 +245,7 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
         and (not goes_on or why_not)
         and newest_complete(folder / "checkpoints")
     ):
-        say(f"continue with: grpo launch --resume {as_argument(folder)}{rundir.damaged_rows(folder)}")
+        say(f"continue with: grpo launch --resume {shell_path(folder)}{rundir.damaged_rows(folder)}")
     return ending.code
 
 
@@ -258,12 +258,12 @@ def _say_end(attempt: Attempt) -> None:
 def _say_results(attempt: Attempt, benchmarks: Mapping[str, Any], over: bool) -> None:
     """Print what is serious in the rows of a run, which may be over, its benchmarks, and shares of all steps."""
     rows = rundir.read_metrics(attempt.run.folder, lenient=True)
-    for notice in notices_of(rows, attempt.recipe.__getitem__, over=over):
+    for notice in find_notices(rows, attempt.recipe.__getitem__, over=over):
         if notice.serious:
             say(f"note: {notice}")
     for name, result in benchmarks.items():
         say(f"benchmark {name}: {result_line(result)}")
-    if shares := closing_shares(rows):
+    if shares := unusual_totals(rows):
         say(f"over all steps: {shares}")
 
 
@@ -272,7 +272,7 @@ def outcome(summary: Mapping[str, Any]) -> str:
     steps, first, last = summary["steps"], summary["initial_reward"], summary["final_reward"]
     text = f"{plural(steps, 'step')}, none with a reward" if steps else "no step was completed"
     if first is not None:
-        text = f"reward {first} -> {last} over {plural(steps, 'step')}, {windows(steps)}"
+        text = f"reward {first} -> {last} over {plural(steps, 'step')}, {describe_means(steps)}"
     if "initial_eval_reward" in summary:
         text += f"; evaluated {summary['initial_eval_reward']} -> {summary['final_eval_reward']}"
     return text

@@ -17,14 +17,22 @@ import psutil
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.processes import Child, Ending, Group, newest_model, rank_pids
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 from grpo_recipes.plan.ports import Activity, generated_tokens
 from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.terminal import OUTPUT, WIDTH, columns
 from grpo_recipes.process.tree import descendants
 from grpo_recipes.runs.health import Health
-from grpo_recipes.runs.progress import Phase, Progress, Rows, activity, evaluation_line, read_phases, sample_lines
+from grpo_recipes.runs.progress import (
+    Phase,
+    Progress,
+    RowReader,
+    current_activity,
+    evaluation_line,
+    read_phases,
+    sample_lines,
+)
 from grpo_recipes.runs.rundir import read_metrics
 from grpo_recipes.slurm.client import Walltime, job_end_time, signal_lead
 
@@ -216,7 +224,7 @@ class Monitor:
         self._last = ""
         self._progress = Progress(self._folder)
         files = (self._folder / f"{name}.jsonl" for name in ("prompts", "eval", "samples"))
-        self._prompts, self._evaluations, self._sampled = map(Rows, files)
+        self._prompts, self._evaluations, self._sampled = map(RowReader, files)
         self._health = Health(self._attempt.recipe.__getitem__)
         for row in read_metrics(self._folder):
             self._health.add(row)
@@ -273,7 +281,7 @@ class Monitor:
     def _show_activity(self, now: float) -> None:
         """Print where the start of the run has come to; on a terminal show what goes on, and for how long."""
         (before, entered), seconds = self._activity, now - self._active_since
-        what, since = self._activity = activity(self._folder)
+        what, since = self._activity = current_activity(self._folder)
         if what != before and not self.stepped:
             say(f"now {what}" + (f" ({before} took {seconds:.0f} s)" if before else ""))
         if what != before or (self.stepped and since != entered):
@@ -368,7 +376,7 @@ def dump_stacks(run_dir: Path, ranks: Iterable[int], server: Group | None = None
     time.sleep(_DUMP_SECONDS)
     folder = run_dir / "stacks"
     written = sorted(path.name for path in folder.glob("*.txt") if path.stat().st_mtime >= began - 1)
-    where = f"; stacks of {', '.join(written)} in {shown(folder)}" if written else ""
+    where = f"; stacks of {', '.join(written)} in {display_path(folder)}" if written else ""
     return where + (f"; stopped by a signal (SIGSTOP): pid {', '.join(stopped)}" if stopped else "")
 
 
@@ -377,5 +385,5 @@ def stale_compile_lock(folder: Path, before: float) -> str | None:
     for lock in [*folder.glob("*/lock"), *folder.glob("*/*/lock")]:
         with contextlib.suppress(OSError):
             if lock.stat().st_mtime < before:
-                return f"most likely it waits for the lock of a compilation that was killed: rm {shown(lock)}"
+                return f"most likely it waits for the lock of a compilation that was killed: rm {display_path(lock)}"
     return None

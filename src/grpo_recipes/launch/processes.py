@@ -28,7 +28,7 @@ import psutil
 
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch.hooks import AllHooks
-from grpo_recipes.paths import python_module, shown
+from grpo_recipes.paths import display_path, python_module
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process import tree
 from grpo_recipes.process.scratch import Scratch, SegmentRecorder
@@ -432,7 +432,7 @@ def _report_dead_launcher(run_dir: Path, scratch: Scratch, launcher: int, hooks:
         if rundir.launcher_of(run_dir)[1] != launcher:
             return  # the next launch has begun, and the run directory is its own
     cause = f"the launcher (pid {launcher}) died without ending the run; its process guard ended every process"
-    resume = shlex.join(["grpo", "launch", "--resume", shown(run_dir)])
+    resume = shlex.join(["grpo", "launch", "--resume", display_path(run_dir)])
     print(f"grpo: {cause}; continue with: {resume}", file=sys.stderr, flush=True)
     shutil.rmtree(run_dir / rundir.SYNC_FOLDER, ignore_errors=True)
     rundir.finish_summary(run_dir, status="failed", exit_code=128 + signal.SIGKILL, failed_rank=None, cause=cause)

@@ -26,7 +26,7 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.launch.channels import END_SECONDS, WORKER_MODULE, OnLine, end_worker, read_lines, write_line
-from grpo_recipes.paths import python_module, shown
+from grpo_recipes.paths import display_path, python_module
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.tree import OWN_CHILDREN
 
@@ -276,7 +276,9 @@ def _key_file(folder: Path) -> Iterator[tuple[Path, bytes]]:
     file, key = folder.absolute() / f"{_KEY_PREFIX}{secrets.token_hex(8)}", secrets.token_bytes(32)
 
     def unwritable(error: OSError) -> ConfigError:
-        return config_error("run_root", f"cannot write in {shown(folder)} ({error.strerror})", "set run_root: FOLDER")
+        return config_error(
+            "run_root", f"cannot write in {display_path(folder)} ({error.strerror})", "set run_root: FOLDER"
+        )
 
     with translate(OSError, unwritable):
         folder.mkdir(parents=True, exist_ok=True)

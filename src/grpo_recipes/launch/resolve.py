@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.launch.rendezvous import Meeting
-from grpo_recipes.paths import CODE_VARIABLE, shown
+from grpo_recipes.paths import CODE_VARIABLE, display_path
 from grpo_recipes.plan.commands import LOGS, log_folder
 from grpo_recipes.plan.devices import Resources, rows_of_generation
 from grpo_recipes.plan.types import Names, Plan
@@ -24,7 +24,7 @@ from grpo_recipes.recipe.sources import user_code
 from grpo_recipes.recipe.tasks import GRPO, requested_task, same_task
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, problem_with, split_spec
 from grpo_recipes.runs import rundir
-from grpo_recipes.runs.checkpoints import need_same_files, newest_complete, step_of, world_size_of
+from grpo_recipes.runs.checkpoints import newest_complete, step_of, verify_run_files, world_size_of
 from grpo_recipes.runs.rundir import FROZEN_CODE, Run, changed_code, find_run
 
 POINTERS = ".jobs"  # under run_root: a file for each job, ``<cluster>-<job>[_<task>]``, that names its run directory
@@ -84,7 +84,7 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
         run = find_run(Path(), options.resume)
     rundir.wait_for_end(run)
     # Where another launch holds the run nothing is compared: it may be writing the files, and ``claim`` refuses us.
-    notes = [] if run.is_running() else need_same_files(run.folder, options.allow_changed_code)
+    notes = [] if run.is_running() else verify_run_files(run.folder, options.allow_changed_code)
     notes += [] if run.is_running() else need_rows(run, options.allow_changed_code)
     changed = changed_code(run)
     if changed and not options.allow_changed_code:
@@ -96,9 +96,10 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
         raise ConfigError(*contradictions)
     if options.update_rewards:
         _need_better_rewards(run, recipe)
-    if run.plan.get(rundir.RECIPE_HASH, own := rundir.recipe_hash(run.folder)) != own:
+    if run.plan.get(rundir.RECIPE_HASH, current_hash := rundir.recipe_hash(run.folder)) != current_hash:
         notes.append(
-            f"{shown(run.folder / 'recipe.yaml')} was edited since the last attempt: its keys are used as they are now"
+            f"{display_path(run.folder / 'recipe.yaml')} was edited since the last attempt:"
+            " its keys are used as they are now"
         )
     for note in notes:
         say(f"note: {note}")
@@ -119,12 +120,14 @@ def need_rows(run: Run, allow_missing: bool) -> list[str]:
     if not path.exists() and not allow_missing:
         what = f"not found, but {checkpoint.name} was saved after {step_of(checkpoint)} steps"
         fix = "restore the file, or add --allow-changed-code to continue without its rows"
-        raise config_error(shown(path), what, fix)
+        raise config_error(display_path(path), what, fix)
     steps = {row["step"] for row in rundir.read_metrics(run.folder, lenient=True)}
     missing = step_of(checkpoint) - sum(step <= step_of(checkpoint) for step in steps)
     if missing <= 0:
         return []
-    return [f"{shown(path)} has no rows for {missing} of {step_of(checkpoint)} steps; report and summary lack them"]
+    return [
+        f"{display_path(path)} has no rows for {missing} of {step_of(checkpoint)} steps; report and summary lack them"
+    ]
 
 
 def nothing_is_left(run: Run, recipe: Recipe, options: Options) -> bool:
@@ -141,7 +144,7 @@ def nothing_is_left(run: Run, recipe: Recipe, options: Options) -> bool:
     cut = newest is not None and step_of(newest) < summary.get("steps", 0)  # later ones were removed, to go back
     if asks or cut or summary.get("status") != "completed" or not (run.folder / "model").is_dir() or run.is_running():
         return False
-    say(f"{shown(run.folder)} has completed its {summary.get('steps')} steps; raise --{limit} to train further")
+    say(f"{display_path(run.folder)} has completed its {summary.get('steps')} steps; raise --{limit} to train further")
     return True
 
 

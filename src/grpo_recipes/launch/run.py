@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, EXIT_STOPPED, ConfigError
-from grpo_recipes.fetch.assets import find_assets, need_assets, record_assets
+from grpo_recipes.fetch.assets import ensure_assets, find_assets, record_assets
 from grpo_recipes.launch import processes, resolve
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, go_back, prepare, say_start
 from grpo_recipes.launch.hooks import AllHooks
@@ -27,7 +27,7 @@ from grpo_recipes.launch.monitor import Monitor, StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes, serve_node
 from grpo_recipes.launch.processes import Child, Ending, Group, Started
 from grpo_recipes.launch.rendezvous import MeetingChannel
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 from grpo_recipes.plan.commands import (
     base_environment,
     run_environment,
@@ -110,9 +110,9 @@ def _prepare(
     ports, notes = free_ports(recipe, plan.ports, plan.server_host, there, plan.mode == "server")
     resolve.need_wandb_route(recipe, os.environ)
     # Downloaded now if it must be; of a resumed run the commits it began with.
-    again = [*(["--resume", str(run.folder)] if run else [shown(recipe.path)]), *options.words()]
+    again = [*(["--resume", str(run.folder)] if run else [display_path(recipe.path)]), *options.words()]
     recorded = run.identity.get("sources") if run else None
-    sources = need_assets(recipe, os.environ, recorded, again, options.allow_changed_code)
+    sources = ensure_assets(recipe, os.environ, recorded, again, options.allow_changed_code)
     plan = with_sources(replace(plan, ports=ports), recipe, resources, sources)
     if plan.mode == EXTERNAL:
         from grpo_recipes.rollouts.external import connect  # imports torch
@@ -123,9 +123,9 @@ def _prepare(
     hook_lines = hooks.check(recipe, os.environ, names.run)
     resolve.make_logs()
     if run is not None:
-        claimed = rundir.claim(run)
+        claimed = rundir.lock_run(run)
         # Requests to the attempt before; what comes from now on is to this one.
-        rundir.forget(rundir.stop_file(run.folder), run.folder / rundir.NO_REQUEUE)
+        rundir.remove_files(rundir.stop_file(run.folder), run.folder / rundir.NO_REQUEUE)
         OUTPUT.keep(run.folder)
         run = rundir.Run(run.folder)  # the launch that had it until now may have written plan.json since we looked
         verified_checkpoint(run.folder / "checkpoints", say)  # seconds for a large one: signals still end the launch
@@ -135,7 +135,7 @@ def _prepare(
     stop.hold()
     if run is None:
         run, names = resolve.make_run(recipe, resources, names)
-        claimed = rundir.claim(run)
+        claimed = rundir.lock_run(run)
         OUTPUT.keep(run.folder)
     plan = with_processes(plan, recipe, resources, os.environ, names, sources)
     plan.notes.extend(notes)
@@ -205,7 +205,7 @@ def make_smoke_task(attempt: Attempt) -> Ending | None:
         folder, command = smoke_command(name, os.environ)
         if (folder / "COMPLETE").exists():
             continue
-        say(f"making the smoke model and data in {shown(folder)} (once, about a minute)")
+        say(f"making the smoke model and data in {display_path(folder)} (once, about a minute)")
         if code := subprocess.call(command, env=attempt.environment):
             return processes.ending_of("python -m grpo_recipes.smoke", code)
     return None

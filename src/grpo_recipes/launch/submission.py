@@ -16,7 +16,7 @@ from grpo_recipes.fetch.assets import Assets, find_assets, record_assets
 from grpo_recipes.launch.attempt import SUBMITTED, freeze_inputs
 from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.resolve import OFFLINE_WANDB, make_logs, names_of, need_wandb_route, needs_wandb, note_job
-from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, python_module, shown
+from grpo_recipes.paths import CODE_VARIABLE, cache_root, display_path, home, python_module
 from grpo_recipes.plan.devices import Resources, environment_device
 from grpo_recipes.plan.estimates import Estimates, estimate
 from grpo_recipes.plan.plan import make_plan
@@ -90,7 +90,9 @@ def prepare(
     estimates = estimate(plan, recipe, names, profile.gpu_memory_gib, walltime_seconds(profile.time))
     anyway = f"or leave gpu_memory_gib out of {profile.name}.yaml to submit it all the same"
     if larger := [
-        Problem(shown(plan.recipe), f"the run does not fit: the {role} needs {need.size}", f"{need.fix}; {anyway}")
+        Problem(
+            display_path(plan.recipe), f"the run does not fit: the {role} needs {need.size}", f"{need.fix}; {anyway}"
+        )
         for role, need in estimates.memory.items()
         if not need.fits
     ]:
@@ -163,7 +165,9 @@ def submit_script(folder: Path, text: str) -> int:
     make_logs()  # Slurm opens its logs before the script runs
     script = folder / "job.sh"
     fix = "name a folder with room that you may write to"
-    with translate(OSError, lambda error: config_error(shown(script), f"cannot be written ({error.strerror})", fix)):
+    with translate(
+        OSError, lambda error: config_error(display_path(script), f"cannot be written ({error.strerror})", fix)
+    ):
         script.write_text(text)
     return submit(script)
 
@@ -176,9 +180,12 @@ def freeze(submission: Submission) -> Run:
     names, plan, environment = submission.names, submission.plan, submission.environment
     run = new_run(names.run_dir.absolute(), names.run, names.timestamp, submission.resources.facts())
     if run is None:
-        what = f"{shown(names.run_dir)} exists: another run has just taken that name"
+        what = f"{display_path(names.run_dir)} exists: another run has just taken that name"
         raise config_error("run_name", what, "submit again, or set another run_name")
-    what, fix = f"cannot copy code and recipe into {shown(run.folder)}", "name a folder with room that you may write to"
+    what, fix = (
+        f"cannot copy code and recipe into {display_path(run.folder)}",
+        "name a folder with room that you may write to",
+    )
     with (
         contextlib.ExitStack() as undo,
         translate(OSError, lambda error: config_error("run_root", f"{what} ({error.strerror or error})", fix)),
@@ -231,7 +238,7 @@ def _check_deep(path: Path, task: str | None, flags: Sequence[str], environment:
 
     def refused(how: str) -> ConfigError:
         fix = "run it by itself, and see where it stays or what it prints"
-        return config_error(shown(path), f"grpo check --deep {how}", fix)
+        return config_error(display_path(path), f"grpo check --deep {how}", fix)
 
     with translate(subprocess.TimeoutExpired, lambda _: refused(f"took more than {_DEEP_SECONDS} seconds")):
         done = subprocess.run(argv, env=dict(environment), stdout=subprocess.PIPE, timeout=_DEEP_SECONDS, check=False)

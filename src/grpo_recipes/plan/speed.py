@@ -11,9 +11,9 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.types import Names, Plan
-from grpo_recipes.runs.health import number
-from grpo_recipes.runs.progress import Rows
-from grpo_recipes.runs.rundir import Run, clock
+from grpo_recipes.runs.health import finite_number
+from grpo_recipes.runs.progress import RowReader
+from grpo_recipes.runs.rundir import Run, format_duration
 
 _TAIL_BYTES = 1 << 18  # of metrics.jsonl: some hundred steps are enough for a median
 _MOST_RUNS = 200  # newest earlier runs of a name that are looked at
@@ -37,7 +37,7 @@ class Speed:
         pace = f"{self.seconds:.3g} s a step in {self.runs} earlier run{'s' if self.runs > 1 else ''}"
         if self.walltime is None:
             return f"{pace}: {3600 / self.seconds:,.0f} steps an hour"
-        return f"{pace}: about {self.steps:,} steps in {clock(self.walltime)}"
+        return f"{pace}: about {self.steps:,} steps in {format_duration(self.walltime)}"
 
 
 def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed:
@@ -48,8 +48,8 @@ def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed
         with contextlib.suppress(ConfigError, OSError, ValueError):  # files of a run are the user's to edit
             run = Run(folder)
             alike = run.identity.get("run_name") == names.run and _kind(run.plan) == now
-            rows = Rows(folder / "metrics.jsonl", _TAIL_BYTES).new() if alike and folder != names.run_dir else []
-            seconds = [number(row.get("seconds/step")) for row in rows if row["step"] > _WARM_UP_STEPS]
+            rows = RowReader(folder / "metrics.jsonl", _TAIL_BYTES).new() if alike and folder != names.run_dir else []
+            seconds = [finite_number(row.get("seconds/step")) for row in rows if row["step"] > _WARM_UP_STEPS]
             if known := [one for one in seconds if one]:
                 medians.append(statistics.median(known))
         if len(medians) == _MOST_ALIKE:

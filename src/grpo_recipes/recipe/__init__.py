@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 from grpo_recipes.recipe.converters import ALIASES, migration, nearest, recipe_keys
 from grpo_recipes.recipe.converters.files import Surroundings, converter_of
 from grpo_recipes.recipe.document import UNSET, Value, read_document, read_flags, typed, unset_keys
@@ -52,7 +52,9 @@ class Recipe:
 
     def place(self, key: str, *inside: str | int) -> str:
         """Return where a person looks for ``key``, or what is ``inside`` it; the file where nobody gave it."""
-        return self.values[key].lines.get((key, *inside)) or (self.source(key) if self.given(key) else shown(self.path))
+        return self.values[key].lines.get((key, *inside)) or (
+            self.source(key) if self.given(key) else display_path(self.path)
+        )
 
     def problem(self, key: str, what: str, fix: str) -> Problem:
         """Return a problem with ``key`` at the place where a person looks for it."""
@@ -80,7 +82,7 @@ def read_frozen(
     lines = path.read_text(encoding="utf-8").splitlines()
     for key, value in recipe.values.items():
         name, _, line = value.source.rpartition(":")
-        if name == shown(path):
+        if name == display_path(path):
             recipe = recipe.with_value(key, Value(value.value, lines[int(line) - 2].removeprefix("# ")))
     return recipe
 

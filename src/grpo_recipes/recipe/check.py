@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.paths import home, quoted, shown
+from grpo_recipes.paths import display_path, home, shell_quote
 from grpo_recipes.recipe import (
     BrokenKey,
     Recipe,
@@ -87,7 +87,7 @@ def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, 
     default = _DEFAULT_RECIPES[device].format(task=task)
     if not name and not environment.get(DEFAULT_RECIPE):
         here = sorted(path.name for path in Path().glob("[!.]*.yaml"))
-        known = ", ".join([*map(quoted, here[:5]), default]) if len(here) <= 5 else default
+        known = ", ".join([*map(shell_quote, here[:5]), default]) if len(here) <= 5 else default
         raise config_error("RECIPE", "none is named", f"name one, e.g. {known}, or export CONFIG=FILE")
     where, name = (where, name) if name else ("default recipe", str(home() / default))
     name = os.path.expanduser(name)  # of --config=~/my.yaml, which few shells expand
@@ -98,7 +98,7 @@ def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, 
         raise config_error(where, f"'{name}' is a folder", "name a .yaml file in it")
     close = _close_recipes(name, default, task)
     several = "e.g. " if len(close) > 1 else ""
-    nearest = f"write {several}{', '.join(map(quoted, close[:3]))}"
+    nearest = f"write {several}{', '.join(map(shell_quote, close[:3]))}"
     fix = nearest if close else "name a .yaml file, from the folder where you are or under recipes/"
     raise config_error(where, f"there is no recipe '{name}'", fix)
 
@@ -275,7 +275,7 @@ def notes(recipe: Recipe) -> list[str]:
     for key in recipe.values:
         source = recipe.source(key)
         # A base sets keys for recipes that differ, and the shell's variables are there for every run.
-        of_file = source.startswith(f"{shown(recipe.path)}:")
+        of_file = source.startswith(f"{display_path(recipe.path)}:")
         if (of_file or recipe.values[key].from_flag) and (needed := needed_by(recipe, key)):
             found.append(f"{source}: {key} does nothing without {needed}")
     return found

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 from grpo_recipes.recipe import Recipe, rules
 from grpo_recipes.recipe.datafiles import (
     BUILDERS,
@@ -233,7 +233,7 @@ def _no_column(source: DataSource, head: Head, column: str, for_solution: bool |
         return None
     usable = [] if for_solution is None else usable_columns(head.rows, source, for_solution)
     fix = f"write one of {', '.join(usable or names)}"
-    shown_path = shown(Path(os.path.expanduser(source.id)))
+    shown_path = display_path(Path(os.path.expanduser(source.id)))
     if len(names) == 1 and (mark := next((mark for mark in ";\t|" if mark in names[0]), None)):
         name = {";": "semicolons", "\t": "tabs", "|": "bars"}[mark]
         fix = f"save the file with commas: its fields are separated by {name}"

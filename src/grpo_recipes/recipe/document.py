@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
-from grpo_recipes.paths import home, quoted, shown
+from grpo_recipes.paths import display_path, home, shell_quote
 from grpo_recipes.recipe.keys import REFUSED_VALUES, catalogue, nearest_of, nested_catalogue
 
 BASE_KEY = "base"
@@ -109,20 +109,20 @@ def read_file(path: Path, problems: list[Problem]) -> dict[str, Value]:
 
     def not_yaml(error: yaml.YAMLError) -> ConfigError:
         mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error).splitlines()[0]
-        where = f"{shown(path)}:{mark.line + 1}" if mark else shown(path)
+        where = f"{display_path(path)}:{mark.line + 1}" if mark else display_path(path)
         return config_error(where, f"not valid YAML ({why})", "correct the indentation, quote or bracket there")
 
     with translate((OSError, UnicodeDecodeError), unreadable):
         if (size := path.stat().st_size) > _MOST_BYTES:
             raise config_error(str(path), f"has {size // 10**6} MB, more than any recipe has", "name a recipe")
         text = path.read_text(encoding="utf-8")
-    deep = config_error(shown(path), "values are nested too deeply, or in themselves", "write them flatter")
+    deep = config_error(display_path(path), "values are nested too deeply, or in themselves", "write them flatter")
     with translate(RecursionError, lambda _: deep), translate(yaml.YAMLError, not_yaml):
         return _parsed(path, text, problems)
 
 
 def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
-    file = shown(path)
+    file = display_path(path)
 
     def line(node: yaml.Node) -> str:
         return f"{file}:{node.start_mark.line + 1}"
@@ -213,7 +213,7 @@ def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str,
                 Problem(
                     f"--{name}",
                     f"takes one value, got {values}",
-                    f"write --{name} {quoted(values[0])}, or quote the value",
+                    f"write --{name} {shell_quote(values[0])}, or quote the value",
                 )
             )
         if values:

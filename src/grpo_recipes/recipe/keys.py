@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.paths import CODE_VARIABLE, home, shown
+from grpo_recipes.paths import CODE_VARIABLE, display_path, home
 from grpo_recipes.recipe.extensions import extensions, load, merged
 from grpo_recipes.recipe.fields import entries_of
 
@@ -199,8 +199,8 @@ def schema_note(recipe: Path) -> str | None:
     match = _LINE.search(recipe.read_text(encoding="utf-8"))
     if match is None or match[1].startswith(("http:", "https:")) or (recipe.parent / match[1]).is_file():
         return None
-    line = schema_line(recipe)
-    return f"{shown(recipe)} names a schema that does not exist; for completion in editors begin the file with: {line}"
+    fix = f"for completion in editors begin the file with: {schema_line(recipe)}"
+    return f"{display_path(recipe)} names a schema that does not exist; {fix}"
 
 
 SIGNAL_LEAD, SRUN_OPTIONS, DEFAULT_RECIPE = "GRPO_SIGNAL_LEAD", "GRPO_SRUN_OPTIONS", "GRPO_DEFAULT_RECIPE"

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import LIVE_OBJECTS, RESERVED_COLUMNS, solution_names
 
@@ -58,11 +58,11 @@ def problem_with(spec: str, where: str) -> Problem | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two of what is nested too deeply
         reason = error.args[0] if isinstance(error, SyntaxError | ValueError) else "too deeply nested"
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        return Problem(where, f"'{shown(path)}{line}' is not valid Python ({reason})", "correct it there")
+        return Problem(where, f"'{display_path(path)}{line}' is not valid Python ({reason})", "correct it there")
     if missing := _missing_import(tree, path):
         package, number = missing
         fix = f"install {package} into this environment, or remove the import"
-        return Problem(where, f"'{shown(path)}:{number}' imports '{package}', which is not installed", fix)
+        return Problem(where, f"'{display_path(path)}:{number}' imports '{package}', which is not installed", fix)
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     if name in names or any(node.names[0].name == "*" for node in imports):
@@ -70,7 +70,7 @@ def problem_with(spec: str, where: str) -> Problem | None:
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     own = sorted(node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_"))
     fix = f"write one of {', '.join(own[:8])}" if own else f"define {name} there"
-    return Problem(where, f"'{shown(path)}' has no '{name}'", fix)
+    return Problem(where, f"'{display_path(path)}' has no '{name}'", fix)
 
 
 def _missing_import(tree: ast.Module, path: Path) -> tuple[str, int] | None:

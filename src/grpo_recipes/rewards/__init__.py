@@ -1,5 +1,6 @@
-"""Rewards: our own in ``functions`` and ``math_verify``, the user's through ``load``; names in ``recipe.registry``.
+"""Reward functions, and the code that loads and calls them.
 
-A reward is a function ``reward(completions, **columns) -> list[float | None]`` that TRL calls with one entry per
-completion; None leaves the completion unscored.
+Our rewards are in ``functions`` and ``math_verify``, and ``recipe.registry`` lists their names. ``load`` loads the
+user's own rewards. A reward is a function ``reward(completions, **columns) -> list[float | None]``. TRL calls it with
+one entry per completion. None leaves the completion unscored.
 """

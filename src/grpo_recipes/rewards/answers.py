@@ -1,11 +1,11 @@
-r"""The answer of a completion, and when two answers are the same. Pure and fast: no sympy, no torch.
+r"""Extract the answer of a completion, and compare two answers. Pure and fast: no sympy, no torch.
 
-Numbers are compared exactly, as fractions, however they are written: ``18``, ``18.0``, ``$18``, ``\boxed{18}``,
+Numbers are compared exactly, as fractions, in any notation: ``18``, ``18.0``, ``$18``, ``\boxed{18}``,
 ``1,000``, ``1/2``, ``\frac{1}{2}``, ``18 dollars``. Lists, sets and tuples are compared item by item. Everything else
 is compared as text.
 
-A text is cleaned of formula signs first, which leaves a space, so that two numbers beside each other never become one:
-``$12$,$345$`` reads ``12 , 345``. Then commas are written in one way, ``, `` between items and none inside a number.
+Formula signs are replaced by spaces first, so that two numbers next to each other never become one number:
+``$12$,$345$`` reads ``12 , 345``. Then commas are normalized: ``, `` between items and none inside a number.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 from grpo_recipes.rewards.notation import DOLLAR, clean, closing_brace, without_braces
 from grpo_recipes.rewards.units import trailing_unit, unit_of
 
-LONGEST = 500  # a longer answer is compared as it is: cleaning is for answers, not for essays
+LONGEST_ANSWER = 500  # characters; longer texts are compared unchanged, since cleaning is for answers, not for essays
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _THINK, _THINK_END = "<think>", "</think>"
-_DEEPEST = 8  # brackets inside each other; deeper ones are compared as text
+_MAX_DEPTH = 8  # nested brackets; anything deeper is compared as text
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?P<brace>\{)?")
 _UNBRACED = re.compile(r"[^\s$\\]+")  # ``\boxed 42``
 _BETWEEN_BOXES = re.compile(
@@ -34,7 +34,7 @@ _BETWEEN_BOXES = re.compile(
     r"|\\(?:text|textrm|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*\})*"
 )
 _SEPARATOR = re.compile(r"(?<!\\)[,;]|and|or")
-# White space around signs means nothing. The full stop is not one of them: `12. 345` is not a number.
+# White space around these signs has no meaning. The full stop is excluded: `12. 345` is not a number.
 _PUNCTUATION = re.compile(r"\s*([^\w\s.,])\s*")
 
 _SYMBOL = r"\\?[A-Za-z]\w*(?:_\{\w+\})?"
@@ -93,10 +93,10 @@ class Answer:
     """An answer in its normal form."""
 
     value: int | Fraction | str | tuple[Answer, ...]  # the number, the items, or the cleaned text of anything else
-    unit: str = ""  # beside a number, ``"dollar"`` for ``$18``
+    unit: str = ""  # the unit of a number: ``"dollar"`` for ``$18``
     variable: str = ""  # ``"x"`` for ``x=5``
-    brackets: str = ""  # of items: ``{}`` of a set, ``()``, ``[)`` and the like of a tuple or interval, "" of a list
-    word: str = ""  # ``and`` or ``or`` between inequalities, where it changes the meaning
+    brackets: str = ""  # around the items: ``{}`` for a set, ``()`` or ``[)`` for a tuple or interval, "" for a list
+    word: str = ""  # ``and`` or ``or`` between inequalities, if it changes the meaning
 
 
 def completion_text(completion: str | list[dict[str, Any]]) -> str:
@@ -107,7 +107,7 @@ def completion_text(completion: str | list[dict[str, Any]]) -> str:
 
 
 def final_text(completion: str | list[dict[str, Any]]) -> str:
-    """Return the text after the last ``</think>``: only there is an answer, and an unclosed think block has none."""
+    """Return the text after the last ``</think>``, the only place for an answer; "" for an unclosed think block."""
     text = completion_text(completion)
     if "think>" not in text:
         return text
@@ -121,16 +121,16 @@ def solution_text(solution: Any) -> str:
 
 
 def last_answer(text: str) -> str | None:
-    """Return the content of the last ``<answer>…</answer>``, None where there is none."""
+    """Return the content of the last ``<answer>…</answer>``, or None."""
     start = text.rfind(_OPEN, 0, text.rfind(_CLOSE) + 1)
     return None if start < 0 else text[start + len(_OPEN) : text.find(_CLOSE, start)]
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{…}``, None where there is none or it is not closed.
+    r"""Return the content of the last ``\boxed{…}``; None without a box, or if the box is not closed.
 
-    Boxes with nothing but a comma, a semicolon, ``and`` or ``or`` between them are one list, and returned as it is
-    written: ``\boxed{1} and \boxed{2}`` answers the same as ``\boxed{1 and 2}``.
+    Boxes separated only by a comma, a semicolon, ``and`` or ``or`` form one list, which is returned unchanged:
+    ``\boxed{1} and \boxed{2}`` is the same answer as ``\boxed{1 and 2}``.
     """
     boxes = _boxes_from_the_end(text)
     last = next(boxes, None)
@@ -143,15 +143,15 @@ def last_boxed(text: str) -> str | None:
     if end < 0:
         return None
     first = last.start()
-    box, differ = text[first : end + 1], False
+    box, boxes_differ = text[first : end + 1], False
     for earlier in boxes:
         close = closing_brace(text, earlier.start()) if earlier["brace"] else -1
         between = text[close + 1 : first]
         if close < 0 or not (_BETWEEN_BOXES.fullmatch(between) and _SEPARATOR.search(between)):
             break
         first = earlier.start()
-        differ = differ or text[first : close + 1] != box
-    return text[first : end + 1] if differ else box[box.index("{") + 1 : -1]
+        boxes_differ = boxes_differ or text[first : close + 1] != box
+    return text[first : end + 1] if boxes_differ else box[box.index("{") + 1 : -1]
 
 
 def _boxes_from_the_end(text: str) -> Iterator[re.Match[str]]:
@@ -162,116 +162,125 @@ def _boxes_from_the_end(text: str) -> Iterator[re.Match[str]]:
             yield match
 
 
-def reference(gold: str) -> str:
-    r"""Return the answer of a reference solution: its last ``\boxed{…}`` if it has one, else all of it."""
+def reference_answer(gold: str) -> str:
+    r"""Return the answer of a reference solution: its last ``\boxed{…}``, or the whole text without a box."""
     boxed = last_boxed(gold) if "box" in gold else None
     return gold if boxed is None else boxed
 
 
-def is_right(text: str, gold: str, matching: str) -> bool:
-    """Return whether a completion's last answer tag holds the reference solution ``gold``.
+def is_correct(text: str, gold: str, matching: str) -> bool:
+    """Return whether the last answer tag of a completion contains the reference solution ``gold``.
 
-    ``matching`` is ``strict`` for the same text up to surrounding white space, else ``normalized``.
+    ``matching`` is ``strict`` (equal text up to surrounding white space) or ``normalized``.
     """
     answer = last_answer(text)
     if answer is None:
         return False
     if matching == "strict":
         return answer.strip() != "" and answer.strip() == gold.strip()
-    return same(answer, reference(gold))
+    return is_same_answer(answer, reference_answer(gold))
 
 
-def same(answer: str, gold: str) -> bool:
-    """Return whether two answers are the same; an empty one is like no other.
+def is_same_answer(answer: str, gold: str) -> bool:
+    """Return whether two answers are the same; an empty answer equals no answer.
 
-    A unit or a variable counts only where both have one: ``18 dollars`` is ``18``, but not ``18 cents``; ``10%`` is
-    ``10`` and not ``0.1``.
+    A unit or a variable counts only if both answers have one: ``18 dollars`` is ``18``, but not ``18 cents``. ``10%``
+    is ``10`` and not ``0.1``.
     """
     answer, gold = answer.strip(), gold.strip()
     if answer == gold:
         return answer != ""
-    left, right = normal(answer), normal(gold)
+    left, right = normalize(answer), normalize(gold)
     if isinstance(left.value, int | Fraction) and isinstance(right.value, int | Fraction):
-        return alike(left, right)
-    return agree(left, right, alike) or same_choice(answer, gold, same)
+        return have_equal_values(left, right)
+    return are_equal(left, right, have_equal_values) or is_same_choice(answer, gold, is_same_answer)
 
 
-def alike(left: Answer, right: Answer) -> bool:
-    """Return whether two answers have the same value, and no two units or variables that differ."""
+def have_equal_values(left: Answer, right: Answer) -> bool:
+    """Return whether two answers have the same value and compatible units and variables."""
     return left.value == right.value and left.value != "" and compatible(left, right)
 
 
 def compatible(left: Answer, right: Answer) -> bool:
-    """Return whether two answers have no two units or variables that differ."""
+    """Return whether the units and the variables of two answers agree; a missing one agrees with any."""
     units_agree = not left.unit or not right.unit or left.unit == right.unit
     return units_agree and (not left.variable or not right.variable or left.variable == right.variable)
 
 
-def same_choice(answer: str, gold: str, equal: Callable[[str, str], bool]) -> bool:
+def is_same_choice(answer: str, gold: str, equal: Callable[[str, str], bool]) -> bool:
     """Return whether both answers choose the same option: ``B``, ``(b)``, ``B. Paris``, ``(B) 42``.
 
     ``equal`` compares the wording of options. An option that is written out with its letter equals its wording.
     """
-    chosen, due = _option(answer), _option(gold)
-    if chosen and due and chosen[0] and due[0]:
-        return chosen[0] == due[0] and (not chosen[1] or not due[1] or equal(chosen[1], due[1]))
-    written = chosen if chosen and chosen[1] else due
-    return bool(written and written[1]) and equal(written[1], gold if written is chosen else answer)
+    answer_option, gold_option = _option(answer), _option(gold)
+    if answer_option and gold_option:
+        (letter, wording), (gold_letter, gold_wording) = answer_option, gold_option
+        return letter == gold_letter and (not wording or not gold_wording or equal(wording, gold_wording))
+    if answer_option and answer_option[1]:
+        return equal(answer_option[1], gold)
+    return bool(gold_option and gold_option[1]) and equal(gold_option[1], answer)
 
 
 @functools.lru_cache(maxsize=8192)
 def _option(text: str) -> tuple[str, str] | None:
-    """Return letter and wording of a multiple-choice answer, None if it is not one."""
-    match = _OPTION.fullmatch(clean(text)) if len(text) <= LONGEST else None
+    """Return letter and wording of a multiple-choice answer; None for other answers."""
+    match = _OPTION.fullmatch(clean(text)) if len(text) <= LONGEST_ANSWER else None
     return ((match["bracketed"] or match["letter"]).upper(), match["wording"] or "") if match else None
 
 
-def agree(left: Answer, right: Answer, equal: Callable[[Answer, Answer], bool]) -> bool:
-    """Return whether two answers are the same, lists item by item.
+def are_equal(left: Answer, right: Answer, equal: Callable[[Answer, Answer], bool]) -> bool:
+    """Return whether two answers are equal, comparing lists item by item.
 
-    Lists and sets have no order, but an item that is repeated counts. Tuples and intervals have an order, and so has a
-    list that is compared with a tuple, or ``x=1, y=2`` with ``1, 2``. ``equal`` compares two answers without items.
+    Lists and sets have no order, but repeated items count. Order matters for tuples and intervals, for a list compared
+    with a tuple, and for ``x=1, y=2`` compared with ``1, 2``. ``equal`` compares two answers without items.
     """
-    one, other = left.value, right.value
-    if not (isinstance(one, tuple) and isinstance(other, tuple)) or bool(left.word) != bool(right.word):
+    left_items, right_items = left.value, right.value
+    if not (isinstance(left_items, tuple) and isinstance(right_items, tuple)) or bool(left.word) != bool(right.word):
         return equal(left, right)
-    brackets = {left.brackets, right.brackets}  # a list without any may be a set, or a tuple in parentheses
-    if len(one) != len(other) or (len(brackets) > 1 and brackets not in ({"", "{}"}, {"", "()"})):
+    brackets = {left.brackets, right.brackets}  # a list without brackets may be a set, or a tuple in parentheses
+    if len(left_items) != len(right_items) or (len(brackets) > 1 and brackets not in ({"", "{}"}, {"", "()"})):
         return False
     variables_differ = left.variable and right.variable and left.variable != right.variable
     if variables_differ or {left.word, right.word} == {"and", "or"}:
         return False
-    one_named, other_named = (len({item.variable for item in items}) > 1 for items in (one, other))  # x=1, y=2
-    if brackets - {"", "{}"} or one_named != other_named:
-        return all(agree(*pair, equal) for pair in zip(one, other, strict=True))
-    return Counter(one) == Counter(other) or _matched(one, other, equal)
+    left_named, right_named = (  # x=1, y=2
+        len({item.variable for item in items}) > 1 for items in (left_items, right_items)
+    )
+    if brackets - {"", "{}"} or left_named != right_named:
+        return all(are_equal(*pair, equal) for pair in zip(left_items, right_items, strict=True))
+    return Counter(left_items) == Counter(right_items) or _can_pair_items(left_items, right_items, equal)
 
 
-def _matched(left: tuple[Answer, ...], right: tuple[Answer, ...], equal: Callable[[Answer, Answer], bool]) -> bool:
-    """Return whether each item of one list has an equal one of its own in the other, in whatever order.
+def _can_pair_items(
+    left: tuple[Answer, ...], right: tuple[Answer, ...], equal: Callable[[Answer, Answer], bool]
+) -> bool:
+    """Return whether the items of two lists can be paired, in any order, so that the items of each pair are equal.
 
-    Equality is not transitive (``5`` is ``5 cm`` and ``5 kg``), so an item may have to give its place to another.
+    Equality is not transitive (``5`` is ``5 cm`` and ``5 kg``), so pairing an item may require another pair to change.
     """
-    holder: dict[int, int] = {}
+    left_of_right: dict[int, int] = {}  # index in `right` -> index of its partner in `left`
 
-    def placed(item: int, tried: set[int]) -> bool:
-        """Give an item a place, moving others where that helps; ``tried`` are the places looked at."""
-        for place in sorted(range(len(right)), key=lambda place: (place in holder, right[place] != left[item])):
-            if place in tried or not agree(left[item], right[place], equal):
+    def find_partner(left_index: int, tried: set[int]) -> bool:
+        """Pair an item of `left`, changing earlier pairs if needed; ``tried`` has indices of `right`."""
+        free_and_identical_first = sorted(
+            range(len(right)), key=lambda index: (index in left_of_right, right[index] != left[left_index])
+        )
+        for right_index in free_and_identical_first:
+            if right_index in tried or not are_equal(left[left_index], right[right_index], equal):
                 continue
-            tried.add(place)
-            if place not in holder or placed(holder[place], tried):
-                holder[place] = item
+            tried.add(right_index)
+            if right_index not in left_of_right or find_partner(left_of_right[right_index], tried):
+                left_of_right[right_index] = left_index
                 return True
         return False
 
-    return all(placed(item, set()) for item in range(len(left)))
+    return all(find_partner(left_index, set()) for left_index in range(len(left)))
 
 
-def normal(text: str) -> Answer:
+def normalize(text: str) -> Answer:
     """Return the normal form of an answer. Never raises."""
     text = text.strip()
-    return _normal(text) if len(text) <= LONGEST else Answer(text)
+    return _normal(text) if len(text) <= LONGEST_ANSWER else Answer(text)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -281,30 +290,30 @@ def _normal(text: str) -> Answer:
 
 def _read(text: str, depth: int) -> Answer:
     """Return the normal form of a cleaned text."""
-    variable, text = _named(text) if "=" in text or r"\approx" in text or r"\in" in text else ("", text)
-    number = _number(text, variable)
+    variable, text = _split_variable(text) if "=" in text or r"\approx" in text or r"\in" in text else ("", text)
+    number = _plain_number(text, variable) or _scientific(text, variable) or _number_with_base(text, variable)
     if number is not None:
         return number
-    text, variable = _one_kind_of_comma(text), variable.replace(" ", "")
-    inside, brackets = _brackets_around(text)
-    texts, words = _items_of(inside)
+    text, variable = _normalize_commas(text), variable.replace(" ", "")
+    inside, brackets = _outer_brackets(text)
+    item_texts, words = _split_items(inside)
     if brackets in ("", "{}"):
-        texts = [signed for one in texts for signed in _both_signs(one)]
-    elif len(signed := _both_signs(text)) > 1:
-        texts, brackets = signed, ""
-    listed = len(texts) > 1 and depth < _DEEPEST and r"\begin" not in text
-    items = [_read(without_braces(one), depth + 1) for one in texts] if listed else []
-    if not items or any(one.value == "" for one in items):
+        item_texts = [signed for item_text in item_texts for signed in _both_signs(item_text)]
+    elif len(signed_texts := _both_signs(text)) > 1:
+        item_texts, brackets = signed_texts, ""
+    is_list = len(item_texts) > 1 and depth < _MAX_DEPTH and r"\begin" not in text
+    items = [_read(without_braces(item_text), depth + 1) for item_text in item_texts] if is_list else []
+    if not items or any(item.value == "" for item in items):
         text, unit = trailing_unit(text)
-        return Answer(_spelling(text), unit, variable)
-    if not brackets:  # x=1, 2 names both
-        variable = variable or ("" if any(one.variable for one in items[1:]) else items[0].variable)
-        items, variable = [one if one.variable else replace(one, variable=variable) for one in items], ""
+        return Answer(_normalize_spelling(text), unit, variable)
+    if not brackets:  # in `x=1, 2`, both items belong to x
+        variable = variable or ("" if any(item.variable for item in items[1:]) else items[0].variable)
+        items, variable = [item if item.variable else replace(item, variable=variable) for item in items], ""
     word = words.pop() if len(words) == 1 and _RELATION.search(text) else ""
     return Answer(tuple(items), "", variable, brackets, word)
 
 
-def _named(text: str) -> tuple[str, str]:
+def _split_variable(text: str) -> tuple[str, str]:
     r"""Return the variable and the value of ``x = 5``, ``x \in [0, 1]``, ``x = \frac{1}{3} \approx 0.333``.
 
     The exact value counts, not its approximation. ``x = 1, y = 2`` is a list, and ``3 + 5 = 8`` has no variable.
@@ -316,15 +325,10 @@ def _named(text: str) -> tuple[str, str]:
     return variable, _APPROXIMATELY.split(value)[0].strip() or value
 
 
-def _spelling(text: str) -> str:
-    r"""Return text in one spelling: no space around signs, ``x_1`` for ``x_{1}``, words of any case alike."""
+def _normalize_spelling(text: str) -> str:
+    r"""Remove spaces around signs, write ``x_1`` for ``x_{1}``, and put words in lower case."""
     text = _PUNCTUATION.sub(r"\1", text).removeprefix("+")
     return _LETTERS.sub(lambda match: match[0].lower(), _SHORT_SCRIPT.sub(r"\1\2", text))
-
-
-def _number(text: str, variable: str) -> Answer | None:
-    """Return ``text`` as a number with its unit; None if it is something else, or divides by zero."""
-    return _plain_number(text, variable) or _scientific(text, variable) or _in_base(text, variable)
 
 
 def _scientific(text: str, variable: str) -> Answer | None:
@@ -335,8 +339,8 @@ def _scientific(text: str, variable: str) -> Answer | None:
     return Answer(Fraction(_exact(match["number"])) * Fraction(10) ** int(match["exponent"]), unit, variable)
 
 
-def _in_base(text: str, variable: str) -> Answer | None:
-    """Return the digits with their base as unit, so that it counts only if both answers have one."""
+def _number_with_base(text: str, variable: str) -> Answer | None:
+    """Return digits with their base as the unit, so that the base counts only if both answers have one."""
     match = _BASE.fullmatch(text)
     base = match["base"] if match else ""
     base = str(_BASES.get(base, base))
@@ -348,6 +352,7 @@ def _in_base(text: str, variable: str) -> Answer | None:
 
 
 def _plain_number(text: str, variable: str) -> Answer | None:
+    """Return a decimal, fraction or mixed number with its unit; None for other texts and for a division by zero."""
     match = _NUMBER.fullmatch(text)
     unit = unit_of(match["unit"] or "") if match else None
     if match is None or unit is None or (match["sign"] and match["inner"]):
@@ -368,74 +373,75 @@ def _plain_number(text: str, variable: str) -> Answer | None:
 
 
 def _exact(digits: str) -> int | Fraction:
-    """Return a number written with digits, a point and commas; a whole one as int, which is far faster."""
+    """Return the value of digits with a point and commas; integers as int, which is far faster."""
     digits = digits.replace(",", "")
     return Fraction(digits) if "." in digits else int(digits)
 
 
 def _walk(text: str) -> Iterator[tuple[re.Match[str], re.Match[str] | None]]:
-    """Yield brackets, separators and numbers with commas, each with the bracket that is open around it, or None.
+    """Yield brackets, separators and numbers with commas, each with the innermost open bracket around it, or None.
 
-    With a bracket that closes comes the one that it closes.
+    A closing bracket comes with the bracket that it closes.
     """
-    opened: list[re.Match[str]] = []
+    open_brackets: list[re.Match[str]] = []
     for part in _PART.finditer(text):
-        yield part, opened[-1] if opened else None
+        yield part, open_brackets[-1] if open_brackets else None
         if part["open"]:
-            opened.append(part)
-        elif part["close"] and opened:
-            opened.pop()
+            open_brackets.append(part)
+        elif part["close"] and open_brackets:
+            open_brackets.pop()
 
 
-def _one_kind_of_comma(text: str) -> str:
-    """Return the text with ``, `` between items and no comma inside numbers.
+def _normalize_commas(text: str) -> str:
+    """Write ``, `` between items, and remove commas inside numbers.
 
-    ``12,345`` is one number. In brackets that hold no other separator it is two: ``(12,345)``, but ``(12,345; 6)`` and
-    ``(1,000)``, as no item begins with a zero.
+    ``12,345`` is one number. ``(12,345)`` contains two numbers, because brackets without any other separator are a
+    tuple. ``(12,345; 6)`` and ``(1,000)`` contain the number with its comma: a tuple's item does not begin with zeros.
     """
-    groups: dict[re.Match[str] | None, list[re.Match[str]]] = {}
-    for part, around in _walk(text):
+    parts_by_bracket: dict[re.Match[str] | None, list[re.Match[str]]] = {}
+    for part, bracket in _walk(text):
         if part["number"] or part["separator"]:
-            groups.setdefault(around, []).append(part)
-    whole: list[re.Match[str]] = []
-    for around, parts in groups.items():
+            parts_by_bracket.setdefault(bracket, []).append(part)
+    single_numbers: list[re.Match[str]] = []
+    for bracket, parts in parts_by_bracket.items():
         numbers = [part for part in parts if part["number"]]
-        tuple_like = around is not None and around[0] in _BRACKETS and len(numbers) == len(parts)
-        if not tuple_like or any(",0" in number[0] for number in numbers):
-            whole += numbers
-    for number in sorted(whole, key=re.Match.start, reverse=True):
+        is_tuple = bracket is not None and bracket[0] in _BRACKETS and len(numbers) == len(parts)
+        if not is_tuple or any(",0" in number[0] for number in numbers):
+            single_numbers += numbers
+    for number in sorted(single_numbers, key=re.Match.start, reverse=True):
         text = text[: number.start()] + number[0].replace(",", "") + text[number.end() :]
     return _COMMA.sub(", ", text)
 
 
-def _brackets_around(text: str) -> tuple[str, str]:
-    r"""Return the text inside the brackets around all of it, and these: ``("0, 1", "[)")``; ``(text, "")`` without."""
+def _outer_brackets(text: str) -> tuple[str, str]:
+    r"""Split the brackets around a whole text from it: ``("0, 1", "[)")``; ``(text, "")`` without such brackets."""
     for part, opener in _walk(text) if text.endswith((")", "]", "}", "angle", "brace")) else ():
         if opener is not None and part["close"] and opener.start() == 0 and part.end() == len(text):
             pair = _BRACKETS.get(opener[0], "") + _BRACKETS.get(part[0], "")
-            alike = len(pair) == 2 and ("{" in pair) == ("}" in pair)
-            return (text[opener.end() : part.start()].strip(), pair) if alike else (text, "")
+            fits = len(pair) == 2 and ("{" in pair) == ("}" in pair)
+            return (text[opener.end() : part.start()].strip(), pair) if fits else (text, "")
     return text, ""
 
 
-def _items_of(text: str) -> tuple[list[str], set[str]]:
-    """Return the items of a list without brackets, and which of ``and`` and ``or`` join them.
+def _split_items(text: str) -> tuple[list[str], set[str]]:
+    """Return the items of a list without brackets, and the words ``and`` and ``or`` that join them.
 
-    A semicolon divides more than a comma: ``1, 2; 3, 4`` are two items. A text that is not a list is one item.
+    Semicolons separate items that contain commas: ``1, 2; 3, 4`` has two items. A text that is not a list is one item.
     """
     parts = list(_walk(text))
-    outside = [part for part, around in parts if around is None]
-    balanced = sum(bool(part["open"]) - bool(part["close"]) for part, _ in parts) == 0
-    cuts = [part for part in outside if part["separator"]]
-    cuts = [cut for cut in cuts if cut[0].startswith(";")] or cuts
-    starts, ends = [0, *(cut.end() for cut in cuts)], [*(cut.start() for cut in cuts), len(text)]
+    outer_parts = [part for part, bracket in parts if bracket is None]
+    is_balanced = sum(bool(part["open"]) - bool(part["close"]) for part, _ in parts) == 0
+    separators = [part for part in outer_parts if part["separator"]]
+    separators = [separator for separator in separators if separator[0].startswith(";")] or separators
+    starts = [0, *(separator.end() for separator in separators)]
+    ends = [*(separator.start() for separator in separators), len(text)]
     items = [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]
-    words = {word for cut in cuts for word in ("and", "or") if cut[0].endswith(word)}
-    listed = all(items) and balanced and not any(part["close"] for part in outside)
-    return (items, words) if listed else ([text], set())
+    words = {word for separator in separators for word in ("and", "or") if separator[0].endswith(word)}
+    is_list = all(items) and is_balanced and not any(part["close"] for part in outer_parts)
+    return (items, words) if is_list else ([text], set())
 
 
 def _both_signs(text: str) -> list[str]:
-    r"""Return ``1+2`` and ``1-2`` for ``1\pm 2``, and any other text as it is."""
-    single = text.count(r"\pm") == 1 and r"\mp" not in text
-    return [text.replace(r"\pm", sign) for sign in "+-"] if single else [text]
+    r"""Return ``1+2`` and ``1-2`` for ``1\pm 2``, and any other text unchanged."""
+    has_one_sign = text.count(r"\pm") == 1 and r"\mp" not in text
+    return [text.replace(r"\pm", sign) for sign in "+-"] if has_one_sign else [text]

@@ -1,10 +1,10 @@
-"""Random numbers of rewards: the same call of a run draws the same numbers, in any process and after a resume.
+"""Seed the random numbers of rewards: a call draws the same numbers in any process and after a resume.
 
     from grpo_recipes.rewards.chance import call_seed, seed_libraries
 
     seed_libraries(call_seed(run_seed, generation, key))
 
-``random``, ``numpy.random`` and torch are seeded, also if a call imports them itself. Sources of the operating system,
+``random``, ``numpy.random`` and torch are seeded, even if a call imports them itself. The operating system's sources,
 such as ``os.urandom`` or ``numpy.random.default_rng()`` without a seed, cannot be seeded.
 """
 
@@ -19,17 +19,17 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-_SEEDERS = {"numpy.random": "seed", "torch": "manual_seed"}  # module -> its function that seeds
-_seed = 0  # of the current call, for modules that the call imports
+_SEEDERS = {"numpy.random": "seed", "torch": "manual_seed"}  # module -> its seeding function
+_seed = 0  # the current call's seed, for modules that the call imports
 
 
-def call_seed(*parts: Any) -> int:
-    """Return a seed of 32 bits, which numpy's limit is, from a run's seed and the name of a call."""
+def call_seed(*parts: object) -> int:
+    """Return a seed for a call from the run's seed and the call's name; 32 bits, numpy's limit."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4])
 
 
 def seed_libraries(seed: int) -> None:
-    """Seed every library that is imported, and those that are imported until the next call of this function."""
+    """Seed every imported library, and every library that is imported before the next call of this function."""
     global _seed
     _seed = seed
     random.seed(seed)
@@ -39,7 +39,7 @@ def seed_libraries(seed: int) -> None:
 
 
 def seed_later_imports() -> None:
-    """Have libraries seeded as soon as they are imported."""
+    """Install an import hook that seeds libraries as soon as they are imported."""
     sys.meta_path.insert(0, _Finder())
 
 
@@ -50,12 +50,12 @@ def _seed_module(module: ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules in ``_SEEDERS`` as Python does, and has them seeded."""
+    """Find the modules in ``_SEEDERS`` with Python's own finder, and seed them after their import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the usual spec with a loader that seeds; None for every other module."""
+        """Return the usual spec with a seeding loader; None for every other module."""
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if fullname in _SEEDERS else None
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
@@ -63,16 +63,16 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module with its own loader, and seeds it."""
+    """Load a module with its own loader, then seed it."""
 
     def __init__(self, loader: importlib.abc.Loader):
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)  # resources and source code, which some packages ask for
+        return getattr(self._loader, name)  # some packages read resources or source code through the loader
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """Return what the module's own loader creates."""
+        """Create the module with its own loader."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

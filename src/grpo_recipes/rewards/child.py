@@ -32,16 +32,16 @@ from grpo_recipes.numbers import reward_problem
 from grpo_recipes.process import tree
 from grpo_recipes.recipe.registry import NO_ANSWER
 from grpo_recipes.rewards.chance import seed_later_imports, seed_libraries
-from grpo_recipes.rewards.memory import own_shared_memory
+from grpo_recipes.rewards.memory import mount_own_shared_memory
 from grpo_recipes.rewards.score import (
     Reward,
     Score,
+    accepted_columns,
     call_reward,
-    described,
+    describe_error,
     event_loop,
     load_reward,
-    parameters,
-    scores_of,
+    read_scores,
 )
 from grpo_recipes.secrets import MASK, secret_name, secret_value
 
@@ -159,7 +159,7 @@ def _work(requests: int, replies: int) -> NoReturn:
         seed_libraries(0)  # for draws while the rewards are loaded
         _stripped = everywhere - set(os.environ)
         _secrets.extend(os.environ[name] for name in handed if secret_name(name) and os.environ.get(name))
-        own_shared_memory(memory_bytes)
+        mount_own_shared_memory(memory_bytes)
         _limit_this_process(memory_bytes)
         if not network:
             _leave_network()
@@ -173,7 +173,7 @@ def _work(requests: int, replies: int) -> NoReturn:
                 _reply(replies, {"failed": _explained(str(error))})
                 os._exit(1)
         together = [spec for spec, reward in rewards.items() if inspect.iscoroutinefunction(reward)]
-        takes = {spec: parameters(reward) for spec, reward in rewards.items()}
+        takes = {spec: accepted_columns(reward) for spec, reward in rewards.items()}
         _reply(replies, {"ready": takes, "together": together})
         while True:
             spec, limit, rows = pickle.load(stream)
@@ -248,7 +248,7 @@ async def _answer_together(
                 if seed is not None:
                     seed_libraries(seed)
                 async with asyncio.timeout(limit) as time_left:
-                    (score,) = scores_of(await reward(**{name: [entry] for name, entry in columns.items()}), 1)
+                    (score,) = read_scores(await reward(**{name: [entry] for name, entry in columns.items()}), 1)
             except BaseException as error:
                 score = Score(None, TIME_LIMIT, by_limit=True) if time_left.expired() else _score_of(error)
             return score, time.monotonic() - began
@@ -264,7 +264,7 @@ def _score_of(error: BaseException) -> Score:
     global _tracebacks_left
     if isinstance(error, MemoryError):
         return Score(None, "memory limit", by_limit=True)
-    what = described(error)
+    what = describe_error(error)
     if isinstance(error, ConfigError):  # it says itself what to do
         what = f"{what}; {error.problems[0].fix}"
     elif _tracebacks_left > 0 and not what.startswith(NO_ANSWER):

@@ -9,7 +9,7 @@ import math
 import re
 from typing import Any
 
-from grpo_recipes.rewards.answers import completion_text, final_text, is_right, solution_text
+from grpo_recipes.rewards.answers import completion_text, final_text, is_correct, solution_text
 
 _ONE_ANSWER = re.compile(r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
 
@@ -23,7 +23,9 @@ def pure_accuracy_math(
     compares text, up to surrounding white space.
     """
     rows = zip(completions, answer, strict=True)
-    return [float(is_right(final_text(completion), solution_text(gold), answer_matching)) for completion, gold in rows]
+    return [
+        float(is_correct(final_text(completion), solution_text(gold), answer_matching)) for completion, gold in rows
+    ]
 
 
 def environment(completions: list[Any], episode_reward: list[float | None], **_: Any) -> list[float | None]:

@@ -15,14 +15,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 from grpo_recipes.recipe.datafiles import LIVE_OBJECTS, solution_names
 from grpo_recipes.recipe.registry import SOURCE_REWARD, rewards_in_children
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, copy_path, copy_source, source_path, split_spec
 from grpo_recipes.rewards.chance import call_seed
 from grpo_recipes.rewards.pool import RewardPool
-from grpo_recipes.rewards.score import Reward, RewardWrapper, Score, is_own, load_reward, make_reward, taken
-from grpo_recipes.runs.rundir import json_mapping, without_damaged_end, write_whole
+from grpo_recipes.rewards.score import (
+    Reward,
+    RewardWrapper,
+    Score,
+    is_user_reward,
+    load_reward,
+    make_reward,
+    select_columns,
+)
+from grpo_recipes.runs.rundir import json_mapping, without_damaged_end, write_atomically
 
 
 def keep_rewards(names: Sequence[str], run_dir: Path, update: bool = False) -> list[str]:
@@ -31,22 +39,25 @@ def keep_rewards(names: Sequence[str], run_dir: Path, update: bool = False) -> l
     Return a note for each file that is gone, that differs from the copy, or that takes the copy's place.
     """
     notes = []
-    changed = changed_copies(filter(is_own, names), run_dir / REWARD_COPIES) if update else []
+    changed = changed_copies(filter(is_user_reward, names), run_dir / REWARD_COPIES) if update else []
     # A file may have several rewards.
     for copy, spec in {copy_path(spec, run_dir / REWARD_COPIES): spec for spec in changed}.items():
         old = copy.with_suffix(f".{hashlib.sha256(copy.read_bytes()).hexdigest()[:8]}.py")
         copy.replace(old)
         notes.append(f"--update-rewards: {split_spec(spec)[0]} as it is now is used; the copy of before is {old.name}")
-    for spec in filter(is_own, names):
+    for spec in filter(is_user_reward, names):
         copy, original = copy_path(spec, run_dir / REWARD_COPIES), source_path(spec)
         if not copy.exists():
             copy_source(spec, run_dir / REWARD_COPIES)
         elif original is None:
-            notes.append(f"the file of reward {spec} is gone; this run has its copy {shown(copy)}")
+            notes.append(f"the file of reward {spec} is gone; this run has its copy {display_path(copy)}")
         elif original.read_bytes() != copy.read_bytes():
             own = split_spec(spec)[0].endswith(".py")
             used = "the copy, --update-rewards the file as it is now" if own else "the module as it is now"
-            notes.append(f"{shown(original)} has changed since this run began (copy: {shown(copy)}); it uses {used}")
+            notes.append(
+                f"{display_path(original)} has changed since this run began (copy: {display_path(copy)});"
+                f" it uses {used}"
+            )
     return list(dict.fromkeys(notes))
 
 
@@ -64,9 +75,11 @@ def load_rewards(
     keep_rewards(names, run_dir)
     apart = script_args.reward_isolation == "completion"
     in_children = rewards_in_children()
-    isolated = [name for name in dict.fromkeys(names) if name in in_children or (is_own(name) and apart)]
+    isolated = [name for name in dict.fromkeys(names) if name in in_children or (is_user_reward(name) and apart)]
     pool = RewardPool(
-        *sorted(isolated, key=is_own),  # ours first: a user's folder must not come before our rewards on the path
+        *sorted(
+            isolated, key=is_user_reward
+        ),  # ours first: a user's folder must not come before our rewards on the path
         workers=script_args.reward_workers,
         timeout=script_args.reward_timeout,
         memory_gib=script_args.reward_memory_gib,
@@ -82,12 +95,12 @@ def load_rewards(
     for name, end in zip(names, short, strict=True):
         label = end if short.count(end) == 1 else name  # the name for metrics
         if name in isolated:
-            code = hashlib.sha256(copy_path(name, copies).read_bytes()).hexdigest() if is_own(name) else ""
-            further = solutions if is_own(name) else ()
+            code = hashlib.sha256(copy_path(name, copies).read_bytes()).hexdigest() if is_user_reward(name) else ""
+            further = solutions if is_user_reward(name) else ()
             rewards.append(IsolatedReward(pool, name, label, records, code, further, left_out, args.seed))
         elif name == SOURCE_REWARD:
             rewards.append(EpisodeReward())
-        elif is_own(name):
+        elif is_user_reward(name):
             rewards.append(RewardWrapper(load_reward(name, copies), name, label, solutions, left_out))
         else:
             rewards.append(make_reward(name, script_args, args))
@@ -128,7 +141,7 @@ class IsolatedReward(RewardWrapper):
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
         """Return the score of each row; only rows without a record are called."""
         plain = {name: values for name, values in columns.items() if name not in LIVE_OBJECTS}
-        arguments = taken(plain, self.pool.takes[self.spec])
+        arguments = select_columns(plain, self.pool.takes[self.spec])
         keys = [
             key_of(self._identity, {name: values[row] for name, values in arguments.items()}) for row in range(rows)
         ]
@@ -172,7 +185,7 @@ class LimitRecords:
         text = file.read_bytes() if file.exists() else b""
         whole = without_damaged_end(text)
         if whole != text:  # no other record may continue a damaged one
-            write_whole(file, whole.decode())
+            write_atomically(file, whole.decode())
         for record in filter(None, map(json_mapping, whole.splitlines())):
             self._records.setdefault(record["key"], (record["generation"], record["reason"]))
 

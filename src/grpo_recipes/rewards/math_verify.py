@@ -50,21 +50,21 @@ def math_verify(completions: list[Any], answer: list[Any], **_: Any) -> list[flo
 
 
 def _score(text: str, solution: str) -> float | None:
-    answer, gold = answers.last_answer(text), answers.reference(solution)
+    answer, gold = answers.last_answer(text), answers.reference_answer(solution)
     answer = answers.last_boxed(text) if answer is None else answer
-    if answer is not None and (answers.same(answer, solution) or equal(answer, gold)):
+    if answer is not None and (answers.is_same_answer(answer, solution) or equal(answer, gold)):
         return 1.0
-    return 0.0 if _readable(answers.normal(gold)) else None
+    return 0.0 if _readable(answers.normalize(gold)) else None
 
 
 def equal(answer: str, gold: str) -> bool:
     """Return whether two answers are equal as text, by value or as mathematics."""
-    if answers.same(answer, gold):
+    if answers.is_same_answer(answer, gold):
         return True
-    left, right = answers.normal(gold), answers.normal(answer)
+    left, right = answers.normalize(gold), answers.normalize(answer)
     if _is_text(left):
         return False
-    return answers.agree(left, right, _equal_items) or answers.same_choice(answer, gold, equal)
+    return answers.are_equal(left, right, _equal_items) or answers.is_same_choice(answer, gold, equal)
 
 
 def _readable(answer: answers.Answer) -> bool:
@@ -84,7 +84,7 @@ def _has_words(answer: answers.Answer) -> bool:
 
 def _equal_items(gold: answers.Answer, answer: answers.Answer) -> bool:
     """Return whether two answers, of which at most one has items, are equal."""
-    if answers.alike(gold, answer):
+    if answers.have_equal_values(gold, answer):
         return True
     if not _same_units(gold, answer):
         return False

@@ -3,7 +3,7 @@
 The kernel limits the private memory of one process only (``RLIMIT_DATA``). The child therefore gets its own
 ``/dev/shm`` of limited size, which ends with it, and the pool adds up the rest.
 
-    from grpo_recipes.rewards.memory import used_by
+    from grpo_recipes.rewards.memory import memory_of
 
     used_by(tree.descendants(pid))  # bytes
 """
@@ -23,7 +23,7 @@ _NEW_MOUNTS, _NEW_IPC, _NEW_USER = 0x00020000, 0x08000000, 0x10000000
 _RECURSIVE, _PRIVATE, _NO_SUID, _NO_DEVICES = 1 << 14, 1 << 18, 2, 4
 
 
-def own_shared_memory(most_bytes: int) -> None:
+def mount_own_shared_memory(most_bytes: int) -> None:
     """Give this process an empty ``/dev/shm`` of this size, if the system allows it. For processes with one thread."""
     probe = os.fork()  # a failure half-way would leave this process in another user namespace
     if probe == 0:
@@ -49,7 +49,7 @@ def _mounted(most_bytes: int) -> bool:
     return bool(libc.mount(b"tmpfs", _SHARED_MEMORY.encode(), b"tmpfs", flags, options) == 0)
 
 
-def used_by(processes: Sequence[psutil.Process]) -> int:
+def memory_of(processes: Sequence[psutil.Process]) -> int:
     """Return the bytes that processes hold together. A page that several of them map counts once."""
     private = mapped = 0
     files: dict[tuple[int, int], int] = {}

@@ -35,8 +35,8 @@ from grpo_recipes.rewards.child import (
     is_score,
     read_reply,
 )  # fmt: skip
-from grpo_recipes.rewards.memory import used_by
-from grpo_recipes.rewards.score import GIVEN_UP, RewardFailed, Score, taken
+from grpo_recipes.rewards.memory import memory_of
+from grpo_recipes.rewards.score import NOT_CALLED, RewardFailed, Score, select_columns
 
 START_SECONDS = 300.0  # imports over a network disk, while every rank does the same
 _FAILED_STARTS = 3  # in a row
@@ -153,7 +153,7 @@ class RewardPool:
         ``seeds`` are the (B,) seeds of the calls' random numbers.
         RewardFailed where the reward cannot be loaded, or a column cannot be sent to another process.
         """
-        kept = taken({**(columns or {}), "completions": completions}, self.takes[reward])
+        kept = select_columns({**(columns or {}), "completions": completions}, self.takes[reward])
         for name, values in kept.items():
             what = f"reward '{reward}': column '{name}' cannot be sent to a child process"
             with translate(Exception, lambda error, what=what: RewardFailed(f"{what} ({error}); {_FIX}")):
@@ -179,7 +179,7 @@ class RewardPool:
         finally:
             for child in self._busy():
                 self._replace(child)
-        return [self.scores.get(row, Score(None, GIVEN_UP)) for row in range(len(completions))]
+        return [self.scores.get(row, Score(None, NOT_CALLED)) for row in range(len(completions))]
 
     def _next_rows(self, child: _Child, reward: str) -> list[int]:
         """Take rows for a child off those to hand out: fewer towards the end, so that all children end together."""
@@ -297,7 +297,7 @@ class RewardPool:
         family = tree.descendants(child.pid)
         if len(family) > MOST_PROCESSES:
             self._stop(child, f"process limit ({MOST_PROCESSES})")
-        elif used_by(family) > self._memory:
+        elif memory_of(family) > self._memory:
             self._stop(child, "memory limit")
 
     def _stop(self, child: _Child, reason: str) -> None:

@@ -27,17 +27,17 @@ from grpo_recipes.recipe.datafiles import solution_names
 from grpo_recipes.recipe.extensions import load
 from grpo_recipes.recipe.registry import DEFAULT_ACCURACY, NO_ANSWER, rewards
 from grpo_recipes.recipe.user_code import function_source, names_in
-from grpo_recipes.rewards.answers import same
+from grpo_recipes.rewards.answers import is_same_answer
 from grpo_recipes.rewards.load import IsolatedReward, lent_rewards
 from grpo_recipes.rewards.pool import TIME_LIMIT
-from grpo_recipes.rewards.score import GIVEN_UP, Reward, RewardFailed, RewardWrapper, call_reward, is_own
+from grpo_recipes.rewards.score import NOT_CALLED, Reward, RewardFailed, RewardWrapper, call_reward, is_user_reward
 
 if TYPE_CHECKING:
     from grpo_recipes.data.problems import Counts
 
 TAG, TAGGED_BOX, BOX = "<answer>%s</answer>", r"<answer>\boxed{%s}</answer>", r"\boxed{%s}"
 # Formats of an answer that the user's own reward may read.
-OWN_WRITINGS = [
+USER_FORMATS = [
     "%s", TAG, BOX, TAGGED_BOX, "#### %s", "Answer: %s", "<think>\nreasoning\n</think>\n<answer>\n%s\n</answer>"
 ]  # fmt: skip
 _ROWS_IN_ALL_WRITINGS = 8  # later rows try one format each: the user's reward may be slow
@@ -54,7 +54,7 @@ _LONG = 200  # characters; an answer that completions can repeat is shorter
 
 
 @dataclass(frozen=True)
-class Try:
+class ProbeCompletion:
     """One completion shown to a reward, and its score."""
 
     prompt: str
@@ -82,9 +82,9 @@ class ProbeResult:
     missed: int | None = None
     taken: int | None = None
     faults: list[tuple[str, str]] = field(default_factory=list)  # what is wrong, a line each, with the fix
-    failures: list[Try] = field(default_factory=list)  # the first completions it scored wrongly
+    failures: list[ProbeCompletion] = field(default_factory=list)  # the first completions it scored wrongly
     skipped: int = 0  # completions that were not tried, because the reward is slow
-    unpaid: Try | None = None  # a right answer that the user's reward pays no better than wrong ones
+    unpaid: ProbeCompletion | None = None  # a right answer that the user's reward pays no better than wrong ones
 
     @property
     def tells_apart(self) -> bool:
@@ -134,7 +134,7 @@ def _probe_together(
     strict, most_missing = recipe["answer_matching"] == "strict", recipe["reward_max_no_verdict"]
     handed = recipe["reward_environment"]
     with (
-        refusing_rewards(recipe),
+        reward_errors_as_config_errors(recipe),
         tempfile.TemporaryDirectory() as folder,
         lent_rewards(settings, Path(folder), left_out) as rewards,
     ):
@@ -143,7 +143,7 @@ def _probe_together(
 
 
 @contextlib.contextmanager
-def refusing_rewards(recipe: Recipe) -> Iterator[None]:
+def reward_errors_as_config_errors(recipe: Recipe) -> Iterator[None]:
     """Raise what a reward that cannot be loaded or called says as a ConfigError; show where its own code raised."""
     try:
         yield
@@ -156,7 +156,7 @@ def refusing_rewards(recipe: Recipe) -> Iterator[None]:
         raise config_error(recipe.place("reward_funcs"), str(error), fix) from error
 
 
-def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[ProbeResult]) -> list[Problem]:
+def find_problems(recipe: Recipe, rows: list[dict[str, Any]], findings: list[ProbeResult]) -> list[Problem]:
     """Return what is wrong with the rewards, one line a fault, and with solutions that no completion can equal."""
     where = recipe.place("reward_funcs")
     faults = [(finding.reward, *fault) for finding in findings for fault in finding.faults]
@@ -165,11 +165,11 @@ def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Probe
         found += [_unpaid_problem(recipe, finding) for finding in findings if _reads_solution(recipe, finding)]
     if not found and findings and not any(finding.tells_apart for finding in findings):
         what = "no reward tells right answers from wrong ones: all get the same on average"
-        if example := next(filter(None, map(unpaid_text, findings)), ""):
+        if example := next(filter(None, map(describe_unpaid, findings)), ""):
             what += f", e.g. {example.rpartition(': ')[2]}"
         fix = f"add one that does, e.g. {DEFAULT_ACCURACY}, or correct your own"
-        if any(is_own(finding.reward) for finding in findings):
-            formats = ", ".join(" ".join((writing % 42).split()) for writing in OWN_WRITINGS)
+        if any(is_user_reward(finding.reward) for finding in findings):
+            formats = ", ".join(" ".join((writing % 42).split()) for writing in USER_FORMATS)
             fix += f", which must read one of these formats: {formats}"
         found.append(Problem(where, what, fix))
     known = rewards()
@@ -205,8 +205,8 @@ def _reads_solution(recipe: Recipe, finding: ProbeResult) -> bool:
 
 def _unpaid_problem(recipe: Recipe, finding: ProbeResult) -> Problem:
     fix = "correct it; it takes the reference solution and must read one of these formats: "
-    fix += ", ".join(" ".join((writing % 42).split()) for writing in OWN_WRITINGS)
-    return Problem(recipe.place("reward_funcs"), f"reward '{finding.reward}' {unpaid_text(finding)}", fix)
+    fix += ", ".join(" ".join((writing % 42).split()) for writing in USER_FORMATS)
+    return Problem(recipe.place("reward_funcs"), f"reward '{finding.reward}' {describe_unpaid(finding)}", fix)
 
 
 def probe(
@@ -225,7 +225,7 @@ def probe(
     """
     entry = rewards().get(name)
     ours = entry is not None
-    writings = OWN_WRITINGS
+    writings = USER_FORMATS
     if entry is not None:
         writings = list(entry.writings) or [TAG, *(() if strict else [TAGGED_BOX])]
     shown = _tries(rows, writings, len(rows) if ours else _ROWS_IN_ALL_WRITINGS)
@@ -239,29 +239,32 @@ def probe(
     bad = _judge(finding, tries, entry.accuracy) if entry is not None and entry.reads_answer else []
     unfit = [one for one in missing if (one.reason or "").startswith(_UNFIT)]
     silent = [one.reason for one in missing if one.reason and one.reason.startswith(NO_ANSWER)]
-    if len(silent) > most_missing * sum(one.reason != GIVEN_UP for one in tries):
+    if len(silent) > most_missing * sum(one.reason != NOT_CALLED for one in tries):
         finding.faults.append((f"got {silent[0]}", _server_fix(handed)))
         return finding
-    if isinstance(reward, IsolatedReward) and any(one.reason == GIVEN_UP for one in missing):
+    if isinstance(reward, IsolatedReward) and any(one.reason == NOT_CALLED for one in missing):
         done = list(reward.pool.scores.values())
         late = f"{sum(score.reason == TIME_LIMIT for score in done)} of {len(done)} completions"
         what = f"is over reward_timeout ({reward.timeout:g} s) on {late}; the rest was not tried"
         finding.faults.append((what, "make it faster, or raise reward_timeout"))
-        finding.failures = [one for one in missing if one.reason != GIVEN_UP][:_SHOWN]
+        finding.failures = [one for one in missing if one.reason != NOT_CALLED][:_SHOWN]
         return finding
     if unfit or len(missing) > most_missing * len(tries):
-        what = f"leaves {len(missing)} of {len(tries)} completions unscored ({why(name, (unfit or missing)[0].reason)})"
+        reason = unscored_reason(name, (unfit or missing)[0].reason)
+        what = f"leaves {len(missing)} of {len(tries)} completions unscored ({reason})"
         finding.faults.append((what, "look at the reference solutions" if ours else "correct it"))
     finding.failures = [*bad, *(one for one in missing if one.reason or finding.faults)][:_SHOWN]
     return finding
 
 
-def _scored(reward: Reward, shown: Sequence[tuple[dict[str, Any], Try]], most_missing: float) -> list[Try]:
+def _scored(
+    reward: Reward, shown: Sequence[tuple[dict[str, Any], ProbeCompletion]], most_missing: float
+) -> list[ProbeCompletion]:
     """Score completions, first a few: a slow reward is shown only as many more as it scores in ``_MOST_SECONDS``."""
     began = time.monotonic()
     first = _call(reward, shown[:_FIRST], most_missing)
     spent, more = time.monotonic() - began, len(shown) - len(first)
-    if any(one.reason == GIVEN_UP for one in first):
+    if any(one.reason == NOT_CALLED for one in first):
         return first
     if first and more:  # the first call of all may import something, so its time is no measure
         longest = max((score.seconds for score in getattr(reward, "scores", ())), default=0.0)
@@ -270,7 +273,9 @@ def _scored(reward: Reward, shown: Sequence[tuple[dict[str, Any], Try]], most_mi
     return first + _call(reward, shown[len(first) : len(first) + more], most_missing)
 
 
-def _call(reward: Reward, shown: Sequence[tuple[dict[str, Any], Try]], most_missing: float) -> list[Try]:
+def _call(
+    reward: Reward, shown: Sequence[tuple[dict[str, Any], ProbeCompletion]], most_missing: float
+) -> list[ProbeCompletion]:
     """Call a reward with the arguments that TRL gives. All completions count as one token long: their text decides."""
     if not shown:
         return []
@@ -288,14 +293,14 @@ def _call(reward: Reward, shown: Sequence[tuple[dict[str, Any], Try]], most_miss
     return [replace(one, value=score.value, reason=score.reason) for (_, one), score in pairs]
 
 
-def _unpaid(tries: Sequence[Try]) -> Try | None:
+def _unpaid(tries: Sequence[ProbeCompletion]) -> ProbeCompletion | None:
     """Return the first right answer that gets no more than the best wrong one."""
     best = max((one.value for one in tries if not one.right and one.value is not None), default=None)
     paid = [one for one in tries if one.right and one.value is not None]
     return next((one for one in paid if best is not None and one.value is not None and one.value <= best), None)
 
 
-def unpaid_text(result: ProbeResult) -> str:
+def describe_unpaid(result: ProbeResult) -> str:
     """Return what a message says after the name of a reward that pays right answers like wrong ones, with an example.
 
     The text is empty for other rewards.
@@ -335,12 +340,12 @@ def _watch(reward: IsolatedReward, most_missing: float) -> Callable[[], bool]:
     return look
 
 
-def why(name: str, reason: str | None) -> str:
+def unscored_reason(name: str, reason: str | None) -> str:
     """Return why a completion is unscored, for a person."""
     return reason or ("it returned None" if name not in rewards() else "it cannot read the reference solution")
 
 
-def corruptions(answer: str, others: Sequence[str]) -> list[str]:
+def wrong_answers(answer: str, others: Sequence[str]) -> list[str]:
     """Return wrong answers near a reference solution; the first that differs of those of ``others`` is one."""
     number = _LAST_NUMBER.search(answer)
     wrong = [f"{answer}1"]
@@ -348,22 +353,24 @@ def corruptions(answer: str, others: Sequence[str]) -> list[str]:
         end = number.end()
         changed = str((int(answer[end - 1]) + 1) % 10)
         wrong = [answer[: end - 1] + changed + answer[end:], f"{answer[:end]}1{answer[end:]}"]
-    wrong += [other for other in others if not same(other, answer) and other != answer][:1]
-    return [text for text in wrong if not same(text, answer)] + [""]
+    wrong += [other for other in others if not is_same_answer(other, answer) and other != answer][:1]
+    return [text for text in wrong if not is_same_answer(text, answer)] + [""]
 
 
 def _tries(
     rows: Sequence[dict[str, Any]], writings: Sequence[str], rows_in_all: int
-) -> list[tuple[dict[str, Any], Try]]:
+) -> list[tuple[dict[str, Any], ProbeCompletion]]:
     """Return the completions to show, each with its row: ``rows_in_all`` rows in all writings, later rows in one."""
     answers, shown = [row["answer"] for row in rows], []
     for place, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         prompt = str(row["prompt"][-1]["content"]) if row.get("prompt") else ""
         listed = _listed_answers(row)
-        right, wrong = listed or ([answer], corruptions(answer, answers[place + 1 :] + answers[:place]))
+        right, wrong = listed or ([answer], wrong_answers(answer, answers[place + 1 :] + answers[:place]))
         for writing in writings if place < rows_in_all else [writings[place % len(writings)]]:
-            shown += [(row, Try(prompt, answer, writing, writing % text, True)) for text in right[:_MOST_RIGHT]]
-            shown += [(row, Try(prompt, answer, writing, writing % text, False)) for text in wrong]
+            shown += [
+                (row, ProbeCompletion(prompt, answer, writing, writing % text, True)) for text in right[:_MOST_RIGHT]
+            ]
+            shown += [(row, ProbeCompletion(prompt, answer, writing, writing % text, False)) for text in wrong]
     return shown
 
 
@@ -373,7 +380,7 @@ def _listed_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | Non
     return next((answers for function in functions if (answers := function(row)) is not None), None)
 
 
-def _means(tries: list[Try], writings: Sequence[str]) -> tuple[float, float | None, float | None]:
+def _means(tries: list[ProbeCompletion], writings: Sequence[str]) -> tuple[float, float | None, float | None]:
     """Return how far the means of right and wrong ones in these writings are apart, and both."""
     known = [(one.right, one.value) for one in tries if one.writing in writings and one.value is not None]
     right, wrong = ([value for is_right, value in known if is_right is side] for side in (True, False))
@@ -381,7 +388,7 @@ def _means(tries: list[Try], writings: Sequence[str]) -> tuple[float, float | No
     return apart, fmean(right) if right else None, fmean(wrong) if wrong else None
 
 
-def _judge(finding: ProbeResult, tries: list[Try], exact: bool) -> list[Try]:
+def _judge(finding: ProbeResult, tries: list[ProbeCompletion], exact: bool) -> list[ProbeCompletion]:
     """Count wrong scores; a right answer must get 1 if ``exact``, otherwise more than every wrong one."""
     right = [(one, one.value) for one in tries if one.right and one.value is not None]
     due = 1.0 if exact else min((value for _, value in right), default=1.0)

@@ -17,7 +17,7 @@ from grpo_recipes.recipe.user_code import copy_path, load_object, source_path, s
 from grpo_recipes.runs.stop_request import CutShort, StopRequest
 
 Reward = Callable[..., list[float | None]]
-GIVEN_UP = "not called: too many unscored before it, or the run was stopped"
+NOT_CALLED = "not called: too many unscored before it, or the run was stopped"
 _LONGEST_REASON = 300  # characters; a reply of a child must fit a pipe's atomic write
 
 
@@ -43,7 +43,7 @@ class Score:
         return self.reason is not None
 
 
-def is_own(name: str) -> bool:
+def is_user_reward(name: str) -> bool:
     """Return whether a recipe's reward is the user's own: ``module:function`` or ``file.py:function``."""
     return ":" in name
 
@@ -67,16 +67,16 @@ def load_reward(spec: str, copies: Path | None) -> Reward:
 
     RewardFailed where it is not there, raises or does not fit.
     """
-    if not is_own(spec):
+    if not is_user_reward(spec):
         return make_reward(spec)
     place, name = split_spec(spec)
     gone = not place.endswith(".py") and source_path(spec) is None
     failed = (Exception, SystemExit)
-    with translate(failed, lambda error: RewardFailed(f"reward '{spec}' cannot be loaded: {described(error)}")):
+    with translate(failed, lambda error: RewardFailed(f"reward '{spec}' cannot be loaded: {describe_error(error)}")):
         function: Reward = load_object(f"{copy_path(spec, copies)}:{name}" if copies and gone else spec, copies)
         if not callable(function):
             raise TypeError(f"it is a {type(function).__name__}, not a function")
-        takes = parameters(function)
+        takes = accepted_columns(function)
         if takes is not None and "completions" not in takes:
             raise TypeError(
                 f"it takes no argument 'completions'; write def {function.__name__}(completions, **columns)"
@@ -84,14 +84,14 @@ def load_reward(spec: str, copies: Path | None) -> Reward:
     return function
 
 
-def parameters(function: Callable[..., Any]) -> list[str] | None:
+def accepted_columns(function: Callable[..., Any]) -> list[str] | None:
     """Return the names of the columns a reward takes, None for all."""
     kinds = inspect.signature(function).parameters.values()
     everything = any(parameter.kind == parameter.VAR_KEYWORD for parameter in kinds)
     return None if everything else [parameter.name for parameter in kinds]
 
 
-def taken(columns: Mapping[str, Sequence[Any]], takes: Sequence[str] | None) -> dict[str, Sequence[Any]]:
+def select_columns(columns: Mapping[str, Sequence[Any]], takes: Sequence[str] | None) -> dict[str, Sequence[Any]]:
     """Return the columns that a reward with these ``parameters`` takes."""
     return {name: values for name, values in columns.items() if takes is None or name in takes}
 
@@ -104,7 +104,7 @@ def call_reward(function: Callable[..., Any], columns: Mapping[str, Sequence[Any
         return await result
 
     result = event_loop().run(awaited()) if inspect.isawaitable(result) else result
-    return scores_of(result, rows, getattr(function, "converts", None))
+    return read_scores(result, rows, getattr(function, "converts", None))
 
 
 @functools.cache
@@ -115,7 +115,7 @@ def event_loop() -> Any:
     return asyncio.Runner()
 
 
-def scores_of(result: Any, rows: int, converts: Callable[[Any], Score] | None = None) -> list[Score]:
+def read_scores(result: Any, rows: int, converts: Callable[[Any], Score] | None = None) -> list[Score]:
     """Return the scores in what a reward returned for ``rows`` completions; ``converts`` makes one of an entry."""
     if hasattr(result, "tolist") and getattr(result, "ndim", 0) == 1:
         result = result.tolist()
@@ -134,12 +134,12 @@ def _score(entry: Any) -> Score:
     try:
         value = float(entry)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        return Score(None, described(error))
+        return Score(None, describe_error(error))
     problem = reward_problem(value)
     return Score(value) if problem is None else Score(None, f"not a number: {problem}")
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an exception in one short line."""
     if isinstance(error, ConfigError):
         return error.problems[0].what  # its fix would be a second one
@@ -202,11 +202,11 @@ class RewardWrapper:
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
         try:
             with self.stop.interrupting() if self.stop else contextlib.nullcontext():
-                scores = call_reward(self._function, taken(columns, parameters(self._function)), rows)
+                scores = call_reward(self._function, select_columns(columns, accepted_columns(self._function)), rows)
         except CutShort:
-            return [Score(None, GIVEN_UP)] * rows
+            return [Score(None, NOT_CALLED)] * rows
         except Exception as error:
-            what = described(error)
+            what = describe_error(error)
             what += self._about_column(what)
             verb = "got" if what.startswith(NO_ANSWER) else "raised"
             raise RewardFailed(f"reward '{self.spec}' {verb} {what}") from error

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import config_error, translate
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 from grpo_recipes.rollouts.openai import CompletionClient, Failed, Sample, SamplingParameters
 from grpo_recipes.rollouts.turns import derived
-from grpo_recipes.runs.rundir import forget, json_mapping, without_damaged_end, write_json
+from grpo_recipes.runs.rundir import json_mapping, remove_files, without_damaged_end, write_json
 
 Row = dict[str, Any]
 _OUT = "--out"
@@ -69,7 +69,7 @@ class CompletionsFile:
         self._file.truncate(len(whole))
         for number, line in enumerate(whole.splitlines(), start=1):
             row = json_mapping(line) or {}
-            index, where = row.get("index"), f"{shown(self.path)}:{number}"
+            index, where = row.get("index"), f"{display_path(self.path)}:{number}"
             if not isinstance(index, int) or not isinstance(row.get("completions"), list) or index in self.done:
                 raise config_error(where, "is not a row of this command", "remove the line, or name another --out")
             if index < len(self._rows) and row.get("prompt") != self._rows[index]["prompt"]:
@@ -109,7 +109,7 @@ def opened(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> Iter
     new_folders = [folder for folder in path.parents if not folder.exists()]
 
     def unwritable(error: OSError) -> Exception:
-        return config_error(_OUT, f"cannot write {shown(path)} ({error.strerror})", "name a file you may write")
+        return config_error(_OUT, f"cannot write {display_path(path)} ({error.strerror})", "name a file you may write")
 
     with translate(OSError, unwritable):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def opened(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> Iter
             fcntl.flock(file._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fix = "wait for it, or name another --out"
-            raise config_error(_OUT, f"another process writes {shown(path)}", fix) from None
+            raise config_error(_OUT, f"another process writes {display_path(path)}", fix) from None
         ours = True
         if path.stat().st_size:
             _compare(path, json_mapping(beside), json.loads(json.dumps(settings)))
@@ -132,7 +132,7 @@ def opened(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> Iter
         file.close()
         with suppress(OSError):  # somebody removed the file, or has others in the folder
             if ours and path.stat().st_size == 0:
-                forget(path, beside)
+                remove_files(path, beside)
                 for folder in new_folders:
                     folder.rmdir()
 
@@ -140,13 +140,13 @@ def opened(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> Iter
 def _compare(path: Path, before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
     """Refuse to continue a file that was made otherwise."""
     if before is None:
-        what = f"{shown(path)} exists, and {path.name}.settings.json, which says how it was made, does not"
+        what = f"{display_path(path)} exists, and {path.name}.settings.json, which says how it was made, does not"
         raise config_error(_OUT, what, "name another file, or remove this one")
     others = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if others:
         said = "; ".join(f"{name} {before.get(name)}, now {now.get(name)}" for name in others)
         fix = "name another file, go back to those settings, or remove it"
-        raise config_error(_OUT, f"{shown(path)} was made with other settings: {said}", fix)
+        raise config_error(_OUT, f"{display_path(path)} was made with other settings: {said}", fix)
 
 
 def generate(

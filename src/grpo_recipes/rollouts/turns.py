@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.numbers import LARGEST, reward_problem
+from grpo_recipes.numbers import LARGEST_REWARD, reward_problem
 
 Message = dict[str, str]  # role, content
 POLICY, BASE = "policy", "base"  # models that play opponents: the one that is trained, and what it began as
@@ -32,7 +32,7 @@ class Turn:
 
     def __post_init__(self) -> None:
         if problem := reward_problem(self.reward):
-            raise config_error("environment", f"it gave the reward {problem}", f"return at most {LARGEST:.0e}")
+            raise config_error("environment", f"it gave the reward {problem}", f"return at most {LARGEST_REWARD:.0e}")
 
 
 class Environment(Protocol):

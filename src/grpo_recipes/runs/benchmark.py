@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from grpo_recipes.recipe.converters import BRIDGE_MODES
-from grpo_recipes.runs.health import known, number
+from grpo_recipes.runs.health import finite_number, without_gaps
 from grpo_recipes.runs.rundir import Run, read_metrics, write_last_json
 
 FILE = "benchmark.json"
@@ -33,14 +33,16 @@ def numbers_of(run: Run) -> dict[str, Any]:
     steps, in_place = len(rows), run.plan.get("bridge") == _IN_PLACE
 
     def total(*names: str) -> float:
-        return math.fsum(known(number(row.get(name)) for row in rows for name in names))
+        return math.fsum(without_gaps(finite_number(row.get(name)) for row in rows for name in names))
 
     step = total("seconds/update", *(["seconds/sync"] if in_place else []))
     sync, syncs = (0.0, 0) if in_place else (total("seconds/sync"), int(total("syncs")))
     fetch = total("seconds/sample", "seconds/score")
     # A launch that was killed has written no seconds of its own, only the rows of its steps.
-    whole = max(number(run.summary.get("launch_seconds")) or 0.0, total("seconds/step"))
-    peaks, memory = (known(number(row.get(name)) for row in rows) for name in ("memory/peak_gb", "memory/gb"))
+    whole = max(finite_number(run.summary.get("launch_seconds")) or 0.0, total("seconds/step"))
+    peaks, memory = (
+        without_gaps(finite_number(row.get(name)) for row in rows) for name in ("memory/peak_gb", "memory/gb")
+    )
     whose = "process" if run.plan.get("flavour") == "cpu" else "gpu"
     numbers = {
         "total_time_seconds": whole,

@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 from grpo_recipes.runs.rundir import json_mapping, write_json
 
 MARKER = "COMPLETE"
@@ -71,7 +71,9 @@ def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**others, CHECKSUM: new_digest(json.dumps(others, sort_keys=True).encode()).hexdigest()}
 
 
-def publish(staged: Path, folder: Path, step: int, world_size: int, digests: Mapping[str, str] | None = None) -> None:
+def publish_checkpoint(
+    staged: Path, folder: Path, step: int, world_size: int, digests: Mapping[str, str] | None = None
+) -> None:
     """Mark a staged checkpoint, every rank's part of it written, complete and put it into ``folder``.
 
     ``digests`` are those made while the files were written, by name; the other files are read back.
@@ -89,19 +91,19 @@ def publish(staged: Path, folder: Path, step: int, world_size: int, digests: Map
             ended.callback(pool.shutdown, cancel_futures=True)  # a disk that fails ends the save at once
             read = pool.map(digest_of, to_read)
         for path in paths:
-            flush(path)
+            flush_to_disk(path)
         known |= zip(unknown, read, strict=True)
     content = {"step": step, "world_size": world_size, "files": files, "digests": known}
     (staged / MARKER).write_text(json.dumps(with_checksum(content), indent=1))
-    flush(staged / MARKER)
+    flush_to_disk(staged / MARKER)
     target = folder / staged.name
     if target.exists():  # left incomplete by other software or a broken disk: never resumed, in the way
         shutil.rmtree(target)
     staged.rename(target)
-    flush(folder)
+    flush_to_disk(folder)
 
 
-def flush(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Have the system write a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     with ExitStack() as opened:
@@ -175,10 +177,10 @@ def verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None
     none can be resumed, or the folder is something else, that is a ConfigError, and nothing is renamed.
     """
     if folder.exists() and not folder.is_dir():
-        raise config_error(shown(folder), "is not a folder; a run keeps its checkpoints there", "move it away")
+        raise config_error(display_path(folder), "is not a folder; a run keeps its checkpoints there", "move it away")
     damaged: dict[Path, str] = {}
     for checkpoint in reversed(checkpoint_folders(folder)):
-        what = damage(checkpoint, say)
+        what = find_damage(checkpoint, say)
         if what is None:
             for other, why in damaged.items():
                 endings = itertools.chain([".damaged"], (f".damaged-{number}" for number in itertools.count(2)))
@@ -190,11 +192,11 @@ def verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None
     if damaged:
         each = ", ".join(f"{checkpoint.name} ({why})" for checkpoint, why in damaged.items())
         fix = "launch the recipe as a new run, or move this folder away to start this run again from step 0"
-        raise config_error(shown(folder), f"holds no checkpoint that can be resumed: {each}", fix)
+        raise config_error(display_path(folder), f"holds no checkpoint that can be resumed: {each}", fix)
     return None
 
 
-def damage(checkpoint: Path, say: Callable[[str], None]) -> str | None:
+def find_damage(checkpoint: Path, say: Callable[[str], None]) -> str | None:
     """Return what is wrong with a checkpoint, naming the file, or None. All of it is read, by several threads."""
     marker = _marker(checkpoint)
     if marker is None:
@@ -223,7 +225,7 @@ def prune(folder: Path, limit: int | None) -> None:
 
 
 @contextmanager
-def rewriting(run_dir: Path) -> Iterator[None]:
+def recording_changes(run_dir: Path) -> Iterator[None]:
     """Let our code write files of a run directory, then record the digests of all of them.
 
     There is no record meanwhile: a run that is killed in between resumes unverified, and is not refused.
@@ -239,14 +241,14 @@ def _recorded_files(run_dir: Path) -> list[str]:
     return sorted(str(path.relative_to(run_dir)) for path in found)
 
 
-def need_same_files(run_dir: Path, allow_changed: bool) -> list[str]:
+def verify_run_files(run_dir: Path, allow_changed: bool) -> list[str]:
     """Refuse a resume where what it reads of a run directory is not what our code wrote, one problem a file.
 
     Return notes for the user: what changed (with ``allow_changed``), or that this cannot be known.
     """
     path = run_dir / RECORD
     if not path.exists() or path.stat().st_size == 0:  # of an earlier version, or the node lost power as it was written
-        return [f"cannot verify that recipe and plan are unchanged: {shown(run_dir)} has no {RECORD}"]
+        return [f"cannot verify that recipe and plan are unchanged: {display_path(run_dir)} has no {RECORD}"]
     record = json_mapping(path)
     if record is None or record != with_checksum(record):
         found = [(RECORD, "is damaged: it cannot show that the files of the run are unchanged")]
@@ -254,7 +256,7 @@ def need_same_files(run_dir: Path, allow_changed: bool) -> list[str]:
         files = record["files"]
         found = [(name, "was not written by this run") for name in _recorded_files(run_dir) if name not in files]
         found += _differences(run_dir, files, files)
-    problems = [Problem(shown(run_dir / name), what, _RESTORE) for name, what in found]
+    problems = [Problem(display_path(run_dir / name), what, _RESTORE) for name, what in found]
     if problems and not allow_changed:
         raise ConfigError(*problems)
     return [f"{problem.where} {problem.what}; this attempt goes on with it as it is" for problem in problems]

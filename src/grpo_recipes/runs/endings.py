@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.paths import as_argument, shown
+from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.registry import NO_ANSWER
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies
@@ -34,7 +34,7 @@ warning = partial(Finding, WARNING)  # a run may suffer from it
 problem = partial(Finding, PROBLEM)  # a run fails on it, or is not what it seems
 
 
-def together(findings: Iterable[Finding]) -> Finding:
+def combine_findings(findings: Iterable[Finding]) -> Finding:
     """Return findings of one check as one: the worst status with all that is not ok, the worst first."""
     found = sorted(findings, key=lambda finding: -_SEVERITY.index(finding.status))
     named = [finding for finding in found if finding.status != OK] or found
@@ -116,7 +116,7 @@ _MEMORY_HOST = (
 
 def ending(run: Run) -> Finding:
     """Status, exit code and cause, as the launcher noted them."""
-    status, resume = run.summary.get("status", "unknown"), f"grpo launch --resume {as_argument(run.folder)}"
+    status, resume = run.summary.get("status", "unknown"), f"grpo launch --resume {shell_path(run.folder)}"
     steps = f"{run.summary.get('steps', len(run.rows))} steps"
     if status == "completed" or (status == "running" and run.is_running()):
         return ok(f"{status}, {steps}")
@@ -155,12 +155,12 @@ def server_log(run: Run) -> Finding:
     path, text = run.logs["server"], run.texts["server"]
     if not text and not run.rows:
         fix = "were GPUs allocated? nvidia-smi -L in a job, sbatch --gres=gpu:8; see gpus and slurm in grpo doctor"
-        return problem(f"{shown(path)} is empty: the server never started", fix)
+        return problem(f"{display_path(path)} is empty: the server never started", fix)
     if not run.rows and "died before it was ready" in run.cause:
         errors = re.findall(r"(?:^|\s)((?:[A-Za-z_.]*(?:Error|Exception|NotFound)): [^\n]{1,200})", text)
         last = errors[-1] if errors else "no error in its log"
-        return problem(f"the server died while starting: {last}", f"read {shown(path)}")
-    return ok(f"{shown(path)}, {path.stat().st_size // 1000} kB")
+        return problem(f"the server died while starting: {last}", f"read {display_path(path)}")
+    return ok(f"{display_path(path)}, {path.stat().st_size // 1000} kB")
 
 
 def out_of_memory(run: Run) -> Finding:
@@ -239,7 +239,7 @@ def reward_fix(run: Run, cause: str) -> str:
     failed = re.search(r"(?:RewardFailed|TooManyWithoutVerdict).*?[Rr]eward '([^']+):\w+'", cause)
     if failed is None:
         return ""
-    file, resume = failed[1], f"grpo launch --resume {as_argument(run.folder)}"
+    file, resume = failed[1], f"grpo launch --resume {shell_path(run.folder)}"
     if wanted := re.search(r"write reward_environment: \[(\w+)\]", cause):
         edit, resume = f"export {wanted[1]} where you launch", f"{resume} --reward_environment {wanted[1]}"
     elif NO_ANSWER in cause:
@@ -284,4 +284,4 @@ def advice(run: Run, cause: str) -> str:
     with suppress(ConfigError):  # a file is damaged
         fixes += [finding.fix for look in (weights_guard, out_of_memory) if (finding := look(run)).status == PROBLEM]
         fixes += [message.fix for message in _messages_in("\n".join(run.texts.values()))]
-    return [*fixes, f"its log says more; grpo doctor --run {as_argument(run.folder)} looks further"][0]
+    return [*fixes, f"its log says more; grpo doctor --run {shell_path(run.folder)} looks further"][0]

@@ -16,8 +16,10 @@ from typing import Any
 
 from grpo_recipes.recipe.registry import OBJECTIVES, TAU_TARGETS, tau_targets
 
-MANY = 10  # steps in a row, or steps averaged, before anything is said while a run goes on; as many until it is over
-FEW = 5  # steps of a run that ended with fewer than MANY
+ENOUGH_STEPS = (
+    10  # steps in a row, or steps averaged, before anything is said while a run goes on; as many until it is over
+)
+ENOUGH_STEPS_AT_END = 5  # steps of a run that ended with fewer than MANY
 ZERO_REWARD = 1e-6
 FEW_SIGNALS = 0.8  # share of completions whose whole group got one reward
 CUT_OFF = 0.25  # share of completions that reach max_completion_length
@@ -69,36 +71,36 @@ class Health:
 
     def add(self, row: Row) -> list[Notice]:
         """Look at the next row; return the notices that appear with it, or come back after ``MANY`` rows away."""
-        step = number(row.get("step"))
+        step = finite_number(row.get("step"))
         if step is None:
             return []
-        self.rows, self.last, self.max_steps = self.rows + 1, int(step), number(row.get("max_steps")) or 0.0
+        self.rows, self.last, self.max_steps = self.rows + 1, int(step), finite_number(row.get("max_steps")) or 0.0
         for name, is_true in _STREAKS.items():
-            self.streaks[name].add(self.last, is_true(row), number(row.get("reward")) or 0.0)
+            self.streaks[name].add(self.last, is_true(row), finite_number(row.get("reward")) or 0.0)
         for key, metric in self.metrics.items():
-            metric.add(self.last, number(row.get(key)))
+            metric.add(self.last, finite_number(row.get(key)))
         for key in row:
-            if (one := _REWARD.fullmatch(key)) and (value := number(row[key])) is not None:
+            if (one := _REWARD.fullmatch(key)) and (value := finite_number(row[key])) is not None:
                 self.silent[one[1]] = self.silent.get(one[1], 0) + 1 if abs(value) < ZERO_REWARD else 0
-        new, holding = [], self._holding(MANY)
+        new, holding = [], self._holding(ENOUGH_STEPS)
         for rule in _RULES:
-            away = self._away.get(rule.name, MANY)
+            away = self._away.get(rule.name, ENOUGH_STEPS)
             self._away[rule.name] = 0 if rule.name in holding else away + 1
-            if rule.name in holding and away >= MANY:
+            if rule.name in holding and away >= ENOUGH_STEPS:
                 self._since[rule.name] = holding[rule.name]["first"]
                 new.append(self._notice(rule, holding[rule.name]))
         return new
 
     def notices(self, over: bool = False) -> list[Notice]:
         """Return what is true of the run now; one that is ``over`` before ``MANY`` steps is judged by those it has."""
-        holding = self._holding(min(MANY, max(FEW, self.rows)) if over else MANY)
+        holding = self._holding(min(ENOUGH_STEPS, max(ENOUGH_STEPS_AT_END, self.rows)) if over else ENOUGH_STEPS)
         return [self._notice(rule, holding[rule.name]) for rule in _RULES if rule.name in holding]
 
     def _holding(self, enough: int) -> dict[str, Facts]:
         """Return the facts of each rule that holds by this many rows at least, unless another rule says more."""
         found = {rule.name: facts for rule in _RULES if (facts := rule.facts(self, enough))}
         # What was said until a few rows ago is still in the averages of the rules that say less.
-        said = found.keys() | {name for name, rows in self._away.items() if rows < MANY}
+        said = found.keys() | {name for name, rows in self._away.items() if rows < ENOUGH_STEPS}
         return {rule.name: found[rule.name] for rule in _RULES if rule.name in found and said.isdisjoint(rule.said_by)}
 
     def _notice(self, rule: _Rule, facts: Facts) -> Notice:
@@ -108,7 +110,7 @@ class Health:
         return Notice(rule.name, text, fix, first, self.last, rule.serious)
 
 
-def notices_of(rows: Iterable[Row], value: Value, over: bool = True) -> list[Notice]:
+def find_notices(rows: Iterable[Row], value: Value, over: bool = True) -> list[Notice]:
     """Return what is true of the run with these rows; ``value`` and ``over`` as in ``Health``."""
     health = Health(value)
     for row in rows:
@@ -116,13 +118,13 @@ def notices_of(rows: Iterable[Row], value: Value, over: bool = True) -> list[Not
     return health.notices(over)
 
 
-def number(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """Return a number of a row that can be added up, or None: ``inf`` and ``nan`` are texts there."""
     usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return float(value) if usable else None
 
 
-def known(values: Iterable[float | None]) -> list[float]:
+def without_gaps(values: Iterable[float | None]) -> list[float]:
     """Return the values without the gaps."""
     return [value for value in values if value is not None]
 
@@ -137,7 +139,7 @@ def first_and_last(rewards: Sequence[float]) -> tuple[float | None, float | None
     return mean(rewards[:FIRST_STEPS]), mean(rewards[-LAST_STEPS:])
 
 
-def windows(steps: int) -> str:
+def describe_means(steps: int) -> str:
     """Return which steps the two means of ``first_and_last`` are of, which overlap in a short run."""
     text = f"means of the first {min(steps, FIRST_STEPS)} and the last {min(steps, LAST_STEPS)}"
     return text + (", which overlap" if steps < FIRST_STEPS + LAST_STEPS else "")
@@ -190,14 +192,14 @@ class _Metric:
     """Keep the first and the last values of a metric, each with its step."""
 
     begin: list[tuple[int, float]] = field(default_factory=list)  # FEW
-    window: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MANY))
+    window: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=ENOUGH_STEPS))
     count: int = 0
     most: float = -math.inf
 
     def add(self, step: int, value: float | None) -> None:
         """Look at a row."""
         if value is not None:
-            self.begin += [(step, value)] if self.count < FEW else []
+            self.begin += [(step, value)] if self.count < ENOUGH_STEPS_AT_END else []
             self.window.append((step, value))
             self.count, self.most = self.count + 1, max(self.most, value)
 
@@ -206,21 +208,21 @@ def _where(key: str, test: Callable[[float], bool], also: str = "step") -> Calla
     """Return a test of one metric of a row: None where that metric, or ``also``, is not a number."""
 
     def is_true(row: Row) -> bool | None:
-        found = number(row.get(key))
-        return None if found is None or number(row.get(also)) is None else test(found)
+        found = finite_number(row.get(key))
+        return None if found is None or finite_number(row.get(also)) is None else test(found)
 
     return is_true
 
 
 def _no_gradient(row: Row) -> bool | None:
-    norm = number(row.get("grad_norm"))
+    norm = finite_number(row.get("grad_norm"))
     # Without a difference between rewards there is no gradient, which another rule says.
     return None if norm is None else norm == 0 and row.get("frac_reward_zero_std") != 1
 
 
 def _broken(*keys: str) -> Callable[[Row], bool]:
     """Return a test of whether one of the metrics is there and not finite."""
-    return lambda row: any(number(row.get(key)) is None for key in keys if row.get(key) is not None)
+    return lambda row: any(finite_number(row.get(key)) is None for key in keys if row.get(key) is not None)
 
 
 _STREAKS: dict[str, Callable[[Row], bool | None]] = {
@@ -291,7 +293,7 @@ def _entropy(health: Health, enough: int) -> Facts | None:
     metric = health.metrics["entropy"]
     if metric.count < enough:
         return None
-    recent = list(metric.window)[-FEW:]
+    recent = list(metric.window)[-ENOUGH_STEPS_AT_END:]
     before, now = statistics.fmean(value for _, value in metric.begin), statistics.median(value for _, value in recent)
     return {"first": recent[0][0], "before": before, "now": now} if 0 < before * COLLAPSED > now else None
 
@@ -305,7 +307,7 @@ def _learning_rate(health: Health, enough: int) -> Facts | None:
     if not never and zero.count < enough:
         return None
     what = f"no step of {metric.count} took more than {metric.most:.2g} of learning_rate (now {rate:g})"
-    if zero.count >= FEW:
+    if zero.count >= ENOUGH_STEPS_AT_END:
         what = f"the learning rate is 0 in {zero.count} steps in a row: no weight is changed"
     return {"first": zero.first if zero.count else metric.begin[0][0], "what": what}
 

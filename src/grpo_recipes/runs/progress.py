@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.process.terminal import WIDTH, readable
-from grpo_recipes.runs.health import LAST_STEPS, known, mean, number, percent
-from grpo_recipes.runs.rundir import SERVER_STATE, clock, json_mapping
+from grpo_recipes.runs.health import LAST_STEPS, finite_number, mean, percent, without_gaps
+from grpo_recipes.runs.rundir import SERVER_STATE, format_duration, json_mapping
 
 PACE_ROWS = 20  # steps over which the time of one, and of each of its phases, is averaged
 _MANY = 0.1  # share of completions or tokens from which a step's line names it
@@ -39,7 +39,7 @@ def read_phases(run_dir: Path) -> list[Phase]:
     phases = []
     for path in (run_dir / "processes").glob("phase_*.json"):
         rank, record = path.stem.removeprefix("phase_"), json_mapping(path) or {}
-        step, since = number(record.get("step")), number(record.get("since"))
+        step, since = finite_number(record.get("step")), finite_number(record.get("since"))
         if rank.isdecimal() and step is not None and since is not None:
             phases.append(Phase(int(rank), str(record.get("phase")), int(step), since))
     return sorted(phases)
@@ -51,7 +51,7 @@ def has_trained(run_dir: Path) -> bool:
     return bool(phases) and all(phase.name == "end" for phase in phases)
 
 
-def activity(run_dir: Path) -> tuple[str, float]:
+def current_activity(run_dir: Path) -> tuple[str, float]:
     """Return what the processes do that are furthest behind, and since when (``time.time()``); 0 if that is unknown."""
     phases, state = read_phases(run_dir), run_dir / SERVER_STATE
     starting = (json_mapping(state) or {}).get("state") == "starting"
@@ -73,7 +73,7 @@ def seconds_since(since: float) -> str:
     return f"{max(0.0, time.time() - since):.0f} s" if since else "?"
 
 
-class Rows:
+class RowReader:
     """Follow a JSONL file of a run from its present end, or from the rows in the ``last_bytes`` before it."""
 
     def __init__(self, path: Path, last_bytes: int = 0):
@@ -97,25 +97,25 @@ class Progress:
     """The steps of a run, and the line of each."""
 
     def __init__(self, run_dir: Path):
-        self.rows = Rows(run_dir / "metrics.jsonl")
+        self.rows = RowReader(run_dir / "metrics.jsonl")
         self._start: tuple[float, int] | None = None
 
     def line(self, row: Mapping[str, Any], width: int = WIDTH) -> str:
         """Return the line on the terminal for a row that was written just now; a narrow one leaves out what it must."""
         now, step, last = time.monotonic(), row["step"], row.get("max_steps", row["step"])
-        seconds = number(row.get("seconds/step")) or 0.0
+        seconds = finite_number(row.get("seconds/step")) or 0.0
         self._start = began, first = self._start or (now - seconds, step - 1)
-        length, kl, entropy = (number(row.get(key)) for key in ("completions/mean_length", "kl", "entropy"))
+        length, kl, entropy = (finite_number(row.get(key)) for key in ("completions/mean_length", "kl", "entropy"))
         parts = {
             "step": f"step {step}/{last}",
             # A step that uses the completions of an earlier generation has no reward.
             "reward": f"reward {_reward(row['reward'])}" if "reward" in row else "",
-            "won": won(row),
+            "won": won_text(row),
             "length": "" if length is None else f"length {length:.0f}",
             "kl": f"kl {kl:.3f}" if kl is not None else f"entropy {entropy:.2f}" if entropy is not None else "",
             "seconds": _seconds(seconds),
-            "unusual": "  ".join(unusual(row)),
-            "left": f"left {clock((now - began) / max(1, step - first) * (last - step))}",
+            "unusual": "  ".join(unusual_shares(row)),
+            "left": f"left {format_duration((now - began) / max(1, step - first) * (last - step))}",
         }
         for too_much in ("kl", "length", "seconds", "won"):
             if len("  ".join(filter(None, parts.values()))) > width:
@@ -123,15 +123,15 @@ class Progress:
         return "  ".join(filter(None, parts.values()))
 
 
-def standing(rows: Sequence[Mapping[str, Any]], over: bool) -> tuple[str, str, str]:
+def run_position(rows: Sequence[Mapping[str, Any]], over: bool) -> tuple[str, str, str]:
     """Return step, reward, and the time the remaining steps take at the pace of the last, each empty if unknown."""
     if not rows:
         return "", "", ""
-    last, seconds = rows[-1], known(number(row.get("seconds/step")) for row in rows[-PACE_ROWS:])
-    reward = mean(known(number(row.get("reward")) for row in rows[-LAST_STEPS:]))
+    last, seconds = rows[-1], without_gaps(finite_number(row.get("seconds/step")) for row in rows[-PACE_ROWS:])
+    reward = mean(without_gaps(finite_number(row.get("reward")) for row in rows[-LAST_STEPS:]))
     left = ""
     if seconds and "max_steps" in last and not over:
-        left = clock(sum(seconds) / len(seconds) * (last["max_steps"] - last["step"]))
+        left = format_duration(sum(seconds) / len(seconds) * (last["max_steps"] - last["step"]))
     return f"{last['step']}/{last.get('max_steps', '?')}", "" if reward is None else f"{reward:.3f}", left
 
 
@@ -144,29 +144,29 @@ _UNUSUAL = {
 }
 
 
-def unusual(row: Mapping[str, Any]) -> list[str]:
+def unusual_shares(row: Mapping[str, Any]) -> list[str]:
     """Return shares that are not trivial: completions unscored or cut off at their longest, tokens clipped."""
-    shares = [(name, number(row.get(key)) or 0.0, least) for name, (key, least) in _UNUSUAL.items()]
+    shares = [(name, finite_number(row.get(key)) or 0.0, least) for name, (key, least) in _UNUSUAL.items()]
     return [f"{name} {max(1, round(100 * share))}%" for name, share, least in shares if share > least]
 
 
-def won(row: Mapping[str, Any]) -> str:
+def won_text(row: Mapping[str, Any]) -> str:
     """Return the share of a step's episodes that were won, empty where the environment does not say so."""
-    share = number(row.get("episodes/won"))
+    share = finite_number(row.get("episodes/won"))
     return "" if share is None else f"won {100 * share:.0f}%" if 0 <= share <= 1 else f"won {share:.3g}"
 
 
 def episodes_line(row: Mapping[str, Any]) -> str:
     """Return what a row says of its episodes, as ``turns 2  legal 0.97``; empty without an environment."""
-    values = {name: number(one) for name, one in row.items() if name.startswith("episodes/")}
+    values = {name: finite_number(one) for name, one in row.items() if name.startswith("episodes/")}
     found = [f"{name.removeprefix('episodes/')} {one:.3g}" for name, one in values.items() if one is not None]
     more = [f"and {len(found) - _MOST_NUMBERS} more"] if len(found) > _MOST_NUMBERS else []
     return "  ".join(" ".join(readable(one).split()) for one in [*found[:_MOST_NUMBERS], *more])
 
 
-def closing_shares(rows: list[dict[str, Any]]) -> str:
+def unusual_totals(rows: list[dict[str, Any]]) -> str:
     """Return what was not trivial over all steps, or an empty text."""
-    shares = [(name, mean(known(number(row.get(key)) for row in rows)) or 0.0, least)
+    shares = [(name, mean(without_gaps(finite_number(row.get(key)) for row in rows)) or 0.0, least)
               for name, (key, least) in _UNUSUAL.items()]  # fmt: skip
     return ", ".join(f"{name} {percent(share)}" for name, share, least in shares if share > least)
 
@@ -174,13 +174,13 @@ def closing_shares(rows: list[dict[str, Any]]) -> str:
 def evaluation_line(row: Mapping[str, Any]) -> str:
     """Return the line of a row of ``eval.jsonl``."""
     which = f"eval_{row['set']}" if row.get("set") else "eval"
-    reward, length = (number(row.get(f"{which}_{key}")) for key in ("reward", "completions/mean_length"))
+    reward, length = (finite_number(row.get(f"{which}_{key}")) for key in ("reward", "completions/mean_length"))
     facts = [
         f"{which} at step {row['step']}",
         "" if reward is None else f"reward {_reward(reward)}",
         "" if length is None else f"length {length:.0f}",
         f"{row.get('prompts', '?')} prompts",
-        _seconds(number(row.get("seconds")) or 0.0),
+        _seconds(finite_number(row.get("seconds")) or 0.0),
     ]
     return "  ".join(filter(None, facts))
 
@@ -195,7 +195,7 @@ def sample_lines(row: Mapping[str, Any], place: int) -> list[str]:
     prompt = prompt if len(prompt) <= _PROMPT else f"… {prompt[-_PROMPT:]}"
     half = _COMPLETION // 2
     completion = completion if len(completion) <= _COMPLETION else f"{completion[:half]} … {completion[-half:]}"
-    lines = [f"completion of step {row['step']}, reward {_reward(number(one.get('reward')))}:"]
+    lines = [f"completion of step {row['step']}, reward {_reward(finite_number(one.get('reward')))}:"]
     for mark, text in ((">", prompt), ("|", completion or "(empty)")):
         lines += [f"  {mark} {line}" for line in textwrap.wrap(text, WIDTH - 4)]
     return lines

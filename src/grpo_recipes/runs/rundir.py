@@ -21,10 +21,10 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import ConfigError, config_error, translate
-from grpo_recipes.paths import home, is_locked, newest_first, shown
+from grpo_recipes.paths import display_path, home, is_locked, newest_first
 from grpo_recipes.process.tree import is_alive
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.runs.health import LAST_STEPS, first_and_last, known, mean, number
+from grpo_recipes.runs.health import LAST_STEPS, finite_number, first_and_last, mean, without_gaps
 from grpo_recipes.secrets import masked
 
 _REPAIR = "restore it, or correct it by hand"
@@ -80,7 +80,7 @@ class Run:
     def recipe(self) -> dict[str, Any]:
         """The keys given in ``recipe.yaml``."""
         path = self.folder / "recipe.yaml"
-        damaged = config_error(shown(path), "is damaged (not a YAML mapping)", _REPAIR)
+        damaged = config_error(display_path(path), "is damaged (not a YAML mapping)", _REPAIR)
         with translate((yaml.YAMLError, RecursionError), lambda _: damaged):
             given = (yaml.safe_load(path.read_text(errors="replace")) if path.is_file() else None) or {}
         if not isinstance(given, dict):
@@ -135,7 +135,7 @@ class Run:
 
     def numbers(self, key: str, last: int | None = None) -> list[float]:
         """Return the values of a metric that are numbers, in all rows or the last ones."""
-        return known(number(row.get(key)) for row in (self.rows[-last:] if last else self.rows))
+        return without_gaps(finite_number(row.get(key)) for row in (self.rows[-last:] if last else self.rows))
 
     def recent(self, key: str) -> float | None:
         """Return the mean of a metric over the last rows, None where they do not have it."""
@@ -186,7 +186,7 @@ def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Ru
     """
     import importlib.metadata  # 30 ms, for a launch alone
 
-    begun = make_folder(folder, f"cannot make the run directory {shown(folder)}", "processes")
+    begun = make_folder(folder, f"cannot make the run directory {display_path(folder)}", "processes")
     if begun is None:
         return None
     versions = {}
@@ -214,7 +214,7 @@ def find_run(root: Path, which: str, where: str = "--resume", fix: str = "name a
     if which == "last":
         for run in runs_in(root):
             return run
-        raise config_error(where, f"there is no run in {shown(root)}", "name the run directory, or set run_root")
+        raise config_error(where, f"there is no run in {display_path(root)}", "name the run directory, or set run_root")
     for folder in (Path(which), root / which):
         if which and os.path.isfile(folder / "run.json"):  # False too for a name that is too long, or not ours
             return Run(folder.absolute())
@@ -222,7 +222,7 @@ def find_run(root: Path, which: str, where: str = "--resume", fix: str = "name a
     raise config_error(where or "RUN", what if where == which else f"'{which}' {what}", fix)
 
 
-def claim(run: Run) -> int:
+def lock_run(run: Run) -> int:
     """Keep every other launch off this run directory while this process lives; return the lock's descriptor.
 
     Raise ConfigError where a launch that still runs has it.
@@ -236,12 +236,12 @@ def claim(run: Run) -> int:
         except BlockingIOError:  # by a launch, or for a moment by somebody who looks at it (``is_locked``)
             time.sleep(_LOCK_SECONDS)
         except OSError as error:  # Lustre without flock, NFS without a lock daemon
-            note = f"no file locks in {shown(run.folder)} ({error.strerror}): start it once only"
+            note = f"no file locks in {display_path(run.folder)} ({error.strerror}): start it once only"
             print(f"grpo: note: {note}", flush=True)
             break
     else:
         os.close(descriptor)
-        what = f"another launch is running in {shown(run.folder)}"
+        what = f"another launch is running in {display_path(run.folder)}"
         raise config_error("--resume", what, "wait for it, or stop it first")
     os.truncate(descriptor, 0)
     os.write(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode())
@@ -263,7 +263,9 @@ def launcher_of(folder: Path) -> tuple[str, int]:
     path = folder / "lock"
     words = path.read_text(errors="replace").split() if path.is_file() else []
     if len(words) != 2 or not words[1].isdecimal():
-        raise config_error(shown(folder), "its launcher has just begun and has not named itself yet", "try again")
+        raise config_error(
+            display_path(folder), "its launcher has just begun and has not named itself yet", "try again"
+        )
     return words[0], int(words[1])
 
 
@@ -277,7 +279,7 @@ def changed_code(run: Run) -> str | None:
     before = run.identity["code"]
     if home() == run.folder / FROZEN_CODE:
         same = frozen_hash(run.folder) == before["frozen_sha256"]
-        return None if same else f"files under {shown(home())} are no longer those that were frozen"
+        return None if same else f"files under {display_path(home())} are no longer those that were frozen"
     now = code_state()
     texts = {
         "commit": f"the run was made at commit {before['commit']}, the code is at {now['commit']}",
@@ -328,10 +330,10 @@ def _git(*arguments: str) -> str:
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON as ``write_whole`` does."""
-    write_whole(path, json.dumps(content, indent=1, default=str) + "\n")
+    write_atomically(path, json.dumps(content, indent=1, default=str) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old one or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -387,10 +389,12 @@ def without_damaged_end(text: bytes) -> bytes:
 def _readable(path: Path) -> contextlib.AbstractContextManager[None]:
     """Translate the error of a folder in place of a file, or of a file without access, to a ConfigError."""
     kinds = (IsADirectoryError, NotADirectoryError, PermissionError)
-    return translate(kinds, lambda error: config_error(shown(path), f"cannot be used ({error.strerror})", _REPAIR))
+    return translate(
+        kinds, lambda error: config_error(display_path(path), f"cannot be used ({error.strerror})", _REPAIR)
+    )
 
 
-def forget(*paths: Path) -> None:
+def remove_files(*paths: Path) -> None:
     """Remove files of an earlier attempt that are there; raise ConfigError for a folder in place of one."""
     for path in paths:
         with _readable(path):
@@ -404,11 +408,11 @@ def read_json(path: Path) -> dict[str, Any]:
         text = path.read_bytes()
     content = json_mapping(text)
     if content is None:
-        raise config_error(shown(path), "is damaged (not a JSON mapping)", _REPAIR)
+        raise config_error(display_path(path), "is damaged (not a JSON mapping)", _REPAIR)
     for key, (kind, name) in _PARTS.items():
         part = content.get(key, kind())
         if not isinstance(part, kind) or (key == "processes" and not all(isinstance(one, dict) for one in part)):
-            raise config_error(shown(path), f"is damaged ('{key}' is not a {name})", _REPAIR)
+            raise config_error(display_path(path), f"is damaged ('{key}' is not a {name})", _REPAIR)
     return content
 
 
@@ -437,7 +441,7 @@ def _lines(path: Path, lenient: bool = False) -> list[tuple[str, dict[str, Any]]
         if row and isinstance(row.get("step"), int):
             lines.append((line.strip("\0") + "\n", row))
         elif line and not lenient and path.name not in _FOR_PEOPLE:
-            raise config_error(shown(path), f"is damaged (no row: '{line[:40]}')", _REPAIR)
+            raise config_error(display_path(path), f"is damaged (no row: '{line[:40]}')", _REPAIR)
     return lines
 
 
@@ -460,7 +464,7 @@ def move_rows_after(run_dir: Path, step: int) -> int:
         if later:
             with path.with_suffix(".redone.jsonl").open("a") as aside:
                 aside.writelines(later)
-        write_whole(path, "".join(line for line, row in lines if row["step"] <= step))
+        write_atomically(path, "".join(line for line, row in lines if row["step"] <= step))
         moved[path.name] = len(later)
     return moved["metrics.jsonl"]
 
@@ -473,8 +477,10 @@ def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
     A damaged row is passed over: it must not hide how the run ended.
     """
     rows = read_metrics(folder, lenient=True)
-    first, last = first_and_last(known(number(row.get("reward")) for row in rows))
-    evaluated = known(number(row.get("eval_reward")) for row in read_rows(folder / "eval.jsonl", lenient=True))
+    first, last = first_and_last(without_gaps(finite_number(row.get("reward")) for row in rows))
+    evaluated = without_gaps(
+        finite_number(row.get("eval_reward")) for row in read_rows(folder / "eval.jsonl", lenient=True)
+    )
     rewards = {"initial_reward": first, "final_reward": last}
     if evaluated:
         rewards |= {"initial_eval_reward": evaluated[0], "final_eval_reward": evaluated[-1]}
@@ -491,7 +497,7 @@ def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
     return summary
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return seconds as hours:minutes:seconds."""
     minutes, second = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"

@@ -12,7 +12,7 @@ from grpo_recipes.attributes import replaced
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.runs.rundir import stop_file
 
-LOOK_SECONDS = 0.1  # between two looks at the file; it may be on a network disk
+POLL_SECONDS = 0.1  # between two looks at the file; it may be on a network disk
 
 
 class Stopped(BaseException):
@@ -64,7 +64,7 @@ class StopRequest:
     def requested(self) -> bool:
         """Look at the file; return whether a request has come."""
         self._found = self._found or self._signalled or self._file.exists()
-        self._looks_next = time.monotonic() + LOOK_SECONDS
+        self._looks_next = time.monotonic() + POLL_SECONDS
         return self._found
 
     def cutting_short(self) -> AbstractContextManager[None]:
@@ -101,7 +101,7 @@ class StopRequest:
 
     def _signal_when_requested(self, left: threading.Event) -> None:
         while not self.requested():
-            if left.wait(LOOK_SECONDS):
+            if left.wait(POLL_SECONDS):
                 return
         if not left.is_set():
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

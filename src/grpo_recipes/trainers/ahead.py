@@ -18,7 +18,7 @@ from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.attributes import replaced
 from grpo_recipes.rollouts.backends import ServerRollouts, Tokens
-from grpo_recipes.runs.stop_request import LOOK_SECONDS, StopRequest
+from grpo_recipes.runs.stop_request import POLL_SECONDS, StopRequest
 from grpo_recipes.trainers.checkpoints import begin_epoch
 from grpo_recipes.weights.client import run_in_thread
 from grpo_recipes.weights.sampling import sampling_seed
@@ -175,7 +175,7 @@ class OverlappedRollouts(ServerRollouts):
         if flight is None:
             return
         lost_at = time.monotonic() + _LOST_SECONDS
-        while not (done := wait([flight.answer], LOOK_SECONDS).done) and time.monotonic() < lost_at:
+        while not (done := wait([flight.answer], POLL_SECONDS).done) and time.monotonic() < lost_at:
             if not stop.requested() or self._client._served_names() is not None:
                 lost_at = time.monotonic() + _LOST_SECONDS
         if not done or (flight.answer.exception() is not None and stop.requested()):

@@ -21,7 +21,14 @@ from transformers import StoppingCriteriaList
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.attributes import replaced
-from grpo_recipes.runs.checkpoints import flush, is_complete, new_digest, newest_complete, prune, publish
+from grpo_recipes.runs.checkpoints import (
+    flush_to_disk,
+    is_complete,
+    new_digest,
+    newest_complete,
+    prune,
+    publish_checkpoint,
+)
 from grpo_recipes.runs.rundir import read_json
 from grpo_recipes.runs.stop_request import Stopped, StoppedOnRequest, StopRequest
 from grpo_recipes.trainers.model import load_reference, save_reference
@@ -69,11 +76,11 @@ class Checkpoints:
             write()
         if not accelerator.is_main_process:
             for written in digests:  # here, on the node that wrote it; the rest is rank 0's
-                flush(staged / written)
+                flush_to_disk(staged / written)
         # The ranks wait here for one another, and so for the files of all.
         gathered = dict(gather_object(list(digests.items())))
         if accelerator.is_main_process:
-            publish(staged, folder, step, args.world_size, gathered)
+            publish_checkpoint(staged, folder, step, args.world_size, gathered)
             prune(folder, args.save_total_limit)
         accelerator.wait_for_everyone()
 

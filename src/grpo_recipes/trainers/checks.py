@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from grpo_recipes.attributes import replaced
 from grpo_recipes.rewards.answers import completion_text
-from grpo_recipes.rewards.score import GIVEN_UP, RewardWrapper, Score
+from grpo_recipes.rewards.score import NOT_CALLED, RewardWrapper, Score
 from grpo_recipes.rollouts.backends import sampling_keys
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.secrets import masked
@@ -272,7 +272,7 @@ class Scoring:
     def _too_many(self, rewards: list[RewardWrapper], scores: list[list[Score]], share: float) -> TooManyWithoutVerdict:
         """Return the error, with the reward at fault and the most common kind of reason: messages may all differ."""
         worst, given = max(zip(rewards, scores, strict=True), key=lambda one: sum(score.unscored for score in one[1]))
-        reasons = [score.reason for score in given if score.reason not in (None, GIVEN_UP)]
+        reasons = [score.reason for score in given if score.reason not in (None, NOT_CALLED)]
         ((kind, count),) = Counter(reason.partition(":")[0] for reason in reasons).most_common(1)
         reason, _ = Counter(one for one in reasons if one.partition(":")[0] == kind).most_common(1)[0]
         return TooManyWithoutVerdict(
@@ -288,7 +288,7 @@ def _rows(reward: RewardWrapper, prompts: list[Any], completions: list[Any]) -> 
     scores, limit = reward.scores, _SLOW_SHARE * (reward.timeout or math.inf)
     slow = [row for row, score in enumerate(scores) if not score.unscored and score.seconds > limit]
     slow.sort(key=lambda row: -scores[row].seconds)
-    unscored = [row for row, score in enumerate(scores) if score.unscored and score.reason != GIVEN_UP]
+    unscored = [row for row, score in enumerate(scores) if score.unscored and score.reason != NOT_CALLED]
     return [
         {
             "reward": reward.spec,

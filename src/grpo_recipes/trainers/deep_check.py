@@ -18,15 +18,15 @@ from grpo_recipes import smoke
 from grpo_recipes.data.prompts import renderer_of, shortened
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.fetch.assets import MODEL, Assets, find_assets
-from grpo_recipes.paths import as_argument, cache_root
+from grpo_recipes.paths import cache_root, shell_path
 from grpo_recipes.plan.devices import derive_batch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ModelConfig
 from grpo_recipes.recipe.registry import reward_keys, rewards
 from grpo_recipes.recipe.sources import extension_of
 from grpo_recipes.recipe.user_code import source_path
-from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows, unpaid_text
-from grpo_recipes.runs.rundir import write_whole
+from grpo_recipes.rewards.probe import describe_unpaid, find_problems, probe_rewards, sample_rows
+from grpo_recipes.runs.rundir import write_atomically
 from grpo_recipes.trainers.entry import load_callbacks
 from grpo_recipes.trainers.model import check_adapter, load_tokenizer, quoting, skeleton
 
@@ -91,7 +91,7 @@ class DeepCheck:
 
 def _present(recipe: Recipe, sources: Assets) -> list[str]:
     if sources.missing:
-        fix = f"run grpo fetch {as_argument(recipe.path)}"
+        fix = f"run grpo fetch {shell_path(recipe.path)}"
         raise ConfigError(*[Problem(asset.where, f"{asset} is not on this machine", fix) for asset in sources.missing])
     return [f"{source.kind:<10} {source.id} at {source.commit[:12]}" for source in sources.found]
 
@@ -204,7 +204,7 @@ def _rewards(
     if file:
         with contextlib.suppress(OSError):  # a full or read-only cache costs only time
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps(lines))
+            write_atomically(file, json.dumps(lines))
     return lines
 
 
@@ -229,7 +229,7 @@ def _result_file(recipe: Recipe, rows: list[dict[str, Any]], environment: Mappin
 
 def _tried_rewards(recipe: Recipe, rows: list[dict[str, Any]], left_out: Mapping[str, str]) -> list[str]:
     findings = probe_rewards(recipe, rows, left_out)
-    if problems := problems_of(recipe, rows, findings):
+    if problems := find_problems(recipe, rows, findings):
         raise ConfigError(*problems)
 
     def mean(value: float | None) -> str:
@@ -239,6 +239,6 @@ def _tried_rewards(recipe: Recipe, rows: list[dict[str, Any]], left_out: Mapping
     return [f"columns    not passed to rewards: {columns}"] * bool(columns) + [
         f"reward     {one.reward}: right answers {mean(one.right_mean)}, wrong ones {mean(one.wrong_mean)}"
         + (f"; {one.skipped} further completions were not tried, since it is slow" if one.skipped else "")
-        + (f"; note: it {unpaid_text(one)}" if one.unpaid else "")
+        + (f"; note: it {describe_unpaid(one)}" if one.unpaid else "")
         for one in findings
     ]

@@ -13,7 +13,7 @@ from grpo_recipes.data.problems import Fetched
 from grpo_recipes.data.prompts import Prompts, renderer_of, shortened
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.evaluate.benchmarks import UntrainedBenchmarks, run_benchmarks
-from grpo_recipes.fetch.assets import fetched_sets
+from grpo_recipes.fetch.assets import fetched_datasets
 from grpo_recipes.process.reports import run_folder
 from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.sources import rollout_class
@@ -43,7 +43,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         rank.wait_for_first_server(run, args.vllm_server_timeout, stop)
         _leave_if_asked(stop, run, args.device)
         tokenizer = load_tokenizer(model_args, args)
-        fetched, source_class = fetched_sets(run), rollout_class(partial(getattr, script_args))
+        fetched, source_class = fetched_datasets(run), rollout_class(partial(getattr, script_args))
         prompts, held_out = _prompts_of(script_args, args, tokenizer, fetched, source_class)
         source = source_class(script_args, args, run) if source_class else None
         args.model_init_kwargs = model_init_kwargs(model_args, args)

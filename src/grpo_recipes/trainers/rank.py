@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 
 from grpo_recipes.errors import ConfigError, config_error, printable, translate
-from grpo_recipes.paths import home, shown
+from grpo_recipes.paths import display_path, home
 from grpo_recipes.plan.types import MEETING_SECONDS
 from grpo_recipes.process.reports import PhaseFile, dump_stacks_on_signal
 from grpo_recipes.process.tree import die_with_parent
@@ -87,7 +87,11 @@ def _own_line(error: BaseException) -> str:
     """Return the innermost line of an error that is the user's code, ours and that of libraries aside, or nothing."""
     others = (sys.prefix, sys.base_prefix, str(home() / "src"), str(Path(__file__).parents[1]))
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [f" ({shown(name)}:{line})" for name, line in frames if os.path.isfile(name) and not name.startswith(others)]
+    own = [
+        f" ({display_path(name)}:{line})"
+        for name, line in frames
+        if os.path.isfile(name) and not name.startswith(others)
+    ]
     return own[-1] if own else ""
 
 

@@ -26,7 +26,7 @@ from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import BRIDGES
 from grpo_recipes.runs.rundir import SERVER_STATE, Run, json_mapping
 from grpo_recipes.runs.server_state import server_listener, server_state, server_url
-from grpo_recipes.runs.stop_request import LOOK_SECONDS, StopRequest
+from grpo_recipes.runs.stop_request import POLL_SECONDS, StopRequest
 from grpo_recipes.server.middleware import ACTIVITY_PATH, POLICY_HEADER, SYNCED_PATH
 from grpo_recipes.server.wire import BYTES_PER_TOKEN, COMPLETIONS_PATH, completions_of, unpacked
 from grpo_recipes.weights.guard import WeightsDiffer, checksum_error, differing, sent_fingerprint
@@ -253,7 +253,7 @@ class BridgeClient(VLLMClient):
             self._stops = self.stop.cuts()
             if time.monotonic() >= deadline:
                 break
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         return self._stops
 
     @contextlib.contextmanager
@@ -451,7 +451,7 @@ class BridgeClient(VLLMClient):
         """Return the server's completions; as soon as the run stops, anything of the right shape: other ranks wait."""
         if not self.is_stopping():
             answer = run_in_thread(partial(self._through_restarts, sample))
-            while not wait([answer], LOOK_SECONDS).done and not self.is_stopping():
+            while not wait([answer], POLL_SECONDS).done and not self.is_stopping():
                 pass
             if not self._stops and (answer.exception() is None or not self.is_stopping(_SIGNAL_SECONDS)):
                 return dict(answer.result())

@@ -13,9 +13,9 @@ import pytest
 from grpo_recipes.console.doctor import DEEP, MACHINE, RECIPE, RUN
 from grpo_recipes.console.doctor.examine import NoAnswer, as_text, examine, name_of
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.paths import existing, home
+from grpo_recipes.paths import home, nearest_existing_folder
 from grpo_recipes.process.reports import gigabytes
-from grpo_recipes.runs.endings import OK, PROBLEM, WARNING, Finding, ok, problem, together, warning
+from grpo_recipes.runs.endings import OK, PROBLEM, WARNING, Finding, combine_findings, ok, problem, warning
 
 SECRET = "hf_" + "a" * 30
 
@@ -104,8 +104,8 @@ def test_the_report_has_a_line_a_check_and_one_below_with_what_to_do():
 
 
 def test_several_findings_of_a_check_show_all_that_is_not_ok_with_the_worst_status():
-    assert together([ok("a"), ok("b")]) == Finding(OK, "a; b")
-    found = together([ok("a"), problem("b", "fix"), warning("c", "other"), problem("d", "fix")])
+    assert combine_findings([ok("a"), ok("b")]) == Finding(OK, "a; b")
+    found = combine_findings([ok("a"), problem("b", "fix"), warning("c", "other"), problem("d", "fix")])
     assert found == Finding(PROBLEM, "b; d; c", "fix; other")
 
 
@@ -143,7 +143,7 @@ def test_folders_of_a_run(machine, read, tmp_path: Path):
     assert machine(read(run_root="~/mine"), RUN_ROOT="/r").run_root == Path("~/mine").expanduser()
     assert machine(SLURM_TMPDIR=str(tmp_path)).temporary == tmp_path
     assert machine(SLURM_TMPDIR="/no/such").temporary != Path("/no/such")
-    assert existing(tmp_path / "a/b") == tmp_path
+    assert nearest_existing_folder(tmp_path / "a/b") == tmp_path
 
 
 @pytest.mark.parametrize(("number", "text"), [(999, "1 kB"), (1.5e6, "1.5 MB"), (20e9, "20.0 GB"), (3e12, "3.0 TB")])

@@ -18,7 +18,7 @@ import pytest
 from grpo_recipes.console.report.pages import report_line, write_report
 from grpo_recipes.console.report.read import read_run
 from grpo_recipes.console.report.run_charts import reward_chart
-from grpo_recipes.runs.checkpoints import publish
+from grpo_recipes.runs.checkpoints import publish_checkpoint
 from grpo_recipes.runs.rundir import write_json
 
 from .synthetic_runs import make_run
@@ -230,7 +230,7 @@ def test_with_a_checkpoint_a_failed_run_names_the_command_that_continues_it(tmp_
     (folder / "checkpoints").mkdir()
     staged = tmp_path / "checkpoint-10"
     staged.mkdir()
-    publish(staged, folder / "checkpoints", 10, 1)
+    publish_checkpoint(staged, folder / "checkpoints", 10, 1)
     assert f"grpo launch --resume {folder}" in page_of(folder).text
 
 

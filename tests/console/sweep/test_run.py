@@ -18,7 +18,7 @@ from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.launch import submission
 from grpo_recipes.plan.ports import port_keys
 from grpo_recipes.recipe import read_frozen
-from grpo_recipes.runs.rundir import Run, claim, read_json, write_json
+from grpo_recipes.runs.rundir import Run, lock_run, read_json, write_json
 from grpo_recipes.slurm.client import tasks_in_queue
 
 TWO = ("seed=1..2",)
@@ -215,7 +215,7 @@ def test_a_trial_that_runs_elsewhere_is_left_alone(sweep, made, fake_launches, c
     fake_launches.codes = {"seed=1": 1, "seed=2": 1}
     assert sweep(*TWO) == 1
     fake_launches.started, fake_launches.codes = [], {}
-    held = claim(Run(made()[0].trial_dir(0)))
+    held = lock_run(Run(made()[0].trial_dir(0)))
     try:
         assert cli.main(["sweep", "--resume", "last"]) == 0
         assert cli.main(["sweep", "--resume", "last"]) == 0

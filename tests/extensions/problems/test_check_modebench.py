@@ -10,7 +10,7 @@ import pytest
 from golden import compare_messages, golden_files
 
 from grpo_recipes import cli
-from grpo_recipes.fetch.assets import assets_of, find_assets
+from grpo_recipes.fetch.assets import find_assets, list_assets
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.recipe.check import check, notes
@@ -45,7 +45,7 @@ def test_keys_that_nothing_reads_are_told(read: Read, keys: dict[str, Any], said
 
 def test_nothing_is_fetched_and_a_change_of_a_key_is_a_change_of_the_data(read: Read) -> None:
     recipes = [read(**RIGHT, benchmarks=["modebench:countdown"], modebench_seed=seed) for seed in (0, 0, 1)]
-    assert [asset.id for asset in assets_of(recipes[0])] == ["Qwen/Qwen2.5-1.5B-Instruct"]
+    assert [asset.id for asset in list_assets(recipes[0])] == ["Qwen/Qwen2.5-1.5B-Instruct"]
     marks = [{source.commit for source in find_assets(recipe, {}).found} for recipe in recipes]
     assert marks[0] == marks[1] != marks[2]
 

@@ -24,7 +24,7 @@ from grpo_recipes.console.doctor.examine import Machine, NoAnswer, each, install
 from grpo_recipes.errors import translate
 from grpo_recipes.fetch.hub import endpoint, is_offline
 from grpo_recipes.launch.resolve import OFFLINE_WANDB, needs_wandb
-from grpo_recipes.paths import home, shown
+from grpo_recipes.paths import display_path, home
 from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.ports import DEFAULT_PORTS, is_free, listener, plan_ports
 from grpo_recipes.plan.preflight import cuda_beside_cpu
@@ -32,7 +32,7 @@ from grpo_recipes.process.answers import bounded_opener
 from grpo_recipes.recipe.converters import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import READ_VARIABLES, catalogue_trl, environment_keys, nearest_of
 from grpo_recipes.recipe.rules import wants_server
-from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, ok, problem, together, warning
+from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, combine_findings, ok, problem, warning
 from grpo_recipes.runs.rundir import code_state
 from grpo_recipes.slurm.client import slurm_job
 
@@ -74,16 +74,21 @@ def environment(machine: Machine) -> Finding:
     """The record of scripts/setup.sh: device, lock and Python it was made for, against what is here."""
     prefix, version = Path(sys.prefix), platform.python_version()
     if not (prefix / RECORD).is_file():
-        what = f"{shown(prefix)} has no {RECORD}: not made by scripts/setup.sh, or its set-up was interrupted"
+        what = f"{display_path(prefix)} has no {RECORD}: not made by scripts/setup.sh, or its set-up was interrupted"
         return warning(what, f"{_SETUP}, unless you keep this environment yourself (ENV_ACTIVATE, CONDA_ENV)")
     record = json.loads((prefix / RECORD).read_text())
     device, made_for, root = record.get("flavour"), record.get("python"), record.get("root")
     lock, here = home() / "requirements" / _LOCKS.get(device, ""), machine.device or "missing"
     changed = lock.is_file() and hashlib.sha256(lock.read_bytes()).hexdigest() != record.get("lock")
     return each(
-        f"{device}, in {shown(prefix)}, as requirements/{lock.name} says, Python {version}",
+        f"{device}, in {display_path(prefix)}, as requirements/{lock.name} says, Python {version}",
         (here != device, PROBLEM, f"recorded as {device}, the torch installed is {here}", _REBUILD),
-        (not lock.is_file(), WARNING, f"{shown(lock)} is missing", "restore it with: git checkout -- requirements"),
+        (
+            not lock.is_file(),
+            WARNING,
+            f"{display_path(lock)} is missing",
+            "restore it with: git checkout -- requirements",
+        ),
         (changed, PROBLEM, f"requirements/{lock.name} changed since it was installed", _SETUP),
         (made_for != version, PROBLEM, f"made for Python {made_for}, this is {version}", _SETUP),
         (root != str(home()), WARNING, f"it runs the code of {root}, not of {home()}", _SETUP),
@@ -125,7 +130,7 @@ def user_packages(machine: Machine) -> Finding:
         names = {str(found.metadata["Name"]).lower() for found in distributions(path=[name])}
         names |= {module for module in _MODULES if (Path(name) / module / "__init__.py").is_file()}
         if here := sorted(names & {*_NEEDED, *_MODULES}):
-            shadowing.append(f"{', '.join(here)} in {shown(name)}")
+            shadowing.append(f"{', '.join(here)} in {display_path(name)}")
     fix = "start with training.sh, or: unset PYTHONPATH; export PYTHONNOUSERSITE=1 (children never see them)"
     return judge("; ".join(shadowing) or "none", (shadowing, WARNING, fix))
 
@@ -210,8 +215,8 @@ def hub_token(machine: Machine) -> Finding:
 def _private(path: Path) -> Finding:
     mode = path.stat().st_mode & 0o777
     shared = mode & 0o077
-    what = f"in {shown(path)}" + (f", which others may read (mode {mode:03o})" if shared else "")
-    return judge(what, (shared, WARNING, f"chmod 600 {shown(path)}"))
+    what = f"in {display_path(path)}" + (f", which others may read (mode {mode:03o})" if shared else "")
+    return judge(what, (shared, WARNING, f"chmod 600 {display_path(path)}"))
 
 
 def wandb(machine: Machine) -> Finding:
@@ -226,7 +231,7 @@ def wandb(machine: Machine) -> Finding:
         login = _private(path) if netrc.netrc(path).authenticators(urlsplit(address).hostname or "") else login
     if variables.get("WANDB_API_KEY"):
         login = ok("WANDB_API_KEY is set")
-    return together([login, _answer(address, PROBLEM, OFFLINE_WANDB)])
+    return combine_findings([login, _answer(address, PROBLEM, OFFLINE_WANDB)])
 
 
 def proxies(machine: Machine) -> Finding:
@@ -272,12 +277,12 @@ def ports(machine: Machine) -> Finding:
     recipe = machine.recipe
     if recipe is not None:
         numbers = plan_ports(recipe, slurm_job(machine.environment)).by_key(wants_server(recipe))
-        return together(_port(key, port, recipe.given(key)) for key, port in numbers.items())
+        return combine_findings(_port(key, port, recipe.given(key)) for key, port in numbers.items())
     if machine.in_job:
         return ok("a separate block of ports for the job")
     given = {key: machine.environment.get(name, "") for name, key in environment_keys().items() if key in DEFAULT_PORTS}
     named = {key: int(text) for key, text in given.items() if text.isdigit()}
-    return together(_port(key, port, key in named) for key, port in {**DEFAULT_PORTS, **named}.items())
+    return combine_findings(_port(key, port, key in named) for key, port in {**DEFAULT_PORTS, **named}.items())
 
 
 def _port(key: str, port: int, given: bool) -> Finding:

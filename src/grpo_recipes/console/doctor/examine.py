@@ -16,7 +16,7 @@ from grpo_recipes.errors import ConfigError, translate
 from grpo_recipes.process.scratch import node_folder
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import run_root
-from grpo_recipes.runs.endings import OK, PROBLEM, WARNING, Finding, ok, problem, together, warning
+from grpo_recipes.runs.endings import OK, PROBLEM, WARNING, Finding, combine_findings, ok, problem, warning
 from grpo_recipes.secrets import masked
 
 Check = Callable[[Any], Finding]
@@ -100,7 +100,7 @@ def judge(value: str, *rules: tuple[object, str, str]) -> Finding:
 
 def each(value: str, *rules: tuple[object, str, str, str]) -> Finding:
     """Return together what every rule (condition, status, value, fix) that holds found, ``value`` without one."""
-    return together([ok(value), *(Finding(status, what, fix) for holds, status, what, fix in rules if holds)])
+    return combine_findings([ok(value), *(Finding(status, what, fix) for holds, status, what, fix in rules if holds)])
 
 
 @contextlib.contextmanager

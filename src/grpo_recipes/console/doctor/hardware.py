@@ -16,12 +16,12 @@ import psutil
 
 from grpo_recipes.console.doctor.examine import Machine, NoAnswer, judge, noted
 from grpo_recipes.errors import translate
-from grpo_recipes.paths import cache_root, existing, home, shown
+from grpo_recipes.paths import cache_root, display_path, home, nearest_existing_folder
 from grpo_recipes.plan import preflight
 from grpo_recipes.plan.devices import select_gpus
 from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.process.scratch import SHARED_MEMORY, is_held, names_in_use, size_of
-from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, ok, problem, together, warning
+from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, combine_findings, ok, problem, warning
 from grpo_recipes.slurm.client import walltime_seconds
 
 _GPU_FIELDS = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used")
@@ -76,7 +76,7 @@ def gpus(machine: Machine) -> Finding:
             used = f"GPU {gpu['index']}: {_gib(gpu, 'used'):.1f} of {_gib(gpu, 'total'):.0f} GiB are in use"
             fix = "wait for its processes (nvidia-smi lists them), or set CUDA_VISIBLE_DEVICES to other GPUs"
             findings.append(warning(used, fix))
-    return together(findings)
+    return combine_findings(findings)
 
 
 def _gib(gpu: dict[str, str], kind: str) -> float:
@@ -118,7 +118,7 @@ def slurm(machine: Machine) -> Finding:
         if (walltime_seconds(limit) or math.inf) < longest:  # a job that asks for more stays pending
             fix = f"submit there with sbatch --time={limit} training.sh; a run that ends then goes on with --resume"
             findings.append(warning(f"partition {name} ends at {limit}, before the time in training.sh", fix))
-    found = together(findings)  # beside a warning, too, the nodes are shown
+    found = combine_findings(findings)  # beside a warning, too, the nodes are shown
     return found if up in found.value else replace(found, value=f"{found.value}; {up}")
 
 
@@ -136,19 +136,21 @@ def disk(machine: Machine) -> Finding:
         findings.append(warning(what, "set TMPDIR to a folder that exists"))
     if not machine.home.is_dir() or not os.access(machine.home, os.W_OK):
         fix = "set HOME to a folder of yours: some tools always write there"
-        return together([*findings, warning(f"HOME {machine.home} cannot be written", fix)])
+        return combine_findings([*findings, warning(f"HOME {machine.home} cannot be written", fix)])
     with noted(findings):
         free, fix = shutil.disk_usage(machine.home).free, "make room; ~/.cache is often the largest (du -sh ~/.cache/*)"
         findings.append(judge(f"HOME {machine.home}: {gigabytes(free)} free", (free < _FULL, WARNING, fix)))
-    return together(findings)
+    return combine_findings(findings)
 
 
 def _space(name: str, path: Path) -> Finding:
-    folder = existing(path)
+    folder = nearest_existing_folder(path)
     if not os.access(folder, os.W_OK):
-        return problem(f"{name}: you may not write to {shown(folder)}", f"set {name} to a folder you may write to")
+        return problem(
+            f"{name}: you may not write to {display_path(folder)}", f"set {name} to a folder you may write to"
+        )
     free = shutil.disk_usage(folder).free
-    what = f"{name} {shown(path)}: {gigabytes(free)} free"
+    what = f"{name} {display_path(path)}: {gigabytes(free)} free"
     larger = f"make room there, or set {name} to a larger file system"
     return judge(what, (free < _FULL, PROBLEM, larger), (free < _LITTLE_SPACE, WARNING, larger))
 
@@ -203,7 +205,7 @@ def limits(machine: Machine) -> Finding:
     if resource.getrlimit(resource.RLIMIT_CORE)[0] != 0 and not pattern.read_text().startswith("|"):
         what = "a crash writes a core file, as large as the process was"
         findings.append(warning(what, "ulimit -c 0 before sbatch, unless you want them"))
-    return together(findings)
+    return combine_findings(findings)
 
 
 def socket_paths(machine: Machine) -> Finding:
@@ -218,7 +220,7 @@ def compiler(machine: Machine) -> Finding:
     if machine.device != "cuda":
         return ok("none needed (CPU environment)")
     lacking = [problem(found.what, found.fix) for found in preflight.compiler_problems(machine.environment)]
-    return together(lacking or [ok("there, with Python.h")])
+    return combine_findings(lacking or [ok("there, with Python.h")])
 
 
 def cores_and_memory(machine: Machine) -> Finding:
@@ -240,4 +242,4 @@ def cores_and_memory(machine: Machine) -> Finding:
             many = len(select_gpus(listing, machine.environment.get("CUDA_VISIBLE_DEVICES")))
             short = preflight.too_little(many, usable, min(limit, free))
             findings += [warning(what, f"submit with sbatch {option}") for what, option in short]
-    return together(findings)
+    return combine_findings(findings)

@@ -12,7 +12,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import Assets, find_assets
 from grpo_recipes.fetch.hub import gated_note, how_to_get_access
 from grpo_recipes.launch.resolve import names_of
-from grpo_recipes.paths import as_argument, shown
+from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.devices import find_resources, gpu_memory, used_gpus
 from grpo_recipes.plan.estimates import Estimates, estimate
 from grpo_recipes.plan.plan import make_plan
@@ -21,7 +21,7 @@ from grpo_recipes.plan.types import Plan
 from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.process.scratch import SHARED_MEMORY
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, ok, problem, together, warning
+from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, combine_findings, ok, problem, warning
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def assets(case: Case) -> Finding:
     findings = [ok(", ".join(dict.fromkeys(asset.id for asset in case.sources.found)))]
     missing, name = case.sources.missing, case.recipe["model_name_or_path"]
     if missing:
-        fix = f"grpo fetch {as_argument(case.recipe.path)} (before a job without network)"
+        fix = f"grpo fetch {shell_path(case.recipe.path)} (before a job without network)"
         findings.append(warning(f"not fetched: {', '.join(map(str, missing))}", fix))
     if gated_note(name) and case.sources.model is None and hub_token(case).value.startswith("none"):
         findings.append(problem(f"{name} is gated and there is no token", how_to_get_access(name)))
@@ -75,9 +75,9 @@ def assets(case: Case) -> Finding:
         folder = Path(source.path)
         weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
         if not (weights and (folder / "config.json").is_file()):
-            what = f"{shown(folder)} lacks config.json, or *.safetensors and pytorch_model*.bin"
+            what = f"{display_path(folder)} lacks config.json, or *.safetensors and pytorch_model*.bin"
             findings.append(problem(what, "name a complete model folder, or a hub id"))
-    return together(findings)
+    return combine_findings(findings)
 
 
 def space(case: Case) -> Finding:
@@ -95,7 +95,7 @@ def space(case: Case) -> Finding:
         what = f"{gigabytes(disk.parts['model'])} a sync, {gigabytes(free)} free in {folder}"
         larger = f"make {folder} larger (docker run --shm-size), or free it"
         findings.append(judge(what, (disk.parts["model"] > free, PROBLEM, larger)))
-    return together(findings)
+    return combine_findings(findings)
 
 
 def training_memory(case: Case) -> Finding:

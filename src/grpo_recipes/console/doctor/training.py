@@ -5,7 +5,7 @@ from collections.abc import Callable
 from grpo_recipes.console.doctor.examine import each, judge
 from grpo_recipes.recipe.registry import SOURCE_REWARD
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, ok
-from grpo_recipes.runs.health import UNSCORED, ZERO_REWARD, notices_of
+from grpo_recipes.runs.health import UNSCORED, ZERO_REWARD, find_notices
 from grpo_recipes.runs.rundir import Run
 
 _NOTHING = ok("no step was taken")
@@ -30,7 +30,7 @@ def _level(name: str, about: str, key: str, *notices: str, worst: str = PROBLEM)
     def look(run: Run) -> Finding:
         """Judge the metric by the notices of the run, else by its level."""
         values, recent = run.numbers(key), run.recent(key)
-        found = {notice.name: notice for notice in notices_of(run.rows, run.value, over=not run.is_running())}
+        found = {notice.name: notice for notice in find_notices(run.rows, run.value, over=not run.is_running())}
         what = "no value that is a number" if recent is None else f"{values[0]:.3g} -> {recent:.3g}"
         if notice := next((found[name] for name in notices if name in found), None):
             return Finding(worst if notice.serious else WARNING, f"{what}; {notice.text}", notice.fix)

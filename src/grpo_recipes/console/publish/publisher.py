@@ -17,10 +17,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 
 from grpo_recipes.console.publish.push import WAITS, Target, model_files
-from grpo_recipes.paths import python_module, shown
+from grpo_recipes.paths import display_path, python_module
 from grpo_recipes.plan.commands import base_environment, hub_environment
 from grpo_recipes.process.reports import say
-from grpo_recipes.runs.health import first_and_last, number
+from grpo_recipes.runs.health import finite_number, first_and_last
 from grpo_recipes.runs.rundir import Run, finish_summary, json_mapping, write_json
 from grpo_recipes.secrets import masked
 from grpo_recipes.stats import result_line
@@ -49,7 +49,7 @@ def publish_model(target: Target | None, run_dir: Path, environment: Mapping[str
         return f", published in {result['url']}"
     options = ["--revision", target.branch] if target.branch != "main" else []
     options += ["--private"] if target.private else []
-    command = shlex.join(["hf", "upload", target.repo, shown(run_dir / "model"), *options])
+    command = shlex.join(["hf", "upload", target.repo, display_path(run_dir / "model"), *options])
     return f"; NOT published ({result['error']}), do it with: {command}"
 
 
@@ -105,7 +105,7 @@ def card_of(run_dir: Path) -> str:
     # benchmarks and evaluation sets were not trained on
     mixture = (run.recipe.get("dataset_mixture") or {}).get("datasets") or []
     trained_on = {run.recipe.get("dataset_name"), *(entry.get("id") for entry in mixture)}
-    known = [(row["step"], reward) for row in rows if (reward := number(row.get("reward"))) is not None]
+    known = [(row["step"], reward) for row in rows if (reward := finite_number(row.get("reward"))) is not None]
     first, last = first_and_last([reward for _, reward in known])
     evaluated = {key.replace("_", " "): run.summary.get(key) for key in ("initial_eval_reward", "final_eval_reward")}
     longest = max((len(ticks) for ticks in re.findall(r"`+", recipe)), default=0)

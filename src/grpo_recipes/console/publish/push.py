@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import config_error, translate
-from grpo_recipes.fetch.hub import bound_every_wait, endpoint, error_line, hub_answers, why_silent
+from grpo_recipes.fetch.hub import endpoint, error_line, hub_answers, limit_every_wait, unreachable_reason
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.rundir import write_json
@@ -61,7 +61,7 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
     where, name = recipe.source("push_to_hub"), repository_name(recipe, run_name)
     if not hub_answers(environment):
         fix = f"remove it and publish afterwards where the hub answers: hf upload {name} <run>/model"
-        raise config_error(where, f"push_to_hub cannot work here: {why_silent(environment)}", fix)
+        raise config_error(where, f"push_to_hub cannot work here: {unreachable_reason(environment)}", fix)
     from huggingface_hub import errors
 
     account, api = _account(where, "push_to_hub", environment)
@@ -85,7 +85,7 @@ def need_dataset(name: str, where: str, environment: Mapping[str, str]) -> str:
     """
     if not hub_answers(environment):
         fix = "leave it out, and push the file where the hub answers: hf upload --repo-type dataset"
-        raise config_error(where, f"cannot work here: {why_silent(environment)}", fix)
+        raise config_error(where, f"cannot work here: {unreachable_reason(environment)}", fix)
     account, _ = _account(where, where, environment)
     return _writable(where, name, account, f"write {where} {{}}")[0]
 
@@ -94,7 +94,7 @@ def push_dataset(repo: str, file: Path, private: bool, message: str) -> str:
     """Make the dataset repository if it is not there, add a commit with one file, and return where it is."""
     from huggingface_hub import HfApi
 
-    bound_every_wait(_LONGEST_WAIT)
+    limit_every_wait(_LONGEST_WAIT)
     api = HfApi()
     api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True)
     api.upload_file(
@@ -115,7 +115,7 @@ def _account(where: str, what: str, environment: Mapping[str, str]) -> tuple[dic
     """Return who is logged in, and a client of the hub; ``what`` needs the login."""
     from huggingface_hub import HfApi
 
-    bound_every_wait(_LONGEST_QUESTION)
+    limit_every_wait(_LONGEST_QUESTION)
     api, message = HfApi(endpoint=endpoint(environment)), f"{what} needs a login, which the hub did not confirm"
     with translate(_unanswered(), lambda error: config_error(where, f"{message} ({error_line(error)})", _LOGIN)):
         return api.whoami(), api
@@ -189,5 +189,5 @@ def push(target: Target, model: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     die_with_parent(os.getppid(), signal.SIGKILL)  # the launcher ignores SIGTERM at its end, and children inherit that
-    bound_every_wait(_LONGEST_WAIT)
+    limit_every_wait(_LONGEST_WAIT)
     sys.exit(main(sys.argv[1]))

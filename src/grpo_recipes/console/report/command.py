@@ -9,7 +9,7 @@ from grpo_recipes.cli.follow import named_run
 from grpo_recipes.console.report.pages import write_comparison, write_report
 from grpo_recipes.console.sweep.folder import RECORD, Sweep, text_table, write_sweep
 from grpo_recipes.errors import config_error, translate
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 
 
 @command(
@@ -30,5 +30,5 @@ def report(options: argparse.Namespace) -> int:
             page = write_report(folders[0], options.out)
         else:
             page = write_comparison(folders, options.out or Path("report.html"))
-    print(f"grpo: {shown(page)}")
+    print(f"grpo: {display_path(page)}")
     return 0

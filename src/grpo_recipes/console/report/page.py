@@ -21,7 +21,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from grpo_recipes.process.reports import plural
-from grpo_recipes.runs.health import mean, number, percent
+from grpo_recipes.runs.health import finite_number, mean, percent
 from grpo_recipes.secrets import masked, masked_environment
 from grpo_recipes.stats import half_interval, score_names
 
@@ -138,7 +138,7 @@ def _templates() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined, finalize=_finalize,
     )  # fmt: skip
     functions = (
-        short, percent, duration, plural, compact, number, mean, half_interval, spread, model_text, value_text,
+        short, percent, duration, plural, compact, finite_number, mean, half_interval, spread, model_text, value_text,
         command, score_names, masked,
     )  # fmt: skip
     templates.filters |= {function.__name__: function for function in functions}

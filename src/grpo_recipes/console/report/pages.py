@@ -25,12 +25,12 @@ from grpo_recipes.console.report.page import ENOUGH_SEEDS, SMOKE_BADGE, fragment
 from grpo_recipes.console.report.read import Group, RunRecord, read_rows, read_run, scored_rows
 from grpo_recipes.console.report.transcripts import Transcript, transcript_of
 from grpo_recipes.errors import EXIT_STOPPED
-from grpo_recipes.paths import as_argument, shown
+from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.process.reports import plural
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.endings import reward_fix
-from grpo_recipes.runs.health import notices_of, number, percent
-from grpo_recipes.runs.rundir import Run, read_json, write_whole
+from grpo_recipes.runs.health import find_notices, finite_number, percent
+from grpo_recipes.runs.rundir import Run, read_json, write_atomically
 from grpo_recipes.stats import half_interval, score_names
 
 # Status -> its mark, and how the sentence on the reward begins.
@@ -56,7 +56,7 @@ def write_report(folder: Path, path: Path | None = None) -> Path:
     """
     run = read_run(folder)
     path = path or run.folder / "report.html"
-    write_whole(path, run_page(run, path))
+    write_atomically(path, run_page(run, path))
     return path
 
 
@@ -67,9 +67,9 @@ def report_line(folder: Path) -> str:
     """
     try:
         with _WRITING:
-            return f"report in {shown(write_report(folder))}"
+            return f"report in {display_path(write_report(folder))}"
     except Exception as error:
-        return f"report not written ({type(error).__name__}: {error}); try again: grpo report {as_argument(folder)}"
+        return f"report not written ({type(error).__name__}: {error}); try again: grpo report {shell_path(folder)}"
 
 
 def run_page(run: RunRecord, path: Path) -> str:
@@ -88,7 +88,7 @@ def run_page(run: RunRecord, path: Path) -> str:
         run=run, title=f"{run.folder.name}: {run.status}", name=run.folder.name, headline=sentence(run), kind=kind,
         badges=[*badges, SMOKE_BADGE] if run.summary.get("smoke") else badges,
         reward_fix=reward_fix(Run(run.folder), str(run.summary.get("cause") or "")),
-        folder=shown(run.folder), silent=silent if was_killed else 0.0,
+        folder=display_path(run.folder), silent=silent if was_killed else 0.0,
         asked=run.summary.get("exit_code") == EXIT_STOPPED, checkpoint=newest_complete(run.folder / "checkpoints"),
         started=re.sub(r"^(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)\d\d$", r"\1-\2-\3 \4:\5", stamp),
         notices=notices(run), reward=run_charts.reward_chart(run), curves=run_charts.curve_charts(run),
@@ -134,7 +134,7 @@ def notices(run: RunRecord) -> list[str]:
     metrics = run.metrics
     found = [
         f"{notice.text[0].upper()}{notice.text[1:]}: {notice.fix}."
-        for notice in notices_of(read_rows(run.folder / "metrics.jsonl"), run.value, over=run.status != "running")
+        for notice in find_notices(read_rows(run.folder / "metrics.jsonl"), run.value, over=run.status != "running")
         if notice.name != "not finite"  # reported for each metric, from what could not be read as a number
     ]
     for counts in [*read_rows(run.folder / "prompts.jsonl")][-1:]:  # of the last attempt
@@ -186,7 +186,7 @@ def evaluation_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
         groups = groups[::2]
     names = [name.split("@") for name in score_names(result)]
     kinds, ks = (list(dict.fromkeys(part)) for part in zip(*names, strict=True))
-    score, limits = number(result[f"pass@{ks[0]}"]), result.get(f"pass@{ks[0]}_ci")
+    score, limits = finite_number(result[f"pass@{ks[0]}"]), result.get(f"pass@{ks[0]}_ci")
     about = f"No score of pass@{ks[0]}" if score is None else f"pass@{ks[0]} {percent(score)}"
     about += f" ({percent(limits[0])} to {percent(limits[1])})" if limits else ""
     tiles = [(f"{kind}@{ks[-1]}", "share of prompts") for kind in kinds if kind in ("pass", "majority")]
@@ -262,7 +262,9 @@ def grouped(runs: Sequence[RunRecord]) -> list[Group]:
     firsts = [members[0] for members in sets]
     # The folders' names where two run names are the same, and the folders where these are too.
     names = [run.name for run in firsts], [run.folder.name for run in firsts]
-    labels = next((found for found in names if len(set(found)) == len(found)), [shown(run.folder) for run in firsts])
+    labels = next(
+        (found for found in names if len(set(found)) == len(found)), [display_path(run.folder) for run in firsts]
+    )
     return [group_of(label, members, place) for place, (members, label) in enumerate(zip(sets, labels, strict=True))]
 
 
@@ -272,7 +274,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     Raise ConfigError where a folder is not a run directory, OSError where the page cannot be written.
     """
     unique = list(dict.fromkeys(folder.resolve() for folder in folders))
-    write_whole(path, comparison_page([read_run(folder) for folder in unique]))
+    write_atomically(path, comparison_page([read_run(folder) for folder in unique]))
     return path
 
 
@@ -287,7 +289,7 @@ def comparison(groups: Sequence[Group]) -> dict[str, Any]:
     """Return the values that ``compare.html.j2`` shows of the groups."""
     runs = [run for group in groups for run in group.runs]
     columns = [(name, key) for run in runs for name, scores in run.benchmarks.items()
-               for key in score_names(scores) if number(scores[key]) is not None]  # fmt: skip
+               for key in score_names(scores) if finite_number(scores[key]) is not None]  # fmt: skip
     baselines: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in _BASELINES}
     for run in reversed(runs):  # the scores of the first run that has them
         for benchmark, result in run.benchmarks.items():

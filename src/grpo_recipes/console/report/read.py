@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_recipes.paths import shown
-from grpo_recipes.runs.health import LAST_STEPS, first_and_last, known, mean, number
+from grpo_recipes.paths import display_path
+from grpo_recipes.runs.health import LAST_STEPS, finite_number, first_and_last, mean, without_gaps
 from grpo_recipes.runs.rundir import Run, find_run, json_mapping
 
 Column = list[float | None]
@@ -33,7 +33,7 @@ class Table:
 
     def known(self, name: str) -> list[float]:
         """Return the finite values of a column."""
-        return known(self.columns.get(name, ()))
+        return without_gaps(self.columns.get(name, ()))
 
     def last(self, name: str) -> float | None:
         """Return the newest finite value."""
@@ -108,7 +108,7 @@ class Group:
     @property
     def finals(self) -> list[float]:
         """The final reward of each run that has one."""
-        return known(run.outcome.last for run in self.runs)
+        return without_gaps(run.outcome.last for run in self.runs)
 
     @property
     def limits(self) -> tuple[float | None, float | None]:
@@ -125,16 +125,16 @@ class Group:
     @property
     def evaluations(self) -> list[float]:
         """The last evaluation of each run that has one."""
-        return known(run.evals.last("eval_reward") for run in self.runs)
+        return without_gaps(run.evals.last("eval_reward") for run in self.runs)
 
     def scores(self, benchmark: str, key: str) -> list[float]:
         """Return a benchmark's score of each run that has it."""
-        return known(number(run.benchmarks.get(benchmark, {}).get(key)) for run in self.runs)
+        return without_gaps(finite_number(run.benchmarks.get(benchmark, {}).get(key)) for run in self.runs)
 
 
 def read_run(folder: Path) -> RunRecord:
     """Read a run directory; raise ConfigError for another folder. A damaged JSON file is one when it is first read."""
-    run = find_run(Path(), shown(folder), shown(folder))
+    run = find_run(Path(), display_path(folder), display_path(folder))
     metrics, evals = read_table(run.folder / "metrics.jsonl"), read_table(run.folder / "eval.jsonl")
     recipe = run.folder / "recipe.yaml"
     text = recipe.read_text(errors="replace") if recipe.exists() else ""
@@ -146,13 +146,13 @@ def read_run(folder: Path) -> RunRecord:
 def read_table(path: Path) -> Table:
     """Read rows of JSON as columns."""
     found = list(read_rows(path))
-    rows = [row for row in found if number(row.get("step")) is not None]
+    rows = [row for row in found if finite_number(row.get("step")) is not None]
     table = Table(steps=[row["step"] for row in rows], unreadable=len(found) - len(rows))
     for index, row in enumerate(rows):
         for key, value in row.items():
             if isinstance(value, str) and value in ("inf", "-inf", "nan"):
                 table.odd.setdefault(key, Counter())[value] += 1
-            elif (finite := number(value)) is not None:
+            elif (finite := finite_number(value)) is not None:
                 if key not in table.columns:  # a column is made once: one for each cell would take minutes
                     table.columns[key] = [None] * len(rows)
                 table.columns[key][index] = finite
@@ -171,5 +171,5 @@ def scored_rows(path: Path) -> Iterator[tuple[Scored, list[dict[str, Any]]]]:
     for row in read_rows(path):
         if isinstance(row.get("step"), int):
             rewards, samples = (row[key] if isinstance(row.get(key), list) else [] for key in ("rewards", "samples"))
-            scored = Scored(row["step"], array("d", known(map(number, rewards))))
+            scored = Scored(row["step"], array("d", without_gaps(map(finite_number, rewards))))
             yield scored, [sample for sample in samples if isinstance(sample, dict)]

@@ -9,7 +9,7 @@ from grpo_recipes.console.report.page import short
 from grpo_recipes.console.report.read import Group, RunRecord, Table
 from grpo_recipes.process.reports import plural
 from grpo_recipes.recipe.extensions import parts
-from grpo_recipes.runs.health import known
+from grpo_recipes.runs.health import without_gaps
 from grpo_recipes.runs.metric import Metric
 
 # Phase of a step -> its meaning, in the order of their colours.
@@ -76,8 +76,8 @@ def metric_chart(
     curves = [curve_of(found, name, group.label or metric.title, group.colour, group.kind, window=window, behind=alone,
                        limits=_limits(group, name, metric, found))
               for group, found in zip(groups, tables, strict=True)]  # fmt: skip
-    curves = [curve for curve in curves if known(curve.line)]
-    if not any(value for curve in curves for value in known(curve.line)):
+    curves = [curve for curve in curves if without_gaps(curve.line)]
+    if not any(value for curve in curves for value in without_gaps(curve.line)):
         return None
     notes, metrics = [metric.note], tables[0][0]
     if alone and metric.band and metrics.known(metric.band[0]):

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_recipes.console.report.page import short
 from grpo_recipes.process.reports import plural
-from grpo_recipes.runs.health import number
+from grpo_recipes.runs.health import finite_number
 
 POLICY = "policy"
 _OF_THE_SEAT = ("role", "phase")  # what an environment says of who is to move, so of the next action
@@ -64,7 +64,7 @@ def transcript_of(sample: Mapping[str, Any]) -> Transcript | None:
     facts: Facts = [("length", plural(len(turns), "turn"))]
     facts += [("reward", _shown(episode["reward"]))] if over else []
     if "won" in last:
-        won = number(last["won"])
+        won = finite_number(last["won"])
         facts.append(("won", "yes" if won == 1 else "no" if won == 0 else _shown(last["won"])))
     if over:
         facts += [(name, _shown(one)) for name, one in last.items() if name not in (*_OF_THE_SEAT, "won")]
@@ -80,7 +80,7 @@ def _seat(info: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> Any:
-    known = number(value)
+    known = finite_number(value)
     return value if known is None else short(known)
 
 

@@ -20,7 +20,7 @@ from grpo_recipes.console.sweep.spec import SEED, SweepSpec, Trial
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.submission import Submission, freeze
-from grpo_recipes.paths import as_argument, shown
+from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
@@ -29,8 +29,8 @@ from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.runs.benchmark import numbers_of
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.groups import COMPLETED, GONE, RunGroup
-from grpo_recipes.runs.health import known, number
-from grpo_recipes.runs.rundir import CELLS, Run, make_folder, read_json, timestamp, write_json, write_whole
+from grpo_recipes.runs.health import finite_number, without_gaps
+from grpo_recipes.runs.rundir import CELLS, Run, make_folder, read_json, timestamp, write_atomically, write_json
 from grpo_recipes.secrets import masked
 
 RECORD = "sweep.json"
@@ -62,11 +62,11 @@ class Sweep(RunGroup):
         record = read_json(folder / RECORD)
         if not record:
             fix = f"name a folder under run_root/{FOLDER}"
-            raise config_error(shown(folder), f"is not a sweep directory (no {RECORD})", fix)
+            raise config_error(display_path(folder), f"is not a sweep directory (no {RECORD})", fix)
         wrong = [key for key, kind in _PARTS.items() if not isinstance(record.get(key), kind)]
         if wrong or not all(_is_trial(entry, record["axes"]) for entry in record["cells"]):
             what = f"is damaged ('{(wrong or ['cells'])[0]}' is not what a sweep writes)"
-            raise config_error(shown(folder / RECORD), what, "restore it, or move the folder away")
+            raise config_error(display_path(folder / RECORD), what, "restore it, or move the folder away")
         return cls(folder.absolute(), record)
 
     @property
@@ -97,7 +97,7 @@ class Sweep(RunGroup):
         """Return the command that continues it."""
         if "search" in self.record:
             return str(self.record["command"])
-        return f"grpo sweep --resume {as_argument(self.folder)}"
+        return f"grpo sweep --resume {shell_path(self.folder)}"
 
 
 def fingerprint(spec: SweepSpec, trials: Sequence[Trial]) -> str:
@@ -125,9 +125,11 @@ def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, en
     recipe = trials[0].recipe
     stamp, name = timestamp(), str(recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
     folder = (sweep_root(recipe) / f"{name}-{stamp}").absolute()
-    begun = make_folder(folder, f"cannot make the sweep directory {shown(folder)}")
+    begun = make_folder(folder, f"cannot make the sweep directory {display_path(folder)}")
     if begun is None:
-        raise config_error("run_root", f"{shown(folder)} exists: another sweep has just taken that name", "try again")
+        raise config_error(
+            "run_root", f"{display_path(folder)} exists: another sweep has just taken that name", "try again"
+        )
     record = {
         "name": name,
         "timestamp": stamp,
@@ -178,7 +180,9 @@ def find_sweep(root: Path, which: str) -> Sweep:
         return Sweep.read(Path(which))
     if sweeps := Sweep.all_in(root):
         return sweeps[0]
-    raise config_error("last", f"there is no sweep in {shown(root)}", "name the sweep directory, or set RUN_ROOT")
+    raise config_error(
+        "last", f"there is no sweep in {display_path(root)}", "name the sweep directory, or set RUN_ROOT"
+    )
 
 
 def unfinished(spec: SweepSpec, trials: Sequence[Trial], elsewhere: Sequence[Path]) -> Sweep | None:
@@ -288,7 +292,7 @@ def objective(folder: Path, metric: str) -> float | None:
         return run.outcome.last
     if metric.startswith("eval_"):
         return run.evals.last(metric)
-    return next(iter(known([number(run.benchmarks.get(benchmark, {}).get(score))])), None)
+    return next(iter(without_gaps([finite_number(run.benchmarks.get(benchmark, {}).get(score))])), None)
 
 
 def need_metric(recipe: Recipe, metric: str) -> None:
@@ -327,7 +331,7 @@ def write_sweep(sweep: Sweep, path: Path | None = None) -> tuple[Path, list[Resu
         values = {**comparison(groups), "axes": list(sweep.record["axes"]), "results": results, "links": links}
         values["live"] = any(one.status in (*GOES_ON, "submitted") for one in results)
         values |= {} if groups else {"headline": "No trial has completed yet."}
-        write_whole(path, render("sweep.html.j2", title=f"Sweep {name}", name=name, badges=badges, **values))
+        write_atomically(path, render("sweep.html.j2", title=f"Sweep {name}", name=name, badges=badges, **values))
     return path, results
 
 

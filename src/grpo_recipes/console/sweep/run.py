@@ -18,7 +18,7 @@ from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
 from grpo_recipes.launch import submission
 from grpo_recipes.launch.attempt import SUBMITTED
 from grpo_recipes.launch.resolve import note_job
-from grpo_recipes.paths import as_argument, python_module, shown
+from grpo_recipes.paths import display_path, python_module, shell_path
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.ports import need_named_ports
@@ -28,7 +28,7 @@ from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.recipe.rules import asks_another, removal
 from grpo_recipes.runs.groups import COMPLETED, GONE
-from grpo_recipes.runs.rundir import Run, claim, code_state, read_json, stop_file, write_json
+from grpo_recipes.runs.rundir import Run, code_state, lock_run, read_json, stop_file, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
 from grpo_recipes.slurm.profile import Profile, render
 
@@ -102,18 +102,20 @@ def start(
     if dry_run:
         return _list_runs(spec, trials, sweep)
     if sweep is not None:
-        say(f"going on with {shown(sweep.folder)}, the same sweep (--new begins another)")
+        say(f"going on with {display_path(sweep.folder)}, the same sweep (--new begins another)")
         gone = [] if spec.search else [trial for trial in trials if sweep.status(trial.index) == GONE]
         code = {key: value for key, value in code_state().items() if key != "patch"}
         if (gone or spec.search) and code != sweep.record["code"]:
             why = f"the run directory of {gone[0].name} is gone" if gone else "new trials are to begin"
             what = f"{why}, and the code is no longer the sweep's"
-            raise config_error(shown(sweep.folder), what, "go back to that code, or begin another sweep with --new")
+            raise config_error(
+                display_path(sweep.folder), what, "go back to that code, or begin another sweep with --new"
+            )
         for trial in gone:
             sweeps.freeze_trial(sweep, trial, resources, environment)
         return run(sweep)
     sweep = sweeps.new_sweep(spec, trials, resources, environment)
-    say(f"{spec.search.trials if spec.search else len(trials)} runs in {shown(sweep.folder)}")
+    say(f"{spec.search.trials if spec.search else len(trials)} runs in {display_path(sweep.folder)}")
     try:
         return run(sweep)
     except ConfigError as error:
@@ -129,7 +131,7 @@ def _list_runs(spec: SweepSpec, trials: Sequence[Trial], sweep: sweeps.Sweep | N
     if search := spec.search:
         join = {key: " to " if key in search.spans else ", " for key in spec.axes}
         lines, count = [f"{key}={join[key].join(texts)}" for key, texts in spec.axes.items()], search.trials
-    where = shown(sweep.folder if sweep else sweeps.sweep_root(trials[0].recipe))
+    where = display_path(sweep.folder if sweep else sweeps.sweep_root(trials[0].recipe))
     say(f"{count} runs would {'go on' if sweep else 'begin'} in {where}{', chosen from' if search else ''}:")
     for line in lines:
         print_line(f"  {line}")
@@ -139,7 +141,7 @@ def _list_runs(spec: SweepSpec, trials: Sequence[Trial], sweep: sweeps.Sweep | N
 def start_again(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
     """Run what is not completed in a sweep; a run directory that is gone is a ``ConfigError``, and so is a search."""
     if "search" in sweep.record:
-        what = f"{shown(sweep.folder)} is a search, which needs its keys to go on"
+        what = f"{display_path(sweep.folder)} is a search, which needs its keys to go on"
         raise config_error("--resume", what, f"run its command again: {sweep.again()}")
     gone = [sweep.names[index] for index in sweep.gaps() if sweep.status(index) == GONE]
     if gone:
@@ -165,7 +167,7 @@ def _run_gaps(
     sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str], proposals: Proposals | None = None
 ) -> int:
     """Run or submit what has not completed and does not run already, and what is proposed then."""
-    with os.fdopen(claim(Run(sweep.folder))):
+    with os.fdopen(lock_run(Run(sweep.folder))):
         stop_file(sweep.folder).unlink(missing_ok=True)
         gaps, waiting = sweep.gaps(), tasks_in_queue(sweep.record["jobs"])
         left = [index for index in gaps if index not in waiting and not Run(sweep.trial_dir(index)).is_running()]
@@ -177,7 +179,7 @@ def _run_gaps(
         if backend.profile and left:
             job = submit_array(sweep, left, backend.profile, backend.most, environment)
             say(f"job {job} is submitted, a task for each of {len(left)} runs: logs/slurm_{job}_TASK.out")
-            say(f"the comparison, at any time: grpo report {as_argument(sweep.folder)}")
+            say(f"the comparison, at any time: grpo report {shell_path(sweep.folder)}")
             return 0
         ended = {"ended": proposals.ended} if proposals else {}
         code = run_sequentially(sweep, proposals or left, environment, count, **ended)
@@ -188,7 +190,7 @@ def _run_gaps(
 
 def _comparison(sweep: sweeps.Sweep) -> list[str]:
     """Write the page and return what to print; a page that cannot be written fails no sweep, since the runs count."""
-    folder = as_argument(sweep.folder)
+    folder = shell_path(sweep.folder)
     try:
         page, results = sweeps.write_sweep(sweep)
     except Exception as error:
@@ -199,7 +201,7 @@ def _comparison(sweep: sweeps.Sweep) -> list[str]:
         lines.append(f"grpo: not completed: {', '.join(left)}")
     if not sweep.is_over():
         lines.append(f"grpo: {'go on' if 'search' in sweep.record else 'run them'} with: {sweep.again()}")
-    return [*lines, f"grpo: comparison in {shown(page)}"]
+    return [*lines, f"grpo: comparison in {display_path(page)}"]
 
 
 def submit_array(
@@ -320,7 +322,7 @@ def run_sequentially(
     while not forwarder.asked() and (index := next(rest, None)) is not None:
         place += 1
         folder, trial = sweep.trial_dir(index), f"trial {place} of {count}: {sweep.names[index]}"
-        say(f"{trial}; output in {shown(folder / LOG)}")
+        say(f"{trial}; output in {display_path(folder / LOG)}")
         code = run_trial(sweep, index, forwarder, environment, folder / LOG)
         first = first or code
         summary = read_json(folder / "summary.json")

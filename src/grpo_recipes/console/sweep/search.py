@@ -18,7 +18,7 @@ from typing import Any
 from grpo_recipes.console.sweep import folder as sweeps
 from grpo_recipes.console.sweep.spec import Search, Span, SweepSpec, Trial, name_of, numbered
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error, translate
-from grpo_recipes.paths import as_argument, shown
+from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import say
@@ -56,7 +56,9 @@ class Proposals:
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         path, fix = self.sweep.folder / STORAGE, "restore it, or begin another search with --new"
-        with translate((ValueError, KeyError), lambda error: config_error(shown(path), f"is damaged ({error})", fix)):
+        with translate(
+            (ValueError, KeyError), lambda error: config_error(display_path(path), f"is damaged ({error})", fix)
+        ):
             storage = optuna.storages.JournalStorage(JournalFileBackend(str(path)))
             return optuna.create_study(
                 storage=storage, study_name=self.sweep.folder.name, direction="maximize", load_if_exists=True
@@ -135,7 +137,7 @@ class Proposals:
         while Run(folder).is_running():
             if time.monotonic() > deadline:
                 what = "still runs, though the search that started it is gone"
-                raise config_error(shown(folder), what, f"end it with grpo stop {as_argument(folder)}")
+                raise config_error(display_path(folder), what, f"end it with grpo stop {shell_path(folder)}")
             time.sleep(0.5)
 
     def _frozen(self, index: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from grpo_recipes.extensions.atropos.recipe import ENVIRONMENT_TOKEN, admits_environments, longest_trajectory
-from grpo_recipes.paths import as_argument
+from grpo_recipes.paths import shell_path
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.weights.transport import ADAPTER
@@ -38,7 +38,7 @@ def grant_access(recipe: Recipe, plan: Plan, names: Names) -> str | None:
     _write_private(names.run_dir / ENVIRONMENT_TOKEN, token)
     settings = names.run_dir / SETTINGS
     _write_private(settings, _HEADER + yaml.safe_dump(serve_settings(recipe, plan, names, token), sort_keys=False))
-    return f"python ENVIRONMENT.py serve --config {as_argument(settings)}"
+    return f"python ENVIRONMENT.py serve --config {shell_path(settings)}"
 
 
 def revoke_access(run_dir: Path) -> None:

@@ -36,7 +36,7 @@ from grpo_recipes.recipe.keys import catalogue, nearest_of
 from grpo_recipes.recipe.registry import SOURCE_REWARD, rewards
 from grpo_recipes.recipe.user_code import copy_path, problem_with
 from grpo_recipes.rewards.pool import RewardPool
-from grpo_recipes.rewards.score import Score, call_reward, is_own, make_reward
+from grpo_recipes.rewards.score import Score, call_reward, is_user_reward, make_reward
 from grpo_recipes.rollouts.renderer import Renderer
 from grpo_recipes.rollouts.turns import Message, Turn
 from grpo_recipes.runs.rundir import json_mapping
@@ -368,7 +368,7 @@ def reward_of(
     Those that may hang, and the user's own, are called in child processes, which are started here unless told not to.
     """
     name, known = config.reward, {key: entry for key, entry in rewards().items() if key != SOURCE_REWARD}
-    if is_own(name):
+    if is_user_reward(name):
         copied = copies is not None and copy_path(name, copies).exists()
         if not copied and (problem := problem_with(name, "reward")):
             raise ConfigError(problem)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_recipes.numbers import LARGEST, LOWEST_LOGPROB, reward_problem
+from grpo_recipes.numbers import LARGEST_REWARD, LOWEST_LOGPROB, reward_problem
 
 UNTRAINED = -100  # in the masks of the wire, at each token that is not trained on
 UNTRAINED_LOGPROB = 1.0  # likewise in its log-probs: no log-prob of a token is positive
@@ -229,7 +229,7 @@ def _number_problem(group: Group) -> str | None:
             return f"trajectory {index}: score {problem}"
     for name in ("advantages", "ref_logprobs"):
         values = flat.columns.get(name)
-        if values is not None and (wrong := ~(np.abs(values) <= LARGEST)).any():
+        if values is not None and (wrong := ~(np.abs(values) <= LARGEST_REWARD)).any():
             problem = reward_problem(float(values[np.argmax(wrong)]))
             return f"trajectory {flat.row(wrong)}: {problem} among its {name}"
     return None

@@ -28,7 +28,7 @@ from grpo_recipes.extensions.atropos.flags import COMMAND, FLAGS, MODE, SCRIPT, 
 from grpo_recipes.extensions.atropos.recipe import ATROPOS_ENVIRONMENTS
 from grpo_recipes.extensions.atropos.rules import takes_groups
 from grpo_recipes.launch.run import launch
-from grpo_recipes.paths import home, shown
+from grpo_recipes.paths import display_path, home
 from grpo_recipes.plan.devices import Resources, find_resources, rows_of_generation, some_trainers
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import address_reachable
@@ -87,7 +87,7 @@ def read(arguments: list[str]) -> AtroposLaunch:
     variables = {"LOGDIR": str(folder)} if (folder := translation.text("--log-dir")) else {}
     variables |= {VERBOSITY: "debug"} if translation.text("--debug-loading") else {}
     variables |= _folder_of_the_last(translation) if options.resume == "last" else {}
-    launching = launch_options(options, shown(recipe) if recipe else None, flags, keys=translation.keys)
+    launching = launch_options(options, display_path(recipe) if recipe else None, flags, keys=translation.keys)
     request = AtroposLaunch(launching, resources, variables, [*notes, *translation.notes, *more])
     with translate(ConfigError, lambda error: _with_our_flags(error, translation.keys)):
         return _checked(request) if recipe else request

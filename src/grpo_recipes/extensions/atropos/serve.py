@@ -59,7 +59,7 @@ from grpo_recipes.extensions.atropos.server import (
     generation_params,
     noting,
 )  # fmt: skip
-from grpo_recipes.fetch.assets import fetched_sets
+from grpo_recipes.fetch.assets import fetched_datasets
 from grpo_recipes.plan.ports import listener
 from grpo_recipes.process.reports import run_folder, say
 from grpo_recipes.process.sessions import BoundedAdapter
@@ -139,7 +139,7 @@ def made(run: Path, index: int, api_url: str, server_url: str) -> Any:
         patience=plan["server_timeout"] + recipe["server_stall_timeout"] + _MARGIN_SECONDS,
     )
     if issubclass(kind, DatasetEnv):
-        kind.copies, kind.fetched = copies, staticmethod(fetched_sets(run))
+        kind.copies, kind.fetched = copies, staticmethod(fetched_datasets(run))
     kind.server_cls = RunServer
     environment = recorded(kind, metrics_file(run, label))(config, [server], slurm=False, testing=False)
     if recipe["chat_template"] is not None:

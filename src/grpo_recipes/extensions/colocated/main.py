@@ -14,7 +14,7 @@ from grpo_recipes.cli.nodes import NODE_OPTIONS, NodeFlags, read_nodes, reject_o
 from grpo_recipes.cli.runs import launch_options
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.launch.run import launch
-from grpo_recipes.paths import home, shown
+from grpo_recipes.paths import display_path, home
 from grpo_recipes.plan.devices import Resources, find_resources, some_trainers
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe.check import choose_recipe
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _output_to(request.file):
             code = answer(lambda: _launch(request))
         if request.file is not None and code:
-            print(f"grpo: exit code {code}, see {shown(request.file)}", file=sys.stderr)
+            print(f"grpo: exit code {code}, see {display_path(request.file)}", file=sys.stderr)
         return code
 
     return answer(run)
@@ -145,7 +145,7 @@ def _recipe(options: argparse.Namespace, device: str) -> str | None:
         named = USUAL
     task = requested_task(os.environ, options.task).task or GRPO
     with translate(ConfigError, lambda error: with_flags_of(error, {}, _OURS)):
-        return shown(choose_recipe(named, {**os.environ, DEFAULT_RECIPE: "1"}, task, device))
+        return display_path(choose_recipe(named, {**os.environ, DEFAULT_RECIPE: "1"}, task, device))
 
 
 def _launch(request: ColocatedLaunch) -> int:
@@ -168,7 +168,7 @@ def _output_to(file: str | None) -> Iterator[None]:
 
     with translate(OSError, unwritable):
         target = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    say(f"the output goes to {shown(file)}")
+    say(f"the output goes to {display_path(file)}")
     _flush()
     before = [(fd, os.dup(fd)) for fd in (1, 2)]
     for fd, _ in before:

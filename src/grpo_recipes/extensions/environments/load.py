@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.extensions.environments.libraries import LIBRARIES, load_library, need_arguments
-from grpo_recipes.numbers import LARGEST, reward_problem
+from grpo_recipes.numbers import LARGEST_REWARD, reward_problem
 from grpo_recipes.recipe.user_code import load_object, split_spec
 from grpo_recipes.rollouts.turns import Environment, Message, Noise, Turn, seeded
 
@@ -47,7 +47,10 @@ class _Own(Environment):
         observation, reward, done, info = (*answer, {})[:4]
         if isinstance(reward, bool | str) or not hasattr(reward, "__float__") or reward_problem(float(reward)):
             raise self._wrong(
-                "step", reward, "as the reward", f"return a number between {-LARGEST:.0e} and {LARGEST:.0e}"
+                "step",
+                reward,
+                "as the reward",
+                f"return a number between {-LARGEST_REWARD:.0e} and {LARGEST_REWARD:.0e}",
             )
         if not isinstance(done, bool) and type(done).__name__ not in ("bool_", "bool"):
             raise self._wrong("step", done, "as done", "return True or False")

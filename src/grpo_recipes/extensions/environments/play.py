@@ -12,7 +12,7 @@ from grpo_recipes.errors import config_error
 from grpo_recipes.extensions.environments.episode import turns_of
 from grpo_recipes.extensions.environments.recipe import environments_of, model_opponents
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.process.terminal import readable
 from grpo_recipes.recipe.sources import source_of
@@ -35,10 +35,10 @@ def play(options: argparse.Namespace) -> int:
     source = source_of(recipe.__getitem__)
     if not entries and source is not None:
         what = f"completions of {source.title} are sampled elsewhere, and cannot be typed here"
-        raise config_error(shown(recipe.path), what, source.unchecked_rewards[1])
+        raise config_error(display_path(recipe.path), what, source.unchecked_rewards[1])
     if not entries:
         fix = "add environment: file.py:Class, or a library's, e.g. textarena:SecretMafia-v0"
-        raise config_error(shown(recipe.path), "it trains on a dataset, and has no environment to play", fix)
+        raise config_error(display_path(recipe.path), "it trains on a dataset, and has no environment to play", fix)
     if not 1 <= options.entry <= len(entries):
         named = ", ".join(f"{place} ({spec})" for place, spec in enumerate(entries, start=1))
         raise config_error("--entry", f"there is no environment {options.entry} in the recipe", f"write {named}")

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import Problem, config_error, translate
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import display_path
 from grpo_recipes.recipe import converters, in_order, merge_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.converters.files import FileConverter, Surroundings, converter_of
@@ -115,7 +115,7 @@ class Migration:
         moved = [f"{key} ({old})" for key, old in _MOVED.items() if self.get(key) is None]
         if moved:
             said.append(f"not given, and once another default in TRL: {', '.join(moved)}")
-        said += [f"write {shown(self.rewards_file)}: {', '.join(self.unwritten)}"] if self.unwritten else []
+        said += [f"write {display_path(self.rewards_file)}: {', '.join(self.unwritten)}"] if self.unwritten else []
         said += [f"to fill in: {problem.what} ({problem.fix})" for problem in self.problems]
         return [f"grpo: {masked(one)}" for one in said]
 
@@ -381,7 +381,7 @@ def _keep_rewards(made: Migration) -> None:
     for name in [name for name in left if name not in spared]:
         function = re.sub(r"\W", "_", f"_{name}" if not name or name[0].isdigit() else name)
         made.unwritten.append(function)
-        chosen[f"{shown(made.rewards_file)}:{function}"] = left.pop(name)[1]
+        chosen[f"{display_path(made.rewards_file)}:{function}"] = left.pop(name)[1]
     if list(chosen) != asked:
         why = "".join(f"; without {name}: {reason}" for name, (reason, _) in left.items())
         why += f"; write those of {made.rewards_file.name}" if made.unwritten else ""
@@ -440,7 +440,7 @@ def _refused(made: Migration, path: Path) -> list[tuple[Line | None, Problem]]:
     """Return what `grpo check` refuses in the recipe as it is now, each with its setting where one is wrong."""
     path.write_text(made.text(), encoding="utf-8")
     written = [line for line in made.lines for _ in range(line.text().count("\n"))]
-    places = {f"{shown(path)}:{number}": line for number, line in enumerate(written, 3)}
+    places = {f"{display_path(path)}:{number}": line for number, line in enumerate(written, 3)}
     recipe, problems = merge_recipe(path)
     recipe, more = with_task(recipe, requested_task({}, None))
     unwritten = made.rewards_file.name if made.unwritten else "\0"

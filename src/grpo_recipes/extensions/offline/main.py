@@ -34,14 +34,14 @@ from grpo_recipes.cli.sweeps import FlagsOf, need_sweeper
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.extensions.offline import keys as offline
 from grpo_recipes.launch.run import launch
-from grpo_recipes.paths import home, newest_first, shown
+from grpo_recipes.paths import display_path, home, newest_first
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.document import Value, as_words
 from grpo_recipes.recipe.keys import nearest_of
-from grpo_recipes.runs.rundir import write_whole
+from grpo_recipes.runs.rundir import write_atomically
 
 PROGRAM = "run_offline_grpo.py"
 BASE = "recipes/base/offline_grpo.yaml"
@@ -129,7 +129,7 @@ def _run(arguments: list[str]) -> int:
             return launch(asked, resources)
         kept, existed = folder / ".hydra", folder.exists()
         _write_hydra(kept, config, hydra, words)
-        say(f"metrics and checkpoints of each iteration: {shown(folder)}")
+        say(f"metrics and checkpoints of each iteration: {display_path(folder)}")
         try:
             return launch(asked, resources)
         except ConfigError:
@@ -301,14 +301,15 @@ def _earlier(folder: Path, config: DictConfig) -> str | None:
     if kept.is_file():
         fix = "name another folder: hydra.run.dir=FOLDER"
         with translate(
-            (OSError, ValueError, YAMLError), lambda error: config_error(shown(kept), f"cannot be read ({error})", fix)
+            (OSError, ValueError, YAMLError),
+            lambda error: config_error(display_path(kept), f"cannot be read ({error})", fix),
         ):
             before = OmegaConf.load(kept)
         decisive = [key for key in offline.KEYS if key not in _OF_A_LAUNCH]
         pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(config, key)) for key in decisive}
         for key, (old, new) in pairs.items():
             if old != new:
-                what = f"is {new}, and what is in {shown(folder)} began with {old}"
+                what = f"is {new}, and what is in {display_path(folder)} began with {old}"
                 raise config_error(key, what, f"go back to {key}={old}, or {fix}")
     return _run_in(folder)
 
@@ -322,9 +323,9 @@ def _run_in(folder: Path) -> str | None:
 def _write_hydra(kept: Path, config: DictConfig, hydra: DictConfig, words: list[str]) -> None:
     """Keep what Hydra keeps of a run."""
     kept.mkdir(parents=True, exist_ok=True)
-    write_whole(kept / "config.yaml", OmegaConf.to_yaml(config))
-    write_whole(kept / "hydra.yaml", OmegaConf.to_yaml(hydra))
-    write_whole(kept / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(words)))
+    write_atomically(kept / "config.yaml", OmegaConf.to_yaml(config))
+    write_atomically(kept / "hydra.yaml", OmegaConf.to_yaml(hydra))
+    write_atomically(kept / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(words)))
 
 
 def _parser() -> Parser:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_recipes.errors import Problem
-from grpo_recipes.paths import as_argument, quoted, shown
+from grpo_recipes.paths import display_path, shell_path, shell_quote
 from grpo_recipes.recipe.converters.table import VALUE, Row, read_file, read_table, short
 from grpo_recipes.recipe.document import Value, as_bool
 from grpo_recipes.recipe.extensions import extensions
@@ -217,5 +217,5 @@ def migration(path: Path, layer: Mapping[str, Value]) -> list[Problem]:
     """Return the command that translates a recipe of another project; nothing for a recipe of this package."""
     if not is_foreign(layer) or not any(extension.translate for extension in extensions()):
         return []
-    command = f"grpo new {quoted(f'my-{path.stem}.yaml')} --from {as_argument(path)}"
-    return [Problem(shown(path), "this looks like a recipe of another project", f"{command} translates it")]
+    command = f"grpo new {shell_quote(f'my-{path.stem}.yaml')} --from {shell_path(path)}"
+    return [Problem(display_path(path), "this looks like a recipe of another project", f"{command} translates it")]

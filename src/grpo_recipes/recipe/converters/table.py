@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import Problem
-from grpo_recipes.paths import quoted
+from grpo_recipes.paths import shell_quote
 from grpo_recipes.recipe.document import Value, as_bool
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.secrets import secret_value
@@ -126,7 +126,7 @@ def as_flag(key: str, value: Any) -> str:
     """Return a key and its value as a flag, with ``VALUE`` for a value that is missing, long or secret."""
     text = short(",".join(map(str, value)) if isinstance(value, list) else value).removeprefix(": ")
     missing = value is True and catalogue()[key]["type"] != "bool"
-    return f"--{key} {quoted(text) if text and not missing else 'VALUE'}"
+    return f"--{key} {shell_quote(text) if text and not missing else 'VALUE'}"
 
 
 @dataclass(frozen=True)
