@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_recipes.paths import home
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.recipe.registry import BRIDGES
+from grpo_recipes.recipe.registry import SYNC_METHODS
 from grpo_recipes.runs.rundir import read_json, write_json
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.weights.bridges import CLIENTS
@@ -56,7 +56,7 @@ SIZES: dict[str, tuple[int, int, int, bool]] = {
     "100M": (768, 3072, 10, True),
     "1B": (2048, 8192, 15, True),
 }
-MEASURED = tuple(name for name in ("file", "shared", "lora") if name in BRIDGES)
+MEASURED = tuple(name for name in ("file", "shared", "lora") if name in SYNC_METHODS)
 FLAGS = {"lora": ("--use_peft", "--lora_target_modules", "all-linear", "--lora_r", "16")}
 _COMMON = ("--dtype", "bfloat16", "--bf16", "false", "--num_processes", "1", "--accelerator", "ddp")
 

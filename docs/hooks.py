@@ -24,7 +24,7 @@ from grpo_recipes.extensions.atropos import flags as atropos_flags
 from grpo_recipes.extensions.atropos import verl as atropos
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import converters, keys, read_recipe
-from grpo_recipes.recipe.registry import OBJECTIVES, ON_CPU, ON_GPUS, SETUPS, WAYS, YES, Objective
+from grpo_recipes.recipe.registry import OBJECTIVES, ON_CPU, ON_GPUS, SETUPS, SYNC_TABLE, YES, Objective
 from grpo_recipes.slurm import profile
 
 RECIPES = home() / "recipes"
@@ -139,8 +139,8 @@ def bridges_table() -> str:
     def cell(served: str) -> str:
         return served if served in (YES, ON_GPUS, ON_CPU) else f"no: {served}"
 
-    rows = [(text, *(cell(one.serves[name]) for one in WAYS.values())) for name, text in SETUPS.items()]
-    return _table(("", *(f"`{name}`" for name in WAYS)), rows)
+    rows = [(text, *(cell(one.serves[name]) for one in SYNC_TABLE.values())) for name, text in SETUPS.items()]
+    return _table(("", *(f"`{name}`" for name in SYNC_TABLE)), rows)
 
 
 def objectives_table() -> str:

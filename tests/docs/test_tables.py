@@ -24,7 +24,7 @@ from grpo_recipes.recipe.check import _DEFAULT_RECIPES
 from grpo_recipes.recipe.converters import UNREAD_VARIABLES
 from grpo_recipes.recipe.generated import recorded_columns
 from grpo_recipes.recipe.keys import READ_VARIABLES, catalogue, environment_keys
-from grpo_recipes.recipe.registry import BRIDGES, OBJECTIVES, benchmarks, rewards
+from grpo_recipes.recipe.registry import OBJECTIVES, SYNC_METHODS, benchmarks, rewards
 from grpo_recipes.runs.rundir import finish_summary
 from grpo_recipes.trainers.metrics import PHASES
 from grpo_recipes.weights.guard import TOLERANCES, checksum_error, logprob_error
@@ -123,7 +123,7 @@ def test_default_recipes_accelerators_and_rewards() -> None:
     bridges = {row[0].split()[0].strip("`") for row in table_rows(DOCS / "weights.md", "`weight_sync`")}
     assert bridges == set(catalogue()["weight_sync"]["choices"])
     needs = {row[0].strip("`"): row[2] for row in table_rows(DOCS / "weights.md", "`weight_sync`")}
-    for name, bridge in BRIDGES.items():
+    for name, bridge in SYNC_METHODS.items():
         assert ("GPUs" in needs[name]) == (not bridge.runs_on("cpu"))
 
 

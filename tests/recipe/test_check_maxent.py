@@ -130,11 +130,11 @@ def test_a_recipe_says_how_much_a_right_answer_weighs_and_of_which_method_that_i
     recipe = read(
         **{"maxent_q_epsilon": 0.0, **keys} if keys["maxent_objective"] in ("listwise", "weighted_mle") else keys
     )
-    assert maxent.realised_ratio(recipe) == pytest.approx(ratio, rel=1e-9)
-    found = maxent.limit_of(recipe)
+    assert maxent.weight_ratio(recipe) == pytest.approx(ratio, rel=1e-9)
+    found = maxent.limit_note(recipe)
     assert found is None if limit is None else limit in found
     assert [note for note in notes(recipe) if note == found] == ([found] if found else [])
 
 
 def test_a_grpo_recipe_is_the_limit_of_nothing(read):
-    assert maxent.limit_of(read()) is None
+    assert maxent.limit_note(read()) is None

@@ -101,7 +101,7 @@ def test_trl_reads_the_same_values_from_a_frozen_recipe(path, tmp_path):
     accumulation = str(recipe["prompts_per_step"] * recipe["num_generations"])
     found = parsed(frozen, tmp_path / "out", "--gradient_accumulation_steps", accumulation)
 
-    given = [key for key in catalogue() if recipe.given(key) and key not in DERIVED]
+    given = [key for key in catalogue() if recipe.is_set(key) and key not in DERIVED]
     assert len(given) > 15
     for key in given:
         value = plain(found[key])

@@ -48,7 +48,7 @@ def test_flag_beats_environment_beats_yaml_beats_default(path, text, environment
     path.write_text(text)
     recipe = read_recipe(path, flags, environment)
     assert (recipe["seed"], recipe.source("seed")) == (value, source)
-    assert recipe.given("seed") == (source != DEFAULT_SOURCE)
+    assert recipe.is_set("seed") == (source != DEFAULT_SOURCE)
 
 
 def test_every_environment_key_is_read_with_its_variable_as_source(path):
@@ -129,8 +129,8 @@ def test_a_flag_takes_back_a_key_of_the_file_or_of_a_variable(path, flags, value
     """M18: ``--unset KEY`` gives the key its default."""
     path.write_text("eval_steps: 5\n")
     recipe = read_recipe(path, flags, {"TRAIN_SEED": "7"})
-    assert recipe["eval_steps"] == value and recipe.given("eval_steps") == (value is not None)
-    assert recipe.given("seed") == ("seed" not in " ".join(flags))
+    assert recipe["eval_steps"] == value and recipe.is_set("eval_steps") == (value is not None)
+    assert recipe.is_set("seed") == ("seed" not in " ".join(flags))
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_a_missing_file_is_named(tmp_path):
 def test_an_empty_file_is_all_defaults(path, text):
     path.write_text(text)
     recipe = read_recipe(path)
-    assert not [key for key in recipe.values if recipe.given(key)]
+    assert not [key for key in recipe.values if recipe.is_set(key)]
 
 
 def test_the_yaml_of_a_recipe_reads_back_as_the_same_recipe(path, tmp_path):
@@ -336,7 +336,7 @@ def test_the_yaml_of_a_recipe_reads_back_as_the_same_recipe(path, tmp_path):
 
     for key in catalogue():
         assert again[key] == recipe[key], key
-        assert again.given(key) == recipe.given(key), key
+        assert again.is_set(key) == recipe.is_set(key), key
     assert "# VLLM_PORT" in frozen.read_text() and "# --seed" in frozen.read_text()
     assert "# recipe.yaml:" in frozen.read_text()
 
@@ -425,4 +425,4 @@ def test_a_message_names_the_recipe_as_it_is_typed_from_here(tmp_path: Path, mon
     assert {problem.where for problem in problems} == {"a.yaml:2", f"{outside}:1"}
     monkeypatch.chdir(tmp_path)
     assert {problem.where for problem in merge_recipe(inside)[1]} == {"own/a.yaml:2", "elsewhere/base.yaml:1"}
-    assert merge_recipe(inside)[0].source("bf16") == "own/a.yaml:3" and recipe.place("seed") == "own/a.yaml"
+    assert merge_recipe(inside)[0].source("bf16") == "own/a.yaml:3" and recipe.location("seed") == "own/a.yaml"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.recipe.user_code import copy_source, load_object, problem_with, source_file
+from grpo_recipes.recipe.user_code import copy_source, load_object, source_file, spec_problem
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ if True:
 )
 def test_names_of_a_file_are_found_without_running_it(folder: Path, name: str) -> None:
     (folder / "mine.py").write_text(CODE + "raise SystemExit('ran')\n")
-    assert problem_with(f"mine.py:{name}", "recipe.yaml:3") is None
+    assert spec_problem(f"mine.py:{name}", "recipe.yaml:3") is None
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_names_of_a_file_are_found_without_running_it(folder: Path, name: str) -
 def test_what_cannot_be_loaded_is_told(folder: Path, spec: str, said: str, fix: str) -> None:
     (folder / "mine.py").write_text(CODE)
     (folder / "broken.py").write_text("x = 1\ndef f(:\n")
-    problem = problem_with(spec, "recipe.yaml:3")
+    problem = spec_problem(spec, "recipe.yaml:3")
     assert problem is not None and problem.where == "recipe.yaml:3"
     assert said in problem.what and fix in problem.fix
 
@@ -76,7 +76,7 @@ def test_a_module_is_found_without_importing_its_parents(folder: Path) -> None:
     for where in (folder / "pack", package):
         (where / "__init__.py").write_text("raise SystemExit('imported')\n")
     (package / "mod.py").write_text("def reward(): pass\n")
-    assert problem_with("pack.deep.mod:reward", "x") is None
+    assert spec_problem("pack.deep.mod:reward", "x") is None
     assert source_file("pack.deep.mod:reward") == package / "mod.py"
 
 
@@ -143,18 +143,18 @@ def test_nothing_heavy_is_imported() -> None:
 )
 def test_a_file_that_python_cannot_parse_is_told(folder: Path, content: str, said: str) -> None:
     (folder / "mine.py").write_text(content)
-    problem = problem_with("mine.py:f", "recipe.yaml:3")
+    problem = spec_problem("mine.py:f", "recipe.yaml:3")
     assert problem is not None and said in problem.what
 
 
 def test_a_file_that_cannot_be_read_is_not_called_wrong_python(folder: Path) -> None:
     (folder / "mine.py").symlink_to("/proc/self/mem")  # root may not read its start either
-    problem = problem_with("mine.py:f", "recipe.yaml:3")
+    problem = spec_problem("mine.py:f", "recipe.yaml:3")
     assert problem is not None and problem.what.endswith("mine.py' cannot be read (Input/output error)")
 
 
 def test_a_name_too_long_for_a_file_is_no_file(folder: Path) -> None:
-    problem = problem_with("a" * 300 + ".py:f", "recipe.yaml:3")
+    problem = spec_problem("a" * 300 + ".py:f", "recipe.yaml:3")
     assert problem is not None and problem.what.startswith("no file 'aaa")
 
 
@@ -184,17 +184,17 @@ def test_a_file_in_the_folder_above_has_a_copy_of_its_own(folder: Path, monkeypa
 ])  # fmt: skip
 def test_a_star_import_may_bring_any_name(tmp_path, line):
     (tmp_path / "mine.py").write_bytes(line + b"\n")
-    assert problem_with(f"{tmp_path / 'mine.py'}:f", "recipe.yaml:1") is None
+    assert spec_problem(f"{tmp_path / 'mine.py'}:f", "recipe.yaml:1") is None
 
 
 def test_a_docstring_imports_nothing(tmp_path):
     (tmp_path / "mine.py").write_text('''"""Use it so:\n    from helpers import *\n"""\nf = 1\n''')
-    assert problem_with(f"{tmp_path / 'mine.py'}:g", "recipe.yaml:1") is not None
+    assert spec_problem(f"{tmp_path / 'mine.py'}:g", "recipe.yaml:1") is not None
 
 
 def test_a_comment_that_is_not_utf_8_is_as_good_as_python_takes_it(tmp_path):
     (tmp_path / "mine.py").write_bytes(b"f = len  # caf\xe9\n")
-    assert problem_with(f"{tmp_path / 'mine.py'}:f", "recipe.yaml:1") is None
+    assert spec_problem(f"{tmp_path / 'mine.py'}:f", "recipe.yaml:1") is None
 
 
 def test_a_traceback_names_the_users_file_while_it_is_what_runs(tmp_path):

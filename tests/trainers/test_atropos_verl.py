@@ -39,7 +39,7 @@ def trainer_of(folder: Path, model: str, actor: dict[str, Any] | None = None, **
     (folder / "theirs.yaml").write_text(yaml.safe_dump(file))
     recipe, problems = merge_recipe(folder / "theirs.yaml")
     assert problems == []
-    keys = {key: one.value for key, one in recipe.values.items() if recipe.given(key) and key not in OF_THE_LAUNCH}
+    keys = {key: one.value for key, one in recipe.values.items() if recipe.is_set(key) and key not in OF_THE_LAUNCH}
     return make_trainer(folder, model, **keys)
 
 

@@ -21,22 +21,22 @@ from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.registry import (
-    BRIDGES,
     COLOCATE,
     NOT_WITH_LORA,
     ON_CPU,
     ON_GPUS,
     SETUPS,
-    WAYS,
+    SYNC_METHODS,
+    SYNC_TABLE,
     YES,
-    bridges_for,
+    sync_methods_for,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = str(ROOT / "recipes/smoke/grpo.yaml")
-CELLS = [(way, setup) for way in WAYS for setup in SETUPS]
+CELLS = [(way, setup) for way in SYNC_TABLE for setup in SETUPS]
 SERVED = (YES, ON_GPUS, ON_CPU)
-SHOWN = [(way, setup) for way, setup in CELLS if WAYS[way].serves[setup] in (YES, ON_CPU)]
+SHOWN = [(way, setup) for way, setup in CELLS if SYNC_TABLE[way].serves[setup] in (YES, ON_CPU)]
 # A plan of each setup: the keys of a recipe.
 KEYS = {
     "single": {"num_processes": 1},
@@ -53,8 +53,8 @@ Ask = Callable[..., str | None]
 
 
 def test_every_way_says_something_of_every_setup():
-    assert all(one.serves.keys() == SETUPS.keys() for one in WAYS.values())
-    assert KEYS.keys() == SETUPS.keys() and WAYS.keys() == {*BRIDGES, COLOCATE}
+    assert all(one.serves.keys() == SETUPS.keys() for one in SYNC_TABLE.values())
+    assert KEYS.keys() == SETUPS.keys() and SYNC_TABLE.keys() == {*SYNC_METHODS, COLOCATE}
 
 
 @pytest.fixture(params=["check", "plan"])
@@ -98,14 +98,14 @@ def said(ask: Ask, *arguments: str, **changes: Any) -> str:
 
 def needed(way: str, setup: str) -> dict[str, Any]:
     """What a cell's recipe needs beside its setup: an adapter, where the way carries nothing else."""
-    return {"use_peft": True} if setup != "full" and WAYS[way].serves["full"] not in SERVED else {}
+    return {"use_peft": True} if setup != "full" and SYNC_TABLE[way].serves["full"] not in SERVED else {}
 
 
 @pytest.mark.parametrize(("way", "setup"), CELLS)
 def test_what_a_way_does_not_serve_is_refused_by_name(ask, way, setup):
-    served = WAYS[way].serves[setup]
+    served = SYNC_TABLE[way].serves[setup]
     if served in SERVED:
-        devices = ["cuda"] if ON_GPUS in WAYS[way].serves.values() else ["cpu", "cuda"]
+        devices = ["cuda"] if ON_GPUS in SYNC_TABLE[way].serves.values() else ["cpu", "cuda"]
         bridges = {ask(way, setup, device, **needed(way, setup)) for device in devices}
         assert bridges == {None if way == COLOCATE else way}
         return
@@ -120,8 +120,8 @@ def test_what_a_way_does_not_serve_is_refused_by_name(ask, way, setup):
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_the_co_located_row_is_enforced(ask, asks, setup, monkeypatch):
-    served = {**WAYS[COLOCATE].serves, setup: "of a test"}
-    monkeypatch.setitem(WAYS, COLOCATE, replace(WAYS[COLOCATE], serves=served))
+    served = {**SYNC_TABLE[COLOCATE].serves, setup: "of a test"}
+    monkeypatch.setitem(SYNC_TABLE, COLOCATE, replace(SYNC_TABLE[COLOCATE], serves=served))
     if (asks, setup) == ("check", "nodes"):  # nodes are the job's, which the plan alone knows
         assert ask(COLOCATE, setup) is None
         return
@@ -175,9 +175,9 @@ def test_grpo_check_refuses_what_grpo_plan_refuses(command, flags, config, named
 
 
 def test_the_fix_names_bridges_that_serve_the_setup():
-    fit = [name for name in BRIDGES if BRIDGES[name].refusal(["zero3", "full"]) is None]
-    assert bridges_for(["zero3", "full"]) == fit
-    assert "nccl" not in bridges_for(["single"], "cpu") and "file" in bridges_for(["single"], "cpu")
+    fit = [name for name in SYNC_METHODS if SYNC_METHODS[name].refusal(["zero3", "full"]) is None]
+    assert sync_methods_for(["zero3", "full"]) == fit
+    assert "nccl" not in sync_methods_for(["single"], "cpu") and "file" in sync_methods_for(["single"], "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.registry import BRIDGES
+from grpo_recipes.recipe.registry import SYNC_METHODS
 from grpo_recipes.weights.bridges import CLIENTS, trl_building_client
 from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.nccl import NcclClient
@@ -75,7 +75,7 @@ def test_trls_client_is_back_after_an_exception():
 
 
 def test_every_bridge_is_a_choice_of_the_key_and_says_its_name():
-    assert {"auto", *CLIENTS} == set(catalogue()["weight_sync"]["choices"]) == {"auto", *BRIDGES}
+    assert {"auto", *CLIENTS} == set(catalogue()["weight_sync"]["choices"]) == {"auto", *SYNC_METHODS}
     for name, bridge in CLIENTS.items():
         assert bridge.bridge == name and issubclass(bridge, BridgeClient)
 

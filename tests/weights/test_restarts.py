@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_recipes.recipe.registry import BRIDGES
+from grpo_recipes.recipe.registry import SYNC_METHODS
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.server.wire import COMPLETIONS_PATH
@@ -222,7 +222,7 @@ def test_without_a_file_of_its_state_a_lost_server_is_an_error_at_once(connect, 
 
 def test_the_launcher_knows_which_bridges_can_go_on() -> None:
     able = {name for name, bridge in CLIENTS.items() if "_resend" in vars(bridge)}
-    assert able == {name for name, bridge in BRIDGES.items() if "cpu" in bridge.reconnects}
+    assert able == {name for name, bridge in SYNC_METHODS.items() if "cpu" in bridge.reconnects}
 
 
 def test_on_gpus_nothing_is_read_of_memory_that_went_with_its_server(connect, state, server) -> None:

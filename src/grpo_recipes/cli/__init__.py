@@ -15,7 +15,7 @@ from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
-from grpo_recipes.recipe.converters import ALIASES, refusal
+from grpo_recipes.recipe.converters import ALIASES, key_problem
 from grpo_recipes.recipe.document import UNSET
 from grpo_recipes.recipe.extensions import load, merged
 from grpo_recipes.recipe.keys import catalogue, nearest_of
@@ -260,7 +260,7 @@ def _lost_output(error: OSError) -> bool:
 def meant_option(flag: str, options: list[str], takes_recipe: bool) -> str | None:
     """Return the option that an unknown flag begins or misspells; of a recipe's keys, the near one wins."""
     name, key = flag.partition("=")[0], flag.partition("=")[0].lstrip("-").replace("-", "_")
-    refused = refusal(key.removeprefix("no_"), flag) if takes_recipe else None
+    refused = key_problem(key.removeprefix("no_"), flag) if takes_recipe else None
     if not name.startswith("--") or (takes_recipe and not (refused and refused.what.startswith("unknown"))):
         return None
     rivals = [f"--{key}" for key in catalogue()] if takes_recipe else []

@@ -47,7 +47,7 @@ from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.generated import keys_of_data, recorded_values
 from grpo_recipes.recipe.registry import reward_keys
-from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, needed_arguments
+from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, missing_argument_problems
 from grpo_recipes.runs.checkpoints import complete_checkpoints, is_complete
 from grpo_recipes.runs.rundir import Run, json_mapping, remove_files, write_atomically, write_json
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
@@ -287,7 +287,7 @@ def _prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
     longest, limit = max(map(len, ids)) + _longest(recipe), recipe["vllm_max_model_length"]
     if limit is not None and longest > limit:
         what = f"a prompt and a completion have up to {longest} tokens, vllm_max_model_length is {limit}"
-        raise config_error(recipe.place("vllm_max_model_length"), what, "raise it, or lower max_completion_length")
+        raise config_error(recipe.location("vllm_max_model_length"), what, "raise it, or lower max_completion_length")
     return rows, ids, tokenizer
 
 
@@ -307,7 +307,7 @@ def _rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"], di
         if subject.run and (subject.run.folder / REWARD_COPIES).is_dir():
             shutil.copytree(subject.run.folder / REWARD_COPIES, copies, ignore=shutil.ignore_patterns("limits_*"))
         with lent_rewards(arguments_of(recipe), Path(own)) as rewards:
-            if problems := list(needed_arguments(recipe, [dict.fromkeys(rows[0], "")], copies, live=None)):
+            if problems := list(missing_argument_problems(recipe, [dict.fromkeys(rows[0], "")], copies, live=None)):
                 raise ConfigError(*problems)
             files = {name: copy_path(name, copies) for name in names if ":" in name}
             keys = sorted({*reward_keys(names), "reward_timeout"})

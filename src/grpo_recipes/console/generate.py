@@ -183,7 +183,7 @@ def tokenizer_of(recipe: Recipe, name: str) -> Any:
 
     def unreadable(error: Exception) -> ConfigError:
         what = f"the tokenizer cannot be loaded ({' '.join(str(error).split())[:200]})"
-        return config_error(recipe.place("model_name_or_path"), what, "name a model with its tokenizer files")
+        return config_error(recipe.location("model_name_or_path"), what, "name a model with its tokenizer files")
 
     revision = "main" if os.path.isdir(name) else recipe["model_revision"]
     with translate((OSError, ValueError), unreadable):

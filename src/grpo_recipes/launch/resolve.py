@@ -22,7 +22,7 @@ from grpo_recipes.recipe.generated import keys_of_data
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE
 from grpo_recipes.recipe.sources import user_code
 from grpo_recipes.recipe.tasks import GRPO, requested_task, same_task
-from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, problem_with, split_spec
+from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, spec_problem, split_spec
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.checkpoints import newest_complete, step_of, verify_run_files, world_size_of
 from grpo_recipes.runs.rundir import FROZEN_CODE, Run, changed_code, find_run
@@ -163,7 +163,7 @@ def _need_better_rewards(run: Run, recipe: Recipe) -> None:
         named = ", ".join(split_spec(spec)[0] for spec in files) or "a file of yours"
         what = f"no reward or environment of the run has changed since its copy ({named})"
         raise config_error(where, what, "edit the file first, in the folder of the first launch, or leave it out")
-    if problems := [problem for spec in changed if (problem := problem_with(spec, where))]:
+    if problems := [problem for spec in changed if (problem := spec_problem(spec, where))]:
         raise ConfigError(*problems)
 
 
@@ -243,7 +243,7 @@ def need_same_data(run: Run, recipe: Recipe, plan: Plan) -> str:
     for key in (*_ORDER, *keys_of_data("order_keys")):
         if recipe[key] != before[key]:
             what = f"{key} was {before[key]}: {elsewhere}"
-            raise config_error(recipe.place(key), what, f"leave it as it was, or {begin_again}")
+            raise config_error(recipe.location(key), what, f"leave it as it was, or {begin_again}")
     was, now = _sizes(before, run.plan["batch"]), _sizes(recipe, asdict(plan.batch))
     if was != now:
         what = f"the run had {was}, now it has {now}: {elsewhere}"

@@ -393,7 +393,7 @@ class Supervisor:
         host, before, _ = self._attempt.server_address()
         if not listening_sockets(host, before):
             return
-        if self._attempt.recipe.given("vllm_server_port"):
+        if self._attempt.recipe.is_set("vllm_server_port"):
             raise busy_port(self._attempt.recipe, "vllm_server_port", listener(before))
         port = another_port(host, before)
         holder = f"another process (pid {listener(before) or '?'})"
@@ -436,7 +436,7 @@ class Supervisor:
         try:
             wait(alive, started)
         except NotReady as error:
-            moves = started.process.ready == "serving" and not self._attempt.recipe.given("vllm_server_port")
+            moves = started.process.ready == "serving" and not self._attempt.recipe.is_set("vllm_server_port")
             others_live = all(ending.lost == started.process for ending in endings)
             if isinstance(error, PortTaken) and moves and others_live:
                 started.end()

@@ -226,7 +226,7 @@ def frozen_environment(run_dir: Path, environment: Mapping[str, str]) -> dict[st
 
 def on_scratch(recipe: Recipe, profile: Profile) -> Recipe:
     """Return the recipe with the site's folder of runs, where the user named no other."""
-    if not profile.run_root or recipe.given("run_root"):
+    if not profile.run_root or recipe.is_set("run_root"):
         return recipe
     return recipe.with_value("run_root", Value(profile.run_root, f"{profile.name}.yaml"))
 

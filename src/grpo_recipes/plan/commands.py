@@ -24,7 +24,7 @@ from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import environment_keys
 from grpo_recipes.recipe.learning import mixed_precision, served_dtype
-from grpo_recipes.recipe.registry import BRIDGES, EXTERNAL, LORA_RANKS
+from grpo_recipes.recipe.registry import EXTERNAL, LORA_RANKS, SYNC_METHODS
 from grpo_recipes.recipe.rules import longest_completion
 from grpo_recipes.runs.rundir import SYNC_FOLDER
 
@@ -154,7 +154,7 @@ def with_processes(
     """Return the plan with its processes, which stay off the hub once all ``sources`` are here."""
     size = weight_bytes(plan.model)
     more = round(_SECONDS_A_GB * size / 1e9)
-    ready = recipe["vllm_server_timeout"] + (0 if recipe.given("vllm_server_timeout") else more)
+    ready = recipe["vllm_server_timeout"] + (0 if recipe.is_set("vllm_server_timeout") else more)
     plan = replace(plan, weight_bytes=size, server_timeout=ready, meeting_timeout=MEETING_SECONDS + more)
     plan = replace(plan, data=data_of(recipe, plan))
     processes = [_trainer(recipe, plan, environment, names, machine) for machine in range(len(plan.placement))]
@@ -204,7 +204,7 @@ def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: N
         argv += ["--enable-lora", "--max-lora-rank", str(next(one for one in LORA_RANKS if one >= recipe["lora_r"]))]
     log = environment.get("SERVER_LOG") or f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
     # On a GPU that a trainer uses, vLLM would start again with less free memory than it was planned for.
-    alone = plan.bridge is not None and plan.device in BRIDGES[plan.bridge].reconnects and not plan.gpu_shared
+    alone = plan.bridge is not None and plan.device in SYNC_METHODS[plan.bridge].reconnects and not plan.gpu_shared
     on_loss: OnLoss = "restart" if alone else "restart with trainers"
     renewed = plan.bridge == "restart"
     return Process(
@@ -337,7 +337,7 @@ def longest_sequence(recipe: Recipe) -> int | None:
 def gpu_share(recipe: Recipe, mode: str) -> float:
     """Return the fraction of a GPU's memory that vLLM may take: less of a GPU that trains too."""
     shares = mode == "colocate" or "shared" in (recipe["weight_sync"], recipe["vllm_gpu"])
-    if shares and not recipe.given("vllm_gpu_memory_utilization"):
+    if shares and not recipe.is_set("vllm_gpu_memory_utilization"):
         return _COLOCATED_SHARE
     return float(recipe["vllm_gpu_memory_utilization"])
 

@@ -26,7 +26,7 @@ from grpo_recipes.plan.speed import Speed, find_speed
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.learning import mixed_precision
-from grpo_recipes.recipe.registry import BRIDGES, EXTERNAL
+from grpo_recipes.recipe.registry import EXTERNAL, SYNC_METHODS
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # What the processes hold before the model counts: bench/results/memory_estimate.json, case "constant".
@@ -350,7 +350,7 @@ def _refused(work: Workload, change: Facts) -> bool:
     """Return whether the bridge does not serve what a change brings."""
     setups = {"vllm_tensor_parallel_size": "tensor_parallel", "use_peft": "lora"}
     met = [setups.get(key, str(value)) for key, value in change.items() if key in setups or key == "accelerator"]
-    return work["bridge"] is not None and BRIDGES[work["bridge"]].refusal(met) is not None
+    return work["bridge"] is not None and SYNC_METHODS[work["bridge"]].refusal(met) is not None
 
 
 def _changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:

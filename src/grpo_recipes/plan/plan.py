@@ -25,13 +25,13 @@ from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.plan.roles import data_of, roles
 from grpo_recipes.plan.types import Names, Plan, Weighting
 from grpo_recipes.recipe import Recipe, maxent
-from grpo_recipes.recipe.bridges import accelerator_of, refusal
 from grpo_recipes.recipe.converters import UNREAD_VARIABLES
 from grpo_recipes.recipe.model_kind import check_unused_weights
 from grpo_recipes.recipe.overlap import OFF_POLICY
 from grpo_recipes.recipe.registry import COLOCATE, EXTERNAL, OBJECTIVES
-from grpo_recipes.recipe.rules import asks_another
+from grpo_recipes.recipe.rules import uses_external_server
 from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
+from grpo_recipes.recipe.weight_sync import accelerator_of, sync_problem
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
 # TRL's packaged file of accelerate for each way of sharing the model.
@@ -74,7 +74,7 @@ def make_plan(
         devices.need_exportable_memory(environment)
     # The same on every node, since results on CPU depend on it; one core is for the server, where there may be one.
     cores = min((nodes[one.node].cores - (mode != "colocate")) // one.count for one in trainers)
-    own_host = recipe.given("vllm_server_host") or not resources.nodes
+    own_host = recipe.is_set("vllm_server_host") or not resources.nodes
     plan = Plan(
         recipe=str(recipe.path),
         task=task,
@@ -143,7 +143,7 @@ def _notes(
         yield from part.notes(recipe, plan)
     if recipe["overlap_generation"]:
         yield OFF_POLICY
-    if limit := maxent.limit_of(recipe):
+    if limit := maxent.limit_note(recipe):
         yield limit
     if plan.unused_gpus:
         yield f"nothing uses GPU {', '.join(plan.unused_gpus)}"
@@ -210,7 +210,7 @@ def _weighting(recipe: Recipe) -> Weighting:
     """Return what a MaxEnt recipe optimises."""
     name, tau, beta = (recipe[key] for key in ("maxent_objective", "maxent_tau", "maxent_beta"))
     objective = OBJECTIVES[name]
-    weight = maxent.times(maxent.realised_ratio(recipe))
+    weight = maxent.format_ratio(maxent.weight_ratio(recipe))
     pull, loss_type = beta if objective.targets_q else None, objective.loss_type(recipe.__getitem__)
     return Weighting(name, objective.tau_or_default(tau), pull, loss_type, weight)
 
@@ -225,7 +225,7 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
         raise config_error("devices", what, "submit with sbatch --gres=gpu:8 training.sh, or set up with DEVICE=cpu")
     if not recipe["use_vllm"]:
         return "transformers"
-    if asks_another(recipe):
+    if uses_external_server(recipe):
         return EXTERNAL
     mode, where = str(recipe["vllm_mode"]), recipe.source("vllm_mode")
     if resources.device == "cpu":
@@ -240,7 +240,7 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
         if recipe["overlap_generation"]:
             what = "overlap_generation needs a GPU for the server beside the trainer's, and one is visible"
             raise config_error(recipe.source("overlap_generation"), what, "remove it, or ask for more GPUs")
-        if recipe.given("vllm_mode"):
+        if recipe.is_set("vllm_mode"):
             what = "vllm_mode: server needs two GPUs, one is visible"
             fix = "write vllm_mode: colocate, or vllm_gpu: shared (one GPU for both), or ask for more GPUs"
             raise config_error(where, what, fix)
@@ -252,7 +252,7 @@ def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool, accele
     """Choose the weight bridge of a run with a server, and say why; refuse what cannot get weights to vLLM."""
     bridge, why = _chosen_bridge(recipe, resources, mode, apart)
     way = COLOCATE if mode == "colocate" else bridge
-    if way and (problem := refusal(recipe, way, accelerator, apart, resources.device)):
+    if way and (problem := sync_problem(recipe, way, accelerator, apart, resources.device)):
         raise ConfigError(problem)
     return bridge, why
 

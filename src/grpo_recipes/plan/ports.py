@@ -19,7 +19,7 @@ from grpo_recipes.process.answers import get
 from grpo_recipes.process.listeners import ForeignListener, OwnListener, lingers
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.extensions import load, merged
-from grpo_recipes.recipe.rules import wants_server
+from grpo_recipes.recipe.rules import starts_server
 from grpo_recipes.server.middleware import ACTIVITY_PATH
 from grpo_recipes.slurm.client import SlurmJob
 
@@ -66,7 +66,7 @@ def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
         numbers = dict(zip(DEFAULT_PORTS, range(base, base + 3), strict=True))
         numbers |= {key: last - index for index, key in enumerate(others)}
         internal = base + 3
-    return _ports({key: recipe[key] if recipe.given(key) else port for key, port in numbers.items()}, internal)
+    return _ports({key: recipe[key] if recipe.is_set(key) else port for key, port in numbers.items()}, internal)
 
 
 def _ports(numbers: Mapping[str, int], internal: int | None) -> Ports:
@@ -88,13 +88,13 @@ def free_ports(
     chosen: dict[str, int] = {}
     notes = []
     # Ports of the user first, so that none of ours takes one.
-    for key, wanted in sorted(ports.by_key(server).items(), key=lambda pair: not recipe.given(pair[0])):
+    for key, wanted in sorted(ports.by_key(server).items(), key=lambda pair: not recipe.is_set(pair[0])):
         there = None if key == "vllm_server_port" or key in ports.extensions else free_there
         at = LOOPBACK if key in ports.extensions else host
         usable = partial(_is_usable, chosen.values(), at, there)
-        if recipe.given(key) and not usable(wanted):
+        if recipe.is_set(key) and not usable(wanted):
             raise busy_port(recipe, key, None if there else listener(wanted))
-        port = wanted if recipe.given(key) else next(filter(usable, _candidates(wanted)), None)
+        port = wanted if recipe.is_set(key) else next(filter(usable, _candidates(wanted)), None)
         if port is None:
             raise _none_free(key, wanted)
         if port != wanted:
@@ -108,9 +108,9 @@ def free_ports(
 def need_named_ports(recipe: Recipe) -> None:
     """Refuse a port that the user gave and another process has, before the first of several runs begins."""
     for key in port_keys():
-        needed = key == "main_process_port" or wants_server(recipe)
+        needed = key == "main_process_port" or starts_server(recipe)
         host = LOOPBACK if key not in DEFAULT_PORTS else recipe["vllm_server_host"]
-        if needed and recipe.given(key) and not is_free(host, recipe[key]):
+        if needed and recipe.is_set(key) and not is_free(host, recipe[key]):
             raise busy_port(recipe, key, listener(recipe[key]))
 
 

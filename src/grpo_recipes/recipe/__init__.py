@@ -16,7 +16,7 @@ from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.paths import display_path
 from grpo_recipes.recipe.converters import ALIASES, migration, nearest, recipe_keys
 from grpo_recipes.recipe.converters.files import Surroundings, converter_of
-from grpo_recipes.recipe.document import UNSET, Value, read_document, read_flags, typed, unset_keys
+from grpo_recipes.recipe.document import UNSET, Value, convert_value, read_document, read_flags, unset_keys
 from grpo_recipes.recipe.keys import catalogue, environment_keys
 from grpo_recipes.secrets import secret_value
 
@@ -46,19 +46,19 @@ class Recipe:
         """Return where the value of ``key`` came from."""
         return self.values[key].source
 
-    def given(self, key: str) -> bool:
+    def is_set(self, key: str) -> bool:
         """Return whether the user set ``key`` anywhere."""
         return self.source(key) != DEFAULT_SOURCE
 
-    def place(self, key: str, *inside: str | int) -> str:
+    def location(self, key: str, *inside: str | int) -> str:
         """Return where a person looks for ``key``, or what is ``inside`` it; the file where nobody gave it."""
         return self.values[key].lines.get((key, *inside)) or (
-            self.source(key) if self.given(key) else display_path(self.path)
+            self.source(key) if self.is_set(key) else display_path(self.path)
         )
 
     def problem(self, key: str, what: str, fix: str) -> Problem:
         """Return a problem with ``key`` at the place where a person looks for it."""
-        return Problem(self.place(key), what, fix)
+        return Problem(self.location(key), what, fix)
 
     def with_value(self, key: str, value: Value) -> Recipe:
         """Return a copy with another value of ``key``."""
@@ -69,7 +69,7 @@ class Recipe:
         return "".join(
             f"# {self.source(key)}\n{yaml.safe_dump({key: self[key]}, allow_unicode=True, width=10**6)}"
             for key in sorted(self.values)
-            if self.given(key)
+            if self.is_set(key)
         )
 
 
@@ -135,11 +135,11 @@ def merge_recipe(
             what = f"'{key}' holds what looks like a secret"
             converted, wrong = None, [Problem(value.source, what, "remove it and export it as a variable")]
         else:
-            converted, wrong = typed(key, catalogue()[key], value)
+            converted, wrong = convert_value(key, catalogue()[key], value)
         problems += wrong
         typed_values[key] = replace(value, value=converted)
         broken |= {key} if wrong else set()
-    return Recipe(path, typed_values, notes, frozenset(broken)), in_order(problems)
+    return Recipe(path, typed_values, notes, frozenset(broken)), sort_problems(problems)
 
 
 def _unset(
@@ -162,7 +162,7 @@ def _unset(
         given.pop(key, None)
 
 
-def in_order(problems: Iterable[Problem]) -> list[Problem]:
+def sort_problems(problems: Iterable[Problem]) -> list[Problem]:
     """Return each problem once: those of a file by its lines, then those of the whole file, of flags and variables."""
 
     def place(problem: Problem) -> tuple[bool, str, int]:

@@ -27,7 +27,7 @@ _PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "descri
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add one.", "parameters": _PARAMETERS}}
 
 
-def left_out(templates: Mapping[str, str], roles: list[str], tools: bool, kwargs: dict[str, Any]) -> str:
+def find_left_out_part(templates: Mapping[str, str], roles: list[str], tools: bool, kwargs: dict[str, Any]) -> str:
     """Return the first role that has no part in what the templates render, or that tools have none."""
 
     def render(template: str, role: str, text: str, **more: Any) -> str:

@@ -18,15 +18,14 @@ from grpo_recipes.recipe import (
     BrokenKey,
     Recipe,
     check_data,
-    in_order,
     learning,
     maxent,
     merge_recipe,
     overlap,
     rendering,
     rules,
+    sort_problems,
 )  # fmt: skip
-from grpo_recipes.recipe.bridges import bridge_problems
 from grpo_recipes.recipe.check_data import HUB_NAME, LOCAL_PREFIXES
 from grpo_recipes.recipe.converters import reward_fix
 from grpo_recipes.recipe.datafiles import columns_of
@@ -43,11 +42,12 @@ from grpo_recipes.recipe.registry import (
     rewards,
     rewards_in_children,
 )
-from grpo_recipes.recipe.rules import Idle, Rule, isolates
+from grpo_recipes.recipe.rules import Idle, Rule, isolates_rewards
 from grpo_recipes.recipe.shapes import COLUMN_KEYS
 from grpo_recipes.recipe.sources import requested_source, source_of
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
-from grpo_recipes.recipe.user_code import compared, copy_path, function_source, problem_with
+from grpo_recipes.recipe.user_code import copy_path, find_comparison, function_source, spec_problem
+from grpo_recipes.recipe.weight_sync import sync_problems
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_tasks
 
 _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
@@ -59,7 +59,7 @@ def check(recipe: Recipe, environment: Mapping[str, str], device: str | None = N
     problems: list[Problem] = []
     rows = itertools.chain(rules.RULES, maxent.RULES, entries("rules"), overlap.RULES)
     checks: list[_Check] = [*(functools.partial(_refused, row) for row in rows), *_CHECKS, *entries("checks")]
-    checks += [functools.partial(of_device, device=device) for of_device in (bridge_problems, head_size_problems)]
+    checks += [functools.partial(of_device, device=device) for of_device in (sync_problems, head_size_problems)]
     for rule in checks:
         with contextlib.suppress(BrokenKey):  # reported already; a rule that reads a broken key cannot be judged
             problems += rule(recipe, environment)
@@ -131,7 +131,7 @@ def resolve_recipe(
     recipe, contradictions = with_task(recipe, asked)
     problems += contradictions + check(recipe, environment, device)
     if problems:
-        raise ConfigError(*in_order(problems))
+        raise ConfigError(*sort_problems(problems))
     return recipe
 
 
@@ -180,7 +180,7 @@ def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
         for name in () if key in recipe.broken else dict.fromkeys(recipe[key]):
             if ":" in name or key == "callbacks":
                 copied = (run / "run.json").exists() and copy_path(name, run / copies).exists()
-                if not copied and (problem := problem_with(name, recipe.place(key))):
+                if not copied and (problem := spec_problem(name, recipe.location(key))):
                     yield problem
             elif name not in rewards():
                 yield recipe.problem(key, f"no reward '{name}'", reward_fix(name))
@@ -190,16 +190,16 @@ def reward_notes(recipe: Recipe) -> Iterator[str]:
     """Yield a note for each reward of the user's that compares completions, and is called with one at a time."""
     for name in filter(lambda name: ":" in name, recipe["reward_funcs"]):
         function = function_source(name) if recipe["reward_isolation"] == "completion" else None
-        if function is not None and (found := compared(function)):
+        if function is not None and (found := find_comparison(function)):
             what = f"'{name}' compares completions ({found[0]}, line {found[1]}), and gets one at a time"
-            yield f"{recipe.place('reward_funcs')}: {what}: write reward_isolation: none where it is to see all"
+            yield f"{recipe.location('reward_funcs')}: {what}: write reward_isolation: none where it is to see all"
 
 
 def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     source = requested_source(recipe)
     played = source.benchmarks(recipe.__getitem__) if source else []
     for name in dict.fromkeys(recipe["benchmarks"]):
-        where = recipe.place("benchmarks")
+        where = recipe.location("benchmarks")
         of_sources = (other.benchmark_problem(name, where, recipe.__getitem__) for other in parts("prompt_source"))
         if problem := next(filter(None, of_sources), None) or benchmark_problem(name, where, played):
             yield problem
@@ -230,11 +230,11 @@ _CHECKS: tuple[_Check, ...] = (
 # fmt: off
 _IDLE: tuple[Idle, ...] = (
     Idle("reward_timeout reward_memory_gib reward_workers",
-        lambda r: rewards_in_children().isdisjoint(r["reward_funcs"]) and not isolates(r),
+        lambda r: rewards_in_children().isdisjoint(r["reward_funcs"]) and not isolates_rewards(r),
         "a reward in a child process (math_verify, or your own)"),
-    Idle("reward_concurrency", lambda r: not isolates(r), "a reward of your own in a child process"),
+    Idle("reward_concurrency", lambda r: not isolates_rewards(r), "a reward of your own in a child process"),
     Idle("reward_environment",
-        lambda r: not isolates(r) and not ((source := source_of(r.__getitem__))
+        lambda r: not isolates_rewards(r) and not ((source := source_of(r.__getitem__))
             and source.uses_reward_variables(r.__getitem__)),
         "an environment, or a reward of your own in a child process"),
     Idle("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),
@@ -246,9 +246,10 @@ _IDLE: tuple[Idle, ...] = (
     Idle("weight_sync_timeout vllm_server_host vllm_server_port vllm_group_port vllm_node vllm_gpu "
         "vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_length vllm_max_num_seqs "
         "server_restarts server_stall_timeout",
-        rules.asks_another, "a server that the launch starts (vllm_server_base_url names another)"),
-    Idle("server_backend", lambda r: not rules.asks_another(r), "vllm_server_base_url"),
-    Idle("max_concurrent_requests", lambda r: not rules.asks_another(r) and not rules.wants_server(r), "a vLLM server"),
+        rules.uses_external_server, "a server that the launch starts (vllm_server_base_url names another)"),
+    Idle("server_backend", lambda r: not rules.uses_external_server(r), "vllm_server_base_url"),
+    Idle("max_concurrent_requests", lambda r: not rules.uses_external_server(r) and not rules.starts_server(r),
+        "a vLLM server"),
     Idle("vllm_* weight_sync* weight_guard*", lambda r: not r["use_vllm"], "use_vllm: true"),
 )
 # fmt: on
@@ -256,7 +257,7 @@ _IDLE: tuple[Idle, ...] = (
 
 def notes(recipe: Recipe) -> list[str]:
     """Return what is worth knowing of a right recipe before its job waits in a queue, a line each."""
-    found = [*recipe.notes, *filter(None, [maxent.limit_of(recipe)])]
+    found = [*recipe.notes, *filter(None, [maxent.limit_note(recipe)])]
     group, accumulation = recipe["num_generations"], recipe["gradient_accumulation_steps"]
     one = recipe["per_device_train_batch_size"] * (recipe["steps_per_generation"] or accumulation)
     multiple = group // math.gcd(group, one)
@@ -265,26 +266,26 @@ def notes(recipe: Recipe) -> list[str]:
             f"the batch is whole groups of {group} with a multiple of {multiple} training processes only; "
             "prompts_per_step makes it the same for every number"
         )
-    if learning.LEAST_SHARE <= (share := learning.reached_share(recipe)) < 1:
+    if learning.MIN_FRACTION <= (share := learning.reached_fraction(recipe)) < 1:
         schedule = f"warmup_steps {recipe['warmup_steps']:g} with max_steps {recipe['max_steps']}"
         found.append(f"{schedule}: the learning rate reaches {share:.0%} of learning_rate")
     hidden = "logging_nan_inf_filter"
-    if recipe.given(hidden) and recipe[hidden]:
+    if recipe.is_set(hidden) and recipe[hidden]:
         why = "a loss that is not finite ends the run before the step is taken"
-        found.append(f"{recipe.place(hidden)}: {hidden} hides nothing here: {why}")
+        found.append(f"{recipe.location(hidden)}: {hidden} hides nothing here: {why}")
     for key in recipe.values:
         source = recipe.source(key)
         # A base sets keys for recipes that differ, and the shell's variables are there for every run.
         of_file = source.startswith(f"{display_path(recipe.path)}:")
-        if (of_file or recipe.values[key].from_flag) and (needed := needed_by(recipe, key)):
+        if (of_file or recipe.values[key].from_flag) and (needed := missing_requirement(recipe, key)):
             found.append(f"{source}: {key} does nothing without {needed}")
     return found
 
 
-def needed_by(recipe: Recipe, key: str) -> str:
+def missing_requirement(recipe: Recipe, key: str) -> str:
     """Return what the recipe lacks for a key to do anything, or an empty text."""
     readers = [name for name, reward in rewards().items() if key in reward.keys and key != "max_completion_length"]
     if readers:
         return "" if set(readers) & set(recipe["reward_funcs"]) else " or ".join(readers)
-    rows = (row for row in (*entries("idle"), *_IDLE) if key in rules.matching(row.keys) and key != row.needed)
+    rows = (row for row in (*entries("idle"), *_IDLE) if key in rules.matching_keys(row.keys) and key != row.needed)
     return next((row.needed for row in rows if row.idle(recipe)), "")

@@ -29,7 +29,7 @@ from grpo_recipes.recipe.datafiles import (
 from grpo_recipes.recipe.generated import SPLITS, generated, has_scheme, is_misspelled, schemes
 from grpo_recipes.recipe.shapes import COLUMN_KEYS, DataSource, answer_of, chat_of, root_of, usable_columns, value_at
 from grpo_recipes.recipe.sources import source_of
-from grpo_recipes.recipe.user_code import needed_arguments
+from grpo_recipes.recipe.user_code import missing_argument_problems
 
 HUB_NAME = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
 LOCAL_PREFIXES = ("/", "./", "../", "~")
@@ -81,7 +81,7 @@ def head_of(source: DataSource) -> Head | None:
 def reward_arguments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Reject a reward that needs an argument which no dataset of the recipe has."""
     live = LIVE_OBJECTS if recipe["reward_isolation"] == "none" else ()
-    yield from needed_arguments(recipe, list(_columns_of_sets(recipe)), recipe.path.parent / "rewards", live)
+    yield from missing_argument_problems(recipe, list(_columns_of_sets(recipe)), recipe.path.parent / "rewards", live)
 
 
 def _columns_of_sets(recipe: Recipe) -> Iterator[Columns | None]:
@@ -116,7 +116,7 @@ def training_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Check the dataset or the mixture that a recipe trains on."""
     name, mixture = recipe["dataset_name"], recipe["dataset_mixture"]
     if name and mixture is None:
-        yield from _dataset(recipe.place("dataset_name"), training_source(recipe), recipe.place, recipe)
+        yield from _dataset(recipe.location("dataset_name"), training_source(recipe), recipe.location, recipe)
         yield from _enough_rows(recipe, [training_source(recipe)])
     elif mixture is not None and not (name and mixture):
         entries, size = mixture.get("datasets") or [], mixture.get("test_split_size")
@@ -134,7 +134,7 @@ def training_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _mixture_entry(recipe: Recipe, entry: dict[str, Any]) -> Iterator[Problem]:
-    where, name, columns = recipe.place("dataset_mixture"), entry.get("id"), entry.get("columns")
+    where, name, columns = recipe.location("dataset_mixture"), entry.get("id"), entry.get("columns")
     if not name:
         yield Problem(where, "has no id", "add id: a hub id or a file")
     elif has_scheme(name):
@@ -157,7 +157,7 @@ def _only(recipe: Recipe, entry: dict[str, Any]) -> Any:
 def evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Check the dataset evaluated on, where ``eval_strategy`` needs one."""
     if rules.evaluation_set(recipe):
-        yield from _dataset(recipe.place("eval_dataset_name"), evaluation_source(recipe), recipe.place, recipe)
+        yield from _dataset(recipe.location("eval_dataset_name"), evaluation_source(recipe), recipe.location, recipe)
     elif recipe["eval_strategy"] != "no" and recipe["dataset_name"] and not recipe["dataset_mixture"]:
         name, split = recipe["dataset_name"], recipe["dataset_test_split"]
         path, data = Path(os.path.expanduser(name)), generated(name)
@@ -168,7 +168,7 @@ def evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
         elif data or (os.path.isdir(path) and is_saved(path)):
             # The columns are those of the training split.
             source = replace(training_source(recipe), config=None, split=split)
-            yield from _dataset(recipe.place("dataset_test_split"), source, recipe.place, recipe, columns=False)
+            yield from _dataset(recipe.location("dataset_test_split"), source, recipe.location, recipe, columns=False)
 
 
 def _dataset(where: str, source: DataSource, place: _Place, recipe: Recipe, columns: bool = True) -> Iterator[Problem]:

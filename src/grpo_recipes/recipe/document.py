@@ -245,7 +245,7 @@ def unset_keys(flagged: Iterable[tuple[str, Any]]) -> list[str]:
     return [name.replace("-", "_") for text in texts for name in _convert("list[str]", text, from_text=True)]
 
 
-def typed(key: str, entry: Entry, given: Value, place: Place = ()) -> tuple[Any, list[Problem]]:
+def convert_value(key: str, entry: Entry, given: Value, place: Place = ()) -> tuple[Any, list[Problem]]:
     """Return what the user gave as the catalogue's type, and every problem with it; ``place`` is the key by default."""
     value, place = given.value, place or (key,)
     if value is None or (given.from_text and value == "null"):
@@ -281,7 +281,9 @@ def _type_parts(key: str, parts: dict[str, Any], given: Value, place: Place) -> 
             fix = f"write '{close}'" if close else f"write one of {', '.join(known)}"
             yield Problem(where, f"unknown key '{name}' in {key}", fix)
             continue
-        value, problems = typed(f"{key}.{name}", known[name], replace(given, value=part, source=where), (*place, name))
+        value, problems = convert_value(
+            f"{key}.{name}", known[name], replace(given, value=part, source=where), (*place, name)
+        )
         parts[name] = part if problems else value
         yield from problems
 

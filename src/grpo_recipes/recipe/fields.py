@@ -18,7 +18,7 @@ from typing import Any
 MOST_TOKENS, MOST_ROWS, MOST_OF_A_GROUP, MOST_STEPS, MOST_GPUS = 10_000_000, 1_000_000, 65_536, 10**9, 1024
 # Limits of our fields: min, max, infinite, auto. TRL's parser passes a field's metadata on to argparse, which rejects
 # them there.
-OWN_LIMITS: dict[dataclasses.Field[Any], dict[str, Any]] = {}
+FIELD_LIMITS: dict[dataclasses.Field[Any], dict[str, Any]] = {}
 
 
 def key(default: Any, help: str, choices: list[str] | None = None, **limits: float) -> Any:
@@ -26,7 +26,7 @@ def key(default: Any, help: str, choices: list[str] | None = None, **limits: flo
     metadata: dict[str, Any] = {"help": help, "choices": choices} if choices else {"help": help}
     value: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     made = dataclasses.field(**value, metadata=metadata)
-    OWN_LIMITS[made] = limits
+    FIELD_LIMITS[made] = limits
     return made
 
 
@@ -56,7 +56,7 @@ def entries_of(
             "optional": optional or default is None,
             "default": default.value if isinstance(default, enum.Enum) else default,
             "help": " ".join(str(spec.metadata.get("help", "")).split()),
-            **OWN_LIMITS.get(spec, {}),
+            **FIELD_LIMITS.get(spec, {}),
             **(ranges or {}).get(name, {}),
             **({"choices": allowed if isinstance(allowed, list) else sorted(allowed)} if allowed else {}),
         }

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.rules import asks_another
+from grpo_recipes.recipe.rules import uses_external_server
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 
 
 def head_size_problems(recipe: Recipe, _: Mapping[str, str], device: str | None = None) -> Iterator[Problem]:
     """Yield the problem of a model folder whose head_dim vLLM lacks on ``device`` (None: any)."""
-    if not recipe["use_vllm"] or asks_another(recipe) or device != "cpu":
+    if not recipe["use_vllm"] or uses_external_server(recipe) or device != "cpu":
         return
     size = head_size(Path(os.path.expanduser(recipe["model_name_or_path"] or "")))
     if size is not None and size not in CPU_HEAD_SIZES:

@@ -18,13 +18,13 @@ CATALOGUE_FILE = Path(__file__).with_name("keys.json")
 _LINE = re.compile(r"^# yaml-language-server: \$schema=(\S+)", re.MULTILINE)
 
 
-def each(*rows: tuple[str, str]) -> dict[str, str]:
+def expand_names(*rows: tuple[str, str]) -> dict[str, str]:
     """Return what is said of each name; a row has names, separated by spaces, and what is said of them."""
     return {name: said for names, said in rows for name in names.split()}
 
 
 # Keys of TRL that the launcher sets, or that have no meaning here: not in the catalogue, refused with the reason.
-OWNED_KEYS = each(
+OWNED_KEYS = expand_names(
     ("output_dir", "remove it; the run directory is <run_root>/<run_name>-<timestamp>, set run_root and run_name"),
     ("deepspeed", "use accelerator: zero2 or zero3"),
     ("fsdp fsdp_config", "use accelerator: fsdp2"),
@@ -59,7 +59,7 @@ OWNED_KEYS = each(
 
 # Values that TRL accepts and this version does not: key -> value -> the fix.
 REFUSED_VALUES: dict[str, dict[str, str]] = {
-    "hub_strategy": each(
+    "hub_strategy": expand_names(
         ("every_save checkpoint all_checkpoints", "hub_strategy: end; push_to_hub pushes once, at the end of the run")
     ),
 }

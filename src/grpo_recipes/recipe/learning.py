@@ -9,12 +9,12 @@ from grpo_recipes.recipe import Recipe
 # away once is rounded away in every step: tests/recipe/test_learning.py measures it.
 LEAST_BFLOAT16_RATE = 1e-4
 # Optimizers whose step is the learning rate times the gradient; that of all others is about the learning rate itself.
-BY_GRADIENT = ("sgd", "schedule_free_sgd", "lomo", "adalomo", "adagrad")
+GRADIENT_OPTIMIZERS = ("sgd", "schedule_free_sgd", "lomo", "adalomo", "adagrad")
 # DeepSpeed updates float32 copies and rounds them into the model; accelerate's FSDP2 casts the model up first, but only
 # under mixed precision.
 _KEEPS_COPIES = ("zero2", "zero3")
 _NOT_FROM_ZERO = ("constant", "reduce_lr_on_plateau", "greedy", "cosine_warmup_with_min_lr")
-LEAST_SHARE = 0.01  # of learning_rate; a run that never gets so far learns nothing
+MIN_FRACTION = 0.01  # of learning_rate; a run that never gets so far learns nothing
 
 
 def mixed_precision(recipe: Recipe) -> str:
@@ -52,7 +52,7 @@ def lost_updates(dtype: str, learning_rate: float, optim: str, optim_args: str |
         return "squares of small gradients are 0 in float16, so that the optimizer's steps are of any size"
     if dtype == "bfloat16" and learning_rate < LEAST_BFLOAT16_RATE:
         rate = f"learning_rate {learning_rate:g}"
-        size = f"{rate} times the gradient" if optim in BY_GRADIENT else f"about {rate}"
+        size = f"{rate} times the gradient" if optim in GRADIENT_OPTIMIZERS else f"about {rate}"
         return f"steps of {size} are rounded away in bfloat16 weights"
     return ""
 
@@ -63,7 +63,7 @@ def float32_fix(mixed: str) -> str:
     return f"write accelerator: zero2, or dtype: float32{computed}"
 
 
-def reached_share(recipe: Recipe) -> float:
+def reached_fraction(recipe: Recipe) -> float:
     """Return the largest share of ``learning_rate`` that a step takes, 1 where the number of steps is not known."""
     steps, warm = recipe["max_steps"], recipe["warmup_steps"]
     if steps < 1 or recipe["lr_scheduler_type"] in _NOT_FROM_ZERO:

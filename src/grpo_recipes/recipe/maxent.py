@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import OBJECTIVES, TAU_TARGETS, Objective, policy_per_token, tau_targets
-from grpo_recipes.recipe.rules import Rule, given, matching, removal
+from grpo_recipes.recipe.rules import Rule, matching_keys, removal, set_by_user
 from grpo_recipes.recipe.tasks import MAXENT, task_of
 
 _MOST = 700.0  # nats; exp of more is no float
@@ -39,7 +39,7 @@ def _tau(recipe: Recipe) -> float | None:
     return objective.tau_or_default(recipe["maxent_tau"]) if objective else None
 
 
-def realised_ratio(recipe: Recipe, tau: float | None = None) -> float:
+def weight_ratio(recipe: Recipe, tau: float | None = None) -> float:
     """Return how many times a wrong answer's weight a right one has, where rewards are 0 and 1.
 
     Half of the group is right, all completions are as likely under the reference, and have max_completion_length.
@@ -63,18 +63,20 @@ def _exp(power: float) -> float:
     return math.exp(power) if power < _MOST else math.inf
 
 
-def limit_of(recipe: Recipe) -> str | None:
+def limit_note(recipe: Recipe) -> str | None:
     """Return which other method a MaxEnt recipe all but is, and what makes it another; None for any other recipe.
 
     Where a controller moves tau there is no saying.
     """
-    name, ratio, tau = recipe["maxent_objective"], realised_ratio(recipe), _tau(recipe)
+    name, ratio, tau = recipe["maxent_objective"], weight_ratio(recipe), _tau(recipe)
     if task_of(recipe) != MAXENT or tau is None or _targets(recipe):
         return None
-    weight = f"maxent_objective: {name} with tau {tau:g}: a right answer weighs {times(ratio)} what a wrong one does"
+    weight = (
+        f"maxent_objective: {name} with tau {tau:g}: a right answer weighs {format_ratio(ratio)} what a wrong one does"
+    )
     if ratio < _LIKE_EQUAL:
         others = {"tempered": "this is Dr.GRPO", "weighted_mle": "this is training on the policy's own samples"}
-        lower = "maxent_beta" if targets_q(recipe) and realised_ratio(recipe, 0.0) < _LIKE_EQUAL else "maxent_tau"
+        lower = "maxent_beta" if targets_q(recipe) and weight_ratio(recipe, 0.0) < _LIKE_EQUAL else "maxent_tau"
         return f"{weight}, so {others.get(name, 'it hardly learns from rewards')}; a lower {lower} changes that"
     if name == "listwise":
         return _limit_of_listwise(recipe, ratio)
@@ -105,7 +107,7 @@ def _limit_of_listwise(recipe: Recipe, ratio: float) -> str | None:
     return None
 
 
-def times(ratio: float) -> str:
+def format_ratio(ratio: float) -> str:
     """Return a ratio of weights for a person."""
     return "infinitely many times" if ratio == math.inf else f"{ratio:.3g} times"
 
@@ -136,7 +138,7 @@ def _outside(recipe: Recipe) -> list[str]:
     if tau is None or not _target(recipe) or low <= tau <= high or (low > high and 0 < tau < math.inf):
         return []
     limit = "maxent_tau_min" if tau < low else "maxent_tau_max"
-    return [limit if recipe.given(limit) and not recipe.given("maxent_tau") else "maxent_tau"]
+    return [limit if recipe.is_set(limit) and not recipe.is_set("maxent_tau") else "maxent_tau"]
 
 
 def _within_limits(recipe: Recipe, _: str) -> str:
@@ -149,7 +151,7 @@ def _within_limits(recipe: Recipe, _: str) -> str:
 def _unread(recipe: Recipe) -> list[str]:
     """Return the maxent keys that a MaxEnt recipe gives and its objective does not read."""
     objective = objective_of(recipe)
-    return [key for key in matching(" ".join(objective.unread)) if recipe.given(key)] if objective else []
+    return [key for key in matching_keys(" ".join(objective.unread)) if recipe.is_set(key)] if objective else []
 
 
 def _fixed(recipe: Recipe) -> dict[str, str]:
@@ -160,7 +162,8 @@ def _fixed(recipe: Recipe) -> dict[str, str]:
 
 # fmt: off
 RULES = (
-    Rule("{item}", lambda r: task_of(r) != MAXENT and given(r, "maxent_*"), "'{item}' changes nothing in a GRPO run",
+    Rule("{item}", lambda r: task_of(r) != MAXENT and set_by_user(r, "maxent_*"),
+        "'{item}' changes nothing in a GRPO run",
         "{removal}, or make it a MaxEnt run (maxent_objective in the recipe)"),
     Rule("maxent_objective", lambda r: task_of(r) == MAXENT and r["maxent_objective"] is None,
         "maxent_objective is null, and the recipe names no other task",
@@ -168,17 +171,17 @@ RULES = (
     Rule("{item}", _unread, "'{item}' changes nothing under maxent_objective: {maxent_objective}",
         lambda r, key: f"{removal(r, key)}, or write maxent_objective: "
         + " or ".join(name for name, objective in sorted(OBJECTIVES.items()) if key not in objective.unread)),
-    Rule("{item}", lambda r: [key for key, value in _fixed(r).items() if r.given(key) and r[key] != value],
+    Rule("{item}", lambda r: [key for key, value in _fixed(r).items() if r.is_set(key) and r[key] != value],
         lambda r, key: f"{key}: {r[key]} contradicts maxent_objective: {r['maxent_objective']}, whose {key} is "
         f"{_fixed(r)[key]}", "{removal}"),
     Rule("maxent_length_normalize_policy",
         lambda r: r["maxent_objective"] == "listwise" and r["maxent_policy_temperature"] > 0
-        and given(r, "maxent_length_normalize_policy"),
+        and set_by_user(r, "maxent_length_normalize_policy"),
         "'{item}' changes nothing with maxent_policy_temperature {maxent_policy_temperature:g}, which divides the "
         "summed log-prob", "{removal}, or write maxent_policy_temperature: 0"),
     Rule("maxent_policy_spread",
         lambda r: r["maxent_objective"] == "listwise" and r["maxent_policy_temperature"] == 0
-        and given(r, "maxent_policy_spread"),
+        and set_by_user(r, "maxent_policy_spread"),
         "'{item}' changes nothing with maxent_policy_temperature 0: it raises one above 0",
         "{removal}, or remove maxent_policy_temperature"),
     Rule("maxent_q_epsilon", lambda r: targets_q(r) and r["maxent_q_epsilon"] * r["num_generations"] >= 1,
@@ -189,7 +192,7 @@ RULES = (
         "maxent_tau and maxent_beta are both 0: the target's exponents 1 / (tau + beta) are not defined",
         "write maxent_tau: 0.01 or more, or a maxent_beta"),
     Rule("{item}", lambda r: task_of(r) == MAXENT and _tau(r) is not None and not _targets(r)
-        and given(r, "maxent_tau_lr maxent_tau_min maxent_tau_max maxent_tau_warmup_steps"),
+        and set_by_user(r, "maxent_tau_lr maxent_tau_min maxent_tau_max maxent_tau_warmup_steps"),
         "'{item}' changes nothing without a target: tau is fixed", f"{{removal}}, or add {next(iter(TAU_TARGETS))}"),
     Rule("{item}", lambda r: _targets(r)[1:],
         lambda r, key: f"{key} stands beside {_targets(r)[0]}, and tau can follow only one target", "keep one of them"),
@@ -197,9 +200,9 @@ RULES = (
         lambda r, key: f"{key} {r[key]:g} is not between {_LIMITED[key][1]}, that of all weight on one completion, and "
         f"{_LIMITED[key][0]} ({_equal_weights(r, key):g}), that of equal weights", 
         lambda r, key: f"set {key}: {(_LIMITED[key][1] + _equal_weights(r, key)) / 2:.3g}"),
-    Rule(_RATIO, lambda r: _target(r) == [_RATIO] and r[_RATIO] > realised_ratio(r, r["maxent_tau_min"]),
+    Rule(_RATIO, lambda r: _target(r) == [_RATIO] and r[_RATIO] > weight_ratio(r, r["maxent_tau_min"]),
         lambda r, _: f"{_RATIO} {r[_RATIO]:g} is out of reach: at maxent_tau_min {r['maxent_tau_min']:g} a right "
-        f"answer weighs {times(realised_ratio(r, r['maxent_tau_min']))} what a wrong one does",
+        f"answer weighs {format_ratio(weight_ratio(r, r['maxent_tau_min']))} what a wrong one does",
         "lower it, or lower maxent_tau_min or maxent_beta"),
     Rule("maxent_tau_lr", lambda r: _target(r) == [_RATIO] and r["maxent_tau_lr"] >= 2,
         "maxent_tau_lr {maxent_tau_lr:g} takes tau further past maxent_target_ratio with each step",
@@ -210,12 +213,12 @@ RULES = (
     Rule("{item}", _outside,
         lambda r, _: f"tau starts at {_tau(r):g}, outside of maxent_tau_min {r['maxent_tau_min']:g} and maxent_tau_max "
         f"{r['maxent_tau_max']:g}", _within_limits),
-    Rule("{item}", lambda r: r["kl_target"] is None and given(r, "kl_horizon kl_ctl_step_size kl_beta_min"),
+    Rule("{item}", lambda r: r["kl_target"] is None and set_by_user(r, "kl_horizon kl_ctl_step_size kl_beta_min"),
         "'{item}' changes nothing without kl_target: beta is fixed", "{removal}, or add kl_target"),
     Rule("kl_target", lambda r: r["kl_target"] is not None and r["beta"] == 0,
         "the controller multiplies beta, which is 0: there is no KL to hold",
         "write beta (init_kl_coeff) above 0, e.g. beta: 0.04"),
-    Rule("{item}", lambda r: ["kl_beta_min" if r.given("kl_beta_min") else "beta"]
+    Rule("{item}", lambda r: ["kl_beta_min" if r.is_set("kl_beta_min") else "beta"]
         if r["kl_target"] is not None and 0 < r["beta"] < r["kl_beta_min"] else [],
         "kl_beta_min {kl_beta_min:g} is above beta (init_kl_coeff) {beta:g}, where the controller starts",
         lambda r, _: f"write kl_beta_min: {r['beta'] / 100:g}, or a larger beta"),

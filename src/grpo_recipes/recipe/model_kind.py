@@ -12,7 +12,7 @@ from typing import Any
 from grpo_recipes.errors import Problem, config_error
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.chat_template import model_folder
-from grpo_recipes.recipe.rules import asks_another
+from grpo_recipes.recipe.rules import uses_external_server
 
 KEY = "model_name_or_path"
 _TEXT_MODEL = "set model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct or another text model"
@@ -38,7 +38,7 @@ def kind_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
         fault = "the model is an encoder-decoder, and GRPO trains only decoders"
         yield recipe.problem(KEY, fault, _TEXT_MODEL)
         return
-    starts_vllm = recipe["use_vllm"] and not asks_another(recipe)
+    starts_vllm = recipe["use_vllm"] and not uses_external_server(recipe)
     if starts_vllm and reads_pictures(config) and importlib.util.find_spec("torchvision") is None:
         fault = "the model reads pictures, and vLLM can't serve it without torchvision, which is not installed"
         yield recipe.problem(KEY, fault, f"{_TEXT_MODEL}, or set use_vllm: false")
@@ -57,4 +57,4 @@ def check_unused_weights(recipe: Recipe, environment: Mapping[str, str], acceler
     if fails and not recipe["ddp_find_unused_parameters"] and reads_pictures(model_config(recipe, environment)):
         key = "ddp_find_unused_parameters"
         fault = "the model reads pictures, and its weights for pictures get no gradient from text"
-        raise config_error(recipe.source(key if recipe.given(key) else KEY), fault, f"set {key}: true")
+        raise config_error(recipe.source(key if recipe.is_set(key) else KEY), fault, f"set {key}: true")

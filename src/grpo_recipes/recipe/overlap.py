@@ -1,7 +1,7 @@
 """What ``overlap_generation`` does not work with, as a table. No torch, no socket."""
 
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.rules import COLOCATED, Rule, asks_another, wants_server
+from grpo_recipes.recipe.rules import COLOCATED, Rule, starts_server, uses_external_server
 from grpo_recipes.recipe.sources import requested_source
 
 # How a text says in a plan, a report and in messages how old the weights are that sampled a completion.
@@ -17,10 +17,11 @@ RULES = (
     Rule("overlap_generation", lambda r: _overlaps(r) and not r["use_vllm"],
         "overlap_generation needs a vLLM server, which samples while the trainers update",
         "{removal}, or write use_vllm: true"),
-    Rule("overlap_generation", lambda r: _overlaps(r) and r["use_vllm"] and not wants_server(r) and not asks_another(r),
+    Rule("overlap_generation", lambda r: _overlaps(r) and r["use_vllm"] and not starts_server(r)
+        and not uses_external_server(r),
         f"overlap_generation contradicts {COLOCATED}, where vLLM samples in the processes that update",
         f"{{removal}}, or remove {COLOCATED}"),
-    Rule("overlap_generation", lambda r: _overlaps(r) and asks_another(r),
+    Rule("overlap_generation", lambda r: _overlaps(r) and uses_external_server(r),
         "overlap_generation needs the server that the launch starts, and vllm_server_base_url names another",
         "{removal}, or remove vllm_server_base_url"),
     Rule("overlap_generation", lambda r: _overlaps(r) and requested_source(r),

@@ -17,8 +17,8 @@ import yaml
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe import BrokenKey, Recipe
 from grpo_recipes.recipe.chat_template import templates_of, variables_of
-from grpo_recipes.recipe.document import Entry, Value, typed
-from grpo_recipes.recipe.keys import each, nearest_of, passed_catalogue
+from grpo_recipes.recipe.document import Entry, Value, convert_value
+from grpo_recipes.recipe.keys import expand_names, nearest_of, passed_catalogue
 from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
 
 # Names inside a dictionary that belong to somebody else -> the recipe key that sets them, or why nothing can.
@@ -27,7 +27,7 @@ _MESSAGES = "the trainer sets it for every prompt"
 OWNED_NAMES: dict[str, dict[str, str]] = {
     "generation_kwargs": {
         **_SAMPLING,
-        **each(
+        **expand_names(
             ("max_tokens max_new_tokens max_length", "max_completion_length"),
             ("n num_return_sequences", "num_generations"),
             ("seed", "seed"),
@@ -45,7 +45,7 @@ OWNED_NAMES: dict[str, dict[str, str]] = {
         ),
     },
     "model_init_kwargs": {
-        **each(
+        **expand_names(
             ("trust_remote_code", "trust_remote_code"),
             ("revision code_revision", "model_revision"),
             ("dtype torch_dtype", "dtype"),
@@ -59,7 +59,7 @@ OWNED_NAMES: dict[str, dict[str, str]] = {
             ("token", "export HF_TOKEN instead"),
         ),
     },
-    "chat_template_kwargs": each(
+    "chat_template_kwargs": expand_names(
         ("chat_template", "chat_template"),
         (
             "messages conversation tools documents tokenize add_generation_prompt continue_final_message padding "
@@ -67,13 +67,13 @@ OWNED_NAMES: dict[str, dict[str, str]] = {
             _MESSAGES,
         ),
     ),
-    "lr_scheduler_kwargs": each(
+    "lr_scheduler_kwargs": expand_names(
         ("num_warmup_steps", "warmup_steps"),
         ("num_training_steps", "max_steps"),
         ("optimizer last_epoch", "the trainer sets it"),
         ("lr", "learning_rate"),
     ),
-    "optim_args": each(
+    "optim_args": expand_names(
         ("lr learning_rate", "learning_rate"),
         ("betas", "adam_beta1"),
         ("beta1", "adam_beta1"),
@@ -81,7 +81,7 @@ OWNED_NAMES: dict[str, dict[str, str]] = {
         ("eps", "adam_epsilon"),
         ("weight_decay", "weight_decay"),
     ),
-    "transformers_continuous_batching_config": each(
+    "transformers_continuous_batching_config": expand_names(
         ("seed", "seed"),
         ("return_logprobs", "the trainer sets it to read the completions"),
     ),
@@ -121,7 +121,7 @@ def _accumulation(recipe: Recipe) -> Iterator[Problem]:
     key, part = "accelerator_config", "gradient_accumulation_kwargs"
     for name, value in ((recipe[key] or {}).get(part) or {}).items():
         if name in OWNED_NAMES[f"{key}.{part}"]:
-            yield owned_name(recipe, f"{key}.{part}", name, value, recipe.place(key, part, name))
+            yield owned_name(recipe, f"{key}.{part}", name, value, recipe.location(key, part, name))
 
 
 def owned_name(recipe: Recipe, key: str, name: str, value: Any, where: str) -> Problem:
@@ -158,16 +158,16 @@ def _part_problems(recipe: Recipe, key: str, parts: dict[str, Any], given: Value
     if key == "model_init_kwargs" and parts.get("use_kernels") and importlib.util.find_spec("kernels") is None:
         what = f"{key}: use_kernels needs the package kernels, which is not installed"
         fix = f"remove use_kernels from {key}, or pip install kernels into this environment"
-        yield Problem(recipe.place(key, "use_kernels"), what, fix)
+        yield Problem(recipe.location(key, "use_kernels"), what, fix)
     for name, part in list(parts.items()):
-        where = recipe.place(key, str(name))
+        where = recipe.location(key, str(name))
         if name in OWNED_NAMES.get(key, {}) and name not in known:
             yield owned_name(recipe, key, name, part, where)
         elif name not in known:
             yield _unknown_name(recipe, key, str(name), where, known, reader)
         else:
             value = Value(part, where, from_text=given.from_text)
-            parts[name], problems = typed(f"{key}.{name}", known[name], value)
+            parts[name], problems = convert_value(f"{key}.{name}", known[name], value)
             yield from problems
 
 
@@ -232,11 +232,11 @@ def _sampling(recipe: Recipe) -> Iterator[Problem]:
         what = f"generation_kwargs: {name} biases the importance-sampling correction (the trainer scores the full "
         what += "distribution)"
         fix = f"remove {name} from generation_kwargs, or set {correction}: false"
-        yield Problem(recipe.place("generation_kwargs", name), what, fix)
+        yield Problem(recipe.location("generation_kwargs", name), what, fix)
     if given.get("structured_outputs") and recipe["vllm_structured_outputs_regex"] is not None:
         what = "generation_kwargs: structured_outputs and the key vllm_structured_outputs_regex can't be combined"
         fix = "remove structured_outputs from generation_kwargs"
-        yield Problem(recipe.place("generation_kwargs", "structured_outputs"), what, fix)
+        yield Problem(recipe.location("generation_kwargs", "structured_outputs"), what, fix)
 
 
 def _template(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
@@ -247,7 +247,7 @@ def _template(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Proble
     templates = {"default": own} if own is not None else templates_of(recipe, environment) if given else None
     read = variables_of(templates.values()) if templates else None
     for name, value in given.items():
-        where = recipe.place(key, str(name))
+        where = recipe.location(key, str(name))
         if name in OWNED_NAMES[key]:
             yield owned_name(recipe, key, name, value, where)
         elif read is not None and name not in read:

@@ -35,7 +35,7 @@ _SPLIT, _MAY_SPLIT = "no training process has the whole weights", "it may split 
 
 
 @dataclass(frozen=True)
-class Bridge:
+class SyncMethod:
     """A way for weights to reach the server: what it does after a restart of the server, and which setups it serves."""
 
     reconnects: frozenset[str]  # devices on which its client gives a restarted server the last weights, and continues
@@ -56,10 +56,10 @@ def _serving(served: str, **refused: str) -> dict[str, str]:
     return {**dict.fromkeys(SETUPS, served), **refused}
 
 
-BRIDGES = {
-    "file": Bridge(reconnects=_EVERYWHERE, serves=_serving(YES)),
-    "nccl": Bridge(reconnects=frozenset(), serves=_serving(ON_GPUS)),
-    "shared": Bridge(
+SYNC_METHODS = {
+    "file": SyncMethod(reconnects=_EVERYWHERE, serves=_serving(YES)),
+    "nccl": SyncMethod(reconnects=frozenset(), serves=_serving(ON_GPUS)),
+    "shared": SyncMethod(
         reconnects=frozenset({"cpu"}),  # CUDA promises nothing of memory whose process has ended
         serves=_serving(
             ON_CPU,
@@ -72,15 +72,15 @@ BRIDGES = {
             nodes="memory ends at the node",
         ),
     ),
-    "lora": Bridge(
+    "lora": SyncMethod(
         reconnects=_EVERYWHERE,
         serves=_serving(YES, zero3=_SPLIT, fsdp2=_SPLIT, custom=_MAY_SPLIT, full="it carries an adapter (use_peft)"),
     ),
-    "restart": Bridge(reconnects=_EVERYWHERE, serves=_serving(YES)),
+    "restart": SyncMethod(reconnects=_EVERYWHERE, serves=_serving(YES)),
 }
 COLOCATE = "colocate"  # vLLM inside the trainers, which loads the weights itself
 # Every way for new weights to reach vLLM: the table that `grpo check` and the plan enforce, and the docs print.
-WAYS = {**BRIDGES, COLOCATE: Bridge(reconnects=frozenset(), serves=_serving(YES))}
+SYNC_TABLE = {**SYNC_METHODS, COLOCATE: SyncMethod(reconnects=frozenset(), serves=_serving(YES))}
 EXTERNAL = "external"  # a server that somebody started, which loads the weights from files
 NOT_WITH_LORA = ("zero3", "fsdp2")  # accelerators under which an adapter has not been shown to reach vLLM in any way
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes vLLM makes room for
@@ -88,10 +88,10 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes vLLM makes room
 SERVER_BACKENDS = ("vllm_server", "sglang_server")
 
 
-def bridges_for(setups: Collection[str], device: str | None = None) -> list[str]:
+def sync_methods_for(setups: Collection[str], device: str | None = None) -> list[str]:
     """Return the bridges that serve all those setups, on a device where one is given."""
-    serving = [name for name, bridge in BRIDGES.items() if not bridge.refusal(setups)]
-    return [name for name in serving if device is None or BRIDGES[name].runs_on(device)]
+    serving = [name for name, bridge in SYNC_METHODS.items() if not bridge.refusal(setups)]
+    return [name for name in serving if device is None or SYNC_METHODS[name].runs_on(device)]
 
 
 # Trackers that transformers supports by a callback -> the callback's class, and the package with its module.

@@ -11,7 +11,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.extensions import is_served, merged, parts
 from grpo_recipes.recipe.generated import generated, is_misspelled, own_reward
 from grpo_recipes.recipe.keys import catalogue, environment_keys
-from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, reached_share
+from grpo_recipes.recipe.learning import GRADIENT_OPTIMIZERS, MIN_FRACTION, reached_fraction
 from grpo_recipes.recipe.registry import (
     LORA_RANKS,
     NOT_WITH_LORA,
@@ -75,12 +75,12 @@ class Idle(NamedTuple):
 COLOCATED = "vllm_mode: colocate"
 
 
-def wants_server(recipe: Recipe) -> bool:
+def starts_server(recipe: Recipe) -> bool:
     """Return whether a recipe asks for a vLLM server of its own; with one GPU the plan may still do without."""
-    return bool(recipe["use_vllm"] and recipe["vllm_mode"] != "colocate" and not asks_another(recipe))
+    return bool(recipe["use_vllm"] and recipe["vllm_mode"] != "colocate" and not uses_external_server(recipe))
 
 
-def asks_another(recipe: Recipe) -> bool:
+def uses_external_server(recipe: Recipe) -> bool:
     """Return whether a recipe asks a server that somebody started for completions."""
     return bool(recipe["use_vllm"] and recipe["vllm_server_base_url"] is not None)
 
@@ -96,9 +96,9 @@ def evaluation_set(recipe: Recipe) -> str | None:
     return recipe["eval_dataset_name"] if evaluates(recipe) else None
 
 
-def given(recipe: Recipe, names: str, any_value: bool = True) -> list[str]:
+def set_by_user(recipe: Recipe, names: str, any_value: bool = True) -> list[str]:
     """Return the keys of these names, * for any ending, that a recipe gives, or gives other than false, null or no."""
-    found = [key for key in matching(names) if recipe.given(key) and key not in recipe.broken]
+    found = [key for key in matching_keys(names) if recipe.is_set(key) and key not in recipe.broken]
     return [key for key in found if any_value or recipe[key] not in (False, None, "no")]
 
 
@@ -113,11 +113,11 @@ def removal(recipe: Recipe, key: str) -> str:
 
 def unsupported_keys() -> set[str]:
     """Return the keys of TRL that every recipe is rejected for, unless their value is the default."""
-    return set(matching(" ".join(_UNSUPPORTED)))
+    return set(matching_keys(" ".join(_UNSUPPORTED)))
 
 
 @functools.cache
-def matching(names: str) -> tuple[str, ...]:
+def matching_keys(names: str) -> tuple[str, ...]:
     """Return the keys of the catalogue with one of some names, * for any ending."""
     return tuple(key for key in catalogue() if any(fnmatchcase(key, name) for name in names.split()))
 
@@ -136,7 +136,7 @@ def evaluates(recipe: Recipe) -> bool:
     return bool(recipe["eval_strategy"] != "no")
 
 
-def isolates(recipe: Recipe) -> bool:
+def isolates_rewards(recipe: Recipe) -> bool:
     """Return whether a reward of the user's own runs in child processes."""
     return recipe["reward_isolation"] == "completion" and any(":" in name for name in recipe["reward_funcs"])
 
@@ -144,7 +144,7 @@ def isolates(recipe: Recipe) -> bool:
 def chosen_sources(recipe: Recipe) -> list[str]:
     """Return a key of each prompt source that a recipe chooses; only one of them is possible."""
     sources = [source for source in parts("prompt_source") if source.requested(recipe)]
-    return [next(key for key in source.keys if recipe.given(key)) for source in sources]
+    return [next(key for key in source.keys if recipe.is_set(key)) for source in sources]
 
 
 def _rewards(recipe: Recipe, condition: Callable[[Reward], Any]) -> list[str]:
@@ -186,7 +186,7 @@ def longest_completion(recipe: Recipe) -> int | None:
 def _repeated_ports(recipe: Recipe) -> dict[str, str]:
     """Return each key whose port an earlier one gives, with the earlier one."""
     first: dict[int, str] = {}
-    ports = (key for key in (*_PORTS, *merged("ports")) if given(recipe, key, any_value=False))
+    ports = (key for key in (*_PORTS, *merged("ports")) if set_by_user(recipe, key, any_value=False))
     return {key: earlier for key in ports if (earlier := first.setdefault(recipe[key], key)) != key}
 
 
@@ -272,21 +272,22 @@ RULES = (
         "write 3.0, or remove it"),
     Rule("chat_template", lambda r: r["chat_template"] is not None and "messages" not in r["chat_template"],
         "chat_template does not mention messages", "write the template itself: chat_template: |"),
-    Rule("{item}", lambda r: r["vllm_mode"] == "colocate" and given(r, "weight_sync weight_sync_timeout"),
+    Rule("{item}", lambda r: r["vllm_mode"] == "colocate" and set_by_user(r, "weight_sync weight_sync_timeout"),
         "{item} has no meaning with vllm_mode: colocate (vLLM shares the trainer's process)", "remove {item}"),
-    Rule("weight_sync", lambda r: asks_another(r) and given(r, "weight_sync"),
+    Rule("weight_sync", lambda r: uses_external_server(r) and set_by_user(r, "weight_sync"),
         "weights reach the server of vllm_server_base_url as files, and in no other way", "{removal}"),
-    Rule("{item}", lambda r: asks_another(r) and given(r, "vllm_structured_outputs_regex generation_kwargs", False),
+    Rule("{item}", lambda r: uses_external_server(r)
+        and set_by_user(r, "vllm_structured_outputs_regex generation_kwargs", False),
         "{item} is not passed on to the server of vllm_server_base_url", "{removal}"),
-    Rule("vllm_server_base_url", lambda r: asks_another(r) and not is_url(r["vllm_server_base_url"]),
+    Rule("vllm_server_base_url", lambda r: uses_external_server(r) and not is_url(r["vllm_server_base_url"]),
         "'{vllm_server_base_url}' is not an http or https URL", "write e.g. http://127.0.0.1:30000"),
-    Rule("vllm_server_base_url", lambda r: asks_another(r) and r["vllm_mode"] == "colocate",
+    Rule("vllm_server_base_url", lambda r: uses_external_server(r) and r["vllm_mode"] == "colocate",
         "vllm_server_base_url can't be combined with vllm_mode: colocate", "{removal}"),
-    Rule("max_completion_length", lambda r: asks_another(r) and r["max_completion_length"] is None,
+    Rule("max_completion_length", lambda r: uses_external_server(r) and r["max_completion_length"] is None,
         "the server of vllm_server_base_url wants a limit", "write e.g. max_completion_length: 256"),
     # The batch, and how long the run is.
     Rule("{item}", lambda r: r["prompts_per_step"] is not None
-        and given(r, "gradient_accumulation_steps steps_per_generation generation_batch_size"),
+        and set_by_user(r, "gradient_accumulation_steps steps_per_generation generation_batch_size"),
         "'{item}' contradicts prompts_per_step, from which it is derived", "remove {item} (or prompts_per_step)"),
     Rule("steps_per_generation",
         lambda r: r["steps_per_generation"] is not None and r["generation_batch_size"] is not None,
@@ -316,17 +317,17 @@ RULES = (
         lambda r, _: f"write save_steps: {round(r['save_steps'])}"),
     Rule("epsilon_high", lambda r: r["epsilon_high"] is not None and r["epsilon_high"] < r["epsilon"],
         "epsilon_high {epsilon_high} is below epsilon {epsilon}", "write {epsilon} or more, e.g. 0.28"),
-    Rule("{item}", lambda r: given(r, " ".join(_UNSUPPORTED), any_value=False), "'{item}' is not supported",
-        lambda _, key: next(f"remove it; {why}" for names, why in _UNSUPPORTED.items() if key in matching(names))),
+    Rule("{item}", lambda r: set_by_user(r, " ".join(_UNSUPPORTED), any_value=False), "'{item}' is not supported",
+        lambda _, key: next(f"remove it; {why}" for names, why in _UNSUPPORTED.items() if key in matching_keys(names))),
     # Precision and learning rate.
     Rule("learning_rate", lambda r: r["learning_rate"] == 0,
         "learning_rate is 0: no weight is ever changed", "write e.g. learning_rate: 1e-6"),
-    Rule("learning_rate", lambda r: r["learning_rate"] >= 1 and r["optim"] not in BY_GRADIENT,
+    Rule("learning_rate", lambda r: r["learning_rate"] >= 1 and r["optim"] not in GRADIENT_OPTIMIZERS,
         "learning_rate {learning_rate:g}: the first step of {optim} moves every weight by about as much",
         "write e.g. learning_rate: 1e-6"),
-    Rule("warmup_steps", lambda r: reached_share(r) < LEAST_SHARE,
+    Rule("warmup_steps", lambda r: reached_fraction(r) < MIN_FRACTION,
         lambda r, _: f"warmup_steps {r['warmup_steps']:g} with max_steps {r['max_steps']}: no step takes more than "
-        f"{reached_share(r):.1%} of learning_rate", "write warmup_steps: 0, or more max_steps"),
+        f"{reached_fraction(r):.1%} of learning_rate", "write warmup_steps: 0, or more max_steps"),
     Rule("fp16", lambda r: r["bf16"] and r["fp16"], "'bf16' and 'fp16' are both true", "keep one"),
     Rule("dtype", lambda r: r["fp16"] and not r["bf16"] and r["dtype"] == "float16",
         "fp16 scales the gradients of float32 weights, dtype is float16",
@@ -339,7 +340,7 @@ RULES = (
         "dataset_mixture and dataset_name are both given", "keep one of them"),
     # Evaluation, benchmarks and publishing.
     Rule("{item}", lambda r: not evaluates(r)
-        and given(r, "eval_steps eval_on_start num_generations_eval", any_value=False),
+        and set_by_user(r, "eval_steps eval_on_start num_generations_eval", any_value=False),
         "'{item}' does nothing without eval_strategy", "{removal}, or add eval_strategy: steps"),
     Rule("eval_strategy", lambda r: r["eval_strategy"] == "steps" and not r["eval_steps"],
         "eval_strategy: steps without eval_steps evaluates after every optimizer step",
@@ -373,7 +374,7 @@ RULES = (
         and not _BRANCH.fullmatch(r["hub_revision"]), "a push goes to a branch, '{hub_revision}' is not one",
         "write the name of a branch, or remove it"),
     # LoRA.
-    Rule("{item}", lambda r: not r["use_peft"] and given(r, "lora_* use_dora use_rslora", any_value=False),
+    Rule("{item}", lambda r: not r["use_peft"] and set_by_user(r, "lora_* use_dora use_rslora", any_value=False),
         "'{item}' does nothing without use_peft", "add use_peft: true, or remove {item}"),
     Rule("accelerator", lambda r: r["use_peft"] and r["accelerator"] in NOT_WITH_LORA,
         "a LoRA run with accelerator: {accelerator} has not been shown to work", "write accelerator: ddp or zero2"),
@@ -402,7 +403,7 @@ RULES = (
         "an adapter on '{item}' is not supported: log-probs are computed from the layer's own weights",
         "set lora_target_modules: [all-linear], or list linear layers such as q_proj"),
     Rule("{item}", lambda r: r["use_peft"] and r["weight_sync"] == "lora"
-        and given(r, "use_dora lora_modules_to_save", any_value=False),
+        and set_by_user(r, "use_dora lora_modules_to_save", any_value=False),
         "weight_sync: lora does not carry '{item}': vLLM serves plain adapters alone",
         "remove {item}, or write weight_sync: file (the merged model)"),
     Rule("lora_r", lambda r: r["use_peft"] and r["weight_sync"] == "lora" and r["lora_r"] > LORA_RANKS[-1],

@@ -64,7 +64,7 @@ def requested_task(environment: Mapping[str, str], option: str | None = None) ->
 
 def task_of(recipe: Recipe) -> str:
     """Return the task of a recipe that ``with_task`` returned: MaxEnt's names its objective."""
-    return MAXENT if recipe.given("maxent_objective") else GRPO
+    return MAXENT if recipe.is_set("maxent_objective") else GRPO
 
 
 def with_task(recipe: Recipe, asked: RequestedTask) -> tuple[Recipe, list[Problem]]:
@@ -76,7 +76,7 @@ def with_task(recipe: Recipe, asked: RequestedTask) -> tuple[Recipe, list[Proble
     key, objective = "maxent_objective", recipe.values["maxent_objective"]
     if asked.task == MAXENT and objective.value is None and key not in recipe.broken:
         return _switched(recipe, asked.source), []
-    if asked.task == GRPO and recipe.given(key):
+    if asked.task == GRPO and recipe.is_set(key):
         where = objective.shadowed or objective.source
         other = f"unset {where}" if where in environment_keys() else f"remove {where}" if where.startswith("--") else ""
         what = f"asks for GRPO, {where} for MaxEnt-GRPO (maxent_objective)"
@@ -102,7 +102,7 @@ def _switched(recipe: Recipe, source: str) -> Recipe:
         for name, value in objective.fixed_keys(recipe.__getitem__).items():
             given = recipe.values[name]
             of_file = not (given.from_flag or given.source in environment_keys())
-            if recipe.given(name) and of_file and recipe[name] != value:
+            if recipe.is_set(name) and of_file and recipe[name] != value:
                 said.append(f"{given.source}: {name}: {value} replaces {recipe[name]}; {SWITCHED_OBJECTIVE} fixes it")
                 recipe = recipe.with_value(name, Value(value, source))
     return replace(recipe, notes=[*recipe.notes, *said])

@@ -41,7 +41,7 @@ def split_spec(spec: str) -> tuple[str, str]:
     return (place, name) if place else (spec, "")
 
 
-def problem_with(spec: str, where: str) -> Problem | None:
+def spec_problem(spec: str, where: str) -> Problem | None:
     """Return what keeps ``module:name`` or ``file.py:name``, written at ``where``, from being loaded; do not run it."""
     place, name = split_spec(spec)
     if not name.isidentifier():
@@ -132,14 +132,14 @@ def call_parameters(spec: str) -> dict[str, bool] | None:
     return {parameter: parameter in required for parameter in names}
 
 
-def names_in(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+def names_read_by(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
     """Return the names of a function's parameters, and the texts in it: columns["answer"] reads a column too."""
     given = function.args
     parameters = {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
     return parameters | {str(node.value) for node in ast.walk(function) if isinstance(node, ast.Constant)}
 
 
-def needed_arguments(
+def missing_argument_problems(
     recipe: Recipe, sets: Sequence[Mapping[str, str] | None], copies: Path, live: Sequence[str] | None
 ) -> Iterator[Problem]:
     """Reject a reward of the user's that needs an argument which neither the trainer nor one of the datasets has.
@@ -176,7 +176,7 @@ def needed_arguments(
                 break
 
 
-def compared(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, int] | None:
+def find_comparison(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, int] | None:
     """Return the call, with its line, in which a reward looks at what it has of all completions at once, or None."""
     lists = {"completions"}  # and what is made of all of them
 

@@ -26,7 +26,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import solution_names
 from grpo_recipes.recipe.extensions import load
 from grpo_recipes.recipe.registry import DEFAULT_ACCURACY, NO_ANSWER, rewards
-from grpo_recipes.recipe.user_code import function_source, names_in
+from grpo_recipes.recipe.user_code import function_source, names_read_by
 from grpo_recipes.rewards.answers import is_same_answer
 from grpo_recipes.rewards.load import IsolatedReward, lent_rewards
 from grpo_recipes.rewards.pool import TIME_LIMIT
@@ -153,12 +153,12 @@ def reward_errors_as_config_errors(recipe: Recipe) -> Iterator[None]:
             fix = _server_fix(recipe["reward_environment"])
         elif not isinstance(error.__cause__, ConfigError | None):  # raised by the user's own code: show where
             traceback.print_exception(error.__cause__)
-        raise config_error(recipe.place("reward_funcs"), str(error), fix) from error
+        raise config_error(recipe.location("reward_funcs"), str(error), fix) from error
 
 
 def find_problems(recipe: Recipe, rows: list[dict[str, Any]], findings: list[ProbeResult]) -> list[Problem]:
     """Return what is wrong with the rewards, one line a fault, and with solutions that no completion can equal."""
-    where = recipe.place("reward_funcs")
+    where = recipe.location("reward_funcs")
     faults = [(finding.reward, *fault) for finding in findings for fault in finding.faults]
     found = [Problem(where, f"reward '{reward}' {what}", fix) for reward, what, fix in faults]
     if len(findings) > 1:
@@ -189,7 +189,7 @@ def find_problems(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Pro
         what = f"{len(long)} of {len(rows)} reference solutions are not short answers, e.g. '{example}…'"
         marker = "'####'" if "####" in long[0] else "the text before the answer"
         fix = f"add dataset_solution_marker: {marker}, or name the column of the final answer"
-        found.append(Problem(recipe.place("dataset_solution_column"), what, fix))
+        found.append(Problem(recipe.location("dataset_solution_column"), what, fix))
     return found
 
 
@@ -200,13 +200,13 @@ def _reads_solution(recipe: Recipe, finding: ProbeResult) -> bool:
     function = function_source(finding.reward)
     columns = [recipe["dataset_solution_column"], recipe["eval_dataset_solution_column"]]
     names = {"answer", *solution_names(columns, recipe["dataset_mixture"])}
-    return function is not None and bool(names & names_in(function))
+    return function is not None and bool(names & names_read_by(function))
 
 
 def _unpaid_problem(recipe: Recipe, finding: ProbeResult) -> Problem:
     fix = "correct it; it takes the reference solution and must read one of these formats: "
     fix += ", ".join(" ".join((writing % 42).split()) for writing in USER_FORMATS)
-    return Problem(recipe.place("reward_funcs"), f"reward '{finding.reward}' {describe_unpaid(finding)}", fix)
+    return Problem(recipe.location("reward_funcs"), f"reward '{finding.reward}' {describe_unpaid(finding)}", fix)
 
 
 def probe(

@@ -37,7 +37,7 @@ def connect(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Compl
     """
 
     def of_key(error: ConfigError) -> ConfigError:
-        return ConfigError(*(replace(problem, where=recipe.place(KEY)) for problem in error.problems))
+        return ConfigError(*(replace(problem, where=recipe.location(KEY)) for problem in error.problems))
 
     client = CompletionClient(
         recipe[KEY],
@@ -63,20 +63,20 @@ def _need_development_mode(recipe: Recipe, client: CompletionClient) -> None:
 
     def strange(error: Exception) -> ConfigError:
         what = f"the server at {client.root} does not say how it was started ({type(error).__name__}: {error})"
-        return config_error(recipe.place(KEY), what, "name a vLLM of the version that is installed here")
+        return config_error(recipe.location(KEY), what, "name a vLLM of the version that is installed here")
 
     with translate(requests.RequestException, strange):
         answer = session.get(f"{client.root}/server_info", params={"config_format": "json"}, headers=key)
     if not answer.ok:
         what = f"the vLLM server at {client.root} takes no new weights: all samples would be of the first ones"
         fix = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, or remove the key: the launch starts a server"
-        raise config_error(recipe.place(KEY), what, fix)
+        raise config_error(recipe.location(KEY), what, fix)
     with translate((LookupError, TypeError, ValueError), strange):
         mode = answer.json()["vllm_config"]["model_config"]["logprobs_mode"]
     if recipe["vllm_importance_sampling_correction"] and recipe["temperature"] != 1 and mode != "processed_logprobs":
         what = f"the log-probs of the vLLM server at {client.root} are {mode}, without the temperature"
         fix = "start it with --logprobs-mode processed_logprobs, or write vllm_importance_sampling_correction: false"
-        raise config_error(recipe.place(KEY), what, fix)
+        raise config_error(recipe.location(KEY), what, fix)
 
 
 class ExternalClient(BridgeClient):

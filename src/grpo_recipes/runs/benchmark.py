@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from grpo_recipes.recipe.converters import BRIDGE_MODES
+from grpo_recipes.recipe.converters import SYNC_METHOD_ALIASES
 from grpo_recipes.runs.health import finite_number, without_gaps
 from grpo_recipes.runs.rundir import Run, read_metrics, write_last_json
 
@@ -16,7 +16,7 @@ FILE = "benchmark.json"
 _LINE = "=" * 70
 _IN_PLACE = "shared"  # the bridge that moves nothing: what it waits for is part of the step
 # Names of weight sync methods in the example trainer that this block comes from.
-_MODES = {bridge: name for name, bridge in reversed(BRIDGE_MODES.items())}
+_MODES = {bridge: name for name, bridge in reversed(SYNC_METHOD_ALIASES.items())}
 
 
 def mode_of(run: Run) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.recipe.document import Value, read_document, typed
+from grpo_recipes.recipe.document import Value, convert_value, read_document
 from grpo_recipes.recipe.keys import SIGNAL_LEAD, SRUN_OPTIONS, nearest_of
 from grpo_recipes.secrets import secret_name, secret_value
 from grpo_recipes.slurm.client import walltime_seconds
@@ -104,7 +104,7 @@ def _checked(raws: Iterable[tuple[str, Value]], problems: list[Problem]) -> dict
             fix = f"write '{close}'" if close else "remove it"
             problems.append(Problem(raw.source, f"unknown key '{key}' of a profile", fix))
             continue
-        values[key], found = typed(key, KEYS[key], raw)
+        values[key], found = convert_value(key, KEYS[key], raw)
         problems += found or _problems(key, values[key], raw)
         if key in _PATHS and values[key]:
             values[key] = os.path.expanduser(values[key])

@@ -125,14 +125,14 @@ def _adapted_layers(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -
         model = skeleton(model_args, args.trust_remote_code)
 
     def placed(error: ConfigError) -> ConfigError:
-        return ConfigError(*[replace(one, where=recipe.place(one.where)) for one in error.problems])
+        return ConfigError(*[replace(one, where=recipe.location(one.where)) for one in error.problems])
 
     with translate(ConfigError, placed):
         return check_adapter(model, get_peft_config(model_args))
 
 
 def _tokenizer(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> Any:
-    where, fix = recipe.place("model_name_or_path"), "name a model with its tokenizer files"
+    where, fix = recipe.location("model_name_or_path"), "name a model with its tokenizer files"
     with quoting((OSError, ValueError), where, "the tokenizer cannot be loaded", fix):
         if _is_smoke(recipe):
             return smoke.build_tokenizer(mafia=recipe["model_name_or_path"] == "smoke:mafia")
@@ -173,7 +173,7 @@ def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model
     if not fitting:
         what = f"none of {len(lengths)} prompts fits, the shortest has {min(lengths)} tokens"
         raise config_error(
-            recipe.place("max_prompt_length"), what, f"write {max(lengths)}, the longest of these, or more"
+            recipe.location("max_prompt_length"), what, f"write {max(lengths)}, the longest of these, or more"
         )
     turn = [*prompts[0], {"role": "assistant", "content": ANSWER}]
     text = str(tokenizer.apply_chat_template(turn, tokenize=False, **renderer.template_kwargs))

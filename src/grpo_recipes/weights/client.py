@@ -23,7 +23,7 @@ from grpo_recipes.attributes import replaced
 from grpo_recipes.errors import translate
 from grpo_recipes.process.answers import MOST_BYTES
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.recipe.registry import BRIDGES
+from grpo_recipes.recipe.registry import SYNC_METHODS
 from grpo_recipes.runs.rundir import SERVER_STATE, Run, json_mapping
 from grpo_recipes.runs.server_state import server_listener, server_state, server_url
 from grpo_recipes.runs.stop_request import POLL_SECONDS, StopRequest
@@ -178,7 +178,7 @@ class BridgeClient(VLLMClient):
 
     def _through_restarts(self, ask: Callable[[], Answer]) -> Answer:
         """Ask the server; where the launcher starts another meanwhile, give that one the weights, then ask it."""
-        if ("cpu" if self._args.use_cpu else "cuda") not in BRIDGES[self.bridge].reconnects:
+        if ("cpu" if self._args.use_cpu else "cuda") not in SYNC_METHODS[self.bridge].reconnects:
             return self._repeated(ask)
         while True:
             try:

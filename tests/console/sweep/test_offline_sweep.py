@@ -85,7 +85,7 @@ def test_it_is_submitted_as_one_array_job_whose_servers_have_ports_of_their_own(
     assert script.endswith(f"exec grpo sweep --cell {one.folder}\n") and one.folder.name.startswith("mine-")
     recipes = [read_frozen(one.trial_dir(index) / "recipe.yaml") for index in range(6)]
     assert len({(recipe["learning_rate"], recipe["beta"]) for recipe in recipes}) == 6
-    assert not any(recipe.given("vllm_server_port") for recipe in recipes)
+    assert not any(recipe.is_set("vllm_server_port") for recipe in recipes)
     assert multirun(*words[:2], "train.iterations=2", FREE, *words[2:]) == 0
     assert read_frozen(made(folder)[1].trial_dir(0) / "recipe.yaml")["vllm_server_port"] == 29876  # as it is named
 

@@ -101,7 +101,7 @@ def test_runs_with_atropos_start_a_run_api_each(folder, made, fake_launches):
     for index in range(3):
         trial = made()[0].trial_dir(index)
         recipe, plan = read_frozen(trial / "recipe.yaml"), read_json(trial / "plan.json")
-        assert recipe["max_steps"] == 3 and not any(recipe.given(key) for key in port_keys())  # launches use free ports
+        assert recipe["max_steps"] == 3 and not any(recipe.is_set(key) for key in port_keys())
         assert {"run-api", "environment-arithmetic"} <= {process["role"] for process in plan["processes"]}
 
 

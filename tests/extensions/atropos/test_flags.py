@@ -472,7 +472,7 @@ def test_variables_of_the_launch_win_over_defaults_and_lose_to_flags(monkeypatch
 
 def test_in_a_slurm_job_the_server_has_a_port_of_the_job(machine, capsys) -> None:
     machine(4, job=True)
-    assert not resolved().given("vllm_server_port")
+    assert not resolved().is_set("vllm_server_port")
     assert resolved("--vllm-port", "9001")["vllm_server_port"] == 9001
 
 

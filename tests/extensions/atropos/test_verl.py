@@ -265,7 +265,7 @@ def with_setting(folder: Path, name: str, value: Any) -> tuple[Recipe, list[Prob
 
 def given(recipe: Recipe) -> dict[str, Any]:
     """Return what a recipe gives beside what every file of theirs does."""
-    found = {key: recipe[key] for key in catalogue() if recipe.given(key)}
+    found = {key: recipe[key] for key in catalogue() if recipe.is_set(key)}
     return {key: value for key, value in found.items() if IMPLIED.get(key) != value}
 
 

@@ -72,7 +72,7 @@ def test_the_shipped_recipes_are_one_experiment_on_every_number_of_gpus(task: st
     assert check(grpo, {}) == check(maxent, {}) == []
     assert grpo["dataset_name"] == f"modebench:{task}" and grpo["benchmarks"] == [f"modebench:{task}"]
     differing = {key for key in catalogue() if grpo[key] != maxent[key]}
-    assert differing <= {"maxent_objective", "maxent_policy_spread", "run_name"} and maxent.given("maxent_objective")
+    assert differing <= {"maxent_objective", "maxent_policy_spread", "run_name"} and maxent.is_set("maxent_objective")
     arms = sorted(RECIPES.glob(f"*/config_modebench_{task}_*.yaml"))
     assert [path.stem.rpartition("_")[2] for path in arms] == ["entropy", "kl", "maxrl", "tempered"]
     for path in arms:

@@ -31,7 +31,7 @@ from grpo_recipes.plan.preflight import cuda_beside_cpu
 from grpo_recipes.process.answers import bounded_opener
 from grpo_recipes.recipe.converters import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import READ_VARIABLES, catalogue_trl, environment_keys, nearest_of
-from grpo_recipes.recipe.rules import wants_server
+from grpo_recipes.recipe.rules import starts_server
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, combine_findings, ok, problem, warning
 from grpo_recipes.runs.rundir import code_state
 from grpo_recipes.slurm.client import slurm_job
@@ -276,8 +276,8 @@ def ports(machine: Machine) -> Finding:
     """Whether the ports of a run are free (8000, 51216, 29525 outside Slurm), and who holds them."""
     recipe = machine.recipe
     if recipe is not None:
-        numbers = plan_ports(recipe, slurm_job(machine.environment)).by_key(wants_server(recipe))
-        return combine_findings(_port(key, port, recipe.given(key)) for key, port in numbers.items())
+        numbers = plan_ports(recipe, slurm_job(machine.environment)).by_key(starts_server(recipe))
+        return combine_findings(_port(key, port, recipe.is_set(key)) for key, port in numbers.items())
     if machine.in_job:
         return ok("a separate block of ports for the job")
     given = {key: machine.environment.get(name, "") for name, key in environment_keys().items() if key in DEFAULT_PORTS}

@@ -66,7 +66,7 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
 
     account, api = _account(where, "push_to_hub", environment)
     unanswered, private = _unanswered(), recipe["hub_private_repo"] is not False
-    place = recipe.place("hub_model_id" if recipe.given("hub_model_id") else "push_to_hub")
+    place = recipe.location("hub_model_id" if recipe.is_set("hub_model_id") else "push_to_hub")
     repo, note = _writable(place, name, account, "write hub_model_id: {}")
     try:
         if private and not note and not api.repo_info(repo).private:

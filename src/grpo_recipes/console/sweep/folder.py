@@ -107,7 +107,7 @@ def fingerprint(spec: SweepSpec, trials: Sequence[Trial]) -> str:
     """
     given: list[Any] = [[spec.search.metric, repr(spec.search.spans)]] if spec.search else []
     for trial in trials:
-        keys = (key for key in trial.recipe.values if trial.recipe.given(key) and key != "run_root")
+        keys = (key for key in trial.recipe.values if trial.recipe.is_set(key) and key != "run_root")
         given.append([trial.name, {key: trial.recipe[key] for key in keys}])
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
 
@@ -157,7 +157,7 @@ def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, en
 def freeze_trial(sweep: Sweep, trial: Trial, resources: Resources, environment: Mapping[str, str]) -> None:
     """Make a trial's run directory; its W&B run belongs to the sweep's group unless the user names another."""
     recipe = trial.recipe
-    if not recipe.given("wandb_run_group"):
+    if not recipe.is_set("wandb_run_group"):
         recipe = recipe.with_value("wandb_run_group", Value(sweep.folder.name, "grpo sweep"))
     name = f"{sweep.record['name']}-{trial.name}"
     names = Names(sweep.trial_dir(trial.index), name, name, sweep.record["timestamp"])

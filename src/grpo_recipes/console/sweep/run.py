@@ -26,7 +26,7 @@ from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.terminal import LOG
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import read_frozen
-from grpo_recipes.recipe.rules import asks_another, removal
+from grpo_recipes.recipe.rules import removal, uses_external_server
 from grpo_recipes.runs.groups import COMPLETED, GONE
 from grpo_recipes.runs.rundir import Run, code_state, lock_run, read_json, stop_file, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
@@ -75,12 +75,12 @@ def start(
     recipes = {trial.name: trial.recipe for trial in trials}
     for_each(recipes, lambda recipe: make_plan(recipe, resources, environment))
     if profile := backend.profile:
-        if asked := next((trial.recipe for trial in trials if asks_another(trial.recipe)), None):
+        if asked := next((trial.recipe for trial in trials if uses_external_server(trial.recipe)), None):
             key, fix = "vllm_server_base_url", "remove it: each run starts its own server; or leave out --slurm"
-            raise config_error(asked.place(key), "the runs of an array would give one server different weights", fix)
+            raise config_error(asked.location(key), "the runs of an array would give one server different weights", fix)
         if grouped := next((trial.recipe for trial in trials if trial.recipe["atropos_api_url"] is not None), None):
             fix = f"{removal(grouped, 'atropos_api_url')}: each run starts its own run-api; or leave out --slurm"
-            raise config_error(grouped.place("atropos_api_url"), "the runs of an array can't share a run-api", fix)
+            raise config_error(grouped.location("atropos_api_url"), "the runs of an array can't share a run-api", fix)
         submission.need_environment(profile)
         # As `grpo submit` does: models, data and rewards are loaded once for all trials that differ in numbers alone.
         unlike: dict[tuple[str, ...], Trial] = {}

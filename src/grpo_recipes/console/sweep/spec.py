@@ -15,8 +15,8 @@ from typing import TypeVar
 from grpo_recipes.console.report.pages import NO_EXPERIMENT
 from grpo_recipes.errors import ConfigError, Problem, collect, config_error, translate
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.check import needed_by, resolve_recipe
-from grpo_recipes.recipe.converters import ALIASES, refusal
+from grpo_recipes.recipe.check import missing_requirement, resolve_recipe
+from grpo_recipes.recipe.converters import ALIASES, key_problem
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.keys import catalogue
 
@@ -162,7 +162,7 @@ def _read_axis(word: str) -> tuple[str, list[str]]:
         raise config_error(word, f"'{key}' is set by the sweep", _SET_BY_SWEEP[key])
     if key in NO_EXPERIMENT:
         raise config_error(word, f"'{key}' changes nothing in what is learned", f"write --{key} VALUE for all runs")
-    if problem := refusal(key, word):
+    if problem := key_problem(key, word):
         raise ConfigError(problem)
     fix = f"quote a whole value, e.g. '{key}=\"a,b\",c'"
     with translate(csv.Error, lambda error: config_error(word, f"its quotes or line ends are wrong ({error})", fix)):
@@ -251,7 +251,7 @@ def _idle(key: str, values: Sequence[str], trials: Sequence[Trial]) -> Problem |
         if typed[one] == typed[other]:
             what = f"'{one}' and '{other}' are the same {key}: nothing changes between their runs"
             return Problem(where, what, "keep one of the two")
-    needed = [needed_by(trial.recipe, key) for trial in trials]
+    needed = [missing_requirement(trial.recipe, key) for trial in trials]
     if all(needed):
         what = f"'{key}' changes nothing in any run: it does nothing without {needed[0]}"
         return Problem(where, what, f"remove it, or set {needed[0]}")

@@ -34,7 +34,7 @@ from grpo_recipes.extensions.atropos.server import PromptTooLong, RunServer, Run
 from grpo_recipes.numbers import reward_problem
 from grpo_recipes.recipe.keys import catalogue, nearest_of
 from grpo_recipes.recipe.registry import SOURCE_REWARD, rewards
-from grpo_recipes.recipe.user_code import copy_path, problem_with
+from grpo_recipes.recipe.user_code import copy_path, spec_problem
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score, call_reward, is_user_reward, make_reward
 from grpo_recipes.rollouts.renderer import Renderer
@@ -370,7 +370,7 @@ def reward_of(
     name, known = config.reward, {key: entry for key, entry in rewards().items() if key != SOURCE_REWARD}
     if is_user_reward(name):
         copied = copies is not None and copy_path(name, copies).exists()
-        if not copied and (problem := problem_with(name, "reward")):
+        if not copied and (problem := spec_problem(name, "reward")):
             raise ConfigError(problem)
     elif name not in known:
         fix = f"write {nearest_of(name, known) or 'one of ' + ', '.join(known)}"

@@ -153,7 +153,7 @@ class AtroposRoles(Roles):
         deadlocks = [*packing_problems(recipe, rows_of_generation(recipe, plan.batch))]
         yield from deadlocks
         if not deadlocks and PORT in plan.ports.extensions and plan.server_apart:
-            where, node = recipe.place("atropos_environment"), plan.placement[0].node
+            where, node = recipe.location("atropos_environment"), plan.placement[0].node
             what = f"rank 0 is on node {node}, and run-api listens on the loopback of the first node alone: "
             what += "it wants no token"
             fix = "lower vllm_tensor_parallel_size, or start a run-api yourself and name it in atropos_api_url"

@@ -19,9 +19,9 @@ from grpo_recipes.extensions.atropos.recipe import (
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import catalogue, environment_keys, nearest_of
 from grpo_recipes.recipe.registry import SOURCE_REWARD
-from grpo_recipes.recipe.rules import OF_DATASETS, Rule, asks_another, evaluates, given, is_url
+from grpo_recipes.recipe.rules import OF_DATASETS, Rule, evaluates, is_url, set_by_user, uses_external_server
 from grpo_recipes.recipe.sources import Lookup, PromptSource
-from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, problem_with
+from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, spec_problem
 
 INSTALL = "EXTRAS=environments make setup"
 _API_URL = "atropos_api_url"
@@ -78,7 +78,7 @@ def _missing_limit(recipe: Recipe) -> list[str]:
 # fmt: off
 RULES = (
     Rule("{item}", lambda r: not takes_groups(r)
-        and [key for key in given(r, "atropos_*") if key not in ("atropos_environment_args", *_NAMES)],
+        and [key for key in set_by_user(r, "atropos_*") if key not in ("atropos_environment_args", *_NAMES)],
         "'{item}' does nothing without atropos_environment", "{removal}, or add atropos_environment"),
     Rule("atropos_mixture", lambda r: r["atropos_environment"] is not None and r["atropos_mixture"] is not None,
         "atropos_environment and atropos_mixture are both given", "keep one of them"),
@@ -91,13 +91,13 @@ RULES = (
         "{removal}, or add atropos_environment, or give the flag --atropos_api_url"),
     Rule(_API_URL, lambda r: takes_groups(r) and r[_API_URL] is not None and not is_url(r[_API_URL]),
         "'{atropos_api_url}' is not an http or https URL", "write e.g. http://localhost:8000"),
-    Rule("atropos_port", lambda r: r[_API_URL] is not None and r.given("atropos_port"),
+    Rule("atropos_port", lambda r: r[_API_URL] is not None and r.is_set("atropos_port"),
         "atropos_port is that of a run-api which the launch starts, atropos_api_url names one that runs already",
         "remove atropos_port, or remove atropos_api_url"),
-    Rule("vllm_server_base_url", lambda r: asks_another(r) and takes_groups(r),
+    Rule("vllm_server_base_url", lambda r: uses_external_server(r) and takes_groups(r),
         "vllm_server_base_url can't be combined with Atropos, whose environments sample from the server that the "
         "launch starts", "{removal}"),
-    Rule("{item}", lambda r: takes_groups(r) and [key for key in given(r, OF_DATASETS)
+    Rule("{item}", lambda r: takes_groups(r) and [key for key in set_by_user(r, OF_DATASETS)
         if r[key] != catalogue()[key]["default"] and key != "system_prompt"],  # which the environments read
         "'{item}' does nothing with Atropos, from which the groups come", "{removal}"),
     Rule("reward_funcs", lambda r: takes_groups(r) and SOURCE_REWARD in r["reward_funcs"]
@@ -117,7 +117,7 @@ RULES = (
         "write vllm_node: shared, or start a run-api yourself and name it in atropos_api_url"),
     Rule("eval_strategy", lambda r: takes_groups(r) and evaluates(r),
         "eval_strategy: {eval_strategy} has nothing to evaluate on: groups of Atropos are for training",
-        lambda r, _: "set eval_strategy: 'no'" + " and remove eval_steps" * r.given("eval_steps")
+        lambda r, _: "set eval_strategy: 'no'" + " and remove eval_steps" * r.is_set("eval_steps")
         + "; benchmarks test the final model"),
     Rule("atropos_batch_max_wait_time",
         lambda r: takes_groups(r) and r["atropos_batch_max_wait_time"] >= r["stall_timeout"],
@@ -127,7 +127,7 @@ RULES = (
         lambda r: takes_groups(r) and r["atropos_batch_max_wait_time"] >= r["ddp_timeout"],
         "atropos_batch_max_wait_time {atropos_batch_max_wait_time:g} is not below ddp_timeout {ddp_timeout}, after "
         "which ranks that wait for rank 0 give up", "raise ddp_timeout, or wait less"),
-    Rule("{item}", lambda r: takes_groups(r) and given(r, "vllm_importance_sampling_*"),
+    Rule("{item}", lambda r: takes_groups(r) and set_by_user(r, "vllm_importance_sampling_*"),
         "'{item}' does nothing with Atropos: the loss is taken against the policy that sampled a group", "{removal}"),
 )
 # fmt: on
@@ -137,10 +137,10 @@ def place(recipe: Recipe, index: int, part: str = "id") -> str:
     """Return the line of an Atropos environment of the recipe, by its place among them, or of a part of it."""
     if recipe["atropos_environment"] is not None:
         has_args = part == "args" and recipe["atropos_environment_args"]
-        return recipe.place("atropos_environment_args" if has_args else "atropos_environment")
+        return recipe.location("atropos_environment_args" if has_args else "atropos_environment")
     parts = recipe["atropos_mixture"]["environments"][index]
     inside = next((name for name in (part, "id", *parts) if name in parts), part)
-    return recipe.place("atropos_mixture", "environments", index, inside)
+    return recipe.location("atropos_mixture", "environments", index, inside)
 
 
 def atropos_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
@@ -180,7 +180,7 @@ def atropos_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
             yield Problem(place(recipe, index, "args"), what, "remove it, or write the same as num_generations")
     if (total := sum(one.min_allocation or 0.0 for one in found)) > 1 + 1e-9:
         what = f"min_allocation of all environments together is {total:g}, more than a batch"
-        yield Problem(recipe.place("atropos_mixture"), what, "write shares that are at most 1 together")
+        yield Problem(recipe.location("atropos_mixture"), what, "write shares that are at most 1 together")
     elif recipe["prompts_per_step"] is not None:
         yield from packing_problems(recipe, recipe["prompts_per_step"] * size)
 
@@ -197,7 +197,7 @@ def _own(recipe: Recipe, spec: str, where: str) -> Iterator[Problem]:
     """Yield what keeps the user's code from being loaded, unless the run has a copy of it."""
     run = recipe.path.parent
     copied = (run / "run.json").exists() and copy_path(spec, run / REWARD_COPIES).exists()
-    if not copied and (problem := problem_with(spec, where)):
+    if not copied and (problem := spec_problem(spec, where)):
         yield problem
 
 
@@ -208,7 +208,7 @@ def packing_problems(recipe: Recipe, batch_size: int) -> Iterator[Problem]:
         return  # the sizes have a problem of their own
     if why := foreseen_deadlock(batch_size, [size] * len(found), [one.min_allocation for one in found]):
         mixed = recipe["atropos_mixture"] is not None
-        where = recipe.place("atropos_mixture" if mixed else "num_generations")
+        where = recipe.location("atropos_mixture" if mixed else "num_generations")
         fix = "raise prompts_per_step, or lower min_allocation" if mixed else "write prompts_per_step"
         yield Problem(where, why, fix)
 

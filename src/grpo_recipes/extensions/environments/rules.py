@@ -21,13 +21,13 @@ from grpo_recipes.extensions.environments.recipe import (
     turn_tokens,
 )
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.chat_template import left_out, templates_of
+from grpo_recipes.recipe.chat_template import find_left_out_part, templates_of
 from grpo_recipes.recipe.keys import catalogue, nearest_of
 from grpo_recipes.recipe.registry import SOURCE_REWARD, benchmarks, rewards
-from grpo_recipes.recipe.rules import OF_DATASETS, Idle, Rule, evaluates, given, wants_server
+from grpo_recipes.recipe.rules import OF_DATASETS, Idle, Rule, evaluates, set_by_user, starts_server
 from grpo_recipes.recipe.sources import Lookup, PromptSource
 from grpo_recipes.recipe.tasks import MAXENT, task_of
-from grpo_recipes.recipe.user_code import call_parameters, copy_path, problem_with
+from grpo_recipes.recipe.user_code import call_parameters, copy_path, spec_problem
 from grpo_recipes.rollouts.turns import BASE, POLICY
 
 _WITH_TOOLS = ("ToolEnv", "MCPEnv", "SandboxEnv", "PythonEnv")  # how verifiers' classes with tools are called
@@ -79,12 +79,12 @@ RULES = (
     Rule("environment_args", lambda r: r["environment_args"] is not None and not r["environment"],
         "'environment_args' does nothing without environment", "add environment, or write args in the mixture"),
     Rule("{item}", lambda r: not plays(r)
-        and [key for key in given(r, "environment_*") if key not in ("environment_args", "environment_mixture")],
+        and [key for key in set_by_user(r, "environment_*") if key not in ("environment_args", "environment_mixture")],
         "'{item}' does nothing without environment", "{removal}, or add environment"),
-    Rule("{item}", lambda r: plays(r) and [key for key in given(r, OF_DATASETS)
+    Rule("{item}", lambda r: plays(r) and [key for key in set_by_user(r, OF_DATASETS)
         if r[key] != catalogue()[key]["default"]],
         "'{item}' does nothing with environment, from which the prompts come", "{removal}"),
-    Rule("reward_funcs", lambda r: plays(r) and r.given("reward_funcs")
+    Rule("reward_funcs", lambda r: plays(r) and r.is_set("reward_funcs")
         and [name for name in r["reward_funcs"] if name in rewards() and rewards()[name].reads_answer],
         "reward '{item}' compares with an answer, which an episode does not have", "remove {item}"),
     Rule("environment_turn_length", lambda r: r["max_completion_length"] is not None
@@ -125,10 +125,10 @@ IDLE = (
 def environment_place(recipe: Recipe, index: int, part: str = "id") -> str:
     """Return the line of an environment of the recipe, by its place among them, or of its ``args``."""
     if recipe["environment"] is not None:
-        return recipe.place("environment_args" if part == "args" and recipe["environment_args"] else "environment")
+        return recipe.location("environment_args" if part == "args" and recipe["environment_args"] else "environment")
     parts = recipe["environment_mixture"]["environments"][index]
     inside = next((name for name in (part, "id", *parts) if name in parts), part)
-    return recipe.place("environment_mixture", "environments", index, inside)
+    return recipe.location("environment_mixture", "environments", index, inside)
 
 
 def _names(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
@@ -149,9 +149,9 @@ def _names(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
             if kind == "textarena" and arguments.get("opponents") == BASE and not serves_base_model(recipe):
                 what = "opponents: base needs a vLLM server that has the base model next to the adapter"
                 fix = "write opponents: policy"
-                fix += ", or add use_peft: true and weight_sync: lora" if wants_server(recipe) else ""
+                fix += ", or add use_peft: true and weight_sync: lora" if starts_server(recipe) else ""
                 yield Problem(environment_place(recipe, index, "args"), what, fix)
-        elif not copied and (problem := problem_with(spec, where)):
+        elif not copied and (problem := spec_problem(spec, where)):
             near = nearest_of(kind.replace("-", "_"), LIBRARIES) if colon else None
             yield replace(problem, fix=f"write {near}:{name}") if near else problem
         if kind == "openenv" and not recipe["environment_network"]:
@@ -165,7 +165,7 @@ def _names(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
 
 def serves_base_model(recipe: Recipe) -> bool:
     """Return whether the run's server has the untrained model, which ``opponents: base`` plays with."""
-    return wants_server(recipe) and bool(recipe["use_peft"]) and recipe["weight_sync"] == "lora"
+    return starts_server(recipe) and bool(recipe["use_peft"]) and recipe["weight_sync"] == "lora"
 
 
 def _arguments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
@@ -181,10 +181,10 @@ def _arguments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Probl
             names = f"; it accepts {', '.join(parameters)}" if parameters else ""
             fix = f"write '{close}'" if close else f"remove {name}{names}"
             yield Problem(
-                recipe.place(key, *inside, name), f"environment_args: '{spec}' has no parameter '{name}'", fix
+                recipe.location(key, *inside, name), f"environment_args: '{spec}' has no parameter '{name}'", fix
             )
         for name in (name for name, required in parameters.items() if required and name not in arguments):
-            where = recipe.place(key, *inside) if inside or arguments else recipe.place("environment")
+            where = recipe.location(key, *inside) if inside or arguments else recipe.location("environment")
             yield Problem(where, f"'{spec}' needs the argument '{name}'", f"add {name} to environment_args")
 
 
@@ -205,7 +205,7 @@ def _templates(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Probl
     system = any(_system_prompt(spec, arguments) for spec, arguments in environments)
     answered = tools and recipe["environment_max_turns"] > 1
     roles = ["user", "assistant", *["system"] * system, *["tool"] * answered]
-    if what := left_out(templates, roles, tools, recipe["chat_template_kwargs"] or {}):
+    if what := find_left_out_part(templates, roles, tools, recipe["chat_template_kwargs"] or {}):
         yield recipe.problem(key, what, "write a chat_template that does not")
 
 

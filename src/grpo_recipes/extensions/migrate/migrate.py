@@ -17,7 +17,7 @@ import yaml
 
 from grpo_recipes.errors import Problem, config_error, translate
 from grpo_recipes.paths import display_path
-from grpo_recipes.recipe import converters, in_order, merge_recipe
+from grpo_recipes.recipe import converters, merge_recipe, sort_problems
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.converters.files import FileConverter, Surroundings, converter_of
 from grpo_recipes.recipe.converters.table import in_words, short
@@ -444,5 +444,5 @@ def _refused(made: Migration, path: Path) -> list[tuple[Line | None, Problem]]:
     recipe, problems = merge_recipe(path)
     recipe, more = with_task(recipe, requested_task({}, None))
     unwritten = made.rewards_file.name if made.unwritten else "\0"
-    found = in_order([*problems, *more, *check(recipe, {})])
+    found = sort_problems([*problems, *more, *check(recipe, {})])
     return [(places.get(problem.where), problem) for problem in found if unwritten not in problem.what]

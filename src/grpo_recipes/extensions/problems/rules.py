@@ -11,7 +11,7 @@ from grpo_recipes.extensions.problems.modebench.dataset import TASK_KEYS, TASKS
 from grpo_recipes.extensions.problems.seeded import GENERATORS, is_seeded
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.rules import Condition, Idle, Rule, evaluates, evaluation_set, given
+from grpo_recipes.recipe.rules import Condition, Idle, Rule, evaluates, evaluation_set, set_by_user
 
 _LARGEST_OF_FOUR = 14  # listing all problems of four larger numbers takes minutes
 
@@ -75,14 +75,15 @@ CHECKS = (_enough_problems,)
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    Rule("{item}", lambda r: is_seeded(r["dataset_name"]) and given(r, "max_train_prompts", any_value=False),
+    Rule("{item}", lambda r: is_seeded(r["dataset_name"]) and set_by_user(r, "max_train_prompts", any_value=False),
         "'{item}' does nothing with {dataset_name}, whose problems are those of its seeds",
         "{removal}, or write problem_seeds"),
     Rule("{item}", lambda r: _evaluates_on_seeds(r)
-        and [key for key in given(r, "eval_subsample eval_max_prompts") if r[key] != catalogue()[key]["default"]],
+        and [key for key in set_by_user(r, "eval_subsample eval_max_prompts") if r[key] != catalogue()[key]["default"]],
         "'{item}' does nothing with a seeded evaluation set, of which every seed is used",
         "{removal}, or write eval_problem_seeds"),
-    Rule("{item}", lambda r: bool(r["eval_problem_ids"]) and given(r, "eval_problem_seed_start eval_problem_seeds"),
+    Rule("{item}",
+        lambda r: bool(r["eval_problem_ids"]) and set_by_user(r, "eval_problem_seed_start eval_problem_seeds"),
         "'{item}' contradicts eval_problem_ids, which are the seeds themselves",
         "{removal}, or remove eval_problem_ids"),
     Rule("eval_problem_ids", lambda r: [seed for seed in r["eval_problem_ids"] or () if seed < 0],

@@ -17,7 +17,7 @@ from grpo_recipes.paths import display_path, shell_path, shell_quote
 from grpo_recipes.recipe.converters.table import VALUE, Row, read_file, read_table, short
 from grpo_recipes.recipe.document import Value, as_bool
 from grpo_recipes.recipe.extensions import extensions
-from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, each, environment_keys, nearest_of
+from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, environment_keys, expand_names, nearest_of
 from grpo_recipes.recipe.registry import rewards
 
 NAMES_FILE = Path(__file__).with_name("names.yaml")
@@ -25,14 +25,14 @@ NAMES_FILE = Path(__file__).with_name("names.yaml")
 ALIASES = {"gen_temperature": "temperature", "gen_top_p": "top_p", "init_kl_coeff": "beta",
            "weight_bridge_mode": "weight_sync"}  # fmt: skip
 # The weight sync methods under their names in an example trainer -> ours.
-BRIDGE_MODES = {"none": "restart", "shared_vllm": "shared", "lora_only": "lora", "lora_restart": "restart"}
+SYNC_METHOD_ALIASES = {"none": "restart", "shared_vllm": "shared", "lora_only": "lora", "lora_restart": "restart"}
 ADAPTER_MODES = ("lora_only", "lora_restart")  # those with use_peft, where nothing else is said
 # Values elsewhere that mean one of ours.
 SAME_VALUES: dict[str, Mapping[Any, str]] = {
-    "scale_rewards": {True: "group", False: "none"}, "weight_sync": BRIDGE_MODES
+    "scale_rewards": {True: "group", False: "none"}, "weight_sync": SYNC_METHOD_ALIASES
 }  # fmt: skip
 # Names that are refused -> patterns of the values that ask for what happens anyway: accepted with a note.
-HARMLESS = each(
+HARMLESS = expand_names(
     ("output_dir logging_first_step overwrite_output_dir", "*"),
     ("logging_steps", "[0-9]*"),
     ("logging_strategy", "steps"),
@@ -51,7 +51,7 @@ HARMLESS = each(
     ("sync_frequency", "1"),
 )
 # Variables of older TRL and transformers, and of the guide -> what to set instead.
-UNREAD_VARIABLES = each(
+UNREAD_VARIABLES = expand_names(
     ("TRANSFORMERS_CACHE", "set CACHE_ROOT or HF_HOME"),
     ("HF_HUB_ENABLE_HF_TRANSFER", "set HF_XET_HIGH_PERFORMANCE=1"),
     ("HF_HUB_REQUEST_TIMEOUT", "set HF_HUB_DOWNLOAD_TIMEOUT"),
@@ -148,7 +148,7 @@ def recipe_keys(layer: Iterable[tuple[str, Value]], problems: list[Problem], not
         known = key in catalogue() and key != "logging_steps"
         if not known and (why := harmless(name, raw.value)):
             notes.append(f"{raw.source}: {name}{short(raw.value)} changes nothing: {why}")
-        elif problem := refusal(key, raw.source, raw.value, suggest=unknown < _MOST_SUGGESTIONS):
+        elif problem := key_problem(key, raw.source, raw.value, suggest=unknown < _MOST_SUGGESTIONS):
             problems.append(problem)
             unknown += problem.what.startswith("unknown")
         else:
@@ -166,7 +166,7 @@ def recipe_keys(layer: Iterable[tuple[str, Value]], problems: list[Problem], not
     return found
 
 
-def refusal(key: str, source: str, value: Any = None, suggest: bool = True) -> Problem | None:
+def key_problem(key: str, source: str, value: Any = None, suggest: bool = True) -> Problem | None:
     """Return why a name is not a key of the catalogue, and what to write instead; None if it is one.
 
     The search for the nearest key takes milliseconds; ``suggest`` turns it off.
