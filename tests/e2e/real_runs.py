@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,6 +86,46 @@ class Launch:
         record = read_json(self.run_dir / "processes" / f"{role}.json")
         assert record is not None, f"no record of {role}"
         return int(record["pid"])
+
+
+@contextlib.contextmanager
+def start_launches(root: Path) -> Iterator[Callable[..., Launch]]:
+    """Yield a function that starts launches in folders below ``root``; end the launches that still run afterwards.
+
+    Its arguments are the words after `grpo launch`, by default with the smoke recipe. ``command`` replaces the whole
+    command line, and keyword arguments are environment variables.
+    """
+    launches: list[Launch] = []
+
+    def start(*arguments: str, command: list[str] | None = None, folder: str = ".", **variables: str) -> Launch:
+        working_folder = root / folder
+        working_folder.mkdir(exist_ok=True)
+        mark = f"{root.name}-{len(launches)}-{os.getpid()}"
+        has_recipe = "--resume" in arguments or any(word.endswith(".yaml") for word in arguments)
+        recipe = [] if has_recipe or "CONFIG" in variables else [str(REPOSITORY / "recipes/smoke/grpo.yaml")]
+        argv = command or [str(Path(sys.executable).with_name("grpo")), "launch", *recipe, *arguments]
+        with (working_folder / "output.txt").open("ab") as output:
+            process = subprocess.Popen(
+                argv,
+                cwd=working_folder,
+                env=clean_environment(working_folder, mark, **variables),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        launches.append(Launch(process, working_folder, REPOSITORY if command else working_folder, mark))
+        return launches[-1]
+
+    yield start
+    for launch in launches:
+        if launch.process.poll() is None:
+            launch.process.send_signal(signal.SIGTERM)
+            try:
+                launch.process.wait(30)
+            except subprocess.TimeoutExpired:
+                launch.process.kill()
+        for process in launch.processes():
+            process.kill()
 
 
 # Rows of two runs of one recipe differ in these alone.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from real_runs import Launch, same_rows, weights_hash
+from real_runs import Launch, same_rows, start_launches, weights_hash
 
 from grpo_recipes.plan.ports import DEFAULT_PORTS
 from grpo_recipes.process import scratch
@@ -97,16 +97,20 @@ def held(run: Launch, phase: str, step: int) -> Iterator[None]:
     rank.send_signal(signal.SIGCONT)
 
 
-@pytest.fixture
-def undisturbed(launch: Callable[..., Launch]) -> Iterator[Callable[..., Launch]]:
-    """The same run left alone, made when it is asked for."""
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Launch]]:
+    """``uninterrupted(KEY, ...)``: the completed run with these flags, made once for all tests of this file."""
+    runs: dict[tuple[str, ...], Launch] = {}
+    with start_launches(tmp_path_factory.mktemp("uninterrupted")) as launch:
 
-    def run(*keys: str) -> Launch:
-        alone = launch(*SHORT, *keys, folder="alone")
-        assert alone.wait() == 0, alone.output
-        return alone
+        def complete_run(*keys: str) -> Launch:
+            if keys not in runs:
+                run = launch(*SHORT, *keys, folder=f"run-{len(runs)}")
+                assert run.wait() == 0, run.output
+                runs[keys] = run
+            return runs[keys]
 
-    yield run
+        yield complete_run
 
 
 @pytest.mark.slow
@@ -128,7 +132,7 @@ def undisturbed(launch: Callable[..., Launch]) -> Iterator[Callable[..., Launch]
     ],
 )
 def test_a_lost_server_is_replaced_and_nothing_is_lost(
-    launch: Callable[..., Launch], undisturbed: Callable[..., Launch], victim: str, signum: int, phase: str
+    launch: Callable[..., Launch], uninterrupted: Callable[..., Launch], victim: str, signum: int, phase: str
 ) -> None:
     keys = EVALUATED if phase == "evaluate" else ()
     places = Places()
@@ -147,9 +151,9 @@ def test_a_lost_server_is_replaced_and_nothing_is_lost(
     assert (summary["status"], summary["server_restarts"], summary["restarts"]) == ("completed", 1, 0)
     assert run.processes() == []
     places.assert_left()
-    alone = undisturbed(*keys)
-    assert same_rows(run, alone)
-    assert weights_hash(run) == weights_hash(alone)
+    expected = uninterrupted(*keys)
+    assert same_rows(run, expected)
+    assert weights_hash(run) == weights_hash(expected)
 
 
 @pytest.mark.slow
