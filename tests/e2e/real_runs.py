@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -126,6 +127,12 @@ def start_launches(root: Path) -> Iterator[Callable[..., Launch]]:
                 launch.process.kill()
         for process in launch.processes():
             process.kill()
+
+
+def override(flags: Sequence[str], **keys: Any) -> tuple[str, ...]:
+    """Return ``--KEY VALUE`` flags with the values of these keys replaced or added; grpo rejects a repeated flag."""
+    values = dict(zip(flags[::2], flags[1::2], strict=True)) | {f"--{key}": str(value) for key, value in keys.items()}
+    return tuple(word for flag in values.items() for word in flag)
 
 
 # Rows of two runs of one recipe differ in these alone.

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from documented import documented
-from real_runs import REPOSITORY, Launch, same_rows, weights_hash
+from real_runs import REPOSITORY, Launch, override, same_rows, weights_hash
 from slurm_cluster import SlurmCluster
 from test_distributed import assert_final_model_differs_from_the_first
 from test_exact_ranks import copy_until
@@ -23,17 +23,8 @@ from grpo_recipes import smoke
 from grpo_recipes.runs.rundir import read_json
 
 COLOCATED = ("--vllm_mode", "colocate")
-
-
-def small(**changes: int) -> tuple[str, ...]:
-    """Return the flags of a short run, with some of their values changed."""
-    values = {"prompts_per_step": 8, "num_generations": 8, "max_steps": 3, **changes}
-    return tuple(word for key, value in values.items() for word in (f"--{key}", str(value)))
-
-
-SMALL = small()
-TWO_PROCESSES = (*COLOCATED, "--num_processes", "2")
-TWO = (*TWO_PROCESSES, *SMALL)
+SMALL = ("--prompts_per_step", "8", "--num_generations", "8", "--max_steps", "3")
+TWO = (*COLOCATED, *SMALL, "--num_processes", "2")
 
 
 def assert_vllm_has_the_trainers_weights(run: Launch, steps: int) -> None:
@@ -130,7 +121,7 @@ def test_the_door_trains_in_four_processes(launch: Callable[..., Launch]) -> Non
     assert dry.wait() == 0 and '"--num_processes", "4"' in dry.output and not dry.has_run_dir(), dry.output
     assert door.pop() == "--dry-run"
 
-    run = launch(command=[*door, *small(max_steps=2), "--save_strategy", "no"], ENV_DIR=sys.prefix)
+    run = launch(command=[*door, *override(SMALL, max_steps=2), "--save_strategy", "no"], ENV_DIR=sys.prefix)
 
     assert run.wait() == 0, run.output
     assert read_json(run.run_dir / "plan.json")["batch"]["world_size"] == 4
@@ -186,8 +177,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(launch: Callable[..., Launch]) -
                  "--eval_subsample", "1.0", "--eval_max_prompts", "7", "--num_generations_eval", "4",
                  "--per_device_eval_batch_size", "6")  # fmt: skip
     tested = ("--benchmarks", "smoke:sums", "--benchmark_samples", "2", "--benchmark_temperature", "1")
-    saved = (*small(max_steps=4), "--save_steps", "1", "--save_total_limit", "4")
-    alone = launch(*TWO_PROCESSES, *saved, *evaluated, *tested, folder="alone")
+    saved = override(TWO, max_steps=4, save_steps=1, save_total_limit=4)
+    alone = launch(*saved, *evaluated, *tested, folder="alone")
     assert alone.wait() == 0, alone.output
     assert_vllm_has_the_trainers_weights(alone, 4)
     evaluations = [json.loads(line) for line in (alone.run_dir / "eval.jsonl").open()]
@@ -204,7 +195,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(launch: Callable[..., Launch]) -
 @pytest.mark.rotating
 @pytest.mark.timeout(600)
 def test_a_run_stopped_at_any_moment_goes_on_as_if_it_had_not_been(launch: Callable[..., Launch]) -> None:
-    keys = (*TWO_PROCESSES, *small(prompts_per_step=32, max_steps=20), "--run_name", "stopped")
+    keys = override(TWO, prompts_per_step=32, max_steps=20, run_name="stopped")
     stopped = launch(*keys, folder="stopped")
     stopped.wait_for_step(3)
 
@@ -308,8 +299,7 @@ class Drop(TrainerCallback):
 @pytest.mark.fault
 def test_a_load_that_one_vllm_drops_stops_every_process(launch: Callable[..., Launch], tmp_path: Path) -> None:
     (tmp_path / "drops.py").write_text(DROPS)
-    dropping = ("--callbacks", f"{tmp_path}/drops.py:Drop", "--save_steps", "1")
-    run = launch(*TWO_PROCESSES, *small(max_steps=4), *dropping)
+    run = launch(*override(TWO, max_steps=4, callbacks=f"{tmp_path}/drops.py:Drop", save_steps=1))
 
     assert run.wait() == 1, run.output
 
@@ -325,7 +315,7 @@ def test_a_load_that_one_vllm_drops_stops_every_process(launch: Callable[..., La
 @pytest.mark.fault
 def test_a_killed_process_ends_the_run_and_leaves_nothing(launch: Callable[..., Launch]) -> None:
     memory = set(Path("/dev/shm").iterdir())
-    run = launch(*TWO_PROCESSES, *small(max_steps=100000))
+    run = launch(*override(TWO, max_steps=100000))
     run.wait_for_step(2)
     pid = run.pid_of("rank_1")
     listening = [one for process in run.processes() for one in process.net_connections("tcp") if one.status == "LISTEN"]

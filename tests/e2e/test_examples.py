@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from documented import documented
-from real_runs import REPOSITORY, Launch, clean_environment
+from real_runs import REPOSITORY, Launch, clean_environment, override
 
 from grpo_recipes.plan.commands import server_environment
 from grpo_recipes.smoke import smoke_command
@@ -82,7 +82,7 @@ def test_a_judge_that_is_a_real_server_grades_and_its_death_leaves_completions_u
     address, server = judge
     variables = {"JUDGE_URL": f"{address}/v1", "JUDGE_MODEL": "judge", "JUDGE_KEY": KEY}
     # The smoke model answers what it is asked with any text: a completion whose grade has no digit is unscored.
-    flags = (*SHORT, "--max_steps", "100", "--reward_max_no_verdict", "0.95")
+    flags = override(SHORT, max_steps=100, reward_max_no_verdict=0.95)
     here = {"recipes/examples/judge.yaml": str(examples / "judge.yaml")}
     run = launch(*documented("grpo launch recipes/examples/judge.yaml", here)[2:], *flags, **variables)
     run.wait_for(lambda: run.has_run_dir() and len(run.rows()) >= 2, "step 2", timeout=600)  # beside another server

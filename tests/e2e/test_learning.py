@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_runs import Launch
+from real_runs import Launch, override
 
 from grpo_recipes import smoke
 from grpo_recipes.runs.health import ENOUGH_STEPS
@@ -87,10 +87,10 @@ def test_a_loss_that_is_no_number_ends_the_run_on_every_rank(
     launch: Callable[..., Launch], tmp_path: Path, accelerator: str
 ) -> None:
     (tmp_path / "poison.py").write_text(POISON)
-    window = ("--prompts_per_step", "null", "--per_device_train_batch_size", "8", "--steps_per_generation", "4")
+    window = override(SHORT, prompts_per_step="null", per_device_train_batch_size=8, steps_per_generation=4)
     sharing = ("--num_processes", "2", "--accelerator", accelerator)
     steps = ("--max_steps", "4", "--save_steps", "1", "--callbacks", f"{tmp_path}/poison.py:Poison")
-    run = launch(*SHORT, *window, *sharing, *steps)
+    run = launch(*window, *sharing, *steps)
 
     assert run.wait() == 1, run.output
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from real_runs import Launch
+from real_runs import Launch, override
 
 SHARED_MEMORY = Path("/dev/shm")
 SHORT = ("--max_steps", "4", "--save_steps", "2", "--prompts_per_step", "4", "--num_generations", "8")
@@ -33,7 +33,7 @@ def test_the_next_launch_removes_what_a_killed_run_left_on_the_node(launch: Call
     living.wait_for_step(1)
     (stays,) = node.glob("grpo-*")
     signal_all(living, signal.SIGSTOP)  # it lives, and leaves the cores to the others
-    killed = launch(*SHORT, "--max_steps", "100000", folder="killed", TMPDIR=str(node))
+    killed = launch(*override(SHORT, max_steps=100000), folder="killed", TMPDIR=str(node))
     killed.wait_for(lambda: killed.has_run_dir() and len(killed.rows()) >= 3, "step 3", timeout=300)
     (left,) = (path for path in node.glob("grpo-*") if path != stays)
     inodes = mapped_segments(killed)
@@ -45,7 +45,7 @@ def test_the_next_launch_removes_what_a_killed_run_left_on_the_node(launch: Call
     segments = segments_of(inodes)
     assert any(path.name.startswith("psm_") for path in segments), "vLLM's message queues"
 
-    second = launch("--resume", "last", *SHORT, "--max_steps", "6", folder="killed", TMPDIR=str(node))
+    second = launch("--resume", "last", *override(SHORT, max_steps=6), folder="killed", TMPDIR=str(node))
 
     assert second.wait() == 0, second.output
     (line,) = [line for line in second.output.splitlines() if left.name in line]

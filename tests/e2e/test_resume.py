@@ -10,7 +10,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 from documented import documented
-from real_runs import REPOSITORY, Launch
+from real_runs import REPOSITORY, Launch, override
 
 from grpo_recipes.runs.checkpoints import complete_checkpoints, step_of
 
@@ -53,7 +53,7 @@ def checkpoints(run: Launch) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_a_run_whose_newest_checkpoint_lost_a_bit_goes_on_from_the_one_before(launch: Callable[..., Launch]) -> None:
-    first = launch(*SHORT, "--max_steps", "100000", "--save_steps", "2", "--use_vllm", "false")
+    first = launch(*override(SHORT, max_steps=100000, save_steps=2, use_vllm=False))
     first.wait_for(lambda: first.has_run_dir() and len(checkpoints(first)) > 1, "two checkpoints")
     for process in first.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -80,7 +80,7 @@ def test_a_run_whose_newest_checkpoint_lost_a_bit_goes_on_from_the_one_before(la
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_a_signal_saves_after_the_step_and_the_run_goes_on(launch: Callable[..., Launch]) -> None:
-    first = launch(*SHORT, "--max_steps", "100000", "--save_steps", "100000", "--num_processes", "2")
+    first = launch(*override(SHORT, max_steps=100000, save_steps=100000, num_processes=2))
     first.wait_for_step(2)
 
     rival = launch("--resume", str(first.run_dir), folder="rival")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from documented import documented
-from real_runs import REPOSITORY, Launch, clean_environment, marked_processes
+from real_runs import REPOSITORY, Launch, clean_environment, marked_processes, override
 from slurm_cluster import SlurmCluster
 
 from grpo_recipes.console.sweep.folder import Sweep
@@ -165,7 +165,7 @@ def test_a_search_that_is_killed_goes_on_with_the_trial_that_ran(launch: Callabl
     optuna = pytest.importorskip("optuna", reason="EXTRAS=search bash scripts/setup.sh")
     shown = "grpo sweep my.yaml learning_rate=log:1e-6..1e-4 beta=0,0.04 --search optuna --trials 20"
     here = {"my.yaml": SMOKE, "learning_rate=log:1e-6..1e-4": "learning_rate=log:1e-5..1e-2", "20": "3"}
-    command = [*documented(shown, here), *TINY, "--max_steps", "6", "--save_steps", "2"]
+    command = [*documented(shown, here), *override(TINY, max_steps=6, save_steps=2)]
     first = launch(command=command)
 
     def second_has_saved() -> bool:
