@@ -17,7 +17,7 @@ from rotation import leave_out_other_days, skip_where_time_is_over
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.devices import Node, Resources
 from grpo_recipes.plan.plan import make_plan
-from grpo_recipes.plan.ports import _KEPT
+from grpo_recipes.plan.ports import _RESERVED
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.recipe.check import check
@@ -78,8 +78,8 @@ def commands_leave_nothing() -> Iterator[None]:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    while _KEPT:  # else a run that a later test starts has other ports, and a note about it
-        _KEPT.popitem()[1].close()
+    while _RESERVED:  # else a run that a later test starts has other ports, and a note about it
+        _RESERVED.popitem()[1].close()
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
         (["no-such.yaml"], {}, "RECIPE: there is no recipe 'no-such.yaml'"),
         (["--config", "no-such.yaml"], {}, "RECIPE: there is no recipe 'no-such.yaml'"),
         ([], {"CONFIG": "no-such.yaml"}, "CONFIG: there is no recipe 'no-such.yaml'"),
-        ([SMOKE, "--config", MATH], {}, "two recipes are named"),
+        ([SMOKE, "--config", MATH], {}, "two recipes are given"),
         ([], {"MAXENT": "2"}, "MAXENT: is '2'"),
         ([], {"MAXENT_TAU": "1"}, "MAXENT_TAU: 'maxent_tau' changes nothing in a GRPO run"),
         ([], {"MAXENT": "1", "TRAIN_ENTRYPOINT": "src/grpo.py"}, "contradicts MAXENT"),
@@ -129,11 +129,11 @@ def test_the_version_names_what_trains_and_samples_and_imports_none_of_it(grpo, 
 @pytest.mark.parametrize(
     ("arguments", "fix"),
     [
-        (["launch", "--resum", "last"], "write --resume"),
-        (["launch", SMOKE, "--dryrun"], "write --dry-run"),
-        (["check", SMOKE, "--jsn"], "write --json"),
-        (["sweep", SMOKE, "seed=1,2", "--max-paralel=3"], "write --max-parallel"),
-        (["logs", "last", "--folow"], "write --follow"),
+        (["launch", "--resum", "last"], "use --resume"),
+        (["launch", SMOKE, "--dryrun"], "use --dry-run"),
+        (["check", SMOKE, "--jsn"], "use --json"),
+        (["sweep", SMOKE, "seed=1,2", "--max-paralel=3"], "use --max-parallel"),
+        (["logs", "last", "--folow"], "use --follow"),
         (["status", "--verbose"], "see grpo status --help"),
     ],
 )
@@ -264,12 +264,12 @@ def test_a_reader_that_stops_early_is_no_error_to_complain_about(grpo, tmp_path)
 
 def test_a_mistake_of_a_command_is_one_line_with_its_fix(grpo):
     for arguments, said in (
-        (["chekc"], "grpo: chekc: is not a command. Fix: write check"),
+        (["chekc"], "grpo: chekc: is not a command. Fix: use check"),
         (
             ["compare", "recipes/smoke/grpo.yaml", "--modes", "file,restart"],
             "grpo: compare: is not a command. Fix: sweep the weight sync method: grpo sweep RECIPE weight_sync=file,re",
         ),
-        (["xyzzy"], "grpo: xyzzy: is not a command. Fix: write one of new, keys, check,"),
+        (["xyzzy"], "grpo: xyzzy: is not a command. Fix: use one of new, keys, check,"),
         (["--verbose"], "grpo: COMMAND: is missing. Fix: see grpo --help"),
         (["new"], "grpo: FILE: is missing. Fix: see grpo new --help"),
         (["plan", "--gpus", "many"], "grpo: --gpus: invalid int value: 'many'. Fix: see grpo plan --help"),
@@ -303,7 +303,7 @@ def test_an_empty_name_is_not_the_default_recipe(grpo, command):
 def test_a_working_folder_that_is_gone_is_told(tmp_path):
     command = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m grpo_recipes check {SMOKE}"
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert "the working folder is gone" in refused(done)
+    assert "the working folder does not exist anymore" in refused(done)
 
 
 def test_a_terminal_of_another_encoding_is_no_error(grpo, tmp_path):
@@ -320,7 +320,7 @@ def test_a_terminal_of_another_encoding_is_no_error(grpo, tmp_path):
     "arguments", [["--gpus", "0", "--nodes", "2"], ["--gpus", "1000000"], ["--gpus", "8", "--nodes", "1000000"]]
 )
 def test_no_machine_is_planned_that_cannot_be(grpo, arguments):
-    assert "write --gpus 8 --nodes 2" in refused(grpo("plan", MATH, *arguments))
+    assert "use --gpus 8 --nodes 2" in refused(grpo("plan", MATH, *arguments))
 
 
 @on_cpu
@@ -356,9 +356,9 @@ def test_a_resumed_run_keeps_its_commit(grpo, tmp_path):
     [
         (["--seed", "1", "--seed", "2"], "--seed", "is given twice"),
         (["--seed=1", "--seed=1"], "--seed", "is given twice"),
-        (["--use_vllm", "--no_use_vllm"], "--no_use_vllm", "and --use_vllm are given for one key"),
-        (["--gen-temperature", "1", "--temperature", "2"], "--temperature", "and --gen-temperature are given for one"),
-        (["--learning-rate", "1", "--learning_rate", "2"], "--learning_rate", "and --learning-rate are given"),
+        (["--use_vllm", "--no_use_vllm"], "--no_use_vllm", "and --use_vllm set the same key"),
+        (["--gen-temperature", "1", "--temperature", "2"], "--temperature", "and --gen-temperature set the same"),
+        (["--learning-rate", "1", "--learning_rate", "2"], "--learning_rate", "and --learning-rate set the same"),
         (["--task", "grpo", "--task", "maxent"], "--task", "is given twice"),
     ],
 )

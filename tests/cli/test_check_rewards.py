@@ -79,8 +79,8 @@ def test_rewards_that_work(check):
     assert rows["math_verify"] == ["36", "1.000", "0", "144", "0.000", "0", "0"]
     assert rows["cosine_length"][2] == rows["cosine_length"][5] == "0"
     assert rows["format_tags"][2] == "-"
-    assert "tell right from wrong on 12 rows" in said
-    assert "soft_overlong gives right and wrong answers the same" in said
+    assert "distinguish correct from incorrect answers on 12 rows" in said
+    assert "soft_overlong gives correct and incorrect answers the same" in said
 
 
 def test_the_rows_tried_are_the_first(check):
@@ -103,7 +103,7 @@ def test_a_cosine_that_rewards_wrong_answers_is_refused(check):
 
     assert code == 2
     assert "reward 'cosine_length' takes 96 of 96 wrong answers for right" in problem
-    assert "wrong answer '<answer>11</answer>' gets 2" in said
+    assert "incorrect answer '<answer>11</answer>' gets 2" in said
 
 
 def test_solutions_that_cannot_be_read_are_refused(check):
@@ -219,7 +219,10 @@ def test_json_holds_the_findings(check):
 
 
 def test_no_rows_is_refused(check):
-    assert "--rows: is 0. Fix: write 1 or more" in check(["pure_accuracy_math"], flags=("--rows", "0"))[2][0]
+    assert (
+        "--rows: expected 1 or more, got 0. Fix: use --rows 200"
+        in check(["pure_accuracy_math"], flags=("--rows", "0"))[2][0]
+    )
 
 
 def test_json_holds_what_is_wrong_in_the_recipe_too(check, capsys):

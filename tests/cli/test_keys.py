@@ -83,7 +83,7 @@ def test_names_that_are_refused_are_told_as_such_with_what_to_write(capsys):
     assert found["output_dir"]["refused"] is True and "run_root" in found["output_dir"]["help"]
     assert "refused" not in found["vllm_structured_outputs_regex"] and list(found)[-1] == "overwrite_output_dir"
     assert cli.main(["keys", "output"]) == 0
-    assert "output_dir  (refused)\n    remove it;" in capsys.readouterr().out
+    assert "output_dir  (not supported)\n    remove it;" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_name_of_another_project_shows_the_key_to_write(capsys, word, key):
 def test_another_name_of_a_key_shows_the_key(capsys):
     assert cli.main(["keys", "init_kl_coeff"]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first == "grpo: 'init_kl_coeff' is read as beta" and second.startswith("beta  (float")
+    assert first == "grpo: 'init_kl_coeff' is an alias of beta" and second.startswith("beta  (float")
     assert next(iter(told(capsys, "gen_temperature"))) == "temperature"
 
 

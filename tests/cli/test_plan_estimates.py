@@ -87,7 +87,7 @@ def test_steps_within_the_time_limit_by_an_earlier_run(plan, tmp_path, monkeypat
     (earlier / "plan.json").write_text(plan("--json")[1])
     rows = [{"step": step, "seconds/step": 36.0} for step in range(1, 5)]
     (earlier / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert blocks(plan()[1], "speed") == ["speed      36 s a step in 1 earlier run: 100 steps an hour"]
+    assert blocks(plan()[1], "speed") == ["speed      36 s per step in 1 earlier run: 100 steps per hour"]
     told = blocks(plan("--time", "3-00:00:00")[1], "speed")[0]
     assert told.endswith("about 7,200 steps in 72:00:00")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
@@ -106,7 +106,7 @@ def test_with_a_time_limit_of_its_own_slurm_is_not_asked(plan, monkeypatch):
     ("flags", "said"),
     [
         (["--time", "soon"], "'soon' is not a time limit"),
-        (["--time", "0"], "write --time 72:00:00"),
+        (["--time", "0"], "use --time 72:00:00"),
         (["--gpu-memory", "0.5"], "no GPU has 0.5 GiB"),
         (["--gpu-memory", "nan"], "no GPU has nan GiB"),
     ],

@@ -99,7 +99,10 @@ def test_an_array_job_is_told_by_its_tasks(folder, capsys) -> None:
     for task in (0, 10):
         made(folder, name=f"cell{task}", status="submitted", job=f"slurm-12_{task}")
     told = said(capsys, "stop", "12", code=2)
-    assert "12: is an array job of 2 runs. Fix: name one of them, e.g. 12_0; scancel 12 ends them all" in told
+    assert (
+        "12: is an array job of 2 runs. Fix: give the id of one run, e.g. 12_0, or stop all runs with scancel 12"
+        in told
+    )
 
 
 def test_a_job_known_to_slurm_alone_is_found_by_its_script(folder, monkeypatch, capsys) -> None:
@@ -111,7 +114,7 @@ def test_a_job_known_to_slurm_alone_is_found_by_its_script(folder, monkeypatch, 
 @pytest.mark.parametrize("script", ["/x/job.sh", f"/{'a' * 300}/job.sh", "/dev/null/job.sh"])
 def test_another_job_is_none_of_ours(folder, monkeypatch, capsys, script) -> None:
     monkeypatch.setattr(client, "ask", lambda *argv, **how: f"JobId=5 JobState=RUNNING Command={script}")
-    assert "5: is not the job of a run known here. Fix: " in said(capsys, "stop", "5", code=2)
+    assert "5: no run of this job found. Fix: " in said(capsys, "stop", "5", code=2)
 
 
 def test_status_tells_step_reward_time_left_and_logs(folder, capsys) -> None:
@@ -207,7 +210,7 @@ def test_a_run_whose_identity_is_damaged_is_shown_and_stopped_all_the_same(folde
     lock = lock_run(run)
     assert "state    running\n" in said(capsys, "status", "last")
     assert f"{run.folder.name}  running" in said(capsys, "status")
-    assert "the run saves after the step in flight" in said(capsys, "stop", "last")
+    assert "the run saves after the current step" in said(capsys, "stop", "last")
     assert stop_file(run.folder).exists()
     os.close(lock)
 
@@ -254,7 +257,7 @@ def test_a_job_that_slurm_has_forgotten_is_over(folder, silent_slurm, capsys) ->
 
 
 def test_the_table_has_a_line_a_run_the_newest_first(folder, capsys) -> None:
-    assert "there is no run in runs" in said(capsys, "status")
+    assert "no runs found in runs. Start one with: grpo launch RECIPE" in said(capsys, "status")
     made(folder, "old", "completed", steps=3)
     os.utime(folder / "runs/old-stamp/summary.json", (1, 1))
     made(folder, "new", "failed")
@@ -297,7 +300,7 @@ def test_logs_of_run_api_and_of_all_environments(folder, capsys) -> None:
     assert "of environment-sums\n" in both and "of environment-more\n" in both and "server" not in both
     assert all(f"log      logs/{role}.log\n" in said(capsys, "status", "last") for role in roles)
     (folder / "logs/run-api.log").unlink()
-    assert "has no log of run-api yet" in said(capsys, "logs", "last", "--run-api", code=2)
+    assert "has no run-api log yet" in said(capsys, "logs", "last", "--run-api", code=2)
 
 
 def test_what_the_launcher_printed_is_shown_by_default(folder, capsys) -> None:
@@ -330,14 +333,14 @@ def test_logs_of_a_job_without_a_launcher_are_slurms_by_default(folder, capsys) 
 
 def test_a_log_that_is_not_there_yet_is_said(folder, capsys) -> None:
     made(folder, status="completed")
-    assert "has no log of server yet" in said(capsys, "logs", "last", "--server", code=2)
-    assert "--lines: is -1" in said(capsys, "logs", "last", "-n", "-1", code=2)
+    assert "has no server log yet" in said(capsys, "logs", "last", "--server", code=2)
+    assert "--lines: expected 0 or more, got -1" in said(capsys, "logs", "last", "-n", "-1", code=2)
 
 
 def test_following_ends_with_the_run_and_takes_up_the_logs_of_a_new_attempt(folder, capsys, monkeypatch) -> None:
     from grpo_recipes.cli import follow
 
-    monkeypatch.setattr(follow, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(jobs, "SLURM_SECONDS", 0.05)
     run = made(folder)
     log = written(folder, "trainer.log", "begun\n")
@@ -362,7 +365,7 @@ def test_following_ends_with_the_run_and_takes_up_the_logs_of_a_new_attempt(fold
     told = said(capsys, "logs", "-f", "last", "--trainer")
     thread.join()
     lines = ["==> logs/trainer.log <==", "begun", "half a line", "==> logs/second.log <==", "second attempt"]
-    assert told.splitlines() == [*lines, f"grpo: runs/{run.folder.name} is over: stopped"]
+    assert told.splitlines() == [*lines, f"grpo: runs/{run.folder.name} has ended: stopped"]
 
 
 def test_a_line_that_does_not_end_holds_nothing_up(folder, capsys, monkeypatch) -> None:
@@ -371,19 +374,19 @@ def test_a_line_that_does_not_end_holds_nothing_up(folder, capsys, monkeypatch) 
     monkeypatch.setattr(follow, "_MOST_BYTES", 100)
     run = made(folder)
     log = written(folder, "trainer.log", "begun\n")
-    follower = follow.Follower(["trainer"], 5)
-    follower.look(Run(run.folder))
+    follower = follow.LogFollower(["trainer"], 5)
+    follower.print_new(Run(run.folder))
     with log.open("a") as file:
         file.write("bar\r" * 100 + "\nafter\n")
     for _ in range(6):
-        follower.look(Run(run.folder))
+        follower.print_new(Run(run.folder))
     assert capsys.readouterr().out.endswith("\nafter\n")
 
 
 def test_stop_asks_to_save_and_forbids_the_requeue(folder, capsys) -> None:
     run = made(folder)
     lock = lock_run(run)
-    assert "saves after the step in flight" in said(capsys, "stop", "last")
+    assert "saves after the current step" in said(capsys, "stop", "last")
     assert stop_file(run.folder).exists() and (run.folder / NO_REQUEUE).exists()
     os.close(lock)
 
@@ -394,7 +397,7 @@ def test_a_run_that_is_over_is_not_stopped(folder, capsys) -> None:
     assert f"has already ended (completed). Fix: see runs/{run.folder.name}" in told
     write_json(run.folder / "summary.json", {"status": "stopped"})
     told = said(capsys, "stop", "last", code=2)
-    assert f"Fix: it goes on with: grpo launch --resume runs/{run.folder.name}" in told
+    assert f"Fix: resume it with: grpo launch --resume runs/{run.folder.name}" in told
     assert not stop_file(run.folder).exists()
 
 
@@ -417,7 +420,7 @@ def test_stop_takes_a_job_that_has_not_begun_out_of_the_queue(
     (bin_folder / "scancel").write_text(f'#!/bin/bash\necho "$*" > {folder}/cancelled\n')
     (bin_folder / "scancel").chmod(0o755)
     monkeypatch.setenv("PATH", f"{bin_folder}:{os.environ['PATH']}")
-    assert "job 77 is out of the queue" in said(capsys, "stop", "last")
+    assert "job 77 was removed from the queue" in said(capsys, "stop", "last")
     assert (folder / "cancelled").read_text() == "77\n"
     assert read_json(run.folder / "summary.json")["status"] == "stopped"
     (bin_folder / "scancel").write_text("#!/bin/bash\necho 'scancel: error: Access denied' >&2; exit 1\n")
@@ -500,8 +503,8 @@ def test_a_job_that_waits_has_a_status_before_it_has_a_run(folder, bare_job, cap
     assert said(capsys, "status", "5") == "job      5 PENDING (Priority)\nstate    waiting in the queue (Priority)\n"
     table = said(capsys, "status")
     assert re.search(rf"^\({Path(script).name}\) +waiting in the queue \(Priority\) +5\s*$", table, re.MULTILINE)
-    assert "no log of" in said(capsys, "logs", "5", code=2)
-    assert said(capsys, "stop", "5") == "grpo: job 5 is out of the queue\n"
+    assert " log yet" in said(capsys, "logs", "5", code=2)
+    assert said(capsys, "stop", "5") == "grpo: job 5 was removed from the queue\n"
     assert ("scancel", "5") in bare_job.asked
 
 
@@ -527,7 +530,7 @@ def test_a_job_whose_run_directory_is_not_there_yet_is_cancelled(folder, bare_jo
     """M4: a job that runs has no state to save before its run directory exists."""
     bare_job("RUNNING")
     assert "state    RUNNING, no run directory yet\n" in said(capsys, "status", "5")
-    assert said(capsys, "stop", "5") == "grpo: job 5 is cancelled; it had no run directory yet\n"
+    assert said(capsys, "stop", "5") == "grpo: job 5 was canceled; it had no run directory yet\n"
 
 
 @pytest.mark.parametrize("command", FOLLOWING)
@@ -537,7 +540,7 @@ def test_following_a_job_without_a_run_waits_for_it_and_ends_with_it(
     """M4, R16: `logs -f` and `watch` of a pending job follow its run once it exists, and end if the job fails."""
     from grpo_recipes.cli import follow
 
-    for module, name in ((follow, "LOOK_SECONDS"), (jobs, "SLURM_SECONDS")):
+    for module, name in ((follow, "POLL_SECONDS"), (jobs, "SLURM_SECONDS")):
         monkeypatch.setattr(module, name, 0.05)
     bare_job("PENDING", log=False)
 
@@ -587,7 +590,7 @@ def test_following_gives_up_if_slurm_stays_silent_and_no_process_is_seen(
     from grpo_recipes.cli import follow
 
     for module, name, seconds in (
-        (follow, "LOOK_SECONDS", 0.05),
+        (follow, "POLL_SECONDS", 0.05),
         (jobs, "SLURM_SECONDS", 0),
         (jobs, "SILENCE_SECONDS", 1),
     ):
@@ -595,4 +598,4 @@ def test_following_gives_up_if_slurm_stays_silent_and_no_process_is_seen(
     run = made(folder, status=status, job="slurm-77")
     told = said(capsys, *command, "last", code=2)
     assert f"runs/{run.folder.name}: Slurm has not answered for" in told
-    assert "Fix: type the command again when squeue answers" in told
+    assert "Fix: repeat the command when squeue answers" in told

@@ -156,7 +156,7 @@ def test_a_signal_leaves_the_terminal_its_cursor(folder):
 def test_without_a_terminal_steps_stand_between_the_pictures(folder, capsys, monkeypatch):
     from grpo_recipes.cli import follow
 
-    monkeypatch.setattr(follow, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.05)
     run = made(folder / "runs/one-stamp", steps=2)
     lock = lock_run(run)
 
@@ -201,7 +201,7 @@ def test_status_logs_and_stop_know_a_sweep_while_it_runs(folder, sweep, capsys):
         assert lines[:2] == ["sweep    runs/sweeps/mine-stamp", "state    running, 1 of 3 trials completed"]
     assert lines[3].split() == ["trial", "state", "job", "step", "reward", "left"]
     assert lines[4].startswith("seed=0  completed") and lines[5].split()[:3] == ["seed=1", "running", "30/60"]
-    assert lines[6] == "seed=2  waiting for its turn"
+    assert lines[6] == "seed=2  waiting for other trials"
     assert said(capsys, "logs", "mine-stamp").endswith("cells/seed=1/launch.log <==\nof seed=1\n")
     assert "the running trial saves and ends" in said(capsys, "stop", "mine-stamp")
     assert stop_file(sweep).exists()
@@ -209,13 +209,13 @@ def test_status_logs_and_stop_know_a_sweep_while_it_runs(folder, sweep, capsys):
     os.close(held)
     assert "state    stopped, 1 of 3 trials completed" in said(capsys, "status", "mine-stamp")
     told = said(capsys, "stop", "mine-stamp", code=2)
-    assert "goes on with: grpo sweep --resume runs/sweeps/mine-stamp" in told
+    assert "resume it with: grpo sweep --resume runs/sweeps/mine-stamp" in told
 
 
 def test_following_a_sweep_goes_from_trial_to_trial(folder, sweep, capsys, monkeypatch):
     from grpo_recipes.cli import follow
 
-    monkeypatch.setattr(follow, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.05)
     held, lock = lock_run(Run(sweep)), lock_run(Run(sweep / "cells/seed=1"))
 
     def live() -> None:
@@ -232,7 +232,7 @@ def test_following_a_sweep_goes_from_trial_to_trial(folder, sweep, capsys, monke
     lines = said_while(live, capsys, "logs", "-f", "mine-stamp").splitlines()
     assert [line for line in lines if not line.startswith("==>")] == [
         "of seed=1", "last of seed=1", "of seed=2",
-        "grpo: runs/sweeps/mine-stamp is over: stopped, 1 of 3 trials completed",
+        "grpo: runs/sweeps/mine-stamp has ended: stopped, 1 of 3 trials completed",
     ]  # fmt: skip
 
 
@@ -281,7 +281,7 @@ def test_slurm_is_asked_four_times_a_minute_whatever_is_drawn(folder, capsys, mo
 
     asked = []
     monkeypatch.setattr(client, "ask", lambda *argv, **how: asked.append(argv) or None)
-    monkeypatch.setattr(follow, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.02)
     run = made(folder / "runs/one-stamp", steps=2)
     write_json(run.folder / "job.json", {"job": "slurm-77", "working_folder": str(folder)})
     lock = lock_run(run)

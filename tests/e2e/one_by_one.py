@@ -19,7 +19,7 @@ from grpo_recipes.paths import home
 from grpo_recipes.plan.commands import base_environment, run_environment, with_processes
 from grpo_recipes.plan.devices import find_resources
 from grpo_recipes.plan.plan import make_plan
-from grpo_recipes.plan.ports import free_ports, plan_ports, wait_until_ready
+from grpo_recipes.plan.ports import choose_free_ports, plan_ports, wait_until_ready
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.scratch import make_scratch
 from grpo_recipes.process.tree import descendants
@@ -53,7 +53,7 @@ class Bench:
         self._resources = find_resources({})
         self._scratch = make_scratch({})
         atexit.register(self._scratch.remove)  # a second server has the token of the first
-        self._ports, _ = free_ports(self._recipe, plan_ports(self._recipe, None), "127.0.0.1")
+        self._ports, _ = choose_free_ports(self._recipe, plan_ports(self._recipe, None), "127.0.0.1")
         self.plan = self._plan()
         self.environment = {
             **base_environment(self._shell),

@@ -76,7 +76,7 @@ def test_from_an_empty_file_to_a_trained_model(launch: Callable[..., Launch], tm
     recipe.write_text(text)
 
     said = {line: run(line) for line in commands[1:5]}
-    assert "is right" in said["grpo check my.yaml"]
+    assert "is valid" in said["grpo check my.yaml"]
     deep = said["grpo check my.yaml --deep"]
     assert "+" in deep and "tokens" in deep and "<|im_end|>" in deep
     run_of_it = launch("my.yaml")

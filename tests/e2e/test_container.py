@@ -62,7 +62,7 @@ def test_the_image_is_built_and_trains_for_any_user_read_only_and_without_a_netw
     cuda = 'docker run --rm --gpus all --shm-size 16g --user "$(id -u):$(id -g)" -v "$PWD":/work grpo launch my.yaml'
     checked = {"launch": "check", "my.yaml": "recipes/smoke/grpo.yaml"}
     done = image.docker(documented(cuda, places | checked, fake=FAKE))
-    assert done.returncode == 0 and done.stdout.endswith("recipes/smoke/grpo.yaml is right\n"), done.stderr
+    assert done.returncode == 0 and done.stdout.endswith("recipes/smoke/grpo.yaml is valid\n"), done.stderr
 
     caller = environment_of_a_caller(folder)
     done = image.apptainer(documented("apptainer exec grpo.sif grpo doctor", fake=FAKE), USER, folder, caller)
@@ -71,7 +71,7 @@ def test_the_image_is_built_and_trains_for_any_user_read_only_and_without_a_netw
     assert done.returncode == 0, done.stdout
     words = documented("apptainer run --nv grpo.sif launch my.yaml", checked, fake=FAKE)
     done = image.apptainer(words, USER, folder, caller)
-    assert done.returncode == 0 and done.stdout.endswith("recipes/smoke/grpo.yaml is right\n"), done.stderr
+    assert done.returncode == 0 and done.stdout.endswith("recipes/smoke/grpo.yaml is valid\n"), done.stderr
 
 
 def environment_of_a_caller(home: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from one_by_one import Bench
 
-from grpo_recipes.plan.ports import Activity, generated_tokens
+from grpo_recipes.plan.ports import Activity, read_activity
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.weights.file import FileClient
@@ -77,9 +77,7 @@ def test_a_generation_has_the_same_bits_again_after_other_traffic_and_on_another
             other_traffic(bench, url, turn)
             assert generate(client) == first  # log-probs too, as floats: to the last bit
 
-        activity = generated_tokens(
-            "127.0.0.1", int(url.rsplit(":", 1)[1]), client.session.headers["Authorization"][7:]
-        )
+        activity = read_activity("127.0.0.1", int(url.rsplit(":", 1)[1]), client.session.headers["Authorization"][7:])
         assert isinstance(activity, Activity) and activity.requests == 0
         assert activity.tokens >= 6 * len(PROMPTS) * COMPLETIONS * LONG["max_tokens"]
         assert len(stacks_of_every_process(bench)) == 3  # the API server, the engine, its worker

@@ -51,7 +51,7 @@ def test_a_submitted_run_uses_its_frozen_code_and_is_followed_and_stopped(slurm:
     assert "saves after the step in flight" in said
     assert slurm.wait(job, "FAILED", timeout=60)["ExitCode"] == "75:0"
     followed, _ = follower.communicate(timeout=60)
-    assert follower.returncode == 0 and "step 2/100000" in followed and "is over: stopped" in followed
+    assert follower.returncode == 0 and "step 2/100000" in followed and "has ended: stopped" in followed
     wait_until(lambda: not launch.processes())
     assert launch.summary()["status"] == "stopped" and launch.summary()["restarts"] == 0
     assert (run_dir / "checkpoints" / f"checkpoint-{launch.summary()['steps']}" / "COMPLETE").exists()
@@ -80,6 +80,6 @@ def test_a_job_that_waits_is_taken_out_of_the_queue(slurm: SlurmCluster, tmp_pat
 
     said, _ = grpo(slurm, tmp_path, mark, "stop", "last").communicate(timeout=60)
 
-    assert "is out of the queue" in said
+    assert "was removed from the queue" in said
     status, _ = grpo(slurm, tmp_path, mark, "status", "last").communicate(timeout=60)
-    assert "CANCELLED" in status and "taken out of the queue by grpo stop" in status
+    assert "CANCELLED" in status and "removed from the queue by grpo stop" in status

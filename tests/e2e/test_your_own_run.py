@@ -109,7 +109,7 @@ def test_the_page_followed_trains_on_own_data_and_compares_a_sweep(tmp_path: Pat
     clone = tmp_path / "grpo-recipes"
 
     assert "grpo: smoke test on CPU, done" in parts["DEVICE=cpu bash training.sh"]
-    assert "is right" in parts["grpo check my.yaml"] and "tokens" in parts["grpo check my.yaml --deep"]
+    assert "is valid" in parts["grpo check my.yaml"] and "tokens" in parts["grpo check my.yaml --deep"]
     assert "right_sum" in parts["grpo check-rewards my.yaml"]
     (run,) = clone.glob("runs/mine-*")
     summary = json.loads((run / "summary.json").read_text())

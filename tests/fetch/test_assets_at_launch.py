@@ -63,7 +63,7 @@ def test_what_is_missing_is_brought_first(shell: Shell, variables: Variables, mo
     assert told.startswith(
         "grpo: not here yet: model ada/sums, dataset ada/rows (train); running grpo fetch recipe.yaml\n"
     )
-    assert "everything recipe.yaml reads is here" in told
+    assert "everything that recipe.yaml needs is on this machine" in told
 
     offline = {**variables(), "HF_ENDPOINT": "http://127.0.0.1:1"}
     assert ensure_assets(recipe, offline, None, ["recipe.yaml"]).found == sources.found

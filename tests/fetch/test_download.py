@@ -66,8 +66,10 @@ def test_what_was_fetched_loads_with_the_network_cut_off(shell: Shell, hub: Fake
     assert fetched.returncode == 0, fetched.stderr
     model, dataset = hub.repos["model", "ada/sums"], hub.repos["dataset", "ada/rows"]
     for line, sha in zip(fetched.stdout.splitlines()[-3:-1], (model.at("main"), dataset.at("main")), strict=True):
-        assert str(sha)[:12] in line and "fetched" in line and "cache/" in line
-    assert fetched.stdout.endswith("grpo: everything recipe.yaml reads is here; its job needs no network\n")
+        assert str(sha)[:12] in line and "downloaded" in line and "cache/" in line
+    assert fetched.stdout.endswith(
+        "grpo: everything that recipe.yaml needs is on this machine; its job needs no network\n"
+    )
 
     loaded = shell.run(*without_network(GRPO.replace("bin/grpo", "bin/python"), "-c", LOAD), HF_HUB_OFFLINE="1")
     assert loaded.returncode == 0, loaded.stderr
@@ -87,7 +89,7 @@ def test_again_it_downloads_nothing_and_tells_of_newer_commits(shell: Shell, hub
 
     new = model.commit({**model.files(), "notes.txt": b"new"}, "new")
     told = shell.grpo("fetch", "recipe.yaml")
-    assert f"here; the hub has {new[:12]}: --update brings it" in told.stdout
+    assert f"here; the hub has {new[:12]} (grpo fetch --update)" in told.stdout
     assert shell.records()[1]["commit"] == old
 
     updated = shell.run(*documented("grpo fetch my.yaml --update", {"my.yaml": "recipe.yaml"}, fake="the hub"))
@@ -108,7 +110,7 @@ def test_what_a_purge_of_old_files_damaged_is_brought_again(shell: Shell) -> Non
         (file,) = folder.glob("*.arrow")
         file.unlink() if damage == "missing" else file.write_bytes(file.read_bytes()[:300])
         again = shell.grpo("fetch", "recipe.yaml")
-        assert again.returncode == 0 and "grpo: fetching dataset ada/rows" in again.stdout, again.stderr
+        assert again.returncode == 0 and "grpo: downloading dataset ada/rows" in again.stdout, again.stderr
         assert len(load_from_disk(str(folder))) == len(ROWS)
     assert list((shell.cache / "datasets").iterdir()) == [folder]
 
@@ -158,18 +160,24 @@ def test_without_the_hub_it_says_what_is_here_and_what_is_not(shell: Shell) -> N
     assert missing.returncode == 2
     first, second = missing.stderr.splitlines()
     assert first == (
-        "grpo: recipe.yaml:6: model ada/sums is not here and http://127.0.0.1:1 does not answer. "
-        "Fix: run grpo fetch where the hub can be reached, e.g. on the login node"
+        "grpo: recipe.yaml:6: model ada/sums is not on this machine: http://127.0.0.1:1 does not answer. "
+        "Fix: run grpo fetch on a machine that reaches the hub, e.g. the login node"
     )
-    assert second.startswith("grpo: recipe.yaml:2: dataset ada/rows (train) is not here")
+    assert second.startswith("grpo: recipe.yaml:2: dataset ada/rows (train) is not on this machine")
 
-    assert "is not here and HF_HUB_OFFLINE is set. " in shell.grpo("fetch", "recipe.yaml", HF_HUB_OFFLINE="1").stderr
+    assert (
+        "is not on this machine: HF_HUB_OFFLINE is set. "
+        in shell.grpo("fetch", "recipe.yaml", HF_HUB_OFFLINE="1").stderr
+    )
 
     shell.grpo("fetch", "recipe.yaml")
     here = shell.grpo("fetch", "recipe.yaml", **nowhere)
-    assert here.returncode == 0 and here.stdout.count("here; http://127.0.0.1:1 does not answer, so not compared") == 2
+    assert (
+        here.returncode == 0
+        and here.stdout.count("here, not compared with the hub: http://127.0.0.1:1 does not answer") == 2
+    )
     update = shell.grpo("fetch", "recipe.yaml", "--update", **nowhere)
-    assert update.returncode == 2 and "model ada/sums is here, but cannot be updated" in update.stderr
+    assert update.returncode == 2 and "model ada/sums can't be updated" in update.stderr
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from rotation import ROTATES
 from grpo_recipes.launch import run as launch_run
 from grpo_recipes.launch.processes import Child, Ending
 from grpo_recipes.paths import python_module
-from grpo_recipes.plan.ports import listener
+from grpo_recipes.plan.ports import find_listener
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.tree import is_alive
 from grpo_recipes.runs.rundir import read_metrics, stop_file
@@ -378,4 +378,4 @@ def test_the_real_run_api_lives_as_long_as_its_trainers(
     assert run.then(kill).end(whole=True) == Ending(0)
     assert len(re.findall(rf"run-api ready after \d+ s on 127\.0\.0\.1:{port}$", capsys.readouterr().out, re.M)) == 2
     assert f"Uvicorn running on http://127.0.0.1:{port}" in (tmp_path / "run-api.log").read_text()
-    assert listener(port) is None, "nothing of it is left"
+    assert find_listener(port) is None, "nothing of it is left"

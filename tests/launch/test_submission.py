@@ -78,7 +78,7 @@ def test_a_run_is_frozen_and_its_script_submitted(folder, fake_sbatch, capsys) -
     assert submit("--seed", "7", "--time", "0:30:00") == 0
     run_dir = only_run(folder)
     said = capsys.readouterr().out
-    assert f"job 77 is submitted, run directory runs/{run_dir.name}" in said
+    assert f"submitted job 77, run directory runs/{run_dir.name}" in said
     assert "grpo status 77" in said and "grpo logs -f 77" in said and "grpo stop 77" in said
     script = (run_dir / "job.sh").read_text()
     assert (folder / "seen.sh").read_text() == script
@@ -118,7 +118,7 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(folder, capsys) -> None:
 
 def test_a_dry_run_says_that_the_environment_is_another(capsys) -> None:
     assert submit("--dry-run", profile="mltheory") == 0
-    assert "submitting would end here: --profile: nodes with GPUs" in capsys.readouterr().err
+    assert "submitting would fail: --profile: nodes with GPUs" in capsys.readouterr().err
     assert "run DEVICE=cuda make setup" in refusal(capsys, profile="mltheory")
 
 

@@ -81,7 +81,7 @@ def test_slurms_own_count_makes_no_gpu(fake_nvidia_smi):
 def test_a_driver_that_hangs_is_reported_as_such(fake_nvidia_smi, monkeypatch):
     monkeypatch.setattr(devices, "_DRIVER_SECONDS", 0.2)
     fake_nvidia_smi.write_text("#!/bin/sh\nexec sleep 5\n")
-    with pytest.raises(ConfigError, match=r"nvidia-smi did not answer within 0.2 seconds. Fix: leave this node out"):
+    with pytest.raises(ConfigError, match=r"nvidia-smi did not answer within 0.2 seconds. Fix: exclude this node"):
         visible_gpus({})
 
 

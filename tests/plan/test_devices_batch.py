@@ -44,7 +44,7 @@ def test_the_shipped_math_recipe_uses_every_trainer_with_the_same_batch(gpus, tr
 
 def test_a_batch_is_told_in_words(read):
     batch = derive_batch(read(prompts_per_step=12, num_generations=4, per_device_train_batch_size=8), 3)
-    assert str(batch) == "12 prompts x 4 completions = 48 a step = 3 trainers x 8 per device x 2 accumulated"
+    assert str(batch) == "12 prompts x 4 completions = 48 per step = 3 trainers x 8 per device x 2 accumulated"
 
 
 @pytest.mark.parametrize(

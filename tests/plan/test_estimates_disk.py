@@ -145,5 +145,5 @@ def test_launch_refuses_before_it_makes_anything(tmp_path, monkeypatch, capsys):
     assert cli.main(["launch", "recipe.yaml"]) == EXIT_CONFIG_ERROR
     said = capsys.readouterr().err
     assert said.startswith("grpo: run_root: the run writes ")
-    assert "Fix: write run_root: a folder with" in said
+    assert "Fix: set run_root: a folder with" in said
     assert not (tmp_path / "runs").exists()

@@ -19,7 +19,7 @@ from grpo_recipes.plan.estimates import (
     Need,
     Workload,
     estimate_memory,
-    needs,
+    find_needs,
     suggest,
 )  # fmt: skip
 from grpo_recipes.plan.models import read_model
@@ -102,7 +102,7 @@ def test_the_key_that_is_named_makes_it_fit(gib, keys, gpus, key, estimate):
     assert not fits(memory)
     assert any(line.endswith(f"Fix: {fix(memory)}") for line in memory.lines())
     if key is None:
-        assert "no key alone" in fix(memory)
+        assert "no single key" in fix(memory)
         return
     named = yaml.safe_load(fix(memory))
     assert list(named) == [key]
@@ -114,10 +114,10 @@ def test_a_server_on_rank_0s_gpu_takes_its_share_first(estimate):
     assert apart["trainer"].available == 80 * GIB and apart["server"].available == int(80 * GIB * 0.9)
     assert one["trainer"].available == pytest.approx(80 * GIB * 0.7) and one["server"].available == int(80 * GIB * 0.3)
     # A model split over trainers or workers, and an adapter, are refused with it.
-    assert one["trainer"].fix == "no key alone makes it fit; take larger GPUs"
+    assert one["trainer"].fix == "no single key makes it fit; use larger GPUs"
     keys = {"accelerator": "ddp", "weight_sync": "shared", "vllm_max_model_length": 2048, "optim": "sgd"}
     tight = estimate(60, **keys, per_device_train_batch_size=1, vllm_gpu_memory_utilization=0.2).memory
-    assert tight["server"].fix == "no key alone makes it fit; take larger GPUs for the server"
+    assert tight["server"].fix == "no single key makes it fit; use larger GPUs for the server"
 
 
 def test_a_vllm_that_sleeps_leaves_its_share_to_the_update(estimate):
@@ -148,11 +148,11 @@ def workload(read, planned, model, **keys):
 
 def test_larger_gpus_are_named_where_no_key_is_enough(read, planned, tmp_path):
     recipe, work = workload(read, planned, model_folder(tmp_path / "model"))
-    larger = "no key alone makes it fit; take larger GPUs"
+    larger = "no single key makes it fit; use larger GPUs"
     assert suggest("server", recipe, work, GIB) == f"{larger} for the server"
     for changes, more in (
-        ({}, ", or more of them with accelerator: zero3"),
-        ({"accelerator": "zero3"}, ", or more of them"),
+        ({}, ", or more GPUs with accelerator: zero3"),
+        ({"accelerator": "zero3"}, ", or more GPUs"),
         ({"use_peft": True}, ""),
     ):
         assert suggest("trainer", recipe, Workload({**work, **changes}), GIB) == larger + more
@@ -161,9 +161,9 @@ def test_larger_gpus_are_named_where_no_key_is_enough(read, planned, tmp_path):
 def test_a_server_is_split_where_one_gpu_is_too_small(read, planned, tmp_path):
     recipe, work = workload(read, planned, model_folder(tmp_path / "model"), vllm_gpu_memory_utilization=0.75)
     device = 16 * GIB
-    assert not needs(work, device)["server"].fits
+    assert not find_needs(work, device)["server"].fits
     assert suggest("server", recipe, work, device) == "vllm_tensor_parallel_size: 2"
-    assert needs(Workload({**work, "vllm_tensor_parallel_size": 2}), device)["server"].fits
+    assert find_needs(Workload({**work, "vllm_tensor_parallel_size": 2}), device)["server"].fits
 
 
 def test_the_server_needs_room_for_its_longest_sequence(estimate):

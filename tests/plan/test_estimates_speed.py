@@ -40,8 +40,8 @@ def test_the_median_of_earlier_runs_without_their_first_step(past):
         past(seconds)
     speed = past.speed(3600)
     assert (speed.seconds, speed.runs, speed.steps) == (4.0, 3, 900)
-    assert str(speed) == "4 s a step in 3 earlier runs: about 900 steps in 1:00:00"
-    assert str(past.speed()) == "4 s a step in 3 earlier runs: 900 steps an hour"
+    assert str(speed) == "4 s per step in 3 earlier runs: about 900 steps in 1:00:00"
+    assert str(past.speed()) == "4 s per step in 3 earlier runs: 900 steps per hour"
     assert (past.speed().walltime, past.speed().steps) == (None, None)
 
 

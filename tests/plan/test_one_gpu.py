@@ -28,7 +28,7 @@ def test_rank_0_sees_the_servers_gpu_first_and_the_other_ranks_the_next(planned,
 def test_vllm_leaves_room_on_its_gpu_as_a_colocated_one_does(planned, option):
     plan = planned(**SHARED)
     assert option(plan.process("server").argv, "--gpu-memory-utilization") == "0.3"
-    note = "vLLM takes 0.3 of GPU 0 (vllm_gpu_memory_utilization), and the trainers there use the remaining memory"
+    note = "vLLM uses 0.3 of GPU 0 (vllm_gpu_memory_utilization), and the trainers on it use the remaining memory"
     assert note in plan.notes and note in describe(plan)
     plan = planned(**SHARED, vllm_gpu_memory_utilization=0.4)
     assert option(plan.process("server").argv, "--gpu-memory-utilization") == "0.4"
@@ -63,7 +63,7 @@ def test_more_than_one_worker_is_refused(planned, gpus):
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_memory_that_has_no_handle_for_another_process_is_refused(planned, name):
     setting = {name: "max_split_size_mb:512,expandable_segments:True"}
-    with pytest.raises(ConfigError, match=f"{name}: memory in expandable segments has no handle.*Fix: remove exp"):
+    with pytest.raises(ConfigError, match=f"{name}: weight_sync: shared .* expandable segments .*Fix: remove exp"):
         planned(environment=setting, **SHARED)
     planned(environment=setting, weight_sync="nccl")
     planned(environment=setting, device="cpu", **SHARED)
@@ -82,7 +82,7 @@ def test_one_gpu_is_enough_for_a_server_and_its_trainer(planned, option, bridge)
     server, trainer = plan.processes
     assert (plan.mode, plan.bridge, server.gpus, trainer.gpus) == ("server", bridge, ("0",), ("0",))
     assert option(server.argv, "--gpu-memory-utilization") == "0.3"
-    assert any("vLLM takes 0.3 of GPU 0" in note for note in plan.notes)
+    assert any("vLLM uses 0.3 of GPU 0" in note for note in plan.notes)
 
 
 def test_a_trainer_on_the_servers_gpu_starts_after_it(planned):
@@ -119,7 +119,7 @@ def test_what_does_not_work_on_one_gpu_is_rejected(planned, keys, message):
 
 def test_a_server_on_one_gpu_is_told_the_key(planned):
     """G3: the rejection of one GPU lists the key that makes it enough, and the key does."""
-    with pytest.raises(ConfigError, match=r"vllm_mode: server needs two GPUs.*or vllm_gpu: shared"):
+    with pytest.raises(ConfigError, match=r"vllm_mode: server needs two GPUs.*or set vllm_gpu: shared"):
         planned(gpus=("0",), vllm_mode="server")
     assert planned(gpus=("0",), vllm_mode="server", vllm_gpu="shared").mode == "server"
 

@@ -17,6 +17,6 @@ def test_the_plan_says_that_a_run_is_one_step_off_policy(planned):
 
 
 def test_one_gpu_has_no_room_for_both(planned):
-    with pytest.raises(ConfigError, match="overlap_generation needs a GPU for the server"):
+    with pytest.raises(ConfigError, match="overlap_generation needs a second GPU for the server"):
         planned(gpus=("0",), overlap_generation=True)
     assert planned(gpus=("0",)).mode == "colocate"

@@ -119,16 +119,16 @@ def test_without_vllm_everything_trains(planned):
         (
             {"gpus": ("0", "1", "2")},
             {"vllm_mode": "colocate", "vllm_tensor_parallel_size": 2, "prompts_per_step": 3},
-            "does not divide the 3 trainers that would share one vLLM. Fix: write 1, or",
+            "does not divide the 3 trainers that would share one vLLM. Fix: set vllm_tensor_parallel_size: 1, or",
         ),
         ({"gpus": ("0", "1")}, {"vllm_tensor_parallel_size": 2}, "leaves no GPU to train on"),
-        ({"gpus": ("0", "1")}, {"vllm_tensor_parallel_size": 3}, "write at most 1"),
+        ({"gpus": ("0", "1")}, {"vllm_tensor_parallel_size": 3}, "set vllm_tensor_parallel_size: 1"),
         ({"gpus": ("0", "1", "2")}, {"num_processes": 3}, "exceeds the 2 GPUs"),
         ({}, {"accelerator": "single", "num_processes": 2}, "accelerator: single runs one process"),
         (
             {"device": "cpu"},
             {"vllm_mode": "colocate", "vllm_enable_sleep_mode": True},
-            "vLLM cannot sleep on CPU, .* remove vllm_enable_sleep_mode",
+            "vLLM can't sleep on CPU: .* remove vllm_enable_sleep_mode",
         ),
         ({"device": "cpu"}, {"weight_sync": "nccl"}, "weight_sync: file"),
         ({"environment": {"CONFIG_FILE": "/no/such.yaml"}}, {}, "CONFIG_FILE"),
@@ -226,8 +226,8 @@ def test_the_shipped_math_recipe_is_the_same_experiment_on_any_machine(planned, 
 def test_gpus_that_nothing_uses_are_named(planned):
     plan = planned(gpus=tuple("01234567"), prompts_per_step=8, num_generations=2)
     assert plan.unused_gpus == ("5", "6", "7")
-    assert "nothing uses GPU 5, 6, 7" in plan.notes
-    used = "4 of 7 trainers are used: the batch divides by no larger number; prompts_per_step: 7 (now 8) uses all"
+    assert "GPU 5, 6, 7 is unused" in plan.notes
+    used = "4 of 7 trainers are used: no larger number divides the batch; prompts_per_step: 7 (now 8) uses all"
     assert used in plan.notes
     assert planned(gpus=tuple("01234567"), prompts_per_step=7, num_generations=2).unused_gpus == ()
     least = planned(gpus=tuple("01234567"), prompts_per_step=2, num_generations=4).notes
@@ -236,7 +236,7 @@ def test_gpus_that_nothing_uses_are_named(planned):
 
 def test_slurms_other_count_of_gpus_is_told_and_the_drivers_used(planned):
     plan = planned(gpus=("0", "1"), job=SlurmJob(7, "c", 1, 4))
-    assert any("Slurm says 4 GPUs, the driver shows 2" in note for note in plan.notes)
+    assert any("Slurm reports 4 GPUs, but the driver shows 2" in note for note in plan.notes)
     assert plan.process("trainer").gpus == ("1",)
     assert planned(gpus=("0", "1"), job=SlurmJob(7, "c", 1, 2)).notes == []
 
@@ -277,7 +277,7 @@ def test_the_guides_variables_name_the_logs(planned):
 
 
 def test_an_output_that_accelerate_does_not_know_is_refused(planned):
-    with pytest.raises(ConfigError, match=r"ACC_TEE: '4' names no output"):
+    with pytest.raises(ConfigError, match=r"ACC_TEE: expected 0, 1, 2 or 3, got '4'"):
         planned(environment={"ACC_TEE": "4"})
 
 
@@ -391,7 +391,7 @@ def test_a_plan_is_plain_data_and_readable(planned):
     assert again["batch"]["completions"] == 48
     assert [process["role"] for process in again["processes"]] == ["server", "trainer"]
     text = describe(plan)
-    for fact in ("recipe.yaml", "48 a step", "8000", "51216", "29525", "nccl", "--served-model-name"):
+    for fact in ("recipe.yaml", "48 per step", "8000", "51216", "29525", "nccl", "--served-model-name"):
         assert fact in text
     short = describe(plan, argv=False)
     assert "--served-model-name" not in short and "PYTHON" not in short
@@ -489,7 +489,7 @@ def test_a_model_folder_that_vllm_takes_for_a_pattern_is_refused(planned, read, 
     folder = tmp_path / name
     folder.mkdir()
     here = Resources("cpu", (), 2)
-    with pytest.raises(ConfigError, match=r"for a pattern and finds nothing\. Fix: move it"):
+    with pytest.raises(ConfigError, match=r"as a pattern and finds no files\. Fix: move it"):
         with_sources(planned(model_name_or_path=str(folder)), read(), here, Assets([], []))
     assert with_sources(planned(model_name_or_path=str(folder), use_vllm=False), read(), here, Assets([], []))
 

@@ -16,7 +16,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import list_assets
 from grpo_recipes.plan.devices import Node
 from grpo_recipes.plan.plan import describe
-from grpo_recipes.plan.ports import Ports, free_ports, need_named_ports, plan_ports
+from grpo_recipes.plan.ports import Ports, choose_free_ports, need_named_ports, plan_ports
 from grpo_recipes.plan.types import Plan, Process
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.slurm.client import SlurmJob
@@ -172,7 +172,7 @@ def test_rank_0_on_another_node_than_run_api_is_refused(planned: Planned) -> Non
 
 
 def test_one_gpu_is_refused_unless_server_and_trainer_share_it(planned: Planned) -> None:
-    with pytest.raises(ConfigError, match=r"ask for more GPUs, or set vllm_gpu: shared \(one GPU for both\)"):
+    with pytest.raises(ConfigError, match=r"request more GPUs, or set vllm_gpu: shared \(one GPU for both\)"):
         planned(**GROUPS, gpus=("0",))
     assert planned(**GROUPS, gpus=("0",), weight_sync="shared").mode == "server"
 
@@ -208,13 +208,13 @@ def test_a_busy_port_of_run_api_is_replaced_or_refused_with_the_pid(read: Read) 
     with socket.create_server(("127.0.0.1", 0)) as other:
         busy = other.getsockname()[1]
         wanted = Ports(unused(), unused(), unused(), None, {"atropos_port": busy})
-        ports, notes = free_ports(read(**GROUPS), wanted, "127.0.0.1")
+        ports, notes = choose_free_ports(read(**GROUPS), wanted, "127.0.0.1")
         assert ports.extensions["atropos_port"] not in (busy, None) and ports.server == wanted.server
         assert notes == [
             f"port {busy} (atropos_port) is in use by another process; using {ports.extensions['atropos_port']}"
         ]
         recipe = read(**GROUPS, atropos_port=busy)
-        for refuse in (lambda: free_ports(recipe, wanted, "127.0.0.1"), lambda: need_named_ports(recipe)):
+        for refuse in (lambda: choose_free_ports(recipe, wanted, "127.0.0.1"), lambda: need_named_ports(recipe)):
             with pytest.raises(ConfigError) as refused:
                 refuse()
             (problem,) = refused.value.problems
@@ -224,7 +224,7 @@ def test_a_busy_port_of_run_api_is_replaced_or_refused_with_the_pid(read: Read) 
 
 def test_a_port_that_the_user_gave_is_not_taken_by_one_of_ours(read: Read) -> None:
     port = unused()
-    ports, notes = free_ports(
+    ports, notes = choose_free_ports(
         read(**GROUPS, atropos_port=port), Ports(port, unused(), unused(), None, {"atropos_port": port}), "127.0.0.1"
     )
     assert ports.extensions["atropos_port"] == port != ports.server
@@ -234,7 +234,7 @@ def test_a_port_that_the_user_gave_is_not_taken_by_one_of_ours(read: Read) -> No
 def test_a_port_is_not_asked_for_on_the_node_of_rank_0(read: Read) -> None:
     asked: list[int] = []
     wanted = Ports(unused(), 51216, 29525, None, {"atropos_port": unused()})
-    ports, notes = free_ports(read(**GROUPS), wanted, "127.0.0.1", lambda port: asked.append(port) or True)
+    ports, notes = choose_free_ports(read(**GROUPS), wanted, "127.0.0.1", lambda port: asked.append(port) or True)
     assert (ports, notes, asked) == (wanted, [], [51216, 29525])
 
 

@@ -84,7 +84,7 @@ def test_the_server_can_have_a_node_of_its_own(planned, option):
     ]
     assert option(trainers[0].argv, "--main_process_ip") == "10.0.0.2"
     assert plan.unused_gpus == tuple(f"{gpu} of node 0" for gpu in EIGHT[2:])
-    assert any(note == f"nothing uses GPU {', '.join(plan.unused_gpus)}" for note in plan.notes)
+    assert any(note == f"GPU {', '.join(plan.unused_gpus)} is unused" for note in plan.notes)
     assert plan.server_apart and not any("GRPO_SYNC_DIR" in one.environment for one in plan.processes)
 
 
@@ -126,12 +126,16 @@ def test_one_gpu_a_node_is_enough_for_a_server(planned):
 @pytest.mark.parametrize(
     ("nodes", "keys", "said"),
     [
-        (gpu_nodes(2), {"accelerator": "single"}, "nothing to do for node 1: 1 trainer. Fix: submit with --nodes=1"),
-        (gpu_nodes(4), {"prompts_per_step": 1, "num_generations": 3}, "--nodes=3, or more prompts_per_step, or write"),
-        (cpu_nodes(3), {"num_processes": 2}, "nothing to do for node 2"),
-        (gpu_nodes(2), {"vllm_tensor_parallel_size": 9}, "more than one node has"),
+        (
+            gpu_nodes(2),
+            {"accelerator": "single"},
+            r"no process \(1 trainer\). Fix: submit with --nodes=1",
+        ),
+        (gpu_nodes(4), {"prompts_per_step": 1, "num_generations": 3}, "--nodes=3, or raise prompts_per_step, or set"),
+        (cpu_nodes(3), {"num_processes": 2}, "node 2 would have no process"),
+        (gpu_nodes(2), {"vllm_tensor_parallel_size": 9}, "exceeds the 8 GPUs of the first node"),
         (gpu_nodes(2), {"vllm_node": "own", "use_vllm": False}, "there is no server"),
-        ([], {"vllm_node": "own"}, "there is one node. Fix: write vllm_node: shared"),
+        ([], {"vllm_node": "own"}, "there is only one node. Fix: set vllm_node: shared"),
         ([*gpu_nodes(1), Node((), 8, "10.0.0.2")], {}, "no GPU is visible on node 1"),
     ],
 )

@@ -14,7 +14,7 @@ from other_user import needs_root, other_user
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan import ports as ours
-from grpo_recipes.plan.ports import Ports, free_ports, is_free, plan_ports
+from grpo_recipes.plan.ports import Ports, choose_free_ports, is_free, plan_ports
 from grpo_recipes.process.listeners import lingers
 from grpo_recipes.slurm.client import SlurmJob
 
@@ -80,7 +80,7 @@ def test_a_port_is_free_until_someone_listens(address):
 
 def test_a_busy_port_of_our_choosing_is_replaced_with_a_note(read):
     with listening() as busy:
-        ports, notes = free_ports(read(), Ports(busy, unused(), unused(), None), LOOPBACK)
+        ports, notes = choose_free_ports(read(), Ports(busy, unused(), unused(), None), LOOPBACK)
         assert ports.server != busy
         assert is_free(LOOPBACK, ports.server)
     assert notes == [f"port {busy} (vllm_server_port) is in use by another process; using {ports.server}"]
@@ -88,7 +88,7 @@ def test_a_busy_port_of_our_choosing_is_replaced_with_a_note(read):
 
 def test_ports_that_rank_0_opens_on_another_node_are_asked_for_there(read):
     wanted, asked = Ports(unused(), 51216, 29525, None), []
-    ports, notes = free_ports(read(), wanted, LOOPBACK, lambda port: asked.append(port) or port != 29525)
+    ports, notes = choose_free_ports(read(), wanted, LOOPBACK, lambda port: asked.append(port) or port != 29525)
     assert ports.server == wanted.server and ports.group == 51216 and ports.main_process == 29535
     assert asked == [51216, 29525, 29535] and len(notes) == 1
 
@@ -96,12 +96,12 @@ def test_ports_that_rank_0_opens_on_another_node_are_asked_for_there(read):
 def test_ports_of_a_server_that_there_is_not_are_not_looked_at(read):
     with listening() as busy, listening() as other:
         wanted = Ports(busy, other, unused(), None)
-        assert free_ports(read(vllm_server_port=busy), wanted, LOOPBACK, server=False) == (wanted, [])
+        assert choose_free_ports(read(vllm_server_port=busy), wanted, LOOPBACK, server=False) == (wanted, [])
 
 
 def test_free_ports_are_kept_without_a_note(read):
     ports = Ports(unused(), unused(), unused(), 777)
-    assert free_ports(read(), ports, LOOPBACK) == (ports, [])
+    assert choose_free_ports(read(), ports, LOOPBACK) == (ports, [])
 
 
 @pytest.mark.parametrize(
@@ -111,21 +111,21 @@ def test_free_ports_are_kept_without_a_note(read):
 def test_a_busy_port_the_user_gave_is_refused(read, key, name):
     free = {"server": unused(), "group": unused(), "main_process": unused()}
     with listening() as busy, pytest.raises(ConfigError) as refused:
-        free_ports(read(**{key: busy}), Ports(**{**free, name: busy}, vllm_internal=None), LOOPBACK)
+        choose_free_ports(read(**{key: busy}), Ports(**{**free, name: busy}, vllm_internal=None), LOOPBACK)
     (problem,) = refused.value.problems
     assert "recipe.yaml:" in problem.where and str(busy) in problem.what and key in problem.fix
 
 
 @pytest.mark.parametrize("test", ["first", "second"])
 def test_a_test_keeps_no_port_from_the_runs_of_the_next(read, test):
-    assert ours._KEPT == {}
-    ports, _ = free_ports(read(), Ports(unused(), unused(), unused(), None), LOOPBACK)
-    assert set(ours._KEPT) == {ports.server, ports.group, ports.main_process}
+    assert ours._RESERVED == {}
+    ports, _ = choose_free_ports(read(), Ports(unused(), unused(), unused(), None), LOOPBACK)
+    assert set(ours._RESERVED) == {ports.server, ports.group, ports.main_process}
 
 
 def test_two_ports_of_ours_are_never_the_same(read):
     port = unused()
-    ports, _ = free_ports(read(), Ports(port, port, port, None), LOOPBACK)
+    ports, _ = choose_free_ports(read(), Ports(port, port, port, None), LOOPBACK)
     assert len({ports.server, ports.group, ports.main_process}) == 3
 
 
@@ -135,7 +135,7 @@ def test_an_address_that_is_not_ours_is_refused_and_not_searched_for_ever(read, 
 
     def look() -> None:
         try:
-            outcome.append(free_ports(read(), Ports(8000, 51216, 29525, None), host))
+            outcome.append(choose_free_ports(read(), Ports(8000, 51216, 29525, None), host))
         except ConfigError as refused:
             outcome.append(refused.problems[0])
 
@@ -149,12 +149,12 @@ def test_an_address_that_is_not_ours_is_refused_and_not_searched_for_ever(read, 
 CHOOSES = """
 import sys
 from pathlib import Path
-from grpo_recipes.plan.ports import Ports, free_ports
+from grpo_recipes.plan.ports import Ports, choose_free_ports
 from grpo_recipes.recipe import read_recipe
 
 sys.stdin.readline()
 wanted = Ports(*map(int, sys.argv[1:4]), None)
-print(free_ports(read_recipe(Path(sys.argv[4])), wanted, "127.0.0.1")[0].server, flush=True)
+print(choose_free_ports(read_recipe(Path(sys.argv[4])), wanted, "127.0.0.1")[0].server, flush=True)
 sys.stdin.readline()
 """
 
@@ -172,14 +172,14 @@ def test_launches_of_the_same_moment_choose_different_ports(read):
         one.communicate("end\n")
 
     assert len(set(chosen)) == 4 and f"{wanted[0]}\n" in chosen
-    assert free_ports(recipe, Ports(*map(int, wanted), None), LOOPBACK)[1] == []  # their ends freed all
+    assert choose_free_ports(recipe, Ports(*map(int, wanted), None), LOOPBACK)[1] == []  # their ends freed all
 
 
 KEEPS = """
 import sys
-from grpo_recipes.plan.ports import keep
+from grpo_recipes.plan.ports import reserve
 
-print(keep(int(sys.argv[1])), flush=True)
+print(reserve(int(sys.argv[1])), flush=True)
 sys.stdin.readline()
 """
 
@@ -190,14 +190,14 @@ def test_a_port_the_user_gave_that_another_launch_keeps_is_refused(read):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "True\n"
         with pytest.raises(ConfigError, match=str(port)):
-            free_ports(read(vllm_server_port=port), Ports(port, unused(), unused(), None), LOOPBACK)
+            choose_free_ports(read(vllm_server_port=port), Ports(port, unused(), unused(), None), LOOPBACK)
         other.communicate("end\n")
-    free_ports(read(vllm_server_port=port), Ports(port, unused(), unused(), None), LOOPBACK)
+    choose_free_ports(read(vllm_server_port=port), Ports(port, unused(), unused(), None), LOOPBACK)
 
 
 def test_a_process_of_the_run_can_listen_on_a_port_that_is_kept():
     port = unused()
-    assert ours.keep(port) and ours.keep(port)
+    assert ours.reserve(port) and ours.reserve(port)
     with listening(port):
         assert not is_free(LOOPBACK, port)
     assert is_free(LOOPBACK, port)
@@ -210,7 +210,7 @@ def test_connections_that_an_earlier_run_closed_are_not_in_the_way():
         accepted, _ = listener.accept()
         accepted.close()
         client.close()
-    assert lingers(port) and ours.keep(port)
+    assert lingers(port) and ours.reserve(port)
 
 
 def test_a_machine_without_a_free_port_is_told_at_once(read, monkeypatch):
@@ -218,12 +218,12 @@ def test_a_machine_without_a_free_port_is_told_at_once(read, monkeypatch):
     asked = []
     monkeypatch.setattr(ours, "is_free", lambda host, port: asked.append(port))
     with pytest.raises(ConfigError) as refused:
-        free_ports(read(), Ports(8000, 51216, 29525, None), LOOPBACK)
+        choose_free_ports(read(), Ports(8000, 51216, 29525, None), LOOPBACK)
     assert 10 < len(asked) < 1000
     assert "no free port found: 100 ports from 8000 on are in use" in str(refused.value)
     assert "Fix: set vllm_server_port to a free port" in str(refused.value)
     with pytest.raises(ConfigError, match="no free port found"):
-        ours.another_port(LOOPBACK, 8000)
+        ours.reserve_other_port(LOOPBACK, 8000)
 
 
 BINDS_NAMES = """
@@ -246,7 +246,7 @@ def test_names_that_another_user_takes_do_not_hang_a_launch(read):
     command = [sys.executable, "-S", "-c", BINDS_NAMES, *tried]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/") as other:
         assert other.stdout.readline() == "bound\n"
-        ports, notes = free_ports(read(), Ports(wanted, unused(), unused(), None), LOOPBACK)
+        ports, notes = choose_free_ports(read(), Ports(wanted, unused(), unused(), None), LOOPBACK)
         other.communicate("end\n")
     assert ports.server == wanted and notes == []
 
@@ -257,5 +257,5 @@ def test_a_port_on_which_another_user_listens_is_replaced(read, tmp_path):
     wanted = unused()
     with other_user(wanted, tmp_path / "received") as user:
         user.wait()
-        ports, notes = free_ports(read(), Ports(wanted, unused(), unused(), None), LOOPBACK)
+        ports, notes = choose_free_ports(read(), Ports(wanted, unused(), unused(), None), LOOPBACK)
     assert ports.server != wanted and len(notes) == 1 and not user.received

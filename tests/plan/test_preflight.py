@@ -15,7 +15,7 @@ from run_folders import small_disk
 
 from grpo_recipes.paths import home
 from grpo_recipes.plan import preflight
-from grpo_recipes.plan.preflight import node_problems, old_driver, slurm_bytes, too_little
+from grpo_recipes.plan.preflight import find_shortages, node_problems, old_driver, slurm_bytes
 
 __all__ = ["small_disk"]
 SMOKE = str(home() / "recipes/smoke/grpo.yaml")
@@ -33,12 +33,12 @@ SMOKE = str(home() / "recipes/smoke/grpo.yaml")
     ],
 )
 def test_cores_and_memory_are_judged_by_the_gpus_there_are(gpus, cores, memory, options):
-    assert [option for _, option in too_little(gpus, cores, memory)] == options
+    assert [option for _, option in find_shortages(gpus, cores, memory)] == options
 
 
 def test_no_more_is_asked_for_than_the_node_has():
-    assert too_little(8, 4, 16e9, most_cores=12, most_memory=48e9) == []
-    assert [option for _, option in too_little(4, 4, 16e9, 12, 40 * 2**30)] == ["--cpus-per-task=12", "--mem=40G"]
+    assert find_shortages(8, 4, 16e9, most_cores=12, most_memory=48e9) == []
+    assert [option for _, option in find_shortages(4, 4, 16e9, 12, 40 * 2**30)] == ["--cpus-per-task=12", "--mem=40G"]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_driver_too_old_for_the_lock_is_refused_unless_a_compat_library_stands
     eight_gpus(driver="575.57.08")
     (line,) = told()
     assert line.startswith(
-        "NVIDIA driver: driver 575.57.08 is too old for torch for CUDA 13.0. Fix: ask for a driver of"
+        "NVIDIA driver: driver 575.57.08 is too old for torch for CUDA 13.0. Fix: request a node with driver"
     )
     compat = tmp_path / "cuda-13/compat"
     compat.mkdir(parents=True)
@@ -105,12 +105,12 @@ def test_a_driver_too_old_for_the_lock_is_refused_unless_a_compat_library_stands
 
 def test_what_triton_compiles_with_is_looked_for(eight_gpus, tmp_path, monkeypatch):
     eight_gpus()
-    assert "there is no C compiler (CC=no-such-cc)" in told(CC="no-such-cc")[0]
+    assert "no C compiler found (CC=no-such-cc)" in told(CC="no-such-cc")[0]
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     assert [line.split(":")[0] for line in told()] == ["Python.h"]
     (tmp_path / "Python.h").touch()
     monkeypatch.setenv("PATH", str(tmp_path / "programs"))  # neither gcc nor clang
-    assert "there is no C compiler (gcc or clang), with which Triton builds kernels" in told(CC="")[0]
+    assert "no C compiler found (gcc or clang), which Triton needs to build kernels" in told(CC="")[0]
 
 
 def test_shared_memory_too_small_for_vllms_queues_is_told(small_disk, monkeypatch):

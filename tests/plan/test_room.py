@@ -11,7 +11,7 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan import preflight
-from grpo_recipes.plan.preflight import few_inodes, node_problems
+from grpo_recipes.plan.preflight import inode_shortage, node_problems
 from grpo_recipes.plan.room import need_room
 
 
@@ -31,7 +31,7 @@ def test_a_run_folder_without_inodes_is_rejected(few: Path, read, planned) -> No
     recipe = read()
     with pytest.raises(ConfigError) as rejected:
         need_room(recipe, planned(recipe=recipe), few / "runs" / "one")
-    assert "run_root: 49 more files fit, a run needs 500 (df -i) in" in str(rejected.value)
+    assert "run_root: space for 49 more files, but a run needs 500 (df -i) in" in str(rejected.value)
     assert "Fix: remove files there, or set run_root to a folder on another file system" in str(rejected.value)
     need_room(recipe, planned(recipe=recipe), few.parent / "runs" / "one")  # the fix
 
@@ -39,11 +39,11 @@ def test_a_run_folder_without_inodes_is_rejected(few: Path, read, planned) -> No
 def test_tmpdir_and_shared_memory_without_inodes_are_problems(few: Path, monkeypatch) -> None:
     monkeypatch.setattr(preflight, "SHARED_MEMORY", few)
     found = {problem.where: problem for problem in node_problems(0, {"SLURM_TMPDIR": str(few)})}
-    assert "49 more files fit" in found["TMPDIR"].what and "49 more files fit" in found[str(few)].what
-    assert not any("more files fit" in problem.what for problem in node_problems(0, {}) if problem.where == "TMPDIR")
+    assert "space for 49 more files" in found["TMPDIR"].what and "space for 49 more files" in found[str(few)].what
+    assert not any("more files, but" in problem.what for problem in node_problems(0, {}) if problem.where == "TMPDIR")
 
 
 def test_a_file_system_that_counts_no_inodes_is_accepted(tmp_path: Path, monkeypatch) -> None:
     found = os.statvfs(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*found[:5], 0, 0, 0, *found[8:])))
-    assert few_inodes(tmp_path) == ""
+    assert inode_shortage(tmp_path) == ""

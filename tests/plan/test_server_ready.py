@@ -84,7 +84,7 @@ def test_a_server_that_began_to_listen_while_its_owner_was_looked_for_is_ours(po
 
 
 def test_a_server_that_refuses_the_runs_token_is_told_at_once(port: int) -> None:
-    with pytest.raises(NotReady, match="refuses the run's own token"):
+    with pytest.raises(NotReady, match="rejects the run's token"):
         wait(port, token="another", timeout=600)
 
 

@@ -107,7 +107,7 @@ def test_a_copied_recipe_still_finds_its_base(tmp_path: Path) -> None:
 
 def test_batches_on_several_nodes_need_the_gpus_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", str(MATH[0]), "--nodes", "2"]) == 2
-    said = "--nodes: says nothing about the GPUs of a node. Fix: add --gpus 8"
+    said = "--nodes: needs --gpus, the number of GPUs of a node. Fix: add --gpus 8"
     assert said in capsys.readouterr().err
     assert cli.main(["plan", str(MATH[0]), "--nodes", "0", "--gpus", "8"]) == 2
     assert cli.main(["plan", str(MATH[0]), "--nodes", "2", "--gpus", "8"]) == 0

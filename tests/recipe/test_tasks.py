@@ -222,7 +222,7 @@ def test_a_plan_shows_what_is_optimised(planned: Callable, read: Callable[..., R
     plan = planned(maxent_objective="listwise", maxent_tau=0.25, maxent_beta=1)
     assert (plan.task, plan.entry) == ("maxent", "src/maxent-grpo.py")
     assert any(word.endswith("/src/maxent-grpo.py") for word in plan.process("trainer").argv)
-    weight = "with rewards of 0 and 1 a right answer weighs {} a wrong one"
+    weight = "with rewards of 0 and 1, a correct answer weighs {} an incorrect one"
     said = f"objective  listwise, tau 0.25, maxent_beta 1, loss_type dr_grpo; {weight.format('2.23 times')}"
     assert said in describe(plan).splitlines()
     sums = planned(maxent_objective="weighted_mle", maxent_length_normalize_policy=False).as_json()["maxent"]

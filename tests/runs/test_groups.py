@@ -86,7 +86,7 @@ def test_status_and_stop_handle_a_group(pair: Path, capsys: pytest.CaptureFixtur
     assert main(["status"]) == 0
     assert "pairs/mine  stopped, 1 of 2 trials completed" in capsys.readouterr().out
     assert main(["stop", "mine"]) == 2
-    assert "Fix: it goes on with: pair again mine" in capsys.readouterr().err
+    assert "Fix: resume it with: pair again mine" in capsys.readouterr().err
     held = lock_run(Run(pair))
     assert main(["stop", "mine"]) == 0
     assert stop_file(pair).exists() and held

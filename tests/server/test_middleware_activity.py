@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.plan.ports import Activity, generated_tokens
+from grpo_recipes.plan.ports import Activity, read_activity
 from grpo_recipes.server.middleware import ACTIVITY_PATH, ReportActivity
 
 
@@ -107,9 +107,9 @@ def port() -> Iterator[int]:
 
 
 def test_the_launcher_learns_tokens_of_all_engines_and_requests_under_way(port: int) -> None:
-    assert generated_tokens("127.0.0.1", port, "the-token") == Activity(tokens=350.0, requests=3)
+    assert read_activity("127.0.0.1", port, "the-token") == Activity(tokens=350.0, requests=3)
 
 
 def test_a_server_that_refuses_or_is_not_there_tells_nothing(port: int) -> None:
-    assert generated_tokens("127.0.0.1", port, "another") is None
-    assert generated_tokens("127.0.0.1", 1, "the-token") is None
+    assert read_activity("127.0.0.1", port, "another") is None
+    assert read_activity("127.0.0.1", 1, "the-token") is None

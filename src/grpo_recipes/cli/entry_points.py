@@ -1,4 +1,4 @@
-"""Parts that the entry points of other tools share: flags become recipe keys and a launch."""
+"""Shared code of entry points that accept the flags of another tool: its flags become recipe keys and a launch."""
 
 import os
 import shlex
@@ -18,15 +18,15 @@ from grpo_recipes.recipe.document import Value
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """The launch that the flags of another tool request."""
+    """A launch, translated from the flags of another tool."""
 
-    options: Options
-    resources: Resources
-    variables: dict[str, str]  # environment variables to set for it
-    notes: list[str]
+    options: Options  # options of the equivalent `grpo launch`
+    resources: Resources  # devices for the plan
+    variables: dict[str, str]  # environment variables to set
+    notes: list[str]  # notes for the user
 
     def announce(self) -> None:
-        """Print the equal `grpo launch` command and the notes, and set the variables."""
+        """Print the equivalent `grpo launch` command and the notes, and set the variables."""
         say(launch_command(self.options, self.variables))
         for note in self.notes:
             say(f"note: {note}")
@@ -34,7 +34,7 @@ class LaunchRequest:
 
 
 def launch_command(options: Options, variables: Mapping[str, str]) -> str:
-    """Return the `grpo launch` command that does the same as the entry point."""
+    """Return the equivalent `grpo launch` command."""
     words = [
         "grpo", "launch",
         *([options.recipe] if options.recipe else []),
@@ -48,7 +48,7 @@ def launch_command(options: Options, variables: Mapping[str, str]) -> str:
 
 
 def _meeting_words(meeting: Meeting | None) -> list[str]:
-    """Return the flags of nodes that are started by hand."""
+    """Return the flags of `grpo launch` for nodes that are started by hand."""
     if meeting is None:
         return []
     flags = {"--nodes": meeting.nodes, "--node-rank": meeting.rank, "--master-addr": meeting.address,
@@ -57,19 +57,19 @@ def _meeting_words(meeting: Meeting | None) -> list[str]:
 
 
 def one_node_options(options: Iterable[Option]) -> list[Option]:
-    """Return options of `grpo launch` without the options for several nodes."""
+    """Return the options without the options for several nodes."""
     return [option for option in options if option not in NODE_OPTIONS]
 
 
 def unknown_flags(flags: list[str], options: Iterable[str], program: str) -> Iterator[Problem]:
-    """Yield the flags that begin or misspell one of the entry point's options; `grpo launch` checks the others."""
+    """Yield problems of flags that abbreviate or misspell an option; `grpo launch` checks the other flags."""
     if flags and not flags[0].startswith("-"):
-        yield Problem(f"'{flags[0]}'", "is no flag", f"write --config {shell_quote(flags[0])} for a recipe")
-    launching = one_node_options(load_command("launch").all_options())
-    known = [*options, *(name for names, _ in launching for name in names)]
+        yield Problem(f"'{flags[0]}'", "is not a flag", f"use --config {shell_quote(flags[0])} for a recipe")
+    launch_options = one_node_options(load_command("launch").all_options())
+    names = [*options, *(name for option_names, _ in launch_options for name in option_names)]
     for flag in flags:
-        if close := meant_option(flag, known, takes_recipe=True):
-            yield Problem(flag.partition("=")[0], f"is not an option of {program}", f"write {close}")
+        if meant := meant_option(flag, names, takes_recipe=True):
+            yield Problem(flag.partition("=")[0], f"is not an option of {program}", f"use {meant}")
 
 
 def with_flags_of(
@@ -77,33 +77,34 @@ def with_flags_of(
 ) -> ConfigError:
     """Return an error of the launch with the entry point's flags in its fixes.
 
-    A key that a flag sets is replaced by that flag. ``options`` maps options of `grpo launch` to other flags.
+    Each key in a fix is replaced by the flag that set it. ``options`` maps options of `grpo launch` to other flags.
     """
 
-    def renamed(problem: Problem) -> Problem:
-        trial, colon, where = problem.where.rpartition(": ")  # a sweep names the trial first
+    def translate_problem(problem: Problem) -> Problem:
+        trial, colon, where = problem.where.rpartition(": ")  # a sweep puts the trial first
         flag = (options or {}).get(where, where)
-        replaced = [key for key, value in keys.items() if value.source == where]
-        replaced += [where.removeprefix("--")] if flag != where else []
+        set_keys = [key for key, value in keys.items() if value.source == where]
+        set_keys += [where.removeprefix("--")] if flag != where else []
         fix = problem.fix
-        for key in replaced if "grpo " not in fix else ():  # commands of `grpo` take recipe keys
+        for key in set_keys if "grpo " not in fix else ():  # commands of `grpo` accept recipe keys
             fix = fix.replace(key, flag)
         return replace(problem, where=f"{trial}{colon}{flag}", fix=fix)
 
-    return ConfigError(*map(renamed, error.problems))
+    return ConfigError(*map(translate_problem, error.problems))
 
 
 def with_gpus(
     resources: Resources, wanted: int, source: str, fix: str, dry_run: bool, nodes: int = 1
 ) -> tuple[Resources, list[str]]:
-    """Return the devices of a launch that needs ``wanted`` GPUs, and a note if a dry run imagines some of them.
+    """Return the devices for a launch that needs ``wanted`` GPUs, and notes.
 
-    Fewer visible GPUs are a ConfigError at ``source``. If none is visible, the launch reports what is missing.
+    With too few visible GPUs, a dry run plans for a node with ``wanted`` GPUs, and any other launch is a ConfigError at
+    ``source``. Without visible GPUs, the launch itself reports the error.
     """
     visible = len(resources.gpus)
     if visible >= wanted or (not visible and not dry_run):
         return resources, []
     if not dry_run:
-        raise config_error(source, f"{wanted} GPUs are asked for, {visible} are visible here", fix)
-    imagined = replace(resources, gpus=tuple(map(str, range(wanted)))).on_nodes(nodes)
-    return imagined, [f"{visible} GPUs are visible here: what follows is for a node with {wanted}"]
+        raise config_error(source, f"{wanted} GPUs are requested, but only {visible} are visible", fix)
+    hypothetical = replace(resources, gpus=tuple(map(str, range(wanted)))).on_nodes(nodes)
+    return hypothetical, [f"{visible} GPUs are visible: this dry run plans for a node with {wanted}"]

@@ -1,7 +1,7 @@
-"""Slurm jobs of `sbatch training.sh` without a run directory: they wait in the queue, or failed before they made one.
+"""Slurm jobs of `sbatch training.sh` without a run directory, because they still wait or failed early.
 
-Such a job is known by its batch script, which Slurm shows, or by its logs, ``logs/slurm_JOB.out`` and ``.err`` in the
-working folder or in the repository. ``Asking`` bounds how often and how long a command asks Slurm.
+Such a job is recognized by its batch script or by its logs, ``logs/slurm_JOB.out`` and ``.err``, in the working folder
+or in the repository. ``SlurmPoll`` limits how often a command queries Slurm and how long it waits for an answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar, cast
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.paths import display_path, home
@@ -20,8 +20,9 @@ from grpo_recipes.process.terminal import readable
 from grpo_recipes.secrets import masked
 from grpo_recipes.slurm.client import NO_ANSWER, Job, find_job
 
-SLURM_SECONDS = 15.0  # between two questions to Slurm
-SILENCE_SECONDS = 300.0  # after which a command that follows a run ends
+T = TypeVar("T")
+SLURM_SECONDS = 15.0  # between two queries of Slurm
+SILENCE_SECONDS = 300.0  # without an answer from Slurm, after which a command that follows a run ends
 SCRIPTS = ("training.sh", "run_atropos_grpo.sh", "train.slurm")
 # Lines by which our scripts and Slurm end a job early.
 _CAUSE = re.compile(r"^(?:[\w.]+\.sh|setup|grpo|ERROR|slurmstepd|sbatch|srun)\b.*:|error", re.IGNORECASE)
@@ -30,10 +31,10 @@ _TAIL_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class BareJob:
-    """A job without a run directory, as `grpo logs` follows one: it has the attributes that it reads from a run."""
+    """A job without a run directory. It has the attributes of ``Run`` that `grpo logs` reads."""
 
     job_id: str
-    job: Job | None  # None if Slurm does not know it any more
+    job: Job | None  # None if Slurm no longer knows it
     logs: dict[str, Path]  # slurm.out and slurm.err, if they exist
     folder: Path  # a run directory that does not exist
 
@@ -64,47 +65,48 @@ class BareJob:
 
     @property
     def cause(self) -> str:
-        """The last line of the logs that says why the job ended, empty while the job is active."""
+        """The last line of the logs with an error, or else the last line; empty while the job is active."""
         lines = [line for path in self.logs.values() for line in _last_lines(path)] if self.over else []
         causes = [line for line in lines if _CAUSE.search(line)] or lines
         return causes[-1] if causes else ""
 
     def lines(self) -> list[str]:
         """Return the facts for `grpo status`."""
-        known = f"{self.job_id} {self.job or 'is no longer known to Slurm'}"
-        facts = [("job", known), ("state", self.state), ("cause", self.cause)]
+        job = f"{self.job_id} {self.job or 'is no longer known to Slurm'}"
+        facts = [("job", job), ("state", self.state), ("cause", self.cause)]
         facts += [("log", display_path(path)) for path in self.logs.values()]
         return [f"{name:<8} {text}" for name, text in facts if text]
 
 
-class Asking:
-    """Slurm's last answer to a question, asked again after ``SLURM_SECONDS``, because other users ask Slurm too."""
+class SlurmPoll(Generic[T]):
+    """Slurm's latest answer to a query. It is repeated at most every ``SLURM_SECONDS`` to spare a shared service."""
 
-    def __init__(self, question: Callable[[], Any]):
-        self._question = question
-        self._answer: Any = None
+    def __init__(self, query: Callable[[], T]):
+        self._query = query
+        self._answer: T | None = None
         self._next = -math.inf
         self._silent_since: float | None = None
 
-    def answer(self) -> Any:
-        """Return the last answer; ask again if it is old."""
+    def answer(self) -> T:
+        """Return the latest answer; repeat the query if the answer is old."""
         if time.monotonic() >= self._next:
-            self._answer = self._question()
+            self._answer = self._query()
             self._next = time.monotonic() + SLURM_SECONDS
-        return self._answer
+        return cast(T, self._answer)
 
     def need_answer(self, where: str, silent: bool) -> None:
         """Raise a ConfigError if Slurm has been ``silent`` for ``SILENCE_SECONDS`` without a break."""
         self._silent_since = (self._silent_since or time.monotonic()) if silent else None
         if self._silent_since is not None and time.monotonic() - self._silent_since >= SILENCE_SECONDS:
-            what = f"Slurm has not answered for {SILENCE_SECONDS / 60:.0f} minutes, and no process of it is seen here"
-            raise config_error(where, what, "type the command again when squeue answers")
+            minutes = f"{SILENCE_SECONDS / 60:.0f} minutes"
+            problem = f"Slurm has not answered for {minutes}, and no process of it runs on this machine"
+            raise config_error(where, problem, "repeat the command when squeue answers")
 
 
 def find_bare_job(job_id: str) -> BareJob | None:
-    """Return the job of our batch scripts with that id; None if Slurm and the logs do not know it as ours.
+    """Return the job with this id if it runs one of our batch scripts or left logs; else None.
 
-    If Slurm does not answer and there are no logs, raise a ConfigError.
+    Raise a ConfigError if Slurm does not answer and there are no logs.
     """
     job = find_job(job_id)
     logs = _logs_of(job_id, job)
@@ -124,7 +126,7 @@ def is_ours(job: Job) -> bool:
 
 
 def without_runs(jobs: Iterable[Job], job_ids: set[str]) -> list[BareJob]:
-    """Return the jobs of our batch scripts that are not among the job ids of runs."""
+    """Return the jobs of our batch scripts whose ids are not in ``job_ids``, the jobs of runs."""
     return [
         BareJob(job.id, job, _logs_of(job.id, job), Path(f"job-{job.id}"))
         for job in jobs
@@ -133,18 +135,18 @@ def without_runs(jobs: Iterable[Job], job_ids: set[str]) -> list[BareJob]:
 
 
 def _logs_of(job_id: str, job: Job | None) -> dict[str, Path]:
-    """Return the job's logs that exist: where Slurm writes them, else in logs/ here or in the repository."""
+    """Return the job's existing logs: at the paths that Slurm shows, else in logs/ here or in the repository."""
     logs = {}
-    for end in ("out", "err"):
-        known = getattr(job, end, None)
-        places = [known] if known else [folder / f"logs/slurm_{job_id}.{end}" for folder in (Path(), home())]
-        if path := next((path for path in places if path.is_file()), None):
-            logs[f"slurm.{end}"] = path
+    for suffix in ("out", "err"):
+        path = getattr(job, suffix, None)
+        paths = [path] if path else [folder / f"logs/slurm_{job_id}.{suffix}" for folder in (Path(), home())]
+        if existing := next((path for path in paths if path.is_file()), None):
+            logs[f"slurm.{suffix}"] = existing
     return logs
 
 
 def _last_lines(path: Path) -> list[str]:
-    """Return the last lines of a log that are not empty, with secrets masked."""
+    """Return the last nonempty lines of a log, with secrets masked."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         text = readable(masked(file.read().decode(errors="replace")))

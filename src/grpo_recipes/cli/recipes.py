@@ -1,4 +1,7 @@
-"""The commands for writing a recipe: new, keys, check, check-rewards, plan."""
+"""The commands for writing a recipe: `grpo new`, `keys`, `check`, `check-rewards` and `plan`.
+
+Modules that import torch or datasets are imported inside the commands that need them, so that the others start fast.
+"""
 
 from __future__ import annotations
 
@@ -52,126 +55,122 @@ if TYPE_CHECKING:
 
 _START = Path(__file__).parents[1] / "recipe/start"  # a recipe for each device, and optional sections
 _SCHEMA_LINE = re.compile(r"\A# yaml-language-server: .*\n")
-_ROWS = 200  # of the dataset, shown to the rewards
-_WIDTH = 60  # characters of a prompt or completion in a line
-_MOST = 10_000  # GPUs of a node, nodes, and GiB of a GPU
+_ROWS = 200  # default number of dataset rows for check-rewards
+_WIDTH = 60  # longest prompt or completion to print
+_MOST = 10_000  # upper limit of GPUs of a node, nodes, and GiB of a GPU
 
 
 @command(
-    "write a recipe to start from",
-    option("file", metavar="FILE", help="the recipe to write, e.g. my.yaml"),
-    option("--from", dest="source", metavar="RECIPE", help="a recipe to copy, or one of another project to translate"),
+    "Write a new recipe",
+    option("file", metavar="FILE", help="Recipe to write, e.g. my.yaml"),
+    option("--from", dest="source", metavar="RECIPE", help="Recipe to copy, or recipe of another project to translate"),
 )
 def new(options: argparse.Namespace) -> int:
-    """Write a recipe that trains on this machine, with the line by which an editor finds the schema."""
+    """Write a recipe that trains on this machine, with a line that tells editors its schema."""
     for where, name in (("FILE", options.file), ("--from", options.source)):
         if name == "":
-            raise config_error(where, "is empty", "name a file")
+            raise config_error(where, "is empty", "give a file")
 
     def unwritable(error: OSError | ValueError) -> ConfigError:
-        what = f"cannot be written ({getattr(error, 'strerror', None) or error})"
-        return config_error(options.file, what, "name a file in a folder of yours")
+        problem = f"can't be written ({getattr(error, 'strerror', None) or error})"
+        return config_error(options.file, problem, "use a file in your own folder")
 
     path = Path(options.file)
     with translate((OSError, ValueError), unwritable):
-        path.resolve()  # ValueError: a NUL in the name
+        path.resolve()  # raises ValueError for a NUL in the name
     source = choose_recipe(options.source, {}, GRPO, "cpu") if options.source else None
     if source and source.suffix in (".py", ".sh"):
-        fix = "write its settings into a .yaml file, one key: value a line, and translate that"
+        fix = "write its settings to a .yaml file, one key: value per line, and translate that file"
         raise config_error("--from", f"'{display_path(source)}' is a script, not a recipe", fix)
-    translation = _translated(source, path) if source else None
-    copied = source.read_text(encoding="utf-8") if source else start_text(environment_device())
-    files = translation.files() if translation else {path: f"{schema_line(path)}\n{_SCHEMA_LINE.sub('', copied)}"}
-    for other in files:
-        if os.path.lexists(other):
-            raise config_error(str(other), "exists already", "name another file")
+    translation = _translate_recipe(source, path) if source else None
+    text = source.read_text(encoding="utf-8") if source else start_text(environment_device())
+    files = translation.files() if translation else {path: f"{schema_line(path)}\n{_SCHEMA_LINE.sub('', text)}"}
+    for file in files:
+        if os.path.lexists(file):
+            raise config_error(str(file), "already exists", "use another name")
     with translate((OSError, ValueError), unwritable):
-        for other, content in files.items():
-            other.write_text(content, encoding="utf-8")
+        for file, content in files.items():
+            file.write_text(content, encoding="utf-8")
     if translation:
         print(*translation.report(), sep="\n")
     print(f"grpo: wrote {printable(display_path(path))}; next: grpo check {shell_path(path)}")
     return 0
 
 
-def _translated(source: Path, target: Path) -> TranslatedRecipe | None:
-    """Translate a recipe of another project, or return None if the file is a recipe of this package."""
+def _translate_recipe(source: Path, target: Path) -> TranslatedRecipe | None:
+    """Translate a recipe of another project; return None if the file is a recipe of this package."""
     translators = list(parts("translate"))
     if not translators and (source.suffix == ".toml" or is_foreign(read_file(source, []))):
         problem = f"'{display_path(source)}' is a recipe of another project, and no installed extension translates it"
-        fix = "install the whole package with extensions/migrate, or write a recipe with the keys that grpo keys lists"
+        fix = "install the complete package with extensions/migrate, or write a recipe with the keys of grpo keys"
         raise config_error("--from", problem, fix)
-    return next((made for translator in translators if (made := translator(source, target))), None)
+    return next((translation for translator in translators if (translation := translator(source, target))), None)
 
 
 def start_text(device: str) -> str:
-    """Return the recipe that `grpo new` writes, which trains on the device as it is."""
+    """Return the recipe that `grpo new` writes for a device; it trains without changes."""
     return "\n".join((_START / f"{name}.yaml").read_text(encoding="utf-8") for name in (device, "options"))
 
 
 @command(
-    "search the keys of a recipe",
-    option("word", nargs="?", help="part of a name or of its meaning; every key by default"),
-    switch("--json", help="print JSON"),
+    "Search the keys of a recipe",
+    option("word", nargs="?", help="Part of a name or of its description (default: list all)"),
+    switch("--json", help="Print JSON"),
     exclusive=(
-        switch("--env", help="the environment variables that are read"),
-        switch("--benchmarks", help="the benchmarks that a recipe can name"),
+        switch("--env", help="Search the environment variables instead"),
+        switch("--benchmarks", help="Search the benchmarks instead"),
     ),
 )
 def keys(options: argparse.Namespace) -> int:
-    """Print the keys, variables or benchmarks that have the word in their name or meaning."""
+    """Print the keys, variables or benchmarks with the word in their name or description."""
     word = (options.word or "").lower()
     table = "--env" if options.env else "--benchmarks" if options.benchmarks else ""
     entries: dict[str, dict[str, Any]]
     if table:
-        texts = variables() if options.env else {name: one.help for name, one in benchmarks().items()}
+        texts = variables() if options.env else {name: benchmark.help for name, benchmark in benchmarks().items()}
         entries = {name: {"help": text} for name, text in texts.items()}
     else:
-        nested = {f"{path}.{name}": one for path, inner in nested_catalogue().items() for name, one in inner.items()}
+        nested = {f"{path}.{name}": entry for path, part in nested_catalogue().items() for name, entry in part.items()}
         entries = {**catalogue(), **nested}
-    known = meaning_of(word) if word and not table and word not in catalogue() else None
-    topic = [] if table else [key for key, words in search_words().items() if word in words.split()]
-    if known and not known.sets and not topic:
-        raise config_error(f"'{options.word}'", "is not a key of a recipe", known.fix)
-    exact = {*topic, *known.sets} if known else {word, *topic}
-    begins = re.compile(rf"(?<![a-z0-9]){re.escape(word)}")  # "ema" is not found in "schema"
+    meaning = meaning_of(word) if word and not table and word not in catalogue() else None
+    topic_keys = [] if table else [key for key, words in search_words().items() if word in words.split()]
+    if meaning and not meaning.sets and not topic_keys:
+        raise config_error(f"'{options.word}'", "is not a key of a recipe", meaning.fix)
+    exact = {*topic_keys, *meaning.sets} if meaning else {word, *topic_keys}
+    word_start = re.compile(rf"(?<![a-z0-9]){re.escape(word)}")  # "ema" does not match "schema"
 
-    def order(name: str) -> tuple[bool, bool, str]:
-        return name.lower() not in exact, not begins.search(name.lower().replace("_", " ")), name
+    def sort_key(name: str) -> tuple[bool, bool, str]:
+        return name.lower() not in exact, not word_start.search(name.lower().replace("_", " ")), name
 
-    def mentions(name: str) -> bool:
+    def mentions_word(name: str) -> bool:
         text = f"{name} {entries[name]['help']}".lower()
-        return bool(begins.search(text) or begins.search(text.replace("_", " ")))
+        return bool(word_start.search(text) or word_start.search(text.replace("_", " ")))
 
-    chosen = [name for name in entries if name in exact or mentions(name)]
-    found = {name: entries[name] for name in sorted(chosen, key=order)}
+    matches = {name: entries[name] for name in sorted(entries, key=sort_key) if name in exact or mentions_word(name)}
     if word and not table:
-        refused = {name: row.fix_for(None) for name, row in names().items() if name != word} | OWNED_KEYS
-        found |= {
-            name: {"help": refused[name], "refused": True}
-            for name in sorted(refused)
-            if begins.search(name.replace("_", " "))
+        rejected = {name: row.fix_for(None) for name, row in names().items() if name != word} | OWNED_KEYS
+        matches |= {
+            name: {"help": rejected[name], "refused": True}
+            for name in sorted(rejected)
+            if word_start.search(name.replace("_", " "))
         }
-    if not found:
-        close = None if table else nearest(options.word)
-        fix = f"try {close}" if close else f"see grpo keys {table}".rstrip()
-        where = f"nothing in grpo keys {table}" if table else "no key"
-        raise config_error(f"'{options.word}'", f"{where} matches", fix)
-    same = (
-        f"'{word}' is read as {ALIASES[word]}"
-        if word in ALIASES
-        else f"for '{word}' {known.fix_for(None)}"
-        if known and (known.sets or topic)
-        else ""
-    )
-    note = f"grpo: {same}\n" if same else ""
-    print(json.dumps(found, indent=1) if options.json else note + "\n".join(_key_lines(found)))
+    if not matches:
+        suggestion = None if table else nearest(options.word)
+        fix = f"try {suggestion}" if suggestion else f"see grpo keys {table}".rstrip()
+        problem = f"nothing in grpo keys {table} matches" if table else "no key matches"
+        raise config_error(f"'{options.word}'", problem, fix)
+    note = ""
+    if word in ALIASES:
+        note = f"grpo: '{word}' is an alias of {ALIASES[word]}\n"
+    elif meaning and (meaning.sets or topic_keys):
+        note = f"grpo: for '{word}' {meaning.fix_for(None)}\n"
+    print(json.dumps(matches, indent=1) if options.json else note + "\n".join(_key_lines(matches)))
     return 0
 
 
-def _key_lines(found: dict[str, dict[str, Any]]) -> Iterator[str]:
-    for name, entry in found.items():
-        facts = ["refused"] if "refused" in entry else []
+def _key_lines(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for name, entry in entries.items():
+        facts = ["not supported"] if "refused" in entry else []
         if "type" in entry:
             limits = [f"{sign} {entry[limit]:g}" for sign, limit in ((">=", "min"), ("<=", "max")) if limit in entry]
             kind = " | ".join(entry["choices"]) if entry.get("choices") else entry["type"]
@@ -181,145 +180,150 @@ def _key_lines(found: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 @command(
-    "report everything that is wrong in a recipe",
-    switch("--deep", help="also load tokenizer, data and rewards (seconds)"),
-    switch("--json", help="print problems and notes as JSON"),
+    "Validate a recipe",
+    switch("--deep", help="Also load tokenizer, data and rewards (takes seconds)"),
+    switch("--json", help="Print problems and notes as JSON"),
     takes_recipe=True,
 )
 def check(options: argparse.Namespace) -> int:
-    """Report that the recipe is right, with notes; with ``--json`` print all that was found, right or wrong."""
-    with _answer(options, notes=[], deep=[]) as found:
+    """Print the notes of a valid recipe; with ``--json``, print notes and problems of any recipe."""
+    with _json_report(options, notes=[], deep=[]) as report:
         recipe = chosen_recipe(options)
-        more = [gated_note(recipe["model_name_or_path"]), schema_note(recipe.path), *reward_notes(recipe)]
-        more += [kind_note(recipe, os.environ), evaluation_note(recipe), *prompt_notes(recipe, os.environ)]
-        for notes_of in parts("notes"):
-            more += notes_of(recipe)
-        found |= {"recipe": str(recipe.path), "notes": [*notes(recipe), *(note for note in more if note)]}
+        optional_notes = [gated_note(recipe["model_name_or_path"]), schema_note(recipe.path), *reward_notes(recipe)]
+        optional_notes += [kind_note(recipe, os.environ), evaluation_note(recipe), *prompt_notes(recipe, os.environ)]
+        for find_notes in parts("notes"):
+            optional_notes += find_notes(recipe)
+        report |= {"recipe": str(recipe.path), "notes": [*notes(recipe), *filter(None, optional_notes)]}
         if not options.json:
-            print(*(f"grpo: note: {printable(note)}\n" for note in found["notes"]), sep="", end="")
+            print(*(f"grpo: note: {printable(note)}\n" for note in report["notes"]), sep="", end="")
         if options.deep:
-            # Before the import: the hub's clients read these once.
+            # Set these before the import, because the hub's clients read them once.
             os.environ.update(hub_environment(os.environ))
             os.environ.update({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"})
             # Without a GPU, the import of vLLM warns that it does not use Triton.
             logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
             from grpo_recipes.trainers.deep_check import look_deep
 
-            found["deep"] = look_deep(recipe, os.environ)
+            report["deep"] = look_deep(recipe, os.environ)
     if not options.json:
-        print(*found["deep"], f"grpo: {printable(display_path(found['recipe']))} is right", sep="\n")
-    return 0 if found["ok"] else EXIT_CONFIG_ERROR
+        print(*report["deep"], f"grpo: {printable(display_path(report['recipe']))} is valid", sep="\n")
+    return 0 if report["ok"] else EXIT_CONFIG_ERROR
 
 
 @contextlib.contextmanager
-def _answer(options: argparse.Namespace, **empty: Any) -> Iterator[dict[str, Any]]:
-    """Yield a dict for what a command finds; with ``--json`` print it, with the problems that else end the command."""
-    found = {"ok": True, "recipe": options.recipe or options.config, "problems": [], **empty}
+def _json_report(options: argparse.Namespace, **fields: Any) -> Iterator[dict[str, Any]]:
+    """Yield a dict for a command's results. With ``--json``, print it, and add problems instead of raising them."""
+    report = {"ok": True, "recipe": options.recipe or options.config, "problems": [], **fields}
     try:
-        yield found
+        yield report
     except ConfigError as error:
         if not options.json:
             raise
-        found |= {"ok": False, "problems": [asdict(problem) for problem in error.problems]}
+        report |= {"ok": False, "problems": [asdict(problem) for problem in error.problems]}
     if options.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(report, indent=1))
 
 
 @command(
-    "see that right answers get their reward and wrong ones do not",
-    option("--rows", type=int, default=_ROWS, help=f"rows of the dataset that are tried (default {_ROWS})"),
-    switch("--json", help="print the findings as JSON"),
+    "Check that rewards distinguish correct from incorrect answers",
+    option("--rows", type=int, default=_ROWS, help=f"Number of dataset rows to try (default {_ROWS})"),
+    switch("--json", help="Print the results as JSON"),
     takes_recipe=True,
 )
 def check_rewards(options: argparse.Namespace) -> int:
-    """Print what the rewards give right and wrong answers; one that does not distinguish them is a ConfigError."""
+    """Print the rewards of correct and incorrect answers; raise ConfigError if a reward can't distinguish them."""
     if options.rows < 1:
-        raise config_error("--rows", f"is {options.rows}", "write 1 or more")
-    with _answer(options, rows=0, rewards=[]) as found:
+        raise config_error("--rows", f"expected 1 or more, got {options.rows}", f"use --rows {_ROWS}")
+    with _json_report(options, rows=0, rewards=[]) as report:
         recipe = chosen_recipe(options)
-        found["recipe"] = str(recipe.path)
+        report["recipe"] = str(recipe.path)
         if source := source_of(recipe.__getitem__):
             raise config_error(display_path(recipe.path), *source.unchecked_rewards)
         os.environ.update(hub_environment(os.environ))
-        # TRL and datasets come with these, which takes seconds.
+        # Imported here, because it loads TRL and datasets, which takes seconds.
         from grpo_recipes.rewards.probe import find_problems, probe_rewards, sample_rows
 
         rows, counts = sample_rows(recipe, options.rows, find_assets(recipe, os.environ).lookup)
         if not rows:
             raise config_error(
-                display_path(recipe.path), "the dataset has no rows with a solution", "look at its columns"
+                display_path(recipe.path), "the dataset has no rows with a solution", "check its columns"
             )
         if counts.left_out and not options.json:
             columns = ", ".join(f"{name} ({reason})" for name, reason in counts.left_out.items())
             print(f"grpo: note: columns not passed to rewards: {columns}")
         results = probe_rewards(recipe, rows, counts.left_out)
-        found |= {"rows": len(rows), "rewards": [asdict(one) | {"tells_apart": one.tells_apart} for one in results]}
+        report["rows"] = len(rows)
+        report["rewards"] = [asdict(result) | {"tells_apart": result.tells_apart} for result in results]
         if not options.json:
             _print_rewards(results)
         if problems := find_problems(recipe, rows, results):
             raise ConfigError(*problems)
     if not options.json:
-        print(
-            f"grpo: the rewards of {printable(display_path(found['recipe']))} tell right from wrong"
-            f" on {found['rows']} rows"
-        )
-    return 0 if found["ok"] else EXIT_CONFIG_ERROR
+        recipe_path = printable(display_path(report["recipe"]))
+        print(f"grpo: the rewards of {recipe_path} distinguish correct from incorrect answers on {report['rows']} rows")
+    return 0 if report["ok"] else EXIT_CONFIG_ERROR
 
 
 def _print_rewards(results: list[ProbeResult]) -> None:
-    table = [["reward", "right", "mean", "missed", "wrong", "mean", "taken", "unscored"]]
-    for one in results:
-        facts = (one.right, one.right_mean, one.missed, one.wrong, one.wrong_mean, one.taken, one.no_verdict)
-        cells = ("-" if fact is None else f"{fact:.3f}" if isinstance(fact, float) else str(fact) for fact in facts)
-        table.append([one.reward, *cells])
+    table = [["reward", "correct", "mean", "missed", "incorrect", "mean", "accepted", "unscored"]]
+    for result in results:
+        values = (
+            result.right, result.right_mean, result.missed, result.wrong, result.wrong_mean, result.taken,
+            result.no_verdict,
+        )  # fmt: skip
+        cells = ("-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+                 for value in values)  # fmt: skip
+        table.append([result.reward, *cells])
     print(*aligned(table, numbers=True), sep="\n")
     for result in results:
         if result.failures:
-            print(f"\n{result.reward} on", *(_failure(result.reward, one) for one in result.failures), sep="\n")
+            lines = [_failure_line(result.reward, failure) for failure in result.failures]
+            print(f"\n{result.reward} on", *lines, sep="\n")
         if result.missed is None and result.right_mean is not None and not result.tells_apart:
             from grpo_recipes.rewards.probe import describe_unpaid
 
-            print(f"grpo: note: {result.reward} {describe_unpaid(result) or 'gives right and wrong answers the same'}")
+            problem = describe_unpaid(result) or "gives correct and incorrect answers the same reward"
+            print(f"grpo: note: {result.reward} {problem}")
         if result.skipped:
             print(f"grpo: note: {result.reward} is slow: {result.skipped} further completions were not tried")
 
 
-def _failure(name: str, failure: ProbeCompletion) -> str:
+def _failure_line(name: str, failure: ProbeCompletion) -> str:
     from grpo_recipes.rewards.probe import unscored_reason
 
-    def short(text: str) -> str:
+    def shorten(text: str) -> str:
         text = " ".join(text.split())
         return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
 
-    given = f"no score ({unscored_reason(name, failure.reason)})" if failure.value is None else f"{failure.value:.4g}"
-    kind = "right" if failure.right else "wrong"
-    return f"  {short(failure.prompt)!r}: {kind} answer {short(failure.completion)!r} gets {given}"
+    score = f"no score ({unscored_reason(name, failure.reason)})" if failure.value is None else f"{failure.value:.4g}"
+    kind = "correct" if failure.right else "incorrect"
+    return f"  {shorten(failure.prompt)!r}: {kind} answer {shorten(failure.completion)!r} gets {score}"
 
 
 @command(
-    "show what a launch would start, without starting it",
-    option("--gpus", type=int, help="plan for this many GPUs instead of those visible"),
-    option("--nodes", type=int, default=1, help="with --gpus: on this many nodes like that"),
-    option("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU; that of the visible ones"),
-    option("--time", help="time limit as Slurm writes it, e.g. 72:00:00; that of the job"),
-    switch("-v", "--verbose", help="print argv and environment of every process"),
-    switch("--json", help="print the plan as JSON"),
+    "Show the processes that a launch would start",
+    option("--gpus", type=int, help="Plan for this number of GPUs (default: the visible GPUs)"),
+    option("--nodes", type=int, default=1, help="With --gpus: plan for this number of nodes with so many GPUs each"),
+    option("--gpu-memory", type=float, metavar="GIB", help="Memory of one GPU (default: of the visible GPUs)"),
+    option("--time", help="Time limit in Slurm's format, e.g. 72:00:00 (default: time limit of the job)"),
+    switch("-v", "--verbose", help="Print argv and environment of every process"),
+    switch("--json", help="Print the plan as JSON"),
     takes_recipe=True,
 )
 def plan(options: argparse.Namespace) -> int:
-    """Print what a launch would start, on this machine or another one."""
+    """Print the plan of a launch on this machine or another one, with estimates of memory, disk and speed."""
     resources, gpus, gib = find_resources(os.environ), options.gpus, options.gpu_memory
     if options.nodes > 1 and gpus is None:
-        raise config_error("--nodes", "says nothing about the GPUs of a node", "add --gpus 8")
+        raise config_error("--nodes", "needs --gpus, the number of GPUs of a node", "add --gpus 8")
     fewest = 1 if options.nodes > 1 else 0
     if not 1 <= options.nodes <= _MOST or not fewest <= (gpus or 0) <= _MOST:
-        what = f"cannot plan for {gpus or 0} GPUs on {options.nodes} nodes"
-        raise config_error("--gpus, --nodes", what, "write --gpus 8 --nodes 2")
+        problem = f"can't plan for {gpus or 0} GPUs on {options.nodes} nodes"
+        raise config_error("--gpus, --nodes", problem, "use --gpus 8 --nodes 2")
     if gib is not None and not 1 <= gib <= _MOST:
-        raise config_error("--gpu-memory", f"no GPU has {gib:g} GiB", "write --gpu-memory 80")
+        raise config_error("--gpu-memory", f"no GPU has {gib:g} GiB", "use --gpu-memory 80")
     if options.time is not None and not walltime_seconds(options.time):
-        what = f"'{options.time}' is not a time limit as Slurm writes it"
-        raise config_error("--time", what, "write --time 72:00:00")
+        problem = f"'{options.time}' is not a time limit in Slurm's format"
+        raise config_error("--time", problem, "use --time 72:00:00")
     if gpus is not None:
         resources = replace(resources, device="cuda", gpus=tuple(str(index) for index in range(gpus)))
         resources = resources.on_nodes(options.nodes)
@@ -328,13 +332,15 @@ def plan(options: argparse.Namespace) -> int:
     recipe = chosen_recipe(options, resources.device)
     names = names_of(recipe)
     assets = find_assets(recipe, os.environ)
-    made = make_plan(recipe, resources, os.environ, names, assets)
-    end = None if options.time else job_end_time(os.environ)
-    left = None if end is None else max(0.0, end - time.time())
-    seconds = left if options.time is None else walltime_seconds(options.time)
-    takes = estimate(made, recipe, names, resources.gpu_gib, seconds)
-    plain = {**made.as_json(), **asdict(takes)}
-    print(
-        json.dumps(plain, indent=1) if options.json else describe(made, estimates=takes.lines(), argv=options.verbose)
-    )
+    run_plan = make_plan(recipe, resources, os.environ, names, assets)
+    if options.time is not None:
+        walltime = walltime_seconds(options.time)
+    else:
+        job_end = job_end_time(os.environ)
+        walltime = None if job_end is None else max(0.0, job_end - time.time())
+    estimates = estimate(run_plan, recipe, names, resources.gpu_gib, walltime)
+    if options.json:
+        print(json.dumps({**run_plan.as_json(), **asdict(estimates)}, indent=1))
+    else:
+        print(describe(run_plan, estimates=estimates.lines(), argv=options.verbose))
     return 0

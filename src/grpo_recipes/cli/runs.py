@@ -1,4 +1,4 @@
-"""The commands that start runs: launch, submit."""
+"""The commands that start runs: `grpo launch` and `grpo submit`."""
 
 import argparse
 import os
@@ -17,22 +17,22 @@ from grpo_recipes.recipe.document import Value
 from grpo_recipes.slurm.client import slurm_job
 from grpo_recipes.slurm.profile import KEYS, Profile
 
-# Keys of a profile that the command line may give instead.
+# Keys of a profile that options of the command line can replace.
 OVERRIDES = ("account", "partition", "time", "nodes", "gpus", "mem", "cpus", "qos", "constraint", "exclude")
 
 
 @command(
-    "run a recipe",
-    option("--resume", metavar="DIR|last", help="continue a run"),
-    switch("--allow-changed-code", help="resume though the code changed"),
-    switch("--update-rewards", help="with --resume: use the files of your rewards as they are now"),
-    switch("--dry-run", help="print argv and environment of every process"),
-    switch("--benchmark", help="end with seconds and memory of steps and weight transfers; benchmark.json has them"),
+    "Run a recipe",
+    option("--resume", metavar="DIR|last", help="Resume a run"),
+    switch("--allow-changed-code", help="Resume even if the code changed"),
+    switch("--update-rewards", help="With --resume: use the current files of your rewards"),
+    switch("--dry-run", help="Print argv and environment of every process without starting them"),
+    switch("--benchmark", help="Print time and memory of steps and weight transfers, and write benchmark.json"),
     *NODE_OPTIONS,
     takes_recipe=True,
 )
 def launch(options: argparse.Namespace) -> int:
-    """Run a recipe, or continue a run; return the run's exit code."""
+    """Run a recipe or resume a run; return the run's exit code."""
     reject_other_launchers("grpo launch RECIPE --num_processes", os.environ)
     nodes = read_nodes(options, slurm_job(os.environ))
     os.environ.update(nodes.variables)
@@ -43,7 +43,7 @@ def launch_options(
     options: argparse.Namespace, recipe: str | None, flags: Sequence[str], meeting: Meeting | None = None,
     keys: Mapping[str, Value] | None = None,
 ) -> Options:  # fmt: skip
-    """Return the options of `grpo launch` for a command line, with a recipe, recipe keys and flags."""
+    """Return the options of a launch for a command line, a recipe, recipe keys and flags."""
     return Options(
         recipe=recipe, task=options.task, resume=options.resume, allow_changed_code=options.allow_changed_code,
         update_rewards=options.update_rewards, dry_run=options.dry_run, benchmark=options.benchmark,
@@ -53,29 +53,30 @@ def launch_options(
 
 def site_options(required: bool) -> list[Option]:
     """Return --profile and the options that replace values of the profile."""
-    about = "the site, e.g. slurm/profiles/cpu.yaml"
     texts = {key: str(KEYS[key]["help"]).replace("`", "") for key in OVERRIDES}
-    instead = [(key, f"instead of the profile's: {text}") for key, text in texts.items()]
     return [
-        option("--profile", required=required, metavar="FILE|NAME", help=about),
-        *(option(f"--{key}", metavar=key.upper(), help=text) for key, text in instead),
+        option("--profile", required=required, metavar="FILE|NAME", help="Site profile, e.g. slurm/profiles/cpu.yaml"),
+        *(
+            option(f"--{key}", metavar=key.upper(), help=f"Replace the profile's value: {text}")
+            for key, text in texts.items()
+        ),
     ]
 
 
 def chosen_profile(options: argparse.Namespace) -> Profile:
-    """Return the site's profile with what the command line gives in place of its values."""
-    given = {key: text for key in OVERRIDES if (text := getattr(options, key)) is not None}
-    return site_profile(options.profile, os.environ).with_values(given)
+    """Return the site's profile, with the values of the command line."""
+    values = {key: text for key in OVERRIDES if (text := getattr(options, key)) is not None}
+    return site_profile(options.profile, os.environ).with_values(values)
 
 
 @command(
-    "check a recipe, freeze it and give it to Slurm",
+    "Check a recipe, freeze it and submit it to Slurm",
     *site_options(required=True),
-    switch("--dry-run", help="print the batch script; write and submit nothing"),
+    switch("--dry-run", help="Print the batch script without writing or submitting anything"),
     takes_recipe=True,
 )
 def submit(options: argparse.Namespace) -> int:
-    """Submit a run, or with ``--dry-run`` print its batch script alone to stdout, so that a file can keep it."""
+    """Submit a run. With ``--dry-run``, print its batch script to stdout and everything else to stderr."""
     profile = chosen_profile(options)
     if not options.dry_run:
         need_environment(profile)
@@ -95,10 +96,10 @@ def submit(options: argparse.Namespace) -> int:
         try:
             need_environment(profile)
         except ConfigError as error:
-            print(f"grpo: note: submitting would end here: {error}", file=sys.stderr)
+            print(f"grpo: note: submitting would fail: {error}", file=sys.stderr)
         print(submission.script(profile), end="")
         return 0
-    made, job = send(submission, profile)
-    print(f"grpo: job {job} is submitted, run directory {display_path(made.folder)}")
-    print(f"grpo: follow it with grpo status {job}, or grpo logs -f {job}; end it with grpo stop {job}")
+    run, job = send(submission, profile)
+    print(f"grpo: submitted job {job}, run directory {display_path(run.folder)}")
+    print(f"grpo: follow it with grpo status {job}, or grpo logs -f {job}; stop it with grpo stop {job}")
     return 0

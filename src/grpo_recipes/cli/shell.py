@@ -1,4 +1,4 @@
-"""The command for the shell: completion."""
+"""The command `grpo completion`: print a completion script for bash or zsh."""
 
 import argparse
 import itertools
@@ -8,7 +8,7 @@ from grpo_recipes.recipe.document import UNSET
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.rules import unsupported_keys
 
-# zsh reads bash's completions in its emulation of sh. Where nothing is offered, both complete names of files.
+# zsh runs the script in its emulation of bash. If the script offers no words, both shells complete file names.
 _SCRIPT = """# {shell}: source <(grpo completion {shell})
 {setup}_grpo() {{
     local IFS=$' \\n' command=${{COMP_WORDS[1]}} word=${{COMP_WORDS[COMP_CWORD]}} words='' files=''
@@ -42,11 +42,11 @@ _SETUP = {"bash": "", "zsh": "autoload -U +X bashcompinit && bashcompinit\n"}
 _TRUTH = ("true", "false")
 
 
-@command("print a script that completes commands, options and keys", option("shell", choices=list(_SETUP)))
+@command("Print a script that completes commands, options and keys", option("shell", choices=list(_SETUP)))
 def completion(options: argparse.Namespace) -> int:
-    """Print the shell's script, made from the commands and the catalogue of keys."""
+    """Print the completion script of a shell, generated from the commands and the catalogue of keys."""
     loaded = {name: load_command(name) for name in commands()}
-    recipes = [name for name, one in loaded.items() if one.takes_recipe]
+    recipes = [name for name, item in loaded.items() if item.takes_recipe]
     bare = {"|".join(recipes): "files=yaml", "keys": "words=$keys", "completion": f"words='{' '.join(_SETUP)}'"}
     bare["status|logs|watch|stop|report|chat"] = "words=last"
     print(
@@ -55,7 +55,7 @@ def completion(options: argparse.Namespace) -> int:
             setup=_SETUP[options.shell],
             keys=" ".join(key for key in [*catalogue(), UNSET] if key not in unsupported_keys()),
             commands=" ".join(loaded),
-            options=_cases({name: f"words='{' '.join(one.flags())} --help'" for name, one in loaded.items()}),
+            options=_cases({name: f"words='{' '.join(item.flags())} --help'" for name, item in loaded.items()}),
             with_keys="|".join(recipes),
             values=_cases({name: f"words='{' '.join(words)}'" for name, words in _choices(loaded).items()}),
             switches="|".join(_switches(loaded)),
@@ -67,19 +67,19 @@ def completion(options: argparse.Namespace) -> int:
 
 
 def _choices(commands: dict[str, Command]) -> dict[str, tuple[str, ...]]:
-    """Return the values to choose from of each option and key that has some, by its flag."""
-    found: dict[str, tuple[str, ...]] = {}
-    for names, settings in itertools.chain(*(one.all_options() for one in commands.values())):
-        found |= {name: tuple(settings["choices"]) for name in names if name[0] == "-" and "choices" in settings}
+    """Return the choices of each option and recipe key that has choices, by its flag."""
+    choices: dict[str, tuple[str, ...]] = {}
+    for names, settings in itertools.chain(*(item.all_options() for item in commands.values())):
+        choices |= {name: tuple(settings["choices"]) for name in names if name[0] == "-" and "choices" in settings}
     for name, entry in catalogue().items():
         if values := _TRUTH if entry["type"] == "bool" else entry.get("choices"):
-            found[f"--{name}"] = tuple(map(str, values))
-    return found
+            choices[f"--{name}"] = tuple(map(str, values))
+    return choices
 
 
 def _switches(commands: dict[str, Command]) -> list[str]:
-    every = itertools.chain(*(one.all_options() for one in commands.values()))
-    return sorted({name for names, settings in every for name in names if settings.get("action") == "store_true"})
+    options = itertools.chain(*(item.all_options() for item in commands.values()))
+    return sorted({name for names, settings in options for name in names if settings.get("action") == "store_true"})
 
 
 def _cases(words: dict[str, str]) -> str:

@@ -1,7 +1,7 @@
 """Sweeps that an extension translates from another tool.
 
 The command `grpo sweep` belongs to an extension, and extensions do not import each other. An extension that reads the
-sweeps of another tool asks for the registered ``Sweeper`` instead:
+sweeps of another tool uses the registered ``Sweeper`` instead:
 
     sweeper = need_sweeper("-m")(options)
     axes = sweeper.axes({"learning_rate": ["1e-6", "3e-6"]}, flags)
@@ -40,7 +40,7 @@ class Sweeper(ABC):
 
     @abstractmethod
     def axes(self, axes: Mapping[str, list[str]], flags: Sequence[str]) -> Mapping[str, list[str]]:
-        """Return recipe keys with their values; in a search, a range becomes a list of its two ends."""
+        """Return the values of each recipe key; in a search, a range becomes a list of its two ends."""
 
     @abstractmethod
     def start(
@@ -53,13 +53,13 @@ class Sweeper(ABC):
     ) -> int:
         """Run or submit the trials and return the exit code.
 
-        ``flags_of`` returns the recipe flags of a trial, to which ``flags`` are added. An unfinished sweep of the same
+        ``flags_of`` returns the recipe flags of a trial. All trials also get ``flags``. An unfinished sweep of the same
         trials continues, also if its run_root is one of the folders ``elsewhere``.
         """
 
 
 def need_sweeper(option: str) -> type[Sweeper]:
-    """Return the registered class; without one a ConfigError rejects the option that asks for a sweep."""
+    """Return the registered class; if there is none, raise a ConfigError for ``option``, which requests a sweep."""
     for sweeper in parts("sweeps"):
         kind: type[Sweeper] = sweeper
         return kind

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo_recipes.cli import command, option
-from grpo_recipes.cli.follow import named_run
+from grpo_recipes.cli.follow import find_run
 from grpo_recipes.console.generate import BACKEND, connect, sampling_of
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
@@ -122,7 +122,7 @@ def run_or_model(which: str, needs_model: bool, fix: str) -> tuple[Run | None, s
     if which.count("/") == 1 and not is_run and not path.exists() and not which.startswith((".", "~", "/")):
         return None, which
     try:
-        run = named_run(which)
+        run = find_run(which)
     except ConfigError as error:
         raise ConfigError(*(Problem(one.where, one.what, fix) for one in error.problems)) from error
     if needs_model and not (run.folder / "model" / "config.json").is_file():

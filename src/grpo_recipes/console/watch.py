@@ -11,8 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.cli import command, follow, option
-from grpo_recipes.cli.follow import GROUP_HELP, group_lines, is_silent, jobs_of, named, state_of, wait_for_run
-from grpo_recipes.cli.jobs import Asking, BareJob
+from grpo_recipes.cli.follow import (
+    GROUP_HELP,
+    find_jobs,
+    find_target,
+    group_lines,
+    is_silent,
+    target_state,
+    wait_for_run,
+)
+from grpo_recipes.cli.jobs import BareJob, SlurmPoll
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import display_path
 from grpo_recipes.process.terminal import columns, in_colour
@@ -119,13 +127,13 @@ def coloured(line: str) -> str:
 def watch(options: argparse.Namespace) -> int:
     """Draw a run until it ends; if stdout is not a terminal, draw once and print a line for each step."""
     try:
-        watched = wait_for_run(named(options.which))
+        watched = wait_for_run(find_target(options.which))
         if isinstance(watched, BareJob):
             return 0
-        slurm = Asking(lambda: jobs_of(watched))
+        slurm = SlurmPoll(lambda: find_jobs(watched))
 
         def look() -> tuple[str, bool]:
-            state, over = state_of(watched, slurm.answer())
+            state, over = target_state(watched, slurm.answer())
             slurm.need_answer(display_path(watched.folder), not over and is_silent(watched, slurm.answer()))
             return state, over
 
@@ -155,7 +163,7 @@ def _watch(
         print(*draw(columns()), sep="\n", flush=True)
         while not look()[1]:
             print("".join(f"{line}\n" for line in lines()), end="", flush=True)
-            time.sleep(follow.LOOK_SECONDS)
+            time.sleep(follow.POLL_SECONDS)
         print(*draw(columns()), sep="\n")
         return
     console = Console(width=columns(), highlight=False)
@@ -164,6 +172,6 @@ def _watch(
         stack.callback(console.show_cursor)  # rich does not where a signal comes while it draws the first picture
         live = stack.enter_context(Live(frame(), console=console, auto_refresh=False))
         while not look()[1]:
-            time.sleep(follow.LOOK_SECONDS)
+            time.sleep(follow.POLL_SECONDS)
             live.update(frame(), refresh=True)
         live.update(frame(), refresh=True)

@@ -18,7 +18,7 @@ from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.processes import Child, Ending, Group, newest_model, rank_pids
 from grpo_recipes.paths import display_path
-from grpo_recipes.plan.ports import Activity, generated_tokens
+from grpo_recipes.plan.ports import Activity, read_activity
 from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.terminal import OUTPUT, WIDTH, columns
@@ -316,7 +316,7 @@ class Monitor:
         host, port, token = self._attempt.server_address()
         child = server.members[0]
         owner = OwnListener(host, port, lambda: child.guard_pid) if isinstance(child, Child) else None
-        activity = generated_tokens(host, port, token, owner)
+        activity = read_activity(host, port, token, owner)
         seconds = self._server_stalls.look(activity, phases, time.monotonic())
         if seconds is None:
             return None

@@ -32,7 +32,7 @@ from grpo_recipes.launch.rendezvous import ADDRESS_VARIABLE, RANK_VARIABLE, Meet
 from grpo_recipes.paths import home
 from grpo_recipes.plan.commands import base_environment, run_environment
 from grpo_recipes.plan.devices import Node, Resources, environment_device, visible_gpus
-from grpo_recipes.plan.ports import is_free, keep
+from grpo_recipes.plan.ports import is_free, reserve
 from grpo_recipes.plan.preflight import node_problems, raise_file_limit
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.reports import say
@@ -325,7 +325,7 @@ class NodeWorker:
 
     def order_port(self, port: int) -> None:
         """Report whether a port is free on this node, and keep other launches off it."""
-        self._report("port", free=is_free("0.0.0.0", port) and keep(port))
+        self._report("port", free=is_free("0.0.0.0", port) and reserve(port))
 
     def order_listen(self, addresses: list[str]) -> None:
         """Listen at the address of this node, which are all in the order of the nodes, for what the others try."""

@@ -40,10 +40,10 @@ from grpo_recipes.plan.plan import describe, make_plan, with_sources
 from grpo_recipes.plan.ports import (
     NotReady,
     PortTaken,
-    another_port,
     busy_port,
-    free_ports,
-    listener,
+    choose_free_ports,
+    find_listener,
+    reserve_other_port,
     wait_until_answering,
     wait_until_ready,
 )
@@ -107,7 +107,7 @@ def _prepare(
     plan = make_plan(recipe, resources, os.environ)
     need_packages(plan.mode)
     there = workers.port_of(plan.placement[0].node)
-    ports, notes = free_ports(recipe, plan.ports, plan.server_host, there, plan.mode == "server")
+    ports, notes = choose_free_ports(recipe, plan.ports, plan.server_host, there, plan.mode == "server")
     resolve.need_wandb_route(recipe, os.environ)
     # Downloaded now if it must be; of a resumed run the commits it began with.
     again = [*(["--resume", str(run.folder)] if run else [display_path(recipe.path)]), *options.words()]
@@ -394,9 +394,9 @@ class Supervisor:
         if not listening_sockets(host, before):
             return
         if self._attempt.recipe.is_set("vllm_server_port"):
-            raise busy_port(self._attempt.recipe, "vllm_server_port", listener(before))
-        port = another_port(host, before)
-        holder = f"another process (pid {listener(before) or '?'})"
+            raise busy_port(self._attempt.recipe, "vllm_server_port", find_listener(before))
+        port = reserve_other_port(host, before)
+        holder = f"another process (pid {find_listener(before) or '?'})"
         say(f"port {before} (vllm_server_port) was taken by {holder}; using {port}")
         self._attempt.move_server(port)
         planned, self._planned = self._planned, {

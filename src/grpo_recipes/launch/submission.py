@@ -20,7 +20,7 @@ from grpo_recipes.paths import CODE_VARIABLE, cache_root, display_path, home, py
 from grpo_recipes.plan.devices import Resources, environment_device
 from grpo_recipes.plan.estimates import Estimates, estimate
 from grpo_recipes.plan.plan import make_plan
-from grpo_recipes.plan.preflight import GOOD_CORES, GOOD_GIB, slurm_bytes, too_little
+from grpo_recipes.plan.preflight import GOOD_CORES, GOOD_GIB, find_shortages, slurm_bytes
 from grpo_recipes.plan.room import need_room
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe, Value
@@ -120,7 +120,7 @@ def judge_profile(profile: Profile) -> list[str]:
     The working folder is where Slurm opens the job's logs: it replaces %j and the like in the whole path.
     """
     file, problems = f"{profile.name}.yaml", []
-    for what, option in too_little(profile.gpus, profile.cpus or math.inf, slurm_bytes(profile.mem)):
+    for what, option in find_shortages(profile.gpus, profile.cpus or math.inf, slurm_bytes(profile.mem)):
         fix = option.replace("--cpus-per-task=", "write cpus: ").replace("--mem=", "write mem: ")
         problems.append(Problem(file, what, fix))
     if re.search(r"[%\\\n]", here := os.getcwd()):

@@ -1,1 +1,1 @@
-"""Plan a run from its recipe and the devices there are: pure, without torch and without a socket."""
+"""Plan a run from its recipe and the available devices: pure, without torch and without sockets."""

@@ -1,4 +1,12 @@
-"""The argv and environment of a plan's processes: the vLLM server, and the trainers."""
+"""Build the argv and environment of a plan's processes: the vLLM server, the trainers, and processes of extensions.
+
+* A process gets the user's environment (``base_environment``), the run's variables (``run_environment``) and its own.
+* The launcher decides paths, ports and batch sizes, and passes them as flags. The trainer reads all other keys from the
+  frozen recipe in the run directory.
+* Only processes that need a secret get it (``Process.keeps``).
+
+    plan = with_processes(plan, recipe, resources, os.environ, names)
+"""
 
 from __future__ import annotations
 
@@ -28,40 +36,43 @@ from grpo_recipes.recipe.registry import EXTERNAL, LORA_RANKS, SYNC_METHODS
 from grpo_recipes.recipe.rules import longest_completion
 from grpo_recipes.runs.rundir import SYNC_FOLDER
 
-LOGS = "logs"  # folder of the logs, where the variable LOGDIR names none
+LOGS = "logs"  # folder of the logs if the variable LOGDIR is not set
 CPU_KV_CACHE_GIB = 1
-_SECONDS_A_GB = 30.0  # more for each GB of weights: read at 50 MB/s, with time to compile and capture what is larger
+_SECONDS_A_GB = 30.0  # added to timeouts for each GB of weights: reading at 50 MB/s, longer compilation and capture
 _HUB_LOGIN = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
-_SERVER_PORT_FLAGS = ("--port", "--vllm_server_port")  # of the server, of trainers
+_SERVER_PORT_FLAGS = ("--port", "--vllm_server_port")  # the server's flag and the trainers' flag
 _KEEP_ALIVE_SECONDS = 30 * 24 * 3600
-_COLOCATED_SHARE = 0.3  # of a GPU's memory for a vLLM that shares it with a trainer, unless the recipe says another
-# A login shell's Python and MPI settings reach into ours: PMI_SIZE alone changes the world size of a CPU process.
+_COLOCATED_SHARE = 0.3  # default fraction of a GPU's memory for vLLM if a trainer uses the same GPU
+# Python and MPI settings of a login shell would change our processes, for example PMI_SIZE the CPU world size.
 _REMOVED_PREFIXES = ("CONDA_", "PMI_", "PMIX_", "OMPI_")
 _REMOVED = (
     "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV",
-    # Ours; vLLM reads VLLM_PORT as the base of its internal ports and warns of names it does not know.
+    # Our own variables. vLLM reads VLLM_PORT as the base of its internal ports and warns about unknown VLLM_ names.
     *(name for name in environment_keys() if name != "RUN_ROOT" and not name.startswith("WANDB_")),
     "VLLM_MODEL", "CONFIG", "CONFIG_FILE", "TRAIN_ENTRYPOINT", "MAXENT",
-    "VLLM_API_KEY",  # vLLM would want it of every request, beside the run's own token
+    "VLLM_API_KEY",  # vLLM would require it in every request, in addition to the run's token
 )  # fmt: skip
 
 
 def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the part of the user's environment that every process of a run gets."""
-    removed = {name for name in environment if name in _REMOVED or name.startswith(_REMOVED_PREFIXES)}
-    kept = {name: value for name, value in environment.items() if name not in removed}
+    variables = {
+        name: value
+        for name, value in environment.items()
+        if name not in _REMOVED and not name.startswith(_REMOVED_PREFIXES)
+    }
     if environment.get(CODE_VARIABLE):
-        kept["PYTHONPATH"] = str(Path(environment[CODE_VARIABLE]) / "src")  # before the repository's of the environment
-    # Tools of the environment, ninja above all, are found though nobody activated it.
-    kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-    return kept | _no_proxy(environment)
+        variables["PYTHONPATH"] = str(Path(environment[CODE_VARIABLE]) / "src")  # wins over the installed repository
+    # Processes find the tools of the environment, for example ninja, although it is not activated.
+    variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+    return variables | _no_proxy(environment)
 
 
 def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: Path, mark: str) -> dict[str, str]:
-    """Return the variables every process of an attempt gets beside its own and those of the user's ``environment``.
+    """Return the variables that a run adds to the user's ``environment`` for all its processes.
 
-    ``scratch`` has the node-local folders that are removed at the attempt's end; by ``mark``, the value of GRPO_RUN,
-    every process of the run can be found.
+    ``scratch`` has the node-local folders, which are removed at the end of the attempt. ``mark`` is the value of
+    GRPO_RUN, which identifies every process of the run.
     """
     cache = cache_root(environment)
     defaults = {
@@ -91,36 +102,34 @@ def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: P
 
 
 def wandb_environment(recipe: Recipe) -> dict[str, str]:
-    """Return W&B's own variables for the recipe's keys; a variable the user exported has become the key's value."""
+    """Return W&B's own variables for the recipe's keys, which already have the values of exported variables."""
     return {name: recipe[key] for name, key in environment_keys().items() if name.startswith("WANDB_") and recipe[key]}
 
 
 def hub_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return where the hub's clients keep downloads and find the login, as far as the user did not say."""
+    """Return the variables for the hub's downloads and login; empty if the user has set HF_HOME."""
     if "HF_HOME" in environment:
         return {}
-    found = {"HF_HOME": str(cache_root(environment) / "huggingface")}
+    variables = {"HF_HOME": str(cache_root(environment) / "huggingface")}
     login = Path(environment.get("HOME", "/")) / ".cache/huggingface/token"
     if login.is_file() and "HF_TOKEN_PATH" not in environment:
-        found["HF_TOKEN_PATH"] = str(login)  # `hf auth login` outlives our choice of HF_HOME
-    return found
+        variables["HF_TOKEN_PATH"] = str(login)  # the login stays valid although HF_HOME is another folder
+    return variables
 
 
 def _no_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """Return NO_PROXY with the loopback and ``hosts``: through a proxy our own server would never answer."""
-    given = {name: environment.get(name, "").split(",") for name in ("NO_PROXY", "no_proxy")}
+    """Add the loopback and ``hosts`` to the user's NO_PROXY, because a proxy can't reach our own server."""
+    user_hosts = {name: environment.get(name, "").split(",") for name in ("NO_PROXY", "no_proxy")}
     direct = ("localhost", "127.0.0.1", "::1", *hosts)
-    return {name: ",".join(dict.fromkeys([*filter(None, user), *direct])) for name, user in given.items()}
+    return {name: ",".join(dict.fromkeys([*filter(None, names), *direct])) for name, names in user_hosts.items()}
 
 
-def _network(
-    plan: Plan, resources: Resources, environment: Mapping[str, str], names: Names, node: int
-) -> dict[str, str]:
-    """Return what a process of a node needs to reach the server, and the processes of other nodes."""
+def _network_variables(plan: Plan, resources: Resources, environment: Mapping[str, str], node: int) -> dict[str, str]:
+    """Return the variables with which a process of a node reaches the server and the processes of other nodes."""
     variables = {}
     if plan.mode == "server":
-        # Where rank 0 offers the NCCL group: TRL asks vLLM, which would take the interface of the default route. What
-        # the user exported can be right on one node alone.
+        # Rank 0 opens the NCCL group at this address. By default, vLLM would choose the interface of the default route.
+        # An exported address is used only on a single node, because it can't be right on several nodes.
         exported = environment.get("VLLM_HOST_IP", plan.server_host)
         variables["VLLM_HOST_IP"] = plan.nodes[node] if resources.nodes else exported
     if not resources.nodes:
@@ -129,33 +138,40 @@ def _network(
     interface = resources.nodes[node].interface
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if interface is not None and name not in environment:
-            variables[name] = interface  # left alone, gloo takes that of the host's name, NCCL the first it finds
+            # By default, gloo uses the interface of the host name and NCCL uses the first interface.
+            variables[name] = interface
     return variables
 
 
-def _sync_folder(recipe: Recipe, plan: Plan, names: Names) -> dict[str, str]:
-    """Return the folder of the weights where a server on another machine reads them: shared memory ends at the node."""
-    apart = plan.bridge in ("file", "lora", "restart") and plan.server_apart
+def _sync_variables(recipe: Recipe, plan: Plan, names: Names) -> dict[str, str]:
+    """Let the trainers write weights to the run directory if the server can't read this machine's shared memory."""
+    is_remote = plan.bridge in ("file", "lora", "restart") and plan.server_apart
     if plan.mode == EXTERNAL:
-        apart = urlsplit(recipe["vllm_server_base_url"]).hostname not in ("localhost", "127.0.0.1")
-    return {"GRPO_SYNC_DIR": str(names.run_dir / SYNC_FOLDER)} if apart else {}
+        is_remote = urlsplit(recipe["vllm_server_base_url"]).hostname not in ("localhost", "127.0.0.1")
+    return {"GRPO_SYNC_DIR": str(names.run_dir / SYNC_FOLDER)} if is_remote else {}
 
 
 def _flags(values: Mapping[str, object]) -> list[str]:
-    """Return flags with their values: True is a flag without one, None or False leaves the flag out."""
-    given = {flag: value for flag, value in values.items() if value is not None and value is not False}
-    return [text for flag, value in given.items() for text in ([flag] if value is True else [flag, str(value)])]
+    """Return the words of flags and values: True is a flag without a value, None or False leaves the flag out."""
+    words = []
+    for flag, value in values.items():
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            words += [flag, str(value)]
+    return words
 
 
 def with_processes(
     plan: Plan, recipe: Recipe, resources: Resources, environment: Mapping[str, str], names: Names,
     sources: Assets | None = None,
 ) -> Plan:  # fmt: skip
-    """Return the plan with its processes, which stay off the hub once all ``sources`` are here."""
+    """Return the plan with its timeouts and processes; they work offline if all ``sources`` are on this machine."""
     size = weight_bytes(plan.model)
-    more = round(_SECONDS_A_GB * size / 1e9)
-    ready = recipe["vllm_server_timeout"] + (0 if recipe.is_set("vllm_server_timeout") else more)
-    plan = replace(plan, weight_bytes=size, server_timeout=ready, meeting_timeout=MEETING_SECONDS + more)
+    extra_seconds = round(_SECONDS_A_GB * size / 1e9)
+    server_timeout = recipe["vllm_server_timeout"] + (0 if recipe.is_set("vllm_server_timeout") else extra_seconds)
+    meeting_timeout = MEETING_SECONDS + extra_seconds
+    plan = replace(plan, weight_bytes=size, server_timeout=server_timeout, meeting_timeout=meeting_timeout)
     plan = replace(plan, data=data_of(recipe, plan))
     processes = [_trainer(recipe, plan, environment, names, machine) for machine in range(len(plan.placement))]
     if plan.mode == "server":
@@ -163,28 +179,30 @@ def with_processes(
     added = [process for part in roles() for process in part.processes(recipe, plan, names)]
     early = [process for process in added if process.before_trainers]
     processes = [*early, *processes, *(process for process in added if not process.before_trainers)]
-    after = tuple(process.role for process in early)
+    early_roles = tuple(process.role for process in early)
     offline = sources.offline_variables(environment) if sources else {}
     login = () if offline else _HUB_LOGIN
     wandb = ("WANDB_API_KEY",) if "wandb" in (recipe["report_to"] or []) else ()
-    handed = (*login, *recipe["reward_environment"])
-    handed += ("OPENAI_API_KEY",) if plan.mode == EXTERNAL else ()  # of a server that somebody started
-    # Callbacks are the user's code in the trainer's own process: nobody knows what they need.
-    kept = {"server": login, "trainer": ("*",) if recipe["callbacks"] else (*handed, *wandb)}
+    reward_secrets = (*login, *recipe["reward_environment"])
+    reward_secrets += ("OPENAI_API_KEY",) if plan.mode == EXTERNAL else ()  # the key of an external server
+    # Callbacks are the user's code inside the trainer and may need any variable.
+    secrets = {"server": login, "trainer": ("*",) if recipe["callbacks"] else (*reward_secrets, *wandb)}
 
-    def complete(one: Process) -> Process:
-        network = _network(plan, resources, environment, names, one.node) | _sync_folder(recipe, plan, names)
-        variables = {**one.environment, **network, **offline}
-        log = one.log if not one.log.startswith(f"{LOGS}/") else str(log_folder(environment) / Path(one.log).name)
-        keeps = kept.get(one.role, handed if one.handed else ())
-        waits_for = (*one.after, *after) if one.trains else one.after
-        return replace(one, environment=variables, keeps=keeps, log=log, after=waits_for)
+    def complete(process: Process) -> Process:
+        network = _network_variables(plan, resources, environment, process.node) | _sync_variables(recipe, plan, names)
+        variables = {**process.environment, **network, **offline}
+        log = process.log
+        if log.startswith(f"{LOGS}/"):
+            log = str(log_folder(environment) / Path(log).name)
+        keeps = secrets.get(process.role, reward_secrets if process.handed else ())
+        waits_for = (*process.after, *early_roles) if process.trains else process.after
+        return replace(process, environment=variables, keeps=keeps, log=log, after=waits_for)
 
-    return replace(plan, processes=[complete(one) for one in processes])
+    return replace(plan, processes=[complete(process) for process in processes])
 
 
 def log_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder of the logs that no variable names."""
+    """Return the folder for logs without their own variable: LOGDIR, or ``logs``."""
     return Path(os.path.expanduser(environment.get("LOGDIR") or LOGS))
 
 
@@ -195,60 +213,61 @@ def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: N
         variables |= part.server_variables(recipe, names)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
     if plan.device == "cpu" and recipe["vllm_tensor_parallel_size"] > 1:
-        # By itself vLLM wants a NUMA node for each worker, and ends where there are fewer.
+        # By default vLLM requires a NUMA node for each worker.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = environment.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     host, port = plan.server_host, plan.ports.server
     argv = server_command(recipe, plan.model, names.served, host, port, plan.device, plan.max_num_seqs)
     if plan.bridge == "lora":
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
-        argv += ["--enable-lora", "--max-lora-rank", str(next(one for one in LORA_RANKS if one >= recipe["lora_r"]))]
+        argv += ["--enable-lora", "--max-lora-rank", str(next(rank for rank in LORA_RANKS if rank >= recipe["lora_r"]))]
     log = environment.get("SERVER_LOG") or f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
-    # On a GPU that a trainer uses, vLLM would start again with less free memory than it was planned for.
-    alone = plan.bridge is not None and plan.device in SYNC_METHODS[plan.bridge].reconnects and not plan.gpu_shared
-    on_loss: OnLoss = "restart" if alone else "restart with trainers"
+    # On a GPU with a trainer, a restarted vLLM would find less free memory than planned.
+    reconnects = plan.bridge is not None and plan.device in SYNC_METHODS[plan.bridge].reconnects and not plan.gpu_shared
+    on_loss: OnLoss = "restart" if reconnects else "restart with trainers"
     renewed = plan.bridge == "restart"
     return Process(
         "server", argv, variables, plan.server_gpus, log, ready="serving", on_loss=on_loss, renewed=renewed,
-        with_trainers=not alone,
+        with_trainers=not reconnects,
     )  # fmt: skip
 
 
 def weight_bytes(model: str) -> int:
-    """Return the bytes of the weights in a model's folder, 0 where it is not here."""
-    kinds = ("*.safetensors", "pytorch_model*.bin")
-    found = ([path.stat().st_size for path in Path(model).glob(kind)] for kind in kinds)
-    return sum(next(filter(None, found), []))
+    """Return the bytes of the weights in a model's folder, 0 without that folder."""
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        if sizes := [path.stat().st_size for path in Path(model).glob(pattern)]:
+            return sum(sizes)
+    return 0
 
 
 def _plugins(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the user's VLLM_PLUGINS with ours; unset, vLLM loads every plug-in that is installed, ours too."""
-    given = environment.get("VLLM_PLUGINS")
-    return {"VLLM_PLUGINS": f"{given},grpo_recipes"} if given else {}
+    """Add our plug-in to the user's VLLM_PLUGINS. If it is not set, vLLM loads every installed plug-in."""
+    plugins = environment.get("VLLM_PLUGINS")
+    return {"VLLM_PLUGINS": f"{plugins},grpo_recipes"} if plugins else {}
 
 
 def vllm_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of every process with vLLM inside, a server's or a trainer's."""
+    """Return the variables of every process that contains vLLM: the server, or trainers with a co-located vLLM."""
     variables = {"VLLM_NO_USAGE_STATS": "1"}
     if device == "cuda":
         # FlashInfer's sampler returns no log-probs, so training never uses it, but vLLM's warm-up compiles it with
-        # nvcc, which many machines lack. A value of the user's environment wins; see preflight.py.
+        # nvcc, which many machines lack. The user's environment wins. preflight.py checks for nvcc.
         variables[FLASHINFER_SAMPLER] = environment.get(FLASHINFER_SAMPLER, "0")
     if device == "cpu":
-        # The sampler is compiled with the first batch, which takes longer than a smoke run samples in all.
+        # Compiling the sampler takes longer than all generations of a smoke run.
         variables |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB), "TORCHDYNAMO_DISABLE": "1"}
     return variables
 
 
 def server_environment(device: str, internal_port: int | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a server beyond the run's own; vLLM numbers its own ports from ``internal_port``."""
+    """Return the server's own variables; vLLM numbers its internal ports from ``internal_port``."""
     variables = {
         **vllm_environment(device, environment),
         "VLLM_SERVER_DEV_MODE": "1",
-        "GRPO_SERVER": "1",  # to our plug-in, which vLLM loads inside colocated ranks too
-        # By default the server closes a connection after 5 s without a request; the next may come at that moment.
+        "GRPO_SERVER": "1",  # tells our plug-in, which co-located ranks load too, that it runs in a server
+        # By default the server closes a connection after 5 s without a request, maybe just as the next one arrives.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(_KEEP_ALIVE_SECONDS),
-        "PYTHONSAFEPATH": "1",  # its engine processes, too, import nothing from the working folder
-        "SPT_NOENV": "1",  # vLLM renames its processes; without this the new name overwrites their environ
+        "PYTHONSAFEPATH": "1",  # the engine processes import nothing from the working folder either
+        "SPT_NOENV": "1",  # vLLM renames its processes. Without this, the new name overwrites their environ.
     }
     return variables if internal_port is None else {**variables, "VLLM_PORT": str(internal_port)}
 
@@ -256,15 +275,16 @@ def server_environment(device: str, internal_port: int | None, environment: Mapp
 def server_command(
     recipe: Recipe, model: str, name: str, host: str, port: int, device: str, max_num_seqs: int | None = None
 ) -> list[str]:
-    """Return the argv of a server of ``model``, a folder or hub id, under the run's own ``name``.
+    """Return the argv of a server for ``model``, a folder or hub id, which requests call ``name``.
 
     ``max_num_seqs`` comes from the plan. Without a plan it is the recipe's ``vllm_max_num_seqs``, or vLLM's default.
-    vLLM for CPU is the distribution vllm-cpu. There `vllm serve` (and so `trl vllm-serve`, which runs it) does not find
-    its own version. The module behind both accepts the same flags.
+
+    vLLM for CPU is the distribution vllm-cpu, in which `vllm serve` and `trl vllm-serve` fail to find their version.
+    The module behind both commands works and accepts the same flags.
     """
     on_cpu, implementation = device == "cpu", recipe["vllm_model_impl"]
     program = python_module("grpo_recipes.server.serve", "--model", model)
-    needed = {  # by TRL's trainer; `trl vllm-serve` adds these itself
+    needed = {  # TRL's trainer needs these flags, and `trl vllm-serve` adds them itself
         "--model-impl": implementation,
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": "-1",
@@ -274,7 +294,7 @@ def server_command(
         trl = str(Path(sys.executable).with_name("trl"))
         program, needed = [trl, "vllm-serve", "--model", model, "--vllm-model-impl", implementation], {}
     parallel, revision = recipe["vllm_tensor_parallel_size"], recipe["model_revision"]
-    # The last is the first that a request meets.
+    # The last layer handles a request first.
     middleware = ("completions.AnswerInArrays", "middleware.ReportActivity", "middleware.RequireToken")
     flags = {
         "--served-model-name": name,
@@ -286,12 +306,12 @@ def server_command(
         "--max-num-seqs": max_num_seqs or recipe["vllm_max_num_seqs"],
         "--tensor-parallel-size": parallel if parallel > 1 else None,
         "--trust-remote-code": recipe["trust_remote_code"],
-        # The order of prompts, not that of their arrival.
+        # The server schedules prompts in their order, not in the order of their arrival.
         "--scheduling-policy": "priority" if seeds_sampling(recipe["seed_server"], on_cpu) else None,
         "--gpu-memory-utilization": None if on_cpu else gpu_share(recipe, "server"),
         "--enforce-eager": on_cpu or recipe["vllm_enforce_eager"],
-        # A prompt prefilled in parts ends vLLM's CPU worker where its request has a seed (its generators cannot step
-        # back), and that happens as soon as the prompts of a moment exceed one batch of the scheduler.
+        # Prefilling a seeded prompt in parts crashes vLLM's CPU worker, whose random generators can't step back. It
+        # happens as soon as the waiting prompts exceed one batch of the scheduler.
         "--no-enable-chunked-prefill": on_cpu,
         "--revision": revision if revision != "main" else None,
         **needed,
@@ -300,20 +320,20 @@ def server_command(
     return [*program, *layers, *_flags(flags)]
 
 
-def with_server_port(process: Process, host: str, before: int, port: int) -> Process:
-    """Return a process whose argv has the server on ``port`` in the place of the port ``before``."""
+def with_server_port(process: Process, host: str, old_port: int, port: int) -> Process:
+    """Return the process with the server's ``old_port`` in its argv replaced by ``port``."""
 
-    def changed(flag: str, word: str) -> str:
-        if word == f"http://{host}:{before}":
+    def move(flag: str, word: str) -> str:
+        if word == f"http://{host}:{old_port}":
             return f"http://{host}:{port}"
-        return str(port) if flag in _SERVER_PORT_FLAGS and word == str(before) else word
+        return str(port) if flag in _SERVER_PORT_FLAGS and word == str(old_port) else word
 
     words = zip(["", *process.argv], process.argv, strict=False)
-    return replace(process, argv=[changed(flag, word) for flag, word in words])
+    return replace(process, argv=[move(flag, word) for flag, word in words])
 
 
 def has_trl_serve() -> bool:
-    """Return whether ``trl vllm-serve`` works here: with TRL 1.x, and a distribution that is named vllm."""
+    """Return whether ``trl vllm-serve`` works here: it needs TRL 1.x and a distribution named vllm."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("vllm")
         return int(importlib.metadata.version("trl").split(".")[0]) < 2
@@ -321,59 +341,58 @@ def has_trl_serve() -> bool:
 
 
 def seeds_sampling(seed_server: bool | None, on_cpu: bool) -> bool:
-    """Return whether every prompt has a sampling seed of its own: what the recipe says, by default on CPU only."""
+    """Return whether every prompt has its own sampling seed: by ``seed_server``, or by default only on CPU."""
     return on_cpu if seed_server is None else seed_server
 
 
 def longest_sequence(recipe: Recipe) -> int | None:
-    """Return the tokens the server must take: vllm_max_model_length, else the sum of the recipe's own limits, if any.
+    """Return the most tokens of a sequence: ``vllm_max_model_length``, or the recipe's limits of prompt and completion.
 
-    Left to the model's configuration, vLLM would reserve KV cache for sequences that cannot come.
+    None if the recipe has no limits. vLLM would otherwise reserve KV cache for the model's longest sequence.
     """
-    given, prompt, completion = recipe["vllm_max_model_length"], recipe["max_prompt_length"], longest_completion(recipe)
-    return given if given is not None or prompt is None or completion is None else int(prompt + completion)
+    length: int | None = recipe["vllm_max_model_length"]
+    prompt, completion = recipe["max_prompt_length"], longest_completion(recipe)
+    return length if length is not None or prompt is None or completion is None else int(prompt + completion)
 
 
 def gpu_share(recipe: Recipe, mode: str) -> float:
-    """Return the fraction of a GPU's memory that vLLM may take: less of a GPU that trains too."""
+    """Return the fraction of a GPU's memory for vLLM; by default it is smaller if the GPU also trains."""
     shares = mode == "colocate" or "shared" in (recipe["weight_sync"], recipe["vllm_gpu"])
     if shares and not recipe.is_set("vllm_gpu_memory_utilization"):
         return _COLOCATED_SHARE
     return float(recipe["vllm_gpu_memory_utilization"])
 
 
-def tee(environment: Mapping[str, str]) -> str | None:
-    """Return ACC_TEE, by which accelerate puts a rank's name before each of its lines; None where it is unset."""
-    given = environment.get("ACC_TEE") or None
-    if given not in (None, "0", "1", "2", "3"):
-        raise config_error(
-            "ACC_TEE", f"'{given}' names no output", "write 1 (output), 2 (errors), 3 (both), or unset it"
-        )
-    return given
+def read_tee(environment: Mapping[str, str]) -> str | None:
+    """Return ACC_TEE, with which accelerate puts a rank's name before each line of its output; None if not set."""
+    value = environment.get("ACC_TEE") or None
+    if value not in (None, "0", "1", "2", "3"):
+        raise config_error("ACC_TEE", f"expected 0, 1, 2 or 3, got '{value}'", "set 1 (stdout), 2 (stderr) or 3 (both)")
+    return value
 
 
 def _trainer_environment(recipe: Recipe, plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of trainers on every node."""
     variables = {}
     if plan.device == "cpu":
-        # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
-        # `accelerate launch --cpu` start one process whatever --num_processes says.
+        # The flag --use_cpu keeps accelerate on the CPU. ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
+        # `accelerate launch --cpu` would ignore --num_processes.
         variables["DS_ACCELERATOR"] = "cpu"
     if plan.mode == "colocate":
         variables |= vllm_environment(plan.device, environment) | _plugins(environment)
         if recipe["torch_compile"]:
-            variables.pop("TORCHDYNAMO_DISABLE", None)  # it would leave the training uncompiled too
+            variables.pop("TORCHDYNAMO_DISABLE", None)  # it would also disable compilation of the training
     return variables
 
 
 def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, machine: int) -> Process:
-    """Return the trainers of one node, the ``machine``-th of those that train: one ``accelerate launch``."""
+    """Return the ``accelerate launch`` with the trainers of one node: entry ``machine`` of the plan's placement."""
     placed, machines = plan.placement[machine], len(plan.placement)
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus), "GRPO_NODE": str(placed.node)}
     variables |= _trainer_environment(recipe, plan, environment)
     flags = {
         "--config_file": plan.accelerate_file,
-        # accelerate starts num_processes // num_machines here, and torch adds the machines up: they may be unequal.
+        # accelerate starts num_processes // num_machines processes here. Nodes may have different numbers of them.
         "--num_processes": placed.count * machines,
         "--num_machines": machines,
         "--machine_rank": machine,
@@ -381,7 +400,7 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
         "--dynamo_backend": "no",
         "--fsdp_offload_params": "true" if recipe["fsdp_cpu_offload"] else None,
         "--num_cpu_threads_per_process": plan.threads,
-        "--tee": tee(environment),
+        "--tee": read_tee(environment),
         "--main_process_ip": plan.nodes[plan.placement[0].node] if machines > 1 else "127.0.0.1",
         "--main_process_port": plan.ports.main_process,
     }
@@ -389,7 +408,7 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
     named = Path(environment.get("TRAINING_LOG") or f"logs/liv_train_{names.run}_{names.timestamp}.log")
     log = str(named.with_stem(named.stem + (f"_node{placed.node}" if placed.node else "")))
     after = ("server",) if plan.mode == "server" else ()
-    decided: dict[str, object] = {  # by the launcher: flags of the entry script beside the frozen recipe
+    decided: dict[str, object] = {  # flags of the entry script, which win over the frozen recipe
         "--config": names.run_dir / "recipe.yaml",
         "--output_dir": names.run_dir / "checkpoints",
         "--model_name_or_path": plan.model,
@@ -397,7 +416,7 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
         "--per_device_train_batch_size": plan.batch.per_device,
         "--gradient_accumulation_steps": plan.batch.accumulation,
         "--use_cpu": str(plan.device == "cpu").lower(),
-        # The launcher publishes at the end: transformers would push with every save.
+        # The launcher publishes the model at the end. transformers would push with every save.
         "--push_to_hub": "false" if recipe["push_to_hub"] else None,
         "--per_device_eval_batch_size": plan.eval_batch,
         "--dataset_name": plan.dataset,
@@ -426,5 +445,8 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
 
 
 def _beside(plan: Plan) -> tuple[str, ...]:
-    """Return the roles that trainers start next to; on the server's GPU they would change the memory it measures."""
+    """Return the roles that start at the same time as the trainers: the server, unless both use one GPU.
+
+    There the trainers wait until vLLM has measured the free memory of the GPU.
+    """
     return ("server",) if plan.mode == "server" and not plan.gpu_shared else ()

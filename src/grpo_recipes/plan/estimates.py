@@ -1,4 +1,6 @@
-"""What a planned run will take: memory, disk and time, and which key to change where that does not fit. No torch.
+"""Estimate the memory, disk and time of a planned run, and suggest a key to change if it does not fit. No torch.
+
+    estimate(plan, recipe, names, gpu_gib=80.0, walltime=None).lines()
 
 The formulas follow the source of torch, TRL, accelerate and DeepSpeed (TRL 1.16, DeepSpeed 0.19). The constants are
 measured:
@@ -6,7 +8,7 @@ measured:
 * on CPU by ``bench/memory_estimate.py`` (docs/planning.md, ``bench/results/memory_estimate.json``);
 * for a trainer on one GPU by ``bench/gpu_step.py`` (docs/gpu.md, ``bench/results/gpu_step.json``).
 
-A test compares the estimate with every row of both records. NCCL's buffers and vLLM's server on GPUs are not measured.
+A test compares the estimate with every row of both records. NCCL's buffers and vLLM servers on GPUs are not measured.
 """
 
 from __future__ import annotations
@@ -29,46 +31,49 @@ from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.recipe.registry import EXTERNAL, SYNC_METHODS
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# What the processes hold before the model counts: bench/results/memory_estimate.json, case "constant".
+# Memory of processes without a model: bench/results/memory_estimate.json, case "constant".
 _TRAINER_IMPORTS = 780_000_000
-_SERVER_IMPORTS = 1_950_000_000  # of the API server, the engine and one worker, each with torch and vLLM
-# CUDA's context with its libraries: the GPU held 0.76 to 0.78 GiB beside torch's allocator. docs/gpu.md,
+_SERVER_IMPORTS = 1_950_000_000  # API server, engine and one worker, each with torch and vLLM
+# CUDA's context with its libraries: measured 0.76 to 0.78 GiB in addition to torch's allocator. docs/gpu.md,
 # bench/results/gpu_step.json, "memory", "beside torch".
 _CUDA_CONTEXT = GIB * 4 // 5
-# Reserved memory that torch's allocator cannot use between its blocks: 9.0 to 15.2 % of the allocated memory.
+# Reserved memory in gaps between blocks of torch's allocator: 9.0 to 15.2 % of the allocated memory.
 # docs/gpu.md, bench/results/gpu_step.json, "memory", "reserved" and "allocated".
 _GAPS = 0.16
-# Not measured: NCCL's buffers, which together with the context are taken as 1 GiB, and the graphs that vLLM captures.
+# Not measured: NCCL's buffers (assumed 1 GiB together with CUDA's context) and the graphs that vLLM captures.
 _NCCL, _CUDA_GRAPHS = GIB - _CUDA_CONTEXT, GIB
-# trl/kernels/chunked_logprob.py: the output layer is computed in tiles of so many tokens and words, never as a whole.
+# trl/kernels/chunked_logprob.py computes the output layer in tiles of this many tokens and words.
 _TILE_TOKENS, _TILE_WORDS = 4096, 32768
-_TILE_COPIES_ON_CPU = 8  # of _backward_tile: torch makes every intermediate, where Triton works in place
-# DeepSpeed's defaults, in elements, which TRL's accelerate files leave alone.
+_TILE_COPIES_ON_CPU = 8  # in _backward_tile, torch stores every intermediate result and Triton works in place
+# DeepSpeed's defaults in elements. TRL's accelerate files do not change them.
 _ZERO_BUCKET, _ZERO3_LIVE = 500_000_000, 1_000_000_000
-# vLLM's smallest default of sequences at the same time (L40S and A100 on GPUs), and its tokens per batch on a GPU.
+# vLLM's default of sequences at the same time (for GPUs, the smallest: L40S and A100) and of tokens per batch on a GPU.
 DEFAULT_SEQUENCES, _BATCHED_TOKENS = {"cpu": 128, "cuda": 256}, 8192
-# Keys of the recipe that decide how much memory a run takes, beside those that a plan works out.
+# Recipe keys that affect memory, in addition to the values of the plan.
 _KEYS = (
     "attn_implementation", "dtype", "fsdp_cpu_offload", "gradient_checkpointing", "lora_modules_to_save", "lora_r",
     "optim", "use_peft", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size",
 )  # fmt: skip
-_LENGTH_STEP, _SHARES = 128, 20  # tokens, and parts of a GPU, in which a suggestion moves
+_LENGTH_STEP, _SHARES = 128, 20  # suggestions change lengths by 128 tokens and GPU memory by 1/20
 _SHARING_MORE = {"ddp": ("zero2", "zero3"), "zero2": ("zero3",)}
 
 
 class Workload(dict[str, Any]):
-    """Everything that decides how much memory a run takes, by the keys of the recipe and a few more; sizes in bytes."""
+    """All values that affect the memory of a run, by recipe keys and a few other names. Properties are bytes.
+
+    Properties named ``*element``, ``computed`` and ``served`` are the bytes of one value.
+    """
 
     @classmethod
     def of(cls, recipe: Recipe, plan: Plan) -> Workload:
-        """Return the workload of a plan; UnknownShape where a sequence has no limit, or CONFIG_FILE decides."""
+        """Return the workload of a plan; raise UnknownShape without a limit of lengths, or with CONFIG_FILE."""
         model = read_model(plan.model, str(recipe["model_name_or_path"]))
         longest, completion = longest_sequence(recipe), recipe["max_completion_length"]
         sequence = recipe["max_prompt_length"] + completion if recipe["max_prompt_length"] and completion else longest
         if sequence is None:
-            raise UnknownShape("no key limits the length of a sequence; write max_prompt_length")
+            raise UnknownShape("no key limits the length of a sequence; set max_prompt_length")
         if plan.accelerator == "custom":
-            raise UnknownShape("the file of CONFIG_FILE decides how the model is shared; unset it")
+            raise UnknownShape("the effect of CONFIG_FILE on memory is unknown; unset it")
         facts = {
             **model,
             "per_device_train_batch_size": plan.batch.per_device,
@@ -76,10 +81,10 @@ class Workload(dict[str, Any]):
             "vllm_max_num_seqs": plan.max_num_seqs,
             "vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode),
             "world_size": plan.batch.world_size,
-            "completions": plan.batch.per_device * plan.batch.accumulation,  # of a step, on one process
+            "completions": plan.batch.per_device * plan.batch.accumulation,  # per step on one process
             "sequence": sequence,  # tokens of the longest prompt and completion together
-            "completion": min(sequence, completion or sequence),  # tokens of the longest one
-            "low": mixed_precision(recipe) != "no",  # whether a forward pass computes in 16 bits, whatever the weights
+            "completion": min(sequence, completion or sequence),  # tokens of the longest completion
+            "low": mixed_precision(recipe) != "no",  # whether a forward pass computes in 16 bits
             "reference": recipe["beta"] != 0.0 or bool(plan.maxent and plan.maxent.beta),
             **{name: getattr(plan, name) for name in ("device", "mode", "accelerator", "bridge", "gpu_shared")},
             **{key: recipe[key] for key in _KEYS},
@@ -88,57 +93,58 @@ class Workload(dict[str, Any]):
 
     @property
     def element(self) -> int:
-        """A weight as it is loaded."""
+        """Bytes of a weight in the loaded type."""
         return _BYTES.get(self["dtype"], _BYTES.get(self["saved"], 4))
 
     @property
     def computed(self) -> int:
-        """A value in the forward pass."""
+        """Bytes of a value in the forward pass."""
         return 2 if self["low"] else self.element
 
     @property
     def zero(self) -> bool:
-        """Whether DeepSpeed holds weights, gradients and states."""
+        """Whether DeepSpeed manages weights, gradients and optimizer states."""
         return self["accelerator"] in ("zero2", "zero3")
 
     @property
     def one_gpu(self) -> bool:
-        """Whether vLLM has the GPU of a trainer; on CPU, whether it is inside."""
+        """Whether vLLM uses the GPU of a trainer; on CPU, whether it runs inside the trainers."""
         return self["mode"] == "colocate" or self["gpu_shared"]
 
     @property
     def shards(self) -> int:
-        """The parts that gradients and optimizer states are cut into."""
+        """Number of parts into which gradients and optimizer states are divided."""
         return self["world_size"] if self.zero or self["accelerator"] == "fsdp2" else 1
 
     @property
     def offloads(self) -> bool:
-        """Whether sharded weights, gradients and optimizer states are in the memory of the CPU, not of the GPU."""
+        """Whether FSDP keeps sharded weights, gradients and optimizer states in CPU memory."""
         return self["accelerator"] == "fsdp2" and self["device"] == "cuda" and bool(self.get("fsdp_cpu_offload"))
 
     @property
     def served(self) -> int:
-        """A weight, and a value of the KV cache, in vLLM: of the trainer's precision, or the trainer's own weight."""
+        """Bytes of a weight and of a KV cache value in vLLM."""
         return self.element if self["bridge"] == "shared" else self.computed
 
     @property
     def trained(self) -> int:
-        """The elements that are trained: all, or an adapter of every linear layer and embeddings beside it."""
+        """Number of trained elements: all, or with LoRA an adapter of every linear layer and the embeddings to save."""
         if not self["use_peft"]:
-            return self["parameters"]
-        sides = 7 * self["hidden"] + 2 * (self["queries"] + self["keys"]) + 3 * self["intermediate"]
-        return self["layers"] * self["lora_r"] * sides + self["embedding"] * len(self["lora_modules_to_save"] or ())
+            return int(self["parameters"])
+        widths = 7 * self["hidden"] + 2 * (self["queries"] + self["keys"]) + 3 * self["intermediate"]
+        embeddings = self["embedding"] * len(self["lora_modules_to_save"] or ())
+        return int(self["layers"] * self["lora_r"] * widths + embeddings)
 
     @property
     def trained_element(self) -> int:
-        """A trained element, as its gradient and the states of a plain optimizer have it."""
+        """Bytes of a trained element in its gradient and in the states of a plain optimizer."""
         if self.zero:
             return 2 if self["low"] else 4
         return 4 if self["use_peft"] or (self["accelerator"] == "fsdp2" and self["low"]) else self.element
 
     @property
     def weights(self) -> int:
-        """The weights that one process holds."""
+        """Weights on one process."""
         count, accelerator = self["parameters"], self["accelerator"]
         element = self.trained_element if self.zero else self.element  # DeepSpeed casts the model itself
         if accelerator == "zero3":
@@ -151,10 +157,10 @@ class Workload(dict[str, Any]):
 
     @property
     def autocast_copies(self) -> int:
-        """The 16-bit copies of float32 weights that autocast keeps during a forward pass.
+        """16-bit copies of float32 weights that autocast keeps during a forward pass.
 
-        Without gradient checkpointing the backward pass uses the same copies. With it, copies of frozen weights are
-        not kept. TRL converts the output layer tile by tile.
+        Without gradient checkpointing, the backward pass uses the same copies. With gradient checkpointing, autocast
+        keeps no copies of frozen weights. TRL converts the output layer tile by tile.
         """
         frozen = self["use_peft"] and self["gradient_checkpointing"]
         if self["device"] == "cpu" or not self["low"] or self.zero or self.element < 4 or frozen:
@@ -163,38 +169,38 @@ class Workload(dict[str, Any]):
 
     @property
     def states(self) -> int:
-        """The optimizer's states, with DeepSpeed also the float32 weights that it updates."""
+        """Optimizer states on one process; with DeepSpeed, also its float32 copy of the weights."""
         name = self["optim"].removeprefix("paged_")
         states = 0 if name in ("adafactor", "sgd") else 1 if name.startswith(("lion", "adagrad", "rmsprop")) else 2
-        states += name.startswith("ademamix")  # which has three
-        plain = 4 if self.zero else self.trained_element
-        size = 0.5 if "4bit" in name else 1 if "8bit" in name else 4 if "32bit" in name else plain
+        states += name.startswith("ademamix")  # AdEMAMix has three states
+        default_size = 4 if self.zero else self.trained_element
+        size = 0.5 if "4bit" in name else 1 if "8bit" in name else 4 if "32bit" in name else default_size
         master = 4 if self.zero and self["low"] else 0
         return int((states * size + master) * self.trained) // self.shards
 
     @property
     def pass_tokens(self) -> int:
-        """The most tokens of a micro-batch."""
+        """Most tokens of a micro-batch."""
         return int(self["per_device_train_batch_size"] * self["sequence"])
 
     @property
     def working(self) -> int:
-        """The working space of one layer, with both ends in float32."""
+        """Working space of one layer, with its input and output in float32."""
         return 3 * self.pass_tokens * int(self["intermediate"] * self.computed + self["hidden"] * 4)
 
     @property
     def layer_inputs(self) -> int:
-        """The inputs of all layers, which gradient checkpointing keeps for the backward pass."""
+        """Inputs of all layers, which gradient checkpointing keeps for the backward pass."""
         return int(self["layers"] * self["hidden"]) * self.pass_tokens * self.element
 
     @property
     def activations(self) -> int:
-        """What the backward pass needs of the forward pass, and the working space of the layer it is in."""
+        """Results of the forward pass that the backward pass needs, and the working space of its current layer."""
         computed, element = self.computed, self.element
         tokens = self.pass_tokens
-        # A norm saves its input in float32, the normalised input and its output.
+        # A norm saves its input in float32, the normalized input and its output.
         norms = (2 * self["hidden"] + self["head_norms"]) * (4 + 2 * element)
-        attention = 4 * self["queries"] * computed  # query, key and value repeated for each head, and the output
+        attention = 4 * self["queries"] * computed  # query, output, and key and value repeated for each query head
         scores = 2 * self["heads"] * self["sequence"] * computed if self["attn_implementation"] == "eager" else 0
         layer = tokens * (norms + attention + scores + 4 * self["intermediate"] * computed)
         if self["gradient_checkpointing"]:
@@ -203,9 +209,9 @@ class Workload(dict[str, Any]):
 
     @property
     def output_layer(self) -> int:
-        """What TRL's log-probs take: a tile of logits at a time, and the gradients of the layer in float32."""
+        """Memory of TRL's log-probs: a tile of logits, hidden states, and the layer's gradients in float32."""
         on_cpu = self["device"] == "cpu"
-        # Triton takes the scored tokens alone.
+        # The Triton kernel only processes the scored tokens.
         rows = self.pass_tokens if on_cpu else self.pass_tokens * self["completion"] // self["sequence"]
         tile = min(rows, _TILE_TOKENS) * min(self["vocabulary"], _TILE_WORDS)
         tiles = tile * (4 * _TILE_COPIES_ON_CPU if on_cpu else self.computed)
@@ -213,68 +219,68 @@ class Workload(dict[str, Any]):
 
     @property
     def output_gradient(self) -> int:
-        """The gradient of the output layer in float32, with narrower weights also one of their width."""
+        """Gradient of the output layer in float32; for 16-bit weights, also a 16-bit gradient."""
         return 0 if self["use_peft"] else self["embedding"] * (4 + (self.element if self.element < 4 else 0))
 
     @property
     def packed_buffers(self) -> int:
-        """vLLM's two buffers of a transfer by NCCL, on rank 0 and on each of the server's GPUs."""
-        most = 2 * GIB + self.element * self["embedding"]  # a buffer is sent once it has more than 1 GiB
+        """vLLM's two buffers for weight transfers by NCCL, on rank 0 and on each of the server's GPUs."""
+        most = 2 * GIB + self.element * self["embedding"]  # a buffer is sent as soon as it exceeds 1 GiB
         return min(self.element * self["parameters"], most) if self["bridge"] == "nccl" else 0
 
     @property
     def sleeps(self) -> bool:
-        """Whether vLLM inside the trainers gives its memory back outside of generations."""
+        """Whether vLLM inside the trainers releases its memory between generations."""
         return bool(self["mode"] == "colocate" and self["vllm_enable_sleep_mode"])
 
     def trainer(self, awake: int = 0) -> Parts:
-        """Return what one training process holds at its worst moment, part by part.
+        """Return the memory of one training process at its peak, part by part.
 
-        ``awake`` are the bytes of a vLLM inside it that it holds while it generates alone.
+        ``awake`` is the memory of a co-located vLLM that sleeps outside of generations.
         """
-        on_cpu, whole, accelerator = self["device"] == "cpu", self["parameters"], self["accelerator"]
+        on_cpu, parameters, accelerator = self["device"] == "cpu", self["parameters"], self["accelerator"]
         nccl = _NCCL if self["world_size"] > 1 or self["bridge"] == "nccl" else 0
-        held = {"libraries": _TRAINER_IMPORTS if on_cpu else _CUDA_CONTEXT + nccl,
-                "weights": self.weights, "optimizer": 0 if self.offloads else self.states}  # fmt: skip
-        # With an adapter the base model under it is the reference.
+        constant = {"libraries": _TRAINER_IMPORTS if on_cpu else _CUDA_CONTEXT + nccl,
+                    "weights": self.weights, "optimizer": 0 if self.offloads else self.states}  # fmt: skip
+        # With an adapter, the base model under it is the reference.
         if self["reference"] and not self["use_peft"] and not self.offloads:
             shards = self["world_size"] if accelerator in ("zero3", "fsdp2") else 1
-            held["reference"] = (self.trained_element if self.zero else self.element) * whole // shards
+            constant["reference"] = (self.trained_element if self.zero else self.element) * parameters // shards
         copies = 2 if accelerator == "ddp" else 1  # DDP's buckets are a second copy
         gradients = self.trained_element * (copies * self.trained // self.shards + (_ZERO_BUCKET if self.zero else 0))
         gradients = 0 if self.offloads else gradients
         # DeepSpeed's step makes its own float32 copy of the gradients.
-        flat = 4 * self.trained // self["world_size"] if self.zero and self["low"] else 0
-        passing = {"activations": self.activations, "output layer": self.output_layer}
-        # Gradients of the passes before are still there; on CPU the C library's heap keeps most of what a pass freed.
-        more_passes = self["completions"] * self["sequence"] > self.pass_tokens
-        beside = {"gradients": gradients} if on_cpu or more_passes else {}
+        flat_gradients = 4 * self.trained // self["world_size"] if self.zero and self["low"] else 0
+        pass_parts = {"activations": self.activations, "output layer": self.output_layer}
+        # Gradients of earlier passes stay allocated. On CPU, the C library's heap keeps most of the freed memory.
+        several_passes = self["completions"] * self["sequence"] > self.pass_tokens
+        earlier = {"gradients": gradients} if on_cpu or several_passes else {}
         cast = {"16-bit copies": self.autocast_copies}
         forward = {"activations": self.layer_inputs + self.working,
                    "output layer": self.output_layer - self.output_gradient} | cast  # fmt: skip
-        backward = passing if self["gradient_checkpointing"] else passing | cast
-        moments = [backward | beside, forward | beside, {"gradients": gradients + flat}]
+        backward = pass_parts if self["gradient_checkpointing"] else pass_parts | cast
+        moments = [backward | earlier, forward | earlier, {"gradients": gradients + flat_gradients}]
         if self["mode"] == "transformers":
             moments.append({"KV cache": self["completions"] * self.sequence_cache(self["sequence"])})
         if on_cpu and self["bridge"] in ("file", "restart"):
-            moments.append(passing | {"weights in transit": self.element * whole})
+            moments.append(pass_parts | {"weights in transit": self.element * parameters})
         moments += [{"weights in transit": self.packed_buffers}, {"vLLM awake": awake}]
-        worst = max((self._with_gaps(held | moment) for moment in moments), key=lambda parts: sum(parts.values()))
-        return {name: size for name, size in worst.items() if size}
+        peak = max((self._with_gaps(constant | moment) for moment in moments), key=lambda parts: sum(parts.values()))
+        return {name: size for name, size in peak.items() if size}
 
     def _with_gaps(self, parts: Parts) -> Parts:
-        """Return the parts of a moment and, on a GPU, the gaps between the blocks of torch's allocator."""
+        """Add the gaps between the blocks of torch's allocator on a GPU."""
         allocated = sum(size for name, size in parts.items() if name not in ("libraries", "vLLM awake"))
         return parts if self["device"] == "cpu" else parts | {"allocator gaps": int(_GAPS * allocated)}
 
     def server(self) -> Parts:
-        """Return what the vLLM server holds at its peak: on CPU all its processes together, on a GPU one of its GPUs.
+        """Return the memory of the vLLM server at its peak: of all its processes on CPU, or of one of its GPUs.
 
-        The KV cache of a GPU is what the rest leaves of vLLM's share of it, and not in this.
+        The result for a GPU has no KV cache, which gets the rest of vLLM's share of the GPU.
         """
         on_cpu = self["device"] == "cpu"
         weights = self.served * self["parameters"] // self["vllm_tensor_parallel_size"]
-        imports = 0 if self["mode"] == "colocate" else _SERVER_IMPORTS  # the trainer has them
+        imports = 0 if self["mode"] == "colocate" else _SERVER_IMPORTS  # counted in the trainer
         sequences = self.get("vllm_max_num_seqs") or DEFAULT_SEQUENCES[self["device"]]
         parts = {"libraries": imports if on_cpu else _CUDA_CONTEXT + _NCCL + _CUDA_GRAPHS, "weights": weights,
                  "output layer": 3 * sequences * self["vocabulary"] * 4}  # fmt: skip
@@ -286,75 +292,77 @@ class Workload(dict[str, Any]):
         return parts | {"KV cache": CPU_KV_CACHE_GIB * GIB} | transit
 
     def sequence_cache(self, length: int) -> int:
-        """Return the KV cache that one sequence of ``length`` tokens takes on one of the server's GPUs."""
+        """Return the KV cache of one sequence of ``length`` tokens on one of the server's GPUs."""
         keys = max(self["keys"] // max(1, self["kv_heads"]), self["keys"] // self["vllm_tensor_parallel_size"])
-        return length * 2 * self["layers"] * keys * self.served
+        return int(length * 2 * self["layers"] * keys * self.served)
 
     def checkpoint(self) -> int:
-        """Return the trained weights and the optimizer's part of a checkpoint, of all processes together."""
+        """Return the size of a checkpoint: trained weights and optimizer states of all processes."""
         weights = 4 * self.trained if self["use_peft"] else self.element * self["parameters"]
-        model = self.trained_element * self["parameters"] if self.zero else 0  # DeepSpeed adds the weights it trains
-        return weights + self.states * self.shards + model
+        model = self.trained_element * self["parameters"] if self.zero else 0  # DeepSpeed saves its own copy too
+        return int(weights + self.states * self.shards + model)
 
 
 def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> dict[str, Need]:
-    """Estimate what trainer and server of a plan hold; ``gpu_gib`` is a GPU's memory, if known.
+    """Estimate the memory of trainer and server by role; ``gpu_gib`` is the memory of one GPU, if known.
 
-    Raise UnknownShape where the model's sizes are not known.
+    Raise UnknownShape if the model's sizes are unknown.
     """
     work = Workload.of(recipe, plan)
     gpu = int(gpu_gib * GIB) if gpu_gib is not None and plan.device == "cuda" else None
-    found = needs(work, gpu).items()
-    return {role: one if one.fits else replace(one, fix=suggest(role, recipe, work, gpu)) for role, one in found}
+    needs = find_needs(work, gpu)
+    return {
+        role: need if need.fits else replace(need, fix=suggest(role, recipe, work, gpu)) for role, need in needs.items()
+    }
 
 
-def needs(work: Workload, gpu: int | None) -> dict[str, Need]:
-    """Return what a training process needs of its GPU, and the server, if any, of its share of one.
+def find_needs(work: Workload, gpu: int | None) -> dict[str, Need]:
+    """Return the need of a training process and of the server, if any, compared with their parts of a GPU.
 
-    A vLLM on a trainer's GPU takes its share first, one that sleeps only while it generates. A server takes at least
-    the cache of one longest sequence, else all it may.
+    ``gpu`` is the memory of one GPU. On a GPU with a trainer, vLLM takes its share first, or with sleep mode only
+    during generations. A server needs at least the KV cache of one sequence of maximal length.
     """
     share = work["vllm_gpu_memory_utilization"]
-    own = 1 - (share if work.one_gpu and not work.sleeps else 0)
+    trainer_share = 1 - (share if work.one_gpu and not work.sleeps else 0)
     parts = work.trainer(int((gpu or 0) * share) if work.sleeps else 0)
-    roles = {"trainer": Need(parts, None if gpu is None else int(gpu * own))}
+    needs = {"trainer": Need(parts, None if gpu is None else int(gpu * trainer_share))}
     if work["mode"] in ("transformers", EXTERNAL):
-        return roles
+        return needs
     parts, available = work.server(), None if gpu is None else int(gpu * share)
     if work["device"] == "cuda":
-        left = (available or 0) - sum(parts.values())
-        parts["KV cache"] = max(left, work.sequence_cache(work["vllm_max_model_length"]))
-    if work.packed_buffers:  # outside of vLLM's share
+        remaining = (available or 0) - sum(parts.values())
+        parts["KV cache"] = max(remaining, work.sequence_cache(work["vllm_max_model_length"]))
+    if work.packed_buffers:  # allocated outside of vLLM's share
         parts["weights in transit"] = work.packed_buffers
         available = None if gpu is None else min(gpu, int(gpu * share) + work.packed_buffers)
-    return roles | {"server": Need(parts, available)}
+    return needs | {"server": Need(parts, available)}
 
 
 def suggest(role: str, recipe: Recipe, work: Workload, gpu: int | None) -> str:
-    """Return the first change by which that role fits, and a vLLM on its GPU: the one that costs least."""
+    """Suggest the first change with which the role fits; it costs the least speed."""
     for change in _changes(role, recipe, work):
-        if _refused(work, change):
+        if _is_rejected(work, change):
             continue
-        roles = needs(Workload({**work, **change}), gpu)
-        if roles[role].fits and (not work.one_gpu or roles["server"].fits):
+        needs = find_needs(Workload({**work, **change}), gpu)
+        if needs[role].fits and (not work.one_gpu or needs["server"].fits):
             return " and ".join(f"{key}: {str(value).lower()}" for key, value in change.items())
-    larger = "no key alone makes it fit; take larger GPUs"
+    larger = "no single key makes it fit; use larger GPUs"
     if role == "server":
         return f"{larger} for the server"
-    if work["use_peft"] or _refused(work, {"accelerator": "zero3"}):
+    if work["use_peft"] or _is_rejected(work, {"accelerator": "zero3"}):
         return larger
-    return f"{larger}, or more of them{'' if work['accelerator'] == 'zero3' else ' with accelerator: zero3'}"
+    return f"{larger}, or more GPUs{'' if work['accelerator'] == 'zero3' else ' with accelerator: zero3'}"
 
 
-def _refused(work: Workload, change: Facts) -> bool:
-    """Return whether the bridge does not serve what a change brings."""
+def _is_rejected(work: Workload, change: Facts) -> bool:
+    """Return whether the weight sync method does not support a change."""
     setups = {"vllm_tensor_parallel_size": "tensor_parallel", "use_peft": "lora"}
-    met = [setups.get(key, str(value)) for key, value in change.items() if key in setups or key == "accelerator"]
-    return work["bridge"] is not None and SYNC_METHODS[work["bridge"]].refusal(met) is not None
+    changed = [setups.get(key, str(value)) for key, value in change.items() if key in setups or key == "accelerator"]
+    return work["bridge"] is not None and SYNC_METHODS[work["bridge"]].refusal(changed) is not None
 
 
 def _changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
-    """Yield the changes to try, cheap ones first; they leave a server more room for its cache."""
+    """Yield changes to try, those with little cost first."""
     share, heads = int(work["vllm_gpu_memory_utilization"] * _SHARES), work["heads"]
     if role == "server":
         longest = work["vllm_max_model_length"] // _LENGTH_STEP * _LENGTH_STEP
@@ -365,10 +373,10 @@ def _changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
         yield from ({"vllm_tensor_parallel_size": size} for size in sizes if heads % size == 0)
         return
     for size in range(work["per_device_train_batch_size"] - 1, 0, -1):
-        passes, rest = divmod(work["completions"], size)
-        if not rest:
-            derived = {} if recipe["prompts_per_step"] else {"gradient_accumulation_steps": passes}
-            yield {"per_device_train_batch_size": size, **derived}
+        passes, remainder = divmod(work["completions"], size)
+        if not remainder:
+            accumulation = {} if recipe["prompts_per_step"] else {"gradient_accumulation_steps": passes}
+            yield {"per_device_train_batch_size": size, **accumulation}
     yield {"gradient_checkpointing": True}
     if work.one_gpu:
         yield from ({"vllm_gpu_memory_utilization": step / _SHARES} for step in range(share - 1, 0, -1))
@@ -381,51 +389,54 @@ def _changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
 
 
 def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Disk:
-    """Estimate what a run of this plan writes at most, without a limit two checkpoints of it, and the room for it.
+    """Estimate the bytes that a run of this plan writes, and the free bytes on its disk.
 
-    ``run_dir`` need not exist; what a resumed run has written there counts as room. UnknownShape as for the memory.
+    Without a limit of checkpoints, two are counted. ``run_dir`` need not exist. Files that a resumed run has already
+    written there count as free. Raise UnknownShape if the model's sizes are unknown.
     """
     work = Workload.of(recipe, plan)
-    whole = work.element * work["parameters"]
-    checkpoint = work.checkpoint() + (whole if recipe["sync_ref_model"] else 0)
-    model = whole + (4 * work.trained if recipe["use_peft"] else 0)  # model/ and adapter/
+    model_size = work.element * work["parameters"]
+    checkpoint = work.checkpoint() + (model_size if recipe["sync_ref_model"] else 0)
+    final_model = model_size + (4 * work.trained if recipe["use_peft"] else 0)  # model/ and adapter/
     steps, every, limit = recipe["max_steps"], recipe["save_steps"], recipe["save_total_limit"]
-    counts = [] if limit is None else [limit + 1]  # an older one is removed after a new one is complete
+    counts = [] if limit is None else [limit + 1]  # an old checkpoint is removed after a new one is complete
     if recipe["save_strategy"] == "no":
-        counts = [1]  # a stopped run saves all the same
+        counts = [1]  # a stopped run saves in any case
     elif steps > 0 and recipe["save_strategy"] == "steps":
         counts.append(max(1, -(-steps // math.ceil(every if every >= 1 else steps * every))))
     most, free = min(counts, default=None), None
-    there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
+    existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
     with contextlib.suppress(OSError):
-        disk = os.statvfs(there)
+        disk = os.statvfs(existing)
         written = [path for name in ("checkpoints", "model") for path in (run_dir / name).rglob("*") if path.is_file()]
         free = disk.f_bavail * disk.f_frsize + sum(path.stat().st_size for path in written)
-    need = Disk({"checkpoints": checkpoint * (most or 2), "model": model}, free, checkpoints=most)
-    room = ((free or 0) - model) // max(1, checkpoint) - 1  # one more is written before one goes
-    least = f"run_root: a folder with {in_gib(2 * checkpoint + model)} GiB free, and save_total_limit: 1"
-    return need if need.fits else replace(need, fix=f"save_total_limit: {room}" if room >= 1 else least)
+    need = Disk({"checkpoints": checkpoint * (most or 2), "model": final_model}, free, checkpoints=most)
+    if need.fits:
+        return need
+    fitting = ((free or 0) - final_model) // max(1, checkpoint) - 1  # a new one is written before an old one goes
+    larger_disk = f"run_root: a folder with {in_gib(2 * checkpoint + final_model)} GiB free, and save_total_limit: 1"
+    return replace(need, fix=f"save_total_limit: {fitting}" if fitting >= 1 else larger_disk)
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """What the processes of a plan hold at their peak, what the run writes, and how fast earlier runs were."""
+    """Peak memory of a plan's processes, bytes on disk, and the speed of earlier runs."""
 
-    memory: Mapping[str, Need]  # trainer: one process; server: one of its GPUs, on CPU all its processes
-    disk: Disk | None
-    speed: Speed
-    unknown: str = ""  # why memory and disk are not estimated
+    memory: Mapping[str, Need]  # by role: one training process, one of the server's GPUs or, on CPU, the whole server
+    disk: Disk | None  # None if unknown
+    speed: Speed  # from earlier runs
+    unknown: str = ""  # reason without estimates of memory and disk
 
     def lines(self) -> list[str]:
-        """Return the estimates for a person, a line a fact, and one for each that does not fit."""
+        """Format the estimates for a person: a line for each, and a line with a fix for each that does not fit."""
         needs = [("memory", role, need) for role, need in self.memory.items()]
         needs += [("disk", "run", self.disk)] if self.disk else []
         return [
             *(f"{topic:<10} not estimated: {self.unknown}" for topic in ("memory", "disk") if self.unknown),
-            *(f"{topic:<10} {who} {need}" for topic, who, need in needs),
+            *(f"{topic:<10} {role} {need}" for topic, role, need in needs),
             *(
-                f"{topic:<10} does not fit: the {who} needs {need.size}. Fix: {need.fix}"
-                for topic, who, need in needs
+                f"{topic:<10} does not fit: the {role} needs {need.size}. Fix: {need.fix}"
+                for topic, role, need in needs
                 if not need.fits
             ),
             f"speed      {self.speed}",
@@ -433,9 +444,9 @@ class Estimates:
 
 
 def estimate(plan: Plan, recipe: Recipe, names: Names, gpu_gib: float | None, walltime: float | None) -> Estimates:
-    """Estimate what a plan will take, in about a tenth of a second.
+    """Estimate memory, disk and speed of a plan in about 0.1 seconds.
 
-    ``gpu_gib`` is the memory of one GPU and ``walltime`` the seconds the job may take, where they are known.
+    ``gpu_gib`` is the memory of one GPU and ``walltime`` the job's time limit in seconds; None if unknown.
     """
     speed = find_speed(plan, names, walltime)
     try:

@@ -15,7 +15,7 @@ from grpo_recipes.errors import translate
 from grpo_recipes.runs.rundir import json_mapping
 
 Facts = dict[str, Any]
-# Decoders with grouped attention and a gated MLP, which are all counted the same way.
+# Decoders with grouped attention and a gated MLP: the same formula counts their parameters.
 _KNOWN = frozenset({"gemma", "granite", "llama", "mistral", "qwen2", "qwen3"})
 _CONFIG_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
@@ -24,16 +24,16 @@ _CONFIG_KEYS = (
 
 
 class UnknownShape(Exception):
-    """The sizes are not known; the message says why and, after a semicolon, what to do."""
+    """The sizes of a model are unknown. The message gives the reason and, after a semicolon, the fix."""
 
 
 def model_facts(config: Mapping[str, Any]) -> Facts:
-    """Return the sizes of a decoder from its ``config.json``; UnknownShape for a family not counted here."""
+    """Return the sizes of a decoder from its ``config.json``; raise UnknownShape for another kind of model."""
     kind = config.get("model_type")
     if kind not in _KNOWN:
-        raise UnknownShape(f"models of type '{kind}' are not counted")
+        raise UnknownShape(f"models of type '{kind}' are not supported")
     wrong = (KeyError, TypeError, ValueError, ZeroDivisionError)
-    with translate(wrong, lambda error: UnknownShape(f"its config.json is not understood ({error!r})")):
+    with translate(wrong, lambda error: UnknownShape(f"its config.json lacks a size ({error!r})")):
         hidden, intermediate, layers, heads, words, positions = (int(config[name]) for name in _CONFIG_KEYS)
         kv_heads, head = int(config.get("num_key_value_heads") or heads), int(config.get("head_dim") or hidden // heads)
     queries, keys, embedding = heads * head, kv_heads * head, words * hidden
@@ -43,8 +43,8 @@ def model_facts(config: Mapping[str, Any]) -> Facts:
     ends = embedding if config.get("tie_word_embeddings", kind == "gemma") else 2 * embedding
     return {
         "hidden": hidden, "intermediate": intermediate, "layers": layers, "heads": heads, "kv_heads": kv_heads,
-        "queries": queries, "keys": keys,  # widths of all heads, of queries and of keys
-        "head_norms": queries + keys if kind == "qwen3" else 0,  # width of what is normalised head by head
+        "queries": queries, "keys": keys,  # width of all query heads, width of all key heads
+        "head_norms": queries + keys if kind == "qwen3" else 0,  # width that a norm for each head covers
         "layer": layer, "embedding": embedding, "parameters": layers * layer + ends + hidden,  # elements
         "vocabulary": words, "positions": positions, "saved": config.get("dtype") or config.get("torch_dtype"),
     }  # fmt: skip

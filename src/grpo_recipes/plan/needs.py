@@ -1,4 +1,7 @@
-"""Bytes that a role of a run needs, part by part, and the bytes that are available for them."""
+"""The bytes that one role of a run needs, part by part, compared with the available bytes.
+
+Need({"weights": 2 * GIB, "optimizer": 8 * GIB}, available=16 * GIB).fits  # True
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ def in_gib(size: int) -> str:
 
 @dataclass(frozen=True)
 class Need:
-    """The bytes of one role's peak on a GPU or in the machine's memory, or of all that a run writes to disk."""
+    """The bytes at a role's peak on a GPU or in the machine's memory, or the bytes a run writes to disk."""
 
-    parts: Parts
-    available: int | None  # None where that is not known
-    fix: str = ""  # the key to change, with its value, where it does not fit
+    parts: Parts  # bytes by the name of the part, for example "weights"
+    available: int | None  # None if unknown
+    fix: str = ""  # if it does not fit: the key to change, with its value
 
     @property
     def total(self) -> int:
@@ -28,12 +31,12 @@ class Need:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits, as far as is known."""
+        """Whether the total is available; True if that is unknown."""
         return self.available is None or self.total <= self.available
 
     @property
     def size(self) -> str:
-        """The total, and what there is for it."""
+        """The total and the available size as text, for example "3.1 of 8.0 GiB"."""
         return f"{in_gib(self.total)}{'' if self.available is None else f' of {in_gib(self.available)}'} GiB"
 
     def __str__(self) -> str:
@@ -42,14 +45,14 @@ class Need:
 
 @dataclass(frozen=True)
 class Disk(Need):
-    """What a run writes to disk."""
+    """The bytes that a run writes to disk."""
 
-    checkpoints: int | None = None  # most at a time, None where nothing limits them
+    checkpoints: int | None = None  # most checkpoints at the same time, None without a limit
 
     @property
-    def many(self) -> str:
-        """The number of checkpoints that are counted, in words."""
+    def checkpoints_text(self) -> str:
+        """The counted checkpoints as text, for example "3 checkpoints"."""
         return f"{self.checkpoints or '2 of an unlimited number of'} checkpoint{'' if self.checkpoints == 1 else 's'}"
 
     def __str__(self) -> str:
-        return super().__str__().replace("checkpoints", self.many)
+        return super().__str__().replace("checkpoints", self.checkpoints_text)

@@ -1,4 +1,11 @@
-"""The plan of a run: devices, batch, bridge and ports, then every process. Pure; `launch` executes this plan."""
+"""Plan a run: devices, batch, weight sync method and ports, then every process. Pure: ``launch`` executes the plan.
+
+    plan = make_plan(recipe, find_resources(os.environ), os.environ, names)
+    print(describe(plan))
+
+If one GPU is visible and the recipe does not choose, vLLM runs inside the trainer. Otherwise it is a server on the
+first GPUs. The weight sync method follows from the devices (``_choose_bridge``), and the recipe's keys win over both.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +27,7 @@ from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
 from grpo_recipes.plan.commands import gpu_share, with_processes
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.estimates import DEFAULT_SEQUENCES, GIB, UnknownShape, Workload, needs
+from grpo_recipes.plan.estimates import DEFAULT_SEQUENCES, GIB, UnknownShape, Workload, find_needs
 from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.plan.roles import data_of, roles
 from grpo_recipes.plan.types import Names, Plan, Weighting
@@ -40,8 +47,8 @@ ACCELERATE_FILES = {
 }  # fmt: skip
 # vLLM needs at least one token of its scheduler's batch for each sequence: 2,048 is its smallest default batch.
 _MOST_SEQUENCES = 2048
-_SEQUENCES_SHARE = 10  # the sequences' logits may take one part in so many of the memory left for the KV cache
-_OF_GUIDE = ("GPUS_PER_NODE", "MAX_PROMPT_CHARS")  # variables that change nothing here
+_SEQUENCES_SHARE = 10  # the logits of all sequences may take 1/10 of the memory left for the KV cache
+_IGNORED_VARIABLES = ("GPUS_PER_NODE", "MAX_PROMPT_CHARS")  # variables of the training guide that have no effect
 
 
 def make_plan(
@@ -51,30 +58,35 @@ def make_plan(
     names: Names | None = None,
     sources: Assets | None = None,
 ) -> Plan:
-    """Plan a run of a checked recipe; ConfigError where that contradicts the environment or the resources.
+    """Plan a run of a checked recipe; raise ConfigError if the recipe contradicts the environment or the resources.
 
-    Without ``names`` the plan has no processes yet: a launch looks at its ports, fetches its sources and makes its run
-    directory first, then fills them in by ``with_sources`` and ``with_processes``. CONFIG_FILE and the caches come
-    from the user's ``environment``.
+    CONFIG_FILE and the caches come from the user's ``environment``. Without ``names`` the plan has no processes. A
+    launch first reserves ports, downloads its sources and makes its run directory, and then calls ``with_sources`` and
+    ``with_processes``.
     """
-    mode = _mode(recipe, resources)
-    server_gpus, left = devices.split_gpus(recipe, resources, mode)
-    most = devices.trainer_count(recipe, resources, left)
-    batch = devices.derive_batch(recipe, most)
-    trainers = devices.place_trainers(recipe, resources, mode, left, batch.world_size)
+    mode = _choose_mode(recipe, resources)
+    server_gpus, training_gpus = devices.split_gpus(recipe, resources, mode)
+    most_trainers = devices.count_trainers(recipe, resources, training_gpus)
+    batch = devices.derive_batch(recipe, most_trainers)
+    placement = devices.place_trainers(recipe, resources, mode, training_gpus, batch.world_size)
     if mode == "colocate":
         _need_equal_groups(recipe, batch.world_size)
-    apart = mode == "server" and trainers[0].node != 0
+    server_apart = mode == "server" and placement[0].node != 0
+    spans_nodes = server_apart or (mode == "colocate" and len(placement) > 1)
     accelerator = accelerator_of(recipe, batch.world_size, environment)
     check_unused_weights(recipe, environment, accelerator, batch.world_size)
-    bridge, why = _bridge(recipe, resources, mode, apart or (mode == "colocate" and len(trainers) > 1), accelerator)
+    bridge, why_bridge = _choose_bridge(recipe, resources, mode, spans_nodes)
+    method = COLOCATE if mode == "colocate" else bridge
+    if method and (problem := sync_problem(recipe, method, accelerator, spans_nodes, resources.device)):
+        raise ConfigError(problem)
     devices.need_shareable_gpu(recipe, resources, mode, bridge)
     nodes, task, model = resources.all_nodes(), task_of(recipe), recipe["model_name_or_path"]
-    if devices.share_gpu(recipe, resources, mode) and bridge == "shared":
+    gpu_shared = devices.share_gpu(recipe, resources, mode)
+    if gpu_shared and bridge == "shared":
         devices.need_exportable_memory(environment)
-    # The same on every node, since results on CPU depend on it; one core is for the server, where there may be one.
-    cores = min((nodes[one.node].cores - (mode != "colocate")) // one.count for one in trainers)
-    own_host = recipe.is_set("vllm_server_host") or not resources.nodes
+    # All nodes use the same number of threads, because it changes results on CPU. One core is left for the server.
+    cores = min((nodes[trainers.node].cores - (mode != "colocate")) // trainers.count for trainers in placement)
+    use_recipe_host = recipe.is_set("vllm_server_host") or not resources.nodes
     plan = Plan(
         recipe=str(recipe.path),
         task=task,
@@ -83,7 +95,7 @@ def make_plan(
         device=resources.device,
         mode=mode,
         bridge=bridge,
-        why_bridge=why,
+        why_bridge=why_bridge,
         model=_smoke_path(model, "model", environment),
         dataset=_smoke_path(recipe["dataset_name"] or "", "train.jsonl", environment) or None,
         eval_dataset=_smoke_path(recipe["eval_dataset_name"] or "", "test.jsonl", environment) or None,
@@ -92,12 +104,12 @@ def make_plan(
         eval_batch=devices.derive_eval_batch(recipe, batch),
         ports=plan_ports(recipe, resources.job),
         nodes=tuple(node.address for node in nodes),
-        server_host=recipe["vllm_server_host"] if own_host else nodes[0].address,
+        server_host=recipe["vllm_server_host"] if use_recipe_host else nodes[0].address,
         server_gpus=server_gpus,
-        placement=trainers,
-        server_apart=apart,
-        gpu_shared=devices.share_gpu(recipe, resources, mode),
-        unused_gpus=devices.unused(resources, devices.used_gpus(server_gpus, trainers)),
+        placement=placement,
+        server_apart=server_apart,
+        gpu_shared=gpu_shared,
+        unused_gpus=devices.find_unused_gpus(resources, devices.used_gpus(server_gpus, placement)),
         accelerator=accelerator,
         accelerate_file=accelerate_file(accelerator, environment),
         dtype=recipe["dtype"],
@@ -109,36 +121,37 @@ def make_plan(
         raise ConfigError(*problems)
     plan = replace(plan, data=data_of(recipe, plan))
     plan = replace(plan, max_num_seqs=max_num_seqs(recipe, plan, resources.gpu_gib))
-    plan.notes.extend(_notes(plan, recipe, resources, environment, most))
+    plan.notes.extend(_notes(plan, recipe, resources, environment, most_trainers))
     plan = with_sources(plan, recipe, resources, sources) if sources else plan
     return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
 
 
 def _need_equal_groups(recipe: Recipe, trainers: int) -> None:
-    """Refuse trainers that cannot be divided into groups which each share one vLLM."""
+    """Raise ConfigError if the trainers can't be divided into equal groups that each share one vLLM."""
     parallel = recipe["vllm_tensor_parallel_size"]
     if trainers % parallel:
-        what = f"vllm_tensor_parallel_size {parallel} does not divide the {devices.some_trainers(trainers)}"
-        fix = f"write {math.gcd(trainers, parallel)}, or another num_processes"
-        raise config_error(recipe.source("vllm_tensor_parallel_size"), f"{what} that would share one vLLM", fix)
+        problem = f"vllm_tensor_parallel_size {parallel} does not divide the {devices.format_trainers(trainers)}"
+        fix = f"set vllm_tensor_parallel_size: {math.gcd(trainers, parallel)}, or change num_processes"
+        raise config_error(recipe.source("vllm_tensor_parallel_size"), f"{problem} that would share one vLLM", fix)
 
 
 def _notes(
-    plan: Plan, recipe: Recipe, resources: Resources, environment: Mapping[str, str], most: int
+    plan: Plan, recipe: Recipe, resources: Resources, environment: Mapping[str, str], most_trainers: int
 ) -> Iterator[str]:
-    """Yield what is worth knowing of a plan, of which ``most`` trainers could be part."""
+    """Yield notes about a plan for the user; ``most_trainers`` fit on the devices."""
     used, job = devices.used_gpus(plan.server_gpus, plan.placement), resources.job
     if len(used) > 1 and any(gpu.startswith("MIG-") for _, gpu in used):
-        yield "NCCL between MIG slices is untested: name one, with vllm_mode: colocate, or take whole GPUs"
-    yield from (f"{name} is not read: {UNREAD_VARIABLES[name]}" for name in _OF_GUIDE if environment.get(name))
-    if plan.batch.world_size < most:
-        note = f"{plan.batch.world_size} of {most} trainers are used: the batch divides by no larger number"
-        yield note + _prompts_for_all(recipe, most)
+        yield "NCCL between MIG slices is untested: use one slice with vllm_mode: colocate, or whole GPUs"
+    yield from (f"{name} is not read: {UNREAD_VARIABLES[name]}" for name in _IGNORED_VARIABLES if environment.get(name))
+    if plan.batch.world_size < most_trainers:
+        used_count = f"{plan.batch.world_size} of {most_trainers} trainers"
+        yield f"{used_count} are used: no larger number divides the batch{_prompts_for_all(recipe, most_trainers)}"
     if resources.device == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
-        yield f"Slurm says {job.gpus_on_node} GPUs, the driver shows {len(resources.gpus)}; the driver counts"
+        counts = f"Slurm reports {job.gpus_on_node} GPUs, but the driver shows {len(resources.gpus)}"
+        yield f"{counts}: the plan uses the driver's number"
     if devices.share_gpu(recipe, resources, plan.mode):
         fraction = f"{gpu_share(recipe, 'server'):g} of GPU {', '.join(plan.server_gpus)} (vllm_gpu_memory_utilization)"
-        yield f"vLLM takes {fraction}, and the trainers there use the remaining memory"
+        yield f"vLLM uses {fraction}, and the trainers on it use the remaining memory"
     for part in roles():
         yield from part.notes(recipe, plan)
     if recipe["overlap_generation"]:
@@ -146,28 +159,28 @@ def _notes(
     if limit := maxent.limit_note(recipe):
         yield limit
     if plan.unused_gpus:
-        yield f"nothing uses GPU {', '.join(plan.unused_gpus)}"
+        yield f"GPU {', '.join(plan.unused_gpus)} is unused"
 
 
 def _prompts_for_all(recipe: Recipe, trainers: int) -> str:
-    """Return the ``prompts_per_step`` nearest to the recipe's by which the batch divides among all trainers."""
-    now = recipe["prompts_per_step"]
-    if now is None:
+    """Suggest the nearest ``prompts_per_step`` that all trainers divide."""
+    prompts = recipe["prompts_per_step"]
+    if prompts is None:
         return ""
     least = trainers // math.gcd(trainers, recipe["num_generations"])
-    return f"; prompts_per_step: {max(1, round(now / least)) * least} (now {now}) uses all"
+    return f"; prompts_per_step: {max(1, round(prompts / least)) * least} (now {prompts}) uses all"
 
 
 def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Assets) -> Plan:
-    """Return the plan with what was found of its sources: the folder of a fetched model, and notes.
+    """Return the plan with the folder of a downloaded model and notes about its sources.
 
-    The folder stands for one commit in all processes, though TRL gives its colocated vLLM no revision.
+    With a folder, all processes use the same commit. TRL passes no revision to a co-located vLLM.
     """
-    found = sources.model
-    model = found.path if found is not None and found.from_hub else plan.model
+    asset = sources.model
+    model = asset.path if asset is not None and asset.from_hub else plan.model
     if plan.mode != "transformers" and os.path.isdir(model) and re.search(r"[][*?]", model):
         fix = "move it, or set CACHE_ROOT, to a folder without [ ] * ?"
-        raise config_error("model_name_or_path", f"vLLM takes '{model}' for a pattern and finds nothing", fix)
+        raise config_error("model_name_or_path", f"vLLM reads '{model}' as a pattern and finds no files", fix)
     plan = replace(plan, model=model, notes=[*plan.notes, *sources.notes()])
     return replace(plan, max_num_seqs=max_num_seqs(recipe, plan, resources.gpu_gib))
 
@@ -176,7 +189,7 @@ def max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | Non
     """Return the most completions that a vLLM engine of the run generates at the same time; None without vLLM.
 
     By default this is the largest number that the run requests at the same time. Above vLLM's own default, the logits
-    of so many sequences take at most a tenth of the memory that remains for the KV cache.
+    of all sequences take at most a tenth of the memory that remains for the KV cache.
     """
     if plan.mode in ("transformers", EXTERNAL):
         return None
@@ -190,9 +203,9 @@ def max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | Non
         work = Workload({**Workload.of(recipe, plan), "vllm_max_num_seqs": 1})
     except UnknownShape:
         return requested
-    parts = needs(work, None if gpu_gib is None else int(gpu_gib * GIB))["server"].parts
-    room = parts["KV cache"] // (_SEQUENCES_SHARE * max(1, parts["output layer"]))
-    return min(requested, max(room, default))
+    parts = find_needs(work, None if gpu_gib is None else int(gpu_gib * GIB))["server"].parts
+    limit = parts["KV cache"] // (_SEQUENCES_SHARE * max(1, parts["output layer"]))
+    return min(requested, max(limit, default))
 
 
 def _requested_completions(recipe: Recipe, plan: Plan, default: int) -> int:
@@ -207,7 +220,7 @@ def _requested_completions(recipe: Recipe, plan: Plan, default: int) -> int:
 
 
 def _weighting(recipe: Recipe) -> Weighting:
-    """Return what a MaxEnt recipe optimises."""
+    """Return the objective of a MaxEnt recipe."""
     name, tau, beta = (recipe[key] for key in ("maxent_objective", "maxent_tau", "maxent_beta"))
     objective = OBJECTIVES[name]
     weight = maxent.format_ratio(maxent.weight_ratio(recipe))
@@ -215,69 +228,62 @@ def _weighting(recipe: Recipe) -> Weighting:
     return Weighting(name, objective.tau_or_default(tau), pull, loss_type, weight)
 
 
-def _mode(recipe: Recipe, resources: Resources) -> str:
-    """Return where completions come from: a vLLM server, vLLM in the trainers, or transformers."""
+def _choose_mode(recipe: Recipe, resources: Resources) -> str:
+    """Choose the source of completions: a vLLM server, an external server, vLLM in the trainers, or transformers."""
     nodes = resources.all_nodes()
-    bare = next((index for index, node in enumerate(nodes) if not node.gpus), None)
-    if resources.device == "cuda" and bare is not None:
-        where = f" on node {bare}" if len(nodes) > 1 else ""
-        what = f"no GPU is visible{where} and this is a CUDA environment"
-        raise config_error("devices", what, "submit with sbatch --gres=gpu:8 training.sh, or set up with DEVICE=cpu")
+    node_without_gpu = next((index for index, node in enumerate(nodes) if not node.gpus), None)
+    if resources.device == "cuda" and node_without_gpu is not None:
+        on_node = f" on node {node_without_gpu}" if len(nodes) > 1 else ""
+        problem = f"no GPU is visible{on_node}, but this is a CUDA environment"
+        raise config_error("devices", problem, "submit with sbatch --gres=gpu:8 training.sh, or set up with DEVICE=cpu")
     if not recipe["use_vllm"]:
         return "transformers"
     if uses_external_server(recipe):
         return EXTERNAL
-    mode, where = str(recipe["vllm_mode"]), recipe.source("vllm_mode")
+    mode, source = str(recipe["vllm_mode"]), recipe.source("vllm_mode")
     if resources.device == "cpu":
         if mode == "colocate" and recipe["vllm_enable_sleep_mode"]:
-            what = "vLLM cannot sleep on CPU, where weights and cache have no other place to go"
-            raise config_error(recipe.source("vllm_enable_sleep_mode"), what, "remove vllm_enable_sleep_mode")
+            problem = "vLLM can't sleep on CPU: weights and cache are already in the machine's memory"
+            raise config_error(recipe.source("vllm_enable_sleep_mode"), problem, "remove vllm_enable_sleep_mode")
         return mode
     if len(nodes) == len(resources.gpus) == 1 and mode == "server" and not devices.share_gpu(recipe, resources, mode):
         if need := next(filter(None, (part.needs_server(recipe) for part in roles())), None):
-            what = f"{need[0]} a vLLM server next to the trainer, and one GPU is visible"
-            raise config_error(where, what, f"ask for more GPUs, or set vllm_gpu: shared (one GPU for both){need[1]}")
+            problem = f"{need[0]} a vLLM server next to the trainer, but only one GPU is visible"
+            fix = f"request more GPUs, or set vllm_gpu: shared (one GPU for both){need[1]}"
+            raise config_error(source, problem, fix)
         if recipe["overlap_generation"]:
-            what = "overlap_generation needs a GPU for the server beside the trainer's, and one is visible"
-            raise config_error(recipe.source("overlap_generation"), what, "remove it, or ask for more GPUs")
+            problem = "overlap_generation needs a second GPU for the server, but only one is visible"
+            raise config_error(recipe.source("overlap_generation"), problem, "remove it, or request more GPUs")
         if recipe.is_set("vllm_mode"):
-            what = "vllm_mode: server needs two GPUs, one is visible"
-            fix = "write vllm_mode: colocate, or vllm_gpu: shared (one GPU for both), or ask for more GPUs"
-            raise config_error(where, what, fix)
+            problem = "vllm_mode: server needs two GPUs, but only one is visible"
+            fix = "set vllm_mode: colocate, or set vllm_gpu: shared (one GPU for both), or request more GPUs"
+            raise config_error(source, problem, fix)
         return "colocate"
     return mode
 
 
-def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool, accelerator: str) -> tuple[str | None, str]:
-    """Choose the weight bridge of a run with a server, and say why; refuse what cannot get weights to vLLM."""
-    bridge, why = _chosen_bridge(recipe, resources, mode, apart)
-    way = COLOCATE if mode == "colocate" else bridge
-    if way and (problem := sync_problem(recipe, way, accelerator, apart, resources.device)):
-        raise ConfigError(problem)
-    return bridge, why
-
-
-def _chosen_bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool) -> tuple[str | None, str]:
+def _choose_bridge(recipe: Recipe, resources: Resources, mode: str, spans_nodes: bool) -> tuple[str | None, str]:
+    """Return the weight sync method, None without a server, and the reason for it."""
     if mode == EXTERNAL:
         return None, f"{recipe['server_backend']} at {recipe['vllm_server_base_url']}, weights as files"
     if mode != "server":
         return None, "no server: " + ("vLLM is inside the trainers" if mode == "colocate" else "use_vllm is false")
     if recipe["weight_sync"] != "auto":
-        return str(recipe["weight_sync"]), f"asked for by {recipe.source('weight_sync')}"
+        return str(recipe["weight_sync"]), f"set by {recipe.source('weight_sync')}"
     if resources.device == "cpu":
-        return "file", f"no GPU: safetensors in {'the run directory' if apart else 'shared memory'}"
+        return "file", f"no GPU: safetensors in {'the run directory' if spans_nodes else 'shared memory'}"
     if devices.share_gpu(recipe, resources, mode):
         return "file", "server and rank 0 are on one GPU: safetensors in shared memory"
     return "nccl", "server and trainers are on GPUs"
 
 
 def _smoke_path(name: str, part: str, environment: Mapping[str, str]) -> str:
-    """Return where that part of ``smoke:sums`` is; any other name as it is."""
+    """Return the path of a part of ``smoke:sums``; return any other name unchanged."""
     return str(smoke_folder(name, environment) / part) if name.startswith(SMOKE_SCHEME) else name
 
 
 def _sizes_in(content: Any) -> Iterator[tuple[str, int]]:
-    """Yield the whole numbers in an accelerate file, with their keys."""
+    """Yield the integers in an accelerate file with their keys."""
     for name, value in content.items() if isinstance(content, dict) else ():
         if isinstance(value, int):
             yield str(name), value
@@ -286,18 +292,19 @@ def _sizes_in(content: Any) -> Iterator[tuple[str, int]]:
 
 def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
     """Return the file of CONFIG_FILE, which must exist, or TRL's packaged accelerate file."""
-    if given := environment.get("CONFIG_FILE"):
-        if not Path(given).is_file():
-            what = f"there is no accelerate file '{given}'"
-            raise config_error("CONFIG_FILE", what, "unset it, or name an existing file")
-        fix = "name a file that accelerate config wrote"
-        with translate(yaml.YAMLError, lambda _: config_error("CONFIG_FILE", f"'{given}' is not YAML", fix)):
-            content = yaml.safe_load(Path(given).read_text(errors="replace"))
+    if path := environment.get("CONFIG_FILE"):
+        if not Path(path).is_file():
+            raise config_error(
+                "CONFIG_FILE", f"accelerate file '{path}' not found", "unset it, or use an existing file"
+            )
+        fix = "use a file that accelerate config wrote"
+        with translate(yaml.YAMLError, lambda _: config_error("CONFIG_FILE", f"'{path}' is not YAML", fix)):
+            content = yaml.safe_load(Path(path).read_text(errors="replace"))
         for name, size in _sizes_in(content):
             if name.endswith(("cp_size", "sp_size", "context_parallel_size", "sequence_parallel_size")) and size > 1:
-                what = f"{name} {size} in '{given}' splits sequences, while GRPO's loss needs whole completions"
-                raise config_error("CONFIG_FILE", what, f"remove {name}; accelerator: zero3 saves memory too")
-        return str(Path(given).absolute())
+                problem = f"{name} {size} in '{path}' splits sequences, but GRPO's loss needs whole completions"
+                raise config_error("CONFIG_FILE", problem, f"remove {name}; accelerator: zero3 saves memory too")
+        return str(Path(path).absolute())
     trl = importlib.util.find_spec("trl")
     if trl is None or trl.origin is None:
         raise config_error("environment", "trl is not installed", "run make setup")
@@ -305,23 +312,23 @@ def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
 
 
 def gpu_map(plan: Plan) -> list[str]:
-    """Return a line for each node that says which processes use which of its GPUs; none for a plan on CPU."""
+    """Return a line for each node with the processes on its GPUs; no line for a plan on CPU."""
     uses: dict[int, dict[str, str]] = {}
     for gpu in plan.server_gpus:
         uses.setdefault(0, {})[gpu] = "vLLM server"
-    for place in plan.placement:
-        for gpu in place.gpus:
+    for placement in plan.placement:
+        for gpu in placement.gpus:
             trainer = "trainer with vLLM" if plan.mode == "colocate" else "trainer"
-            server = uses.setdefault(place.node, {}).get(gpu)
-            uses[place.node][gpu] = f"{server} and {trainer}" if server else trainer
+            server = uses.setdefault(placement.node, {}).get(gpu)
+            uses[placement.node][gpu] = f"{server} and {trainer}" if server else trainer
     for name in plan.unused_gpus:
         gpu, _, unused_node = name.partition(" of node ")
         uses.setdefault(int(unused_node or 0), {})[gpu] = "unused"
     lines = []
     for node, use_of_gpu in sorted(uses.items()):
-        where = f"node {node}: " if len(plan.nodes) > 1 else ""
+        on_node = f"node {node}: " if len(plan.nodes) > 1 else ""
         groups = itertools.groupby(use_of_gpu, use_of_gpu.__getitem__)
-        lines.append(f"gpus       {where}{', '.join(f'{_gpu_range([*gpus])} {role}' for role, gpus in groups)}")
+        lines.append(f"gpus       {on_node}{', '.join(f'{_gpu_range([*gpus])} {role}' for role, gpus in groups)}")
     return lines
 
 
@@ -338,9 +345,10 @@ def describe(
     estimates: Sequence[str] = (),
     argv: bool = True,
 ) -> str:
-    """Return the plan for a person: a line for each fact and those of ``estimates``, and a block for each process.
+    """Format the plan for a person: a line for each fact, the lines of ``estimates``, and a block for each process.
 
-    Without ``argv`` a process has one line, of its place and its log.
+    A block has the process's argv and environment, or only the variables in ``environment_differences``. Without
+    ``argv``, a process has one line with its devices and its log.
     """
     several = len(plan.nodes) > 1
     server = f"server {plan.ports.server}, weights {plan.ports.group}, " if plan.mode == "server" else ""
@@ -353,7 +361,7 @@ def describe(
         f"model      {plan.model} ({plan.dtype})",
         f"{kind:<10} {text}",
         f"batch      {plan.batch}",
-        *([f"evaluation {plan.eval_batch} completions a batch and trainer"] if plan.eval_batch else []),
+        *([f"evaluation {plan.eval_batch} completions per batch and trainer"] if plan.eval_batch else []),
         f"vllm       {plan.vllm}",
         f"ports      {server}trainers {plan.ports.main_process}",
         *([f"nodes      {len(plan.nodes)}: {', '.join(plan.nodes)}"] if several else []),
@@ -365,9 +373,9 @@ def describe(
         name = f"{process.name:<10} "
         if argv:
             lines.append(f"{name}{json.dumps(process.argv)}")
-            shown = (environment_differences or {}).get(process.name, process.environment)
-            lines += [f"           {variable}={value}" for variable, value in sorted(shown.items())]
+            variables = (environment_differences or {}).get(process.name, process.environment)
+            lines += [f"           {variable}={value}" for variable, value in sorted(variables.items())]
             name = " " * len(name)
-        where = f"node {process.node}{', GPU ' if process.gpus else ''}{', '.join(process.gpus)}; " if several else ""
-        lines.append(f"{name}{where}log {process.log}")
+        gpus = f", GPU {', '.join(process.gpus)}" if process.gpus else ""
+        lines.append(f"{name}{f'node {process.node}{gpus}; ' if several else ''}log {process.log}")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""What an extension adds to a plan: a description of its data, notes, problems, and processes with their own roles.
+"""Additions of extensions to a plan: a description of their data, notes, problems, and processes with their own roles.
 
-An extension subclasses ``Roles`` and names one object as ``Extension.roles``. The plan asks every installed extension,
-and an extension that the recipe does not use adds nothing.
+An extension subclasses ``Roles`` and names an object of that class as ``Extension.roles``. The plan calls every
+installed extension. An extension that the recipe does not use adds nothing.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ class Roles:
     """Additions to a plan; every method has a default that adds nothing."""
 
     def data(self, recipe: Recipe, plan: Plan) -> Data | None:
-        """Return where prompts come from if it is not a dataset, for people."""
+        """Describe the source of the prompts for the printed plan; None if they come from a dataset."""
         return None
 
     def problems(self, recipe: Recipe, plan: Plan) -> Iterator[Problem]:
-        """Yield what keeps this plan from working, with batch, ports and placement decided."""
+        """Yield the problems that would end a run of this plan; its batch, ports and placement are decided."""
         yield from ()
 
     def notes(self, recipe: Recipe, plan: Plan) -> Iterator[str]:
-        """Yield what is worth knowing about this plan."""
+        """Yield notes for the printed plan."""
         yield from ()
 
     def needs_server(self, recipe: Recipe) -> tuple[str, str] | None:
-        """Return who needs a vLLM server, e.g. ``("the judges need", "")``; None if vLLM may run inside the trainers.
+        """Return the reason for a vLLM server, e.g. ``("the judges need", "")``; None if co-located vLLM works too.
 
-        The second text is appended to the fix.
+        The first text begins the error message and the second text is appended to the fix.
         """
         return None
 
     def samples_by_itself(self, recipe: Recipe) -> bool:
-        """Return whether its processes send requests to the server beside those of the trainers."""
+        """Return whether its processes send their own requests to the server."""
         return False
 
     def processes(self, recipe: Recipe, plan: Plan, names: Names) -> list[Process]:
-        """Return its processes."""
+        """Return the processes to add."""
         return []
 
     def server_variables(self, recipe: Recipe, names: Names) -> dict[str, str]:
@@ -50,18 +50,18 @@ class Roles:
         return {}
 
     def trainer_flags(self, recipe: Recipe, plan: Plan) -> Mapping[str, object]:
-        """Return flags of the trainers' entry script that the launcher decides."""
+        """Return flags to pass to the trainers' entry script."""
         return {}
 
     def admit(self, recipe: Recipe, plan: Plan, names: Names) -> str | None:
-        """Let processes that the user starts reach the run, and return the command that starts one; None if none may.
+        """Let the user's own processes reach the run, and return the command to start one; None if there are none.
 
-        It is called before the server starts, and again if the server moves to another port.
+        The launcher calls this before the server starts, and again if the server moves to another port.
         """
         return None
 
     def dismiss(self, run_dir: Path) -> None:
-        """Undo ``admit``; called when the attempt ends, also if ``admit`` was not called."""
+        """Undo ``admit``. The launcher calls this at the end of an attempt, even if it did not call ``admit``."""
 
 
 def roles() -> Iterator[Roles]:
@@ -70,16 +70,16 @@ def roles() -> Iterator[Roles]:
 
 
 def data_of(recipe: Recipe, plan: Plan) -> Data | None:
-    """Return where the prompts of a plan come from; None if it reads datasets."""
+    """Return the source of a plan's prompts; None if it reads datasets."""
     return next((data for part in roles() if (data := part.data(recipe, plan))), None)
 
 
 def admit(recipe: Recipe, plan: Plan, names: Names) -> str | None:
-    """Let the user's processes reach the run, and return the command that starts one; None if none may."""
+    """Let the user's own processes reach the run, and return the command to start one; None if there are none."""
     return next((command for part in roles() if (command := part.admit(recipe, plan, names))), None)
 
 
 def dismiss(run_dir: Path) -> None:
-    """Take back what ``admit`` gave."""
+    """Undo ``admit`` for every extension."""
     for part in roles():
         part.dismiss(run_dir)

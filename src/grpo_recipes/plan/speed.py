@@ -1,4 +1,4 @@
-"""How fast earlier runs like a planned one were."""
+"""Predict the speed of a planned run from earlier runs with the same name, model, batch and number of trainers."""
 
 from __future__ import annotations
 
@@ -15,43 +15,45 @@ from grpo_recipes.runs.health import finite_number
 from grpo_recipes.runs.progress import RowReader
 from grpo_recipes.runs.rundir import Run, format_duration
 
-_TAIL_BYTES = 1 << 18  # of metrics.jsonl: some hundred steps are enough for a median
-_MOST_RUNS = 200  # newest earlier runs of a name that are looked at
-_MOST_ALIKE = 5  # newest of those that are like this one
+_TAIL_BYTES = 1 << 18  # read from the end of metrics.jsonl: a few hundred steps are enough for a median
+_MOST_RUNS = 200  # newest runs with the same name to read
+_MOST_ALIKE = 5  # newest comparable runs to use
 _WARM_UP_STEPS = 1  # the first step of a run compiles and fills caches
-_ALIKE = ("task", "model", "flavour", "mode", "completions", "world_size", "tokens")  # of a plan and its batch
+_ALIKE = ("task", "model", "flavour", "mode", "completions", "world_size", "tokens")  # comparable runs have these equal
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast earlier runs like this one were; start and saves are not counted."""
+    """The speed of comparable earlier runs, without their start and without saving checkpoints."""
 
-    seconds: float | None  # median of an optimizer step, None without an earlier run
-    runs: int  # how many were counted
-    walltime: float | None  # seconds of the time limit, None where there is none
-    steps: int | None  # optimizer steps within it
+    seconds: float | None  # median seconds of an optimizer step, None without an earlier run
+    runs: int  # number of earlier runs
+    walltime: float | None  # seconds of the time limit, None without a limit
+    steps: int | None  # optimizer steps within the time limit
 
     def __str__(self) -> str:
         if self.seconds is None:
             return "no earlier run in run_root with this name, model, batch and number of trainers"
-        pace = f"{self.seconds:.3g} s a step in {self.runs} earlier run{'s' if self.runs > 1 else ''}"
+        pace = f"{self.seconds:.3g} s per step in {self.runs} earlier run{'s' if self.runs > 1 else ''}"
         if self.walltime is None:
-            return f"{pace}: {3600 / self.seconds:,.0f} steps an hour"
+            return f"{pace}: {3600 / self.seconds:,.0f} steps per hour"
         return f"{pace}: about {self.steps:,} steps in {format_duration(self.walltime)}"
 
 
 def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed:
-    """Return the speed of the newest earlier runs of this name, beside the run directory, on as many devices."""
-    now, medians = _kind(plan.as_json()), list[float]()
-    folders = names.run_dir.parent.glob(f"{glob.escape(names.run)}-[0-9]*")  # "fine", not "fine-more"
-    for folder in sorted(folders, reverse=True)[:_MOST_RUNS]:  # by their timestamps
-        with contextlib.suppress(ConfigError, OSError, ValueError):  # files of a run are the user's to edit
+    """Return the speed of the newest comparable runs in the same run_root."""
+    facts, medians = _speed_facts(plan.as_json()), list[float]()
+    folders = names.run_dir.parent.glob(f"{glob.escape(names.run)}-[0-9]*")  # for "fine", skip "fine-more"
+    for folder in sorted(folders, reverse=True)[:_MOST_RUNS]:  # newest timestamp first
+        with contextlib.suppress(ConfigError, OSError, ValueError):  # users may have edited the files of a run
             run = Run(folder)
-            alike = run.identity.get("run_name") == names.run and _kind(run.plan) == now
-            rows = RowReader(folder / "metrics.jsonl", _TAIL_BYTES).new() if alike and folder != names.run_dir else []
+            is_alike = run.identity.get("run_name") == names.run and _speed_facts(run.plan) == facts
+            rows = (
+                RowReader(folder / "metrics.jsonl", _TAIL_BYTES).new() if is_alike and folder != names.run_dir else []
+            )
             seconds = [finite_number(row.get("seconds/step")) for row in rows if row["step"] > _WARM_UP_STEPS]
-            if known := [one for one in seconds if one]:
-                medians.append(statistics.median(known))
+            if known_seconds := [value for value in seconds if value]:
+                medians.append(statistics.median(known_seconds))
         if len(medians) == _MOST_ALIKE:
             break
     median = statistics.median(medians) if medians else None
@@ -59,7 +61,7 @@ def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed
     return Speed(median, len(medians), walltime, steps)
 
 
-def _kind(plan: Mapping[str, Any]) -> list[Any]:
-    """Return what runs of the same speed have in common."""
+def _speed_facts(plan: Mapping[str, Any]) -> list[Any]:
+    """Return the values of a plan that comparable runs have in common."""
     facts = {**plan.get("batch", {}), **plan}
     return [facts.get(key) for key in _ALIKE]

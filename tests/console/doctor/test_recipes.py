@@ -151,7 +151,7 @@ class FakeGpulessCase(Case):
     @property
     def plan(self):
         raise config_error(
-            "devices", "no GPU is visible and this is a CUDA environment", "submit with sbatch --gres=gpu:8"
+            "devices", "no GPU is visible, but this is a CUDA environment", "submit with sbatch --gres=gpu:8"
         )
 
 

@@ -99,7 +99,7 @@ def test_every_part_is_there(tmp_path: Path) -> None:
         "Reward of completions", "First against last", "tools/calls", "eval_completions/mean_length",
     ):  # fmt: skip
         assert title in page.texts, title
-    arithmetic = "64 prompts x 8 completions = 512 a step = 7 trainers x 8 per device x 8 accumulated"
+    arithmetic = "64 prompts x 8 completions = 512 per step = 7 trainers x 8 per device x 8 accumulated"
     assert arithmetic.replace(" x ", f" {TIMES} ") in page.text
     assert "51.2 %" in page.text and "46.8 to 55.6 %" in page.text
     assert "Set by flag" in page.text and "--learning_rate" in page.text and "config_math.yaml:20" in page.text

@@ -129,7 +129,7 @@ def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys, monk
         (("train.lr=5e-6,1e-5", "--cfg", "job"), "--cfg: changes nothing with -m"),
         (("train.lr=5e-6,1e-5", "--benchmark"), "--benchmark: changes nothing with -m"),
         (("train.lr=5e-6,1e-5", "model.device=cuda:3"), "model.device: 'cuda:3' is not there"),
-        (("train.lr=5e-6,1e-5", "--trails", "3"), "is not an option of run_offline_grpo.py. Fix: write --trials"),
+        (("train.lr=5e-6,1e-5", "--trails", "3"), "is not an option of run_offline_grpo.py. Fix: use --trials"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_and_nothing_is_made(folder, capsys, words, said):

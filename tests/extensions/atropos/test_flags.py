@@ -350,7 +350,7 @@ def test_groups_that_do_not_divide_the_batch_are_refused_before_anything_starts(
     machine(2)
     code, out, err = printed(capsys, *NEEDED, "--env.group_size", "7")
     assert code == 2 and out == ""
-    assert "grpo: --env.group_size: 64 completions a generation (1 x 2 per device x accumulation)" in err
+    assert "grpo: --env.group_size: 64 completions per generation (1 x 2 per device x accumulation)" in err
     assert "are not whole groups of 7" in err
     assert read(*NEEDED, "--env.group_size", "16").options.keys
 
@@ -418,7 +418,7 @@ def test_a_named_recipe_has_its_own_defaults(tmp_path: Path, monkeypatch) -> Non
     monkeypatch.setenv("CONFIG", "mine.yaml")
     assert read().options.recipe == "mine.yaml" and read().options.words() == []
     assert refused("--config", "none.yaml")[0].startswith("--config: there is no recipe 'none.yaml'.")
-    assert refused("mine.yaml") == ["'mine.yaml': is no flag. Fix: write --config mine.yaml for a recipe"]
+    assert refused("mine.yaml") == ["'mine.yaml': is not a flag. Fix: use --config mine.yaml for a recipe"]
 
 
 def test_the_yaml_of_verls_integration_is_a_recipe(tmp_path: Path) -> None:
@@ -452,7 +452,7 @@ def test_options_of_launch_are_handed_on() -> None:
 
 def test_a_misspelt_flag_is_answered_with_the_right_one() -> None:
     (said,) = refused(*NEEDED, "--training-step", "3")
-    assert said == "--training-step: is not an option of atropos_grpo.py. Fix: write --training-steps"
+    assert said == "--training-step: is not an option of atropos_grpo.py. Fix: use --training-steps"
 
 
 def test_a_flag_and_its_key_are_given_once_and_a_key_replaces_a_default() -> None:
@@ -603,7 +603,7 @@ def test_the_gpus_of_the_variable_are_those_of_server_and_trainers(machine, monk
     script = ("--read-variables", *NEEDED)
     monkeypatch.setenv("NUM_GPUS", "8")
     assert refused(*script) == [
-        "NUM_GPUS: 8 GPUs are asked for, 4 are visible here. "
+        "NUM_GPUS: 8 GPUs are requested, but only 4 are visible. "
         "Fix: export NUM_GPUS=4, or ask for more: sbatch --gres=gpu:8 run_atropos_grpo.sh"
     ]
     door = read(*script, "--dry-run")

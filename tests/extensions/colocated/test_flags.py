@@ -73,7 +73,7 @@ def test_gpus_are_training_processes_with_vllm_inside(machine, capsys) -> None:
     code, out, err = printed(capsys, "--gpus", "4", "--config", SMOKE, "--dry-run")
     assert code == 0 and "vllm       colocate" in out and "CUDA_VISIBLE_DEVICES=0,1,2,3\n" in out
     assert '"--num_processes", "4"' in out and "\nserver " not in out
-    assert f"grpo: grpo launch {colocated.shown(SMOKE)} {shlex.join((*OURS, '4'))} --dry-run\n" in out + err
+    assert f"grpo: grpo launch {colocated.display_path(SMOKE)} {shlex.join((*OURS, '4'))} --dry-run\n" in out + err
     code, out, err = printed(capsys, "--gpus", "2", "--config", SMOKE, "--dry-run")
     assert code == 0 and "CUDA_VISIBLE_DEVICES=0,1\n" in out and '"--num_processes", "2"' in out
 
@@ -82,9 +82,9 @@ def test_a_dry_run_is_also_for_gpus_that_are_not_here_and_says_so(machine, capsy
     machine(1)
     code, out, err = printed(capsys, "--gpus", "8", "--config", SMOKE, "--prompts_per_step", "16", "--dry-run")
     assert code == 0 and '"--num_processes", "8"' in out
-    assert "1 GPUs are visible here: what follows is for a node with 8" in out + err
+    assert "1 GPUs are visible: this dry run plans for a node with 8" in out + err
     assert refused("--gpus", "8") == [
-        "--gpus: 8 GPUs are asked for, 1 are visible here. Fix: write --gpus 1, or ask for more GPUs"
+        "--gpus: 8 GPUs are requested, but only 1 are visible. Fix: use --gpus 1, or request more GPUs"
     ]
     machine(0)
     assert printed(capsys, "--gpus", "2", "--config", SMOKE, "--dry-run")[0] == 0
@@ -96,7 +96,7 @@ def test_gpus_are_processes_on_cpu(machine, capsys) -> None:
     machine(None)
     code, out, err = printed(capsys, "--gpus", "4", "--dry-run")
     assert code == 0 and '"--num_processes", "4"' in out and "CUDA_VISIBLE_DEVICES=\n" in out
-    assert "this is a CPU environment: --gpus 4 is 4 trainers on 8 cores" in out + err
+    assert "CPU environment: --gpus 4 means 4 trainers on 8 cores" in out + err
 
 
 def test_a_dry_run_starts_nothing_and_a_wrong_recipe_is_refused(machine, capsys, tmp_path, monkeypatch) -> None:
@@ -108,7 +108,7 @@ def test_a_dry_run_starts_nothing_and_a_wrong_recipe_is_refused(machine, capsys,
     wrong.write_text("model_name: smoke:sums\nbatch_size: many\nsync_frequency: never\nseeed: 1\n")
     code, out, err = printed(capsys, "--config", str(wrong), "--dry-run")
     assert (code, "\ntrainer " in out) == (2, False)
-    where = colocated.shown(wrong)
+    where = colocated.display_path(wrong)
     assert [f"{where}:{line}: " in err for line in (2, 3, 4)] == [True] * 3
 
 
@@ -177,15 +177,18 @@ def test_the_recipe_is_the_named_one_that_of_config_the_usual_file_or_the_defaul
 def test_any_key_is_a_flag_and_what_our_flags_decide_is_not(machine) -> None:
     machine(None)
     assert colocated.read(["--max_steps", "3"]).options.words() == [*OURS, "1", "--max_steps", "3"]
-    assert refused("--num_processes", "3") == ["--num_processes: --gpus decides num_processes. Fix: keep --gpus"]
+    assert refused("--num_processes", "3") == [
+        "--num_processes: --gpus already sets num_processes. Fix: keep only --gpus"
+    ]
     (said,) = refused("--vllm-mode", "server")
-    assert said == "--vllm-mode: run_colocated_grpo.py decides vllm_mode. Fix: leave it out, or use grpo launch"
+    assert said == "--vllm-mode: run_colocated_grpo.py already sets vllm_mode. Fix: remove it, or use grpo launch"
     assert refused("--no_use_vllm")[0].startswith("--no_use_vllm: ")
-    assert refused("--master-port", "1", "--main_process_port=2")[0].endswith("Fix: keep --master-port")
-    assert refused("--gpu", "4") == ["--gpu: is not an option of run_colocated_grpo.py. Fix: write --gpus"]
-    assert refused("my.yaml") == ["'my.yaml': is no flag. Fix: write --config my.yaml for a recipe"]
+    assert refused("--master-port", "1", "--main_process_port=2")[0].endswith("Fix: keep only --master-port")
+    assert refused("--gpu", "4") == ["--gpu: is not an option of run_colocated_grpo.py. Fix: use --gpus"]
+    assert refused("my.yaml") == ["'my.yaml': is not a flag. Fix: use --config my.yaml for a recipe"]
     assert refused("--gpus", "0", "--nodes", "-1") == [
-        "--gpus: is 0. Fix: write --gpus 1 or more", "--nodes: is -1. Fix: write --nodes 1 or more"
+        "--gpus: expected 1 or more, got 0. Fix: use --gpus 1",
+        "--nodes: expected 1 to 10000, got -1. Fix: use --nodes 1 or more",
     ]  # fmt: skip
 
 
@@ -235,28 +238,28 @@ def test_several_nodes_of_a_job_are_one_launch(machine, monkeypatch) -> None:
     assert colocated.read(list(NODES)).variables == {}
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     assert refused(*NODES)[0].startswith(
-        "NCCL_SOCKET_IFNAME: is eth0, and --master-addr is on ib0. Fix: unset it, or set it to ib0"
+        "NCCL_SOCKET_IFNAME: is eth0, but --master-addr is on ib0. Fix: unset it, or set it to ib0"
     )
 
 
 @pytest.mark.parametrize(
     ("nodes", "changed", "said"),
     [
-        (2, {"--node-rank": None}, "--node-rank: is missing. Fix: write --node-rank 0 on the first node"),
-        (2, {"--node-rank": "2"}, "--node-rank: is 2, with --nodes 2. Fix: write a number from 0, below 2"),
-        (0, {"--node-rank": "1", "--master-addr": None}, "--master-addr: is missing. Fix: write the address of node 0"),
-        (0, {"--node-rank": "1", "--master-addr": "localhost"}, "--master-addr: 'localhost' is the loopback, which no"),
-        (0, {"--node-timeout": "0"}, "--node-timeout: is 0. Fix: write --node-timeout 600"),
-        (0, {"--master-port": "80"}, "--master-port: is 80. Fix: write --master-port 29500"),
-        (2, {"--node-rank": "-1"}, "--node-rank: is -1, with --nodes 2. Fix: write a number from 0, below 2"),
-        (2, {"--node-rank": "1"}, "--node-rank: the launch on node 0 starts the processes of node 1 too."),
-        (2, {"--master-addr": None}, f"--master-addr: is missing. Fix: write one of node 0: here {ADDRESS}"),
-        (2, {"--master-addr": "localhost"}, "--master-addr: 'localhost' is the loopback, which no other node reaches."),
+        (2, {"--node-rank": None}, "--node-rank: is missing. Fix: add --node-rank 0 on the first node"),
+        (2, {"--node-rank": "2"}, "--node-rank: is 2, with --nodes 2. Fix: use a number from 0 to 1, or more"),
+        (0, {"--node-rank": "1", "--master-addr": None}, "--master-addr: is missing. Fix: use the address of node 0"),
+        (0, {"--node-rank": "1", "--master-addr": "localhost"}, "--master-addr: 'localhost' is the loopback"),
+        (0, {"--node-timeout": "0"}, "--node-timeout: expected seconds above 0, got 0. Fix: use --node-timeout 600"),
+        (0, {"--master-port": "80"}, "--master-port: expected 1024 to 65535, got 80. Fix: use --master-port 29500"),
+        (2, {"--node-rank": "-1"}, "--node-rank: is -1, with --nodes 2. Fix: use a number from 0 to 1, or more"),
+        (2, {"--node-rank": "1"}, "--node-rank: the launch on node 0 also starts the processes of node 1."),
+        (2, {"--master-addr": None}, f"--master-addr: is missing. Fix: use an address of this node ({ADDRESS})"),
+        (2, {"--master-addr": "localhost"}, "--master-addr: 'localhost' is the loopback, which other"),
         (2, {"--master-addr": "10.9.9.9"}, "--master-addr: '10.9.9.9' is not an address of this node, which is"),
         (2, {"--master-addr": "a" * 70}, "--master-addr: 'aaa"),
-        (1, {"--nodes": "1"}, "--master-addr: '10.1.2.3': the processes of one node meet at its loopback. Fix: leave"),
-        (3, {}, "--nodes: is 2, the Slurm job has 3. Fix: write --nodes 3 --node-rank 0 --master-addr"),
-        (1, {}, "--nodes: is 2, the Slurm job has 1. Fix: write --nodes 1"),
+        (1, {"--nodes": "1"}, "--master-addr: is '10.1.2.3', but the processes of one node meet at its"),
+        (3, {}, "--nodes: is 2, but the Slurm job has 3. Fix: use --nodes 3 --node-rank 0 --master-addr"),
+        (1, {}, "--nodes: is 2, but the Slurm job has 1. Fix: use --nodes 1"),
     ],
 )  # fmt: skip
 def test_wrong_flags_of_nodes_are_refused(machine, nodes: int, changed: dict, said: str) -> None:
@@ -317,4 +320,4 @@ def test_output_goes_to_a_file_and_the_exit_code_stays(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, f"grpo: exit code 2, see {file}\n")
     assert "grpo: --max_steps: " in file.read_text()
     done = door("--config", SMOKE, "--redirect-output", str(tmp_path / "no/file"))
-    assert done.returncode == 2 and "cannot write" in done.stderr and "--redirect-output" in done.stderr
+    assert done.returncode == 2 and "can't write" in done.stderr and "--redirect-output" in done.stderr

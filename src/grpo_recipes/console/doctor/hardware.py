@@ -240,6 +240,6 @@ def cores_and_memory(machine: Machine) -> Finding:
         with noted(findings):
             listing = machine.ask("nvidia-smi", "-L").stdout
             many = len(select_gpus(listing, machine.environment.get("CUDA_VISIBLE_DEVICES")))
-            short = preflight.too_little(many, usable, min(limit, free))
+            short = preflight.find_shortages(many, usable, min(limit, free))
             findings += [warning(what, f"submit with sbatch {option}") for what, option in short]
     return combine_findings(findings)

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from grpo_recipes.cli import command, option
-from grpo_recipes.cli.follow import named_run
+from grpo_recipes.cli.follow import find_run
 from grpo_recipes.console.report.pages import write_comparison, write_report
 from grpo_recipes.console.sweep.folder import RECORD, Sweep, text_table, write_sweep
 from grpo_recipes.errors import config_error, translate
@@ -19,7 +19,7 @@ from grpo_recipes.paths import display_path
 )
 def report(options: argparse.Namespace) -> int:
     """Write the page of a run, of several compared, or of a sweep."""
-    folders = [named_run(which).folder if which == "last" else Path(which) for which in options.runs]
+    folders = [find_run(which).folder if which == "last" else Path(which) for which in options.runs]
     fix = "name a file you may write"
     with translate(OSError, lambda error: config_error("--out", f"cannot write the page ({error.strerror})", fix)):
         if len(folders) == 1 and os.path.isfile(folders[0] / RECORD):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.cli import Parser, answer, load_command, recipe_name
+from grpo_recipes.cli import Parser, load_command, recipe_name, run_reporting_errors
 from grpo_recipes.cli.entry_points import (
     LaunchRequest,
     one_node_options,
@@ -29,7 +29,7 @@ from grpo_recipes.extensions.atropos.recipe import ATROPOS_ENVIRONMENTS
 from grpo_recipes.extensions.atropos.rules import takes_groups
 from grpo_recipes.launch.run import launch
 from grpo_recipes.paths import display_path, home
-from grpo_recipes.plan.devices import Resources, find_resources, rows_of_generation, some_trainers
+from grpo_recipes.plan.devices import Resources, find_resources, format_trainers, rows_of_generation
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import address_reachable
 from grpo_recipes.recipe import Recipe, merge_recipe
@@ -61,7 +61,7 @@ class AtroposLaunch(LaunchRequest):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code of the launch; 2 with a line for each thing that is wrong, before anything is started."""
-    return answer(lambda: _launch(read(list(sys.argv[1:] if argv is None else argv))))
+    return run_reporting_errors(lambda: _launch(read(list(sys.argv[1:] if argv is None else argv))))
 
 
 def read(arguments: list[str]) -> AtroposLaunch:
@@ -234,7 +234,7 @@ def _checked(request: AtroposLaunch) -> AtroposLaunch:
     batch = make_plan(recipe, request.resources, os.environ).batch
     rows, group = rows_of_generation(recipe, batch), batch.num_generations
     steps = f" x {rows // batch.completions} steps" if rows > batch.completions else ""
-    each = f"{batch.per_device} a forward pass x {batch.accumulation} accumulated x {some_trainers(batch.world_size)}"
+    each = f"{batch.per_device} a forward pass x {batch.accumulation} accumulated x {format_trainers(batch.world_size)}"
     notes = [f"registers {rows} sequences at run-api, {rows // group} groups of {group}: {each}{steps}"]
     if recipe["atropos_api_url"] is None:
         notes.append("no --atropos-url: the launch starts a run-api of its own")

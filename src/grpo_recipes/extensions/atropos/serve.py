@@ -60,7 +60,7 @@ from grpo_recipes.extensions.atropos.server import (
     noting,
 )  # fmt: skip
 from grpo_recipes.fetch.assets import fetched_datasets
-from grpo_recipes.plan.ports import listener
+from grpo_recipes.plan.ports import find_listener
 from grpo_recipes.process.reports import run_folder, say
 from grpo_recipes.process.sessions import BoundedAdapter
 from grpo_recipes.recipe import Recipe, read_frozen
@@ -388,7 +388,7 @@ def remembered(environment: Any, file: Path, api: str) -> None:
 def _began(url: str) -> float | None:
     """Return when the process that listens there began, where it is ours: another one knows nothing of the last."""
     parts = urlsplit(url)
-    pid = listener(parts.port or 80) if parts.hostname in ("127.0.0.1", "localhost") else None
+    pid = find_listener(parts.port or 80) if parts.hostname in ("127.0.0.1", "localhost") else None
     return psutil.Process(pid).create_time() if pid else None
 
 

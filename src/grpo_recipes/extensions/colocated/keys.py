@@ -1,6 +1,7 @@
-"""The YAML of co-located trainers, e.g. with a section ``vllm_config``, as a recipe. Its settings are in ``keys.yaml``.
+"""Read the YAML of co-located trainers, e.g. with a section ``vllm_config``, as a recipe.
 
-The same names in any other recipe are rejected by ``recipe/converters/names.yaml``.
+``keys.yaml`` has its settings.
+In any other recipe, ``recipe/converters/names.yaml`` rejects the same names.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ _FSDP_PARTS = {"sharding_strategy", "cpu_offload", "mixed_precision"}
 
 
 def is_colocated(file: Mapping[str, Value]) -> bool:
-    """Return whether a file is the YAML of a co-located trainer; TRL has an ``fsdp_config`` of other parts."""
+    """Return whether a file is the YAML of a co-located trainer. TRL's own ``fsdp_config`` has other parts."""
     sharding = file["fsdp_config"].value if "fsdp_config" in file else None
     sharded = isinstance(sharding, dict) and not _FSDP_PARTS.isdisjoint(sharding)
     return sharded or "vllm_config" in file or "sync_frequency" in file
@@ -24,22 +25,22 @@ CONVERTERS = (FileConverter(Path(__file__).with_suffix(".yaml"), __name__, is_co
 
 
 def whole_groups(setting: Setting, settings: Settings) -> None:
-    """Read a batch of completions as prompts: it is whole groups of ``num_generations``."""
+    """Convert a batch of completions to prompts per step; reject a batch that is not whole groups."""
     size, group = setting.number, whole_number(settings.key("num_generations"))
     if not group:
-        return  # a wrong num_generations is reported at its own place
+        return  # the setting num_generations reports its own problem
     if remainder := size % group:
-        fix = f"write batch_size: {size - remainder + group}, or another num_generations"
+        fix = f"set batch_size: {size - remainder + group}, or change num_generations"
         setting.reject(f"batch_size {size} is not whole groups of num_generations {group}", fix)
     else:
         setting.write({"prompts_per_step": size // group})
 
 
 def sync(setting: Setting, settings: Settings) -> None:
-    """Accept any number of steps between two transfers of weights; no higher number is needed."""
+    """Accept any number of steps between two weight transfers, because transfers here are at least as frequent."""
     steps = setting.value
     if type(steps) is not int or steps < 1:
         setting.reject(f"'sync_frequency: {steps}' has no equal here")
     else:
-        often = "vLLM gets the weights before every generation, which is more often"
-        setting.accept(setting.row.why if steps == 1 else often)
+        more_frequent = "vLLM gets the weights before every generation, which is more frequent"
+        setting.accept(setting.row.why if steps == 1 else more_frequent)

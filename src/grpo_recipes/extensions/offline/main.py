@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from grpo_recipes.cli import Option, Parser, answer, commands, load_command, option
+from grpo_recipes.cli import Option, Parser, commands, load_command, option, run_reporting_errors
 from grpo_recipes.cli.entry_points import launch_command, one_node_options, unknown_flags, with_flags_of
 from grpo_recipes.cli.nodes import reject_other_launchers
 from grpo_recipes.cli.runs import launch_options
@@ -85,7 +85,7 @@ def flags_of(fixed: Sequence[str], swept: Sequence[str], own_port: bool, answers
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code; 2 with a line for each thing that is wrong, before anything is started."""
-    return answer(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+    return run_reporting_errors(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
 
 
 def _run(arguments: list[str]) -> int:
