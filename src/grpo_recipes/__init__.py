@@ -1,3 +1,3 @@
-"""Train language models with GRPO from one YAML recipe and one command."""
+"""Train language models with GRPO from a YAML recipe with a single command."""
 
 __version__ = "0.1.0"

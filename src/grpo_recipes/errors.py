@@ -1,4 +1,7 @@
-"""What is wrong, where, and the edit that fixes it: the one shape of every config error, and the ways to raise one."""
+"""Config errors: each problem has a place, a fault and a fix, and is printed as ``WHERE: WHAT IS WRONG. Fix: FIX``.
+
+raise config_error("recipe.yaml:12", "max_steps: expected an integer, got 'many'", "set max_steps: 100")
+"""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -8,19 +11,19 @@ from typing import Any, TypeVar
 from grpo_recipes.secrets import masked
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
-# Exit codes of `grpo`: everything else is the first failed rank's own, or 128+n for a signal.
+# Exit codes of `grpo`. All others come from the first failed rank, or are 128+n for a signal.
 EXIT_CONFIG_ERROR = 2  # recipe, flag or environment is wrong; nothing was started
 EXIT_STOPPED = 75  # stopped on request, state saved
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault in what the user gave, as one line."""
+    """A fault in the user's input, printed as one line."""
 
     where: str  # file and line, flag, or variable, e.g. recipe.yaml:12
-    what: str
+    what: str  # the fault
     fix: str  # the edit that removes the fault
 
     def __post_init__(self) -> None:
@@ -32,12 +35,12 @@ class Problem:
 
 
 def printable(text: str) -> str:
-    """Return one line without secrets: a message may hold whatever the user wrote."""
+    """Return a text as one line without secrets, since a message may quote any input."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in masked(text))
 
 
 class ConfigError(Exception):
-    """Bad input: reported one line a problem, exit code 2, nothing started."""
+    """Invalid input. `grpo` prints one line per problem and exits with code 2; nothing was started."""
 
     def __init__(self, *problems: Problem):
         self.problems = list(problems)
@@ -45,7 +48,7 @@ class ConfigError(Exception):
 
 
 def config_error(where: str, what: str, fix: str) -> ConfigError:
-    """Return the error of a single problem."""
+    """Return a ConfigError with a single problem."""
     return ConfigError(Problem(where, what, fix))
 
 
@@ -53,22 +56,22 @@ def config_error(where: str, what: str, fix: str) -> ConfigError:
 def translate(
     kinds: type[Exception] | tuple[type[Exception], ...], into: Callable[[Any], BaseException]
 ) -> Iterator[None]:
-    """Raise ``into(error)`` instead of an error of these kinds that the block raises, with the error as its cause."""
+    """Replace an error of these kinds by ``into(error)``, with the original error as its cause."""
     try:
         yield
     except kinds as error:
         raise into(error) from error
 
 
-def collect(items: Iterable[Item], work: Callable[[Item], Made]) -> list[Made]:
-    """Return what ``work`` makes of each item; where it raises a ConfigError for some, raise one with all problems."""
-    done: list[Made] = []
+def collect(items: Iterable[Item], work: Callable[[Item], Result]) -> list[Result]:
+    """Return ``work(item)`` for each item; if some raise a ConfigError, raise one with all problems at the end."""
+    results: list[Result] = []
     problems: list[Problem] = []
     for item in items:
         try:
-            done.append(work(item))
+            results.append(work(item))
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    return done
+    return results

@@ -1,13 +1,17 @@
-"""Limits of numbers that come from outside: rewards, scores, advantages and log-probs.
+"""Limits for numbers from user code and other processes: rewards, scores, advantages and log-probs.
 
-Python computes in float64, training in float32. 1e39 is finite in the first and infinite in the second. Smaller numbers
-also break a step, because a group's variance squares its rewards.
+Python computes in float64, but training uses float32, which has no finite 1e39. Smaller numbers also break a step,
+because a group's variance squares its rewards.
 """
 
 import math
 
-LARGEST_REWARD = 1e15  # of a reward, score or advantage: the variance of a large group stays finite in float32
-LOWEST_LOGPROB = -104.0  # of a sampled token: float32 has no smaller probability, so -9999 is not a log-prob
+LARGEST_REWARD = (
+    1e15  # limit for a reward, score or advantage, so that the variance of a large group stays finite in float32
+)
+LOWEST_LOGPROB = (
+    -104.0
+)  # limit for a sampled token: float32 cannot represent a smaller probability, so -9999 is not a log-prob
 _LARGEST_FLOAT32 = 3.4028234e38
 
 

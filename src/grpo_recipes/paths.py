@@ -1,4 +1,4 @@
-"""Where the code and its caches are, how a path is shown, and whether a file is locked."""
+"""Find the code and its caches, format paths for messages and commands, and check file locks."""
 
 import contextlib
 import fcntl
@@ -12,24 +12,24 @@ CODE_VARIABLE = "GRPO_CODE"
 
 
 def home() -> Path:
-    """Return the code that runs: GRPO_CODE of a frozen run, else GRPO_HOME, else the tree that was installed."""
-    given = os.environ.get(CODE_VARIABLE) or os.environ.get("GRPO_HOME")
-    return Path(given or Path(__file__).resolve().parents[2])
+    """Return the folder of the running code: GRPO_CODE of a frozen run, else GRPO_HOME, else the installed tree."""
+    folder = os.environ.get(CODE_VARIABLE) or os.environ.get("GRPO_HOME")
+    return Path(folder or Path(__file__).resolve().parents[2])
 
 
 def cache_root(environment: Mapping[str, str]) -> Path:
-    """Return where downloads and the smoke model live: CACHE_ROOT, or ``.cache`` in the repository."""
+    """Return the folder of downloads and the smoke model: CACHE_ROOT, or ``.cache`` in the repository."""
     return Path(environment.get("CACHE_ROOT") or home() / ".cache").absolute()
 
 
 def display_path(path: Path | str) -> str:
-    """Return ``path`` as a person would type it: relative to the working folder where that is shorter."""
+    """Return ``path`` for a message: relative if it is below the working folder."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
 def shell_quote(text: Path | str) -> str:
-    """Return a word of a command as one line that bash reads back as it was, control characters included."""
+    """Quote a word of a command on one line; bash reads it back unchanged, including control characters."""
     text = str(text)
     if text.isprintable():
         return shlex.quote(text)
@@ -43,31 +43,31 @@ def _in_ansi_quotes(char: str) -> str:
 
 
 def shell_path(path: Path | str) -> str:
-    """Return ``path`` as a person would type it in a command."""
+    """Return ``path`` quoted for a command, relative if it is below the working folder."""
     return shell_quote(display_path(path))
 
 
 def python_module(name: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module in this Python; a ``yaml.py`` in the working folder is not imported."""
+    """Return the command that runs a module with this Python, without imports from the working folder (``-P``)."""
     return [sys.executable, "-P", "-m", name, *arguments]
 
 
 def nearest_existing_folder(path: Path) -> Path:
-    """Return ``path``, or its nearest parent that exists."""
+    """Return ``path`` if it exists, else its nearest existing parent."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Return those of the paths that are still there, the one written last first."""
-    written = {}
+    """Return the existing paths, the latest modification first."""
+    times = {}
     for path in paths:
-        with contextlib.suppress(OSError):  # removed meanwhile
-            written[path] = path.stat().st_mtime
-    return sorted(written, key=written.__getitem__, reverse=True)
+        with contextlib.suppress(OSError):  # removed in the meantime
+            times[path] = path.stat().st_mtime
+    return sorted(times, key=times.__getitem__, reverse=True)
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a living process holds a lock on a file, in whichever container it runs."""
+    """Return whether a living process of any container holds a lock on a file."""
     try:
         with path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

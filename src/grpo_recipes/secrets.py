@@ -1,4 +1,7 @@
-"""What must never be written or printed: which names and values are secret, and how they are masked."""
+"""Recognize and mask secrets, which must never be written or printed.
+
+A name or a value decides: variables like HF_TOKEN, and texts that look like a known kind of token.
+"""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +13,7 @@ _VALUE = re.compile(
     r"|xox[abp]-[A-Za-z0-9-]{10,})"
 )
 _URL_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
-# Names that hold one of the words above and are public all the same.
+# Names that contain one of the words above but are public.
 _PUBLIC_NAMES = frozenset({"TOKENIZERS_PARALLELISM", "GRPO_TOKEN_FILE"})
 
 
@@ -20,7 +23,7 @@ def secret_name(name: str) -> bool:
 
 
 def secret_value(value: object) -> bool:
-    """Return whether a value, or a part of a list or mapping, looks like a token or is a text under a secret's name."""
+    """Return whether a value or a part of it looks like a token, or is a text in a mapping under a secret's name."""
     if isinstance(value, Mapping):
         named = any(secret_name(str(name)) and isinstance(part, str) for name, part in value.items())
         return named or any(secret_value(part) for part in value.values())
@@ -30,7 +33,7 @@ def secret_value(value: object) -> bool:
 
 
 def masked(text: str) -> str:
-    """Return ``text`` with everything that looks like a token, or a password in a URL, replaced."""
+    """Return ``text`` with tokens and passwords in URLs replaced."""
     return _URL_PASSWORD.sub(MASK, _VALUE.sub(MASK, text))
 
 

@@ -1,8 +1,8 @@
-"""pass@k, best@k, mean@k and majority@k of sampled completions, and means, with 95 % intervals. Pure.
+"""Compute pass@k, best@k, mean@k and majority@k of sampled completions with 95 % intervals. Pure.
 
-pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, eq. 1). The interval treats problems as the
-sample: completions of one problem are no independent draws, so the standard error is that of the mean over problems
-(Miller 2024, arXiv 2411.00640, section 2.2).
+pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, eq. 1). Completions of the same problem are not
+independent, so each problem is one sample for the interval: its standard error is the standard error of the mean over
+problems (Miller 2024, arXiv 2411.00640, section 2.2).
 """
 
 import math
@@ -23,7 +23,8 @@ _STUDENT = (
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Return the probability that at least one of ``k`` completions drawn without replacement is right.
 
-    ``samples`` completions of the problem have a score, ``right`` of them are right; at least ``k`` are needed.
+    ``samples`` completions of the problem have a score, and ``right`` of them are right. ``samples`` must be at least
+    ``k``.
     """
     if not 0 <= right <= samples or not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {right} right among {samples} completions is not defined")
@@ -35,8 +36,8 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def best_at_k(rewards: Sequence[float], k: int) -> float:
     """Return the expected greatest reward among ``k`` completions drawn without replacement from these.
 
-    In ascending order the i-th reward is the greatest of C(i - 1, k - 1) of the C(n, k) draws. So pass@k is best@k of
-    rewards of 0 and 1.
+    In ascending order, the i-th reward is the greatest in C(i - 1, k - 1) of the C(n, k) draws. For rewards of 0 and 1,
+    best@k equals pass@k.
     """
     if not 1 <= k <= len(rewards):
         raise ValueError(f"best@{k} of {len(rewards)} completions is not defined")
@@ -46,36 +47,36 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
-    """Return 1 where the most frequent answer of the first ``k`` completions is right, else 0.
+    """Return 1 if the most frequent answer of the first ``k`` completions is right, else 0.
 
-    A completion without an answer (None) has no vote, and without any vote the result is 0. Of equally frequent answers
-    the one that came first counts, and an answer is right where the first completion that gave it is.
+    A completion without an answer (None) has no vote, and without votes the result is 0. Among equally frequent
+    answers, the first counts. An answer is right if the first completion with this answer is right.
     """
     if not 1 <= k <= len(answers):
         raise ValueError(f"majority@{k} of {len(answers)} completions is not defined")
     votes = Counter(answer for answer in answers[:k] if answer is not None)
     if not votes:
         return 0.0
-    winner = max(votes, key=votes.__getitem__)  # the first of several, as a Counter keeps the order of appearance
+    winner = max(votes, key=votes.__getitem__)  # a Counter keeps the order of insertion, so ties go to the first answer
     return float(right[answers.index(winner)])
 
 
 def half_interval(values: Sequence[float]) -> float | None:
     """Return half of the 95 % interval of the mean, by Student's t; None for fewer than two values."""
-    freedom = len(values) - 1
-    if freedom < 1:
+    degrees = len(values) - 1
+    if degrees < 1:
         return None
-    # Beyond the table the first terms of its expansion around the normal are right to four digits.
-    factor = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else Z_95 + (Z_95**3 + Z_95) / (4 * freedom)
-    return factor * statistics.stdev(values) / math.sqrt(freedom + 1)
+    # Beyond the table, the first terms of the expansion around the normal distribution are accurate to four digits.
+    factor = _STUDENT[degrees - 1] if degrees <= len(_STUDENT) else Z_95 + (Z_95**3 + Z_95) / (4 * degrees)
+    return factor * statistics.stdev(values) / math.sqrt(degrees + 1)
 
 
 def mean_with_interval(estimates: Sequence[float], most: float = 1.0) -> tuple[float, Interval]:
-    """Return the mean over problems, one number between 0 and ``most`` each, with its 95 % interval.
+    """Return the mean of the problems' estimates (each between 0 and ``most``) with its 95 % interval.
 
-    The interval is Wilson's where every estimate is 0 or 1 (one completion a problem), otherwise the mean and its
-    standard errors over problems by Student's t, cut to [0, most]. Where all problems agree their spread says nothing:
-    then up to Wilson's share of unseen problems may differ, and have 0 or ``most``.
+    If every estimate is 0 or 1, as with a single completion per problem, it is Wilson's interval. Otherwise it is
+    Student's t interval over problems, cut to [0, most]. If all estimates are equal, their spread is no evidence: the
+    interval then allows Wilson's share of unseen problems to have 0 or ``most``.
     """
     count = len(estimates)
     mean = math.fsum(estimates) / count
@@ -91,7 +92,7 @@ def mean_with_interval(estimates: Sequence[float], most: float = 1.0) -> tuple[f
 
 
 def wilson(right: int, count: int) -> Interval:
-    """Return Wilson's 95 % interval of a proportion: not empty at 0 and 1, right for few problems (AIME has 30)."""
+    """Return Wilson's 95 % interval of a proportion, valid at 0 and 1 and for few problems (AIME has 30)."""
     share, z2 = right / count, Z_95**2
     centre = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = Z_95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
@@ -99,13 +100,13 @@ def wilson(right: int, count: int) -> Interval:
 
 
 def reported_ks(samples: int) -> list[int]:
-    """Return the k reported for ``samples`` completions a problem: powers of two below it, and itself."""
+    """Return the reported values of k for ``samples`` completions per problem: powers of two below it, and itself."""
     powers = [2**power for power in range(samples.bit_length()) if 2**power < samples]
     return [*powers, samples]
 
 
 def evaluated_ks(samples: int) -> list[int]:
-    """Return the k of an evaluation with ``samples`` completions a prompt: those reported, and 5 where there are 5."""
+    """Return the values of k of an evaluation with ``samples`` completions per prompt: the reported values, and 5."""
     return sorted({*reported_ks(samples), *([5] if samples >= 5 else [])})
 
 
@@ -117,35 +118,37 @@ def scores_at_k(
 ) -> dict[str, tuple[float, Interval | None]]:
     """Return ``pass@k``, ``mean@k``, ``best@k`` and ``majority@k`` of an evaluation, each with its 95 % interval.
 
-    ``ks`` are at most the number of samples; by default ``evaluated_ks`` of it.
-    All three are (problems, samples): the reward of a completion, whether it is right, and its answer. An unscored
-    completion (None as reward, or as verdict) is left out of what needs that: the first k are the first k scored ones.
-    A problem with fewer than k scored completions is left out; a score without problems is NaN and has no interval.
-    There is no ``majority@k`` where no completion has an answer.
+    ``rewards``, ``right`` and ``answers`` are (problems, samples): the reward of a completion, whether it is right, and
+    its answer. ``ks`` are at most the number of samples; by default ``evaluated_ks`` of it. Unscored completions (None
+    as reward or in ``right``) are skipped, so "the first k" are the first k scored completions. A problem with fewer
+    than k scored completions is left out. A score without problems is NaN and has no interval. ``majority@k`` is left
+    out if no completion has an answer.
     """
-    known = [[reward for reward in row if reward is not None] for row in rewards]
+    scored = [[reward for reward in row if reward is not None] for row in rewards]
     judged = [
         [(answer, verdict) for answer, verdict in zip(*row, strict=True) if verdict is not None]
         for row in zip(answers, right, strict=True)
     ]
-    voted = any(answer is not None for row in judged for answer, _ in row)
+    has_answers = any(answer is not None for row in judged for answer, _ in row)
     scores: dict[str, tuple[float, Interval | None]] = {}
     for k in ks or evaluated_ks(max((len(row) for row in rewards), default=1)):
         counts = [(len(row), sum(verdict for _, verdict in row)) for row in judged]
         passed = [pass_at_k(samples, number, k) for samples, number in counts if samples >= k]
         scores[f"pass@{k}"] = mean_with_interval(passed) if passed else (math.nan, None)
-        enough = [row for row in known if len(row) >= k]
-        scores[f"mean@{k}"] = _mean_of_rewards([math.fsum(row[:k]) / k for row in enough])
-        scores[f"best@{k}"] = _mean_of_rewards([best_at_k(row, k) for row in enough])
-        if voted:
+        long_enough = [row for row in scored if len(row) >= k]
+        scores[f"mean@{k}"] = _mean_of_rewards([math.fsum(row[:k]) / k for row in long_enough])
+        scores[f"best@{k}"] = _mean_of_rewards([best_at_k(row, k) for row in long_enough])
+        if has_answers:
             pairs = [row for row in judged if len(row) >= k]
-            won = [majority_at_k([one for one, _ in row], [bool(verdict) for _, verdict in row], k) for row in pairs]
-            scores[f"majority@{k}"] = mean_with_interval(won) if won else (math.nan, None)
+            majorities = [
+                majority_at_k([answer for answer, _ in row], [bool(verdict) for _, verdict in row], k) for row in pairs
+            ]
+            scores[f"majority@{k}"] = mean_with_interval(majorities) if majorities else (math.nan, None)
     return scores
 
 
 def _mean_of_rewards(estimates: Sequence[float]) -> tuple[float, Interval | None]:
-    """Return the mean over problems, and its interval by Student's t: rewards have no limits to cut it to."""
+    """Return the mean over problems with its Student's t interval, which is not cut since rewards have no limits."""
     if not estimates:
         return math.nan, None
     mean, half = math.fsum(estimates) / len(estimates), half_interval(estimates)
@@ -155,13 +158,13 @@ def _mean_of_rewards(estimates: Sequence[float]) -> tuple[float, Interval | None
 def pass_table(scores: Sequence[Sequence[float | None]]) -> dict[str, float | list[float] | None]:
     """Return ``pass@k`` and ``pass@k_ci`` of a benchmark for every reported k.
 
-    ``scores`` is (problems, samples): 1 for a right completion, 0 for a wrong one, None for an unscored one, which is
-    left out of its problem's estimate; a problem with fewer than k scores is left out of pass@k, and a pass@k without
-    problems is None.
+    ``scores`` is (problems, samples): 1 for a right completion, 0 for a wrong completion, None without a score.
+    Completions without a score are skipped, and so are problems with fewer than k scores. A pass@k without problems is
+    None.
     """
     table: dict[str, float | list[float] | None] = {}
-    known = [[score for score in row if score is not None] for row in scores]
-    counts = [(len(row), sum(score >= 0.5 for score in row)) for row in known]
+    scored = [[score for score in row if score is not None] for row in scores]
+    counts = [(len(row), sum(score >= 0.5 for score in row)) for row in scored]
     for k in reported_ks(max((len(row) for row in scores), default=1)):
         estimates = [pass_at_k(samples, right, k) for samples, right in counts if samples >= k]
         mean, interval = mean_with_interval(estimates) if estimates else (None, None)
@@ -171,12 +174,12 @@ def pass_table(scores: Sequence[Sequence[float | None]]) -> dict[str, float | li
 
 
 def score_names(result: Mapping[str, Any]) -> list[str]:
-    """Return the names of scores: ``pass@k``, and for some benchmarks others such as ``mean@k`` or ``coverage@k``."""
+    """Return the names of the scores: ``pass@k``, and for some benchmarks ``mean@k`` or ``coverage@k``."""
     return [key for key in result if "@" in key and not key.endswith("_ci")]
 
 
 def result_line(result: Mapping[str, Any]) -> str:
-    """Return a benchmark's result as ``pass@1 0.512 (0.468 to 0.556), pass@4 ..., 500 problems``.
+    """Format a benchmark's result as ``pass@1 0.512 (0.468 to 0.556), pass@4 ..., 500 problems``.
 
     Baselines follow if there are any: ``; random guesser pass@8 0.181, mean@8 ...``.
     """

@@ -371,7 +371,7 @@ WRITTEN_IN = {
     "are unscored, more than reward_max_no_verdict:": "src/grpo_recipes/trainers/checks.py",
     "No space left on device": "src/grpo_recipes/runs/endings.py",
     "the run was made at commit": "src/grpo_recipes/runs/rundir.py",
-    "holds no checkpoint that can be resumed:": "src/grpo_recipes/runs/checkpoints.py",
+    "contains no checkpoint that can be resumed:": "src/grpo_recipes/runs/checkpoints.py",
     "was changed since the run wrote it": "src/grpo_recipes/runs/checkpoints.py",
     "is missing: the checkpoint was made with another number of processes": "src/grpo_recipes/trainers/checkpoints.py",
 }

@@ -45,7 +45,9 @@ def test_a_disk_that_fills_up_ends_the_run_and_costs_no_checkpoint(
     subprocess.run(f"cat /dev/zero > {small_disk}/filler", shell=True, stderr=subprocess.DEVNULL, check=False)
 
     assert ended_within(run, 30) == 1, run.output
-    assert "No space left on device" in run.output and "grpo: fix: grpo doctor shows which; make room" in run.output
+    assert (
+        "No space left on device" in run.output and "grpo: fix: find it with grpo doctor, then free space" in run.output
+    )
     summary = read_json(run.run_dir / "summary.json")
     assert summary["status"] == "failed" and "No space left on device" in summary["cause"]
     assert not [path for path in run.run_dir.rglob(".*") if path.is_file() and path.stat().st_size == 0]

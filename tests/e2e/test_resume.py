@@ -69,7 +69,7 @@ def test_a_run_whose_newest_checkpoint_lost_a_bit_goes_on_from_the_one_before(la
 
     assert second.wait() == 0, second.output
     what = "model.safetensors was changed since the run wrote it"
-    assert f"{newest.name} is damaged: {what}; it is now {newest.name}.damaged, resuming from {older.name}\n" in (
+    assert f"{newest.name} is damaged: {what}; renamed to {newest.name}.damaged, resuming from {older.name}\n" in (
         second.output
     )
     assert f"grpo: resuming from {older.name}; " in second.output
@@ -108,7 +108,7 @@ def test_a_signal_saves_after_the_step_and_the_run_goes_on(launch: Callable[...,
 def test_resume_refuses_changed_code_and_what_is_no_run(launch: Callable[..., Launch]) -> None:
     nothing = launch("--resume", "last")
     assert nothing.wait(20) == 2
-    assert "--resume: there is no run in " in nothing.output
+    assert "--resume: no runs found in " in nothing.output
 
     folder = nothing.folder / "runs" / "old-20260101-000000"
     (folder / "processes").mkdir(parents=True)

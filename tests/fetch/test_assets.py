@@ -202,7 +202,7 @@ def test_what_is_missing_is_named_and_nothing_is_told_to_stay_offline(read: Read
     model, variables, notes = plan(recipe, environment, sources)
     assert model == "Qwen/Qwen2.5-1.5B-Instruct"
     assert all("HF_HUB_OFFLINE" not in one for one in variables)
-    assert "model Qwen/Qwen2.5-1.5B-Instruct is not here yet: launch fetches it, or grpo fetch does" in notes
+    assert "model Qwen/Qwen2.5-1.5B-Instruct is missing: the launch downloads it, or run grpo fetch" in notes
 
 
 def test_a_resumed_run_uses_its_commits_whatever_was_fetched_later(
@@ -218,8 +218,8 @@ def test_a_resumed_run_uses_its_commits_whatever_was_fetched_later(
         ("Qwen/Qwen2.5-1.5B-Instruct", OLD, "apache-2.0"),
         ("openai/gsm8k", OLD, None),
     ]
-    assert {source.commit for source in find_assets(recipe, environment).found} == {NEW}
-    assert {source.commit for source in find_assets(recipe, environment, recorded).found} == {OLD}
+    assert {source.commit for source in find_assets(recipe, environment).present} == {NEW}
+    assert {source.commit for source in find_assets(recipe, environment, recorded).present} == {OLD}
 
     (Path(environment["CACHE_ROOT"]) / "model-aa" / "file").unlink()
     gone = find_assets(recipe, environment, recorded)
@@ -256,11 +256,11 @@ def test_a_local_model_that_changed_is_noticed(read: Read, environment: dict[str
     recipe = read(model_name_or_path=str(folder))
     fetch(recipe, environment, OLD)
     recorded = find_assets(recipe, environment).as_json()
-    assert ensure_assets(recipe, environment, recorded, []).found
+    assert ensure_assets(recipe, environment, recorded, []).present
     write_json(folder / "config.json", {"hidden_size": 9})
-    with pytest.raises(ConfigError, match=f"the model '{folder}' is not what the run began with"):
+    with pytest.raises(ConfigError, match=f"the model '{folder}' has changed since the run started"):
         ensure_assets(recipe, environment, recorded, [])
-    assert ensure_assets(recipe, environment, None, []).found
+    assert ensure_assets(recipe, environment, None, []).present
 
 
 def test_a_local_file_that_is_not_there_is_refused(read: Read, environment: dict[str, str]) -> None:

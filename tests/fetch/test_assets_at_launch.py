@@ -58,15 +58,15 @@ def test_what_is_missing_is_brought_first(shell: Shell, variables: Variables, mo
     monkeypatch.chdir(shell.folder)
     recipe = read_recipe(Path(shell.recipe()))
     sources = ensure_assets(recipe, variables(), None, ["recipe.yaml"])
-    assert [source.id for source in sources.found] == ["ada/sums", "ada/rows"] and not sources.missing
+    assert [source.id for source in sources.present] == ["ada/sums", "ada/rows"] and not sources.missing
     told = capfd.readouterr().out
     assert told.startswith(
-        "grpo: not here yet: model ada/sums, dataset ada/rows (train); running grpo fetch recipe.yaml\n"
+        "grpo: missing: model ada/sums, dataset ada/rows (train); running grpo fetch recipe.yaml\n"
     )
     assert "everything that recipe.yaml needs is on this machine" in told
 
     offline = {**variables(), "HF_ENDPOINT": "http://127.0.0.1:1"}
-    assert ensure_assets(recipe, offline, None, ["recipe.yaml"]).found == sources.found
+    assert ensure_assets(recipe, offline, None, ["recipe.yaml"]).present == sources.present
     assert capfd.readouterr().out == ""
 
 
@@ -76,7 +76,7 @@ def test_a_fetch_that_fails_refuses_the_launch(shell: Shell, hub: FakeHub, varia
     monkeypatch.chdir(shell.folder)
     del hub.repos["dataset", "ada/rows"]
     with pytest.raises(
-        ConfigError, match=r"grpo fetch: ended with code 2\. Fix: correct what it says above; then: grpo fetch"
+        ConfigError, match=r"grpo fetch: ended with code 2\. Fix: fix the problem printed above, then run: grpo fetch"
     ):
         ensure_assets(read_recipe(Path(shell.recipe())), variables(), None, ["recipe.yaml"])
 
@@ -105,9 +105,9 @@ def test_local_data_that_changed_stops_a_resume(shell: Shell, variables: Variabl
     recipe = read_recipe(Path(shell.recipe(model_name_or_path=str(tiny_model), dataset_name="rows.jsonl")))
     recorded = ensure_assets(recipe, variables(), None, []).as_json()
     rows.write_bytes(jsonl([{"problem": "2", "answer": "1"}]))
-    with pytest.raises(ConfigError, match=r"--resume: the dataset 'rows\.jsonl' is not what the run began with"):
+    with pytest.raises(ConfigError, match=r"--resume: the dataset 'rows\.jsonl' has changed since the run started"):
         ensure_assets(recipe, variables(), recorded, [])
-    assert ensure_assets(recipe, variables(), recorded, [], allow_changed=True).found
+    assert ensure_assets(recipe, variables(), recorded, [], allow_changed=True).present
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_a_resumed_run_gets_its_own_commits_back(shell: Shell, hub: FakeHub, var
     brought = shell.run(*documented(shown, {shown.split()[-1]: str(run)}, fake="the hub"))
     assert brought.returncode == 0, brought.stderr
     again = ensure_assets(recipe, variables(), recorded, ["--resume", str(run)])
-    assert [source.commit for source in again.found] == [source.commit for source in began_with.found]
+    assert [source.commit for source in again.present] == [source.commit for source in began_with.present]
     assert not (Path(again.model.path) / "notes.txt").exists()
 
 

@@ -190,7 +190,7 @@ def test_a_gated_model_is_told_in_one_line_without_the_token(shell: Shell, hub: 
     (line,) = refused.stderr.splitlines()
     assert line == (
         "grpo: recipe.yaml:6: model ada/sums is gated and this account may not read it. "
-        "Fix: accept its licence at https://huggingface.co/ada/sums, then export HF_TOKEN or run hf auth login"
+        "Fix: accept its license at https://huggingface.co/ada/sums, then export HF_TOKEN or run hf auth login"
     )
     hub.granted.add(READER)
     granted = shell.grpo("fetch", "recipe.yaml", HF_TOKEN=READER)
@@ -206,7 +206,7 @@ def test_a_gated_dataset_is_told_too(shell: Shell, hub: FakeHub) -> None:
     assert refused.returncode == 2
     (line,) = refused.stderr.splitlines()
     assert "dataset ada/rows (train) is gated" in line
-    assert "accept its licence at https://huggingface.co/datasets/ada/rows, then export HF_TOKEN" in line
+    assert "accept its license at https://huggingface.co/datasets/ada/rows, then export HF_TOKEN" in line
 
 
 def test_every_wrong_name_is_told_at_once(shell: Shell) -> None:
@@ -222,7 +222,7 @@ def test_what_cannot_be_a_name_is_told(shell: Shell) -> None:
     shell.recipe(dataset_name="ada/rows..old")
     refused = shell.grpo("fetch", "recipe.yaml")
     assert refused.returncode == 2
-    assert "recipe.yaml:2: 'ada/rows..old' is neither here nor the name of a dataset" in refused.stderr
+    assert "recipe.yaml:2: 'ada/rows..old' is neither a local path nor a valid hub id of a dataset" in refused.stderr
 
 
 def test_a_split_that_does_not_exist_names_those_that_do(shell: Shell) -> None:
@@ -257,7 +257,7 @@ def test_interrupted_it_says_so_and_goes_on_from_there(shell: Shell, hub: FakeHu
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "grpo: interrupted; run it again: what came is kept" in told
+    assert "grpo: interrupted; run it again to continue: finished files are kept" in told
     hub.slow.clear()
     assert shell.grpo("fetch", "recipe.yaml").returncode == 0
 

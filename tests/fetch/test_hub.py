@@ -10,7 +10,7 @@ from grpo_recipes.fetch.hub import gated_note
 @pytest.mark.parametrize("model", ["meta-llama/Llama-3.1-8B-Instruct", "google/gemma-3-4b-it"])
 def test_a_gated_model_is_named_with_its_page_and_the_way_in(model: str) -> None:
     assert gated_note(model) == (
-        f"{model} is gated: accept its licence at https://huggingface.co/{model}, then export HF_TOKEN or run "
+        f"{model} is gated: accept its license at https://huggingface.co/{model}, then export HF_TOKEN or run "
         "hf auth login; grpo fetch tests it"
     )
 

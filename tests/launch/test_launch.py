@@ -66,7 +66,9 @@ def test_an_edit_of_the_recipe_that_a_launch_left_is_refused_or_noted(launched, 
     recipe = run / "recipe.yaml"
     recipe.write_text(f"{recipe.read_text()}# x.yaml:3\nweight_decay: 0.5\n")
     assert launched("--resume", str(run))[0] == EXIT_CONFIG_ERROR
-    assert "recipe.yaml: was changed since the run wrote it. Fix: restore what the run" in capsys.readouterr().err
+    assert (
+        "recipe.yaml: was changed since the run wrote it. Fix: restore the file that the run" in capsys.readouterr().err
+    )
     assert launched("--resume", str(run), "--allow-changed-code")[0] == EXIT_STOPPED
     assert "recipe.yaml was edited since the last attempt: its keys are used" in capsys.readouterr().out
     launched("--resume", str(run))
@@ -130,7 +132,7 @@ def test_update_rewards_takes_the_changed_file(launched, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("said", "fix"),
     [
-        ("OSError: [Errno 28] No space left on device", "grpo doctor shows which; make room"),
+        ("OSError: [Errno 28] No space left on device", "find it with grpo doctor, then free space"),
         ("Bus error (core dumped)", "make /dev/shm larger"),
         ("OSError: [Errno 24] Too many open files", "ulimit -n 65536"),
         ('zmq.error.ZMQError: ipc path "/x" is longer than 107 characters', "set TMPDIR to a short path"),

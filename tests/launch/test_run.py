@@ -165,7 +165,7 @@ def test_a_restart_passes_over_a_damaged_checkpoint_and_says_so(fake_run, capsys
     out = capsys.readouterr().out
     (aside,) = (run.folder / "checkpoints").glob("*.damaged")
     step = int(aside.stem.rpartition("-")[2])
-    assert f"checkpoint-{step} is damaged: COMPLETE is damaged; it is now {aside.name}, resuming from " in out
+    assert f"checkpoint-{step} is damaged: COMPLETE is damaged; renamed to {aside.name}, resuming from " in out
     assert f"resuming from checkpoint-{step - 1}; 1 later rows" in out
 
 
@@ -174,7 +174,7 @@ def test_a_restart_without_a_usable_checkpoint_ends_the_run_with_one_line(fake_r
     run.then(lambda: damage_and_kill(run, slice(None)))
     with StopSignals() as stop:
         ending = supervise(run.attempt, stop)
-    assert ending.code == 1 and "holds no checkpoint that can be resumed: checkpoint-" in ending.cause
+    assert ending.code == 1 and "contains no checkpoint that can be resumed: checkpoint-" in ending.cause
     assert "Traceback" not in capsys.readouterr().err
 
 

@@ -196,7 +196,7 @@ def test_a_marker_that_is_not_ours_is_not_complete(tmp_path, text):
 
 def test_a_file_in_the_place_of_the_checkpoints_is_refused(tmp_path):
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(ConfigError, match=r"checkpoints: is not a folder; .* Fix: move it away"):
+    with pytest.raises(ConfigError, match=r"checkpoints: is not a folder, .* Fix: move it away"):
         verified_checkpoint(tmp_path / "checkpoints", refuse_to_speak)
 
 
@@ -240,7 +240,7 @@ def test_a_flipped_bit_is_named_and_the_checkpoint_before_is_resumed(tmp_path, n
         said = []
         assert verified_checkpoint(folder, said.append) == older == newest_complete(folder)
         assert said == [
-            f"checkpoint-6 is damaged: {name} was changed since the run wrote it; it is now checkpoint-6.damaged, "
+            f"checkpoint-6 is damaged: {name} was changed since the run wrote it; renamed to checkpoint-6.damaged, "
             "resuming from checkpoint-3"
         ]
         assert (folder / "checkpoint-6.damaged" / name).exists()  # nothing is deleted
@@ -268,8 +268,9 @@ def test_every_damaged_one_is_named_and_a_second_time_too(tmp_path):
     said = []
     assert verified_checkpoint(tmp_path, said.append) == oldest
     assert [line.split(",")[0] for line in said] == [
-        "checkpoint-9 is damaged: trainer_state.json is missing; it is now checkpoint-9.damaged-2",
-        "checkpoint-6 is damaged: model.safetensors was changed since the run wrote it; it is now checkpoint-6.damaged",
+        "checkpoint-9 is damaged: trainer_state.json is missing; renamed to checkpoint-9.damaged-2",
+        "checkpoint-6 is damaged: model.safetensors was changed since the run wrote it; "
+        "renamed to checkpoint-6.damaged",
     ]
 
 
@@ -281,7 +282,7 @@ def test_where_none_can_be_resumed_a_person_decides(tmp_path):
         verified_checkpoint(tmp_path, refuse_to_speak)
     (problem,) = refused.value.problems
     assert problem.what == (
-        "holds no checkpoint that can be resumed: checkpoint-6 (model.safetensors has 7 of 700 bytes), "
+        "contains no checkpoint that can be resumed: checkpoint-6 (model.safetensors has 7 of 700 bytes), "
         "checkpoint-3 (COMPLETE is missing)"
     )
     assert "as a new run, or move this folder away" in problem.fix
@@ -390,12 +391,12 @@ def test_a_flipped_bit_is_refused_by_name_and_taken_on_purpose(run, name, place)
         verify_run_files(run.folder, allow_changed=False)
     (problem,) = refused.value.problems
     assert problem.where.endswith(name) and problem.what == "was changed since the run wrote it"
-    assert "restore what the run wrote" in problem.fix and "--allow-changed-code" in problem.fix
+    assert "restore the file that the run wrote" in problem.fix and "--allow-changed-code" in problem.fix
     with pytest.raises(ConfigError):
         resume(run)
 
     (note,) = verify_run_files(run.folder, allow_changed=True)
-    assert f"{name} was changed since the run wrote it; this attempt goes on with it" in note
+    assert f"{name} was changed since the run wrote it; this attempt uses the changed file" in note
 
     path.write_bytes(before)
     resume(run)
@@ -429,7 +430,7 @@ def test_an_edited_recipe_is_not_applied_without_a_word(run, capsys) -> None:
     recipe = run.folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_steps: 60", "max_steps: 5"))
     with pytest.raises(
-        ConfigError, match=r"recipe\.yaml: was changed .*give a change of the recipe as a flag \(--KEY VALUE\), or"
+        ConfigError, match=r"recipe\.yaml: was changed .*change the recipe with a flag \(--KEY VALUE\), or"
     ):
         resume(run)
     resume(run, allow=True)
@@ -476,7 +477,7 @@ def test_a_resume_without_an_intact_checkpoint_is_refused_before_anything_begins
     publish_checkpoint(folder / "partial" / "checkpoint-3", folder, 3, 1)
     flip(folder / "checkpoint-3" / "model.safetensors", 5)
     with pytest.raises(
-        ConfigError, match=r"checkpoints: holds no checkpoint that can be resumed: checkpoint-3 \(model"
+        ConfigError, match=r"checkpoints: contains no checkpoint that can be resumed: checkpoint-3 \(model"
     ):
         launch(Options(resume=str(run.folder), allow_changed_code=True))
     assert (run.folder / "summary.json").read_bytes() == before and is_complete(folder / "checkpoint-3")
@@ -485,13 +486,13 @@ def test_a_resume_without_an_intact_checkpoint_is_refused_before_anything_begins
 def test_few_bytes_are_read_back_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory runs out, Python waits without end for a thread that cannot begin: the save would never return."""
     started: list[object] = []
-    made = checkpoints._threads
+    made = checkpoints._new_thread_pool
 
     def threads() -> ThreadPoolExecutor:
         started.append(None)
         return made()
 
-    monkeypatch.setattr(checkpoints, "_threads", threads)
+    monkeypatch.setattr(checkpoints, "_new_thread_pool", threads)
     for step, few in ((1, 64), (2, 3)):
         monkeypatch.setattr(checkpoints, "_FEW_BYTES", few)
         staged = tmp_path / "staged" / f"checkpoint-{step}"

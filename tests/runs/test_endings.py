@@ -52,7 +52,7 @@ def test_checkpoints(make_run, row):
     assert endings.checkpoints(run).value == "checkpoint-5"
     (run.folder / "checkpoints/checkpoint-5/COMPLETE").unlink()
     found = endings.checkpoints(run)
-    assert found.status == "problem" and found.value == "checkpoint-5: none complete, so that a resume is refused"
+    assert found.status == "problem" and found.value == "checkpoint-5: none complete, so a resume is rejected"
     assert endings.checkpoints(make_run()).status == "ok"
 
 
@@ -103,7 +103,7 @@ def test_gpu_memory_of_the_server(make_run):
 @pytest.mark.parametrize("keys", [{"vllm_mode": "colocate"}, {"weight_sync": "shared", "dtype": "float32"}])
 def test_gpu_memory_of_a_vllm_on_the_trainers_gpu(make_run, keys):
     run = make_run(logs={"trainer": CUDA_OOM}, vllm_gpu_memory_utilization=0.4, **keys)
-    share = "vllm_gpu_memory_utilization (now 0.4), which vLLM takes of the same GPU"
+    share = "vllm_gpu_memory_utilization (now 0.4), the share that vLLM uses of the same GPU"
     assert share in endings.out_of_memory(run).fix
 
 
@@ -111,8 +111,8 @@ def test_host_memory(make_run, row):
     cause = "rank 1 (pid 7) was killed by signal 9"
     killed = endings.out_of_memory(make_run(rows=[row()], cause=cause))
     assert killed.status == "problem" and killed.value.startswith(f"{cause} after 1 steps: by a person, or")
-    lower = "ask for more memory, or lower per_device_train_batch_size (now 8)"
-    assert killed.fix == f"if memory ran out, which dmesg says, {lower}"
+    lower = "request more memory, or lower per_device_train_batch_size (now 8)"
+    assert killed.fix == f"if dmesg shows that memory ran out, {lower}"
     in_job = endings.out_of_memory(make_run(rows=[row()], cause=cause, job=JOB)).fix
     assert in_job == killed.fix.replace("more memory", "more memory (sbatch --mem=128G)")
     step = (
@@ -137,7 +137,7 @@ def test_the_guard(make_run, row):
     inside = endings.weights_guard(make_run(cause=cause, vllm_mode="colocate"))
     assert "through colocate" in inside.value and "weight_sync" not in inside.fix
     assert endings.weights_guard(make_run(rows=[row()], weight_guard=False)).status == "warning"
-    assert endings.weights_guard(make_run(rows=[row()])).value == "found nothing wrong"
+    assert endings.weights_guard(make_run(rows=[row()])).value == "no difference found"
 
 
 def traceback_of(code: str, limit: int | None = None) -> str:

@@ -15,7 +15,7 @@ from grpo_recipes.runs.rundir import Run, write_json
 @pytest.mark.parametrize(
     ("cause", "said"),
     [
-        ("rank 0: OSError: [Errno 28] No space left on device", "make room"),
+        ("rank 0: OSError: [Errno 28] No space left on device", "free space"),
         ("the vLLM server died before it was ready", "grpo check --deep RECIPE"),
         ("the vLLM server was not ready after 600 s (vllm_server_timeout)", "raise vllm_server_timeout"),
         ("port 8000 was taken by another process (pid 5) while the server started", "launch again"),
@@ -32,7 +32,7 @@ from grpo_recipes.runs.rundir import Run, write_json
         ("port 8001 was taken by another process (pid 5) while run-api started", "launch again"),
         ("environment sums (pid 7) exited with code 2", "correct what its log names, then launch the recipe anew"),
         ("environment sums (pid 7) exited with code 1; no step was completed since", "add --update-rewards"),
-        ("rank 1 (pid 7) was killed by signal 9", "if memory ran out, which dmesg says, ask for more memory, or"),
+        ("rank 1 (pid 7) was killed by signal 9", "if dmesg shows that memory ran out, request more memory, or"),
         ("rank 0: WeightsDiffer: weights did not reach the server", "Weights page"),
         ("rank 0: ZeroDivisionError: division by zero", "grpo doctor --run"),
     ],
@@ -62,7 +62,7 @@ def test_why_an_environment_or_run_api_ended_is_looked_for_in_its_own_log(make_r
         }
         write_json(run.folder / "plan.json", plan)
         Path(f"logs/{role}.log").write_text("ModuleNotFoundError: No module named 'polars'\n")
-        assert advice(Run(run.folder), cause) == "run make setup; see versions in grpo doctor"
+        assert advice(Run(run.folder), cause) == "run make setup; grpo doctor shows it under versions"
 
 
 RAISED = "rank 0: RewardFailed: reward 'own.py:score' raised ValueError: no"
@@ -89,16 +89,16 @@ def test_after_a_reward_failed_a_resume_takes_the_edited_file(failed, tmp_path):
     run = failed(RAISED)
     resume = f"grpo launch --resume runs/{run.folder.name} --update-rewards"
     tried = "(grpo check-rewards RECIPE), then"
-    assert advice(run, run.cause) == f"edit own.py, of which the run has a copy {tried} {resume}"
+    assert advice(run, run.cause) == f"fix own.py (the run uses a copy) {tried} {resume}"
     assert ending(run).fix == advice(run, run.cause), "doctor says it too"
     assert reward_fix(run, run.cause) == advice(run, run.cause), "the report shows it too"
     (tmp_path / "own.py").write_text("def score(completions): return [1.0]\n")
-    assert advice(run, run.cause) == f"own.py has changed since this run's copy of it: try it {tried} {resume}"
+    assert advice(run, run.cause) == f"test own.py, which has changed since this run's copy {tried} {resume}"
 
 
 def test_without_a_checkpoint_a_new_launch_is_advised(failed):
     run = failed(RAISED, saved=False)
-    assert "then launch the recipe anew: there is no checkpoint" in advice(run, run.cause)
+    assert "then launch the recipe as a new run: there is no checkpoint" in advice(run, run.cause)
     assert "--resume" not in advice(run, run.cause)
 
 
@@ -107,10 +107,10 @@ def test_without_a_checkpoint_a_new_launch_is_advised(failed):
     [
         ("most often: time limit (9)", "or raise reward_timeout (--reward_timeout N), then"),
         ("most often: no answer from its server (URLError: <urlopen error [Errno 111] Connection refused>) (9)",
-         "start the server that own.py asks, or correct its address (grpo check-rewards RECIPE), "
+         "start the server that own.py calls, or correct its address (grpo check-rewards RECIPE), "
          "then grpo launch --resume RUN"),
-        ("KeyError: 'KEY'; it runs isolated, without this variable: write reward_environment: [KEY] (9)",
-         "export KEY where you launch (grpo check-rewards RECIPE), then grpo launch --resume RUN "
+        ("KeyError: 'KEY'; it runs isolated, without this variable: set reward_environment: [KEY] (9)",
+         "export KEY before the launch (grpo check-rewards RECIPE), then grpo launch --resume RUN "
          "--reward_environment KEY"),
     ],
 )  # fmt: skip
@@ -123,13 +123,13 @@ def test_what_ended_most_calls_decides_the_advice(failed, more, said):
 
 def test_of_a_module_there_is_no_copy_to_update(make_run):
     run = make_run(cause=RAISED.replace("own.py:score", "json:dumps"), reward_funcs=["json:dumps"])
-    assert advice(run, run.cause).startswith("correct json (grpo check-rewards RECIPE), then launch")
+    assert advice(run, run.cause).startswith("fix json (grpo check-rewards RECIPE), then launch")
 
 
 def test_the_cause_counts_before_what_stands_in_a_log(make_run):
     run = make_run(
         cause="rank 0: OSError: [Errno 28] No space left on device", logs={"server": "Address already in use"}
     )
-    assert "make room" in advice(run, run.cause)
+    assert "free space" in advice(run, run.cause)
     run = make_run(cause="rank 0: RuntimeError", logs={"server": "Address already in use"})
     assert "remove the port" in advice(run, run.cause)

@@ -76,7 +76,7 @@ CASES = {
     "no gradient": ({"grad_norm": 0.0, "loss": 0.0}, {}, "exactly 0 in 10 steps in a row", True),
     "learning rate": ({"learning_rate": 0.0}, {}, "the learning rate is 0 in 10 steps in a row", True),
     "not finite": ({"loss": "nan"}, {}, "is not a number at step 1 (1 of 1 steps)", True),
-    "kl": ({"kl": 1.5}, {"beta": 0.04}, "is 1.50 nats a token", True),
+    "kl": ({"kl": 1.5}, {"beta": 0.04}, "is 1.50 nats per token", True),
     "entropy": ({}, {}, "entropy fell from 1.2 to 0.01", True),
     "all cut off": ({"completions__clipped_ratio": 1}, {}, "every completion was cut off", True),
     "cut off": ({"completions__clipped_ratio": 0.4}, {}, "40 % of completions reach max_completion_length", False),
@@ -88,7 +88,7 @@ CASES = {
     ),
     "tau at its limit": (
         {"maxent__tau": 0.001, "maxent__eff_rollouts": 9.0}, {"maxent_target_eff_rollouts": 4.0},
-        "tau stays at maxent_tau_min (0.001), where maxent/eff_rollouts is 9: maxent_target_eff_rollouts (4) is out of",
+        "tau stays at maxent_tau_min (0.001) and maxent/eff_rollouts at 9: maxent_target_eff_rollouts (4) is out of",
         False,
     ),
 }  # fmt: skip
@@ -194,7 +194,7 @@ def test_weight_on_wrong_answers_counts_where_the_policy_is_moved_towards_it(nam
 @pytest.mark.parametrize(
     ("tau", "key", "measured", "said"),
     [
-        (0.001, "eff_rollouts", 9.0, "write maxent_target_ratio instead, which is in reach at any number of right"),
+        (0.001, "eff_rollouts", 9.0, "set maxent_target_ratio instead, which any number of right answers can reach"),
         (1000.0, "eff_rollouts", 3.0, "lower maxent_target_eff_rollouts, or raise maxent_tau_max"),
         (0.001, "ratio", 2.0, "lower maxent_target_ratio, or lower maxent_tau_min"),
         (1000.0, "ratio", 6.0, "raise maxent_target_ratio, or raise maxent_tau_max"),

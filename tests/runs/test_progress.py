@@ -31,7 +31,7 @@ def metrics(tmp_path):
 
 
 def lines(progress):
-    return [progress.line(row) for row in progress.rows.new()]
+    return [progress.line(row) for row in progress.rows.read_new()]
 
 
 def append(path, text):

@@ -209,7 +209,7 @@ def test_what_a_killed_launcher_left_is_waited_for_and_a_living_one_is_not(tmp_p
 def test_a_launch_that_has_not_named_itself_is_said(tmp_path: Path) -> None:
     for make in (Path.exists, Path.touch):  # no lock file, and one without a word
         make(tmp_path / "lock")
-        with pytest.raises(ConfigError, match=r"has not named itself yet\. Fix: try again"):
+        with pytest.raises(ConfigError, match=r"is still starting and has no pid yet\. Fix: try again"):
             launcher_of(tmp_path)
     held = lock_run(Run(tmp_path))
     assert launcher_of(tmp_path) == (socket.gethostname(), os.getpid())

@@ -95,7 +95,7 @@ def _folder_of_job(job_id: str) -> Path:
 def _state(run: Run, job: Job | None) -> tuple[str, bool]:
     """Describe the run's state, and return whether it has ended and will not be started again."""
     status = str(run.summary.get("status", "unknown"))
-    status = SUBMITTED if status in _ENDED and run.is_beginning() else status
+    status = SUBMITTED if status in _ENDED and run.is_starting() else status
     # Without an answer from Slurm, an unfinished run may still wait or run. A finished run stays finished.
     active = job is not None and job.active and not (job.state == NO_ANSWER and status in _ENDED)
     has_ended = not active and (status in _ENDED or not run.is_running())

@@ -57,7 +57,7 @@ class Picture:
     def lines(self, width: int, state: str, over: bool) -> list[str]:
         """Return the picture, ``width`` columns wide at most."""
         for rows, read in zip(self._rows, self._read, strict=True):
-            if new := rows.new():  # a step is there again where a resume goes on before it
+            if new := rows.read_new():  # a step is there again where a resume goes on before it
                 read[:] = [row for row in read if row["step"] < new[0]["step"]] + new
                 self._notices = None
         steps, evaluations = self._read
@@ -141,7 +141,7 @@ def watch(options: argparse.Namespace) -> int:
             _watch(lambda width: group_lines(watched, slurm.answer()), look, lambda: [])
         else:
             picture, steps = Picture(watched.folder), Progress(watched.folder)
-            _watch(lambda width: picture.lines(width, *look()), look, lambda: [*map(steps.line, steps.rows.new())])
+            _watch(lambda width: picture.lines(width, *look()), look, lambda: [*map(steps.line, steps.rows.read_new())])
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return 0

@@ -1,5 +1,5 @@
-"""Models and datasets of a recipe on this machine: what is needed, what is here, and bringing what is missing.
+"""Find and download the models and datasets of a recipe.
 
-Read ``assets`` (what a recipe names, and what of it is here), ``download`` (the hub's clients), ``hub`` (whether it
-answers).
+``assets`` lists what a recipe needs and finds it on this machine, ``download`` uses the hub's clients, and ``hub``
+checks whether the hub answers.
 """

@@ -1,7 +1,10 @@
-"""Which models and datasets a recipe reads, which of them are on this machine, and at which commits. No torch.
+"""List the models and datasets that a recipe reads, and find them on this machine with their commits. No torch.
 
-A fetched asset has a record, one small JSON file under ``<CACHE_ROOT>/fetched``, which counts only while every file it
-lists is there in its full size: the hub client's own offline lookup does not notice a file that a purge removed.
+A fetched asset has a record, a small JSON file under ``<CACHE_ROOT>/fetched``. The record is valid only while every
+file in it exists with its full size: the hub client's offline lookup does not notice files that a purge removed.
+
+    assets = find_assets(recipe, os.environ)
+    print(assets.missing)
 """
 
 import functools
@@ -31,98 +34,102 @@ from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
 MODEL, DATASET = "model", "dataset"
 Lookup = Callable[[str, str | None, str], Path | None]
-_SPARE = 2  # rows of a stream for each prompt kept: some are dropped as too long, or seen before
+_ROWS_PER_PROMPT = 2  # rows fetched from a stream per prompt, since too long prompts and duplicates are dropped
 _EDGE_BYTES = 1 << 20
-_OF_A_RUN = ("kind", "id", "config", "split", "limit", "revision", "commit", "path", "licence")  # kept in run.json
+_RECORDED_FIELDS = ("kind", "id", "config", "split", "limit", "revision", "commit", "path", "licence")  # in run.json
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asset:
-    """A model with its tokenizer, or one split of a dataset: as a recipe names it, and its place once it is found."""
+    """A model with its tokenizer, or one split of a dataset: its name in the recipe, and its path once it is found."""
 
     kind: str  # model or dataset
     id: str  # hub id, or a local file or folder
     config: str | None = None  # configuration of the dataset
     split: str | None = None
     limit: int | None = None  # only its first rows (a streamed dataset)
-    revision: str | None = "main"  # branch, tag or commit asked for; None for what does not come from the hub
-    where: str = ""  # the recipe's line that names it
-    code: bool = False  # whether Python files of the model's repository belong to it (trust_remote_code)
-    # Known once it is found; of a dataset from the hub the path is what ``Dataset.save_to_disk`` wrote.
-    commit: str = ""  # the commit in use; of local files a fingerprint of names, sizes and small files
-    path: str = ""  # the current folder for rows that are made on the spot
-    licence: str | None = None  # as the hub's page names it
-    files: Mapping[str, int] = field(default_factory=dict)  # of a fetched one, with their sizes in bytes
+    revision: str | None = "main"  # requested branch, tag or commit; None for assets that do not come from the hub
+    where: str = ""  # the recipe's line with the name
+    code: bool = False  # whether it includes the Python files of the model's repository (trust_remote_code)
+    # The fields below are set once it is found.
+    commit: str = ""  # the commit in use; for local files, a fingerprint of names, sizes and small files
+    path: str = ""  # for a dataset from the hub, the folder that ``Dataset.save_to_disk`` wrote; "." for generated rows
+    licence: str | None = None  # the license named on the hub's page
+    files: Mapping[str, int] = field(default_factory=dict)  # names and sizes in bytes of fetched files
 
     def __str__(self) -> str:
         rows = f"first {self.limit:,} rows" if self.limit else None
-        inside = ", ".join(part for part in (self.config, self.split, rows) if part)
-        return f"{self.kind} {self.id}" + (f" ({inside})" if inside else "")
+        details = ", ".join(part for part in (self.config, self.split, rows) if part)
+        return f"{self.kind} {self.id}" + (f" ({details})" if details else "")
 
     @property
-    def same(self) -> tuple[Any, ...]:
-        """What makes it the same asset at another revision."""
+    def identity(self) -> tuple[Any, ...]:
+        """The fields that identify the asset independently of its revision."""
         return self.kind, self.id, self.config, self.split, self.limit
 
     @property
     def from_hub(self) -> bool:
-        """Whether it came from the hub."""
+        """Whether it comes from the hub."""
         return self.revision is not None
 
     @property
     def is_local(self) -> bool:
-        """Whether the name is a file, a folder or built in, not a hub id."""
+        """Whether the name is a file, a folder or a built-in asset, not a hub id."""
         is_path = has_scheme(self.id) or self.id.startswith((SMOKE_SCHEME, "/", "./", "../", "~"))
         return is_path or os.path.exists(self.id) or (self.kind == DATASET and self.id.endswith(tuple(BUILDERS)))
 
 
 @dataclass(frozen=True)
 class Assets:
-    """Everything a run reads: what is on this machine, and what of the hub is missing."""
+    """All models and datasets of a run: those on this machine, and those missing from the hub."""
 
-    found: list[Asset]
+    present: list[Asset]
     missing: list[Asset]
 
     @property
     def model(self) -> Asset | None:
-        """The model trained and served."""
-        return next((asset for asset in self.found if asset.kind == MODEL), None)
+        """The model that is trained and served."""
+        return next((asset for asset in self.present if asset.kind == MODEL), None)
 
     @property
     def lookup(self) -> Lookup:
-        """``lookup(id, config, split)`` returns the folder of a fetched dataset, None for one that is not fetched."""
-        fetched = [asset for asset in self.found if asset.kind != MODEL and asset.from_hub]
-        paths = {(asset.id, asset.config, asset.split): Path(asset.path) for asset in fetched}
+        """A function ``lookup(id, config, split)`` that returns the folder of a fetched dataset, or None."""
+        datasets = [asset for asset in self.present if asset.kind != MODEL and asset.from_hub]
+        paths = {(asset.id, asset.config, asset.split): Path(asset.path) for asset in datasets}
         return lambda name, config, split: paths.get((name, config, split))
 
     def offline_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return variables that keep a run off the network once everything is here, unless the user set one."""
-        is_free = self.missing or "HF_HUB_OFFLINE" in environment
-        return {} if is_free else {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        """Return the variables that keep a run offline; none if assets are missing or the user set HF_HUB_OFFLINE."""
+        if self.missing or "HF_HUB_OFFLINE" in environment:
+            return {}
+        return {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
     def notes(self) -> list[str]:
-        """Return a line for each fetched and each missing asset, for a plan."""
-        here = [f"{one.kind} {one.id} at {one.commit[:12]}, fetched" for one in self.found if one.from_hub]
-        return here + [f"{asset} is not here yet: launch fetches it, or grpo fetch does" for asset in self.missing]
+        """Return a line of the plan for each fetched and each missing asset."""
+        fetched = [
+            f"{asset.kind} {asset.id} at {asset.commit[:12]}, fetched" for asset in self.present if asset.from_hub
+        ]
+        missing = [f"{asset} is missing: the launch downloads it, or run grpo fetch" for asset in self.missing]
+        return fetched + missing
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Return the assets that were found as plain data."""
-        return [{name: getattr(asset, name) for name in _OF_A_RUN} for asset in self.found]
+        """Return the found assets as plain data."""
+        return [{name: getattr(asset, name) for name in _RECORDED_FIELDS} for asset in self.present]
 
 
 def list_assets(recipe: Recipe, local: bool = False) -> list[Asset]:
-    """Return every asset of the hub that a run reads, or every ``local`` one, each once and with the most rows."""
-    found: dict[tuple[Any, ...], Asset] = {}
-    for asset in _named(recipe):
-        name = replace(asset, limit=None).same
-        known = found.get(name)
-        if asset.id and (known is None or (asset.limit or math.inf) > (known.limit or math.inf)):
-            found[name] = asset
-    return [asset for asset in found.values() if asset.is_local == local]
+    """Return every hub asset that a run reads, or every ``local`` asset; each once, with the most rows."""
+    assets: dict[tuple[Any, ...], Asset] = {}
+    for asset in _recipe_assets(recipe):
+        identity = replace(asset, limit=None).identity
+        previous = assets.get(identity)
+        if asset.id and (previous is None or (asset.limit or math.inf) > (previous.limit or math.inf)):
+            assets[identity] = asset
+    return [asset for asset in assets.values() if asset.is_local == local]
 
 
-def _named(recipe: Recipe) -> Iterator[Asset]:
-    """Yield the model, the training and evaluation sets and the benchmarks of a recipe, as often as it names them."""
+def _recipe_assets(recipe: Recipe) -> Iterator[Asset]:
+    """Yield the models, the training and evaluation sets and the benchmarks of a recipe, possibly repeatedly."""
 
     def dataset(key: str, name: str | None, config: str | None, split: str | None, limit: int | None = None) -> Asset:
         return Asset(kind=DATASET, id=name or "", config=config, split=split, limit=limit, where=recipe.source(key))
@@ -137,59 +144,62 @@ def _named(recipe: Recipe) -> Iterator[Asset]:
         for entry in mixture.get("datasets", []):
             yield dataset("dataset_mixture", entry.get("id"), entry.get("config"), entry.get("split") or "train")
     else:
-        most = recipe["max_train_prompts"] if streaming else None
-        limit = _SPARE * most if most else None
+        most_prompts = recipe["max_train_prompts"] if streaming else None
+        limit = _ROWS_PER_PROMPT * most_prompts if most_prompts else None
         yield dataset("dataset_name", recipe["dataset_name"], config, recipe["dataset_train_split"], limit)
     if recipe["eval_strategy"] != "no":
-        # Of a stream, as many rows as a draw of eval_subsample needs to reach eval_max_prompts.
+        # For a stream: enough rows that the share eval_subsample of them has eval_max_prompts rows.
         limit = math.ceil(recipe["eval_max_prompts"] / recipe["eval_subsample"]) if streaming else None
         if recipe["eval_dataset_name"]:
             name, split = recipe["eval_dataset_name"], recipe["eval_dataset_split"]
             yield dataset("eval_dataset_name", name, recipe["eval_dataset_config"], split, limit)
         elif not mixture:
             yield dataset("dataset_name", recipe["dataset_name"], config, recipe["dataset_test_split"], limit)
-    for key, name, config, split in (named for names in parts("assets") for named in names(recipe.__getitem__)):
-        yield dataset(key, name, config, split)
+    for list_extension_assets in parts("assets"):
+        for key, name, config, split in list_extension_assets(recipe.__getitem__):
+            yield dataset(key, name, config, split)
     for name, config, split in benchmark_sources(recipe["benchmarks"] or ()):
         yield dataset("benchmarks", name, config, split)
 
 
 def wanted_assets(recipe: Recipe, recorded: list[dict[str, Any]] | None = None) -> list[Asset]:
-    """Return the assets of the hub a run reads, those that ``recorded`` names at its commits."""
-    commits = {asset.same: asset.commit for asset in _read(recorded) if asset.from_hub}
-    return [replace(asset, revision=commits.get(asset.same, asset.revision)) for asset in list_assets(recipe)]
+    """Return the hub assets that a run reads, at the ``recorded`` commits where these exist."""
+    commits = {asset.identity: asset.commit for asset in _read_assets(recorded) if asset.from_hub}
+    return [replace(asset, revision=commits.get(asset.identity, asset.revision)) for asset in list_assets(recipe)]
 
 
 def local_assets(recipe: Recipe, environment: Mapping[str, str]) -> list[Asset]:
-    """Return the files, folders and built-in data of this machine that a run reads, with their fingerprints."""
-    found = []
+    """Return the local files, folders and built-in data that a run reads, with their fingerprints."""
+    assets = []
     for asset in list_assets(recipe, local=True):
         if asset.id.startswith(SMOKE_SCHEME):
             path = smoke_folder(asset.id, environment)
-            mark = path.name
+            commit = path.name
         elif data := generated(asset.id):
-            path, mark = Path(), data.fingerprint(recipe.__getitem__)
+            path, commit = Path(), data.fingerprint(recipe.__getitem__)
         else:
             path = Path(os.path.expanduser(asset.id)).absolute()
             if not path.exists():
-                raise config_error(asset.where, f"no file or folder '{asset.id}'", "name an existing one, or a hub id")
-            mark = fingerprint(path)
-        found.append(replace(asset, revision=None, commit=mark, path=str(path)))
-    return found
+                fix = "set the path of an existing file or folder, or a hub id"
+                raise config_error(asset.where, f"no file or folder '{asset.id}'", fix)
+            commit = fingerprint(path)
+        assets.append(replace(asset, revision=None, commit=commit, path=str(path)))
+    return assets
 
 
 def fingerprint(path: Path) -> str:
-    """Return a short hash of a file or folder that is cheap for weights of any size.
+    """Return a short hash of a file or folder, cheap for weights of any size.
 
-    Of a folder: names, sizes, and small JSON files, but for hidden ones. Of a file: its size, first and last MiB.
+    For a folder it covers names, sizes and small JSON files, except hidden files. For a file it covers the size and the
+    first and last MiB.
     """
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        inside = file.relative_to(path)
-        if not file.is_file() or any(part.startswith(".") for part in inside.parts):
+        relative = file.relative_to(path)
+        if not file.is_file() or any(part.startswith(".") for part in relative.parts):
             continue
         size = file.stat().st_size
-        digest.update(f"{inside if file != path else ''} {size}\n".encode())
+        digest.update(f"{relative if file != path else ''} {size}\n".encode())
         if file == path or (file.suffix == ".json" and size <= _EDGE_BYTES):
             with file.open("rb") as stream:
                 digest.update(stream.read(_EDGE_BYTES))
@@ -199,13 +209,13 @@ def fingerprint(path: Path) -> str:
 
 
 def find_assets(recipe: Recipe, environment: Mapping[str, str], recorded: list[dict[str, Any]] | None = None) -> Assets:
-    """Look for everything a recipe reads on this machine, of a resumed run at the ``recorded`` commits.
+    """Find a recipe's models and datasets on this machine; a resumed run uses the ``recorded`` commits.
 
-    A local file or folder that does not exist is a ConfigError.
+    A missing local file or folder raises a ConfigError.
     """
-    local, wanted = local_assets(recipe, environment), wanted_assets(recipe, recorded)
-    records = [find_record(asset, environment) for asset in wanted]
-    missing = [asset for asset, record in zip(wanted, records, strict=True) if record is None]
+    local, hub_assets = local_assets(recipe, environment), wanted_assets(recipe, recorded)
+    records = [find_record(asset, environment) for asset in hub_assets]
+    missing = [asset for asset, record in zip(hub_assets, records, strict=True) if record is None]
     return Assets([*local, *filter(None, records)], missing)
 
 
@@ -213,26 +223,28 @@ def ensure_assets(
     recipe: Recipe, environment: Mapping[str, str], recorded: list[dict[str, Any]] | None, arguments: Sequence[str],
     allow_changed: bool = False,
 ) -> Assets:  # fmt: skip
-    """Return everything a run reads, on this machine, before a launch starts anything.
+    """Return a run's models and datasets, after downloading the missing ones; a launch calls this first.
 
-    What is missing is fetched by ``grpo fetch`` with these ``arguments`` in its own process: the hub's clients stay
-    as large as they get, and a launcher lives for days. Of a resumed run the ``recorded`` commits are used, and local
-    files that changed since are refused unless ``allow_changed``.
+    ``grpo fetch`` with these ``arguments`` downloads them in another process, since a launcher lives for days and the
+    hub's clients never release their memory. A resumed run uses the ``recorded`` commits. Local files that changed
+    since then are rejected unless ``allow_changed``.
     """
     assets = find_assets(recipe, environment, recorded)
-    before = {asset.same: asset.commit for asset in _read(recorded) if not asset.from_hub}
-    for asset in assets.found:
-        if not (asset.from_hub or allow_changed) and before.get(asset.same, asset.commit) != asset.commit:
-            what = f"the {asset.kind} '{asset.id}' is not what the run began with"
-            raise config_error("--resume", what, "put back what it began with, or add --allow-changed-code")
+    recorded_commits = {asset.identity: asset.commit for asset in _read_assets(recorded) if not asset.from_hub}
+    for asset in assets.present:
+        is_changed = recorded_commits.get(asset.identity, asset.commit) != asset.commit
+        if is_changed and not (asset.from_hub or allow_changed):
+            fault = f"the {asset.kind} '{asset.id}' has changed since the run started"
+            raise config_error("--resume", fault, "restore it, or add --allow-changed-code")
     if not assets.missing:
         return assets
     command = f"grpo fetch {' '.join(map(shell_quote, arguments))}"
     if not hub_answers(environment):
-        why, fix = unreachable_reason(environment), f"run on the login node: {command}"
-        problems = [Problem(one.where, f"{one} is not on this machine and {why}", fix) for one in assets.missing]
-        raise ConfigError(*problems)
-    print(f"grpo: not here yet: {', '.join(map(str, assets.missing))}; running {command}", flush=True)
+        reason, fix = unreachable_reason(environment), f"run on the login node: {command}"
+        raise ConfigError(
+            *(Problem(asset.where, f"{asset} is not on this machine and {reason}", fix) for asset in assets.missing)
+        )
+    print(f"grpo: missing: {', '.join(map(str, assets.missing))}; running {command}", flush=True)
     argv = python_module("grpo_recipes", "fetch", *arguments)
     end_with_us = functools.partial(die_with_parent, os.getpid())
     code = subprocess.run(argv, env=dict(environment), preexec_fn=end_with_us, check=False).returncode
@@ -240,13 +252,13 @@ def ensure_assets(
         raise SystemExit(code)
     assets = find_assets(recipe, environment, recorded)
     if code or assets.missing:
-        what = f"ended with code {code}" if code else f"left out {assets.missing[0]}"
-        raise config_error("grpo fetch", what, f"correct what it says above; then: {command}")
+        fault = f"ended with code {code}" if code else f"did not download {assets.missing[0]}"
+        raise config_error("grpo fetch", fault, f"fix the problem printed above, then run: {command}")
     return assets
 
 
 def record_assets(run: Run, assets: Assets) -> None:
-    """Write into the run directory which commits it uses, made once, and where its trainers find them now."""
+    """Record the commits in ``run.json``, once per run, and the current paths for the trainers in ``sources.json``."""
     with recording_changes(run.folder):
         if "sources" not in run.identity:
             run.identity["sources"] = assets.as_json()
@@ -255,16 +267,16 @@ def record_assets(run: Run, assets: Assets) -> None:
 
 
 def fetched_datasets(folder: Path) -> Lookup:
-    """Return ``lookup(id, config, split)`` of a run directory: the folder to ``datasets.load_from_disk``, or None."""
-    return Assets(_read(read_json(folder / "sources.json").get("sources")), []).lookup
+    """Return a function ``lookup(id, config, split)`` for ``datasets.load_from_disk`` from a run directory's record."""
+    return Assets(_read_assets(read_json(folder / "sources.json").get("sources")), []).lookup
 
 
-def _read(entries: list[dict[str, Any]] | None) -> list[Asset]:
+def _read_assets(entries: list[dict[str, Any]] | None) -> list[Asset]:
     return [Asset(**entry) for entry in entries or []]
 
 
 def write_record(asset: Asset, environment: Mapping[str, str]) -> None:
-    """Record a fetched asset under the revision asked for and under its commit, which a resumed run asks for."""
+    """Record a fetched asset under the requested revision, and under its commit for resumed runs."""
     content = {key: value for key, value in asdict(asset).items() if key not in ("where", "code")}
     for revision in (asset.commit, asset.revision):
         path = record_file(replace(asset, revision=revision), environment)
@@ -273,31 +285,31 @@ def write_record(asset: Asset, environment: Mapping[str, str]) -> None:
 
 
 def find_record(asset: Asset, environment: Mapping[str, str]) -> Asset | None:
-    """Return a fetched asset as it was recorded, None where it is not here or not whole."""
+    """Return a fetched asset with its recorded commit and files; None if it is missing or incomplete."""
     path = record_file(asset, environment)
     content = (json_mapping(path.read_bytes()) if path.is_file() else None) or {}
     if not {"commit", "path", "files"} <= content.keys():
         return None  # not fetched, or damaged
-    known: dict[str, Any] = {name: content.get(name) for name in ("commit", "path", "licence", "files")}
-    record = replace(asset, **known)
+    fields: dict[str, Any] = {name: content.get(name) for name in ("commit", "path", "licence", "files")}
+    record = replace(asset, **fields)
     files = [(Path(record.path, name), size) for name, size in record.files.items()]
     return record if all(file.is_file() and file.stat().st_size == size for file, size in files) else None
 
 
 def record_file(asset: Asset, environment: Mapping[str, str]) -> Path:
-    """Return the file of an asset's record."""
-    exact = hashlib.sha256(json.dumps([*asset.same, asset.revision, asset.code]).encode()).hexdigest()
-    name = f"{asset.kind}--{_slug(asset)}@{quote(str(asset.revision), safe='')[:12]}-{exact[:8]}"
+    """Return the path of an asset's record."""
+    identity_hash = hashlib.sha256(json.dumps([*asset.identity, asset.revision, asset.code]).encode()).hexdigest()
+    name = f"{asset.kind}--{_slug(asset)}@{quote(str(asset.revision), safe='')[:12]}-{identity_hash[:8]}"
     return cache_root(environment) / "fetched" / f"{name}.json"
 
 
 def dataset_folder(asset: Asset, commit: str, environment: Mapping[str, str]) -> Path:
-    """Return where a fetched dataset is saved: ``<CACHE_ROOT>/datasets/<id>--<config>--<split>--<commit>``."""
+    """Return the folder of a fetched dataset: ``<CACHE_ROOT>/datasets/<id>--<config>--<split>--<commit>``."""
     return cache_root(environment) / "datasets" / f"{_slug(asset)}--{commit[:12]}"
 
 
 def _slug(asset: Asset) -> str:
-    """Return an asset as part of a file name; splits like ``train[:10%]`` and ``train[:10]`` stay apart."""
+    """Return an asset as part of a file name, which differs for splits like ``train[:10%]`` and ``train[:10]``."""
     rows = f"first-{asset.limit}" if asset.limit else None
     parts = "--".join(part for part in (asset.id, asset.config, asset.split, rows) if part)
     return quote(parts, safe="").replace("%2F", "--")

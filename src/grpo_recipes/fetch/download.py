@@ -1,6 +1,6 @@
 """Download models and datasets at resolved commits. Needs huggingface_hub and datasets, not torch.
 
-Both read HF_HOME, HF_ENDPOINT and the like when they are imported: import this module after those are set.
+Both libraries read HF_HOME, HF_ENDPOINT and similar variables at their import: set those before you import this module.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ from grpo_recipes.process.reports import gigabytes
 
 _STALE_SECONDS = 24 * 3600
 _LARGEST_SMALL_FILE = 64 << 20
-# The same weights in the formats of other libraries, archives, and pictures for the page.
+# Weights in formats of other libraries, archives, and images of the model card.
 _NEVER = (
     ".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ggml", ".ot", ".tflite",
     ".mlmodel", ".npz", ".zip", ".tar", ".gz", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf", ".mp4",
@@ -42,21 +42,21 @@ _HUB_ERRORS = (
     httpx.TransportError,
 )  # fmt: skip
 _NAME_FIX = "correct the name"
-# The first row that fits an error is its message: its class, what is wrong, and the fix.
-_REFUSALS: tuple[tuple[Any, str, str], ...] = (
+# Error classes, fault and fix; the first row that fits an error is used.
+_ERROR_TABLE: tuple[tuple[Any, str, str], ...] = (
     (errors.GatedRepoError, "{asset} is gated and this account may not read it", "{access}"),
     (
         errors.RepositoryNotFoundError, "the hub has no {asset.kind} '{asset.id}', or it is private",
-        f"{_NAME_FIX}; for a private one export HF_TOKEN or run hf auth login",
+        f"{_NAME_FIX}; if it is private, export HF_TOKEN or run hf auth login",
     ),
-    (errors.HFValidationError, "'{asset.id}' is neither here nor the name of a {asset.kind}", _NAME_FIX),
+    (errors.HFValidationError, "'{asset.id}' is neither a local path nor a valid hub id of a {asset.kind}", _NAME_FIX),
     (
         errors.RevisionNotFoundError, "{asset.kind} '{asset.id}' has no revision '{asset.revision}'",
-        "name a branch, tag or commit that exists (model_revision)",
+        "set model_revision to an existing branch, tag or commit",
     ),
     (
         _HUB_ERRORS, "cannot fetch {asset} from {hub}: {line}",
-        "run it again where the hub is reachable: what came is kept",
+        "run it again on a machine that reaches the hub; finished files are kept",
     ),
     (
         (ValueError, RuntimeError, FileNotFoundError, datasets.exceptions.DatasetsError),
@@ -64,50 +64,50 @@ _REFUSALS: tuple[tuple[Any, str, str], ...] = (
     ),
     (
         OSError, "cannot fetch {asset}: {line}",
-        "free space or set CACHE_ROOT to a larger file system, then run it again: what came is kept",
+        "free space or set CACHE_ROOT to a larger file system, then run it again; finished files are kept",
     ),
 )  # fmt: skip
 _FAILURES = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, *_HUB_ERRORS)
 
 
 def commit_of(asset: Asset) -> str:
-    """Return the commit an asset's revision means at the hub now; a ConfigError where it may not be read."""
-    with translate(_FAILURES, lambda error: _refusal(error, asset)):
-        return str(_info(asset).sha)
+    """Return the current commit of an asset's revision on the hub; ConfigError if it cannot be read."""
+    with translate(_FAILURES, lambda error: _hub_error(error, asset)):
+        return str(_repository_info(asset).sha)
 
 
 def fetch(asset: Asset, environment: Mapping[str, str]) -> Asset:
-    """Bring an asset at the commit its revision means now, and record it.
+    """Download an asset at the current commit of its revision, and record it.
 
-    A model's files go to the hub client's own cache, a dataset complete or not at all to ``<CACHE_ROOT>/datasets``.
-    A ConfigError says that it does not exist, may not be read, does not fit, or that the hub does not answer.
+    A model's files go to the hub client's cache. A dataset goes to ``<CACHE_ROOT>/datasets``, complete or not at all.
+    Raise a ConfigError if it does not exist, may not be read or does not fit, or if the hub does not answer.
     """
-    with translate(_FAILURES, lambda error: _refusal(error, asset)):
-        here = _fetch_model(asset) if asset.kind == MODEL else _fetch_dataset(asset, environment)
-        write_record(here, environment)
-        return here
+    with translate(_FAILURES, lambda error: _hub_error(error, asset)):
+        fetched = _fetch_model(asset) if asset.kind == MODEL else _fetch_dataset(asset, environment)
+        write_record(fetched, environment)
+        return fetched
 
 
-def _refusal(error: Exception, asset: Asset) -> ConfigError:
-    """Return one line for what the hub answered, that it did not answer, or that its data cannot be read."""
+def _hub_error(error: Exception, asset: Asset) -> ConfigError:
+    """Translate an error of the hub or of reading its data to a ConfigError of one line."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, _HUB_ERRORS):
-        cause = cause.__cause__ or cause.__context__  # datasets wraps what the hub answered
-    is_gated = "gated dataset" in str(error)  # datasets says so without a cause
-    fitting = (row for row in _REFUSALS if isinstance(cause or error, row[0]))
-    _, what, fix = _REFUSALS[0] if is_gated else next(fitting)
+        cause = cause.__cause__ or cause.__context__  # datasets wraps the hub's answer
+    is_gated = "gated dataset" in str(error)  # datasets raises this without a cause
+    matching_rows = (row for row in _ERROR_TABLE if isinstance(cause or error, row[0]))
+    _, fault, fix = _ERROR_TABLE[0] if is_gated else next(matching_rows)
     access = how_to_get_access(asset.id, asset.kind)
-    facts = {"asset": asset, "access": access, "hub": constants.ENDPOINT, "line": error_line(error)}
-    return config_error(asset.where, what.format(**facts), fix.format(**facts))
+    values = {"asset": asset, "access": access, "hub": constants.ENDPOINT, "line": error_line(error)}
+    return config_error(asset.where, fault.format(**values), fix.format(**values))
 
 
-def _info(asset: Asset, files_metadata: bool = False) -> Any:
+def _repository_info(asset: Asset, files_metadata: bool = False) -> Any:
     repo, kind = asset.id, asset.kind
     return HfApi().repo_info(repo, repo_type=kind, revision=asset.revision, files_metadata=files_metadata)
 
 
-def _found(asset: Asset, info: Any, folder: Path, names: list[str]) -> Asset:
-    """Return an asset that has just come, with these files of a folder."""
+def _with_files(asset: Asset, info: Any, folder: Path, names: list[str]) -> Asset:
+    """Return a downloaded asset with its commit, license and the files ``names`` of a folder."""
     licence = getattr(info.card_data, "license", None)
     licence = licence if isinstance(licence, str) else None
     files = {name: (folder / name).stat().st_size for name in names}
@@ -115,12 +115,12 @@ def _found(asset: Asset, info: Any, folder: Path, names: list[str]) -> Asset:
 
 
 def wanted_files(sizes: Mapping[str, int], code: bool = False) -> list[str]:
-    """Return the files to download: safetensors (or pytorch_model*.bin without any), configuration and tokenizer.
+    """Return the files to download: safetensors (else pytorch_model*.bin), configuration and tokenizer.
 
-    ``sizes`` are the bytes of every file of the repository; its Python files are wanted with ``code``.
+    ``sizes`` has the bytes of every file of the repository. With ``code``, its Python files are included.
     """
     root = [name for name in sizes if "/" not in name or name.startswith("additional_chat_templates/")]
-    # consolidated.* and params.json are Mistral's own format, which vLLM would prefer to the one that is trained.
+    # consolidated.* and params.json are in Mistral's format. vLLM would load them instead of the trained weights.
     root = [name for name in root if not name.startswith("consolidated") and name != "params.json"]
     weights = [name for name in root if name.endswith(".safetensors")]
     weights = weights or [name for name in root if name.startswith("pytorch_model") and name.endswith(".bin")]
@@ -130,63 +130,66 @@ def wanted_files(sizes: Mapping[str, int], code: bool = False) -> list[str]:
 
 
 def _fetch_model(asset: Asset) -> Asset:
-    info = _info(asset, files_metadata=True)
+    info = _repository_info(asset, files_metadata=True)
     names = wanted_files({file.rfilename: file.size or 0 for file in info.siblings or []}, asset.code)
     if not names:
-        raise config_error(asset.where, f"{asset} holds no files of a model", "name a repository with weights")
+        raise config_error(asset.where, f"{asset} contains no model files", "use a repository with weights")
     arguments: dict[str, Any] = {"revision": info.sha, "allow_patterns": [glob.escape(name) for name in names]}
     planned = snapshot_download(asset.id, dry_run=True, **arguments)
     needed = sum(file.file_size or 0 for file in planned if file.will_download)
-    there = nearest_existing_folder(Path(constants.HF_HUB_CACHE))
-    free = shutil.disk_usage(there).free
+    cache = nearest_existing_folder(Path(constants.HF_HUB_CACHE))
+    free = shutil.disk_usage(cache).free
     if needed > free:
-        what = f"{asset} takes {gigabytes(needed)} more, {there} has {gigabytes(free)} free"
-        raise config_error(asset.where, what, "free space, or set CACHE_ROOT or HF_HOME to a larger file system")
-    with ExitStack() as after:
-        after.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, _end_at_once))
-        return _found(asset, info, Path(snapshot_download(asset.id, **arguments)), names)
+        fault = f"{asset} needs {gigabytes(needed)} more, {cache} has {gigabytes(free)} free"
+        raise config_error(asset.where, fault, "free space, or set CACHE_ROOT or HF_HOME to a larger file system")
+    with ExitStack() as exits:
+        exits.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, _exit_at_once))
+        return _with_files(asset, info, Path(snapshot_download(asset.id, **arguments)), names)
 
 
-def _end_at_once(*_: Any) -> None:
-    """End this process at Ctrl-C: the threads that download would hold it until their files of many GB are here."""
+def _exit_at_once(*_: object) -> None:
+    """Exit on Ctrl-C without waiting for download threads, which would first finish their files of many GB."""
     print(INTERRUPTED, file=sys.stderr, flush=True)
     os._exit(EXIT_INTERRUPTED)
 
 
 def _fetch_dataset(asset: Asset, environment: Mapping[str, str]) -> Asset:
-    """Save the rows of a dataset aside, unless they are here, then put them in place at once."""
-    info = _info(asset)
+    """Save a dataset's rows in a temporary folder, then rename it; skip this if they are already saved."""
+    info = _repository_info(asset)
     folder = dataset_folder(asset, info.sha, environment)
     lock = record_file(replace(asset, revision=info.sha), environment).with_suffix(".lock")
     for parent in (folder.parent, lock.parent):
         parent.mkdir(parents=True, exist_ok=True)
-    partial, before = f".{folder.name}.", time.time() - _STALE_SECONDS  # what another fetch is writing is younger
-    with ExitStack() as held:
+    temporary_prefix = f".{folder.name}."
+    stale_before = time.time() - _STALE_SECONDS  # without a lock, younger folders may belong to a running fetch
+    with ExitStack() as exits:
         with suppress(OSError):  # a file system without locks, or a lock of another user
-            fcntl.flock(held.enter_context(lock.open("w")), fcntl.LOCK_EX)
-            before = math.inf
-        if not _is_whole(folder):
-            for left in folder.parent.glob(f"{glob.escape(partial)}*"):  # of a fetch that was killed
-                if left.stat().st_mtime < before:
-                    shutil.rmtree(left, ignore_errors=True)
-            with tempfile.TemporaryDirectory("", partial, folder.parent, ignore_cleanup_errors=True) as aside:
-                _rows(asset, info.sha, f"{aside}/cache").save_to_disk(f"{aside}/rows")
-                if not _is_whole(folder):  # else another fetch came first, and its result stays
+            fcntl.flock(exits.enter_context(lock.open("w")), fcntl.LOCK_EX)
+            stale_before = math.inf
+        if not _is_complete(folder):
+            for leftover in folder.parent.glob(f"{glob.escape(temporary_prefix)}*"):  # from a fetch that was killed
+                if leftover.stat().st_mtime < stale_before:
+                    shutil.rmtree(leftover, ignore_errors=True)
+            with tempfile.TemporaryDirectory(
+                "", temporary_prefix, folder.parent, ignore_cleanup_errors=True
+            ) as temporary:
+                _load_rows(asset, info.sha, f"{temporary}/cache").save_to_disk(f"{temporary}/rows")
+                if not _is_complete(folder):  # otherwise another fetch finished first, and its result stays
                     shutil.rmtree(folder, ignore_errors=True)
-                    os.rename(f"{aside}/rows", folder)
+                    os.rename(f"{temporary}/rows", folder)
     names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
-    return _found(asset, info, folder, names)
+    return _with_files(asset, info, folder, names)
 
 
-def _is_whole(folder: Path) -> bool:
-    """Return whether saved rows can be read: many clusters remove single files that are old."""
-    with suppress(OSError, ValueError):  # a file is missing, or cut short
+def _is_complete(folder: Path) -> bool:
+    """Return whether saved rows can be read, since many clusters remove single old files."""
+    with suppress(OSError, ValueError):  # a file is missing or truncated
         return datasets.load_from_disk(str(folder)) is not None
     return False
 
 
-def _rows(asset: Asset, commit: str, cache: str) -> Any:
-    """Return the rows of a dataset at a commit; the intermediate files go to ``cache``."""
+def _load_rows(asset: Asset, commit: str, cache: str) -> Any:
+    """Load the rows of a dataset at a commit; intermediate files go to ``cache``."""
     arguments: dict[str, Any] = {"split": asset.split, "revision": commit, "cache_dir": cache}
     if asset.limit is None:
         return datasets.load_dataset(asset.id, asset.config, **arguments)

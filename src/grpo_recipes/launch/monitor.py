@@ -259,20 +259,20 @@ class Monitor:
     def show_progress(self) -> None:
         """Print a line for each step and evaluation, notes where they give reason to, and a completion at times."""
         width = min(WIDTH, columns())
-        for row in self._prompts.new():
+        for row in self._prompts.read_new():
             for text in row.get("said") or ():
                 say(str(text))
-        for row in self._progress.rows.new():
+        for row in self._progress.rows.read_new():
             self.stepped = True
             self._last = f"step {row['step']}/{row.get('max_steps', '?')} done"
             print_line(self._progress.line(row, width))
             self._walltime.observe(row)
             for notice in self._health.add(row):
                 say(f"note: {notice}")
-        for row in self._evaluations.new():
+        for row in self._evaluations.read_new():
             print_line(evaluation_line(row))
         every = self._attempt.recipe["show_completion_steps"]
-        for row in self._sampled.new():
+        for row in self._sampled.read_new():
             if every and (self._shown < 0 or row["step"] >= self._shown + every):
                 for line in sample_lines(row, self._samples):
                     print_line(line)

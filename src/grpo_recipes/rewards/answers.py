@@ -190,21 +190,21 @@ def is_same_answer(answer: str, gold: str) -> bool:
     answer, gold = answer.strip(), gold.strip()
     if answer == gold:
         return answer != ""
-    left, right = normalize(answer), normalize(gold)
-    if isinstance(left.value, int | Fraction) and isinstance(right.value, int | Fraction):
-        return have_equal_values(left, right)
-    return are_equal(left, right, have_equal_values) or is_same_choice(answer, gold, is_same_answer)
+    first, second = normalize(answer), normalize(gold)
+    if isinstance(first.value, int | Fraction) and isinstance(second.value, int | Fraction):
+        return have_equal_values(first, second)
+    return are_equal(first, second, have_equal_values) or is_same_choice(answer, gold, is_same_answer)
 
 
-def have_equal_values(left: Answer, right: Answer) -> bool:
+def have_equal_values(first: Answer, second: Answer) -> bool:
     """Return whether two answers have the same value and compatible units and variables."""
-    return left.value == right.value and left.value != "" and compatible(left, right)
+    return first.value == second.value and first.value != "" and compatible(first, second)
 
 
-def compatible(left: Answer, right: Answer) -> bool:
+def compatible(first: Answer, second: Answer) -> bool:
     """Return whether the units and the variables of two answers agree; a missing one agrees with any."""
-    units_agree = not left.unit or not right.unit or left.unit == right.unit
-    return units_agree and (not left.variable or not right.variable or left.variable == right.variable)
+    units_agree = not first.unit or not second.unit or first.unit == second.unit
+    return units_agree and (not first.variable or not second.variable or first.variable == second.variable)
 
 
 def is_same_choice(answer: str, gold: str, equal: Callable[[str, str], bool]) -> bool:
@@ -228,53 +228,55 @@ def _option(text: str) -> tuple[str, str] | None:
     return ((match["bracketed"] or match["letter"]).upper(), match["wording"] or "") if match else None
 
 
-def are_equal(left: Answer, right: Answer, equal: Callable[[Answer, Answer], bool]) -> bool:
+def are_equal(first: Answer, second: Answer, equal: Callable[[Answer, Answer], bool]) -> bool:
     """Return whether two answers are equal, comparing lists item by item.
 
     Lists and sets have no order, but repeated items count. Order matters for tuples and intervals, for a list compared
     with a tuple, and for ``x=1, y=2`` compared with ``1, 2``. ``equal`` compares two answers without items.
     """
-    left_items, right_items = left.value, right.value
-    if not (isinstance(left_items, tuple) and isinstance(right_items, tuple)) or bool(left.word) != bool(right.word):
-        return equal(left, right)
-    brackets = {left.brackets, right.brackets}  # a list without brackets may be a set, or a tuple in parentheses
-    if len(left_items) != len(right_items) or (len(brackets) > 1 and brackets not in ({"", "{}"}, {"", "()"})):
+    first_items, second_items = first.value, second.value
+    if not (isinstance(first_items, tuple) and isinstance(second_items, tuple)) or bool(first.word) != bool(
+        second.word
+    ):
+        return equal(first, second)
+    brackets = {first.brackets, second.brackets}  # a list without brackets may be a set, or a tuple in parentheses
+    if len(first_items) != len(second_items) or (len(brackets) > 1 and brackets not in ({"", "{}"}, {"", "()"})):
         return False
-    variables_differ = left.variable and right.variable and left.variable != right.variable
-    if variables_differ or {left.word, right.word} == {"and", "or"}:
+    variables_differ = first.variable and second.variable and first.variable != second.variable
+    if variables_differ or {first.word, second.word} == {"and", "or"}:
         return False
-    left_named, right_named = (  # x=1, y=2
-        len({item.variable for item in items}) > 1 for items in (left_items, right_items)
+    first_named, second_named = (  # x=1, y=2
+        len({item.variable for item in items}) > 1 for items in (first_items, second_items)
     )
-    if brackets - {"", "{}"} or left_named != right_named:
-        return all(are_equal(*pair, equal) for pair in zip(left_items, right_items, strict=True))
-    return Counter(left_items) == Counter(right_items) or _can_pair_items(left_items, right_items, equal)
+    if brackets - {"", "{}"} or first_named != second_named:
+        return all(are_equal(*pair, equal) for pair in zip(first_items, second_items, strict=True))
+    return Counter(first_items) == Counter(second_items) or _can_pair_items(first_items, second_items, equal)
 
 
 def _can_pair_items(
-    left: tuple[Answer, ...], right: tuple[Answer, ...], equal: Callable[[Answer, Answer], bool]
+    first: tuple[Answer, ...], second: tuple[Answer, ...], equal: Callable[[Answer, Answer], bool]
 ) -> bool:
     """Return whether the items of two lists can be paired, in any order, so that the items of each pair are equal.
 
     Equality is not transitive (``5`` is ``5 cm`` and ``5 kg``), so pairing an item may require another pair to change.
     """
-    left_of_right: dict[int, int] = {}  # index in `right` -> index of its partner in `left`
+    first_of_second: dict[int, int] = {}  # index in `second` -> index of its partner in `first`
 
-    def find_partner(left_index: int, tried: set[int]) -> bool:
-        """Pair an item of `left`, changing earlier pairs if needed; ``tried`` has indices of `right`."""
+    def find_partner(first_index: int, tried: set[int]) -> bool:
+        """Pair an item of `first`, changing earlier pairs if needed; ``tried`` has indices of `second`."""
         free_and_identical_first = sorted(
-            range(len(right)), key=lambda index: (index in left_of_right, right[index] != left[left_index])
+            range(len(second)), key=lambda index: (index in first_of_second, second[index] != first[first_index])
         )
-        for right_index in free_and_identical_first:
-            if right_index in tried or not are_equal(left[left_index], right[right_index], equal):
+        for second_index in free_and_identical_first:
+            if second_index in tried or not are_equal(first[first_index], second[second_index], equal):
                 continue
-            tried.add(right_index)
-            if right_index not in left_of_right or find_partner(left_of_right[right_index], tried):
-                left_of_right[right_index] = left_index
+            tried.add(second_index)
+            if second_index not in first_of_second or find_partner(first_of_second[second_index], tried):
+                first_of_second[second_index] = first_index
                 return True
         return False
 
-    return all(find_partner(left_index, set()) for left_index in range(len(left)))
+    return all(find_partner(first_index, set()) for first_index in range(len(first)))
 
 
 def normalize(text: str) -> Answer:

@@ -1,1 +1,1 @@
-"""Write, find and read run directories, and judge what they hold."""
+"""Run directories: create, find, read and write them, and assess the runs."""

@@ -1,6 +1,6 @@
-"""The BENCHMARK SUMMARY of a run, by which ways for new weights to reach the server are compared: text and JSON.
+"""Write the BENCHMARK SUMMARY of a run, which compares weight sync methods, as text and as JSON.
 
-Everything is read from the run directory. Step, sync and data fetch are times apart, none inside another.
+All numbers come from the run directory. Step, sync and data fetch times do not overlap.
 """
 
 import math
@@ -14,13 +14,13 @@ from grpo_recipes.runs.rundir import Run, read_metrics, write_last_json
 
 FILE = "benchmark.json"
 _LINE = "=" * 70
-_IN_PLACE = "shared"  # the bridge that moves nothing: what it waits for is part of the step
-# Names of weight sync methods in the example trainer that this block comes from.
+_IN_PLACE = "shared"  # the method that moves no weights: its waiting time is part of the step
+# Names of weight sync methods in the example trainer, the origin of this format.
 _MODES = {bridge: name for name, bridge in reversed(SYNC_METHOD_ALIASES.items())}
 
 
 def mode_of(run: Run) -> str:
-    """Return the name of the way that new weights take to the server."""
+    """Return the name of the run's weight sync method."""
     bridge = run.plan.get("bridge")
     if bridge == "restart" and run.value("use_peft"):
         return "lora_restart"
@@ -28,7 +28,7 @@ def mode_of(run: Run) -> str:
 
 
 def numbers_of(run: Run) -> dict[str, Any]:
-    """Return the numbers of the summary, rounded as they are printed; memory is None where no row has it."""
+    """Return the numbers of the summary, rounded as in the text; memory is None if no row has it."""
     rows = read_metrics(run.folder, lenient=True)
     steps, in_place = len(rows), run.plan.get("bridge") == _IN_PLACE
 
@@ -38,34 +38,34 @@ def numbers_of(run: Run) -> dict[str, Any]:
     step = total("seconds/update", *(["seconds/sync"] if in_place else []))
     sync, syncs = (0.0, 0) if in_place else (total("seconds/sync"), int(total("syncs")))
     fetch = total("seconds/sample", "seconds/score")
-    # A launch that was killed has written no seconds of its own, only the rows of its steps.
-    whole = max(finite_number(run.summary.get("launch_seconds")) or 0.0, total("seconds/step"))
+    # A killed launch did not record its duration, only the rows of its steps.
+    total_seconds = max(finite_number(run.summary.get("launch_seconds")) or 0.0, total("seconds/step"))
     peaks, memory = (
         without_gaps(finite_number(row.get(name)) for row in rows) for name in ("memory/peak_gb", "memory/gb")
     )
-    whose = "process" if run.plan.get("flavour") == "cpu" else "gpu"
+    device = "process" if run.plan.get("flavour") == "cpu" else "gpu"
     numbers = {
-        "total_time_seconds": whole,
-        "total_time_minutes": whole / 60,
+        "total_time_seconds": total_seconds,
+        "total_time_minutes": total_seconds / 60,
         "avg_step_time_seconds": step / max(steps, 1),
         "total_step_time_seconds": step,
         "avg_sync_time_seconds": sync / max(syncs, 1),
         "total_sync_time_seconds": sync,
         "avg_data_fetch_time_seconds": fetch / max(steps, 1),
         "total_data_fetch_time_seconds": fetch,
-        f"peak_{whose}_memory_gb": max(peaks, default=None),
-        f"avg_{whose}_memory_gb": fmean(memory) if memory else None,
+        f"peak_{device}_memory_gb": max(peaks, default=None),
+        f"avg_{device}_memory_gb": fmean(memory) if memory else None,
     }
     rounded = {name: None if value is None else float(_text(value)) for name, value in numbers.items()}
     return {"mode": mode_of(run), "total_steps": steps, "syncs": syncs, **rounded}
 
 
 def lines_of(numbers: Mapping[str, Any]) -> list[str]:
-    """Return the block of text, line by line."""
+    """Return the text of the summary as lines."""
     text = {name: _text(value) for name, value in numbers.items() if isinstance(value, float)}
-    whose = "process" if "peak_process_memory_gb" in numbers else "gpu"
-    peak, usual = (text.get(f"{which}_{whose}_memory_gb", "unknown") for which in ("peak", "avg"))
-    shown = "GPU" if whose == "gpu" else whose
+    device = "process" if "peak_process_memory_gb" in numbers else "gpu"
+    peak, average = (text.get(f"{kind}_{device}_memory_gb", "unknown") for kind in ("peak", "avg"))
+    device_label = "GPU" if device == "gpu" else device
     return [
         "",
         _LINE,
@@ -82,21 +82,21 @@ def lines_of(numbers: Mapping[str, Any]) -> list[str]:
         f"    Avg data fetch time:   {text['avg_data_fetch_time_seconds']}s",
         f"    Total data fetch time: {text['total_data_fetch_time_seconds']}s",
         "  ",
-        "  MEMORY:" if whose == "gpu" else "  MEMORY (no GPU: RSS of the first training process):",
-        f"    {f'Peak {shown} memory:':<22} {peak} GB",
-        f"    {f'Avg {shown} memory:':<22} {usual} GB",
+        "  MEMORY:" if device == "gpu" else "  MEMORY (no GPU: RSS of the first training process):",
+        f"    {f'Peak {device_label} memory:':<22} {peak} GB",
+        f"    {f'Avg {device_label} memory:':<22} {average} GB",
         _LINE,
     ]
 
 
 def write_benchmark(run: Run) -> list[str]:
-    """Write the numbers as ``benchmark.json`` into the run directory; return the block of text."""
+    """Write the numbers as ``benchmark.json`` into the run directory; return the lines of the text."""
     numbers = numbers_of(run)
     write_last_json(run.folder / FILE, numbers)
     return lines_of(numbers)
 
 
 def _text(value: float) -> str:
-    """Return a number with two decimals, below 1 with as many as show three digits: totals are steps x average."""
+    """Format a number with two decimals; below 1 with three significant digits, so that averages add up to totals."""
     decimals = 2 if value >= 1 or value <= 0 else 2 - math.floor(math.log10(value))
     return f"{value:.{decimals}f}"

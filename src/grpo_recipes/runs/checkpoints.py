@@ -1,7 +1,10 @@
-"""Checkpoints, complete or not listed; and proof that what a resume reads is what our code wrote.
+"""Publish and verify checkpoints: a checkpoint is complete or it is not listed.
 
-XXH3 with 128 bits runs at the speed of memory, about ten times that of SHA-256, so a digest costs little beside writing
-or reading the file. It finds what disks, copies and people change; nobody has to be kept from forging it. No torch.
+A marker file lists the size and the digest of each file. Before a resume, every byte of the checkpoint and of the run's
+own files is verified. The digest is XXH3 with 128 bits. It is about ten times as fast as SHA-256, so it costs little
+compared with reading or writing the file. It detects damage and edits, not forgery. No torch.
+
+    checkpoint = verified_checkpoint(run.folder / "checkpoints", print)
 """
 
 import hashlib
@@ -24,18 +27,18 @@ from grpo_recipes.runs.rundir import json_mapping, write_json
 
 MARKER = "COMPLETE"
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)", re.ASCII)
-_LARGE_BYTES = 2 << 30  # reading it takes seconds, so that a line says so
-CHECKSUM = "checksum"  # key of a JSON object: a digest of its other keys
+_LARGE_BYTES = 2 << 30  # verifying more than this takes seconds, so a line announces it
+CHECKSUM = "checksum"  # key of a JSON object: the digest of its other keys
 RECORD = "digests.json"  # in a run directory
-# What a resume reads of a run directory beside its checkpoints. `code/` has a hash of its own in run.json; what the
-# trainers share under `prompts/` is made anew by every attempt.
+# Files of a run directory that a resume reads, next to its checkpoints. `code/` has its own hash in run.json, and every
+# attempt creates `prompts/` again.
 _RECORDED = (
     "run.json", "recipe.yaml", "plan.json", "sources.json", "accelerate.yaml", "rewards/*.py", "callbacks/*.py"
 )  # fmt: skip
 _FEW_BYTES = 64 * 2**20
 _MOST_THREADS = 4
 _RESTORE = (
-    "restore what the run wrote, give a change of the recipe as a flag (--KEY VALUE), or add --allow-changed-code"
+    "restore the file that the run wrote, change the recipe with a flag (--KEY VALUE), or add --allow-changed-code"
 )
 new_digest = xxhash.xxh3_128
 
@@ -46,73 +49,74 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, new_digest).hexdigest()
 
 
-def _threads() -> ThreadPoolExecutor:
-    cores = len(os.sched_getaffinity(0)) - 1  # one is left to the caller
+def _new_thread_pool() -> ThreadPoolExecutor:
+    cores = len(os.sched_getaffinity(0)) - 1  # the caller uses one core
     return ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores)), "digests")
 
 
 def _differences(folder: Path, names: Iterable[str], digests: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Read files in several threads; yield each whose digest is another, and what is wrong with it."""
+    """Read files in several threads; yield the name and the fault of each file with another digest."""
 
-    def difference(name: str) -> tuple[str, str]:
+    def find_difference(name: str) -> tuple[str, str]:
         try:
-            same = digest_of(folder / name) == digests.get(name)
-            return name, "" if same else "was changed since the run wrote it"
+            is_same = digest_of(folder / name) == digests.get(name)
+            return name, "" if is_same else "was changed since the run wrote it"
         except OSError as error:
             return name, f"cannot be read ({error.strerror})"
 
-    with _threads() as pool:
-        yield from ((name, what) for name, what in pool.map(difference, names) if what)
+    with _new_thread_pool() as pool:
+        yield from ((name, fault) for name, fault in pool.map(find_difference, names) if fault)
 
 
 def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with a digest of its other keys; it equals ``content`` where that has the right one."""
-    others = {key: value for key, value in content.items() if key != CHECKSUM}
-    return {**others, CHECKSUM: new_digest(json.dumps(others, sort_keys=True).encode()).hexdigest()}
+    """Return a JSON object with a digest of its other keys; equal to ``content`` if its digest is correct."""
+    other_keys = {key: value for key, value in content.items() if key != CHECKSUM}
+    return {**other_keys, CHECKSUM: new_digest(json.dumps(other_keys, sort_keys=True).encode()).hexdigest()}
 
 
 def publish_checkpoint(
     staged: Path, folder: Path, step: int, world_size: int, digests: Mapping[str, str] | None = None
 ) -> None:
-    """Mark a staged checkpoint, every rank's part of it written, complete and put it into ``folder``.
+    """Mark a staged checkpoint as complete, after every rank has written its part, and move it into ``folder``.
 
-    ``digests`` are those made while the files were written, by name; the other files are read back.
+    ``digests`` has the digests that were computed during writing, by file name. All other files are read again.
     """
     paths = sorted(path for path in staged.rglob("*") if path.is_file())
     files = {str(path.relative_to(staged)): path.stat().st_size for path in paths}
-    known = {name: digest for name, digest in (digests or {}).items() if name in files}
-    unknown = [name for name in files if name not in known]
-    with ExitStack() as ended:
-        to_read = [staged / name for name in unknown]  # from the page cache
-        read: Iterator[str] = map(digest_of, to_read)
-        # A thread that gets no memory to begin with is waited for by Python without end: few bytes need none.
-        if sum(files[name] for name in unknown) > _FEW_BYTES:
-            pool = ended.enter_context(_threads())
-            ended.callback(pool.shutdown, cancel_futures=True)  # a disk that fails ends the save at once
-            read = pool.map(digest_of, to_read)
+    all_digests = {name: digest for name, digest in (digests or {}).items() if name in files}
+    missing_names = [name for name in files if name not in all_digests]
+    with ExitStack() as exits:
+        missing_paths = [staged / name for name in missing_names]  # still in the page cache
+        missing_digests: Iterator[str] = map(digest_of, missing_paths)
+        # Few bytes need no threads: Python waits forever for a thread that fails to start because memory is short.
+        if sum(files[name] for name in missing_names) > _FEW_BYTES:
+            pool = exits.enter_context(_new_thread_pool())
+            exits.callback(pool.shutdown, cancel_futures=True)  # a failing disk ends the save at once
+            missing_digests = pool.map(digest_of, missing_paths)
         for path in paths:
             flush_to_disk(path)
-        known |= zip(unknown, read, strict=True)
-    content = {"step": step, "world_size": world_size, "files": files, "digests": known}
+        all_digests |= zip(missing_names, missing_digests, strict=True)
+    content = {"step": step, "world_size": world_size, "files": files, "digests": all_digests}
     (staged / MARKER).write_text(json.dumps(with_checksum(content), indent=1))
     flush_to_disk(staged / MARKER)
     target = folder / staged.name
-    if target.exists():  # left incomplete by other software or a broken disk: never resumed, in the way
+    if target.exists():  # an incomplete checkpoint of other software or a broken disk, which is never resumed
         shutil.rmtree(target)
     staged.rename(target)
     flush_to_disk(folder)
 
 
 def flush_to_disk(path: Path) -> None:
-    """Have the system write a file or folder to the disk."""
+    """Make the system write a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    with ExitStack() as opened:
-        opened.callback(os.close, descriptor)
+    try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def _marker(checkpoint: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's marker; None unless it is one that ``publish`` wrote for this folder."""
+def _read_marker(checkpoint: Path) -> dict[str, Any] | None:
+    """Return a checkpoint's marker; None unless ``publish_checkpoint`` wrote it for this folder."""
     content = json_mapping(checkpoint / MARKER)
     if content is None or not _NAME.fullmatch(checkpoint.name) or content.get("step") != step_of(checkpoint):
         return None
@@ -123,95 +127,95 @@ def _marker(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _is_verifiable(marker: Mapping[str, Any]) -> bool:
-    return "digests" in marker or CHECKSUM in marker  # those of earlier versions had sizes alone
+    return "digests" in marker or CHECKSUM in marker  # markers of earlier versions contain only sizes
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Return whether every file that the marker lists is there in its full size; their bytes are not read."""
-    marker = _marker(checkpoint)
-    return marker is not None and not _wrong_size(checkpoint, marker["files"])
+    """Return whether every file in the marker exists with its full size; the contents are not read."""
+    marker = _read_marker(checkpoint)
+    return marker is not None and not _find_wrong_size(checkpoint, marker["files"])
 
 
-def _wrong_size(checkpoint: Path, files: Mapping[str, int]) -> str:
-    """Return what is wrong with the first file that is missing, or has another size than the marker says."""
+def _find_wrong_size(checkpoint: Path, files: Mapping[str, int]) -> str:
+    """Describe the first file that is missing or does not have the size in the marker; "" if there is none."""
     for name, size in files.items():
-        found = -1
-        with suppress(OSError, ValueError):  # not there, or a name that no file can have
-            found = (checkpoint / name).stat().st_size
-        if found != size:
-            return f"{name} is missing" if found < 0 else f"{name} has {found:,} of {size:,} bytes"
+        actual_size = -1
+        with suppress(OSError, ValueError):  # missing, or a name that no file can have
+            actual_size = (checkpoint / name).stat().st_size
+        if actual_size != size:
+            return f"{name} is missing" if actual_size < 0 else f"{name} has {actual_size:,} of {size:,} bytes"
     return ""
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return complete checkpoints, oldest step first."""
+    """Return the complete checkpoints, oldest step first."""
     return [path for path in checkpoint_folders(folder) if is_complete(path)]
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Return the folders that are named as checkpoints are, oldest step first, without ``checkpoint-6.bak``."""
-    found = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
+    """Return the folders with a checkpoint's name, oldest step first; ``checkpoint-6.bak`` is not one."""
+    paths = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the optimizer step a checkpoint folder is named after."""
+    """Return the optimizer step in a checkpoint folder's name."""
     return int(checkpoint.name.rsplit("-", 1)[1])
 
 
 def world_size_of(checkpoint: Path) -> int:
-    """Return how many training processes made a complete checkpoint."""
+    """Return the number of training processes that saved a complete checkpoint."""
     return int(json.loads((checkpoint / MARKER).read_text())["world_size"])
 
 
 def newest_complete(folder: Path) -> Path | None:
-    """Return the newest checkpoint that has every file in its full size, or None."""
+    """Return the newest complete checkpoint, or None."""
     return next(iter(complete_checkpoints(folder)[::-1]), None)
 
 
 def verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """Return the checkpoint to resume from, each byte of it verified; None where none was ever saved.
+    """Return the checkpoint to resume from after verifying each of its bytes; None if none was ever saved.
 
-    It is ``newest_complete`` afterwards, for the ranks too: damaged checkpoints that are newer are renamed to
-    ``checkpoint-6.damaged``. Nothing is deleted. ``say`` prints a line for the user. Where there are checkpoints and
-    none can be resumed, or the folder is something else, that is a ConfigError, and nothing is renamed.
+    Newer checkpoints that are damaged are renamed to ``checkpoint-6.damaged``, so that ``newest_complete`` returns the
+    same checkpoint for the ranks. Nothing is deleted. ``say`` prints a line for the user. If no checkpoint can be
+    resumed, or the folder is a file, raise a ConfigError and rename nothing.
     """
     if folder.exists() and not folder.is_dir():
-        raise config_error(display_path(folder), "is not a folder; a run keeps its checkpoints there", "move it away")
-    damaged: dict[Path, str] = {}
+        raise config_error(display_path(folder), "is not a folder, but checkpoints are saved there", "move it away")
+    damages: dict[Path, str] = {}
     for checkpoint in reversed(checkpoint_folders(folder)):
-        what = find_damage(checkpoint, say)
-        if what is None:
-            for other, why in damaged.items():
-                endings = itertools.chain([".damaged"], (f".damaged-{number}" for number in itertools.count(2)))
-                names = (other.with_name(other.name + ending) for ending in endings)
-                aside = other.rename(next(path for path in names if not path.exists())).name
-                say(f"{other.name} is damaged: {why}; it is now {aside}, resuming from {checkpoint.name}")
+        damage = find_damage(checkpoint, say)
+        if damage is None:
+            for damaged, its_damage in damages.items():
+                suffixes = itertools.chain([".damaged"], (f".damaged-{number}" for number in itertools.count(2)))
+                new_paths = (damaged.with_name(damaged.name + suffix) for suffix in suffixes)
+                new_name = damaged.rename(next(path for path in new_paths if not path.exists())).name
+                say(f"{damaged.name} is damaged: {its_damage}; renamed to {new_name}, resuming from {checkpoint.name}")
             return checkpoint
-        damaged[checkpoint] = what
-    if damaged:
-        each = ", ".join(f"{checkpoint.name} ({why})" for checkpoint, why in damaged.items())
+        damages[checkpoint] = damage
+    if damages:
+        details = ", ".join(f"{checkpoint.name} ({damage})" for checkpoint, damage in damages.items())
         fix = "launch the recipe as a new run, or move this folder away to start this run again from step 0"
-        raise config_error(display_path(folder), f"holds no checkpoint that can be resumed: {each}", fix)
+        raise config_error(display_path(folder), f"contains no checkpoint that can be resumed: {details}", fix)
     return None
 
 
 def find_damage(checkpoint: Path, say: Callable[[str], None]) -> str | None:
-    """Return what is wrong with a checkpoint, naming the file, or None. All of it is read, by several threads."""
-    marker = _marker(checkpoint)
+    """Read a checkpoint with several threads; return the damaged file and its fault, or None."""
+    marker = _read_marker(checkpoint)
     if marker is None:
         return f"{MARKER} is {'damaged' if (checkpoint / MARKER).exists() else 'missing'}"
     files, total = marker["files"], sum(marker["files"].values())
-    if wrong := _wrong_size(checkpoint, files):
-        return wrong
+    if wrong_size := _find_wrong_size(checkpoint, files):
+        return wrong_size
     if not _is_verifiable(marker):
-        say(f"note: {checkpoint.name} was saved without digests: its bytes cannot be verified")
+        say(f"note: {checkpoint.name} was saved without digests, so its contents cannot be verified")
         return None
     if total > _LARGE_BYTES:
         say(f"verifying {checkpoint.name} ({total / 1e9:.0f} GB)")
     largest_first = sorted(files, key=files.__getitem__, reverse=True)
-    found = _differences(checkpoint, largest_first, marker["digests"])
-    return next((f"{name} {what}" for name, what in found), None)
+    differences = _differences(checkpoint, largest_first, marker["digests"])
+    return next((f"{name} {fault}" for name, fault in differences), None)
 
 
 def prune(folder: Path, limit: int | None) -> None:
@@ -226,9 +230,9 @@ def prune(folder: Path, limit: int | None) -> None:
 
 @contextmanager
 def recording_changes(run_dir: Path) -> Iterator[None]:
-    """Let our code write files of a run directory, then record the digests of all of them.
+    """Record the digests of a run directory's files after the block has changed some of them.
 
-    There is no record meanwhile: a run that is killed in between resumes unverified, and is not refused.
+    The record does not exist during the block. A run that is killed then can be resumed, without verification.
     """
     (run_dir / RECORD).unlink(missing_ok=True)
     yield
@@ -237,26 +241,27 @@ def recording_changes(run_dir: Path) -> Iterator[None]:
 
 
 def _recorded_files(run_dir: Path) -> list[str]:
-    found = [path for pattern in _RECORDED for path in run_dir.glob(pattern) if not path.name.startswith(".")]
-    return sorted(str(path.relative_to(run_dir)) for path in found)
+    paths = [path for pattern in _RECORDED for path in run_dir.glob(pattern) if not path.name.startswith(".")]
+    return sorted(str(path.relative_to(run_dir)) for path in paths)
 
 
 def verify_run_files(run_dir: Path, allow_changed: bool) -> list[str]:
-    """Refuse a resume where what it reads of a run directory is not what our code wrote, one problem a file.
+    """Reject a resume if a file that it reads is not the file that the run wrote, with one problem per file.
 
-    Return notes for the user: what changed (with ``allow_changed``), or that this cannot be known.
+    Return notes for the user: the changes (with ``allow_changed``), or that verification is not possible.
     """
     path = run_dir / RECORD
-    if not path.exists() or path.stat().st_size == 0:  # of an earlier version, or the node lost power as it was written
+    # It is missing in runs of an earlier version, and empty if the node lost power during writing.
+    if not path.exists() or path.stat().st_size == 0:
         return [f"cannot verify that recipe and plan are unchanged: {display_path(run_dir)} has no {RECORD}"]
     record = json_mapping(path)
     if record is None or record != with_checksum(record):
-        found = [(RECORD, "is damaged: it cannot show that the files of the run are unchanged")]
+        faults = [(RECORD, "is damaged, so changes of the run's files cannot be detected")]
     else:
         files = record["files"]
-        found = [(name, "was not written by this run") for name in _recorded_files(run_dir) if name not in files]
-        found += _differences(run_dir, files, files)
-    problems = [Problem(display_path(run_dir / name), what, _RESTORE) for name, what in found]
+        faults = [(name, "was not written by this run") for name in _recorded_files(run_dir) if name not in files]
+        faults += _differences(run_dir, files, files)
+    problems = [Problem(display_path(run_dir / name), fault, _RESTORE) for name, fault in faults]
     if problems and not allow_changed:
         raise ConfigError(*problems)
-    return [f"{problem.where} {problem.what}; this attempt goes on with it as it is" for problem in problems]
+    return [f"{problem.where} {problem.what}; this attempt uses the changed file" for problem in problems]

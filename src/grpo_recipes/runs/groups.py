@@ -18,7 +18,7 @@ from grpo_recipes.paths import newest_first
 from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.runs.rundir import read_json
 
-GONE = "gone"  # status of a trial whose run directory does not exist
+GONE = "gone"  # status of a trial without a run directory
 COMPLETED = "completed"
 
 
@@ -27,7 +27,7 @@ class RunGroup(ABC):
     """A folder of several runs, which are called trials."""
 
     folder: Path  # absolute
-    record: dict[str, Any]  # the content of its record file; ``jobs`` lists Slurm jobs
+    record: dict[str, Any]  # the content of the record file; ``jobs`` lists Slurm jobs
     kind: ClassVar[str]  # its name in texts, e.g. sweep
     parent: ClassVar[str]  # folder under run_root that contains the folders of this kind
     record_file: ClassVar[str]  # name of the record file, which only folders of this kind have

@@ -1,17 +1,19 @@
-"""How a column of ``metrics.jsonl`` is drawn and described."""
+"""Describe how the report draws a column of ``metrics.jsonl``."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Metric:
-    """How a column of ``metrics.jsonl`` is drawn."""
+    """The title, note and style of the chart of one column."""
 
     title: str
-    note: str = ""  # a few words on it
-    shares: bool = False  # values are shares, marked in per cent
-    band: tuple[str, str, str] | None = None  # columns of a step's least and greatest, on a run's own page; their label
-    smooth: bool = True  # its line is a moving mean; without, it has no noise
-    compared: bool = True  # the page that compares runs draws it too
-    infinite: str = ""  # the meaning of infinite values; empty where they are a fault
-    unit: str = ""  # title of the vertical axis, where it is not the metric's own
+    note: str = ""  # a few words under the title
+    shares: bool = False  # values are shares, printed in percent
+    band: tuple[str, str, str] | None = (
+        None  # columns of the lowest and highest value of a step, drawn on a run's page, and their label
+    )
+    smooth: bool = True  # draw a moving mean; False for columns without noise
+    compared: bool = True  # also drawn on the page that compares runs
+    infinite: str = ""  # the meaning of infinite values; empty if they are a fault
+    unit: str = ""  # title of the vertical axis, if it differs from the metric's title

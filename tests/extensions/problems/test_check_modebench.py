@@ -46,7 +46,7 @@ def test_keys_that_nothing_reads_are_told(read: Read, keys: dict[str, Any], said
 def test_nothing_is_fetched_and_a_change_of_a_key_is_a_change_of_the_data(read: Read) -> None:
     recipes = [read(**RIGHT, benchmarks=["modebench:countdown"], modebench_seed=seed) for seed in (0, 0, 1)]
     assert [asset.id for asset in list_assets(recipes[0])] == ["Qwen/Qwen2.5-1.5B-Instruct"]
-    marks = [{source.commit for source in find_assets(recipe, {}).found} for recipe in recipes]
+    marks = [{source.commit for source in find_assets(recipe, {}).present} for recipe in recipes]
     assert marks[0] == marks[1] != marks[2]
 
 

@@ -54,7 +54,7 @@ def test_keys_that_nothing_reads_are_told(read: Read, keys: dict[str, Any], said
 def test_nothing_is_fetched_and_other_seeds_are_other_data(read: Read) -> None:
     recipes = [read(**SAT, problem_seed_start=start) for start in (0, 0, 1)]
     assert [asset.id for asset in list_assets(recipes[0])] == ["Qwen/Qwen2.5-1.5B-Instruct"]
-    marks = [{source.commit for source in find_assets(recipe, {}).found} for recipe in recipes]
+    marks = [{source.commit for source in find_assets(recipe, {}).present} for recipe in recipes]
     assert marks[0] == marks[1] != marks[2]
 
 

@@ -64,7 +64,7 @@ def gpu_plan(case: Case) -> Finding:
 
 def assets(case: Case) -> Finding:
     """Whether the recipe's model, datasets and benchmarks are here, complete; a gated model takes a token to fetch."""
-    findings = [ok(", ".join(dict.fromkeys(asset.id for asset in case.sources.found)))]
+    findings = [ok(", ".join(dict.fromkeys(asset.id for asset in case.sources.present)))]
     missing, name = case.sources.missing, case.recipe["model_name_or_path"]
     if missing:
         fix = f"grpo fetch {shell_path(case.recipe.path)} (before a job without network)"
