@@ -60,9 +60,7 @@ def test_what_is_missing_is_brought_first(shell: Shell, variables: Variables, mo
     sources = ensure_assets(recipe, variables(), None, ["recipe.yaml"])
     assert [source.id for source in sources.present] == ["ada/sums", "ada/rows"] and not sources.missing
     told = capfd.readouterr().out
-    assert told.startswith(
-        "grpo: missing: model ada/sums, dataset ada/rows (train); running grpo fetch recipe.yaml\n"
-    )
+    assert told.startswith("grpo: missing: model ada/sums, dataset ada/rows (train); running grpo fetch recipe.yaml\n")
     assert "everything that recipe.yaml needs is on this machine" in told
 
     offline = {**variables(), "HF_ENDPOINT": "http://127.0.0.1:1"}
@@ -85,7 +83,7 @@ def test_a_fetch_that_fails_refuses_the_launch(shell: Shell, hub: FakeHub, varia
     ("code", "error", "what"),
     [
         (130, SystemExit, "130"),
-        (0, ConfigError, r"grpo fetch: left out model ada/sums\. Fix: .*grpo fetch recipe.yaml"),
+        (0, ConfigError, r"grpo fetch: did not download model ada/sums\. Fix: .*grpo fetch recipe.yaml"),
     ],
 )
 def test_a_fetch_that_ends_early_ends_the_launch(

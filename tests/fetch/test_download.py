@@ -238,7 +238,7 @@ def test_a_model_that_does_not_fit_on_the_disk_is_not_begun(shell: Shell, hub: F
     shell.recipe()
     refused = shell.grpo("fetch", "recipe.yaml")
     assert refused.returncode == 2
-    assert f"model ada/sums takes {gigabytes(10**18)} more" in refused.stderr and "free" in refused.stderr
+    assert f"model ada/sums needs {gigabytes(10**18)} more" in refused.stderr and "free" in refused.stderr
     assert hub.asked("/ada/sums/resolve/.*safetensors") <= 1  # at most its size was asked for
 
 

@@ -49,7 +49,9 @@ def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed
             run = Run(folder)
             is_alike = run.identity.get("run_name") == names.run and _speed_facts(run.plan) == facts
             rows = (
-                RowReader(folder / "metrics.jsonl", _TAIL_BYTES).read_new() if is_alike and folder != names.run_dir else []
+                RowReader(folder / "metrics.jsonl", _TAIL_BYTES).read_new()
+                if is_alike and folder != names.run_dir
+                else []
             )
             seconds = [finite_number(row.get("seconds/step")) for row in rows if row["step"] > _WARM_UP_STEPS]
             if known_seconds := [value for value in seconds if value]:
