@@ -25,7 +25,7 @@ def test_a_reward_within_the_limit_keeps_the_advantages_of_a_large_group_finite(
         (math.nan, "nan"),
         (-math.inf, "-inf"),
         (1e39, "1e+39 is infinite in float32"),
-        (-1e20, "-1e+20 is beyond 1e+15, where the variance of a group overflows float32"),
+        (-1e20, "-1e+20 is beyond 1e+15: the variance of a group would overflow float32"),
     ],
 )
 def test_any_other_has_a_reason(value: float, problem: str) -> None:

@@ -54,7 +54,7 @@ def config_error(where: str, what: str, fix: str) -> ConfigError:
 
 @contextlib.contextmanager
 def translate(
-    kinds: type[Exception] | tuple[type[Exception], ...], into: Callable[[Any], BaseException]
+    kinds: type[BaseException] | tuple[type[BaseException], ...], into: Callable[[Any], BaseException]
 ) -> Iterator[None]:
     """Replace an error of these kinds by ``into(error)``, with the original error as its cause."""
     try:

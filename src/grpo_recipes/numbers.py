@@ -18,13 +18,13 @@ _LARGEST_FLOAT32 = 3.4028234e38
 def reward_problem(value: float) -> str | None:
     """Return why a reward, score or advantage can't be trained on; None if it can."""
     if isinstance(value, int) and abs(value) > LARGEST_REWARD:  # may be too large for a float
-        return f"an integer is beyond {LARGEST_REWARD:.0e}, where the variance of a group overflows float32"
+        return f"an integer is beyond {LARGEST_REWARD:.0e}: the variance of a group would overflow float32"
     if not math.isfinite(value):
         return f"{value}"
     if abs(value) > _LARGEST_FLOAT32:
         return f"{value:.0e} is infinite in float32"
     if abs(value) > LARGEST_REWARD:
-        return f"{value:.0e} is beyond {LARGEST_REWARD:.0e}, where the variance of a group overflows float32"
+        return f"{value:.0e} is beyond {LARGEST_REWARD:.0e}: the variance of a group would overflow float32"
     return None
 
 

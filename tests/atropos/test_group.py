@@ -205,7 +205,7 @@ PROBLEMS = {
     "score of 1e39": (group(3, scores=[0.0, 1.0, 1e39]), "trajectory 2: score 1e+39 is infinite in float32"),
     "score of an endless integer": (group(3, scores=[0.0, 10**400, 1.0]), "trajectory 1: score inf"),
     "score whose square overflows": (
-        group(3, scores=[-1e20, 0.0, 1.0]), "trajectory 0: score -1e+20 is beyond 1e+15, where the variance of a group"
+        group(3, scores=[-1e20, 0.0, 1.0]), "trajectory 0: score -1e+20 is beyond 1e+15: the variance of a group"
     ),
     "advantage of 1e39": (
         group(3, advantages=[[0.0] * 4, [0.0] * 4 + [1e39], [0.0] * 6]),

@@ -94,7 +94,9 @@ def test_solutions_with_their_reasoning_are_refused_with_the_marker_to_add(check
 
     assert code == 2
     assert problems[-1].startswith("grpo: recipe.yaml: 6 of 6 reference solutions are not short answers")
-    assert problems[-1].endswith("add dataset_solution_marker: '####', or name the column of the final answer")
+    assert problems[-1].endswith(
+        "set dataset_solution_marker: '####', or set dataset_solution_column to the final answer's column"
+    )
     assert check(["pure_accuracy_math"], answers, dataset_solution_marker="####")[0] == 0
 
 
@@ -102,7 +104,7 @@ def test_a_cosine_that_rewards_wrong_answers_is_refused(check):
     code, said, (problem,) = check(["cosine_length"], cosine_min_value_wrong=2.0)
 
     assert code == 2
-    assert "reward 'cosine_length' takes 96 of 96 wrong answers for right" in problem
+    assert "reward 'cosine_length' accepts 96 of 96 wrong answers as right" in problem
     assert "incorrect answer '<answer>11</answer>' gets 2" in said
 
 
@@ -119,7 +121,7 @@ def test_rewards_of_ones_own(check):
 
     assert (code, problems) == (0, [])
     assert table(said)["mine.py:exact"] == ["60", "1.000", "-", "240", "0.000", "-", "0"]
-    assert "grpo: note: mine.py:short gives right answers 0.5, like wrong ones: '10' to 'problem 0' gets 0.5" in said
+    assert "grpo: note: mine.py:short gives right answers 0.5, like wrong answers: '10' to 'problem 0' gets 0.5" in said
 
 
 @pytest.mark.parametrize("isolation", ["completion", "none"])
@@ -150,7 +152,7 @@ def test_a_function_that_the_import_leaves_out_is_refused(check, isolation):
 
     what = "reward 'mine.py:exact' cannot be loaded: 'mine.py' has no 'exact'"
     assert (code, said) == (2, "")
-    assert problem == f"grpo: recipe.yaml:5: {what}. Fix: correct it, or name another in reward_funcs"
+    assert problem == f"grpo: recipe.yaml:5: {what}. Fix: correct it, or set another reward in reward_funcs"
 
 
 def test_ones_own_reward_may_be_async_and_in_the_trainer(check):
@@ -159,7 +161,7 @@ def test_ones_own_reward_may_be_async_and_in_the_trainer(check):
 
 def test_no_number_and_no_difference_are_refused(check):
     assert "not a number: nan" in check(["pure_accuracy_math", "mine.py:nan"])[2][0]
-    assert "no reward tells right answers from wrong ones" in check(["mine.py:short"])[2][0]
+    assert "no reward distinguishes right from wrong answers" in check(["mine.py:short"])[2][0]
 
 
 def test_a_reward_that_sleeps_is_given_up_after_five_time_outs(check, tmp_path, monkeypatch):
@@ -169,9 +171,9 @@ def test_a_reward_that_sleeps_is_given_up_after_five_time_outs(check, tmp_path, 
     code, _, problems = check(["slow.py:judge"], reward_timeout=0.2, reward_workers=2)
     assert code == 2
     told = [line for line in problems if "Fix" in line]
-    assert "reward 'slow.py:judge' is over reward_timeout (0.2 s) on " in told[0]
+    assert "reward 'slow.py:judge' exceeds reward_timeout (0.2 s) on " in told[0]
     assert 5 <= int(told[0].split(" on ")[1].split(" of ")[0]) <= 7
-    assert "the rest was not tried. Fix: make it faster, or raise reward_timeout" in told[0]
+    assert "the others were not tried. Fix: make it faster, or raise reward_timeout" in told[0]
     assert [line for line in problems if re.search(r" completions in \d s, [1-7] over reward_timeout$", line)]
 
 
@@ -189,7 +191,7 @@ def test_a_server_that_does_not_answer_is_one_message_after_a_few_calls(check, t
     assert code == 2 and "gets no score" not in said
     assert problem.startswith("grpo: recipe.yaml:")
     assert "reward 'asks.py:judge' got no answer from its server (URLError: <urlopen error [Errno 111]" in problem
-    fix = "start the server that it asks, or correct its address"
+    fix = "start the server that it calls, or correct its address"
     assert problem.endswith(f"Fix: {fix}{' in ASKED_URL' if handed else ''}")
     assert 1 <= len((tmp_path / "calls").read_text()) <= 100, "of 180"
 

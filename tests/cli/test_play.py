@@ -93,7 +93,7 @@ def test_an_environment_gets_the_variables_that_the_recipe_names(
     )
     monkeypatch.setenv("GAME_DATA", "boards")
     named = f"environment: {tmp_path}/own.py:Needs"
-    assert "write reward_environment: [GAME_DATA]" in played(recipe(tmp_path, named), code=2)
+    assert "set reward_environment: [GAME_DATA]" in played(recipe(tmp_path, named), code=2)
     assert "[user] boards" in played(recipe(tmp_path, named, "reward_environment: [GAME_DATA]"))
 
 

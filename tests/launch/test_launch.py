@@ -126,7 +126,7 @@ def test_update_rewards_takes_the_changed_file(launched, tmp_path, capsys):
     assert "[0.0]" in (run / "rewards/own.py").read_text()
     launched("--resume", str(run), "--update-rewards")
     assert "[1.0]" in (run / "rewards/own.py").read_text()
-    assert "grpo: note: --update-rewards: own.py as it is now is used" in capsys.readouterr().out
+    assert "grpo: note: --update-rewards: the run now uses the current own.py" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_a_resume_takes_a_changed_reward_and_run_json_says_from_which_step(folde
     assert (run.folder / "rewards/own.py").read_text() == (folder / "own.py").read_text()
     (updated,) = Run(run.folder).identity["updated_rewards"]
     assert updated["after_step"] == 0 and updated["notes"][0].startswith(
-        "--update-rewards: own.py as it is now is used"
+        "--update-rewards: the run now uses the current own.py"
     )
     assert updated["notes"][0] in Run(run.folder).plan["notes"]
     assert resolve_run(Options(resume=str(run.folder)), CPU)[0] is not None, "its record of files is of the new copy"

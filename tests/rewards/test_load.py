@@ -188,15 +188,15 @@ def test_a_run_keeps_a_copy_and_goes_on_with_it(load: Any, project: Path, tmp_pa
 
     (project / "own.py").write_text("def score(completions):\n    return [9.0]\n")
     (note,) = keep_rewards(names, run)
-    assert note.startswith("own.py has changed since this run began") and note.endswith(
-        "it uses the copy, --update-rewards the file as it is now"
+    assert note.startswith("own.py has changed since this run started") and note.endswith(
+        "the run uses the copy; to use the file, add --update-rewards"
     )
     (score,) = load("own.py:score")
     assert score(completions=["a"], answer=["a"]) == [1.0]
 
     (project / "own.py").unlink()
     (note,) = keep_rewards(names, run)
-    assert note.startswith("the file of reward own.py:score is gone; this run has its copy")
+    assert note.startswith("the file of reward own.py:score is gone; this run uses its copy")
     (score,) = load("own.py:score")
     assert score(completions=["a"], answer=["a"]) == [1.0]
 
@@ -207,7 +207,7 @@ def test_an_updated_reward_takes_the_place_of_its_copy_which_is_kept(load: Any, 
     (project / "own.py").write_text("def score(completions):\n    return [9.0]\n")
     (note,) = keep_rewards(["own.py:score"], run, update=True)
     (old,) = (run / "rewards").glob("own.????????.py")
-    assert note == f"--update-rewards: own.py as it is now is used; the copy of before is {old.name}"
+    assert note == f"--update-rewards: the run now uses the current own.py; its previous copy is {old.name}"
     assert old.read_text() == OWN and (run / "rewards/own.py").read_text() == (project / "own.py").read_text()
     assert load("own.py:score")[0](completions=["a"], answer=["b"]) == [9.0]
     assert keep_rewards(["own.py:score"], run, update=True) == []
@@ -218,7 +218,7 @@ def test_two_rewards_of_one_file_are_updated_together(project: Path, tmp_path: P
     keep_rewards(names, run)
     (project / "own.py").write_text("def score(completions):\n    return [9.0]\n\n\nother = score\n")
     (note,) = keep_rewards(names, run, update=True)
-    assert note.startswith("--update-rewards: own.py as it is now is used")
+    assert note.startswith("--update-rewards: the run now uses the current own.py")
     assert keep_rewards(names, run) == []
 
 
@@ -227,7 +227,7 @@ def test_what_follows_a_torn_record_of_a_limit_is_read_again(tmp_path: Path) -> 
     file.write_text('{"key": "a", "generation": 1, "reason": "time limit"}\n{"key": "b", "gen')
     LimitRecords(file).add("c", 1, score)
     again = LimitRecords(file)
-    assert again.known("a", 1) and again.known("c", 1) and again.known("b", 1) is None
+    assert again.find("a", 1) and again.find("c", 1) and again.find("b", 1) is None
 
 
 # --- the reference solution under other names ------------------------------------------------------------------------
@@ -328,8 +328,8 @@ def test_records_are_of_limits_alone_and_survive_a_kill(tmp_path: Path, end: str
     with file.open("a") as half:
         half.write(end)
     again = LimitRecords(file)
-    assert [again.known(key, 3) is not None for key in ("a", "b", "c", "d", None)] == [True, False, False, False, False]
-    assert again.known("a", 2) is None
+    assert [again.find(key, 3) is not None for key in ("a", "b", "c", "d", None)] == [True, False, False, False, False]
+    assert again.find("a", 2) is None
     assert [json.loads(line)["key"] for line in file.read_text().splitlines()[:1]] == ["a"]
 
 

@@ -152,7 +152,7 @@ def test_arguments_are_lists_of_one_entry() -> None:
         "answer": [f"a{row}" for row in rows],
     }
     with RewardPool(spec, workers=1) as pool:
-        assert pool.takes[spec] is None
+        assert pool.accepted[spec] is None
         assert [score.value for score in pool.score(spec, [str(row) for row in rows], columns)] == [1.0] * 20
 
 
@@ -162,7 +162,7 @@ def test_several_rewards_ours_and_others_in_one_pool() -> None:
         equal = pool.score("math_verify", [r"\boxed{\frac{2}{4}}", r"\boxed{3}"], {"answer": ["0.5", "4"]})
         lengths = pool.score(few, ["a", "abc"], {"answer": ["0.5", "4"], "more": [1, 2]})
         awaited = pool.score(judged, ["a"])
-        assert pool.takes[few] == ["completions"]
+        assert pool.accepted[few] == ["completions"]
     assert [score.value for score in (*equal, *lengths, *awaited)] == [1.0, 0.0, 1.0, 3.0, 0.25]
 
 
@@ -214,7 +214,7 @@ def test_giving_up_leaves_the_rest_uncalled(pool: RewardPool) -> None:
         ("def score(completions: return", "score", "SyntaxError"),
         ("def other(completions): pass", "score", "has no 'score'"),
         ("score = 3", "score", "it is a int, not a function"),
-        ("def score(texts): return [0.0]", "score", "it takes no argument 'completions'"),
+        ("def score(texts): return [0.0]", "score", "it has no parameter 'completions'"),
         ("import sys; sys.exit('no')", "score", "SystemExit: no"),
         ("import os; os._exit(4)", "score", r"its process exited \(code 4\) while it loaded the rewards"),
     ],
@@ -296,7 +296,7 @@ def test_a_child_gets_the_variables_that_are_named_and_no_message_has_their_secr
         )
     assert handed.value == 0.125
     assert stripped.reason == (
-        "KeyError: 'OTHER_KEY'; it runs isolated, without this variable: write reward_environment: [OTHER_KEY]"
+        "KeyError: 'OTHER_KEY'; it runs isolated, without this variable: set reward_environment: [OTHER_KEY]"
     )
     assert unset.reason == "KeyError: 'NOT_SET'"
     assert said.reason == "ValueError: 401: no key ********"

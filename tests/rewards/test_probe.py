@@ -43,7 +43,7 @@ def test_a_reward_that_judges_well_has_no_fault():
     assert finding.faults == [] and finding.failures == []
     assert (finding.right, finding.wrong) == (16, 64)
     assert (finding.right_mean, finding.wrong_mean, finding.missed, finding.taken) == (1.0, 0.0, 0, 0)
-    assert finding.tells_apart
+    assert finding.distinguishes
 
 
 def test_with_strict_matching_the_bare_solution_alone_is_right():
@@ -58,7 +58,7 @@ def test_right_answers_without_their_1_are_a_fault():
     finding = probe("pure_accuracy_math", lambda completions, **_: [0.0] * len(completions), ROWS)
 
     assert [what for what, _ in finding.faults] == ["does not give 1 to 16 of 16 right answers"]
-    assert not finding.tells_apart
+    assert not finding.distinguishes
     first = finding.failures[0]
     assert (first.prompt, first.answer, first.completion, first.value) == ("1+1=", "2", "<answer>2</answer>", 0.0)
     assert len(finding.failures) == 5
@@ -67,7 +67,7 @@ def test_right_answers_without_their_1_are_a_fault():
 def test_wrong_answers_with_a_1_are_a_fault():
     finding = probe("math_verify", lambda completions, **_: [1.0] * len(completions), ROWS)
 
-    assert [what for what, _ in finding.faults] == ["takes 96 of 96 wrong answers for right"]
+    assert [what for what, _ in finding.faults] == ["accepts 96 of 96 wrong answers as right"]
     assert finding.missed == 0 and not finding.failures[0].right
 
 
@@ -102,7 +102,7 @@ def test_the_users_reward_is_shown_by_the_writing_it_reads():
     finding = probe("my.py:boxed", boxed, ROWS)
 
     assert (finding.right_mean, finding.wrong_mean) == (1.0, 0.0)
-    assert finding.tells_apart and finding.missed is None and finding.faults == []
+    assert finding.distinguishes and finding.missed is None and finding.faults == []
 
 
 def readme_reward() -> Any:
@@ -149,7 +149,7 @@ def test_rewards_that_read_usual_formats_tell_right_from_wrong(reward, rows, rea
     shown = [{**ROWS[0], "answer": str(11 + 7 * index)} for index in range(rows)]
     finding = probe("my.py:reward", reward, shown)
 
-    assert finding.tells_apart and finding.faults == []
+    assert finding.distinguishes and finding.faults == []
     assert find_problems(read(reward_funcs=["math_verify"]), shown, [finding]) == []
 
 
@@ -158,7 +158,7 @@ def test_a_reward_that_reads_no_format_is_rejected_with_the_formats(read):
     finding = probe("my.py:reward", by_pattern("<<SOLUTION>>"), ROWS)
     (problem,) = find_problems(read(reward_funcs=["math_verify"]), ROWS, [finding])
 
-    assert "no reward tells right answers from wrong ones" in problem.what
+    assert "no reward distinguishes right from wrong answers" in problem.what
     assert problem.fix.endswith(
         r"one of these formats: 42, <answer>42</answer>, \boxed{42}, <answer>\boxed{42}</answer>, #### 42, Answer: 42, "
         "<think> reasoning </think> <answer> 42 </answer>"
@@ -188,8 +188,8 @@ def test_a_prompt_that_asks_for_another_format_than_the_reward_reads_is_a_fault(
     found = find_problems(read(reward_funcs=rewards, system_prompt=system), asked, [])
     assert len(found) == told
     if told:
-        assert rf"the prompt asks for \boxed{{}}, reward '{rewards[-1]}' reads <answer>" in found[0].what
-        assert "write reward_funcs: [math_verify], which reads both" in found[0].fix
+        assert rf"the prompt asks for \boxed{{}}, but reward '{rewards[-1]}' reads only <answer>" in found[0].what
+        assert "set reward_funcs: [math_verify], which reads both" in found[0].fix
 
 
 def test_too_few_scores_are_a_fault():

@@ -50,7 +50,7 @@ def test_right_answers_that_get_nothing_are_reported_although_another_reward_dif
     made = recipe(name, "style")
     problems = find_problems(made, ROWS, probe_rewards(made, ROWS))
     (problem,) = [one for one in problems if f"mine.py:{name}" in one.what]
-    assert "gives right answers 0, like wrong ones: '" in problem.what and "' to '0+1=' gets 0" in problem.what
+    assert "gives right answers 0, like wrong answers: '" in problem.what and "' to '0+1=' gets 0" in problem.what
     assert not [one for one in problems if "mine.py:style" in one.what], "it takes no solution"
 
 
@@ -58,7 +58,7 @@ def test_the_only_reward_is_reported_with_an_example(recipe):
     """M6: the example of a missed right answer."""
     made = recipe("accuracy")
     (problem,) = find_problems(made, ROWS, probe_rewards(made, ROWS))
-    assert "all get the same on average, e.g. " in problem.what and "gets 0" in problem.what
+    assert "both get the same on average, e.g. " in problem.what and "gets 0" in problem.what
 
 
 def test_every_reward_that_cannot_be_loaded_is_reported(recipe, tmp_path):
@@ -79,7 +79,7 @@ def test_a_slow_reward_is_shown_fewer_completions(recipe, monkeypatch):
     monkeypatch.setattr("grpo_recipes.rewards.probe._MOST_SECONDS", 2.0)
     (result,) = probe_rewards(recipe("slow", reward_workers=2), ROWS)
     assert result.skipped > 0 and result.right + result.wrong >= 80
-    assert result.tells_apart and not result.faults
+    assert result.distinguishes and not result.faults
 
 
 def test_a_package_that_is_not_installed_is_named(recipe, tmp_path):

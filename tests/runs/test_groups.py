@@ -36,7 +36,7 @@ class Pair(RunGroup):
         return ["left", "right"]
 
     @property
-    def wanted(self) -> int:
+    def trial_count(self) -> int:
         return 2
 
     def trial_dir(self, index: int) -> Path:
@@ -45,7 +45,7 @@ class Pair(RunGroup):
     def is_over(self) -> bool:
         return all(self.status(index) == "completed" for index in range(2))
 
-    def again(self) -> str:
+    def resume_command(self) -> str:
         return f"pair again {self.folder.name}"
 
 

@@ -261,7 +261,7 @@ def test_sampling_stops_where_the_generation_config_says(read, tmp_path):
     [
         ("Hangs", {"environment_timeout": 0.5}, "time limit of 0.5 s. Fix: correct it, or raise environment_timeout"),
         ("Grows", {"environment_memory_gib": 0.5}, "memory limit. Fix: correct it, or raise environment_memory_gib"),
-        ("Calls", {"environment_network": False}, "write environment_network: true where it needs one"),
+        ("Calls", {"environment_network": False}, "set environment_network: true if it needs one"),
     ],
 )
 def test_each_limit_of_an_environment_is_the_recipes(read, tmp_path, monkeypatch, kind, limit, told):

@@ -200,7 +200,7 @@ def group_state(group: RunGroup, jobs: dict[str, Job] | None) -> tuple[str, bool
     has_ended = not active and not is_locked(group.folder / "lock")
     completed = sum(group.status(index) == COMPLETED for index in range(len(trials)))
     state = "running" if not has_ended else COMPLETED if group.is_over() else "stopped"
-    return f"{state}, {completed} of {group.wanted} trials completed", has_ended
+    return f"{state}, {completed} of {group.trial_count} trials completed", has_ended
 
 
 def group_lines(group: RunGroup, jobs: dict[str, Job] | None) -> list[str]:
@@ -399,7 +399,11 @@ def stop(options: argparse.Namespace) -> int:
         return 0
     state, has_ended = target_state(target, find_jobs(target))
     if has_ended:
-        resume = target.again() if isinstance(target, RunGroup) else f"grpo launch --resume {shell_path(target.folder)}"
+        resume = (
+            target.resume_command()
+            if isinstance(target, RunGroup)
+            else f"grpo launch --resume {shell_path(target.folder)}"
+        )
         fix = f"see {display_path(target.folder)}" if state.startswith(COMPLETED) else f"resume it with: {resume}"
         raise config_error(options.which, f"{display_path(target.folder)} has already ended ({state})", fix)
     if isinstance(target, Run):

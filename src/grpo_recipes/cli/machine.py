@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grpo_recipes.cli import chosen_recipe, command, option, recipe_name, switch
 from grpo_recipes.errors import collect, config_error
-from grpo_recipes.fetch.assets import Asset, find_record, local_assets, wanted_assets
+from grpo_recipes.fetch.assets import Asset, find_record, hub_assets, local_assets
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, hub_answers, limit_every_wait, unreachable_reason
 from grpo_recipes.paths import display_path
 from grpo_recipes.plan.commands import hub_environment
@@ -42,7 +42,7 @@ def fetch(options: argparse.Namespace) -> int:
         run = find_run(Path(), options.resume)
         recipe = read_frozen(run.folder / "recipe.yaml", options.flags, os.environ)
         recorded = run.identity.get("sources")
-    assets = wanted_assets(recipe, recorded)
+    assets = hub_assets(recipe, recorded)
     try:
         rows = [_local_row(asset) for asset in local_assets(recipe, os.environ)]
         online = bool(assets) and hub_answers(os.environ)

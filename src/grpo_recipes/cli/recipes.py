@@ -253,7 +253,7 @@ def check_rewards(options: argparse.Namespace) -> int:
             print(f"grpo: note: columns not passed to rewards: {columns}")
         results = probe_rewards(recipe, rows, counts.left_out)
         report["rows"] = len(rows)
-        report["rewards"] = [asdict(result) | {"tells_apart": result.tells_apart} for result in results]
+        report["rewards"] = [asdict(result) | {"tells_apart": result.distinguishes} for result in results]
         if not options.json:
             _print_rewards(results)
         if problems := find_problems(recipe, rows, results):
@@ -279,7 +279,7 @@ def _print_rewards(results: list[ProbeResult]) -> None:
         if result.failures:
             lines = [_failure_line(result.reward, failure) for failure in result.failures]
             print(f"\n{result.reward} on", *lines, sep="\n")
-        if result.missed is None and result.right_mean is not None and not result.tells_apart:
+        if result.missed is None and result.right_mean is not None and not result.distinguishes:
             from grpo_recipes.rewards.probe import describe_unpaid
 
             problem = describe_unpaid(result) or "gives correct and incorrect answers the same reward"

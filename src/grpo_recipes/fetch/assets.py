@@ -162,7 +162,7 @@ def _recipe_assets(recipe: Recipe) -> Iterator[Asset]:
         yield dataset("benchmarks", name, config, split)
 
 
-def wanted_assets(recipe: Recipe, recorded: list[dict[str, Any]] | None = None) -> list[Asset]:
+def hub_assets(recipe: Recipe, recorded: list[dict[str, Any]] | None = None) -> list[Asset]:
     """Return the hub assets that a run reads, at the ``recorded`` commits where these exist."""
     commits = {asset.identity: asset.commit for asset in _read_assets(recorded) if asset.from_hub}
     return [replace(asset, revision=commits.get(asset.identity, asset.revision)) for asset in list_assets(recipe)]
@@ -213,9 +213,9 @@ def find_assets(recipe: Recipe, environment: Mapping[str, str], recorded: list[d
 
     A missing local file or folder raises a ConfigError.
     """
-    local, hub_assets = local_assets(recipe, environment), wanted_assets(recipe, recorded)
-    records = [find_record(asset, environment) for asset in hub_assets]
-    missing = [asset for asset, record in zip(hub_assets, records, strict=True) if record is None]
+    local, from_hub = local_assets(recipe, environment), hub_assets(recipe, recorded)
+    records = [find_record(asset, environment) for asset in from_hub]
+    missing = [asset for asset, record in zip(from_hub, records, strict=True) if record is None]
     return Assets([*local, *filter(None, records)], missing)
 
 

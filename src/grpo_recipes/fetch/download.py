@@ -114,7 +114,7 @@ def _with_files(asset: Asset, info: Any, folder: Path, names: list[str]) -> Asse
     return replace(asset, commit=info.sha, path=str(folder), licence=licence, files=files)
 
 
-def wanted_files(sizes: Mapping[str, int], code: bool = False) -> list[str]:
+def files_to_download(sizes: Mapping[str, int], code: bool = False) -> list[str]:
     """Return the files to download: safetensors (else pytorch_model*.bin), configuration and tokenizer.
 
     ``sizes`` has the bytes of every file of the repository. With ``code``, its Python files are included.
@@ -131,7 +131,7 @@ def wanted_files(sizes: Mapping[str, int], code: bool = False) -> list[str]:
 
 def _fetch_model(asset: Asset) -> Asset:
     info = _repository_info(asset, files_metadata=True)
-    names = wanted_files({file.rfilename: file.size or 0 for file in info.siblings or []}, asset.code)
+    names = files_to_download({file.rfilename: file.size or 0 for file in info.siblings or []}, asset.code)
     if not names:
         raise config_error(asset.where, f"{asset} contains no model files", "use a repository with weights")
     arguments: dict[str, Any] = {"revision": info.sha, "allow_patterns": [glob.escape(name) for name in names]}

@@ -1,7 +1,10 @@
-"""From the names in a recipe to the rewards the trainer calls: ours, and the user's own. No torch.
+"""Load a recipe's rewards for the trainer: built-in rewards and the user's own. No torch.
 
-A reward of ours is a plain function. The user's own, and ours whose work has no bound, are ``RewardWrapper``s, which
-know why a completion is unscored.
+A built-in reward is a plain function. User rewards, and built-in rewards that may run forever, are ``RewardWrapper``s,
+which know why a completion is unscored.
+
+    with lent_rewards(settings, run_dir) as rewards:
+        values = rewards[0](completions, answer=answers)
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,29 +37,30 @@ from grpo_recipes.runs.rundir import json_mapping, without_damaged_end, write_at
 
 
 def keep_rewards(names: Sequence[str], run_dir: Path, update: bool = False) -> list[str]:
-    """Copy the files of the user's rewards into ``<run>/rewards``, once in the life of a run; ``update`` changed ones.
+    """Copy the files of the user's rewards into ``<run>/rewards``, once per run; ``update`` replaces changed files.
 
-    Return a note for each file that is gone, that differs from the copy, or that takes the copy's place.
+    Return a note for each file that is gone, that differs from the copy, or that replaces the copy.
     """
     notes = []
     changed = changed_copies(filter(is_user_reward, names), run_dir / REWARD_COPIES) if update else []
-    # A file may have several rewards.
+    # Several rewards may be in the same file.
     for copy, spec in {copy_path(spec, run_dir / REWARD_COPIES): spec for spec in changed}.items():
-        old = copy.with_suffix(f".{hashlib.sha256(copy.read_bytes()).hexdigest()[:8]}.py")
-        copy.replace(old)
-        notes.append(f"--update-rewards: {split_spec(spec)[0]} as it is now is used; the copy of before is {old.name}")
+        old_copy = copy.with_suffix(f".{hashlib.sha256(copy.read_bytes()).hexdigest()[:8]}.py")
+        copy.replace(old_copy)
+        file = split_spec(spec)[0]
+        notes.append(f"--update-rewards: the run now uses the current {file}; its previous copy is {old_copy.name}")
     for spec in filter(is_user_reward, names):
         copy, original = copy_path(spec, run_dir / REWARD_COPIES), source_path(spec)
         if not copy.exists():
             copy_source(spec, run_dir / REWARD_COPIES)
         elif original is None:
-            notes.append(f"the file of reward {spec} is gone; this run has its copy {display_path(copy)}")
+            notes.append(f"the file of reward {spec} is gone; this run uses its copy {display_path(copy)}")
         elif original.read_bytes() != copy.read_bytes():
-            own = split_spec(spec)[0].endswith(".py")
-            used = "the copy, --update-rewards the file as it is now" if own else "the module as it is now"
+            is_file = split_spec(spec)[0].endswith(".py")
+            used = "the copy; to use the file, add --update-rewards" if is_file else "the current module"
             notes.append(
-                f"{display_path(original)} has changed since this run began (copy: {display_path(copy)});"
-                f" it uses {used}"
+                f"{display_path(original)} has changed since this run started (copy: {display_path(copy)});"
+                f" the run uses {used}"
             )
     return list(dict.fromkeys(notes))
 
@@ -64,22 +68,24 @@ def keep_rewards(names: Sequence[str], run_dir: Path, update: bool = False) -> l
 def load_rewards(
     script_args: Any, args: Any, run_dir: Path, left_out: Mapping[str, str] = MappingProxyType({})
 ) -> list[Reward]:
-    """Return the rewards of a recipe's two configs, in its order, as TRL calls them.
+    """Load the rewards of a recipe's two configs, in its order, as TRL calls them.
 
-    The user's own, and those of ours whose work has no bound, are called in child processes; the pool they share is
-    started here. With ``reward_isolation: none`` the user's own are called in this process. ``run_dir`` has, or gets,
-    copies of the user's files, and keeps the scores that limits decide. A file that does not exist is a ConfigError,
-    one that cannot be loaded otherwise a RewardFailed. ``left_out`` has the columns that rewards do not get, and why.
+    User rewards and built-in rewards that may run forever are called in the child processes of a pool, which is started
+    here. With ``reward_isolation: none``, user rewards are called in this process. ``run_dir`` gets copies of the files
+    of user rewards, and records of scores that a limit decided. ``left_out`` has the columns that rewards do not get,
+    with the reasons. Raise ConfigError if a file does not exist, and RewardFailed if a reward cannot be loaded.
     """
     names, copies = script_args.reward_funcs, run_dir / REWARD_COPIES
     keep_rewards(names, run_dir)
-    apart = script_args.reward_isolation == "completion"
-    in_children = rewards_in_children()
-    isolated = [name for name in dict.fromkeys(names) if name in in_children or (is_user_reward(name) and apart)]
+    isolates_user_rewards = script_args.reward_isolation == "completion"
+    unbounded = rewards_in_children()
+    isolated = [
+        name for name in dict.fromkeys(names) if name in unbounded or (is_user_reward(name) and isolates_user_rewards)
+    ]
     pool = RewardPool(
         *sorted(
             isolated, key=is_user_reward
-        ),  # ours first: a user's folder must not come before our rewards on the path
+        ),  # built-in rewards first, so that the user's folder is not before them on the path
         workers=script_args.reward_workers,
         timeout=script_args.reward_timeout,
         memory_gib=script_args.reward_memory_gib,
@@ -88,16 +94,16 @@ def load_rewards(
         concurrency=script_args.reward_concurrency,
     )
     records = LimitRecords(copies / f"limits_{os.environ.get('RANK', '0')}.jsonl")
-    short = [split_spec(name)[1] or name for name in names]
+    short_names = [split_spec(name)[1] or name for name in names]
     mixture, keys = script_args.dataset_mixture, ("dataset_solution_column", "eval_dataset_solution_column")
     solutions = solution_names([getattr(script_args, key) for key in keys], mixture)
     rewards: list[Reward] = []
-    for name, end in zip(names, short, strict=True):
-        label = end if short.count(end) == 1 else name  # the name for metrics
+    for name, short_name in zip(names, short_names, strict=True):
+        label = short_name if short_names.count(short_name) == 1 else name  # the name in metrics
         if name in isolated:
             code = hashlib.sha256(copy_path(name, copies).read_bytes()).hexdigest() if is_user_reward(name) else ""
-            further = solutions if is_user_reward(name) else ()
-            rewards.append(IsolatedReward(pool, name, label, records, code, further, left_out, args.seed))
+            solution_columns = solutions if is_user_reward(name) else ()
+            rewards.append(IsolatedReward(pool, name, label, records, code, solution_columns, left_out, args.seed))
         elif name == SOURCE_REWARD:
             rewards.append(EpisodeReward())
         elif is_user_reward(name):
@@ -113,7 +119,7 @@ def load_rewards(
 def lent_rewards(
     settings: Any, run_dir: Path, left_out: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[list[Reward]]:
-    """Lend the rewards of a recipe, whose keys are attributes of ``settings``; their child processes end afterwards."""
+    """Load a recipe's rewards for a block, then end their child processes; ``settings`` has the recipe keys."""
     rewards = load_rewards(settings, settings, run_dir, left_out)
     try:
         yield rewards
@@ -124,10 +130,10 @@ def lent_rewards(
 
 
 class IsolatedReward(RewardWrapper):
-    """A reward of a pool, called once for equal arguments, and not again where a limit decided before.
+    """A reward of a pool, called once for equal arguments, and not again if a limit decided its score earlier.
 
-    ``code`` is a hash of the user's code, since other code may end otherwise. ``run_seed`` and the generation decide
-    the random numbers that a call draws.
+    ``code`` is a hash of the user's code, since an earlier outcome is not valid for changed code. ``run_seed`` and the
+    generation determine the random numbers of a call.
     """
 
     def __init__(
@@ -137,32 +143,38 @@ class IsolatedReward(RewardWrapper):
         super().__init__(pool.score, spec, name, solutions, left_out)
         self.pool, self.timeout, self._records, self._run_seed = pool, pool.timeout, records, run_seed
         self._identity = (spec, code, pool.timeout, pool.memory_gib)
+        self._watch: Callable[[], bool] | None = None
+
+    def watch_calls(self, watch: Callable[[], bool]) -> None:
+        """Call ``watch`` instead of ``stop`` a few times per second during calls; it returns whether to give up."""
+        self._watch = watch
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
-        """Return the score of each row; only rows without a record are called."""
+        """Return the score of each row; only rows without a recorded score are called."""
         plain = {name: values for name, values in columns.items() if name not in LIVE_OBJECTS}
-        arguments = select_columns(plain, self.pool.takes[self.spec])
+        arguments = select_columns(plain, self.pool.accepted[self.spec])
         keys = [
             key_of(self._identity, {name: values[row] for name, values in arguments.items()}) for row in range(rows)
         ]
-        first: dict[str, int] = {}
-        same_as = [row if key is None else first.setdefault(key, row) for row, key in enumerate(keys)]
-        known = {row: self._records.known(keys[row], self.generation) for row in same_as}
-        new_rows = [row for row, score in known.items() if score is None]
-        # A call's seed depends on its arguments, not on its order: calls are shared by equal rows, or repeated.
+        first_rows: dict[str, int] = {}
+        first_equal_row = [row if key is None else first_rows.setdefault(key, row) for row, key in enumerate(keys)]
+        recorded = {row: self._records.find(keys[row], self.generation) for row in first_equal_row}
+        scores = {row: score for row, score in recorded.items() if score is not None}
+        new_rows = [row for row, score in recorded.items() if score is None]
+        # A call's seed depends on its arguments, not on its order: equal rows share a call, and calls are repeated.
         seeds = [call_seed(self._run_seed, self.generation, self.spec, keys[row] or row) for row in new_rows]
         columns = {name: [values[row] for row in new_rows] for name, values in arguments.items()}
         completions = columns.pop("completions")
-        stopped = self.watch or (self.stop.cuts if self.stop else lambda: False)
-        scores = self.pool.score(self.spec, completions, columns, self.give_up_after, stopped, seeds=seeds)
-        for row, score in zip(new_rows, scores, strict=True):
+        stopped = self._watch or (self.stop.cuts if self.stop else lambda: False)
+        new_scores = self.pool.score(self.spec, completions, columns, self.give_up_after, stopped, seeds=seeds)
+        for row, score in zip(new_rows, new_scores, strict=True):
             self._records.add(keys[row], self.generation, score)
-        by_row = known | dict(zip(new_rows, scores, strict=True))
-        return [by_row[row] for row in same_as]
+            scores[row] = score
+        return [scores[row] for row in first_equal_row]
 
 
 class EpisodeReward(RewardWrapper):
-    """The reward that an episode had, unscored where its environment failed."""
+    """The reward of an episode, unscored if its environment failed."""
 
     def __init__(self) -> None:
         super().__init__(make_reward(SOURCE_REWARD), SOURCE_REWARD, SOURCE_REWARD)
@@ -173,29 +185,29 @@ class EpisodeReward(RewardWrapper):
 
 
 class LimitRecords:
-    """The scores of one rank that a time limit, a memory limit or a death decided, so that a resumed run repeats them.
+    """The scores of a rank that a time limit, a memory limit or a death decided, so that a resumed run repeats them.
 
-    A record counts from the generation it was made in: what was called before it in the run is called again when the
-    run is redone from a checkpoint, and what was not called after it is not called then.
+    A record is valid from its generation on. If steps are repeated from a checkpoint, earlier generations call the
+    reward again and later generations use the record, exactly as in the first attempt.
     """
 
     def __init__(self, file: Path):
         self._file = file
         self._records: dict[str, tuple[int, str]] = {}
         text = file.read_bytes() if file.exists() else b""
-        whole = without_damaged_end(text)
-        if whole != text:  # no other record may continue a damaged one
-            write_atomically(file, whole.decode())
-        for record in filter(None, map(json_mapping, whole.splitlines())):
+        valid_text = without_damaged_end(text)
+        if valid_text != text:  # otherwise the next record would continue a damaged line
+            write_atomically(file, valid_text.decode())
+        for record in filter(None, map(json_mapping, valid_text.splitlines())):
             self._records.setdefault(record["key"], (record["generation"], record["reason"]))
 
-    def known(self, key: str | None, generation: int) -> Score | None:
+    def find(self, key: str | None, generation: int) -> Score | None:
         """Return the recorded score for these arguments, or None."""
-        made, reason = self._records.get(key or "", (generation + 1, ""))
-        return Score(None, reason, by_limit=True, replayed=True) if made <= generation else None
+        recorded_in, reason = self._records.get(key or "", (generation + 1, ""))
+        return Score(None, reason, by_limit=True, replayed=True) if recorded_in <= generation else None
 
     def add(self, key: str | None, generation: int, score: Score) -> None:
-        """Keep a score that a limit decided, on disk before the update that it leads to."""
+        """Record a score that a limit decided; it is on disk before the update that uses it."""
         if key is None or not score.by_limit or score.reason is None:
             return
         self._records[key] = (generation, score.reason)
@@ -205,9 +217,9 @@ class LimitRecords:
 
 
 def key_of(reward: Sequence[Any], arguments: dict[str, Any]) -> str | None:
-    """Return a hash of a call's arguments and of what else its score depends on: which reward, and its limits.
+    """Return a hash of a call's arguments, the reward and its limits, which together determine the score.
 
-    None where an argument is not plain data and so has no stable hash.
+    None if an argument is not plain data, since it has no stable hash.
     """
     with contextlib.suppress(TypeError, ValueError):
         return hashlib.sha256(json.dumps([*reward, arguments], sort_keys=True).encode()).hexdigest()[:32]

@@ -1,9 +1,9 @@
-r"""Equality by the math-verify library: ``\frac{\sqrt{2}}{2}`` equals ``1/\sqrt{2}``.
+r"""The reward ``math_verify``: equality by the math-verify library, so ``\frac{\sqrt{2}}{2}`` equals ``1/\sqrt{2}``.
 
-Numbers are compared exactly and words as text (``answers``). Everything else is written as LaTeX (``notation``), parsed
-to sympy and compared by the library. sympy may never end on what a model writes, so this reward is called in a child
-process with a time limit (``reward_timeout``). The library's own limit is off: its alarm signal, outside the main
-thread, makes every score wrong.
+Numbers are compared exactly and words as text (``answers``). Everything else is translated to LaTeX (``notation``),
+parsed to sympy and compared by the library. sympy may run forever on a model's output, so this reward is called in a
+child process with a time limit (``reward_timeout``). The library's own limit is off, because its alarm signal makes
+every score wrong outside the main thread.
 """
 
 import contextlib
@@ -23,18 +23,24 @@ from grpo_recipes.rewards import answers
 from grpo_recipes.rewards.notation import KNOWN_WORDS, to_latex
 
 for _part in ("parser", "grader", "utils"):
-    logging.getLogger(f"math_verify.{_part}").setLevel(logging.ERROR)  # it warns that its alarm is off
+    logging.getLogger(f"math_verify.{_part}").setLevel(logging.ERROR)  # no warning that its alarm is off
 
 # The library's other steps drop letters that it takes for units, and break nested parentheses.
 _NORMALIZATION = NormalizationConfig(basic_latex=True, boxed="none")
 _COMMAND = re.compile(r"\\(?:begin|end|operatorname|mathbb)\{\w+\}|\\[A-Za-z]+|_\{\w+\}")
-# A word stands between spaces, unlike a product of variables next to a sign or a digit: `xyz + 1`, `2xyz`.
+# A word is between spaces; a product of variables is next to a sign or a digit: `xyz + 1`, `2xyz`.
 _WORD = re.compile(r"(?<![\w\\^_(+*/=<>])(?<![+*/=<>]\s)[A-Za-z]{3,}(?!\w|\s*[\^_(+*/=<>])")
 _TIME = re.compile(r"[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?(?: ?[ap]m)?")
 # The parser adds numbers that are side by side, as in `1 1/2`: it reads `2 3` as 5.
 _SIDE_BY_SIDE = re.compile(r"[0-9]\.?\s+\.?[0-9]")
 _EQUALS = re.compile(r"(?<![\\<>!:])=")
-_POINTS = (0.7390851332, 1.3247179572, 0.5671432904, 1.1591478312, 0.8346268417)  # numbers that no answer is made of
+_POINTS = (
+    0.7390851332,
+    1.3247179572,
+    0.5671432904,
+    1.1591478312,
+    0.8346268417,
+)  # arbitrary values at which equal expressions must agree
 _INFINITE = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
 
 
@@ -61,10 +67,10 @@ def equal(answer: str, gold: str) -> bool:
     """Return whether two answers are equal as text, by value or as mathematics."""
     if answers.is_same_answer(answer, gold):
         return True
-    left, right = answers.normalize(gold), answers.normalize(answer)
-    if _is_text(left):
+    gold_form, answer_form = answers.normalize(gold), answers.normalize(answer)
+    if _is_text(gold_form):
         return False
-    return answers.are_equal(left, right, _equal_items) or answers.is_same_choice(answer, gold, equal)
+    return answers.are_equal(gold_form, answer_form, _equal_items) or answers.is_same_choice(answer, gold, equal)
 
 
 def _readable(answer: answers.Answer) -> bool:
@@ -83,17 +89,17 @@ def _has_words(answer: answers.Answer) -> bool:
 
 
 def _equal_items(gold: answers.Answer, answer: answers.Answer) -> bool:
-    """Return whether two answers, of which at most one has items, are equal."""
+    """Return whether two answers are equal; at most one of them has items."""
     if answers.have_equal_values(gold, answer):
         return True
-    if not _same_units(gold, answer):
+    if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
     if gold.word or answer.word:
         sets = _solutions(gold), _solutions(answer)
         return None not in sets and sets[0] == sets[1]
     if not (isinstance(gold.value, str) or isinstance(answer.value, str)):
         return False
-    return not _has_words(answer) and _equal(_sided(gold, answer), _sided(answer, gold))
+    return not _has_words(answer) and _equal(_with_variable(gold, answer), _with_variable(answer, gold))
 
 
 def _solutions(answer: answers.Answer) -> Any:
@@ -108,30 +114,26 @@ def _solutions(answer: answers.Answer) -> Any:
     return None
 
 
-def _same_units(gold: answers.Answer, answer: answers.Answer) -> bool:
-    return not gold.unit or not answer.unit or gold.unit == answer.unit
+def _with_variable(answer: answers.Answer, compared: answers.Answer) -> str:
+    """Return an answer as LaTeX, with its variable if the compared answer has another: ``y=2x`` is not ``x=2x``."""
+    is_equation = compared.variable or (isinstance(compared.value, str) and "=" in compared.value)
+    needs_variable = answer.variable and is_equation and compared.variable != answer.variable
+    latex = _matrix(answer, str(compared.value)) or _latex(answer)
+    return f"{answer.variable}={latex}" if needs_variable else latex
 
 
-def _sided(answer: answers.Answer, other: answers.Answer) -> str:
-    """Return an answer as LaTeX, with its variable if the other has another: ``y=2x`` is ``x=y/2``, not ``x=2x``."""
-    equation = other.variable or (isinstance(other.value, str) and "=" in other.value)
-    named = answer.variable and equation and other.variable != answer.variable
-    latex = _matrix(answer, str(other.value)) or _latex(answer)
-    return f"{answer.variable}={latex}" if named else latex
-
-
-def _matrix(answer: answers.Answer, other: str) -> str | None:
-    """Return a tuple next to a matrix as matrix: ``(1, 2)`` is a vector, ``[[1, 2], [3, 4]]`` has two rows."""
-    if "matrix}" not in other or not isinstance(answer.value, tuple) or answer.brackets not in ("()", "[]"):
+def _matrix(answer: answers.Answer, compared: str) -> str | None:
+    """Return a tuple as a matrix if it is compared with a matrix; ``[[1, 2], [3, 4]]`` has two rows."""
+    if "matrix}" not in compared or not isinstance(answer.value, tuple) or answer.brackets not in ("()", "[]"):
         return None
     rows = [_latex(replace(item, brackets="")).replace(", ", "&") for item in answer.value]
-    between = r"\\" if r"\\" in other else "&"
-    return rf"\begin{{pmatrix}}{between.join(rows)}\end{{pmatrix}}"
+    separator = r"\\" if r"\\" in compared else "&"
+    return rf"\begin{{pmatrix}}{separator.join(rows)}\end{{pmatrix}}"
 
 
 @functools.lru_cache(maxsize=1024)  # completions of one prompt often agree
 def _equal(gold: str, answer: str) -> bool:
-    # A chain such as 3+5=8 means its last step. An answer's other numbers must be equal to it: not 41=42.
+    # The value of a chain such as 3+5=8 is its last step. Its other numbers must equal that value: 41=42 is wrong.
     *earlier, last = _EQUALS.split(gold)
     if len(earlier) > 1 or (earlier and _constant(earlier[0]) and _constant(last)):
         gold, earlier = last, []
@@ -141,15 +143,24 @@ def _equal(gold: str, answer: str) -> bool:
         if not all(_equal(answer, step) for step in steps if _constant(step)):
             return False
     try:
-        left, right = _parsed(gold), _parsed(answer)
-        if not (left and right) or _differ(left[0], right[0]):
+        parsed_gold, parsed_answer = _parsed(gold), _parsed(answer)
+        if not (parsed_gold and parsed_answer):
             return False
-        if isinstance(left[0], sympy.Expr) and isinstance(right[0], sympy.Expr) and _infinite(left[0], right[0]):
-            values = left[0].doit(), right[0].doit()
-            return bool(values[0] == values[1] != sympy.nan)
-        return verify(list(left), list(right), allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
+        first, second = parsed_gold[0], parsed_answer[0]
+        if _differ(first, second):
+            return False
+        if isinstance(first, sympy.Expr) and isinstance(second, sympy.Expr) and _infinite(first, second):
+            first_value, second_value = first.doit(), second.doit()
+            return bool(first_value == second_value != sympy.nan)
+        return verify(
+            list(parsed_gold),
+            list(parsed_answer),
+            allow_set_relation_comp=True,
+            timeout_seconds=None,
+            raise_on_error=True,
+        )
     except MemoryError:
-        raise  # the limit of the child process: unscored
+        raise  # the child process is at its memory limit: the completion is unscored
     except Exception:  # sympy raises any exception on expressions that it cannot compare
         return False
 
@@ -159,30 +170,30 @@ def _constant(latex: str) -> bool:
     return bool(parsed) and isinstance(parsed[0], sympy.Expr) and not parsed[0].free_symbols
 
 
-def _infinite(left: sympy.Expr, right: sympy.Expr) -> bool:
-    """Return whether one of two numbers is written with infinity. Sympy may find such numbers equal by chance."""
-    return not (left.free_symbols or right.free_symbols) and (left.has(*_INFINITE) or right.has(*_INFINITE))
+def _infinite(first: sympy.Expr, second: sympy.Expr) -> bool:
+    """Return whether one of two numbers contains infinity; sympy may find such numbers equal by mistake."""
+    return not (first.free_symbols or second.free_symbols) and (first.has(*_INFINITE) or second.has(*_INFINITE))
 
 
-def _differ(left: Any, right: Any) -> bool:
+def _differ(first: Any, second: Any) -> bool:
     """Return whether two expressions have different values at one point; False if that is not certain.
 
-    This takes a fraction of the time that sympy needs to find no way to make them equal.
+    This is much faster than sympy, which would try every way to make them equal.
     """
-    if not (isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr)):
+    if not (isinstance(first, sympy.Expr) and isinstance(second, sympy.Expr)):
         return False
-    symbols = left.free_symbols | right.free_symbols
+    symbols = first.free_symbols | second.free_symbols
     points = dict(zip(sorted({symbol.name for symbol in symbols}), _POINTS, strict=False))
     with contextlib.suppress(Exception):  # more symbols than points, or a function that sympy cannot evaluate
         point = {symbol: points[symbol.name] for symbol in symbols}
-        first, second = (complex(expression.subs(point).evalf(20)) for expression in (left, right))
-        return abs(first - second) > 1e-6 * max(1.0, abs(first), abs(second))
+        value, other_value = (complex(expression.subs(point).evalf(20)) for expression in (first, second))
+        return abs(value - other_value) > 1e-6 * max(1.0, abs(value), abs(other_value))
     return False
 
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(text: str) -> tuple[Any, ...]:
-    """Return an answer as sympy sees it, empty if it cannot be read."""
+    """Parse an answer to a sympy object, in a tuple that is empty if the answer cannot be parsed."""
     try:
         latex = normalize_latex(to_latex(text), _NORMALIZATION)
         if _SIDE_BY_SIDE.search(latex):
@@ -204,7 +215,7 @@ def _exact(parsed: Any) -> Any:
 
 
 def _latex(answer: answers.Answer) -> str:
-    """Return the answer without units, variables and dress, as LaTeX."""
+    """Return an answer as LaTeX, without its unit and variable."""
     value = answer.value
     if isinstance(value, tuple):
         first, last = (rf"\{bracket}" if bracket in ("{", "}") else bracket for bracket in answer.brackets or ("", ""))

@@ -1,7 +1,7 @@
-"""All memory of a reward's child: private memory, shared memory, memfd files, and files in ``/dev/shm``.
+"""Limit and measure the memory of a reward's child: private, shared, memfd files, and files in ``/dev/shm``.
 
-The kernel limits the private memory of one process only (``RLIMIT_DATA``). The child therefore gets its own
-``/dev/shm`` of limited size, which ends with it, and the pool adds up the rest.
+The kernel only limits the private memory of each process (``RLIMIT_DATA``). Therefore the child gets its own
+``/dev/shm`` of limited size, which ends with the child, and the pool measures the total.
 
     from grpo_recipes.rewards.memory import memory_of
 
@@ -24,8 +24,8 @@ _RECURSIVE, _PRIVATE, _NO_SUID, _NO_DEVICES = 1 << 14, 1 << 18, 2, 4
 
 
 def mount_own_shared_memory(most_bytes: int) -> None:
-    """Give this process an empty ``/dev/shm`` of this size, if the system allows it. For processes with one thread."""
-    probe = os.fork()  # a failure half-way would leave this process in another user namespace
+    """Give this process its own empty ``/dev/shm`` of this size, if the system allows it; it must have one thread."""
+    probe = os.fork()  # a child tries first: a partial failure would leave this process in another user namespace
     if probe == 0:
         code = 1
         with contextlib.suppress(OSError):
@@ -50,41 +50,38 @@ def _mounted(most_bytes: int) -> bool:
 
 
 def memory_of(processes: Sequence[psutil.Process]) -> int:
-    """Return the bytes that processes hold together. A page that several of them map counts once."""
+    """Return the total bytes of memory of processes, counting a page once if several of them map it."""
     private = mapped = 0
     files: dict[tuple[int, int], int] = {}
     for process in processes:
-        with contextlib.suppress(OSError, KeyError):  # it has ended, or has another user
+        with contextlib.suppress(OSError, KeyError):  # it has ended, or belongs to another user
             sizes = _mapped_sizes(process.pid)
             mapped += sizes.get("Pss_Shmem", 0)
             private += sizes["Pss"] - sizes.get("Pss_Shmem", 0)
             files |= _open_shared_files(process.pid)
-    # Pages of open files may be mapped too: counting both would count them twice.
-    return private + max(mapped, sum(files.values()) + _own_folder(processes))
+    own_folder_size = max((_own_folder_size(process.pid) for process in processes), default=0)
+    # Pages of open files may also be mapped: adding both would count them twice.
+    return private + max(mapped, sum(files.values()) + own_folder_size)
 
 
 def _mapped_sizes(pid: int) -> dict[str, int]:
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    return {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+    return {name: int(value.split()[0]) << 10 for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _open_shared_files(pid: int) -> dict[tuple[int, int], int]:
-    """Return the bytes of a process's open memfd files, and of open files in the machine's ``/dev/shm``, by file id."""
-    sizes, machines = {}, not _own_folder_of(pid)
+    """Return the bytes of a process's open memfd files and of open files in the machine's ``/dev/shm``, by file id."""
+    sizes, uses_machine_folder = {}, not _own_folder_size(pid)
     for entry in os.scandir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed in the meantime
             target = os.readlink(entry.path)
-            if target.startswith("/memfd:") or (machines and target.startswith(f"{_SHARED_MEMORY}/")):
+            if target.startswith("/memfd:") or (uses_machine_folder and target.startswith(f"{_SHARED_MEMORY}/")):
                 status = os.stat(entry.path)
                 sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
     return sizes
 
 
-def _own_folder(processes: Sequence[psutil.Process]) -> int:
-    return max((_own_folder_of(process.pid) for process in processes), default=0)
-
-
-def _own_folder_of(pid: int) -> int:
+def _own_folder_size(pid: int) -> int:
     """Return the bytes in a process's own ``/dev/shm``, 0 if it uses the machine's."""
     with contextlib.suppress(OSError):
         folder = f"/proc/{pid}/root{_SHARED_MEMORY}"

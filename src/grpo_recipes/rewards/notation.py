@@ -1,7 +1,7 @@
-r"""One notation for what models and datasets write: LaTeX, Unicode, plain-text mathematics and Markdown.
+r"""Normalize the notation of answers: LaTeX, Unicode, plain-text mathematics and Markdown.
 
-``clean`` prepares an answer for the exact comparison (``answers``), ``to_latex`` prepares an expression for the parser
-of math-verify. Both are pure text functions, so that neither has to guess what the other saw.
+``clean`` prepares an answer for the exact comparison (``answers``), and ``to_latex`` prepares an expression for the
+parser of math-verify. Both are pure text functions.
 
     from grpo_recipes.rewards.notation import clean, to_latex
 
@@ -12,9 +12,10 @@ of math-verify. Both are pure text functions, so that neither has to guess what 
 # ruff: noqa: RUF001 (the tables below translate ambiguous characters)
 from __future__ import annotations
 
+import functools
 import re
 
-DOLLAR = "¤"  # replaces \$, which does not begin a formula; a unit as well
+DOLLAR = "¤"  # replaces \$, which does not start a formula; also a unit
 
 _FRACTIONS = {
     "½": "1 2", "⅓": "1 3", "⅔": "2 3", "¼": "1 4", "¾": "3 4", "⅕": "1 5", "⅖": "2 5", "⅗": "3 5", "⅘": "4 5",
@@ -49,7 +50,7 @@ _REPEATING = re.compile(
 _NO_DIGITS = re.compile(r"[^0-9]+")
 _DEGREES_IN_FUNCTION = r"(\\?(?:sin|cos|tan|cot|sec|csc)\s*)(?:\(\s*([0-9.]+)\s*degrees\s*\)|([0-9.]+)\s*degrees)"
 _SET_BUILDER = r"^\s*\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![A-Za-z])|[|:])\s*(.+?)\s*\\\}\s*$"
-# Text that the pattern needs, which saves most searches; the pattern; its replacement.
+# A text that every match contains (which saves most searches), the pattern, and its replacement.
 _LATEX_REWRITES = tuple(
     (needed, re.compile(pattern), replacement)
     for needed, pattern, replacement in (
@@ -84,7 +85,7 @@ _ALL_REWRITES = (*_LATEX_REWRITES, *_REWRITES)
 _PAIRS = {"{}": re.compile(r"[{}]"), "()": re.compile(r"[()]"), "[]": re.compile(r"[\[\]]")}
 _QUOTES = tuple("\"'*_`")
 _QUOTED = re.compile(r"""^(["'*_`]+)(.+)\1\s*$""", re.DOTALL)
-_DOUBLED = re.compile(r"\\(?=\\[A-Za-z])")  # as JSON escapes commands
+_DOUBLED = re.compile(r"\\(?=\\[A-Za-z])")  # commands escaped by JSON
 _LINES = re.compile(r"(?<=[0-9])[ \t]*[\r\n]\s*(?=[0-9])")  # one number per line is a list
 _COMMANDS = re.compile(
     r"\\(boxed|fbox|text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|operatorname)\s*\{"
@@ -96,7 +97,7 @@ _LEAD_IN = re.compile(
 
 
 def clean(text: str) -> str:
-    """Return an answer without formula signs, boxes, bold, a full stop and an introduction."""
+    """Remove formula signs, boxes, bold marks, a final full stop and an introduction from an answer."""
     if not text.isascii():
         text = _without_unicode(text)
     latex = "\\" in text
@@ -125,28 +126,32 @@ def _repeating_fraction(match: re.Match[str]) -> str:
 
 
 def _without_unicode(text: str) -> str:
-    """Return the text with mathematical characters as LaTeX: ``½ √2 x²`` and the like."""
-    for marks, sign, plain in _SCRIPTS:
-        text = marks.sub(lambda match, sign=sign, plain=plain: f"{sign}{{{match[0].translate(plain)}}}", text)
+    """Replace mathematical characters by LaTeX: ``½ √2 x²`` and so on."""
+    for pattern, sign, plain in _SCRIPTS:
+        text = pattern.sub(functools.partial(_script_in_braces, sign, plain), text)
     return text.translate(_CHARACTERS)
 
 
+def _script_in_braces(sign: str, plain: dict[int, int], match: re.Match[str]) -> str:
+    return f"{sign}{{{match[0].translate(plain)}}}"
+
+
 def without_braces(text: str) -> str:
-    """Return the text without ``{…}`` around all of it."""
+    """Remove braces around a whole text."""
     while text.startswith("{") and closing_brace(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     return text
 
 
 def _without_commands(text: str) -> str:
-    r"""Return the text with ``\boxed{…}`` and ``\text{…}`` replaced by their content, braces inside it and all."""
+    r"""Replace ``\boxed{…}``, ``\text{…}`` and similar commands by their content, which may contain braces."""
     text, start = _BARE_BOX.sub(" ", text) if "box" in text else text, 0
     while match := _COMMANDS.search(text, start):
         end = closing_brace(text, match.end() - 1)
         if end < 0:
             start = match.end()
             continue
-        # A space keeps the content apart: 5\text{eggs}, and 12\boxed{3} is not 123.
+        # A space separates the content: 5\text{eggs}, and 12\boxed{3} is not 123.
         gap = " " if match[1] in ("boxed", "fbox") or text[match.end()].isalnum() else ""
         text = text[: match.start()] + gap + text[match.end() : end] + gap + text[end + 1 :]
         start = match.start()
@@ -154,12 +159,12 @@ def _without_commands(text: str) -> str:
 
 
 def closing_brace(text: str, start: int) -> int:
-    """Return the index that closes the first brace from ``start`` on, -1 if it is not closed."""
+    """Return the index of the brace that closes the first brace at or after ``start``; -1 if it is not closed."""
     return closing(text, start, "{}")
 
 
 def closing(text: str, start: int, brackets: str) -> int:
-    """Return the index that closes the first bracket of this kind from ``start`` on, -1 if it is not closed."""
+    """Return the index that closes the first bracket of this kind at or after ``start``; -1 if it is not closed."""
     depth = 0
     for bracket in _PAIRS[brackets].finditer(text, start):
         depth += 1 if bracket[0] == brackets[0] else -1
@@ -191,7 +196,7 @@ _POWER_PRODUCT = re.compile(r"(\^\{[0-9]+\})\s+(?=[0-9])")
 
 
 def to_latex(text: str) -> str:
-    r"""Return cleaned mathematics as LaTeX: ``sqrt(3)/2``, ``pi``, ``x**2``, ``\sin^2t``, ``\sqrt2``, ``\frac ab``."""
+    r"""Translate cleaned mathematics to LaTeX, e.g. ``sqrt(3)/2``, ``pi``, ``x**2``, ``\sin^2t`` and ``\frac ab``."""
     parts: list[str] = []
     index = 0
     while index < len(text):
@@ -223,7 +228,7 @@ def _rewritten(token: str, text: str, end: int, before: list[str]) -> tuple[str,
 
 
 def _applies(text: str, end: int) -> bool:
-    """Return whether a function's name in plain letters is followed by an argument."""
+    """Return whether an argument follows a function's name in plain letters."""
     return re.match(r"\s*[(|\\0-9]|\s*[\^_]|\s+[A-Za-z](?![A-Za-z])", text[end:]) is not None
 
 
@@ -263,8 +268,8 @@ def _function(name: str, text: str, end: int) -> tuple[str, int]:
     if name == "exp" and not scripts and text.startswith("(", end):
         argument, end = _argument(text, end)
         return f"e^{{{argument}}}", end
-    rest = text[end:].lstrip()
-    if not scripts or not rest or rest[0] in "({":
+    following = text[end:].lstrip()
+    if not scripts or not following or following[0] in "({":
         return f"\\{name}{scripts} ", end
     stop = _ARGUMENT_END.search(text, end)
     assert stop is not None

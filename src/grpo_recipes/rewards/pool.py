@@ -1,4 +1,4 @@
-"""Child processes that call rewards within limits: one that hangs, dies or fills the memory costs one score.
+"""Call rewards in child processes with limits: a call that hangs, dies or fills the memory costs a single score.
 
 from grpo_recipes.rewards.pool import RewardPool
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import math
 import os
 import pickle
 import selectors
@@ -24,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import translate
 from grpo_recipes.paths import python_module
 from grpo_recipes.process import tree
+from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.rewards.child import (
     GARBLED,
     MOST_PROCESSES,
@@ -38,69 +39,70 @@ from grpo_recipes.rewards.child import (
 from grpo_recipes.rewards.memory import memory_of
 from grpo_recipes.rewards.score import NOT_CALLED, RewardFailed, Score, select_columns
 
-START_SECONDS = 300.0  # imports over a network disk, while every rank does the same
-_FAILED_STARTS = 3  # in a row
-_TICK_SECONDS = 0.25  # between two measurements of a child whose row takes longer than this
+START_SECONDS = 300.0  # limit for loading the rewards; all ranks may import from a network disk at the same time
+_FAILED_STARTS = 3  # consecutive failures that end the run
+_TICK_SECONDS = 0.25  # between two measurements of a child with a slow row
 _MEASURE_SECONDS = 1.0  # between two measurements of a child with quick rows
-_MOST_PRINTED = 16 << 20  # bytes that the rewards of a pool may print in its life; the rest is dropped
-_END_SECONDS = 5.0  # a keeper that is asked to end needs milliseconds
+_MOST_PRINTED = 16 << 20  # bytes that a pool's rewards may print in total; later output is dropped
+_END_SECONDS = 5.0  # limit for the end of a keeper, which needs milliseconds
 _FIRST_CALL_SECONDS = 10.0
-_CHUNK_SECONDS, _CHUNK_ROWS = 0.05, 64  # work handed out at once
-_GRACE_SECONDS = 1.0  # in which a child ends a call of an async reward itself, and the others go on
-_MOST_UNREAD = 1 << 20  # bytes of a child's replies, which are short
+_CHUNK_SECONDS, _CHUNK_ROWS = 0.05, 64  # target duration and maximum size of a chunk of rows
+_GRACE_SECONDS = 1.0  # a child has this long to end a late async call itself, without harm to its other calls
+_MOST_UNREAD = 1 << 20  # bytes of a child's reply; valid replies are short
 _FIX = "set reward_isolation: none"
 
 
 def default_workers() -> int:
-    """Return one per two cores of this process's share of the machine, at most 8."""
+    """Return one worker per two cores of this rank's part of the machine, at most 8."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(8, len(os.sched_getaffinity(0)) // 2 // ranks))
 
 
 class RewardPool:
-    """A pool of child processes that call rewards on one completion at a time, within limits.
+    """A pool of child processes that call rewards on one completion at a time, with limits.
 
-    A child that is over a limit is killed with everything it started, and another takes its place while the rest go
-    on. After the first death one more child than ``workers`` is kept ready. Use it from one thread, which does not end
-    before it: a child ends with the thread that started it. The first call of a child, which may import, has longer
-    than ``timeout`` by twice what first calls were seen to take, 10 s until one is known, and half of that after each
-    that hung.
+    A child that exceeds a limit is killed with all its descendants and replaced, while the other children continue.
+    After the first death, one child more than ``workers`` is kept ready. Use a pool from one thread that outlives it,
+    because a child ends with the thread that started it.
+
+    The first call of a child may import modules, so it gets more time than ``timeout``: at first 10 s, then twice the
+    duration of the slowest first call so far. Each first call that hangs halves this extra time.
     """
 
     def __init__(
         self,
-        *rewards: str,  # names of ours that take no recipe keys, ``module:function`` or ``file.py:function``
-        workers: int | None = None,  # completions scored at a time; ``default_workers()`` by default
-        timeout: float = 5.0,  # seconds for one completion
-        memory_gib: float = 4.0,  # of one child and of what it starts
-        copies: Path | None = None,  # folder with copies of the user's files, loaded in their place
-        environment: Collection[str] = (),  # names of variables that the children get beside what programs need
-        concurrency: int = 32,  # calls of an async reward at a time in one child
-        network: bool = True,  # whether the children may reach one
-        valid: Callable[[Any], bool] = is_score,  # whether a function's value is one, for functions other than rewards
+        *rewards: str,  # built-in rewards without recipe keys, ``module:function`` or ``file.py:function``
+        workers: int | None = None,  # completions scored at the same time; default: ``default_workers()``
+        timeout: float = 5.0,  # seconds per completion
+        memory_gib: float = 4.0,  # per child, with its descendants
+        copies: Path | None = None,  # folder with copies of the user's files, loaded instead of the originals
+        environment: Collection[str] = (),  # names of additional environment variables for the children
+        concurrency: int = 32,  # simultaneous calls of an async reward in a child
+        network: bool = True,  # whether the children may use the network
+        valid: Callable[[Any], bool] = is_score,  # accepts a function's value; for functions that are not rewards
     ):
         self.workers, self.timeout, self.memory_gib = workers or default_workers(), timeout, memory_gib
-        self.takes: dict[str, list[str] | None] = {}  # columns of each reward, None for all; known after ``start``
-        self.together: frozenset[str] = frozenset()  # async rewards, which get many rows at once; as ``takes``
+        # Set by ``start``: the columns that each reward accepts (None for all), and the async rewards.
+        self.accepted: dict[str, list[str] | None] = {}
+        self.async_rewards: frozenset[str] = frozenset()
         self._memory, self._concurrency, self._environment = int(memory_gib * 2**30), concurrency, tuple(environment)
         self._setup = (self._memory, copies, rewards, concurrency, self._environment, frozenset(os.environ), network)
         self._rewards, self._names, self._valid = rewards, ", ".join(rewards), valid
-        # By the names of rows: the child that has what was called before, and how many calls were answered.
+        # By the name of a row: the child that made the previous calls, and the number of answered calls.
         self._homes: dict[str, _Child] = {}
         self._calls: dict[str, int] = {}
         self._paces = {reward: _Pace(_FIRST_CALL_SECONDS) for reward in rewards}
-        self._children: list[_Child] = []  # those that work, or load
-        self._wanted = self.workers  # children; one more is kept ready after the first was replaced
+        self._children: list[_Child] = []  # children that work or load
+        self._target_count = self.workers  # number of children; one more after the first replacement
         self._ending: list[_Child] = []
         self._failed_starts = 0
         self._print_left = _MOST_PRINTED
-        # Of the call of ``score`` under way: its rows, those to hand out, those to hand out alone since a child died
-        # with them and others, the scores by row, and how many of them have no value.
-        self.asked = 0
-        self._todo: deque[int] = deque()
-        self._called_by: Sequence[str] = ()
-        self._alone: set[int] = set()
-        self.scores: dict[int, Score] = {}
+        # State of the current call of ``score``.
+        self.row_count = 0
+        self._open_rows: deque[int] = deque()  # rows that no child has yet
+        self._row_names: Sequence[str] = ()
+        self._single_rows: set[int] = set()  # rows to send one by one, since a child died with several of them
+        self.scores: dict[int, Score] = {}  # by row
         self._unscored = 0
 
     def __enter__(self) -> RewardPool:
@@ -111,7 +113,7 @@ class RewardPool:
         self.close()
 
     def start(self) -> None:
-        """Start the children, and wait until one has loaded its rewards; RewardFailed where one cannot be loaded."""
+        """Start the children and wait until one has loaded its rewards; RewardFailed if a reward cannot be loaded."""
         atexit.register(self.close)
         try:
             self._fill()
@@ -124,15 +126,11 @@ class RewardPool:
             raise
 
     def close(self) -> None:
-        """End every child and all it started, and return when nothing of them is left."""
+        """End all children with their descendants, and return when all of them have ended."""
         atexit.unregister(self.close)
         for child in list(self._children):
             self._dismiss(child)
-        while self._ending:
-            for child in self._ending:
-                self._print(child)
-            self._ending = [child for child in self._ending if not child.ended()]
-            time.sleep(0.005)
+        wait_until(self._reap_ended, math.inf, 0.005)
 
     def score(
         self,
@@ -146,34 +144,38 @@ class RewardPool:
     ) -> list[Score]:
         """Call a reward on each completion, and return (B,) scores in order.
 
-        ``completions`` are (B,) texts or lists of chat messages, ``columns`` the other arguments of the reward, (B,)
-        each. With more unscored completions than ``give_up_after``, or once ``stopped``, which is asked a few times a
-        second, the rest is not called. A row is called where the one of its name in ``names`` was called before, while
-        that child lives; another child, which has to repeat what the calls before did, gets their time too.
-        ``seeds`` are the (B,) seeds of the calls' random numbers.
-        RewardFailed where the reward cannot be loaded, or a column cannot be sent to another process.
+        ``completions`` are (B,) texts or lists of chat messages, ``columns`` the reward's other arguments, (B,) each.
+        ``seeds`` are (B,) seeds for random numbers. No more rows are called after more than ``give_up_after`` unscored
+        completions, or once ``stopped`` returns True (it is called a few times per second).
+
+        Rows with the same name in ``names`` go to the same child while it lives. Another child must repeat the earlier
+        calls of that name, so it gets their time too.
+
+        Raise RewardFailed if the reward cannot be loaded, or a column cannot be sent to another process.
         """
-        kept = select_columns({**(columns or {}), "completions": completions}, self.takes[reward])
-        for name, values in kept.items():
-            what = f"reward '{reward}': column '{name}' cannot be sent to a child process"
-            with translate(Exception, lambda error, what=what: RewardFailed(f"{what} ({error}); {_FIX}")):
+        selected = select_columns({**(columns or {}), "completions": completions}, self.accepted[reward])
+        for name, values in selected.items():
+            try:
                 pickle.dumps(values)
-        most = len(completions) if give_up_after is None else give_up_after
-        self._called_by = names or []
-        self._homes = {name: self._homes[name] for name in self._called_by if name in self._homes}
-        self._calls = {name: self._calls.get(name, 0) for name in self._called_by}
-        self.asked, self._todo, self._alone = len(completions), deque(range(len(completions))), set()
+            except Exception as error:
+                fault = f"reward '{reward}': column '{name}' cannot be sent to a child process"
+                raise RewardFailed(f"{fault} ({error}); {_FIX}") from error
+        most_unscored = len(completions) if give_up_after is None else give_up_after
+        self._row_names = names or []
+        self._homes = {name: self._homes[name] for name in self._row_names if name in self._homes}
+        self._calls = {name: self._calls.get(name, 0) for name in self._row_names}
+        self.row_count, self._open_rows, self._single_rows = len(completions), deque(range(len(completions))), set()
         self.scores, self._unscored = {}, 0
-        self._listen(0.0)  # to what happened since the last call
+        self._listen(0.0)  # handle replies since the last call
         try:
-            while len(self.scores) < len(completions) and self._unscored <= most and not stopped():
+            while len(self.scores) < len(completions) and self._unscored <= most_unscored and not stopped():
                 for child in [child for child in self._children if child.ready and not child.rows]:
                     if len(self._busy()) < self.workers and (rows := self._next_rows(child, reward)):
-                        columns = [{name: values[row] for name, values in kept.items()} for row in rows]
+                        row_columns = [{name: values[row] for name, values in selected.items()} for row in rows]
                         row_seeds = [seeds[row] if seeds else None for row in rows]
-                        child.call(reward, rows, columns, row_seeds, self._limit(child, reward, rows[0]))
-                        self._homes |= {self._called_by[row]: child for row in rows if self._called_by}
-                self._measure()  # while they are busy: quick rows have been answered after each wait
+                        child.call(reward, rows, row_columns, row_seeds, self._limit(child, reward, rows[0]))
+                        self._homes |= {self._row_names[row]: child for row in rows if self._row_names}
+                self._measure()  # before the wait, while children are busy: quick rows are answered after it
                 self._listen(_TICK_SECONDS)
                 self._enforce()
         finally:
@@ -182,30 +184,30 @@ class RewardPool:
         return [self.scores.get(row, Score(None, NOT_CALLED)) for row in range(len(completions))]
 
     def _next_rows(self, child: _Child, reward: str) -> list[int]:
-        """Take rows for a child off those to hand out: fewer towards the end, so that all children end together."""
-        at_once = 2 * self._concurrency if reward in self.together else self._paces[reward].rows
+        """Remove a child's next rows from the open rows; fewer towards the end, so that all children end together."""
+        most_rows = 2 * self._concurrency if reward in self.async_rewards else self._paces[reward].rows
         if reward not in child.called:
-            at_once = 1
-        rows = list(itertools.islice(self._open_to(child), min(-(-len(self._todo) // self.workers), at_once)))
-        rows = [row for row in rows if row in self._alone or self._to_repeat(child, row)][:1] or rows
+            most_rows = 1
+        rows = list(itertools.islice(self._rows_for(child), min(-(-len(self._open_rows) // self.workers), most_rows)))
+        rows = [row for row in rows if row in self._single_rows or self._calls_to_repeat(child, row)][:1] or rows
         for row in rows:
-            self._todo.remove(row)
+            self._open_rows.remove(row)
         return rows
 
     def _limit(self, child: _Child, reward: str, row: int) -> float:
         """Return the seconds that a child has for a row."""
-        more = 0.0 if reward in child.called else self._paces[reward].more_for_first
-        return self.timeout * (1 + self._to_repeat(child, row)) + more
+        extra = 0.0 if reward in child.called else self._paces[reward].extra_for_first
+        return self.timeout * (1 + self._calls_to_repeat(child, row)) + extra
 
-    def _to_repeat(self, child: _Child, row: int) -> int:
-        """Return how many calls of a row's name this child does not have, and has to repeat."""
-        name = self._called_by[row] if self._called_by else None
+    def _calls_to_repeat(self, child: _Child, row: int) -> int:
+        """Return the number of earlier calls of a row's name that this child must repeat."""
+        name = self._row_names[row] if self._row_names else None
         return 0 if name is None or self._homes.get(name) is child else self._calls[name]
 
-    def _open_to(self, child: _Child) -> Iterator[int]:
-        """Yield the rows to hand out but for those that another child that lives has called by name before."""
-        for row in self._todo:
-            home = self._homes.get(self._called_by[row], child) if self._called_by else child
+    def _rows_for(self, child: _Child) -> Iterator[int]:
+        """Yield the open rows except those with a name that belongs to another living child."""
+        for row in self._open_rows:
+            home = self._homes.get(self._row_names[row], child) if self._row_names else child
             if home is child or home not in self._children:
                 yield row
 
@@ -213,8 +215,8 @@ class RewardPool:
         return [child for child in self._children if child.rows]
 
     def _listen(self, at_most: float) -> None:
-        """Act on the next replies; wait for them no longer than until a limit is to be looked at."""
-        left = [self._deadline(child) - time.monotonic() for child in self._busy()]
+        """Handle the next replies; wait for them until the next deadline, and ``at_most`` seconds."""
+        seconds_left = [self._deadline(child) - time.monotonic() for child in self._busy()]
         with selectors.DefaultSelector() as selector:
             for child in self._children:
                 selector.register(child.stdout, selectors.EVENT_READ, child)
@@ -222,38 +224,39 @@ class RewardPool:
                     selector.register(child.stderr, selectors.EVENT_READ, child)
                 if child.unsent:
                     selector.register(child.stdin, selectors.EVENT_WRITE, child)
-            ready = {key.data: None for key, _ in selector.select(max(0.0, min([at_most, *left])))}
+            ready = {key.data: None for key, _ in selector.select(max(0.0, min([at_most, *seconds_left])))}
         for child in ready:
             child.push()
             replies = child.replies()
-            self._print(child)  # before a reply that raises: it may be the traceback
+            self._print(child)  # first, since it may be the traceback of a reply that raises below
             for reply in replies:
-                if child in self._children:  # not replaced because of an earlier reply
-                    self._take(child, reply)
+                if child in self._children:  # an earlier reply may have replaced it
+                    self._handle(child, reply)
 
     def _print(self, child: _Child) -> None:
-        """Show what a child printed, within the pool's limit."""
-        printed = child.printed()
-        if printed and self._print_left > 0:
-            shown, self._print_left = printed[: self._print_left], self._print_left - len(printed)
-            with contextlib.suppress(OSError):  # the log is full or gone, which ends no run
+        """Print a child's output, within the pool's limit."""
+        output = child.read_output()
+        if output and self._print_left > 0:
+            allowed, self._print_left = output[: self._print_left], self._print_left - len(output)
+            with contextlib.suppress(OSError):  # a log that is full or gone does not end the run
                 sys.stderr.flush()
-                os.write(2, shown)
+                os.write(2, allowed)
             if self._print_left <= 0:
                 limit = f"{_MOST_PRINTED >> 20} MiB"
                 print(f"\ngrpo: {self._names}: printed {limit}; later output is dropped", file=sys.stderr, flush=True)
 
-    def _take(self, child: _Child, reply: dict[str, Any]) -> None:
+    def _handle(self, child: _Child, reply: dict[str, Any]) -> None:
+        """Act on a reply; a reply that does not fit the child's state counts as garbled."""
         if child.ready == ("score" not in reply) or ("row" in reply and [reply["row"]] != child.rows[:1]):
-            reply = reply if "died" in reply else GARBLED  # not the turn of such a reply
+            reply = reply if "died" in reply else GARBLED
         if "ready" in reply:
             child.ready = True
-            self.takes, self.together, self._failed_starts = reply["ready"], frozenset(reply["together"]), 0
+            self.accepted, self.async_rewards, self._failed_starts = reply["ready"], frozenset(reply["together"]), 0
         elif "failed" in reply:
             self._not_loaded(reply["failed"])
             self._replace(child)
         elif "score" in reply:
-            self._enter(child, Score(*reply["score"]))
+            self._add_score(child, Score(*reply["score"]))
         elif child.rows:
             self._stop(child, reply["died"][:300])
         else:
@@ -261,39 +264,44 @@ class RewardPool:
                 self._not_loaded(f"{reply['died']} while it loaded the rewards {self._names}")
             self._replace(child)
 
-    def _not_loaded(self, what: str) -> None:
-        """Raise, unless it worked before: then a child that cannot load its rewards may be bad luck."""
+    def _not_loaded(self, fault: str) -> None:
+        """Raise if no child could load the rewards before, or after several consecutive failures."""
         self._failed_starts += 1
-        if not self.takes or self._failed_starts >= _FAILED_STARTS:
-            raise RewardFailed(what)
+        if not self.accepted or self._failed_starts >= _FAILED_STARTS:
+            raise RewardFailed(fault)
 
     def _deadline(self, child: _Child) -> float:
-        """Return when a child must have answered the row it is at; ``time.monotonic()``."""
-        return child.since + child.limit + (_GRACE_SECONDS if child.reward in self.together else 0.0)
+        """Return the time (``time.monotonic()``) by which a child must answer its current row."""
+        return child.since + child.limit + (_GRACE_SECONDS if child.reward in self.async_rewards else 0.0)
 
     def _enforce(self) -> None:
-        """Stop the children that are over their time limit."""
+        """Stop the children that exceed their time limit."""
         now = time.monotonic()
         for child in list(self._children):
             if child.rows and now > self._deadline(child):
                 self._stop(child, TIME_LIMIT)
             elif not child.ready and now - child.since > START_SECONDS:
                 raise RewardFailed(f"the rewards {self._names} were not loaded within {START_SECONDS:.0f} s")
+        self._reap_ended()
+
+    def _reap_ended(self) -> bool:
+        """Print the output of ending children and forget those that have ended; return whether none is left."""
         for child in self._ending:
             self._print(child)
-        self._ending = [child for child in self._ending if not child.ended()]
+        self._ending = [child for child in self._ending if not child.has_ended()]
+        return not self._ending
 
     def _measure(self) -> None:
-        """Stop a child over its limit of memory or processes; one child at a time, since adding up takes a while."""
+        """Stop a child that exceeds its memory or process limit; measures one child per call, since it is slow."""
         now = time.monotonic()
         due = [
             child for child in self._busy()
-            if now - child.since > _TICK_SECONDS or now - child.looked_at > _MEASURE_SECONDS
+            if now - child.since > _TICK_SECONDS or now - child.measured > _MEASURE_SECONDS
         ]  # fmt: skip
         if not due:
             return
-        child = min(due, key=lambda child: child.looked_at)
-        child.looked_at = time.monotonic()
+        child = min(due, key=lambda child: child.measured)
+        child.measured = time.monotonic()
         family = tree.descendants(child.pid)
         if len(family) > MOST_PROCESSES:
             self._stop(child, f"process limit ({MOST_PROCESSES})")
@@ -301,20 +309,20 @@ class RewardPool:
             self._stop(child, "memory limit")
 
     def _stop(self, child: _Child, reason: str) -> None:
-        """Replace a child that died or is over a limit; its row is unscored, of several at once each is tried alone."""
-        if child.reward in self.together and len(child.rows) > 1:
-            self._alone.update(child.rows)
+        """Replace a child that died or exceeded a limit; a single row is unscored, several are tried one by one."""
+        if child.reward in self.async_rewards and len(child.rows) > 1:
+            self._single_rows.update(child.rows)
             self._replace(child)
         else:
-            self._enter(child, Score(None, reason, time.monotonic() - child.since, by_limit=True), at_fault=True)
+            self._add_score(child, Score(None, reason, time.monotonic() - child.since, by_limit=True), at_fault=True)
 
-    def _enter(self, child: _Child, score: Score, at_fault: bool = False) -> None:
-        """Enter the score of the row that a child was at; a child at a limit that it did not keep is replaced."""
+    def _add_score(self, child: _Child, score: Score, at_fault: bool = False) -> None:
+        """Store the score of a child's current row; replace a child that is at fault or exceeded a limit."""
         if child.rows:
             row = child.rows.pop(0)
             self.scores[row] = score
-            if self._called_by:
-                self._calls[self._called_by[row]] += 1
+            if self._row_names:
+                self._calls[self._row_names[row]] += 1
         self._unscored += score.unscored
         self._paces[child.reward].add(score, child.reward not in child.called)
         child.called.add(child.reward)
@@ -323,46 +331,44 @@ class RewardPool:
             self._replace(child)
 
     def _replace(self, child: _Child) -> None:
-        """End a child, take back the rows it did not come to, and start another."""
-        self._todo.extendleft(reversed(child.rows))
+        """End a child, open the rows that it did not finish, and start another child."""
+        self._open_rows.extendleft(reversed(child.rows))
         child.rows = []
         self._dismiss(child)
-        self._wanted = self.workers + 1
+        self._target_count = self.workers + 1
         self._fill()
 
     def _fill(self) -> None:
-        """Start the children that are missing; they load while others work."""
-        while len(self._children) < self._wanted:
+        """Start the missing children; they load while others work."""
+        while len(self._children) < self._target_count:
             self._children.append(_Child(self._setup, self._rewards, child_environment(self._environment), self._valid))
 
     def _dismiss(self, child: _Child) -> None:
-        """Ask a child's keeper to kill everything of it."""
+        """Ask a child's keeper to kill the child with its descendants."""
         self._children.remove(child)
         self._ending.append(child)
-        child.ends = time.monotonic() + _END_SECONDS
-        child.process.terminate()
-        child.process.send_signal(signal.SIGCONT)  # a keeper that a reward stopped obeys only then
+        child.terminate()
 
 
 @dataclass
 class _Pace:
-    """How long calls of a reward took, and so how long a first one may take, and how many rows go out at once."""
+    """The durations of a reward's calls, which decide the time for first calls and the size of chunks."""
 
-    more_for_first: float  # seconds beyond the time limit
-    slowest_first: float = 0.0
-    seconds: float | None = None  # of one call, a moving average
-    rows: int = 1
+    extra_for_first: float  # seconds that a first call may exceed the time limit
+    slowest_first: float = 0.0  # seconds
+    seconds: float | None = None  # moving average of a call's duration
+    rows: int = 1  # rows per chunk
 
     def add(self, score: Score, first: bool) -> None:
-        """Learn from a call; the first one of a process may import what the reward needs."""
+        """Update the durations; the first call of a process may include imports."""
         if not first:
             self.seconds = score.seconds if self.seconds is None else 0.8 * self.seconds + 0.2 * score.seconds
             self.rows = max(1, min(_CHUNK_ROWS, int(_CHUNK_SECONDS / max(self.seconds, 1e-6))))
         elif score.reason == TIME_LIMIT:
-            self.more_for_first /= 2  # probably not an import
+            self.extra_for_first /= 2  # probably a call that hangs, not an import
         else:
             self.slowest_first = max(self.slowest_first, score.seconds)
-            self.more_for_first = min(_FIRST_CALL_SECONDS, 2 * self.slowest_first)
+            self.extra_for_first = min(_FIRST_CALL_SECONDS, 2 * self.slowest_first)
 
 
 class _Child:
@@ -380,39 +386,40 @@ class _Child:
         self.stdin, self.stdout, self.stderr = self.process.stdin, self.process.stdout, self.process.stderr
         for pipe in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(pipe.fileno(), False)
-        self.pid = self.process.pid  # of the keeper, below which everything else of this child is
-        self.rewards, self.valid = rewards, valid  # that it is to load; whether a value of theirs is one
-        self.ready = False  # they are loaded
-        self.reward = ""
-        self.limit = 0.0  # seconds for the row it is at
-        self.rows: list[int] = []  # that it has not answered; it is at the first
+        self.pid = self.process.pid  # the keeper, the ancestor of all other processes of this child
+        self.rewards, self.valid = rewards, valid  # the rewards to load, and the validation of their values
+        self.ready = False  # the rewards are loaded
+        self.reward = ""  # the current reward
+        self.limit = 0.0  # seconds for the current row
+        self.rows: list[int] = []  # unanswered rows; the first is the current row
         self.called: set[str] = set()  # rewards that it has called at least once
-        self.since = time.monotonic()  # when it began with its row, or to start
-        self.ends = 0.0  # when its keeper, asked to end, is killed; as `since`
-        self.looked_at = 0.0  # when its memory and processes were last looked at; as `since`
-        self.unsent = bytearray(pickle.dumps(setup))  # waits while the pipe is full
+        # Times of ``time.monotonic()``:
+        self.since = time.monotonic()  # start of the current row, or of the process
+        self.kill_time = 0.0  # after ``terminate``: when the keeper is killed
+        self.measured = 0.0  # last measurement of memory and processes
+        self.unsent = bytearray(pickle.dumps(setup))  # data that waits for space in the pipe
         self._unread = b""
         self.push()
 
     def call(
         self, reward: str, rows: list[int], columns: list[dict[str, Any]], seeds: list[int | None], limit: float
     ) -> None:
-        """Let it call a reward on each of some rows, ``limit`` seconds each; every score is a later reply, in order."""
+        """Send rows for a reward, ``limit`` seconds each; the scores arrive as replies in the same order."""
         self.reward, self.rows, self.limit, self.since = reward, rows, limit, time.monotonic()
         self.unsent += pickle.dumps((reward, limit, list(zip(rows, columns, seeds, strict=True))))
         self.push()
 
     def push(self) -> None:
-        """Send what the pipe takes of ``unsent``; time counts from when all is sent."""
+        """Send as much of ``unsent`` as fits into the pipe; the time of a row starts when all is sent."""
         try:
             while self.unsent and (sent := self.stdin.write(self.unsent)):
                 del self.unsent[:sent]
                 self.since = time.monotonic()
         except BrokenPipeError:
-            self.unsent.clear()  # it died, as the end of its replies will say
+            self.unsent.clear()  # it died, which the end of its replies will show
 
     def replies(self) -> list[dict[str, Any]]:
-        """Return its replies since the last call; ``{"died": how}`` is the last, also for a line that is not valid."""
+        """Return the new replies; the last one of a child that died is ``{"died": fault}``."""
         part: bytes | None = b""
         while len(self._unread) < _MOST_UNREAD and (part := self.stdout.read(1 << 16)):
             self._unread += part
@@ -420,11 +427,11 @@ class _Child:
         replies = [read_reply(line, self.rewards, self.valid) for line in lines]
         if len(self._unread) >= _MOST_UNREAD:
             return [*replies, GARBLED]
-        # At the end of the pipe `read` returns b"", while nothing has come yet None.
+        # `read` returns b"" at the end of the pipe, and None if there is no data yet.
         return [*replies, {"died": "its process died"}] if part == b"" else replies
 
-    def printed(self) -> bytes:
-        """Return what it printed since the last call, at most 1 MiB."""
+    def read_output(self) -> bytes:
+        """Return its new output on stderr, at most 1 MiB."""
         parts: list[bytes] = []
         part: bytes | None = None
         while not self.stderr.closed and len(parts) < 16 and (part := self.stderr.read(1 << 16)):
@@ -433,10 +440,16 @@ class _Child:
             self.stderr.close()
         return b"".join(parts)
 
-    def ended(self) -> bool:
-        """Return whether nothing of it is left; a keeper that does not obey is killed with its descendants."""
+    def terminate(self) -> None:
+        """Ask the keeper to end with all descendants; ``has_ended`` kills it after ``_END_SECONDS``."""
+        self.kill_time = time.monotonic() + _END_SECONDS
+        self.process.terminate()
+        self.process.send_signal(signal.SIGCONT)  # a reward may have stopped its keeper
+
+    def has_ended(self) -> bool:
+        """Return whether all its processes have ended; a keeper that is late is killed with its descendants."""
         if self.process.poll() is None:
-            if time.monotonic() <= self.ends:
+            if time.monotonic() <= self.kill_time:
                 return False
             tree.kill_descendants(self.pid)
             self.process.kill()

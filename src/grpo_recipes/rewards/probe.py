@@ -1,8 +1,8 @@
-r"""Whether a reward tells right answers from wrong ones: it is shown both, and its scores are compared.
+r"""Test whether a reward distinguishes right from wrong answers: score both and compare.
 
 A right completion contains the reference solution in a format that the reward may read (``Reward.writings``). Wrong
-completions contain it with a digit changed, with one digit more, another row's solution, or nothing. A problem with
-several right answers has its own wrong answers, and a few of each are tried.
+completions contain the solution with a changed digit or an additional digit, the solution of another row, or nothing.
+A problem with several right answers has its own wrong answers, and a few of each are tried.
 """
 
 import contextlib
@@ -40,17 +40,17 @@ TAG, TAGGED_BOX, BOX = "<answer>%s</answer>", r"<answer>\boxed{%s}</answer>", r"
 USER_FORMATS = [
     "%s", TAG, BOX, TAGGED_BOX, "#### %s", "Answer: %s", "<think>\nreasoning\n</think>\n<answer>\n%s\n</answer>"
 ]  # fmt: skip
-_ROWS_IN_ALL_WRITINGS = 8  # later rows try one format each: the user's reward may be slow
+_ROWS_IN_ALL_FORMATS = 8  # later rows try a single format each, since the user's reward may be slow
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")
-_UNFIT = ("not a number", "wrong type", "wrong length")  # reasons that no completion excuses
-_SHOWN = 5
-_MOST_RIGHT = 3  # right answers tried of a problem that has several
-_MOST_FAILURES = 5  # time-outs or unanswered calls; more than the accepted share, and the rest is not called
-_QUIET_SECONDS, _LINE_SECONDS = 2.0, 5.0  # before the first line of progress, and between two
-_FIRST = 40  # completions after which a reward is known to be slow
+_INVALID = ("not a number", "wrong type", "wrong length")  # reasons that are always a fault of the reward
+_MOST_SHOWN = 5
+_MOST_RIGHT = 3  # right answers tried per problem with several
+_MOST_FAILURES = 5  # timeouts or unanswered calls after which the test may end early
+_QUIET_SECONDS, _LINE_SECONDS = 2.0, 5.0  # before the first progress line, and between two lines
+_FIRST = 40  # completions that are scored to measure the reward's speed
 _MOST_SECONDS = 10.0  # for one reward
 _EXAMPLE = 60  # characters of a prompt or completion in a message
-_LONG = 200  # characters; an answer that completions can repeat is shorter
+_LONG = 200  # characters; a longer answer is unlikely to be repeated exactly by a completion
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ProbeCompletion:
 
     prompt: str
     answer: str  # the reference solution
-    writing: str  # how the answer is written
+    writing: str  # format of the answer
     completion: str
     right: bool
     value: float | None = None
@@ -73,28 +73,29 @@ class ProbeResult:
     reward: str  # its name in the recipe
     right: int  # right completions shown
     wrong: int  # wrong completions shown
-    # Means of what right and wrong ones got, None without any score. For a reward of the user's, both are of the way
-    # of writing that it tells apart best.
+    # Mean rewards of right and wrong completions, None without scores. For a user reward, they come from the format
+    # with the largest difference.
     right_mean: float | None
     wrong_mean: float | None
     no_verdict: int  # unscored completions
-    # Right ones that did not get 1, and wrong ones taken for right; None for a reward that need not go by the answer.
+    # Right completions without the reward 1, and wrong completions accepted as right; None if answers are optional.
     missed: int | None = None
     taken: int | None = None
-    faults: list[tuple[str, str]] = field(default_factory=list)  # what is wrong, a line each, with the fix
-    failures: list[ProbeCompletion] = field(default_factory=list)  # the first completions it scored wrongly
-    skipped: int = 0  # completions that were not tried, because the reward is slow
-    unpaid: ProbeCompletion | None = None  # a right answer that the user's reward pays no better than wrong ones
+    faults: list[tuple[str, str]] = field(default_factory=list)  # each fault with its fix
+    failures: list[ProbeCompletion] = field(default_factory=list)  # the first completions with a wrong score
+    skipped: int = 0  # completions that were not scored, because the reward is slow
+    unpaid: ProbeCompletion | None = None  # a right answer with no higher reward than wrong answers
 
     @property
-    def tells_apart(self) -> bool:
-        """Return whether right and wrong answers get different rewards on average."""
-        means = (self.right_mean, self.wrong_mean)
-        return None not in means and not math.isclose(*means, abs_tol=1e-9)
+    def distinguishes(self) -> bool:
+        """Whether right and wrong answers get different rewards on average."""
+        if self.right_mean is None or self.wrong_mean is None:
+            return False
+        return not math.isclose(self.right_mean, self.wrong_mean, abs_tol=1e-9)
 
 
 def sample_rows(recipe: Recipe, most: int, fetched: Any) -> tuple[list[dict[str, Any]], "Counts"]:
-    """Return the first ``most`` rows a recipe trains on, before any shuffle; ``fetched`` looks up fetched datasets."""
+    """Return the first ``most`` training rows before any shuffle; ``fetched`` finds fetched datasets."""
     from datasets import disable_progress_bars
 
     from grpo_recipes.data.prompts import first_problems
@@ -104,16 +105,16 @@ def sample_rows(recipe: Recipe, most: int, fetched: Any) -> tuple[list[dict[str,
 
 
 def _settings(recipe: Recipe) -> Any:
-    """Return the keys as attributes, as TRL's configs have them."""
+    """Return the recipe keys as attributes, like TRL's configs."""
     return SimpleNamespace(**{key: entry.value for key, entry in recipe.values.items()})
 
 
 def probe_rewards(
     recipe: Recipe, rows: list[dict[str, Any]], left_out: Mapping[str, str] = MappingProxyType({})
 ) -> list[ProbeResult]:
-    """Show every reward of a recipe, loaded as a trainer loads it, right and wrong completions of these rows.
+    """Test each reward of a recipe, loaded as in a trainer, with right and wrong completions of these rows.
 
-    ``left_out`` has the columns that rewards do not get, and why.
+    ``left_out`` has the columns that rewards do not get, with the reasons.
     """
     names = list(dict.fromkeys(recipe["reward_funcs"]))
     try:
@@ -121,9 +122,9 @@ def probe_rewards(
     except ConfigError:
         if len(names) == 1:
             raise
-    # One that cannot be loaded or called must not hide what is wrong with the others.
-    found = collect(names, lambda name: _probe_together(recipe, [name], rows, left_out))
-    return [result for results in found for result in results]
+    # A reward that fails must not hide the faults of the others.
+    results_by_reward = collect(names, lambda name: _probe_together(recipe, [name], rows, left_out))
+    return [result for results in results_by_reward for result in results]
 
 
 def _probe_together(
@@ -132,69 +133,72 @@ def _probe_together(
     settings = _settings(recipe)
     settings.reward_funcs = names
     strict, most_missing = recipe["answer_matching"] == "strict", recipe["reward_max_no_verdict"]
-    handed = recipe["reward_environment"]
+    variables = recipe["reward_environment"]
     with (
         reward_errors_as_config_errors(recipe),
         tempfile.TemporaryDirectory() as folder,
         lent_rewards(settings, Path(folder), left_out) as rewards,
     ):
         pairs = zip(names, rewards, strict=True)
-        return [probe(name, reward, rows, strict, most_missing, handed) for name, reward in pairs]
+        return [probe(name, reward, rows, strict, most_missing, variables) for name, reward in pairs]
 
 
 @contextlib.contextmanager
 def reward_errors_as_config_errors(recipe: Recipe) -> Iterator[None]:
-    """Raise what a reward that cannot be loaded or called says as a ConfigError; show where its own code raised."""
+    """Raise a ConfigError if a reward fails in the block, and print the traceback of the user's code."""
     try:
         yield
     except RewardFailed as error:
-        fix = "correct it, or name another in reward_funcs"
+        fix = "correct it, or set another reward in reward_funcs"
         if NO_ANSWER in str(error):
             fix = _server_fix(recipe["reward_environment"])
-        elif not isinstance(error.__cause__, ConfigError | None):  # raised by the user's own code: show where
+        elif not isinstance(error.__cause__, ConfigError | None):  # raised by the user's code
             traceback.print_exception(error.__cause__)
         raise config_error(recipe.location("reward_funcs"), str(error), fix) from error
 
 
 def find_problems(recipe: Recipe, rows: list[dict[str, Any]], findings: list[ProbeResult]) -> list[Problem]:
-    """Return what is wrong with the rewards, one line a fault, and with solutions that no completion can equal."""
+    """Return a problem for each fault of the rewards, and for solutions that no completion can equal."""
     where = recipe.location("reward_funcs")
-    faults = [(finding.reward, *fault) for finding in findings for fault in finding.faults]
-    found = [Problem(where, f"reward '{reward}' {what}", fix) for reward, what, fix in faults]
+    problems = [
+        Problem(where, f"reward '{finding.reward}' {fault}", fix)
+        for finding in findings
+        for fault, fix in finding.faults
+    ]
     if len(findings) > 1:
-        found += [_unpaid_problem(recipe, finding) for finding in findings if _reads_solution(recipe, finding)]
-    if not found and findings and not any(finding.tells_apart for finding in findings):
-        what = "no reward tells right answers from wrong ones: all get the same on average"
+        problems += [_unpaid_problem(recipe, finding) for finding in findings if _reads_solution(recipe, finding)]
+    if not problems and findings and not any(finding.distinguishes for finding in findings):
+        fault = "no reward distinguishes right from wrong answers: both get the same on average"
         if example := next(filter(None, map(describe_unpaid, findings)), ""):
-            what += f", e.g. {example.rpartition(': ')[2]}"
-        fix = f"add one that does, e.g. {DEFAULT_ACCURACY}, or correct your own"
+            fault += f", e.g. {example.rpartition(': ')[2]}"
+        fix = f"add a reward that does, e.g. {DEFAULT_ACCURACY}, or correct your own"
         if any(is_user_reward(finding.reward) for finding in findings):
             formats = ", ".join(" ".join((writing % 42).split()) for writing in USER_FORMATS)
             fix += f", which must read one of these formats: {formats}"
-        found.append(Problem(where, what, fix))
-    known = rewards()
-    entries = [known[name] for name in recipe["reward_funcs"] if name in known]
-    if unread := [entry.name for entry in entries if entry.tagged]:
-        asked = "\n".join([recipe["system_prompt"] or "", *(str(row["prompt"]) for row in rows[:_SHOWN])])
-        if r"\boxed" in asked and "<answer>" not in asked:
-            what = rf"the prompt asks for \boxed{{}}, reward '{unread[0]}' reads <answer>…</answer> alone"
-            fix = r"write reward_funcs: [math_verify], which reads both, or ask for <answer>…</answer> in system_prompt"
-            found.append(Problem(where, what, fix))
-    # A solution with its reasoning equals itself, and no completion ever equals it.
+        problems.append(Problem(where, fault, fix))
+    built_in = rewards()
+    entries = [built_in[name] for name in recipe["reward_funcs"] if name in built_in]
+    if tag_rewards := [entry.name for entry in entries if entry.tagged]:
+        prompt_text = "\n".join([recipe["system_prompt"] or "", *(str(row["prompt"]) for row in rows[:_MOST_SHOWN])])
+        if r"\boxed" in prompt_text and "<answer>" not in prompt_text:
+            fault = rf"the prompt asks for \boxed{{}}, but reward '{tag_rewards[0]}' reads only <answer>…</answer>"
+            fix = r"set reward_funcs: [math_verify], which reads both, or ask for <answer>…</answer> in system_prompt"
+            problems.append(Problem(where, fault, fix))
+    # A solution that includes its reasoning equals itself, but no completion ever equals it.
     compared = any(entry.reads_answer for entry in entries)
     answers = [row["answer"] for row in rows if _listed_answers(row) is None]
     long = [answer for answer in answers if "\n" in answer or len(answer) > _LONG]
     if compared and len(long) * 2 > len(rows):
         example = " ".join(long[0].split())[:60]
-        what = f"{len(long)} of {len(rows)} reference solutions are not short answers, e.g. '{example}…'"
+        fault = f"{len(long)} of {len(rows)} reference solutions are not short answers, e.g. '{example}…'"
         marker = "'####'" if "####" in long[0] else "the text before the answer"
-        fix = f"add dataset_solution_marker: {marker}, or name the column of the final answer"
-        found.append(Problem(recipe.location("dataset_solution_column"), what, fix))
-    return found
+        fix = f"set dataset_solution_marker: {marker}, or set dataset_solution_column to the final answer's column"
+        problems.append(Problem(recipe.location("dataset_solution_column"), fault, fix))
+    return problems
 
 
 def _reads_solution(recipe: Recipe, finding: ProbeResult) -> bool:
-    """Return whether a reward of the user's takes the reference solution, and pays right answers like wrong ones."""
+    """Return whether a user reward uses the reference solution, but rewards right answers like wrong answers."""
     if finding.unpaid is None or finding.faults:
         return False
     function = function_source(finding.reward)
@@ -204,7 +208,7 @@ def _reads_solution(recipe: Recipe, finding: ProbeResult) -> bool:
 
 
 def _unpaid_problem(recipe: Recipe, finding: ProbeResult) -> Problem:
-    fix = "correct it; it takes the reference solution and must read one of these formats: "
+    fix = "correct it: it uses the reference solution, so it must read one of these formats: "
     fix += ", ".join(" ".join((writing % 42).split()) for writing in USER_FORMATS)
     return Problem(recipe.location("reward_funcs"), f"reward '{finding.reward}' {describe_unpaid(finding)}", fix)
 
@@ -215,192 +219,202 @@ def probe(
     rows: Sequence[dict[str, Any]],
     strict: bool = False,
     most_missing: float = 0.5,
-    handed: Collection[str] = (),
+    variables: Collection[str] = (),
 ) -> ProbeResult:
-    """Show a reward of ours, or of the user's as the recipe names it, right and wrong completions.
+    """Test a built-in reward, or a user reward by its name in the recipe, with right and wrong completions.
 
-    ``rows`` have ``prompt`` (chat messages), ``answer`` and what other columns there are; answers are compared as text
-    where ``strict``. Accept the share ``most_missing`` of unscored completions (``reward_max_no_verdict``); ``handed``
-    are the variables of ``reward_environment``.
+    ``rows`` have ``prompt`` (chat messages), ``answer`` and the other columns. With ``strict``, answers are compared as
+    text. A share of ``most_missing`` unscored completions is accepted (``reward_max_no_verdict``). ``variables`` are
+    the names in ``reward_environment``.
     """
     entry = rewards().get(name)
-    ours = entry is not None
-    writings = USER_FORMATS
+    is_built_in = entry is not None
+    formats = USER_FORMATS
     if entry is not None:
-        writings = list(entry.writings) or [TAG, *(() if strict else [TAGGED_BOX])]
-    shown = _tries(rows, writings, len(rows) if ours else _ROWS_IN_ALL_WRITINGS)
-    tries = _scored(reward, shown, most_missing)
-    missing = [one for one in tries if one.value is None]
-    groups = [writings] if ours else [[writing] for writing in writings]
-    _, *means = max((_means(tries, group) for group in groups), key=itemgetter(0))
-    right = sum(one.right for one in tries)
-    finding = ProbeResult(name, right, len(tries) - right, *means, len(missing), skipped=len(shown) - len(tries))
-    finding.unpaid = _unpaid(tries) if not ours and not finding.tells_apart else None
-    bad = _judge(finding, tries, entry.accuracy) if entry is not None and entry.reads_answer else []
-    unfit = [one for one in missing if (one.reason or "").startswith(_UNFIT)]
-    silent = [one.reason for one in missing if one.reason and one.reason.startswith(NO_ANSWER)]
-    if len(silent) > most_missing * sum(one.reason != NOT_CALLED for one in tries):
-        finding.faults.append((f"got {silent[0]}", _server_fix(handed)))
-        return finding
-    if isinstance(reward, IsolatedReward) and any(one.reason == NOT_CALLED for one in missing):
-        done = list(reward.pool.scores.values())
-        late = f"{sum(score.reason == TIME_LIMIT for score in done)} of {len(done)} completions"
-        what = f"is over reward_timeout ({reward.timeout:g} s) on {late}; the rest was not tried"
-        finding.faults.append((what, "make it faster, or raise reward_timeout"))
-        finding.failures = [one for one in missing if one.reason != NOT_CALLED][:_SHOWN]
-        return finding
-    if unfit or len(missing) > most_missing * len(tries):
-        reason = unscored_reason(name, (unfit or missing)[0].reason)
-        what = f"leaves {len(missing)} of {len(tries)} completions unscored ({reason})"
-        finding.faults.append((what, "look at the reference solutions" if ours else "correct it"))
-    finding.failures = [*bad, *(one for one in missing if one.reason or finding.faults)][:_SHOWN]
-    return finding
+        formats = list(entry.writings) or [TAG, *(() if strict else [TAGGED_BOX])]
+    prepared = _prepare_completions(rows, formats, len(rows) if is_built_in else _ROWS_IN_ALL_FORMATS)
+    tries = _score_completions(reward, prepared, most_missing)
+    missing = [completion for completion in tries if completion.value is None]
+    format_groups = [formats] if is_built_in else [[answer_format] for answer_format in formats]
+    _, right_mean, wrong_mean = max((_means(tries, group) for group in format_groups), key=itemgetter(0))
+    right = sum(completion.right for completion in tries)
+    result = ProbeResult(
+        name, right, len(tries) - right, right_mean, wrong_mean, len(missing), skipped=len(prepared) - len(tries)
+    )
+    result.unpaid = _find_unpaid(tries) if not is_built_in and not result.distinguishes else None
+    wrongly_scored = _judge(result, tries, entry.accuracy) if entry is not None and entry.reads_answer else []
+    invalid = [completion for completion in missing if (completion.reason or "").startswith(_INVALID)]
+    unanswered = [completion.reason for completion in missing if (completion.reason or "").startswith(NO_ANSWER)]
+    if len(unanswered) > most_missing * sum(completion.reason != NOT_CALLED for completion in tries):
+        result.faults.append((f"got {unanswered[0]}", _server_fix(variables)))
+        return result
+    if isinstance(reward, IsolatedReward) and any(completion.reason == NOT_CALLED for completion in missing):
+        scores = list(reward.pool.scores.values())
+        late = f"{sum(score.reason == TIME_LIMIT for score in scores)} of {len(scores)} completions"
+        fault = f"exceeds reward_timeout ({reward.timeout:g} s) on {late}; the others were not tried"
+        result.faults.append((fault, "make it faster, or raise reward_timeout"))
+        result.failures = [completion for completion in missing if completion.reason != NOT_CALLED][:_MOST_SHOWN]
+        return result
+    if invalid or len(missing) > most_missing * len(tries):
+        reason = unscored_reason(name, (invalid or missing)[0].reason)
+        fault = f"leaves {len(missing)} of {len(tries)} completions unscored ({reason})"
+        result.faults.append((fault, "check the reference solutions" if is_built_in else "correct it"))
+    unscored = [completion for completion in missing if completion.reason or result.faults]
+    result.failures = [*wrongly_scored, *unscored][:_MOST_SHOWN]
+    return result
 
 
-def _scored(
-    reward: Reward, shown: Sequence[tuple[dict[str, Any], ProbeCompletion]], most_missing: float
+def _score_completions(
+    reward: Reward, prepared: Sequence[tuple[dict[str, Any], ProbeCompletion]], most_missing: float
 ) -> list[ProbeCompletion]:
-    """Score completions, first a few: a slow reward is shown only as many more as it scores in ``_MOST_SECONDS``."""
-    began = time.monotonic()
-    first = _call(reward, shown[:_FIRST], most_missing)
-    spent, more = time.monotonic() - began, len(shown) - len(first)
-    if any(one.reason == NOT_CALLED for one in first):
+    """Score the first completions, then as many more as the reward can score in ``_MOST_SECONDS``."""
+    start = time.monotonic()
+    first = _call(reward, prepared[:_FIRST], most_missing)
+    elapsed, remaining = time.monotonic() - start, len(prepared) - len(first)
+    if any(completion.reason == NOT_CALLED for completion in first):
         return first
-    if first and more:  # the first call of all may import something, so its time is no measure
-        longest = max((score.seconds for score in getattr(reward, "scores", ())), default=0.0)
-        each = max(spent - longest, 1e-6) / len(first)
-        more = min(more, max(_FIRST, int((_MOST_SECONDS - spent) / each)))
-    return first + _call(reward, shown[len(first) : len(first) + more], most_missing)
+    if first and remaining:  # the slowest call is not counted, since the first call may import modules
+        slowest = max((score.seconds for score in getattr(reward, "scores", ())), default=0.0)
+        seconds_per_call = max(elapsed - slowest, 1e-6) / len(first)
+        remaining = min(remaining, max(_FIRST, int((_MOST_SECONDS - elapsed) / seconds_per_call)))
+    return first + _call(reward, prepared[len(first) : len(first) + remaining], most_missing)
 
 
 def _call(
-    reward: Reward, shown: Sequence[tuple[dict[str, Any], ProbeCompletion]], most_missing: float
+    reward: Reward, prepared: Sequence[tuple[dict[str, Any], ProbeCompletion]], most_missing: float
 ) -> list[ProbeCompletion]:
-    """Call a reward with the arguments that TRL gives. All completions count as one token long: their text decides."""
-    if not shown:
+    """Call a reward with TRL's arguments; each completion has a single token id, since only its text matters."""
+    if not prepared:
         return []
-    columns = {column: [row[column] for row, _ in shown] for column in shown[0][0]}
-    columns |= {"prompts": columns.pop("prompt", []), "completion_ids": [[0]] * len(shown)}
-    columns["completions"] = [[{"role": "assistant", "content": one.completion}] for _, one in shown]
+    columns = {column: [row[column] for row, _ in prepared] for column in prepared[0][0]}
+    columns |= {"prompts": columns.pop("prompt", []), "completion_ids": [[0]] * len(prepared)}
+    columns["completions"] = [[{"role": "assistant", "content": completion.completion}] for _, completion in prepared]
     if isinstance(reward, RewardWrapper):
         if isinstance(reward, IsolatedReward):
-            reward.watch = _watch(reward, most_missing)
+            reward.watch_calls(_progress_watch(reward, most_missing))
         reward(**columns)
         scores = reward.scores
     else:
-        scores = call_reward(reward, columns, len(shown))
-    pairs = zip(shown, scores, strict=True)
-    return [replace(one, value=score.value, reason=score.reason) for (_, one), score in pairs]
+        scores = call_reward(reward, columns, len(prepared))
+    pairs = zip(prepared, scores, strict=True)
+    return [replace(completion, value=score.value, reason=score.reason) for (_, completion), score in pairs]
 
 
-def _unpaid(tries: Sequence[ProbeCompletion]) -> ProbeCompletion | None:
-    """Return the first right answer that gets no more than the best wrong one."""
-    best = max((one.value for one in tries if not one.right and one.value is not None), default=None)
-    paid = [one for one in tries if one.right and one.value is not None]
-    return next((one for one in paid if best is not None and one.value is not None and one.value <= best), None)
+def _find_unpaid(tries: Sequence[ProbeCompletion]) -> ProbeCompletion | None:
+    """Return the first right answer with a reward no higher than the best wrong answer."""
+    scored = [(completion, completion.value) for completion in tries if completion.value is not None]
+    best_wrong = max((value for completion, value in scored if not completion.right), default=None)
+    if best_wrong is None:
+        return None
+    return next((completion for completion, value in scored if completion.right and value <= best_wrong), None)
 
 
 def describe_unpaid(result: ProbeResult) -> str:
-    """Return what a message says after the name of a reward that pays right answers like wrong ones, with an example.
-
-    The text is empty for other rewards.
-    """
+    """Describe how a reward gives right answers no more than wrong answers, with an example; "" for other rewards."""
     if result.unpaid is None:
         return ""
     example = " ".join(result.unpaid.completion.split())[:_EXAMPLE]
     prompt = " ".join(result.unpaid.prompt.split())[:_EXAMPLE]
-    paid = f"gives right answers {result.right_mean:.3g}, like wrong ones"
-    return f"{paid}: '{example}' to '{prompt}' gets {result.unpaid.value:.3g}"
+    fault = f"gives right answers {result.right_mean:.3g}, like wrong answers"
+    return f"{fault}: '{example}' to '{prompt}' gets {result.unpaid.value:.3g}"
 
 
-def _server_fix(handed: Collection[str]) -> str:
-    """Return what to do where a reward's server does not answer; its address is one of the variables ``handed``."""
-    addresses = [name for name in handed if "://" in os.environ.get(name, "") and "proxy" not in name.lower()]
+def _server_fix(variables: Collection[str]) -> str:
+    """Return the fix if a reward's server does not answer; its address may be in one of these environment variables."""
+    addresses = [name for name in variables if "://" in os.environ.get(name, "") and "proxy" not in name.lower()]
     where = f" in {', '.join(addresses)}" if addresses else ""
-    return f"start the server that it asks, or correct its address{where}"
+    return f"start the server that it calls, or correct its address{where}"
 
 
-def _watch(reward: IsolatedReward, most_missing: float) -> Callable[[], bool]:
-    """Return what prints how far a slow reward is, and whether too many of its calls failed alike to go on."""
-    pool, began = reward.pool, time.monotonic()
-    said = began + _QUIET_SECONDS - _LINE_SECONDS
+def _progress_watch(reward: IsolatedReward, most_missing: float) -> Callable[[], bool]:
+    """Return a function that prints a slow reward's progress, and returns whether too many calls failed to continue."""
+    pool, start = reward.pool, time.monotonic()
+    last_line = start + _QUIET_SECONDS - _LINE_SECONDS
 
-    def look() -> bool:
-        """Print a line if one is due; return whether to give up."""
-        nonlocal said
-        done, now = list(pool.scores.values()), time.monotonic()
-        late = sum(score.reason == TIME_LIMIT for score in done)
-        if now - said >= _LINE_SECONDS:
-            said, far = now, f"{len(done)} of {pool.asked} completions in {now - began:.0f} s"
-            over = f", {late} over reward_timeout" if late else ""
-            print(f"grpo: {reward.spec}: {far}{over}", file=sys.stderr, flush=True)
-        failed = max(late, sum((score.reason or "").startswith(NO_ANSWER) for score in done))
-        return failed >= _MOST_FAILURES and failed > most_missing * len(done)
+    def print_progress() -> bool:
+        """Print a line if it is due; return whether to give up."""
+        nonlocal last_line
+        scores, now = list(pool.scores.values()), time.monotonic()
+        late = sum(score.reason == TIME_LIMIT for score in scores)
+        if now - last_line >= _LINE_SECONDS:
+            last_line = now
+            progress = f"{len(scores)} of {pool.row_count} completions in {now - start:.0f} s"
+            late_text = f", {late} over reward_timeout" if late else ""
+            print(f"grpo: {reward.spec}: {progress}{late_text}", file=sys.stderr, flush=True)
+        failed = max(late, sum((score.reason or "").startswith(NO_ANSWER) for score in scores))
+        return failed >= _MOST_FAILURES and failed > most_missing * len(scores)
 
-    return look
+    return print_progress
 
 
 def unscored_reason(name: str, reason: str | None) -> str:
-    """Return why a completion is unscored, for a person."""
+    """Return the reason why a completion is unscored, for messages."""
     return reason or ("it returned None" if name not in rewards() else "it cannot read the reference solution")
 
 
-def wrong_answers(answer: str, others: Sequence[str]) -> list[str]:
-    """Return wrong answers near a reference solution; the first that differs of those of ``others`` is one."""
+def wrong_answers(answer: str, all_answers: Sequence[str]) -> list[str]:
+    """Return wrong answers similar to a reference solution, and the first different answer of ``all_answers``."""
     number = _LAST_NUMBER.search(answer)
     wrong = [f"{answer}1"]
     if number:
         end = number.end()
         changed = str((int(answer[end - 1]) + 1) % 10)
         wrong = [answer[: end - 1] + changed + answer[end:], f"{answer[:end]}1{answer[end:]}"]
-    wrong += [other for other in others if not is_same_answer(other, answer) and other != answer][:1]
+    wrong += [other for other in all_answers if not is_same_answer(other, answer) and other != answer][:1]
     return [text for text in wrong if not is_same_answer(text, answer)] + [""]
 
 
-def _tries(
-    rows: Sequence[dict[str, Any]], writings: Sequence[str], rows_in_all: int
+def _prepare_completions(
+    rows: Sequence[dict[str, Any]], formats: Sequence[str], rows_in_all: int
 ) -> list[tuple[dict[str, Any], ProbeCompletion]]:
-    """Return the completions to show, each with its row: ``rows_in_all`` rows in all writings, later rows in one."""
-    answers, shown = [row["answer"] for row in rows], []
-    for place, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+    """Return completions with their rows: the first ``rows_in_all`` rows in all formats, later rows in one format."""
+    answers, prepared = [row["answer"] for row in rows], []
+    for index, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         prompt = str(row["prompt"][-1]["content"]) if row.get("prompt") else ""
         listed = _listed_answers(row)
-        right, wrong = listed or ([answer], wrong_answers(answer, answers[place + 1 :] + answers[:place]))
-        for writing in writings if place < rows_in_all else [writings[place % len(writings)]]:
-            shown += [
+        right, wrong = listed or ([answer], wrong_answers(answer, answers[index + 1 :] + answers[:index]))
+        for writing in formats if index < rows_in_all else [formats[index % len(formats)]]:
+            prepared += [
                 (row, ProbeCompletion(prompt, answer, writing, writing % text, True)) for text in right[:_MOST_RIGHT]
             ]
-            shown += [(row, ProbeCompletion(prompt, answer, writing, writing % text, False)) for text in wrong]
-    return shown
+            prepared += [(row, ProbeCompletion(prompt, answer, writing, writing % text, False)) for text in wrong]
+    return prepared
 
 
 def _listed_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
-    """Return the right and the wrong answers of a problem with several right ones; None for other problems."""
+    """Return the right and the wrong answers of a problem with several right answers; None for other problems."""
     functions = (load(entry.answers) for entry in rewards().values() if entry.answers)
     return next((answers for function in functions if (answers := function(row)) is not None), None)
 
 
-def _means(tries: list[ProbeCompletion], writings: Sequence[str]) -> tuple[float, float | None, float | None]:
-    """Return how far the means of right and wrong ones in these writings are apart, and both."""
-    known = [(one.right, one.value) for one in tries if one.writing in writings and one.value is not None]
-    right, wrong = ([value for is_right, value in known if is_right is side] for side in (True, False))
-    apart = abs(fmean(right) - fmean(wrong)) if right and wrong else -1.0
-    return apart, fmean(right) if right else None, fmean(wrong) if wrong else None
+def _means(tries: list[ProbeCompletion], formats: Sequence[str]) -> tuple[float, float | None, float | None]:
+    """Return the difference of the mean rewards of right and wrong completions in these formats, and both means."""
+    scored = [
+        (completion.right, completion.value)
+        for completion in tries
+        if completion.writing in formats and completion.value is not None
+    ]
+    right, wrong = ([value for is_right, value in scored if is_right is side] for side in (True, False))
+    difference = abs(fmean(right) - fmean(wrong)) if right and wrong else -1.0
+    return difference, fmean(right) if right else None, fmean(wrong) if wrong else None
 
 
-def _judge(finding: ProbeResult, tries: list[ProbeCompletion], exact: bool) -> list[ProbeCompletion]:
-    """Count wrong scores; a right answer must get 1 if ``exact``, otherwise more than every wrong one."""
-    right = [(one, one.value) for one in tries if one.right and one.value is not None]
-    due = 1.0 if exact else min((value for _, value in right), default=1.0)
-    missed = [one for one, value in right if value != 1.0] if exact else []
-    taken = [one for one in tries if not one.right and one.value is not None and one.value >= due]
-    finding.missed, finding.taken = len(missed), len(taken)
+def _judge(result: ProbeResult, tries: list[ProbeCompletion], exact: bool) -> list[ProbeCompletion]:
+    """Record wrong scores: with ``exact``, a right answer must get 1, otherwise more than every wrong answer."""
+    right = [
+        (completion, completion.value) for completion in tries if completion.right and completion.value is not None
+    ]
+    threshold = 1.0 if exact else min((value for _, value in right), default=1.0)
+    missed = [completion for completion, value in right if value != 1.0] if exact else []
+    wrong = [completion for completion in tries if not completion.right]
+    accepted = [completion for completion in wrong if completion.value is not None and completion.value >= threshold]
+    result.missed, result.taken = len(missed), len(accepted)
     rows = "(grpo check-rewards shows the rows)"
     if missed:
-        what = f"does not give 1 to {len(missed)} of {finding.right} right answers"
-        finding.faults.append((what, f"look at dataset_solution_column and dataset_solution_marker {rows}"))
-    if taken:
-        what = f"takes {len(taken)} of {finding.wrong} wrong answers for right"
+        fault = f"does not give 1 to {len(missed)} of {result.right} right answers"
+        result.faults.append((fault, f"check dataset_solution_column and dataset_solution_marker {rows}"))
+    if accepted:
+        fault = f"accepts {len(accepted)} of {result.wrong} wrong answers as right"
         suspects = "the reference solutions" if exact else "the cosine_* keys"
-        finding.faults.append((what, f"look at {suspects} {rows}"))
-    return [*missed, *taken]
+        result.faults.append((fault, f"check {suspects} {rows}"))
+    return [*missed, *accepted]

@@ -1,9 +1,13 @@
-"""The functions of rewards: how one is found and called, and its score for a completion, or why there is none."""
+"""Load and call reward functions, and turn their results into scores.
+
+A ``Score`` has a value, or the reason why the completion is unscored. ``RewardWrapper`` is the user's reward as TRL
+calls it.
+"""
 
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,106 +21,107 @@ from grpo_recipes.recipe.user_code import copy_path, load_object, source_path, s
 from grpo_recipes.runs.stop_request import CutShort, StopRequest
 
 Reward = Callable[..., list[float | None]]
-NOT_CALLED = "not called: too many unscored before it, or the run was stopped"
+NOT_CALLED = "not called: too many completions before it are unscored, or the run was stopped"
 _LONGEST_REASON = 300  # characters; a reply of a child must fit a pipe's atomic write
 
 
 class RewardFailed(Exception):
-    """A reward cannot be called at all: its code, not a completion, is at fault."""
+    """A reward cannot be called at all: the fault is in its code, not in a completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
     """The outcome of one reward for one completion."""
 
-    value: Any  # a number, or what the pool's function returns in its place; None
-    # Why it is unscored: a limit, a death, an exception, no number. None where there is a value, and where the reward
-    # returned None by itself, which says that the completion is not its task.
+    value: Any  # a number, another result that the pool accepts, or None
+    # Why it is unscored: a limit, a death, an exception, or a result that is not a number. None if there is a value,
+    # and if the reward itself returned None because the completion is not its task.
     reason: str | None = None
-    seconds: float = 0.0  # wall time of the call; 0 where it is unknown or no call was made
-    by_limit: bool = False  # a limit or a death decided: another call might end otherwise
-    replayed: bool = False  # an earlier outcome was given again without a call
+    seconds: float = 0.0  # wall time of the call; 0 if it is unknown or no call was made
+    by_limit: bool = False  # caused by a limit or a death, so another call might have another outcome
+    replayed: bool = False  # an earlier outcome was repeated without a call
 
     @property
     def unscored(self) -> bool:
-        """Return whether a value is missing that should be there."""
+        """Whether a value is missing and there is a reason for it."""
         return self.reason is not None
 
 
 def is_user_reward(name: str) -> bool:
-    """Return whether a recipe's reward is the user's own: ``module:function`` or ``file.py:function``."""
+    """Return whether a reward of the recipe is user code: ``module:function`` or ``file.py:function``."""
     return ":" in name
 
 
 def make_reward(name: str, script_args: Any = None, args: Any = None) -> Reward:
-    """Return a reward of ours with the recipe's keys bound, which no column of that name replaces."""
+    """Return a built-in reward with its recipe keys bound; columns with the name of such a key are ignored."""
     entry = rewards()[name]
     function = load(entry.function)
-    bound = {key: getattr(script_args if hasattr(script_args, key) else args, key) for key in entry.keys}
+    bound_keys = {key: getattr(script_args if hasattr(script_args, key) else args, key) for key in entry.keys}
 
     @functools.wraps(function)
     def reward(completions: list[Any], **columns: Any) -> list[float | None]:
-        scores: list[float | None] = function(completions, **{**columns, **bound})
+        scores: list[float | None] = function(completions, **{**columns, **bound_keys})
         return scores
 
     return reward
 
 
 def load_reward(spec: str, copies: Path | None) -> Reward:
-    """Return a reward of ours that takes no recipe keys, or the user's, from the run's copy where its module is gone.
+    """Load a built-in reward without recipe keys, or the user's reward; from the run's copy if its module is gone.
 
-    RewardFailed where it is not there, raises or does not fit.
+    Raise RewardFailed if it does not exist, raises at its import or has the wrong signature.
     """
     if not is_user_reward(spec):
         return make_reward(spec)
-    place, name = split_spec(spec)
-    gone = not place.endswith(".py") and source_path(spec) is None
-    failed = (Exception, SystemExit)
-    with translate(failed, lambda error: RewardFailed(f"reward '{spec}' cannot be loaded: {describe_error(error)}")):
-        function: Reward = load_object(f"{copy_path(spec, copies)}:{name}" if copies and gone else spec, copies)
+    module, name = split_spec(spec)
+    is_gone = not module.endswith(".py") and source_path(spec) is None
+    with translate(
+        (Exception, SystemExit),
+        lambda error: RewardFailed(f"reward '{spec}' cannot be loaded: {describe_error(error)}"),
+    ):
+        function: Reward = load_object(f"{copy_path(spec, copies)}:{name}" if copies and is_gone else spec, copies)
         if not callable(function):
             raise TypeError(f"it is a {type(function).__name__}, not a function")
-        takes = accepted_columns(function)
-        if takes is not None and "completions" not in takes:
-            raise TypeError(
-                f"it takes no argument 'completions'; write def {function.__name__}(completions, **columns)"
-            )
+        columns = accepted_columns(function)
+        if columns is not None and "completions" not in columns:
+            raise TypeError(f"it has no parameter 'completions'; write def {function.__name__}(completions, **columns)")
     return function
 
 
 def accepted_columns(function: Callable[..., Any]) -> list[str] | None:
-    """Return the names of the columns a reward takes, None for all."""
-    kinds = inspect.signature(function).parameters.values()
-    everything = any(parameter.kind == parameter.VAR_KEYWORD for parameter in kinds)
-    return None if everything else [parameter.name for parameter in kinds]
+    """Return the names of the columns that a reward accepts; None for any column (``**columns``)."""
+    parameters = inspect.signature(function).parameters.values()
+    accepts_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+    return None if accepts_all else [parameter.name for parameter in parameters]
 
 
-def select_columns(columns: Mapping[str, Sequence[Any]], takes: Sequence[str] | None) -> dict[str, Sequence[Any]]:
-    """Return the columns that a reward with these ``parameters`` takes."""
-    return {name: values for name, values in columns.items() if takes is None or name in takes}
+def select_columns(columns: Mapping[str, Sequence[Any]], accepted: Sequence[str] | None) -> dict[str, Sequence[Any]]:
+    """Return the columns that a reward accepts; ``accepted`` is the result of ``accepted_columns``."""
+    return {name: values for name, values in columns.items() if accepted is None or name in accepted}
 
 
 def call_reward(function: Callable[..., Any], columns: Mapping[str, Sequence[Any]], rows: int) -> list[Score]:
-    """Call a reward, plain or async, on ``rows`` completions; what is not a list of that length scores none of them."""
+    """Call a plain or async reward on ``rows`` completions; a result of another length leaves all unscored."""
     result = function(**columns)
-
-    async def awaited() -> Any:
-        return await result
-
-    result = event_loop().run(awaited()) if inspect.isawaitable(result) else result
+    if inspect.isawaitable(result):
+        result = event_loop().run(_as_coroutine(result))
     return read_scores(result, rows, getattr(function, "converts", None))
+
+
+async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
 
 
 @functools.cache
 def event_loop() -> Any:
-    """Return this process's ``asyncio.Runner`` for rewards: one loop for all calls, so that a client keeps its own."""
+    """Return this process's ``asyncio.Runner`` for rewards; all calls share its loop, so clients stay connected."""
     import asyncio
 
     return asyncio.Runner()
 
 
 def read_scores(result: Any, rows: int, converts: Callable[[Any], Score] | None = None) -> list[Score]:
-    """Return the scores in what a reward returned for ``rows`` completions; ``converts`` makes one of an entry."""
+    """Return the scores of a reward's result for ``rows`` completions; ``converts`` translates each entry."""
     if hasattr(result, "tolist") and getattr(result, "ndim", 0) == 1:
         result = result.tolist()
     if not isinstance(result, list | tuple):
@@ -140,16 +145,16 @@ def _score(entry: Any) -> Score:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception in one short line."""
+    """Describe an exception in one short line."""
     if isinstance(error, ConfigError):
-        return error.problems[0].what  # its fix would be a second one
+        return error.problems[0].what  # without its fix, since the caller adds a fix
     lines = str(error).strip().splitlines()
-    said = f"{type(error).__name__}: {lines[0]}"[:_LONGEST_REASON] if lines else type(error).__name__
-    return f"{NO_ANSWER} ({said})" if _unconnected(error) else said
+    text = f"{type(error).__name__}: {lines[0]}"[:_LONGEST_REASON] if lines else type(error).__name__
+    return f"{NO_ANSWER} ({text})" if _is_connection_error(error) else text
 
 
-def _unconnected(error: BaseException | None) -> bool:
-    """Return whether a connection failed below an exception; by name, since each client library has its own class."""
+def _is_connection_error(error: BaseException | None) -> bool:
+    """Return whether a failed connection caused an exception; by class name, since each client has its own class."""
     while error is not None:
         if any(kind.__name__.endswith(("ConnectionError", "gaierror")) for kind in type(error).__mro__):
             return True
@@ -160,42 +165,41 @@ def _unconnected(error: BaseException | None) -> bool:
 class RewardWrapper:
     """The user's reward as TRL calls it: on the whole batch, in this process and without limits.
 
-    It remembers the scores of the last call. RewardFailed where it raises, or does not return a number or None for each
-    completion.
+    ``scores`` has the scores of the last call. RewardFailed is raised if the function raises, or does not return a
+    number or None for each completion.
     """
 
-    timeout: float | None = None  # seconds it may take for one completion, None without a limit
+    timeout: float | None = None  # seconds per completion; None without a limit
 
     def __init__(
         self, function: Callable[..., Any], spec: str, name: str, solutions: Collection[str] = (),
         left_out: Mapping[str, str] = MappingProxyType({}),
     ):  # fmt: skip
         self._function = function
-        self._solutions = solutions  # further names under which it gets ``answer``
-        self._left_out = left_out  # columns of the dataset that rewards do not get, and why
-        self.spec = spec  # as the recipe names it
-        self.__name__ = name  # TRL's name for its metrics
-        self.scores: list[Score] = []  # (B,) of the last call
-        self.generation = 0  # number of the generation being scored
-        self.give_up_after: int | None = None  # unscored completions after which the rest is left out, None for all
-        self.stop: StopRequest | None = None  # leaves out the rest of a call; None outside a training
-        self.watch: Callable[[], bool] | None = None  # asked in its place while children are waited for
+        self._solutions = solutions  # more names for the column ``answer``
+        self._left_out = left_out  # columns of the dataset that rewards do not get -> reason
+        self.spec = spec  # the name in the recipe
+        self.__name__ = name  # the name in TRL's metrics
+        self.scores: list[Score] = []  # (B,) scores of the last call
+        self.generation = 0  # number of the generation that is scored
+        self.give_up_after: int | None = None  # unscored completions after which no more are called; None for no limit
+        self.stop: StopRequest | None = None  # ends a call early; None outside a training
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """Return the reward of each completion, (B,); None where it is unscored."""
-        scores = self._score(len(completions), self.named({**columns, "completions": completions}))
-        self.scores = [self._explained(score) if score.reason else score for score in scores]
+        """Return (B,) rewards, None for unscored completions."""
+        scores = self._score(len(completions), self.with_solution_names({**columns, "completions": completions}))
+        self.scores = [self._explain_missing_column(score) if score.reason else score for score in scores]
         return [score.value for score in self.scores]
 
-    def named(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Return columns of TRL's, and ``answer`` under its further names."""
+    def with_solution_names(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Return TRL's columns, with ``answer`` under its additional names too."""
         return {**(dict.fromkeys(self._solutions, columns["answer"]) if "answer" in columns else {}), **columns}
 
-    def _explained(self, score: Score) -> Score:
-        """Add the left-out column to the reason for a missing score, if the reason names that column."""
-        return replace(score, reason=f"{score.reason}{self._about_column(str(score.reason))}")
+    def _explain_missing_column(self, score: Score) -> Score:
+        """If the reason names a column that rewards do not get, add why."""
+        return replace(score, reason=f"{score.reason}{self._missing_column_note(str(score.reason))}")
 
-    def _about_column(self, reason: str) -> str:
+    def _missing_column_note(self, reason: str) -> str:
         column = next((name for name in self._left_out if f"'{name}'" in reason), None)
         return f"; column '{column}' is not passed to rewards: {self._left_out[column]}" if column else ""
 
@@ -206,10 +210,10 @@ class RewardWrapper:
         except CutShort:
             return [Score(None, NOT_CALLED)] * rows
         except Exception as error:
-            what = describe_error(error)
-            what += self._about_column(what)
-            verb = "got" if what.startswith(NO_ANSWER) else "raised"
-            raise RewardFailed(f"reward '{self.spec}' {verb} {what}") from error
+            text = describe_error(error)
+            text += self._missing_column_note(text)
+            verb = "got" if text.startswith(NO_ANSWER) else "raised"
+            raise RewardFailed(f"reward '{self.spec}' {verb} {text}") from error
         for score in scores:
             if score.reason is not None and not score.reason.startswith("not a number"):
                 raise RewardFailed(f"reward '{self.spec}': {score.reason}")

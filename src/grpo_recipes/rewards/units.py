@@ -1,6 +1,6 @@
-"""Units after a number or an expression, in one spelling.
+"""Normalize the units after a number or an expression.
 
-Units decide only if both answers have one, so their spelling must not matter: ``5 cm`` and ``5 centimeters``.
+A unit counts only if both answers have one, so its spelling must not matter: ``5 cm`` equals ``5 centimeters``.
 
     from grpo_recipes.rewards.units import unit_of
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-# The words for one unit, of which the first stands for all; a pound is money or weight, as the problem says.
+# Synonyms of each unit; the first is the normal form. A pound is money or weight, depending on the problem.
 _UNITS = """
     dollar dollars usd buck bucks $ ¤ | cent cents ¢ | euro euros eur € | pound pounds lb lbs £ gbp | yen ¥ jpy |
     percent % percentage pct | degree degrees deg | metre m meter meters metres |
@@ -23,7 +23,7 @@ _UNITS = """
     per / | unit units
 """
 _UNIT_OF_WORD = {word: words.split()[0] for words in _UNITS.split("|") for word in words.split()}
-# Words that change the number before them: with one of these it is not a number and a unit.
+# Words that change the number before them, so the text is not a number with a unit.
 _CHANGES_THE_NUMBER = """
     and or not plus minus over less more fewer than from between choose mod remainder divided multiplied squared cubed
     factorial sqrt root pi sin cos tan log exp below under above negative infinity point zero one two three four five
@@ -43,11 +43,11 @@ _TRAILING = re.compile(
 
 
 def unit_of(text: str) -> str | None:
-    """Return the unit that follows a number, in one spelling: ``" cm^2"`` and ``"centimeters^2"`` give the same.
+    """Return the normal form of the unit after a number: equal for ``" cm^2"`` and ``"centimeters^2"``.
 
-    A word glued to the number must be a known unit (``5cm``, but ``5x`` is a product); after a space any word of three
-    letters or more is one (``5 eggs``), unless it changes the number (``5 million``). ``""`` for blank text, None when
-    the text is something else.
+    Without a space, a word must be a known unit (``5cm``, but ``5x`` is a product). After a space, any word of three
+    letters or more is a unit (``5 eggs``), unless it changes the number (``5 million``). Return "" for blank text, and
+    None if the text is not a unit.
     """
     if not text or text.isspace():
         return ""
@@ -68,7 +68,7 @@ def unit_of(text: str) -> str | None:
 
 
 def trailing_unit(text: str) -> tuple[str, str]:
-    """Return an expression and the known unit after it, ``("8\\sqrt{3}", "centimetre2")``; without one ``(text, "")``.
+    """Split an expression and the known unit after it: ``("8\\sqrt{3}", "centimetre2")``; else ``(text, "")``.
 
     A unit of one letter counts only if the expression has no variables: ``5x m`` is a product.
     """

@@ -24,7 +24,7 @@ COMPLETED = "completed"
 
 @dataclass(frozen=True)
 class RunGroup(ABC):
-    """A folder of several runs, which are called trials."""
+    """A folder of several runs, called trials."""
 
     folder: Path  # absolute
     record: dict[str, Any]  # the content of the record file; ``jobs`` lists Slurm jobs
@@ -49,12 +49,12 @@ class RunGroup(ABC):
     @property
     @abstractmethod
     def names(self) -> list[str]:
-        """The names of the trials by their index."""
+        """The names of the trials, in the order of their index."""
 
     @property
     @abstractmethod
-    def wanted(self) -> int:
-        """The number of trials, those that do not exist yet included."""
+    def trial_count(self) -> int:
+        """The number of trials, including those that do not exist yet."""
 
     @abstractmethod
     def trial_dir(self, index: int) -> Path:
@@ -65,8 +65,8 @@ class RunGroup(ABC):
         """Return whether nothing is left to run."""
 
     @abstractmethod
-    def again(self) -> str:
-        """Return the command that continues it."""
+    def resume_command(self) -> str:
+        """Return the command that continues the group."""
 
     def status(self, index: int) -> str:
         """Return the status in the trial's ``summary.json``, or ``GONE``."""

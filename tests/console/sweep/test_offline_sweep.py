@@ -101,7 +101,7 @@ def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys, monk
     words = ("train.lr=log:1e-6..1e-4", "train.batch_size=1..8", "--search", "optuna", "--trials", "3")
     assert multirun(FREE, *words, "--metric", "reward") == 0
     (one,) = made(folder)
-    assert one.again() == "python run_offline_grpo.py -m train.lr=log:1e-6..1e-4"
+    assert one.resume_command() == "python run_offline_grpo.py -m train.lr=log:1e-6..1e-4"
     recipes = [read_frozen(one.trial_dir(index) / "recipe.yaml") for index in range(3)]
     assert len({recipe["learning_rate"] for recipe in recipes}) == 3
     assert all(1e-6 <= recipe["learning_rate"] <= 1e-4 for recipe in recipes)

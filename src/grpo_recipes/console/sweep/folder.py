@@ -85,15 +85,15 @@ class Sweep(RunGroup):
         return [index for index in range(len(self.names)) if self.status(index) != COMPLETED]
 
     @property
-    def wanted(self) -> int:
+    def trial_count(self) -> int:
         """Return the number of trials; a search has fewer until it ends."""
         return max(len(self.names), self.record.get("search", {}).get("trials", 0))
 
     def is_over(self) -> bool:
         """Return whether nothing is left to run."""
-        return not self.gaps() and len(self.names) == self.wanted
+        return not self.gaps() and len(self.names) == self.trial_count
 
-    def again(self) -> str:
+    def resume_command(self) -> str:
         """Return the command that continues it."""
         if "search" in self.record:
             return str(self.record["command"])

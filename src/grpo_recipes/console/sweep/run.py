@@ -142,7 +142,7 @@ def start_again(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str,
     """Run what is not completed in a sweep; a run directory that is gone is a ``ConfigError``, and so is a search."""
     if "search" in sweep.record:
         what = f"{display_path(sweep.folder)} is a search, which needs its keys to go on"
-        raise config_error("--resume", what, f"run its command again: {sweep.again()}")
+        raise config_error("--resume", what, f"run its command again: {sweep.resume_command()}")
     gone = [sweep.names[index] for index in sweep.gaps() if sweep.status(index) == GONE]
     if gone:
         what = f"the run directory of {', '.join(gone)} is gone"
@@ -172,10 +172,10 @@ def _run_gaps(
         gaps, waiting = sweep.gaps(), tasks_in_queue(sweep.record["jobs"])
         left = [index for index in gaps if index not in waiting and not Run(sweep.trial_dir(index)).is_running()]
         left = gaps if proposals else left  # which wait for a run that still saves
-        count = sweep.wanted - len(sweep.names) + len(left)
-        if count < sweep.wanted:
+        count = sweep.trial_count - len(sweep.names) + len(left)
+        if count < sweep.trial_count:
             busy = f", {len(gaps) - len(left)} queued or running" if len(left) < len(gaps) else ""
-            say(f"{len(sweep.names) - len(gaps)} of {sweep.wanted} completed{busy}, {count} to run")
+            say(f"{len(sweep.names) - len(gaps)} of {sweep.trial_count} completed{busy}, {count} to run")
         if backend.profile and left:
             job = submit_array(sweep, left, backend.profile, backend.most, environment)
             say(f"job {job} is submitted, a task for each of {len(left)} runs: logs/slurm_{job}_TASK.out")
@@ -200,7 +200,7 @@ def _comparison(sweep: sweeps.Sweep) -> list[str]:
     if left:
         lines.append(f"grpo: not completed: {', '.join(left)}")
     if not sweep.is_over():
-        lines.append(f"grpo: {'go on' if 'search' in sweep.record else 'run them'} with: {sweep.again()}")
+        lines.append(f"grpo: {'go on' if 'search' in sweep.record else 'run them'} with: {sweep.resume_command()}")
     return [*lines, f"grpo: comparison in {display_path(page)}"]
 
 
