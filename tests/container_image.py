@@ -60,17 +60,17 @@ def needs_of_the_test() -> str | None:
     """Return why no Debian root can be made here, or None."""
     missing = [program for program in _PROGRAMS if shutil.which(program) is None]
     if os.geteuid() != 0:
-        return "a Debian root is made by root alone"
+        return "only root can make a Debian root"
     if missing:
         return f"not installed: {', '.join(missing)}"
     if shutil.disk_usage(tempfile.gettempdir()).free < _GIGABYTES * 1e9:
         return f"{tempfile.gettempdir()} has less than {_GIGABYTES} GB free"
-    made = subprocess.run(["unshare", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "none", "/mnt"])
-    return "this kernel lets us make no mounts" if made.returncode else None
+    mounted = subprocess.run(["unshare", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "none", "/mnt"])
+    return "this kernel does not allow mounts" if mounted.returncode else None
 
 
 def new_root() -> Path:
-    """Make the folder of a root, named by this process, and remove those of processes that were killed."""
+    """Make the folder of a root, with this process's id in its name, and remove the folders of killed processes."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         if not psutil.pid_exists(int(folder.name.split("-")[2])):
             shutil.rmtree(folder)
@@ -79,26 +79,26 @@ def new_root() -> Path:
 
 def instructions(path: Path = REPOSITORY / "docker/Dockerfile") -> list[tuple[str, str]]:
     """Return the instructions of a Dockerfile with the text that follows each."""
-    text = re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
-    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in text.splitlines() if line)]
+    dockerfile = re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [(word, text.strip()) for word, _, text in (line.partition(" ") for line in dockerfile.splitlines() if line)]
 
 
 def sections(path: Path = REPOSITORY / "docker/grpo.def") -> dict[str, list[str]]:
     """Return the sections of an Apptainer definition, each as its lines, and its header as ``header``."""
-    found: dict[str, list[str]] = {"header": []}
+    sections_by_name: dict[str, list[str]] = {"header": []}
     name = "header"
     for line in (line.strip() for line in path.read_text().splitlines()):
         if line.startswith("%"):
             name = line[1:]
-            found[name] = []
+            sections_by_name[name] = []
         elif line and not line.startswith("#"):
-            found[name].append(line)
-    return found
+            sections_by_name[name].append(line)
+    return sections_by_name
 
 
 def in_context(name: str) -> bool:
     """Return whether .dockerignore lets a file of the repository into the build."""
-    kept = True
+    included = True
     for rule in (REPOSITORY / ".dockerignore").read_text().splitlines():
         pattern = rule.removeprefix("!")
         if not rule or rule.startswith("#"):
@@ -107,12 +107,12 @@ def in_context(name: str) -> bool:
             matches = any(fnmatch.fnmatch(part, pattern[3:]) for part in Path(name).parts)
         else:
             matches = fnmatch.fnmatch(Path(name).parts[0], pattern)
-        kept = rule.startswith("!") if matches else kept
-    return kept
+        included = rule.startswith("!") if matches else included
+    return included
 
 
 def mirror(suite: str) -> str:
-    """Return the address from which this machine takes its own packages; Debian's where none is written."""
+    """Return the address of this machine's package mirror, or Debian's if none is configured."""
     files = [Path("/etc/apt/sources.list"), *Path("/etc/apt/sources.list.d").glob("*")]
     text = "\n".join(path.read_text() for path in files if path.is_file())
     stanzas = re.findall(r"^URIs:\s*(\S+)\nSuites:.*\b" + suite + r"\b(?!-)", text, re.MULTILINE)
@@ -131,7 +131,7 @@ def pip_settings() -> dict[str, str]:
 
 @dataclass
 class Image:
-    """An image in the making, and then made: its root on disk, and what its instructions set."""
+    """An image during and after its build: its root on disk, and the settings of its instructions."""
 
     root: Path
     variables: dict[str, str] = field(default_factory=dict)
@@ -148,42 +148,44 @@ class Image:
     # --- docker build ---------------------------------------------------------------------------------------------
 
     def build(self, words: Sequence[str]) -> None:
-        """Carry out a `docker build` command, which is as ``words`` say."""
+        """Carry out the `docker build` command ``words``."""
         parser = argparse.ArgumentParser()
         parser.add_argument("--build-arg", action="append", default=[])
         for option in ("-f", "-t", "context"):
             parser.add_argument(option)
         assert list(words[:2]) == ["docker", "build"]
         options = parser.parse_args(words[2:])
-        given = dict(item.split("=", 1) for item in options.build_arg)
-        for instruction, rest in instructions(REPOSITORY / options.f):
+        build_arguments = dict(item.split("=", 1) for item in options.build_arg)
+        for instruction, text in instructions(REPOSITORY / options.f):
             if instruction == "ARG":
-                name, _, default = rest.partition("=")
-                self.arguments[name] = given.get(name, default)
+                name, _, default = text.partition("=")
+                self.arguments[name] = build_arguments.get(name, default)
             else:
-                getattr(self, f"_{instruction.lower()}")(rest)
-        assert given.keys() <= self.arguments.keys()
+                getattr(self, f"_{instruction.lower()}")(text)
+        assert build_arguments.keys() <= self.arguments.keys()
 
-    def _from(self, rest: str) -> None:
+    def _from(self, text: str) -> None:
         """Make the root by debootstrap: the packages of Debian's own image, and apt's own configuration."""
-        suite = re.fullmatch(r"debian:(\w+)-slim", rest)
-        assert suite, rest
+        suite = re.fullmatch(r"debian:(\w+)-slim", text)
+        assert suite, text
         address = mirror(suite[1])
-        made = subprocess.run(
+        debootstrap = subprocess.run(
             [*_APART, "debootstrap", "--variant=minbase", suite[1], str(self.root), address],
             capture_output=True, text=True, timeout=400,
         )  # fmt: skip
-        if made.returncode:
-            pytest.skip(f"debootstrap got no {suite[1]} from {address}: {made.stdout[-500:]}{made.stderr[-500:]}")
+        if debootstrap.returncode:
+            pytest.skip(
+                f"debootstrap got no {suite[1]} from {address}: {debootstrap.stdout[-500:]}{debootstrap.stderr[-500:]}"
+            )
 
         self.root.chmod(0o755)
 
-    def _workdir(self, rest: str) -> None:
-        self.folder = rest
-        (self.root / rest.lstrip("/")).mkdir(parents=True, exist_ok=True)
+    def _workdir(self, text: str) -> None:
+        self.folder = text
+        (self.root / text.lstrip("/")).mkdir(parents=True, exist_ok=True)
 
-    def _copy(self, rest: str) -> None:
-        *sources, target = rest.split()
+    def _copy(self, text: str) -> None:
+        *sources, target = text.split()
         if sources == ["."]:
             names = [path.name for path in REPOSITORY.iterdir()]
         else:
@@ -197,14 +199,14 @@ class Image:
                     shutil.copyfile(path, copy)
                     copy.chmod(0o700 if os.access(path, os.X_OK) else 0o600)  # a checkout made with umask 077
 
-    def _run(self, rest: str) -> None:
+    def _run(self, text: str) -> None:
         """Run a shell line, as root, with the network; pip's settings of this machine are the secret ``pip``."""
-        secret = re.match(r"--mount=type=secret,id=pip,target=(\S+) ", rest)
+        secret = re.match(r"--mount=type=secret,id=pip,target=(\S+) ", text)
         with tempfile.TemporaryDirectory() as outside, contextlib.ExitStack() as places:
             binds = self._pip_configuration(Path(outside), secret[1]) if secret else []
             for source, target, _ in binds:
                 places.enter_context(self._mount_point(Path(source).is_dir(), target))
-            line = rest[secret.end() :] if secret else rest
+            line = text[secret.end() :] if secret else text
             done = self.enter(["/bin/sh", "-c", line], {**self.variables, **self.arguments}, binds=binds, timeout=1200)
         if "no answer from a package index" in done.stderr:
             pytest.skip(done.stderr[-500:])
@@ -230,23 +232,23 @@ class Image:
         (folder / "pip.conf").write_text("\n".join(["[global]", *lines, ""]))
         return [*folders, (str(folder / "pip.conf"), target, "ro")]
 
-    def _env(self, rest: str) -> None:
-        name, _, value = rest.partition("=")
+    def _env(self, text: str) -> None:
+        name, _, value = text.partition("=")
         self.variables[name] = value
 
-    def _label(self, rest: str) -> None:
-        (word,) = shlex.split(rest.replace("$COMMIT", self.arguments["COMMIT"]))
+    def _label(self, text: str) -> None:
+        (word,) = shlex.split(text.replace("$COMMIT", self.arguments["COMMIT"]))
         name, _, value = word.partition("=")
         self.labels[name] = value
 
-    def _user(self, rest: str) -> None:
-        self.user = rest
+    def _user(self, text: str) -> None:
+        self.user = text
 
-    def _entrypoint(self, rest: str) -> None:
-        self.entrypoint = json.loads(rest)
+    def _entrypoint(self, text: str) -> None:
+        self.entrypoint = json.loads(text)
 
-    def _cmd(self, rest: str) -> None:
-        self.command = json.loads(rest)
+    def _cmd(self, text: str) -> None:
+        self.command = json.loads(text)
 
     # --- docker run, apptainer exec and run -----------------------------------------------------------------------
 

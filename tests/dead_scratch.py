@@ -1,4 +1,4 @@
-"""Scratch folders whose owner was killed."""
+"""Scratch folders of a killed process."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def start_owner(disk: Path, memory: Path) -> tuple[subprocess.Popen[str], Scratc
 
 
 def dead_scratch(disk: Path, memory: Path) -> Scratch:
-    """Make scratch in these folders whose owner was killed."""
-    process, left = start_owner(disk, memory)
+    """Make scratch in these folders and kill its owner."""
+    process, scratch = start_owner(disk, memory)
     kill(process)
-    assert left.token.exists() and left.memory.is_dir()
-    return left
+    assert scratch.token.exists() and scratch.memory.is_dir()
+    return scratch
 
 
 def kill(process: subprocess.Popen) -> None:

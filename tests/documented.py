@@ -20,8 +20,8 @@ _FAKE_MARK = re.compile(r"^# tested (?:with|on) .*fake.*$")
 
 
 def commands() -> dict[str, bool]:
-    """Return each command of the pages, with whether every page says above it that its test has a fake."""
-    found: dict[str, bool] = {}
+    """Return each command of the pages, with whether every page states above it that its test uses a fake."""
+    commands_shown: dict[str, bool] = {}
     for page in PAGES:
         for block in _BASH.findall(page.read_text()):
             marked = False
@@ -29,17 +29,17 @@ def commands() -> dict[str, bool]:
                 if line.startswith("#"):
                     marked = bool(_FAKE_MARK.match(line))
                 elif line:
-                    found[line] = found.get(line, True) and marked
-    return found
+                    commands_shown[line] = commands_shown.get(line, True) and marked
+    return commands_shown
 
 
 def documented(command: str, places: Mapping[str, str] | None = None, fake: str = "") -> list[str]:
     """Return the words of a command that a page shows, for a test that runs them.
 
     Args:
-        command: the line as it stands on the page.
-        places: words that are others here: a file elsewhere, fewer GPUs. Everything else is the page's.
-        fake: the part that the test has a fake of; the page then says so above the command.
+        command: the line on the page.
+        places: words to replace, such as a path or a number of GPUs. The other words are the page's.
+        fake: the part that the test replaces with a fake. The page must state it above the command.
 
     Raises:
         AssertionError: no page has the command, or a word to replace is not in it.
@@ -57,7 +57,7 @@ def documented(command: str, places: Mapping[str, str] | None = None, fake: str 
 
 def runners() -> dict[str, list[tuple[str, bool]]]:
     """Return for each command the tests that take its words from ``documented``, and whether they name a fake."""
-    found: dict[str, list[tuple[str, bool]]] = {}
+    tests_by_command: dict[str, list[tuple[str, bool]]] = {}
     for path in sorted(TESTS.rglob("test_*.py")):
         source = path.read_text()
         if "from documented import documented" not in source:
@@ -72,8 +72,10 @@ def runners() -> dict[str, list[tuple[str, bool]]]:
                 assert id(call) not in unused, f"{path}: {function.name} does not use the words it asks for"
                 command = _text(call.args[0], function)
                 faked = any(keyword.arg == "fake" for keyword in call.keywords)
-                found.setdefault(command, []).append((f"{path.relative_to(TESTS.parent)}::{function.name}", faked))
-    return found
+                tests_by_command.setdefault(command, []).append(
+                    (f"{path.relative_to(TESTS.parent)}::{function.name}", faked)
+                )
+    return tests_by_command
 
 
 def _text(node: ast.expr, function: ast.FunctionDef) -> str:
@@ -82,6 +84,6 @@ def _text(node: ast.expr, function: ast.FunctionDef) -> str:
         (node,) = [
             line.value
             for line in ast.walk(function)
-            if isinstance(line, ast.Assign) and [getattr(one, "id", "") for one in line.targets] == [node.id]
+            if isinstance(line, ast.Assign) and [getattr(target, "id", "") for target in line.targets] == [node.id]
         ]
     return str(ast.literal_eval(node))

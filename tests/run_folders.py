@@ -72,21 +72,21 @@ def make_run(tmp_path: Path, read: Any, planned: Any, monkeypatch: pytest.Monkey
         (tmp_path / "logs").mkdir(exist_ok=True)
         recipe = read(run_root="runs", **keys)
         folder, facts = tmp_path / "runs" / f"test-{secrets.token_hex(4)}", Resources("cuda", gpus, 8, job).facts()
-        made = new_run(folder, "test", "stamp", facts)
-        assert made is not None
+        run = new_run(folder, "test", "stamp", facts)
+        assert run is not None
         plan = planned(recipe=recipe, gpus=gpus).as_json()
-        write_json(made.folder / "plan.json", plan)
-        (made.folder / "recipe.yaml").write_text(recipe.as_yaml())
-        (made.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows or []))
-        write_json(made.folder / "summary.json", {"status": "running", "smoke": False, "restarts": 0})
+        write_json(run.folder / "plan.json", plan)
+        (run.folder / "recipe.yaml").write_text(recipe.as_yaml())
+        (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows or []))
+        write_json(run.folder / "summary.json", {"status": "running", "smoke": False, "restarts": 0})
         if status != "running":
             code = 0 if status == "completed" else 1
-            finish_summary(made.folder, status=status, exit_code=code, failed_rank=None, cause=cause or None)
+            finish_summary(run.folder, status=status, exit_code=code, failed_rank=None, cause=cause or None)
         named = {process["role"]: process["log"] for process in plan["processes"]}
         named |= {"slurm.err": f"logs/slurm_{job.id}.err"} if job else {}
         for role, text in (logs or {}).items():
             (tmp_path / named[role]).write_text(text)
-        return made
+        return run
 
     return make
 

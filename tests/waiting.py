@@ -1,4 +1,4 @@
-"""Wait for what another process does, and measure what it costs."""
+"""Wait for another process, and measure CPU time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import resource
 import time
 
 
-def wait_for(condition, what: str, seconds: float = 20) -> None:
+def wait_for(condition, event: str, seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        assert time.monotonic() < deadline, f"waited {seconds} s for {event}"
         time.sleep(0.02)
 
 
 def children_seconds() -> float:
-    """Return the CPU seconds of this process's children that have ended: unlike the clock, no other load is in them."""
+    """Return the CPU seconds of this process's ended children, which other load does not change."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

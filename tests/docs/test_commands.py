@@ -115,7 +115,7 @@ SOURCED = {"source <(grpo completion bash)": "bash", "source <(grpo completion z
 def followed() -> dict[str, str]:
     """Return the commands of pages that a test follows from their first to their last, with that test."""
     run, author = "tests/e2e/test_your_own_run.py", "tests/e2e/test_authoring.py"
-    script = test_your_own_run.script_of_the_page(here=False).splitlines()
+    script = test_your_own_run.script_of_the_page(local=False).splitlines()
     page = {line: run for block in blocks("bash") if block.page == "your-own-run.md" for line in block.lines}
     assert page.keys() <= set(script)
     return page | dict.fromkeys(test_authoring.commands_of_the_docs(), author)

@@ -14,7 +14,7 @@ __all__ = ["slurm"]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the quick whole runs alone: each fills the machine."""
+    """Run the quick whole runs one by one: each of them uses both cores."""
     for item in items:
         if item.path.parent == Path(__file__).parent and not item.get_closest_marker("slow"):
             item.add_marker("alone")
@@ -22,6 +22,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    """Start launches; whatever a failing test leaves is ended."""
+    """Start launches; end those that a failing test leaves."""
     with start_launches(tmp_path) as start:
         yield start

@@ -85,7 +85,7 @@ class FakeForgetfulProxy:
 
 
 class FakeCopyingProxy(FakeForgetfulProxy):
-    """Forwards everything, but puts a copy in the place of the file that the server shares its weights in."""
+    """Forwards everything, but replaces the file in which the server shares its weights with a copy."""
 
     def __init__(self, target: str):
         self.copied = 0

@@ -8,7 +8,7 @@ import torch
 
 
 def register() -> None:
-    """Ours for every layer but the output embeddings, whose first weights are kept."""
+    """Our packing for every layer except the output embeddings, which keep their first weights."""
     import vllm.model_executor.layers.utils as layer_utils
 
     from grpo_recipes.server import plugin

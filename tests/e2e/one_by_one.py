@@ -1,4 +1,4 @@
-"""The processes of a plan, started one by one, so that a test can stand between them."""
+"""Start the processes of a plan separately, so that a test can put a proxy between them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Bench:
     Attributes:
         run_dir: the run directory.
         environment: of its processes.
-        served: what the server calls its model.
+        served: the model's name at the server.
         plan: the plan.
     """
 
@@ -85,14 +85,14 @@ class Bench:
             server.terminate()
             with suppress(subprocess.TimeoutExpired):
                 server.wait(30)
-            for left in engine:  # a server that does not go is killed, as the launcher does
+            for leftover in engine:  # a server that does not end is killed, as the launcher does
                 with suppress(psutil.NoSuchProcess):
-                    left.kill()
+                    leftover.kill()
             server.kill()
             server.wait()
 
     def joined(self, patch: pytest.MonkeyPatch) -> Bench:
-        """Give this process what a client of the run's server reads."""
+        """Set the variables that a client of the run's server reads."""
         for name in ("GRPO_TOKEN_FILE", "GRPO_RUN", "GRPO_SYNC_DIR"):
             patch.setenv(name, self.environment[name])
         return self

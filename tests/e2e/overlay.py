@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_PARTS = ("src", "recipes", "conf", "scripts", "pyproject.toml")  # of the repository that commands read
+_PARTS = ("src", "recipes", "conf", "scripts", "pyproject.toml")  # files and folders that commands read
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Overlay:
 
     def run(self, *words: str, cwd: Path | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Run Python with these words; the environment has no variable that the launcher reads."""
-        kept = ("PATH", "HOME", "LANG", "TMPDIR", "CACHE_ROOT", "OPENBLAS_CORETYPE")
-        variables = {name: os.environ[name] for name in kept if name in os.environ}
+        inherited = ("PATH", "HOME", "LANG", "TMPDIR", "CACHE_ROOT", "OPENBLAS_CORETYPE")
+        variables = {name: os.environ[name] for name in inherited if name in os.environ}
         variables |= {"CACHE_ROOT": variables.get("CACHE_ROOT", str(REPOSITORY / ".cache"))}
         return subprocess.run(
             [str(self.python), *words], cwd=cwd or self.repository, env=variables, text=True, capture_output=True,
@@ -49,11 +49,11 @@ class Overlay:
         return self.python.parents[1] / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 
 
-def make_overlay(folder: Path, *more: str) -> Overlay:
-    """Copy the repository into ``folder``, with ``more`` of its files, and make an environment that runs the copy."""
+def make_overlay(folder: Path, *more_files: str) -> Overlay:
+    """Copy the repository into ``folder``, with ``more_files`` of it, and make an environment that runs the copy."""
     repository, environment = folder / "repository", folder / "environment"
     repository.mkdir(parents=True)
-    for name in (*_PARTS, *more):
+    for name in (*_PARTS, *more_files):
         source = REPOSITORY / name
         if source.is_dir():
             shutil.copytree(source, repository / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))

@@ -63,18 +63,18 @@ class Launch:
     def wait(self, timeout: float = 300) -> int:
         return self.process.wait(timeout)
 
-    def wait_for(self, condition: Callable[[], object], what: str, timeout: float = 400) -> None:
+    def wait_for(self, condition: Callable[[], object], event: str, timeout: float = 400) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
-            assert self.process.poll() is None, f"ended before {what}:\n{self.output}"
-            assert time.monotonic() < deadline, f"no {what} within {timeout} s:\n{self.output}"
+            assert self.process.poll() is None, f"ended before {event}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {event} within {timeout} s:\n{self.output}"
             time.sleep(0.1)
 
     def wait_for_step(self, step: int) -> None:
         self.wait_for(lambda: self.has_run_dir() and len(self.rows()) >= step, f"step {step}")
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process of the run: by the test's mark in its environment, whatever it is called."""
+        """Return every living process of the run: each has the test's mark in its environment."""
         return marked_processes(self.mark)
 
     def wait_for_nothing_left(self, timeout: float = 30) -> None:
@@ -82,6 +82,11 @@ class Launch:
         while self.processes():
             assert time.monotonic() < deadline, f"left behind: {self.processes()}"
             time.sleep(0.1)
+
+    def sync_folders(self) -> set[Path]:
+        """Return the folders of the weights in shared memory, from the environments of the run's processes."""
+        environments = [process.environ() for process in self.processes()]
+        return {Path(variables["GRPO_SYNC_DIR"]) for variables in environments if "GRPO_SYNC_DIR" in variables}
 
     def pid_of(self, role: str) -> int:
         record = read_json(self.run_dir / "processes" / f"{role}.json")
@@ -135,7 +140,7 @@ def override(flags: Sequence[str], **keys: Any) -> tuple[str, ...]:
     return tuple(word for flag in values.items() for word in flag)
 
 
-# Rows of two runs of one recipe differ in these alone.
+# Metrics that differ between two runs of one recipe.
 TIMES = (
     "seconds/",
     "seconds_max",
@@ -150,16 +155,17 @@ TIMES = (
 )
 
 
-def same_rows(one: Launch, other: Launch, *but: str) -> bool:
-    """Whether two runs have the same rows of ``metrics.jsonl`` but for times and these names."""
-    rows, others = (
-        [
-            {key: value for key, value in row.items() if not any(part in key for part in (*TIMES, *but))}
-            for row in run.rows()
+def same_rows(run: Launch, expected: Launch, *ignored: str) -> bool:
+    """Compare the rows of ``metrics.jsonl`` of two runs, except for times and the names that contain ``ignored``."""
+
+    def rows_of(launch: Launch) -> list[dict]:
+        names = (*TIMES, *ignored)
+        return [
+            {key: value for key, value in row.items() if not any(name in key for name in names)}
+            for row in launch.rows()
         ]
-        for run in (one, other)
-    )
-    return rows == others
+
+    return rows_of(run) == rows_of(expected)
 
 
 def weights_hash(run: Launch) -> str:
@@ -168,24 +174,25 @@ def weights_hash(run: Launch) -> str:
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
             if f"GRPO_TEST={mark}".encode() in variables and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                processes.append(process)
         except (OSError, psutil.Error):
             continue
-    return found
+    return processes
 
 
 def clean_environment(folder: Path, mark: str, **variables: str) -> dict[str, str]:
     """The tester's environment without anything that the launcher reads, plus the test's own."""
     # TRL sets VLLM_LOGGING_LEVEL in the environment of whoever imports it, as other tests of this process do.
     read = {*READ_VARIABLES, *environment_keys(), "WANDB_MODE", "HF_TOKEN", "VLLM_LOGGING_LEVEL"} - {"CACHE_ROOT"}
-    kept = {name: value for name, value in os.environ.items() if name not in read and not name.startswith("SLURM_")}
+    names = {name for name in os.environ if name not in read and not name.startswith("SLURM_")}
+    inherited = {name: os.environ[name] for name in names}
     return {
-        **kept,
+        **inherited,
         "RUN_ROOT": str(folder / "runs"),
         "GRPO_TEST": mark,
         "HF_TOKEN": SECRET,

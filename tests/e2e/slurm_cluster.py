@@ -1,8 +1,9 @@
 """A private two-node Slurm cluster on one machine, for the end-to-end tests.
 
 The daemons are the distribution's own (Debian and Ubuntu: `apt-get install slurm-wlm munge`); the nodes `n1` and `n2`
-are slurmd processes on this machine. Their GPUs are empty files: Slurm counts and grants them, but as they are no
-devices, it sets no CUDA_VISIBLE_DEVICES. Ports, sockets, keys and state are a cluster's own, so several can coexist.
+are slurmd processes on this machine. Their GPUs are empty files: Slurm counts and grants them. They are not
+devices, so it does not set CUDA_VISIBLE_DEVICES. Each cluster has its own ports, sockets, keys and state, so
+several can coexist.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 
 class SlurmError(RuntimeError):
-    """The cluster or one of its jobs did not do what the test needs; the message ends with the last log lines."""
+    """The cluster or one of its jobs failed or timed out. The message ends with the last log lines."""
 
 
 def unavailable() -> str | None:
@@ -76,13 +77,13 @@ def unavailable() -> str | None:
     if missing := [program for program in PROGRAMS if _program(program) is None]:
         return f"{', '.join(missing)} not found; on Debian or Ubuntu: apt-get install slurm-wlm munge"
     if "munge" not in {account.pw_name for account in pwd.getpwall()}:
-        return "there is no user munge; on Debian or Ubuntu: apt-get install munge"
+        return "the user munge is missing; on Debian or Ubuntu: apt-get install munge"
     return None
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """One cluster for the tests of a file, ready in a second or two; skips where there can be none.
+    """One cluster for the tests of a file, ready in a second or two. Skips if this machine cannot run Slurm.
 
     Not for the whole test run: tests of the launcher, which ends all that runs below it, run in this process too.
     """
@@ -139,17 +140,17 @@ class SlurmCluster:
     def job(self, job_id: int) -> dict[str, str]:
         """The fields of `scontrol show job`; they stay available for five minutes after the job's end."""
         line = self._must("scontrol", "show", "job", str(job_id), "-o").splitlines()[0]
-        # A value may hold spaces; it ends where the next `Key=` begins.
+        # A value may contain spaces; it ends before the next `Key=`.
         return dict(re.findall(r"(?:^|\s)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", line))
 
     def wait(self, job_id: int, states: str | Collection[str], timeout: float) -> dict[str, str]:
         """Wait until the job is in one of `states` and return its record; fail early if it ended in another one."""
-        wanted = {states} if isinstance(states, str) else set(states)
+        expected = {states} if isinstance(states, str) else set(states)
         deadline = time.monotonic() + timeout
-        while (record := self.job(job_id))["JobState"] not in wanted:
+        while (record := self.job(job_id))["JobState"] not in expected:
             if record["JobState"] in FINAL_STATES or time.monotonic() > deadline:
                 raise SlurmError(
-                    f"job {job_id} is {record['JobState']}, not {' or '.join(sorted(wanted))} (limit {timeout} s)\n"
+                    f"job {job_id} is {record['JobState']}, not {' or '.join(sorted(expected))} (limit {timeout} s)\n"
                     f"{record}\n{_tail(Path(record.get('StdOut', '')))}\n{self.logs()}"
                 )
             time.sleep(0.25)
@@ -161,31 +162,31 @@ class SlurmCluster:
     def start_requeued(self, job_id: int, timeout: float = 30) -> None:
         """Have a requeued job start at once instead of after `requeue_delay`."""
         self.wait(job_id, "PENDING", timeout)
-        # Not simply `now`: a node refuses the new run's credential if it is from the second in which it ended the old
-        # run, and the controller then fails the job ("Job credential revoked").
+        # Not simply `now`: a node rejects the new run's credential if it was made in the second in which the old run
+        # ended, and the controller then fails the job ("Job credential revoked").
         self._must("scontrol", "update", f"JobId={job_id}", "StartTime=now+2")
 
     def logs(self) -> str:
-        """The last lines of every daemon's log; of its standard error where it has not come as far as a log."""
+        """Return the last lines of every daemon's log, or of its standard error if it wrote no log."""
         paths = ((self.directory / f"{name}.log", self.directory / f"{name}.err") for name in self.daemons)
         return "\n".join(_tail(log if log.is_file() else err) for log, err in paths)
 
     def pids(self) -> set[int]:
-        """Every live process of this cluster: daemons, their helpers, and what jobs started, orphans included."""
+        """Return the live processes of this cluster: daemons, their helpers, and processes of jobs, also orphans."""
         daemons = {process.pid for process in self.daemons.values() if process.poll() is None}
         return daemons | {int(path.name) for path in Path("/proc").glob("[0-9]*") if self._owns(path)}
 
     def close(self) -> None:
-        """End the daemons and whatever is left of the jobs; safe to call twice."""
+        """End the daemons and the remaining processes of jobs; safe to call twice."""
         # The controller first: with it gone, no job starts or is requeued while the rest is ended.
         for name in ("slurmctld", *(f"slurmd-{node}" for node in NODES), "munged"):
             if name in self.daemons:
                 _stop(self.daemons[name])
         deadline = time.monotonic() + 10
-        while left := self.pids():
+        while pids := self.pids():
             if time.monotonic() > deadline:
-                raise SlurmError(f"processes {sorted(left)} outlived the cluster")
-            for pid in left:
+                raise SlurmError(f"processes {sorted(pids)} outlived the cluster")
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
@@ -208,7 +209,7 @@ class SlurmCluster:
             run=run, logs=self.directory, host=host, ports=ports, gpus=gpus, delay=delay, first_job=first_job
         )
         self.conf.write_text(text)
-        # Slurm takes a node down whose GPUs have a count but no files.
+        # Slurm takes a node down if its GPUs have a count but no files.
         for index in range(gpus):
             (self.directory / f"gpu{index}").touch()
         gres = f"AutoDetect=off\nNodeName=n[1-2] Name=gpu Type=a100 File={self.directory}/gpu[0-{gpus - 1}]\n"
@@ -221,7 +222,7 @@ class SlurmCluster:
         key.write_bytes(os.urandom(128))
         for path in (home, key):
             shutil.chown(path, "munge", "munge")
-        # munged refuses a directory that others may write to, whatever the umask made of it.
+        # munged refuses a directory that others may write to, and the umask may have allowed that.
         home.chmod(0o755)
         args = [f"--{option}={home / option}" for option in ("socket", "key-file", "seed-file", "pid-file")]
         self._start("munged", "munged", "--foreground", *args, user="munge")
@@ -255,15 +256,15 @@ class SlurmCluster:
             time.sleep(0.2)
 
     def _owns(self, process: Path) -> bool:
-        # Slurm's own record follows parent ids and loses orphans, so the environment tells whose a process is. A job
+        # Slurm's own record follows parent ids and loses orphans, so a process is recognized by its environment. A job
         # id keeps the caller's processes out: those may have the same environment.
         try:
             environment = (process / "environ").read_bytes()
             slurms_own = (process / "comm").read_text().startswith("slurm")
         except OSError:
             return False
-        ours = f"SLURM_CONF={self.conf}\0".encode() in environment
-        return ours and (slurms_own or b"\0SLURM_JOB_ID=" in environment)
+        is_ours = f"SLURM_CONF={self.conf}\0".encode() in environment
+        return is_ours and (slurms_own or b"\0SLURM_JOB_ID=" in environment)
 
 
 def _program(name: str) -> str | None:
@@ -272,7 +273,7 @@ def _program(name: str) -> str | None:
 
 
 def _clean_environment() -> dict[str, str]:
-    # The tests may themselves run in a Slurm job, whose variables would become options of every command.
+    # The tests may run in a Slurm job. Its variables would become options of every command.
     foreign = re.compile(r"(SLURM|SLURMD|SBATCH|SALLOC|SRUN|SCANCEL|SINFO|SQUEUE)_")
     user = pwd.getpwuid(os.geteuid())
     login = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, "PATH": os.defpath}
@@ -280,7 +281,7 @@ def _clean_environment() -> dict[str, str]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Free ports below the range from which the kernel takes ports for outgoing connections."""
+    """Return free ports below the kernel's range for outgoing connections."""
     # Not the shared generator: tests that seed it would give two clusters the same ports.
     generator = random.SystemRandom()
     ports: set[int] = set()

@@ -1,4 +1,4 @@
-"""What a soak showed, as a line of the file that GRPO_SOAK_RESULT names (`make soak`: bench/results/soak.jsonl)."""
+"""Append the results of a soak to the file GRPO_SOAK_RESULT (`make soak`: bench/results/soak.jsonl)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ORIGIN = begin(Path(FILE), target="soak") if FILE else {}
 
 
 def record(name: str, disturbed: Launch, alone: Launch, **facts: Any) -> None:
-    """Add a line, where a file is asked for: both runs by their own files, and ``facts`` of the test."""
+    """Append a line that compares both runs, with more ``facts``, if GRPO_SOAK_RESULT is set."""
     if FILE:
         append_record(Path(FILE), compared(name, disturbed, alone) | facts, ORIGIN)
 
 
 def compared(name: str, disturbed: Launch, alone: Launch) -> dict[str, Any]:
-    """The two runs of a soak: what happened, and in what they are the same."""
+    """Compare the two runs of a soak: restarts, repeated steps, rows and final weights."""
     summary = disturbed.summary()
     return {
         "soak": name,

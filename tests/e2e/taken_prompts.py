@@ -24,7 +24,7 @@ def taken(prompts: list[Any], trainer_state: Any, **_: Any) -> list[float]:
 
 
 def taken_by(run: Launch, rank: int) -> dict[int, list[str]]:
-    """The prompts that a rank took after so many steps; of a step that was done again, those of the last time."""
+    """Return the prompts of a rank by the number of completed steps. For a repeated step, the last prompts count."""
     return dict(json.loads(line) for line in _file(run.run_dir, rank).read_text().splitlines())
 
 

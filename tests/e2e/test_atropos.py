@@ -48,18 +48,18 @@ BRIDGES = {
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("more", BRIDGES.values(), ids=BRIDGES)
-def test_the_smoke_recipe_learns_from_an_environment(launch: Callable[..., Launch], more: tuple[str, ...]) -> None:
-    command = ["bash", str(REPOSITORY / "training.sh"), *more]
+@pytest.mark.parametrize("flags", BRIDGES.values(), ids=BRIDGES)
+def test_the_smoke_recipe_learns_from_an_environment(launch: Callable[..., Launch], flags: tuple[str, ...]) -> None:
+    command = ["bash", str(REPOSITORY / "training.sh"), *flags]
     run = launch(command=command, CONFIG=RECIPE, ENV_DIR=sys.prefix)
     assert run.wait(900) == 0, run.output
     summary = run.summary()
     assert summary["status"] == "completed" and summary["initial_reward"] <= 0.65
     assert summary["final_reward"] >= 0.85, run.output
     took_each_step_from_groups(run)
-    said = run.log("trainer")
-    assert said.count("Atropos API connectivity confirmed") == 1
-    assert said.count("Trainer successfully registered with UUID: ") == 1
+    trainer_log = run.log("trainer")
+    assert trainer_log.count("Atropos API connectivity confirmed") == 1
+    assert trainer_log.count("Trainer successfully registered with UUID: ") == 1
     run.wait_for_nothing_left()
 
 
@@ -69,8 +69,8 @@ def test_a_new_server_for_each_model_serves_the_environment(
     launch: Callable[..., Launch], mode: str, first: int
 ) -> None:
     ports = dict(zip(port_keys(), range(first, first + 4), strict=True))
-    given = [word for key, port in ports.items() for word in (f"--{key}", str(port))]
-    run = launch(RECIPE, "--weight_bridge_mode", mode, "--max_steps", "4", *given)
+    port_flags = [word for key, port in ports.items() for word in (f"--{key}", str(port))]
+    run = launch(RECIPE, "--weight_bridge_mode", mode, "--max_steps", "4", *port_flags)
     assert run.wait(1200) == 0, run.output
     assert len(run.rows()) == 4 and run.summary()["status"] == "completed"
     took_each_step_from_groups(run)
@@ -92,15 +92,15 @@ MIXTURE = [
 
 @pytest.mark.timeout(900)
 def test_two_environments_are_both_trained_on(launch: Callable[..., Launch]) -> None:
-    """One of one turn and one of two; a step takes the newest groups, so a single one may lack either."""
-    least = [{**one, "min_allocation": 0.25} for one in MIXTURE]
-    mixture = ("--atropos_environment", "null", "--atropos_mixture", json.dumps({"environments": least}))
+    """An environment of one turn and another of two. The newest groups of a step may all come from one of them."""
+    environments = [{**environment, "min_allocation": 0.25} for environment in MIXTURE]
+    mixture = ("--atropos_environment", "null", "--atropos_mixture", json.dumps({"environments": environments}))
     run = launch(RECIPE, *mixture, "--max_completion_length", "40", "--max_steps", "6")
     assert run.wait(600) == 0, run.output
     took_each_step_from_groups(run)
     samples = [json.loads(line)["rewards"] for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == len(run.rows()) == 6
-    learnt = {"twosums": 0, "arithmetic": 0}  # groups whose scores differ, and so have advantages other than zero
+    learnt = {"twosums": 0, "arithmetic": 0}  # groups with different scores, and thus nonzero advantages
     for row, scores in zip(run.rows(), samples, strict=True):
         groups = [scores[first : first + 16] for first in range(0, 256, 16)]
         learnt["twosums"] += sum(0.5 in group and len(set(group)) > 1 for group in groups)  # each sum is worth half
@@ -115,10 +115,10 @@ def test_two_environments_are_both_trained_on(launch: Callable[..., Launch]) -> 
 
 @pytest.mark.timeout(900)
 def test_the_final_model_is_benchmarked_though_an_environment_would_never_rest(launch: Callable[..., Launch]) -> None:
-    """On CPU completions of benchmarks have seeds of their own, for which the server must have nothing else to do."""
+    """On CPU, completions of benchmarks have their own seeds, which need an otherwise idle server."""
     arguments = "{max_batches_offpolicy: 10000}"
-    more = ("--server_request_timeout", "60", "--atropos_environment_args", arguments, "--benchmark")
-    run = launch(RECIPE, "--benchmarks", "smoke:sums", "--max_steps", "4", *more)
+    flags = ("--server_request_timeout", "60", "--atropos_environment_args", arguments, "--benchmark")
+    run = launch(RECIPE, "--benchmarks", "smoke:sums", "--max_steps", "4", *flags)
     assert run.wait(600) == 0, run.output
     (result,) = json.loads((run.run_dir / "benchmarks.json").read_text()).values()
     assert result["problems"] == 20 and result["no_verdict"] == 0 and 0 < result["pass@1"] <= 1
@@ -146,7 +146,7 @@ def test_an_unmodified_environment_from_its_own_terminal_is_trained_on(launch: C
     """R11: atroposlib's VLLMServer and ManagedServer, by the command that the launch prints."""
     port, program = str(free_port()), str(Path(sys.executable).with_name("run-api"))
     words = documented("run-api --host 127.0.0.1 --port 8000", {"run-api": program, "8000": port})
-    own = [subprocess.Popen(words, stdin=subprocess.DEVNULL)]
+    processes = [subprocess.Popen(words, stdin=subprocess.DEVNULL)]
     try:
         command = (
             "grpo launch recipes/atropos/smoke.yaml --atropos_environment null --atropos_api_url http://127.0.0.1:8000 "
@@ -164,10 +164,10 @@ def test_an_unmodified_environment_from_its_own_terminal_is_trained_on(launch: C
         argv = [sys.executable, str(file), "sums", *serve[:-1], str(settings), "--env.use_wandb=False"]
         log = run.folder / "environment.log"
         with log.open("wb") as out:
-            own.append(subprocess.Popen(argv, stdout=out, stderr=out, env={**os.environ, "HF_HUB_OFFLINE": "1"}))
+            processes.append(subprocess.Popen(argv, stdout=out, stderr=out, env={**os.environ, "HF_HUB_OFFLINE": "1"}))
         assert run.wait(600) == 0, run.output
     finally:
-        for process in reversed(own):
+        for process in reversed(processes):
             process.kill()
             process.wait()
     assert len(run.rows()) == 4 and all(row["atropos/rejected"] == 0 for row in run.rows())
@@ -248,14 +248,14 @@ def test_a_job_that_slurm_preempts_goes_on_and_learns(slurm: SlurmCluster, tmp_p
     took_each_step_from_groups(run)
 
 
-# What transformers says of loading a model where it is asked to say more.
+# Lines of transformers about a loaded model at its log level INFO.
 OF_LOADING = ("loading configuration file ", "loading weights file ", "Model config Qwen2Config {")
 SHORT = ("--environment", "arithmetic", "--seq-len", "40", "--max-model-len", "256")
 
 
 @pytest.mark.timeout(600)
 def test_flags_of_the_example_trainer_train_an_adapter(launch: Callable[..., Launch], tmp_path: Path) -> None:
-    """The flags and variables whose effect is seen in a run alone: where things lie, and what the server was told."""
+    """The flags and variables that only have an effect in a run: folders, logs and arguments of the server."""
     flags = (
         "--weight-bridge-mode", "lora_only", "--training-steps", "4", "--batch-size", "16",
         "--gradient-accumulation-steps", "4", "--lr", "2e-3", "--lora-r", "4", "--lora-alpha", "12",
@@ -272,11 +272,11 @@ def test_flags_of_the_example_trainer_train_an_adapter(launch: Callable[..., Lau
     logs = {path.name.split("_")[1] for path in (tmp_path / "logs").iterdir()}
     assert logs == {"run-api", "vllm", "train", "env-arithmetic"}
     assert "registers 64 sequences" in run.output
-    said = parsed(run.output)
-    need_right_arithmetic(said)
-    assert (said.mode, said.total_steps) == ("lora_only", 4)
+    printed = parsed(run.output)
+    need_right_arithmetic(printed)
+    assert (printed.mode, printed.total_steps) == ("lora_only", 4)
     log = (tmp_path / "logs" / Path(run.log_path("trainer")).name).read_text()
-    assert "Successfully retrieved batch with " in log and all(one in log for one in OF_LOADING)
+    assert "Successfully retrieved batch with " in log and all(line in log for line in OF_LOADING)
     run.wait_for_nothing_left()
 
 
@@ -293,5 +293,5 @@ def test_the_script_of_verls_integration_trains_by_its_variables(launch: Callabl
     assert run.wait(400) == 0, run.output
     assert len(run.rows()) == 3 and run.summary()["status"] == "completed"
     assert not (run.run_dir / "adapter").exists()
-    assert not any(one in run.log("trainer") for one in OF_LOADING)  # without --debug-loading
+    assert not any(line in run.log("trainer") for line in OF_LOADING)  # without --debug-loading
     run.wait_for_nothing_left()

@@ -1,4 +1,4 @@
-"""A new user's way: the commands of docs/recipes.md in their order, with one's own data and one's own reward."""
+"""Follow docs/recipes.md as a new user does: its commands in order, with new data and a new reward."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EDITS = {
 
 
 def reward_of_the_docs() -> str:
-    """The first Python example of docs/rewards.md's section on a reward of one's own."""
+    """Return the first Python example of the section on your own reward in docs/rewards.md."""
     section = (REPOSITORY / "docs/rewards.md").read_text().split("## Your own reward")[1]
     match = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert match is not None
@@ -75,9 +75,9 @@ def test_from_an_empty_file_to_a_trained_model(launch: Callable[..., Launch], tm
         text = text.replace(old, new.replace("my_rewards.py:short", f"my_rewards.py:{name}"))
     recipe.write_text(text)
 
-    said = {line: run(line) for line in commands[1:5]}
-    assert "is valid" in said["grpo check my.yaml"]
-    deep = said["grpo check my.yaml --deep"]
+    outputs = {line: run(line) for line in commands[1:5]}
+    assert "is valid" in outputs["grpo check my.yaml"]
+    deep = outputs["grpo check my.yaml --deep"]
     assert "+" in deep and "tokens" in deep and "<|im_end|>" in deep
     run_of_it = launch("my.yaml")
     assert run_of_it.wait() == 0, run_of_it.output

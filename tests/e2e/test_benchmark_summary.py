@@ -18,11 +18,11 @@ def test_a_real_run_ends_with_its_benchmark(launch: Callable[..., Launch]) -> No
     words = documented("grpo launch recipes/smoke/grpo.yaml --benchmark", smoke)
     run = launch(*words[2:], "--max_steps", "4", "--save_strategy", "no")
     assert run.wait() == 0, run.output
-    said = parsed(run.output)
-    need_right_arithmetic(said)
-    assert (said.mode, said.total_steps, said.syncs, said.whose) == ("file", 4, 4, "process")
-    assert said.total_time_seconds > said.total_step_time_seconds > 0 and said.total_sync_time_seconds > 0
-    kept = json.loads((run.run_dir / "benchmark.json").read_text())
-    assert kept["total_sync_time_seconds"] == said.total_sync_time_seconds and kept["mode"] == "file"
-    assert kept["peak_process_memory_gb"] == said.peak > 0.2
+    printed = parsed(run.output)
+    need_right_arithmetic(printed)
+    assert (printed.mode, printed.total_steps, printed.syncs, printed.whose) == ("file", 4, 4, "process")
+    assert printed.total_time_seconds > printed.total_step_time_seconds > 0 and printed.total_sync_time_seconds > 0
+    saved = json.loads((run.run_dir / "benchmark.json").read_text())
+    assert saved["total_sync_time_seconds"] == printed.total_sync_time_seconds and saved["mode"] == "file"
+    assert saved["peak_process_memory_gb"] == printed.peak > 0.2
     assert run.output.splitlines()[-1].startswith("grpo: smoke test on CPU, done")

@@ -60,14 +60,14 @@ def test_a_new_server_for_each_model_learns(launch: Callable[..., Launch]) -> No
     run = launch(*documented(shown, recipe)[2:])
     learned(run)
     state = json.loads((run.run_dir / "processes/server_state.json").read_text())
-    assert state["epoch"] == 10  # one for each six steps; the first has the first weights as it is started
+    assert state["epoch"] == 10  # a server for each six steps; the first server starts with the first weights
     assert run.summary().get("server_restarts", 0) == 0
 
 
 def learned(run: Launch) -> None:
     """Assert that the smoke task was learned, with the trainer's weights in the server after every step."""
     run.wait_for_step(1)
-    memory = {Path(one.environ()["GRPO_SYNC_DIR"]) for one in run.processes() if "GRPO_SYNC_DIR" in one.environ()}
+    memory = run.sync_folders()
     assert run.wait(600) == 0, run.output
     assert memory and not any(folder.exists() for folder in memory)
     assert run.summary()["final_reward"] >= 0.85
@@ -110,14 +110,14 @@ def test_tied_embeddings_are_in_one_copy_too(launch: Callable[..., Launch]) -> N
 @pytest.mark.rotating
 @pytest.mark.fault
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("bridge", "more"), INTERRUPTED)
+@pytest.mark.parametrize(("bridge", "flags"), INTERRUPTED)
 def test_a_killed_server_and_a_stop_change_nothing(
-    launch: Callable[..., Launch], bridge: str, more: tuple[str, ...]
+    launch: Callable[..., Launch], bridge: str, flags: tuple[str, ...]
 ) -> None:
-    keys, places = ("--weight_sync", bridge, *SHORT, *more), Places()
+    keys, places = ("--weight_sync", bridge, *SHORT, *flags), Places()
     run = launch(*keys, *places.keys)
     run.wait_for_step(2)
-    if bridge == "restart":  # kill the third server, not the second one while the launcher ends it
+    if bridge == "restart":  # wait for the third server: the launcher may still be ending the second
         third = {"epoch": 3, "state": "ready"}
         run.wait_for(lambda: third.items() <= read_json(run.run_dir / SERVER_STATE).items(), "third server")
     places.note(run)
@@ -185,7 +185,7 @@ def test_an_adapter_one_step_old_stops_the_run(tmp_path: Path) -> None:
     with bench.server() as url:
         proxy = FakeForgetfulProxy(url, honest=2)
         code, output = bench.train(proxy.port)
-        # A request for the base model gets the base model, whatever adapter was loaded beside it.
+        # A request for the base model gets the base model, even if an adapter is loaded.
         answer = requests.post(
             f"{url}/v1/completions",
             json={"model": bench.served, "prompt": [4, 5, 6], "max_tokens": 1, "logprobs": 0, "temperature": 0},
@@ -254,7 +254,7 @@ def test_a_request_of_another_client_does_not_keep_the_cache_of_old_weights(
     """Both begin with the same prompt, which fills a block of vLLM's cache."""
     bench = Bench(tmp_path, "--weight_sync", "file")
     model, prompt = trained_model(bench), [4, 5, 6] * 44
-    metadata = [(name, "float32", list(one.shape)) for name, one in model.named_parameters()]
+    metadata = [(name, "float32", list(weight.shape)) for name, weight in model.named_parameters()]
     with bench.server() as url:
         client = client_here(bench, url, monkeypatch)
 
@@ -263,7 +263,7 @@ def test_a_request_of_another_client_does_not_keep_the_cache_of_old_weights(
             return client.generate([prompt], n=1, logprobs=0, **keys)
 
         def sync() -> None:
-            client.update_named_params(metadata, ((name, one.detach()) for name, one in model.named_parameters()))
+            client.update_named_params(metadata, ((name, weight.detach()) for name, weight in model.named_parameters()))
             client.reset_prefix_cache()
             assert client.checksum_error is None
 
@@ -304,9 +304,9 @@ def client_here(bench: Bench, url: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def log_prob_difference(model: torch.nn.Module, prompt: list[int], answer: dict) -> float:
-    """The largest between the server's log-probs and those of the model as it is now."""
+    """Return the largest difference between the server's log-probs and the model's current ones."""
     tokens = torch.tensor([[*prompt, *answer["completion_ids"][0]]])
     with torch.no_grad():
-        own = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    own = own.gather(1, tokens[0, len(prompt) :, None])[:, 0]
-    return (own - torch.tensor(answer["logprobs"][0])[:, 0]).abs().max().item()
+        logps = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    logps = logps.gather(1, tokens[0, len(prompt) :, None])[:, 0]
+    return (logps - torch.tensor(answer["logprobs"][0])[:, 0]).abs().max().item()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -103,11 +104,11 @@ def test_the_door_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> None
 
     assert rank["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
     assert run.output == "grpo: the output goes to training.log\n"
-    summary, said = run.summary(), (run.folder / "training.log").read_text()
+    summary, printed = run.summary(), (run.folder / "training.log").read_text()
     assert summary["initial_reward"] <= 0.65 and summary["final_reward"] >= 0.85
-    assert "--num_processes 2 --log_level debug" in said and "step 60/60" in said
+    assert "--num_processes 2 --log_level debug" in printed and "step 60/60" in printed
     (log,) = (run.folder / "logs").glob("*train*.log")
-    assert "***** Running training *****" in log.read_text(errors="replace")  # which no process logs by default
+    assert "***** Running training *****" in log.read_text(errors="replace")  # a line that is not logged by default
     assert_vllm_has_the_trainers_weights(run, 60)
     assert run.processes() == []
 
@@ -126,7 +127,7 @@ def test_the_door_trains_in_four_processes(launch: Callable[..., Launch]) -> Non
     assert run.wait() == 0, run.output
     assert read_json(run.run_dir / "plan.json")["batch"]["world_size"] == 4
     ranks = [read_json(run.run_dir / "processes" / f"rank_{rank}.json") for rank in range(4)]
-    assert len({one["pid"] for one in ranks}) == 4
+    assert len({record["pid"] for record in ranks}) == 4
     assert_vllm_has_the_trainers_weights(run, 2)
     assert run.processes() == []
 
@@ -149,19 +150,19 @@ def test_two_processes_give_the_update_of_one_with_the_joined_batch(launch: Call
 
     # Plain descent: updates are as near as gradients are.
     keys = (*COLOCATED, *SMALL, "--optim", "sgd", "--learning_rate", "0.05", "--save_strategy", "no")
-    one = launch(*keys, folder="one")
-    assert one.wait() == 0, one.output
-    two = launch(*keys, "--num_processes", "2", folder="two")
-    assert two.wait() == 0, two.output
+    single = launch(*keys, folder="single")
+    assert single.wait() == 0, single.output
+    double = launch(*keys, "--num_processes", "2", folder="double")
+    assert double.wait() == 0, double.output
 
-    # What both processes sampled, and which completion was right, is what the one sampled.
-    first, second = ([sample(line) for line in (run.run_dir / "samples.jsonl").open()] for run in (one, two))
+    # Two processes sample the completions of the single process, with the same rewards.
+    first, second = ([sample(line) for line in (run.run_dir / "samples.jsonl").open()] for run in (single, double))
     assert first == second and len(first) == 3
-    assert [row["reward"] for row in one.rows()] == [row["reward"] for row in two.rows()]
-    after, of_two = (load_file(run.run_dir / "model" / "model.safetensors") for run in (one, two))
-    before = load_file(Path(read_json(one.run_dir / "plan.json")["model"]) / "model.safetensors")
+    assert [row["reward"] for row in single.rows()] == [row["reward"] for row in double.rows()]
+    after, after_double = (load_file(run.run_dir / "model" / "model.safetensors") for run in (single, double))
+    before = load_file(Path(read_json(single.run_dir / "plan.json")["model"]) / "model.safetensors")
     assert max(float((after[name] - before[name]).abs().max()) for name in after) > 1e-3
-    assert max(float((after[name] - of_two[name]).abs().max()) for name in after) < 1e-6
+    assert max(float((after[name] - after_double[name]).abs().max()) for name in after) < 1e-6
 
 
 def sample(line: str) -> tuple[int, list[float]]:
@@ -218,7 +219,7 @@ def test_two_nodes_add_up_to_one(slurm: SlurmCluster, launch: Callable[..., Laun
     slurm.wait(job, "COMPLETED", timeout=300)
 
     plan = read_json(run.run_dir / "plan.json")
-    assert [(one["role"], one["node"]) for one in plan["processes"]] == [("trainer", 0), ("trainer", 1)]
+    assert [(process["role"], process["node"]) for process in plan["processes"]] == [("trainer", 0), ("trainer", 1)]
     assert [record["node"] for record in rank_records(run)] == [0, 1]
     assert_vllm_has_the_trainers_weights(run, 3)
     assert run.processes() == []
@@ -263,8 +264,9 @@ def test_the_yaml_of_a_co_located_trainer_trains_with_fsdp(launch: Callable[...,
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_the_door_trains_on_two_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
-    named = [one.address for name in psutil.net_if_addrs() for one in psutil.net_if_addrs()[name] if one.family == 2]
-    address = next((one for one in named if not one.startswith("127.")), None)
+    interfaces = psutil.net_if_addrs().values()
+    addresses = [entry.address for entries in interfaces for entry in entries if entry.family == socket.AF_INET]
+    address = next((address for address in addresses if not address.startswith("127.")), None)
     if address is None:
         pytest.skip("this machine has no address but the loopback's")
     door = f"{sys.executable} {REPOSITORY}/run_colocated_grpo.py --gpus 1 --nodes 2 --node-rank 0"
@@ -276,8 +278,8 @@ def test_the_door_trains_on_two_nodes(slurm: SlurmCluster, tmp_path: Path) -> No
     slurm.wait(job, "COMPLETED", timeout=300)
 
     trainers = read_json(run.run_dir / "plan.json")["processes"]
-    assert [(one["role"], one["node"]) for one in trainers] == [("trainer", 0), ("trainer", 1)]
-    assert all(address in one["argv"] for one in trainers)  # where they meet
+    assert [(trainer["role"], trainer["node"]) for trainer in trainers] == [("trainer", 0), ("trainer", 1)]
+    assert all(address in trainer["argv"] for trainer in trainers)  # where they meet
     assert_vllm_has_the_trainers_weights(run, 3)
     assert "NETWORK_INTERFACE=" in (tmp_path / "job.log").read_text() and run.processes() == []
 
@@ -318,8 +320,8 @@ def test_a_killed_process_ends_the_run_and_leaves_nothing(launch: Callable[..., 
     run = launch(*override(TWO, max_steps=100000))
     run.wait_for_step(2)
     pid = run.pid_of("rank_1")
-    listening = [one for process in run.processes() for one in process.net_connections("tcp") if one.status == "LISTEN"]
-    assert {one.laddr.ip for one in listening} == {"127.0.0.1"}  # vLLM opens no port of its own
+    connections = [entry for process in run.processes() for entry in process.net_connections("tcp")]
+    assert {entry.laddr.ip for entry in connections if entry.status == "LISTEN"} == {"127.0.0.1"}  # vLLM opens no port
 
     psutil.Process(pid).send_signal(signal.SIGKILL)
 

@@ -1,6 +1,6 @@
 """The container: its Dockerfile carried out in a Debian root, and a run in it, as docs/container.md shows them.
 
-There is no Docker daemon and no Apptainer here: `tests/container_image.py` stands in for both.
+Without a Docker daemon and Apptainer: `tests/container_image.py` stands in for both.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ FAKE = "Docker and Apptainer"
 def image() -> Iterator[Image]:
     if reason := needs_of_the_test():
         pytest.skip(reason)
-    made = Image(new_root())
-    yield made
-    made.remove()
-    assert str(made.root) not in Path("/proc/self/mounts").read_text()
+    built = Image(new_root())
+    yield built
+    built.remove()
+    assert str(built.root) not in Path("/proc/self/mounts").read_text()
 
 
 @pytest.fixture
@@ -83,12 +83,12 @@ def environment_of_a_caller(home: Path) -> dict[str, str]:
 
 
 def assert_nobody_but_root_can_write(image: Image) -> None:
-    """Docker's user without a folder reads what is installed; what the image holds is not theirs to change."""
+    """Docker's user without a folder can read the installed files and change no file of the image."""
     done = image.docker(["docker", "run", "--rm", "grpo:cpu", "--version"])
     assert done.returncode == 0 and done.stdout.startswith("grpo-recipes "), done.stderr
     find = ["find", "/opt/grpo", "-xdev", "(", "-writable", "-o", "!", "-readable", ")", "-not", "-type", "l"]
-    found = image.enter(find, {}, user=USER)
-    assert (found.returncode, found.stdout) == (0, ""), found.stdout[:2000] + found.stderr[:2000]
+    listing = image.enter(find, {}, user=USER)
+    assert (listing.returncode, listing.stdout) == (0, ""), listing.stdout[:2000] + listing.stderr[:2000]
 
 
 def assert_the_run_is_the_users(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two processes train on a mixture with a template of the recipe's own, and are evaluated on what it holds out."""
+"""Two processes train on a mixture with the recipe's template, and are evaluated on the held-out part."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def test_a_mixture_is_prepared_once_trained_on_and_evaluated(launch: Callable[..
 
     assert run.wait() == 0, run.output
 
-    for said in (run.log("trainer"), run.output):
-        assert "grpo: 50 prompts (60 read, 0 dropped as longer than max_prompt_length)" in said
-        assert "grpo: evaluating on 10 of 10 rows (eval_max_prompts 1000) (60 read" in said
+    for log in (run.log("trainer"), run.output):
+        assert "grpo: 50 prompts (60 read, 0 dropped as longer than max_prompt_length)" in log
+        assert "grpo: evaluating on 10 of 10 rows (eval_max_prompts 1000) (60 read" in log
     folders = sorted(path.name.partition("-")[0] for path in (run.run_dir / "prompts").iterdir())
     assert folders == ["eval", "train"]
     assert [row["step"] for row in run.rows()] == [1, 2]

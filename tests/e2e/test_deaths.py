@@ -16,19 +16,19 @@ from grpo_recipes.runs.rundir import Run, read_json
 ENDLESS = ("--max_steps", "100000", "--run_name", "killed", "--server_restarts", "0")
 
 
-def find(run: Launch, what: str) -> int:
-    if what == "launcher":
+def find_pid(run: Launch, victim: str) -> int:
+    if victim == "launcher":
         return run.process.pid
-    if what == "engine":
+    if victim == "engine":
         (pid,) = [process.pid for process in run.processes() if "EngineCore" in process.name()]
         return pid
-    return run.pid_of({"accelerate": "trainer", "rank": "rank_0", "api server": "server"}[what])
+    return run.pid_of({"accelerate": "trainer", "rank": "rank_0", "api server": "server"}[victim])
 
 
 @pytest.mark.rotating
 @pytest.mark.fault
 @pytest.mark.parametrize(
-    ("victim", "said", "code"),
+    ("victim", "message", "code"),
     [
         pytest.param("launcher", "the launcher (pid {pid}) died", -9, id="launcher"),
         pytest.param("accelerate", "accelerate launch (pid {pid}) was killed by signal 9", 137, id="accelerate"),
@@ -39,11 +39,11 @@ def find(run: Launch, what: str) -> int:
 )
 @pytest.mark.slow
 def test_kill_9_ends_the_run_and_names_the_victim(
-    launch: Callable[..., Launch], victim: str, said: str, code: int
+    launch: Callable[..., Launch], victim: str, message: str, code: int
 ) -> None:
     run = launch(*ENDLESS)
     run.wait_for_step(2)
-    pid = find(run, victim)
+    pid = find_pid(run, victim)
 
     psutil.Process(pid).send_signal(signal.SIGKILL)
 
@@ -51,15 +51,15 @@ def test_kill_9_ends_the_run_and_names_the_victim(
     assert run.wait(30) == code, run.output
     run.wait_for_nothing_left()
     assert time.monotonic() - killed < 30
-    assert said.format(pid=pid) in run.output
+    assert message.format(pid=pid) in run.output
     summary = run.summary()
     assert summary["status"] == "failed"
-    assert summary["cause"].startswith(said.format(pid=pid))
+    assert summary["cause"].startswith(message.format(pid=pid))
     assert summary["failed_rank"] == (0 if victim == "rank" else None)
     assert summary["exit_code"] == (137 if victim == "launcher" else code)
     assert summary["steps"] >= 2
     page = (run.run_dir / "report.html").read_text()
-    assert "✕ failed" in page and said.format(pid=pid) in page
+    assert "✕ failed" in page and message.format(pid=pid) in page
 
 
 @pytest.mark.slow
@@ -70,8 +70,8 @@ def test_of_two_ranks_the_killed_one_is_named(launch: Callable[..., Launch]) -> 
     run.wait_for_step(2)
     pid = run.pid_of("rank_1")
     port = read_json(run.run_dir / "plan.json")["ports"]["main_process"]
-    listening = [one for process in run.processes() for one in process.net_connections("tcp")]
-    rendezvous = {one.laddr.ip for one in listening if one.status == "LISTEN" and one.laddr.port == port}
+    connections = [entry for process in run.processes() for entry in process.net_connections("tcp")]
+    rendezvous = {entry.laddr.ip for entry in connections if entry.status == "LISTEN" and entry.laddr.port == port}
     assert rendezvous == {"127.0.0.1"}
     assert SECRET not in Path(f"/proc/{pid}/environ").read_text()
 
@@ -135,9 +135,9 @@ def test_a_resume_at_once_waits_for_what_a_killed_launcher_left(launch: Callable
     old = {process.pid for process in run.processes()} - {run.process.pid}
 
     run.process.kill()
-    again = launch("--resume", str(run.run_dir), "--max_steps", "5", folder="again")
+    resumed = launch("--resume", str(run.run_dir), "--max_steps", "5", folder="again")
 
-    assert again.wait() == 0, again.output
+    assert resumed.wait() == 0, resumed.output
     assert not old & {process.pid for process in run.processes()}
     summary = read_json(run.run_dir / "summary.json")
     assert (summary["status"], summary["restarts"], summary["steps"]) == ("completed", 1, 5)

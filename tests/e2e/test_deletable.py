@@ -1,4 +1,4 @@
-"""Every extension and the console can be deleted: the core works without them, and says what is missing."""
+"""Every extension and the console can be deleted: the core works without them and names the missing part."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_two_processes_train_through_the_server(launch: Callable[..., Launch], a
     rows = run.rows()
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["reward"] > 0.2 and row["grad_norm"] > 0 for row in rows)
-    # The server sampled with the trainer's weights after every update, whatever they were gathered from.
+    # The server sampled with the trainer's weights after every update, however they were sharded.
     assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
     assert run.log("server").count("grpo: weights loaded") == 3
     assert find_damage(run.run_dir / "checkpoints" / "checkpoint-2", print) is None

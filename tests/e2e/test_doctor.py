@@ -24,7 +24,7 @@ def results(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]
 
 @pytest.fixture
 def idle(slurm: SlurmCluster) -> Iterator[SlurmCluster]:
-    """The cluster, whose nodes and partition are as before when the test ends."""
+    """The cluster; its nodes and partition are reset when the test ends."""
     yield slurm
     slurm.cli("scontrol", "update", "NodeName=n1,n2", "State=RESUME")
     slurm.cli("scontrol", "update", "PartitionName=main", "MaxTime=INFINITE")
@@ -36,23 +36,27 @@ def look(cluster: SlurmCluster, *before: str) -> dict[str, dict[str, str]]:
 
 @pytest.mark.rotating
 def test_the_cluster_from_its_login_node(idle: SlurmCluster) -> None:
-    found = look(idle)
-    assert found["slurm"]["value"].startswith("partitions main; gpu:a100:4")
-    assert "2 nodes up" in found["slurm"]["value"]
-    assert "12:00:00" not in found["slurm"]["value"] and "salloc" not in found["slurm"]["fix"]
+    checks = look(idle)
+    assert checks["slurm"]["value"].startswith("partitions main; gpu:a100:4")
+    assert "2 nodes up" in checks["slurm"]["value"]
+    assert "12:00:00" not in checks["slurm"]["value"] and "salloc" not in checks["slurm"]["fix"]
 
 
 @pytest.mark.rotating
 def test_drained_nodes_and_a_short_partition(idle: SlurmCluster) -> None:
     idle.cli("scontrol", "update", "PartitionName=main", "MaxTime=12:00:00")
-    found = look(idle)["slurm"]
-    assert found["status"] == "warning" and "main ends at 12:00:00" in found["value"]
+    slurm_check = look(idle)["slurm"]
+    assert slurm_check["status"] == "warning" and "main ends at 12:00:00" in slurm_check["value"]
     idle.cli("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
-    found = look(idle)["slurm"]
-    assert found["status"] == "warning" and "1 node up, lost: n1 drained" in found["value"]
+    slurm_check = look(idle)["slurm"]
+    assert slurm_check["status"] == "warning" and "1 node up, lost: n1 drained" in slurm_check["value"]
     idle.cli("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test")
-    found = look(idle)["slurm"]
-    assert found["status"] == "problem" and "0 nodes up" in found["value"] and "drained" in found["value"]
+    slurm_check = look(idle)["slurm"]
+    assert (
+        slurm_check["status"] == "problem"
+        and "0 nodes up" in slurm_check["value"]
+        and "drained" in slurm_check["value"]
+    )
 
 
 @pytest.mark.rotating
@@ -66,12 +70,12 @@ def test_inside_a_job_and_in_the_shell_that_salloc_leaves(idle: SlurmCluster) ->
 
 @pytest.mark.rotating
 def test_a_controller_that_does_not_answer(idle: SlurmCluster, tmp_path: Path) -> None:
-    """A cluster file that names a controller where nobody listens."""
+    """A cluster file that names a controller without a listener."""
     conf = tmp_path / "slurm.conf"
     conf.write_text(idle.conf.read_text().replace("SlurmctldPort=", "SlurmctldPort=1#"))
     done = idle.cli(GRPO, "doctor", "--json", env={**OFFLINE, "SLURM_CONF": str(conf)})
-    found = results(done)
-    assert found["slurm"]["status"] == "warning" and "sinfo" in found["slurm"]["value"]
+    checks = results(done)
+    assert checks["slurm"]["status"] == "warning" and "sinfo" in checks["slurm"]["value"]
 
 
 @pytest.mark.rotating
@@ -79,7 +83,7 @@ def test_deep_imports_torch_trl_and_vllm() -> None:
     done = subprocess.run(
         [GRPO, "doctor", "--deep", "--json"], capture_output=True, text=True, timeout=200, check=False
     )
-    found = results(done)
-    assert found["imports"]["status"] == "ok", found["imports"]
+    checks = results(done)
+    assert checks["imports"]["status"] == "ok", checks["imports"]
     for name in ("torch", "trl", "vllm", "threads"):
-        assert f"{name} " in found["imports"]["value"]
+        assert f"{name} " in checks["imports"]["value"]

@@ -16,7 +16,7 @@ from slurm_cluster import SlurmCluster
 from test_preemptions import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.rotating]
-# Launches of one test have folders of their own, and the recipe names its file from the user's.
+# Each launch of a test has its own folder, so the environment is given by its absolute path.
 GAME = ("--environment", f"{REPOSITORY / 'recipes/examples/two_sums.py'}:TwoSums")
 MAFIA = (
     str(REPOSITORY / "recipes/environments/secret_mafia_smoke.yaml"), "--num_generations", "16",
@@ -27,7 +27,7 @@ SHORT = ("--max_steps", "4", "--prompts_per_step", "4", "--save_steps", "2", "--
 
 @pytest.fixture
 def example(tmp_path: Path) -> dict[str, str]:
-    """A user's copy of the examples, beside which a launch is started."""
+    """A user's copy of the examples, in the folder of a launch."""
     copy = shutil.copytree(REPOSITORY / "recipes/examples", tmp_path / "recipes/examples")
     return {"recipes/examples/two_sums.yaml": str(copy / "two_sums.yaml")}
 
@@ -55,7 +55,7 @@ STOPPED = {"server": (GAME, "server"), "colocate": (GAME, "colocate"), "SecretMa
 def test_a_stopped_run_continues_bit_for_bit(
     launch: Callable[..., Launch], example: dict[str, str], game: tuple[str, ...], mode: str
 ) -> None:
-    """An environment of the user's own, and a game of a library, whose opponents draw their moves."""
+    """The user's environment, and a library's game with random opponents."""
     if game == MAFIA:
         pytest.importorskip("textarena")
     recipe = [] if game == MAFIA else [example["recipes/examples/two_sums.yaml"]]
@@ -80,9 +80,9 @@ def test_two_processes_play_as_one(launch: Callable[..., Launch], example: dict[
         size = str(64 // int(processes))
         runs.append(launch(recipe, *GAME, *SHORT[:-1], size, "--num_processes", processes, folder=processes))
         assert runs[-1].wait() == 0, runs[-1].output
-    one, two = (run.rows() for run in runs)
-    assert [row["reward"] for row in two] == pytest.approx([row["reward"] for row in one], abs=1e-6)
-    assert [row["grad_norm"] for row in two] == pytest.approx([row["grad_norm"] for row in one], rel=1e-3)
+    single, double = (run.rows() for run in runs)
+    assert [row["reward"] for row in double] == pytest.approx([row["reward"] for row in single], abs=1e-6)
+    assert [row["grad_norm"] for row in double] == pytest.approx([row["grad_norm"] for row in single], rel=1e-3)
 
 
 @pytest.mark.timeout(900)
@@ -111,9 +111,9 @@ OPPONENTS = {
 }
 
 
-@pytest.mark.parametrize(("opponents", "more"), OPPONENTS.values(), ids=OPPONENTS)
+@pytest.mark.parametrize(("opponents", "flags"), OPPONENTS.values(), ids=OPPONENTS)
 def test_models_play_the_other_seats(
-    launch: Callable[..., Launch], tmp_path: Path, opponents: str, more: tuple[str, ...]
+    launch: Callable[..., Launch], tmp_path: Path, opponents: str, flags: tuple[str, ...]
 ) -> None:
     """Two runs from one seed are equal, and the server's log-probs are the trainer's."""
     pytest.importorskip("textarena")
@@ -126,9 +126,9 @@ def test_models_play_the_other_seats(
         "vllm_max_model_length: 2048\nnum_generations: 4\n"
     )
     sizes = ("--max_steps", "2", "--prompts_per_step", "4", "--per_device_train_batch_size", "16")
-    runs = [launch(str(recipe), *sizes, *more, folder="one")]
+    runs = [launch(str(recipe), *sizes, *flags, folder="one")]
     assert runs[0].wait(600) == 0, runs[0].output
-    runs.append(launch(str(recipe), *sizes, *more, folder="two"))
+    runs.append(launch(str(recipe), *sizes, *flags, folder="two"))
     assert runs[1].wait(600) == 0, runs[1].output
     assert same_rows(*runs) and weights_hash(runs[0]) == weights_hash(runs[1])
     for row in runs[0].rows():

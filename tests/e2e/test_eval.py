@@ -1,4 +1,4 @@
-"""`grpo eval` with a real vLLM server: it agrees with the training, goes on after a kill, and leaves no process."""
+"""`grpo eval` with a real vLLM server: it agrees with the training, continues after a kill, and leaves no process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.document import Value
 
 RECIPE = REPOSITORY / "recipes/smoke/grpo.yaml"
-# With top_k 1 sampling is greedy; three tokens hold an answer of one digit and none of two.
+# With top_k 1 sampling is greedy; three tokens are enough for an answer of one digit, not of two.
 GREEDY = ("--top_k", "1", "--vllm_importance_sampling_correction", "false", "--max_completion_length", "3")
 EVALUATED = (
     "--eval_strategy", "steps", "--eval_steps", "2", "--eval_dataset_name", "smoke:sums", "--eval_subsample", "0.9",
@@ -65,15 +65,15 @@ def test_an_evaluation_alone_agrees_with_the_training_and_goes_on_after_a_kill(l
 
     assert alone.returncode == 0, alone.stderr
     out = run.folder / "evals" / run.run_dir.name
-    found = json.loads((out / "eval.json").read_text())
-    names = [name for name in found if "@" in name] + ["reward", "reward_std", "rewards/pure_accuracy_math/mean"]
-    assert len(names) == 27 and 0.1 < found["pass@1"] < 0.9
+    result = json.loads((out / "eval.json").read_text())
+    names = [name for name in result if "@" in name] + ["reward", "reward_std", "rewards/pure_accuracy_math/mean"]
+    assert len(names) == 27 and 0.1 < result["pass@1"] < 0.9
     for name in names:
-        assert found[name] == pytest.approx(trained[f"eval_{name}"]), name
-    assert found["prompts"] == trained["prompts"] == 18
-    assert found["mean_length"] == pytest.approx(trained["eval_completions/mean_length"])
-    assert found["truncated"] == pytest.approx(trained["eval_completions/clipped_ratio"]) and found["truncated"] > 0.1
-    assert f"pass@4      {found['pass@4']:>8.3f}" in alone.stdout and "<html" in (out / "eval.html").read_text()
+        assert result[name] == pytest.approx(trained[f"eval_{name}"]), name
+    assert result["prompts"] == trained["prompts"] == 18
+    assert result["mean_length"] == pytest.approx(trained["eval_completions/mean_length"])
+    assert result["truncated"] == pytest.approx(trained["eval_completions/clipped_ratio"]) and result["truncated"] > 0.1
+    assert f"pass@4      {result['pass@4']:>8.3f}" in alone.stdout and "<html" in (out / "eval.html").read_text()
     assert marked_processes(mark) == []
 
     place = {"runs/my-run/checkpoints/checkpoint-200": str(run.run_dir / "checkpoints" / "checkpoint-1")}
@@ -82,9 +82,9 @@ def test_an_evaluation_alone_agrees_with_the_training_and_goes_on_after_a_kill(l
     whole, cut = run.folder / "whole", run.folder / "evals" / f"{run.run_dir.name}-checkpoint-1"
     killed([*command, "--batch-size", "2"], run.folder, environment, cut / "completions.jsonl")
     assert 3 <= len(rows(cut / "completions.jsonl")) < 18 and not (cut / "eval.json").exists()
-    for more in ((), ("--out", "whole")):
-        again = done([*command, *more], run.folder, environment)
-        assert again.returncode == 0, again.stderr
+    for flags in ((), ("--out", "whole")):
+        completed = done([*command, *flags], run.folder, environment)
+        assert completed.returncode == 0, completed.stderr
     for name in ("completions.jsonl", "scores.jsonl", "eval.json"):
         assert (cut / name).read_bytes() == (whole / name).read_bytes(), name
     assert 0 < json.loads((cut / "eval.json").read_text())["pass@1"] < 1
@@ -99,7 +99,7 @@ def test_a_recipe_and_a_model_are_evaluated_on_a_server_that_runs(tmp_path: Path
         subprocess.run(command, check=True, timeout=300)
     model, mark = str(folder / "model"), f"eval-{tmp_path.name}"
     (tmp_path / "my.yaml").write_text(f"{RECIPE.read_text()}\neval_dataset_name: smoke:sums\neval_subsample: 1.0\n")
-    problems = [{"problem": f"{one}+1=", "answer": str(one + 1)} for one in range(1, 8)]
+    problems = [{"problem": f"{number}+1=", "answer": str(number + 1)} for number in range(1, 8)]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     patient = read_recipe(RECIPE).with_value("vllm_server_timeout", Value(400.0, "test"))
     with serving(patient, model, clean_environment(tmp_path, mark)) as server:
@@ -109,18 +109,18 @@ def test_a_recipe_and_a_model_are_evaluated_on_a_server_that_runs(tmp_path: Path
         places = {"http://localhost:8000": server.url, "my-model": server.name}
         recipe = done(documented(shown, places), tmp_path, environment)
         assert recipe.returncode == 0, recipe.stderr
-        found = json.loads((tmp_path / "evals/my/eval.json").read_text())
-        assert (found["prompts"], found["samples"]) == (20, 16) and 0 < found["pass@1"] < found["pass@16"] <= 1
-        assert found["mean@16"] == pytest.approx(found["pass@1"]) and found["majority@16"] > found["majority@1"]
+        result = json.loads((tmp_path / "evals/my/eval.json").read_text())
+        assert (result["prompts"], result["samples"]) == (20, 16) and 0 < result["pass@1"] < result["pass@16"] <= 1
+        assert result["mean@16"] == pytest.approx(result["pass@1"]) and result["majority@16"] > result["majority@1"]
 
         bare_model = "grpo eval Qwen/Qwen2.5-0.5B-Instruct --dataset test.jsonl --reward math_verify"
         words = documented(bare_model, {"Qwen/Qwen2.5-0.5B-Instruct": model})
         words += ["--base-url", server.url, "--max_completion_length", "8"]  # the server's model is this folder
         bare = done([*words, "--temperature", "0"], tmp_path, environment)
         assert bare.returncode == 0, bare.stderr
-        found = json.loads((tmp_path / "evals/model/eval.json").read_text())
-        assert (found["prompts"], found["samples"], found["model"]) == (7, 1, model) and found["pass@1"] > 0.5
-        assert len(marked_processes(mark)) == before  # no server of its own, and no reward process is left
+        result = json.loads((tmp_path / "evals/model/eval.json").read_text())
+        assert (result["prompts"], result["samples"], result["model"]) == (7, 1, model) and result["pass@1"] > 0.5
+        assert len(marked_processes(mark)) == before  # it started no server and left no reward process
 
         other = done([*words, "--model", "x"], tmp_path, environment)
         assert other.returncode == 2 and "Traceback" not in other.stderr

@@ -35,7 +35,7 @@ class Note(TrainerCallback):
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_evaluation_and_benchmarks(launch: Callable[..., Launch]) -> None:
-    folder = launch("--resume", "last").folder  # makes the folder; refused, since there is no run
+    folder = launch("--resume", "last").folder  # makes the folder; rejected, since the folder contains no run
     (folder / "mine.py").write_text(CALLBACK)
     (folder / "missing.jsonl").write_text(json.dumps({"problem": "1+1=", "answer": ""}) + "\n")
     wandb = {"WANDB_MODE": "offline"}
@@ -53,7 +53,7 @@ def test_evaluation_and_benchmarks(launch: Callable[..., Launch]) -> None:
     model = first.run_dir / "model" / "model.safetensors"
     assert model.exists() and first.processes() == []
 
-    # Resumed: no step is taken, the finished benchmark is not run again, the other one is.
+    # Resumed: no step is taken. The finished benchmark is not repeated, the other is run.
     (first.run_dir / "benchmarks" / "smoke_sums.jsonl").write_text("not touched")
     rows, evaluations = first.rows(), eval_rows(first)
     (folder / "missing.jsonl").write_text(json.dumps({"problem": "1+1=", "answer": "2"}) + "\n")
@@ -73,7 +73,7 @@ def assert_evaluated(run: Launch) -> None:
     assert [row["step"] for row in rows] == [0, 2, 4]
     for row in rows:
         assert row["prompts"] == 7 and row["seconds"] > 0
-        # 7 prompts x 4 completions, though batches of 2 x 6 fill up the last one with prompts seen before.
+        # 7 prompts x 4 completions, although the last batch of 2 x 6 is filled up with earlier prompts.
         assert row["eval_reward"] * 28 == pytest.approx(round(row["eval_reward"] * 28), abs=1e-4)
     assert [row["step"] for row in run.rows()] == [1, 2, 3, 4]
     summary = run.summary()
@@ -99,8 +99,8 @@ def assert_benchmark(run: Launch) -> None:
 
 
 def assert_callback_was_called(run: Launch) -> None:
-    noted = [line.split() for line in (run.cwd / "noted.txt").read_text().splitlines()]
-    assert {step for step, _ in noted} == {"0", "2", "4"} and len(noted) == 6  # by both processes
+    events = [line.split() for line in (run.cwd / "noted.txt").read_text().splitlines()]
+    assert {step for step, _ in events} == {"0", "2", "4"} and len(events) == 6  # by both processes
     assert (run.run_dir / "callbacks" / "mine.py").read_text() == CALLBACK
 
 
@@ -131,7 +131,7 @@ def assert_benchmarked_before_and_after(run: Launch) -> None:
 
 
 def untimed(run: Launch) -> list[dict]:
-    """Rows without times, and without what compares log-probs, whose last bits vary from server to server."""
+    """Return rows without times and log-prob comparisons. The last bits of the latter vary between servers."""
     left_out = ("seconds/", "memory/", "syncs", "tokens_per_second", "step_time", "sampling/")
     return [{key: value for key, value in row.items() if not key.startswith(left_out)} for row in run.rows()]
 
@@ -141,7 +141,7 @@ def benchmark_rows(run: Launch) -> list[dict]:
 
 
 def greedy_answers(model_folder: Path, problems: dict[str, list[str]]) -> dict[str, list[str]]:
-    """What transformers answers with the saved model."""
+    """Return the greedy answers of the saved model, by transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)

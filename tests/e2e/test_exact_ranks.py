@@ -31,9 +31,9 @@ def test_two_ranks_continued_in_the_second_and_third_epoch(
     saving = ("--save_steps", "1", "--save_total_limit", str(STEPS))
     alone = launch(*KEYS, *FLAGS, *sampling, *saving, "--run_name", "alone", folder="alone")
     assert alone.wait() == 0, alone.output
-    taken = [taken_by(alone, rank) for rank in RANKS]
-    assert all(list(steps) == list(range(STEPS)) for steps in taken)
-    assert not any(set(taken[0][step]) & set(taken[1][step]) for step in range(STEPS))
+    prompts_by_rank = [taken_by(alone, rank) for rank in RANKS]
+    assert all(list(steps) == list(range(STEPS)) for steps in prompts_by_rank)
+    assert not any(set(prompts_by_rank[0][step]) & set(prompts_by_rank[1][step]) for step in range(STEPS))
 
     for step in SAVED:
         folder = copy_until(alone, step, alone.folder.parent / f"from-{step}")
@@ -41,7 +41,7 @@ def test_two_ranks_continued_in_the_second_and_third_epoch(
         assert continued.wait() == 0, continued.output
         assert f"resuming from checkpoint-{step}" in continued.output
         for rank in RANKS:
-            expected = {done: prompts for done, prompts in taken[rank].items() if done >= step}
+            expected = {done: prompts for done, prompts in prompts_by_rank[rank].items() if done >= step}
             assert taken_by(continued, rank) == expected, f"rank {rank} from {step}"
         weights, expected_weights = weights_hash(continued), weights_hash(alone)
         record(sampler, accelerator, 2, "one-iteration", step, False, weights, expected_weights)
@@ -50,7 +50,7 @@ def test_two_ranks_continued_in_the_second_and_third_epoch(
 
 
 def copy_until(run: Launch, step: int, folder: Path) -> Path:
-    """A copy of the run directory, from which nothing is known of what came after the checkpoint of ``step``."""
+    """Copy the run directory as it was after the checkpoint of ``step``."""
     copy = folder / "runs" / run.run_dir.name
     shutil.copytree(run.run_dir, copy)
     forget(copy)

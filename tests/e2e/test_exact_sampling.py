@@ -1,4 +1,4 @@
-"""A real server: the same generation has the same bits, whatever came before it and whichever server samples it."""
+"""A real server: a generation has the same bits after other traffic and on another server."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def other_traffic(bench: Bench, url: str, turn: int) -> None:
 
 
 def end_in_flight(client: FileClient, run_dir: Path) -> float:
-    """Stop the run in a generation under way; the seconds until it had ended."""
+    """Stop the run during a generation and return the seconds until the generation ended."""
     stop = StopRequest(run_dir)
     client.stop = stop
-    asked: list[float] = []
+    stop_times: list[float] = []
 
-    def ask() -> None:
-        asked.append(time.monotonic())
+    def request_stop() -> None:
+        stop_times.append(time.monotonic())
         stop_file(run_dir).touch()
 
-    threading.Timer(0.2, ask).start()
+    threading.Timer(0.2, request_stop).start()
     with stop.cutting_short():
         assert client.generate(PROMPTS, n=16, **LONG)["completion_ids"] == [[0]] * 16 * len(PROMPTS)
-    return time.monotonic() - asked[0]
+    return time.monotonic() - stop_times[0]
 
 
 def stacks_of_every_process(bench: Bench) -> dict[str, str]:

@@ -31,13 +31,13 @@ SHORT = (
 
 @pytest.fixture
 def examples(tmp_path: Path) -> Path:
-    """A user's copy of the folder, beside which a launch is started."""
+    """A user's copy of the folder, in the folder of a launch."""
     return shutil.copytree(REPOSITORY / "recipes/examples", tmp_path / "recipes/examples")
 
 
 def test_a_rule_with_own_data_and_columns_trains(launch: Callable[..., Launch], examples: Path) -> None:
-    here = {"recipes/examples/rule.yaml": str(examples / "rule.yaml")}
-    run = launch(*documented("grpo launch recipes/examples/rule.yaml", here)[2:], *SHORT)
+    places = {"recipes/examples/rule.yaml": str(examples / "rule.yaml")}
+    run = launch(*documented("grpo launch recipes/examples/rule.yaml", places)[2:], *SHORT)
     assert run.wait() == 0, run.output
     rows = run.rows()
     assert len(rows) == 3 and all(0 < row["rewards/near/mean"] <= 1 for row in rows)
@@ -47,7 +47,7 @@ def test_a_rule_with_own_data_and_columns_trains(launch: Callable[..., Launch], 
 
 @pytest.fixture
 def judge(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A vLLM server of the smoke model, which wants a key: its address and its process."""
+    """A vLLM server of the smoke model that requires a key: its address and its process."""
     folder, command = smoke_command("smoke:sums", os.environ)
     if not (folder / "COMPLETE").exists():
         subprocess.run(command, check=True)
@@ -81,10 +81,10 @@ def test_a_judge_that_is_a_real_server_grades_and_its_death_leaves_completions_u
 ) -> None:
     address, server = judge
     variables = {"JUDGE_URL": f"{address}/v1", "JUDGE_MODEL": "judge", "JUDGE_KEY": KEY}
-    # The smoke model answers what it is asked with any text: a completion whose grade has no digit is unscored.
+    # The smoke model grades with arbitrary text. A completion is unscored if its grade has no digit.
     flags = override(SHORT, max_steps=100, reward_max_no_verdict=0.95)
-    here = {"recipes/examples/judge.yaml": str(examples / "judge.yaml")}
-    run = launch(*documented("grpo launch recipes/examples/judge.yaml", here)[2:], *flags, **variables)
+    places = {"recipes/examples/judge.yaml": str(examples / "judge.yaml")}
+    run = launch(*documented("grpo launch recipes/examples/judge.yaml", places)[2:], *flags, **variables)
     run.wait_for(lambda: run.has_run_dir() and len(run.rows()) >= 2, "step 2", timeout=600)  # beside another server
     os.killpg(server.pid, signal.SIGKILL)
     assert run.wait(600) == 1, run.output

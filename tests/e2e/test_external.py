@@ -41,7 +41,7 @@ def server_words(port: int) -> list[str]:
 
 
 def start(folder: Path, port: int, development: bool = True) -> subprocess.Popen[bytes]:
-    """A plain vLLM, as somebody starts it, once it answers."""
+    """Start a plain vLLM as a user does, and wait until it answers."""
     words = [*(word for word in server_words(port) if development or word != MODE), *ON_CPU]
     environment = clean_environment(folder, f"external-{port}", VLLM_CPU_KVCACHE_SPACE="1", TORCHDYNAMO_DISABLE="1")
     environment.pop("GRPO_RUN", None)
@@ -74,7 +74,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 def places(port: int) -> dict[str, str]:
-    """What is elsewhere than on the page."""
+    """Return the words of the page that differ here."""
     return {
         "recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml"), "MODEL": smoke_model(),
         "http://127.0.0.1:30000": f"http://127.0.0.1:{port}",
@@ -89,12 +89,10 @@ def flags(port: int) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.rotating
 @pytest.mark.timeout(900)
-def test_the_smoke_recipe_learns_through_a_server_that_somebody_started(
-    launch: Callable[..., Launch], port: int
-) -> None:
+def test_the_smoke_recipe_learns_through_an_external_server(launch: Callable[..., Launch], port: int) -> None:
     started = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --port 30000"
-    there = {"MODEL": smoke_model(), "30000": str(port), "python": sys.executable}
-    assert documented(started, there) == server_words(port)  # which the fixture has started
+    replacements = {"MODEL": smoke_model(), "30000": str(port), "python": sys.executable}
+    assert documented(started, replacements) == server_words(port)  # the fixture's command
     shown = (
         "grpo launch recipes/smoke/grpo.yaml --model_name_or_path MODEL --vllm_server_base_url http://127.0.0.1:30000"
     )

@@ -14,13 +14,13 @@ from test_resume import checkpoints
 
 from grpo_recipes.runs.rundir import read_json
 
-# Without a server: what is tried here is the same with one.
+# Without a server, which makes no difference here.
 ALONE = ("--use_vllm", "false", "--prompts_per_step", "2", "--num_generations", "4", "--max_steps", "100000")
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of its own for the run directories, as which the folders ``full`` and ``again`` have it."""
+    """A small disk for the run directories of the folders ``full`` and ``again``."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", str(folder)]
@@ -52,11 +52,11 @@ def test_a_disk_that_fills_up_ends_the_run_and_costs_no_checkpoint(
     assert summary["status"] == "failed" and "No space left on device" in summary["cause"]
     assert not [path for path in run.run_dir.rglob(".*") if path.is_file() and path.stat().st_size == 0]
     (small_disk / "filler").unlink()
-    kept = checkpoints(run)
-    assert kept
-    again = launch("--resume", str(run.run_dir), folder="again")
-    again.wait_for(lambda: "resuming from checkpoint-" in again.output, "the resume")
-    again.wait_for(lambda: checkpoints(run) > kept, "another checkpoint")
+    saved = checkpoints(run)
+    assert saved
+    resumed = launch("--resume", str(run.run_dir), folder="again")
+    resumed.wait_for(lambda: "resuming from checkpoint-" in resumed.output, "the resume")
+    resumed.wait_for(lambda: checkpoints(run) > saved, "another checkpoint")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`grpo generate` and `grpo chat` with a real vLLM server: tokens, repetition, continuation, what is left behind."""
+"""`grpo generate` and `grpo chat` with a real vLLM server: tokens, repetition, continuation, and no leftovers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT = 24
 
 
 def patient() -> Recipe:
-    """The smoke recipe, whose server may take its time on a machine with other work."""
+    """The smoke recipe with a long time limit for the server, for a busy machine."""
     return read_recipe(RECIPE).with_value("vllm_server_timeout", Value(400.0, "test"))
 
 
@@ -57,19 +57,19 @@ def interrupted(argv: list[str], out: Path, environment: dict[str, str]) -> int:
     raise AssertionError("the command is always done before it can be interrupted")
 
 
-def no_retokenization(url: str, token: str, found: list[dict[str, Any]]) -> None:
-    """The ids say what the text says, and what the server renders and tokenises itself is answered alike."""
+def assert_ids_and_text_agree(url: str, token: str, generated: list[dict[str, Any]]) -> None:
+    """Assert that ids and texts agree, and that the server gives equal answers to messages and to token ids."""
     tokenizer = smoke.build_tokenizer()
-    for row in found:
-        for one in row["completions"]:
-            assert tokenizer.decode(one["ids"], skip_special_tokens=True) == one["text"]
-            assert (one["ids"][-1] == tokenizer.eos_token_id) == (one["finish_reason"] == "stop")
+    for row in generated:
+        for completion in row["completions"]:
+            assert tokenizer.decode(completion["ids"], skip_special_tokens=True) == completion["text"]
+            assert (completion["ids"][-1] == tokenizer.eos_token_id) == (completion["finish_reason"] == "stop")
     client = CompletionClient(url, token=token)
-    chats, greedy = [row["prompt"] for row in found], SamplingParameters(max_tokens=8, temperature=0.0)
+    chats, greedy = [row["prompt"] for row in generated], SamplingParameters(max_tokens=8, temperature=0.0)
     ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
     drawn, same = client.sample(ids, 1, greedy), client.sample(chats, 1, greedy)
     assert [row[0].ids for row in drawn if isinstance(row[0], Sample)] == [row[0].ids for row in same]
-    assert len(drawn) == LIMIT and all(one <= 0 for (row,) in drawn for one in row.logprobs)
+    assert len(drawn) == LIMIT and all(logp <= 0 for (row,) in drawn for logp in row.logprobs)
 
 
 @pytest.mark.slow
@@ -80,25 +80,25 @@ def test_a_dataset_is_completed_continued_and_repeated(tmp_path: Path) -> None:
         url, token = server.url, server.token
         environment = clean_environment(tmp_path, mark, OPENAI_API_KEY=token)
 
-        def command(out: str, *more: str) -> list[str]:
+        def command(out: str, *flags: str) -> list[str]:
             places = {"my.yaml": str(RECIPE), "completions.jsonl": out, "http://localhost:8000": url}
             shown = "grpo generate my.yaml --out completions.jsonl --base-url http://localhost:8000 --num-generations 4"
-            return [*documented(shown, places), "--limit", str(LIMIT), *more]
+            return [*documented(shown, places), "--limit", str(LIMIT), *flags]
 
-        def generate(out: str, *more: str) -> Path:
+        def generate(out: str, *flags: str) -> Path:
             done = subprocess.run(
-                command(out, *more), env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+                command(out, *flags), env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
             )
             assert done.returncode == 0, done.stderr
             assert f"{LIMIT} prompts x 4 completions in {out}" in done.stdout
             return tmp_path / out
 
         whole = generate("whole.jsonl")
-        found = rows(whole)
-        assert [row["index"] for row in found] == list(range(LIMIT))
-        assert all(len(row["completions"]) == 4 for row in found)
-        assert len({one["text"] for row in found for one in row["completions"]}) > 5
-        no_retokenization(url, token, found)
+        generated = rows(whole)
+        assert [row["index"] for row in generated] == list(range(LIMIT))
+        assert all(len(row["completions"]) == 4 for row in generated)
+        assert len({completion["text"] for row in generated for completion in row["completions"]}) > 5
+        assert_ids_and_text_agree(url, token, generated)
 
         cut = tmp_path / "cut.jsonl"
         assert interrupted(command("cut.jsonl", "--batch-size", "2"), cut, environment) == 130
@@ -107,18 +107,18 @@ def test_a_dataset_is_completed_continued_and_repeated(tmp_path: Path) -> None:
 
         greedy = generate("greedy.jsonl", "--temperature", "0")
         assert generate("again.jsonl", "--temperature", "0", "--batch-size", "3").read_bytes() == greedy.read_bytes()
-        assert all(len({one["text"] for one in row["completions"]}) == 1 for row in rows(greedy))
+        assert all(len({completion["text"] for completion in row["completions"]}) == 1 for row in rows(greedy))
         problems = CompletionClient(url, token="another")
         with pytest.raises(ConfigError, match="OPENAI_API_KEY"):
             problems.ready(5)
 
         words = documented("grpo chat http://localhost:8000", {"http://localhost:8000": url})
-        said = subprocess.run(
+        chat = subprocess.run(
             [*words, "--temperature", "0", "--max-tokens", "8"], input="1+2=\n", env=environment, cwd=tmp_path,
             capture_output=True, text=True, timeout=120,
         )  # fmt: skip
-        assert said.returncode == 0, said.stderr
-        assert "\n> 1+2=\n<answer>3</answer>\n" in said.stdout
+        assert chat.returncode == 0, chat.stderr
+        assert "\n> 1+2=\n<answer>3</answer>\n" in chat.stdout
     assert marked_processes(mark) == []
 
 
@@ -138,9 +138,9 @@ def test_a_run_is_talked_to_and_its_server_ends_with_the_conversation(tmp_path: 
         words, input=lines, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    said = done.stdout.splitlines()
-    assert said.count("> 1+2=") == 2 and said.count("<answer>3</answer>") == 2
-    assert said[-3:-1] == ["> /system", "grpo: system prompt: Say the sum."]
+    lines_printed = done.stdout.splitlines()
+    assert lines_printed.count("> 1+2=") == 2 and lines_printed.count("<answer>3</answer>") == 2
+    assert lines_printed[-3:-1] == ["> /system", "grpo: system prompt: Say the sum."]
     assert marked_processes(mark) == []
 
 

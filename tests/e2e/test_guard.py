@@ -33,9 +33,9 @@ def test_weights_one_step_old_in_bf16_at_1e_6_stop_every_rank(tmp_path: Path, pr
     for cause in causes:
         assert "WeightsDiffer: weights did not reach the server through the 'file' bridge" in cause
         assert "it has the weights of sync 2, and the trainer sent sync 3; step 2 was not taken" in cause
-    # The two honest steps stand; from the third batch, sampled with old weights, no update was computed.
+    # The two steps with new weights are kept. The third batch came from old weights and was not used.
     assert [row["step"] for row in read_metrics(bench.run_dir)] == [1, 2]
-    # What a log-prob probe alone would have seen: nothing.
+    # A comparison of log-probs would have detected nothing.
     assert all(row["sampling/sampling_logp_difference/mean"] < 0.05 for row in read_metrics(bench.run_dir)), output
 
 
@@ -52,13 +52,13 @@ def test_tied_embeddings_work_through_the_file_bridge(tmp_path: Path) -> None:
     rows = read_metrics(bench.run_dir)
     assert len(rows) == 4
     assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
-    assert rows[0]["reward"] > 0.3  # of the trainer's model, not of the one the server was started with
+    assert rows[0]["reward"] > 0.3  # the trainer's model, not the server's first model
 
 
 @pytest.mark.slow
 @pytest.mark.rotating
 @pytest.mark.parametrize(
-    ("plugin", "said"),
+    ("plugin", "message"),
     [
         # vLLM's own CPU build replaces linear weights by packed copies: nothing is left to compare.
         pytest.param("", "weights did not reach the server through the 'file' bridge", id="stock-cpu-build"),
@@ -67,7 +67,7 @@ def test_tied_embeddings_work_through_the_file_bridge(tmp_path: Path) -> None:
     ],
 )
 def test_a_server_that_computes_with_other_weights_than_it_holds_is_stopped(
-    tmp_path: Path, plugin: str, said: str
+    tmp_path: Path, plugin: str, message: str
 ) -> None:
     bench = Bench(tmp_path, "--model_name_or_path", "smoke:sums-tied")
     make_smoke("sums-tied", tied=True)
@@ -77,7 +77,7 @@ def test_a_server_that_computes_with_other_weights_than_it_holds_is_stopped(
 
     assert code != 0
     (cause,) = bench.causes()
-    assert f"WeightsDiffer: {said}" in cause
+    assert f"WeightsDiffer: {message}" in cause
     if plugin:
         measured = re.search(r"difference\| ([\d.e+-]+) on the first batch", cause)
         assert measured is not None and float(measured[1]) > 0.1
@@ -100,7 +100,7 @@ def make_smoke(name: str, tied: bool) -> None:
 
 
 def other_tied_model(folder: Path) -> str:
-    """The same architecture with weights of its own."""
+    """The same architecture with different weights."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -38,7 +38,7 @@ class TwoNodes:
         return self.launch(command=["ip", "netns", "exec", f"{self.name}-{rank}", *words], folder=".", **variables)
 
     def cut_the_link(self) -> None:
-        """Drop everything between the nodes, in both directions and without an answer to anybody."""
+        """Drop all packets between the nodes, in both directions and without an answer."""
         ip("-n", f"{self.name}-0", "link", "set", f"{self.name}v0", "down")
 
 

@@ -23,8 +23,8 @@ def listeners(run: Launch, port: int) -> list[int]:
     return [
         process.pid
         for process in run.processes()
-        for one in process.net_connections("tcp")
-        if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
     ]
 
 

@@ -1,4 +1,4 @@
-"""Runs that learn nothing, through the real launcher: one that breaks, one that completes, and what is said of them."""
+"""Runs that learn nothing, through the real launcher: their endings and notes."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ def test_a_reward_that_is_the_same_for_all_is_said_everywhere(launch: Callable[.
 
     assert run.wait() == 0, run.output
 
-    said = "every completion got the reward 0.25 in {} steps in a row, from step 1 on: nothing is learned"
+    note = "every completion got the reward 0.25 in {} steps in a row, from step 1 on: nothing is learned"
     lines = run.output.splitlines()
-    noted = [index for index, line in enumerate(lines) if line.startswith("grpo: note: every completion got")]
-    assert len(noted) == 2, run.output
-    first, second = noted
-    assert lines[first - 1].startswith(f"step {ENOUGH_STEPS}/") and said.format(ENOUGH_STEPS) in lines[first]
+    note_lines = [index for index, line in enumerate(lines) if line.startswith("grpo: note: every completion got")]
+    assert len(note_lines) == 2, run.output
+    first, second = note_lines
+    assert lines[first - 1].startswith(f"step {ENOUGH_STEPS}/") and note.format(ENOUGH_STEPS) in lines[first]
     assert second > lines.index(next(line for line in lines if line.startswith(f"step {steps}/")))
-    assert said.format(steps) in lines[second] and ". Fix: see what the reward looks at" in lines[second]
+    assert note.format(steps) in lines[second] and ". Fix: see what the reward looks at" in lines[second]
     grpo = str(Path(sys.executable).with_name("grpo"))
     status = subprocess.run([grpo, "status", str(run.run_dir)], capture_output=True, text=True, check=True)
-    assert re.search(rf"^note +{re.escape(said.format(steps))}\. Fix: ", status.stdout, re.MULTILINE)
+    assert re.search(rf"^note +{re.escape(note.format(steps))}\. Fix: ", status.stdout, re.MULTILINE)
     page = (run.run_dir / "report.html").read_text()
-    assert "Worth a look" in page and f"E{said.format(steps)[1:]}" in page
+    assert "Worth a look" in page and f"E{note.format(steps)[1:]}" in page
 
 
 POISON = """
@@ -82,7 +82,7 @@ class Poison(TrainerCallback):
 
 @pytest.mark.slow
 @pytest.mark.rotating
-@pytest.mark.parametrize("accelerator", ["ddp", "zero2"])  # DeepSpeed leaves such a step out by itself, and goes on
+@pytest.mark.parametrize("accelerator", ["ddp", "zero2"])  # DeepSpeed skips such a step by itself and continues
 def test_a_loss_that_is_no_number_ends_the_run_on_every_rank(
     launch: Callable[..., Launch], tmp_path: Path, accelerator: str
 ) -> None:
@@ -98,8 +98,8 @@ def test_a_loss_that_is_no_number_ends_the_run_on_every_rank(
     assert "NotFinite: loss nan, gradient norm " in cause and "in step 3, which was not taken" in cause
     assert "the last complete checkpoint is checkpoint-2. Fix: lower learning_rate (now 0.0003)" in cause
     assert [row["step"] for row in run.rows()] == [1, 2]
-    kept = sorted(path.name for path in (run.run_dir / "checkpoints").glob("checkpoint-*"))
-    assert kept == ["checkpoint-1", "checkpoint-2"]
+    saved = sorted(path.name for path in (run.run_dir / "checkpoints").glob("checkpoint-*"))
+    assert saved == ["checkpoint-1", "checkpoint-2"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A run whose every process was killed leaves scratch on the node; the next launch removes it, and no living run's."""
+"""A run with all processes killed leaves scratch on the node. The next launch removes it and spares live runs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_the_next_launch_removes_what_a_killed_run_left_on_the_node(launch: Call
     signal_all(living, signal.SIGSTOP)  # it lives, and leaves the cores to the others
     killed = launch(*override(SHORT, max_steps=100000), folder="killed", TMPDIR=str(node))
     killed.wait_for(lambda: killed.has_run_dir() and len(killed.rows()) >= 3, "step 3", timeout=300)
-    (left,) = (path for path in node.glob("grpo-*") if path != stays)
+    (scratch,) = (path for path in node.glob("grpo-*") if path != stays)
     inodes = mapped_segments(killed)
 
     kill_at_once(killed)
 
-    folders = [left, SHARED_MEMORY / left.name]
+    folders = [scratch, SHARED_MEMORY / scratch.name]
     assert all(folder.is_dir() for folder in folders)
     segments = segments_of(inodes)
     assert any(path.name.startswith("psm_") for path in segments), "vLLM's message queues"
@@ -48,7 +48,7 @@ def test_the_next_launch_removes_what_a_killed_run_left_on_the_node(launch: Call
     second = launch("--resume", "last", *override(SHORT, max_steps=6), folder="killed", TMPDIR=str(node))
 
     assert second.wait() == 0, second.output
-    (line,) = [line for line in second.output.splitlines() if left.name in line]
+    (line,) = [line for line in second.output.splitlines() if scratch.name in line]
     assert re.match(r"grpo: removed scratch of runs that died on this node \(.*grpo-", line), line
     assert stays.name not in second.output
     assert not any(folder.exists() for folder in folders) and not segments_of(inodes)
@@ -62,7 +62,7 @@ def test_the_next_launch_removes_what_a_killed_run_left_on_the_node(launch: Call
 
 
 def kill_at_once(run: Launch) -> None:
-    """Kill every process of a run as a kernel ends a container: stopped first, so that none cleans up meanwhile."""
+    """Kill every process of a run as a kernel ends a container: stopped first, so that no process cleans up."""
     signal_all(run, signal.SIGSTOP)
     signal_all(run, signal.SIGKILL)
     run.wait(30)
@@ -76,7 +76,7 @@ def signal_all(run: Launch, signum: signal.Signals) -> None:
 
 
 def mapped_segments(run: Launch) -> set[int]:
-    """Inodes of what the processes of a run map of shared memory."""
+    """Return the inodes of shared memory that the processes of a run map."""
     device = SHARED_MEMORY.stat().st_dev
     inodes = set()
     for process in run.processes():
@@ -88,5 +88,5 @@ def mapped_segments(run: Launch) -> set[int]:
 
 
 def segments_of(inodes: set[int]) -> list[Path]:
-    """Those of them that still have a name."""
+    """Return the files of these inodes that still have a name."""
     return [path for path in SHARED_MEMORY.iterdir() if path.is_file() and path.stat().st_ino in inodes]

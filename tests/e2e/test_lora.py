@@ -1,4 +1,4 @@
-"""LoRA through the real server: what is streamed is the merged model, and so is what is left in the end."""
+"""LoRA through the real server, which receives the merged model; the final model is merged too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MaxEnt-GRPO through the real launcher and server: the smoke task by one variable, and two processes."""
+"""MaxEnt-GRPO through the real launcher and server: the smoke task with one variable, and with two processes."""
 
 from __future__ import annotations
 

@@ -68,28 +68,27 @@ def test_a_fetched_recipe_trains_with_the_network_cut_off(
     launch: Callable[..., Launch], recipe: Callable[..., str], hub: FakeHub, tmp_path: Path
 ) -> None:
     path = recipe(eval_strategy="steps", eval_steps=1, benchmarks=["math_500"])
-    here = {**hub.environment(), "CACHE_ROOT": str(tmp_path / "cache")}
-    without = launch(command=without_network(GRPO, "launch", path, *SHORT), folder="without", **here)
+    variables = {**hub.environment(), "CACHE_ROOT": str(tmp_path / "cache")}
+    without = launch(command=without_network(GRPO, "launch", path, *SHORT), folder="without", **variables)
     assert without.wait(60) == 2, without.output
     assert f"grpo fetch {path} --max_steps 2 --save_steps 100" in without.output
     assert not (without.folder / "runs").exists()
 
-    fetch = launch(command=[GRPO, "fetch", path], folder="fetch", **here)
+    fetch = launch(command=[GRPO, "fetch", path], folder="fetch", **variables)
     assert fetch.wait(60) == 0, fetch.output
-    asked = len(hub.requests)
-    run = launch(command=without_network(GRPO, "launch", path, *SHORT), folder="with", **here)
+    requests_before = len(hub.requests)
+    run = launch(command=without_network(GRPO, "launch", path, *SHORT), folder="with", **variables)
     run.cwd = run.folder
     assert run.wait() == 0, run.output
-    assert len(hub.requests) == asked and len(run.rows()) == 2
+    assert len(hub.requests) == requests_before and len(run.rows()) == 2
 
     commits = {name: repo.at("main") for (_, name), repo in hub.repos.items()}
     identity = json.loads((run.run_dir / "run.json").read_text())
     assert {source["id"]: source["commit"] for source in identity["sources"]} == commits
     snapshot = f"snapshots/{commits['ada/sums']}"
+    processes = json.loads((run.run_dir / "plan.json").read_text())["processes"]
     for role in ("server", "trainer"):
-        (plan,) = [
-            one for one in json.loads((run.run_dir / "plan.json").read_text())["processes"] if one["role"] == role
-        ]
+        (plan,) = [process for process in processes if process["role"] == role]
         assert any(word.endswith(snapshot) for word in plan["argv"]) and plan["environment"]["HF_HUB_OFFLINE"] == "1"
     assert "80 prompts (80 read" in run.log("trainer")
     assert "evaluating on 2 of 20 rows" in run.log("trainer") and "final_eval_reward" in run.summary()

@@ -26,18 +26,18 @@ PLACES = {"python": sys.executable} | {
 }
 
 
-def here(words: list[str]) -> list[str]:
-    """A command of the page in this repository and environment."""
+def replace_places(words: list[str]) -> list[str]:
+    """Return a command of the page for this repository and environment."""
     return [PLACES.get(word, word) for word in words]
 
 
-def door(launch: Callable[..., Launch], words: list[str], *more: str, folder: str = ".") -> Launch:
-    """Start the door, its server at a free port; the launch knows its run where it is in ``runs``."""
+def start_offline_trainer(launch: Callable[..., Launch], words: list[str], *flags: str, folder: str = ".") -> Launch:
+    """Start the offline trainer with its server at a free port. ``Launch.run_dir`` is the run in ``runs``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return launch(
-        command=[*here(words), f"generation.base_url=http://127.0.0.1:{port}", *more],
+        command=[*replace_places(words), f"generation.base_url=http://127.0.0.1:{port}", *flags],
         folder=folder, ENV_DIR=sys.prefix,
     )  # fmt: skip
 
@@ -53,16 +53,16 @@ def test_the_first_command_of_the_page_leaves_what_the_page_says(launch: Callabl
         "generation.max_new_tokens=8"
     )
     quick = ("data.problems_per_iteration=2", "checkpoint.keep_last_k=2")
-    run = door(launch, documented(shown), *quick)
+    run = start_offline_trainer(launch, documented(shown), *quick)
     assert run.wait() == 0, run.output
     (folder,) = (run.folder / "outputs").glob("????-??-??/??-??-??")
-    found = metrics(folder)
-    assert list(found) == [f"{kind}_iter_00{number}.json" for kind in ("eval", "train") for number in range(3)]
+    results = metrics(folder)
+    assert list(results) == [f"{kind}_iter_00{number}.json" for kind in ("eval", "train") for number in range(3)]
     for number in range(3):
-        trained = found[f"train_iter_00{number}.json"]
+        trained = results[f"train_iter_00{number}.json"]
         assert trained["problem_seeds"] == [1000 + 2 * number, 1001 + 2 * number] and trained["steps"] == [number + 1]
         assert {"loss_total", "loss_pg", "loss_kl", "loss_entropy", "kl_divergence", "grad_norm"} <= trained.keys()
-        assert {"pass@1", "mean@1", "pass@4", "mean@4"} <= found[f"eval_iter_00{number}.json"].keys()
+        assert {"pass@1", "mean@1", "pass@4", "mean@4"} <= results[f"eval_iter_00{number}.json"].keys()
     links = sorted((folder / "checkpoints").iterdir())
     assert [link.name for link in links] == ["iter_001", "iter_002"] and all(
         (link / "COMPLETE").exists() for link in links
@@ -80,13 +80,13 @@ def test_ten_iterations_learn_and_the_server_ends_with_the_trainers_weights(laun
         "generation.max_new_tokens=8 generation.temperature=1 generation.top_p=1 generation.top_k=0 "
         "generation.repetition_penalty=1 eval.num_ids=64 eval.replicates=16 eval.batch_size=64"
     )
-    more = ("--eval_on_start", "--dtype=float32", "--bf16=false", "--vllm_max_model_length=256")
+    flags = ("--eval_on_start", "--dtype=float32", "--bf16=false", "--vllm_max_model_length=256")
     greedy = ("--benchmarks", "smoke:sums", "--benchmark_temperature", "0", "--benchmark_samples", "1")
-    run = door(launch, documented(shown), "hydra.run.dir=runs", *more, *greedy)
+    run = start_offline_trainer(launch, documented(shown), "hydra.run.dir=runs", *flags, *greedy)
     assert run.wait() == 0, run.output
 
-    found = metrics(run.folder / "runs")
-    rates = [found[f"eval_iter_{number:03}.json"]["pass@1"] for number in range(10)]
+    results = metrics(run.folder / "runs")
+    rates = [results[f"eval_iter_{number:03}.json"]["pass@1"] for number in range(10)]
     before = run.summary()["initial_eval_reward"]
     # 30 problems of 16 completions each: the standard error of a rate is at most 0.03.
     assert 0.35 < before < 0.6 and fmean(rates[-3:]) > max(0.7, before + 0.2), rates
@@ -100,33 +100,33 @@ def test_ten_iterations_learn_and_the_server_ends_with_the_trainers_weights(laun
 @pytest.mark.fault
 def test_killed_and_started_again_it_ends_as_if_it_had_not_been(launch: Callable[..., Launch]) -> None:
     words = ["python", "run_offline_grpo.py", "model.train_id=smoke:sums", "data.problems=sums", "train.iterations=8"]
-    more = (
+    flags = (
         "train.lr=1e-4", "generation.max_new_tokens=8", "eval.num_ids=8", "eval.interval=2",
         "checkpoint.save_interval=2", "hydra.run.dir=runs", "--dtype=float32", "--bf16=false",
     )  # fmt: skip
-    whole = door(launch, words, *more, folder="whole")
+    whole = start_offline_trainer(launch, words, *flags, folder="whole")
     assert whole.wait() == 0, whole.output
 
-    killed = door(launch, words, *more, folder="killed")
+    killed = start_offline_trainer(launch, words, *flags, folder="killed")
     killed.wait_for_step(9)
     killed.process.send_signal(signal.SIGKILL)
     killed.process.wait()
     killed.wait_for_nothing_left()
     assert not (killed.run_dir / "model").exists() and (killed.folder / "runs/metrics/train_iter_003.json").exists()
 
-    again = door(launch, words, *more, folder="killed")
-    assert again.wait() == 0, again.output
-    assert again.run_dir == killed.run_dir
-    found = metrics(again.folder / "runs")
-    assert found == metrics(whole.folder / "runs")
+    continued = start_offline_trainer(launch, words, *flags, folder="killed")
+    assert continued.wait() == 0, continued.output
+    assert continued.run_dir == killed.run_dir
+    results = metrics(continued.folder / "runs")
+    assert results == metrics(whole.folder / "runs")
     evaluated = [f"eval_iter_{number:03}.json" for number in (1, 3, 5, 7)]
-    assert list(found) == [*evaluated, *(f"train_iter_{number:03}.json" for number in range(8))]
-    assert same_rows(again, whole) and weights_hash(again) == weights_hash(whole)
+    assert list(results) == [*evaluated, *(f"train_iter_{number:03}.json" for number in range(8))]
+    assert same_rows(continued, whole) and weights_hash(continued) == weights_hash(whole)
 
 
 @pytest.mark.rotating
 def test_the_smoke_test_trains_without_a_server_and_prints_its_metrics(launch: Callable[..., Launch]) -> None:
-    run = launch(command=here(documented("python smoke_test.py")), ENV_DIR=sys.prefix)
+    run = launch(command=replace_places(documented("python smoke_test.py")), ENV_DIR=sys.prefix)
     assert run.wait() == 0, run.output
     trained, evaluated = run.output.splitlines()
     assert trained.startswith("Train metrics: {'loss_total': ") and "'kl_divergence': 0.0" in trained
@@ -135,13 +135,13 @@ def test_the_smoke_test_trains_without_a_server_and_prints_its_metrics(launch: C
 
 @pytest.mark.rotating
 def test_seven_tests_of_the_door_pass(launch: Callable[..., Launch]) -> None:
-    run = launch(command=here(documented("python run_tests.py")), ENV_DIR=sys.prefix)
+    run = launch(command=replace_places(documented("python run_tests.py")), ENV_DIR=sys.prefix)
     assert run.wait() == 0, run.output
     assert run.output.splitlines()[-1] == "7/7 tests passed"
 
 
 @pytest.mark.rotating
 def test_the_checks_with_a_server_pass_on_the_cpu(launch: Callable[..., Launch]) -> None:
-    run = launch(command=here(documented("python test_gpu_integration.py --cpu")), ENV_DIR=sys.prefix)
+    run = launch(command=replace_places(documented("python test_gpu_integration.py --cpu")), ENV_DIR=sys.prefix)
     assert run.wait() == 0, run.output
     assert run.output.splitlines()[-1] == "4/4 passed"

@@ -50,11 +50,11 @@ def test_it_learns_and_says_that_it_is_off_policy(launch: Callable[..., Launch])
 @pytest.mark.rotating
 @pytest.mark.timeout(1800)
 def test_a_killed_server_a_stop_and_a_kill_change_nothing(launch: Callable[..., Launch]) -> None:
-    given = (*SHORT, *EVALUATED, "--max_steps", "14")
-    alone = launch(*given, "--run_name", "alone", folder="alone")
+    flags = (*SHORT, *EVALUATED, "--max_steps", "14")
+    alone = launch(*flags, "--run_name", "alone", folder="alone")
     assert alone.wait(600) == 0, alone.output
 
-    other = launch(*given, "--run_name", "other", folder="other")
+    other = launch(*flags, "--run_name", "other", folder="other")
     other.wait_for_step(3)
     os.kill(engine_of(other), signal.SIGKILL)
     other.wait_for_step(6)
@@ -79,8 +79,8 @@ def test_a_killed_server_a_stop_and_a_kill_change_nothing(launch: Callable[..., 
 def test_two_ranks_learn_and_go_on_from_a_checkpoint_as_if_left_alone(
     launch: Callable[..., Launch], keys: tuple[str, ...]
 ) -> None:
-    given = (*keys, *OVERLAP, "--num_processes", "2", "--max_steps", "12", "--save_steps", "7")
-    alone = launch(*given, "--run_name", "alone", folder="alone")
+    flags = (*keys, *OVERLAP, "--num_processes", "2", "--max_steps", "12", "--save_steps", "7")
+    alone = launch(*flags, "--run_name", "alone", folder="alone")
     assert alone.wait(800) == 0, alone.output
     rows = alone.rows()
     assert [row["rollouts/steps_off_policy"] for row in rows] == [0] + [1] * 11

@@ -34,8 +34,8 @@ def sums(completions, answer, completion_ids):
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_a_run_goes_on_though_its_reward_hangs(launch: Callable[..., Launch], tmp_path: Path) -> None:
-    own = tmp_path / "own.py"
-    own.write_text(REWARD)
+    reward_file = tmp_path / "own.py"
+    reward_file.write_text(REWARD)
     flags = {
         "reward_funcs": "own.py:sums", "reward_timeout": 1, "reward_max_no_verdict": 0.9, "max_steps": 6,
         "prompts_per_step": 4, "num_generations": 8, "per_device_train_batch_size": 32, "save_strategy": "no",
@@ -45,7 +45,7 @@ def test_a_run_goes_on_though_its_reward_hangs(launch: Callable[..., Launch], tm
         *[word for key, value in flags.items() for word in (f"--{key}", str(value))],
     )
     run.wait_for_step(1)
-    own.write_text("the run has its copy")
+    reward_file.write_text("the run has its copy")
     assert run.wait() == 0, run.output
 
     rows = run.rows()

@@ -1,4 +1,4 @@
-"""A run of two ranks, stopped and started again by Slurm at random moments, ends as the run left alone."""
+"""A run of two ranks that Slurm preempts at random moments ends as the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ STEPPED = ("sample", "score", "update", "sync", "save")
 
 def moments(generator: random.Random, count: int) -> list[Moment]:
     """Random moments, the first while the server starts, the second in a save, the last after the last step."""
-    found = [Moment("server", 0, generator.uniform(0, 8)), Moment("save", 1, 0.0)]
-    while len(found) < count - 1:
-        idle = len(found) % 2 == 0
+    drawn = [Moment("server", 0, generator.uniform(0, 8)), Moment("save", 1, 0.0)]
+    while len(drawn) < count - 1:
+        idle = len(drawn) % 2 == 0
         phase = generator.choice(IDLE if idle else STEPPED)
-        found.append(Moment(phase, 0 if idle else generator.randint(1, 2), generator.uniform(0, 0.3)))
-    return [*found, Moment("end", 0, 0.0)]
+        drawn.append(Moment(phase, 0 if idle else generator.randint(1, 2), generator.uniform(0, 0.3)))
+    return [*drawn, Moment("end", 0, 0.0)]
 
 
 class Job:
@@ -99,10 +99,10 @@ def _is_at(phase: Phase, moment: Moment, first: int) -> bool:
     return missed or (phase.step >= first + moment.steps and phase.name == moment.phase)
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout: float = 240, interval: float = 0.1) -> None:
+def wait_until(condition: Callable[[], object], event: str, timeout: float = 240, interval: float = 0.1) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {timeout} s"
+        assert time.monotonic() < deadline, f"no {event} within {timeout} s"
         time.sleep(interval)
 
 
@@ -143,7 +143,7 @@ def test_usr1_at_random_moments_changes_nothing(
     job.complete()
 
     assert job.launch.summary()["restarts"] == count - 1
-    assert job.redone() <= count - 1  # the step in flight alone
+    assert job.redone() <= count - 1  # only the step in flight
     alone = Job(slurm, tmp_path / "alone", f"alone-{count}", nodes, steps, epoch)
     alone.complete()
     size = {"ranks": RANKS, "nodes": nodes, "epochs": steps / epoch}

@@ -54,7 +54,7 @@ def test_the_commands_of_readme_train_with_its_own_reward_and_leave_a_report(tmp
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
         return done.stdout
 
-    type_commands(commands[:-1])  # the launch of this recipe is that of the smoke run
+    type_commands(commands[:-1])  # the launch of this recipe is the smoke run
     (clone / "my_reward.py").write_text(block("python"))
     recipe, line = (clone / "my.yaml").read_text(), block("yaml")
     assert re.findall("^reward_funcs: .*\n", line) == [line]

@@ -67,9 +67,11 @@ def test_gsm8k_is_rendered_filtered_counted_and_scored_behind_a_dead_proxy(launc
 
     trainer_log = run.log("trainer")
     rows = [json.loads(line) for line in GSM8K.read_text().splitlines()]
-    (kept,) = [int(line.split()[1]) for line in trainer_log.splitlines() if f" prompts ({len(rows)} read" in line]
-    assert f"({len(rows)} read, {len(rows) - kept} dropped as longer than max_prompt_length)" in trainer_log
-    assert 0 < kept < len(rows)
+    (prompt_count,) = [
+        int(line.split()[1]) for line in trainer_log.splitlines() if f" prompts ({len(rows)} read" in line
+    ]
+    assert f"({len(rows)} read, {len(rows) - prompt_count} dropped as longer than max_prompt_length)" in trainer_log
+    assert 0 < prompt_count < len(rows)
     assert "<|system|>Answer in <answer></answer>.<|im_end|><|user|>" in trainer_log
     metrics = run.rows()
     assert [row["step"] for row in metrics] == [1, 2, 3]

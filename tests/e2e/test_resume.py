@@ -1,4 +1,4 @@
-"""A run that was killed goes on where its newest complete checkpoint stands, in the same directory."""
+"""A killed run continues from its newest complete checkpoint, in the same directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_resume_last_continues_a_killed_run(launch: Callable[..., Launch]) -> No
     first = launch(*words[2:], *SHORT, "--run_name", "resumed")
     first.wait_for(lambda: first.has_run_dir() and checkpoints(first), "a checkpoint")
     first.wait_for_step(4)
-    for process in first.processes():  # all of them, as a node that dies: a rank alone would still save
+    for process in first.processes():  # all processes, like a node that dies: a single rank would still save
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     first.wait(30)
@@ -68,8 +68,8 @@ def test_a_run_whose_newest_checkpoint_lost_a_bit_goes_on_from_the_one_before(la
     second = launch("--resume", str(first.run_dir), "--max_steps", str(step_of(newest)))
 
     assert second.wait() == 0, second.output
-    what = "model.safetensors was changed since the run wrote it"
-    assert f"{newest.name} is damaged: {what}; renamed to {newest.name}.damaged, resuming from {older.name}\n" in (
+    damage = "model.safetensors was changed since the run wrote it"
+    assert f"{newest.name} is damaged: {damage}; renamed to {newest.name}.damaged, resuming from {older.name}\n" in (
         second.output
     )
     assert f"grpo: resuming from {older.name}; " in second.output

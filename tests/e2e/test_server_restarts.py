@@ -32,18 +32,18 @@ def engine_of(run: Launch) -> int:
 
 
 def segments() -> set[str]:
-    """What ended runs left under /dev/shm: no process has it mapped, and no run that goes on has it in its record."""
+    """Return the segments under /dev/shm that no process maps and no live run has in its record."""
     mapped = scratch._mapped(psutil.pids())
     records = "".join(path.read_text() for path in scratch.SHARED_MEMORY.glob(f"grpo-*/{scratch._SEGMENT_RECORD}"))
-    found = {name for inode, name in scratch._segments().items() if inode not in mapped}
-    return {name for name in found if f" {name}\n" not in records}
+    unmapped = {name for inode, name in scratch._segments().items() if inode not in mapped}
+    return {name for name in unmapped if f" {name}\n" not in records}
 
 
 class Places:
-    """The shared memory and the ports that a run takes, which are looked at again when it is over.
+    """The shared memory and the ports of a run, to check that it left nothing.
 
     Attributes:
-        keys: flags with ports of its own, which no other run takes meanwhile.
+        keys: flags with ports that no other run uses.
     """
 
     def __init__(self) -> None:
@@ -51,16 +51,14 @@ class Places:
         self._folders: set[Path] = set()
         with contextlib.ExitStack() as stack:
             sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in DEFAULT_PORTS]
-            self._ports = [one.getsockname()[1] for one in sockets]
+            self._ports = [listener.getsockname()[1] for listener in sockets]
         self.keys = [
             text for key, port in zip(DEFAULT_PORTS, self._ports, strict=True) for text in (f"--{key}", str(port))
         ]
 
     def note(self, run: Launch) -> None:
-        """Note the folders of its weights, and see that its ports are taken."""
-        self._folders |= {
-            Path(one.environ()["GRPO_SYNC_DIR"]) for one in run.processes() if "GRPO_SYNC_DIR" in one.environ()
-        }
+        """Record the folders of its weights, and assert that its ports are taken."""
+        self._folders |= run.sync_folders()
         assert any(folder.exists() for folder in self._folders) and not self._free()
 
     def assert_left(self) -> None:
@@ -82,14 +80,14 @@ class Places:
 def held(run: Launch, phase: str, step: int) -> Iterator[None]:
     """Stop rank 0 in a phase after so many steps. Phases last milliseconds, so it runs 2 ms at a time until then."""
 
-    def there(*names: str) -> bool:
-        found = read_phases(run.run_dir) if run.has_run_dir() else []
-        return any((one.name in names or not names) and one.step >= step for one in found)
+    def reached(*names: str) -> bool:
+        phases = read_phases(run.run_dir) if run.has_run_dir() else []
+        return any((phase.name in names or not names) and phase.step >= step for phase in phases)
 
-    run.wait_for(there, f"step {step}")
+    run.wait_for(reached, f"step {step}")
     rank = psutil.Process(run.pid_of("rank_0"))
     rank.send_signal(signal.SIGSTOP)
-    while not there(phase):
+    while not reached(phase):
         rank.send_signal(signal.SIGCONT)
         time.sleep(0.002)
         rank.send_signal(signal.SIGSTOP)  # a rank that is gone is an error: the run ended before the phase

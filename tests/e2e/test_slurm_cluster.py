@@ -1,4 +1,4 @@
-"""The Slurm cluster that the end-to-end tests run on does what they take for granted."""
+"""The Slurm cluster of the end-to-end tests behaves as they assume."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _appears(path: Path, timeout: float = 20) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended but whose parent has not asked for its exit code does not."""
+    """Return whether the process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

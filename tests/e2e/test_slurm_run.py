@@ -13,7 +13,7 @@ from real_runs import REPOSITORY, Launch, clean_environment, marked_processes
 from slurm_cluster import SlurmCluster
 from test_smoke_run import assert_reward_went_up
 
-# What the pages ask for -> what the two nodes of the tests have.
+# Resources on the pages -> resources of the two nodes of the tests.
 FEWER = {"--gres=gpu:8": "--gres=gpu:4", "--cpus-per-task=64": "--cpus-per-task=2", "--mem=256G": "--mem=7G"}
 
 
@@ -93,7 +93,7 @@ def test_usr1_to_the_batch_script_saves_and_requeues(slurm: SlurmCluster, tmp_pa
 @pytest.mark.slow
 @pytest.mark.rotating
 @pytest.mark.parametrize(
-    ("flags", "sbatch", "said"),
+    ("flags", "sbatch", "message"),
     [
         (("--max_requeues", "0"), (), "not requeued: the job was requeued 0 times (max_requeues 0)"),
         ((), ("--no-requeue",), "not requeued: scontrol requeue"),
@@ -101,7 +101,7 @@ def test_usr1_to_the_batch_script_saves_and_requeues(slurm: SlurmCluster, tmp_pa
     ids=["max-requeues", "slurm-refuses"],
 )
 def test_a_job_that_may_not_be_requeued_ends_with_75(
-    slurm: SlurmCluster, tmp_path: Path, flags: tuple[str, ...], sbatch: tuple[str, ...], said: str
+    slurm: SlurmCluster, tmp_path: Path, flags: tuple[str, ...], sbatch: tuple[str, ...], message: str
 ) -> None:
     job, launch = submit_endless(slurm, tmp_path, "slurm-no-requeue", flags, sbatch)
 
@@ -110,7 +110,7 @@ def test_a_job_that_may_not_be_requeued_ends_with_75(
     record = slurm.wait(job, "FAILED", timeout=60)
     assert record["ExitCode"] == "75:0"
     assert launch.summary()["status"] == "stopped"
-    assert said in (REPOSITORY / "logs" / f"slurm_{job}.out").read_text()
+    assert message in (REPOSITORY / "logs" / f"slurm_{job}.out").read_text()
 
 
 @pytest.mark.slow

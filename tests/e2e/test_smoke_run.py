@@ -31,8 +31,8 @@ def test_training_sh_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> N
     assert_report_shows_the_run(run)
     assert_nothing_secret_was_written(run)
     assert run.processes() == []
-    said = [line for line in run.output.splitlines() if line.startswith("grpo: smoke test on CPU")]
-    assert len(said) == 2 and "not an experiment" in said[0] and run.output.splitlines()[-1] == said[1]
+    labels = [line for line in run.output.splitlines() if line.startswith("grpo: smoke test on CPU")]
+    assert len(labels) == 2 and "not an experiment" in labels[0] and run.output.splitlines()[-1] == labels[1]
 
 
 def assert_reward_went_up(run: Launch) -> None:
@@ -45,22 +45,22 @@ def assert_reward_went_up(run: Launch) -> None:
     assert summary["initial_reward"] <= 0.65
     assert summary["final_reward"] >= 0.85
     assert re.search(r"step 60/\d+  reward 0\.\d+  length \d+  entropy [\d.]+  [\d.]+ s  left ", run.output)
-    said = run.output.splitlines()
-    assert max(len(line) for line in said if line.startswith(("step ", "  | ", "  > "))) <= 80
-    assert next(line for line in said if line.startswith("completion of step ")).startswith("completion of step 1, ")
-    # The trainers import their packages meanwhile; of the phases that follow a quick machine may miss one.
+    lines = run.output.splitlines()
+    assert max(len(line) for line in lines if line.startswith(("step ", "  | ", "  > "))) <= 80
+    assert next(line for line in lines if line.startswith("completion of step ")).startswith("completion of step 1, ")
+    # The trainers import their packages at the same time, so a fast machine may skip one of the next phases.
     starts = ("grpo: now starting the server", "grpo: server ready after ", "grpo: now ")
-    phases = [line for line in said if line.startswith(starts)]
+    phases = [line for line in lines if line.startswith(starts)]
     assert phases[0] == starts[0] and phases[1].startswith(starts[1]) and "(starting the server took " in phases[2]
-    kept = (run.run_dir / "launch.log").read_text().splitlines()
-    assert kept[0].startswith("grpo: 20") and [line for line in said if line in kept][-1] == said[-1]
-    assert {line for line in said if line.startswith("step ")} <= set(kept)
+    logged = (run.run_dir / "launch.log").read_text().splitlines()
+    assert logged[0].startswith("grpo: 20") and [line for line in lines if line in logged][-1] == lines[-1]
+    assert {line for line in lines if line.startswith("step ")} <= set(logged)
 
 
 def assert_report_shows_the_run(run: Launch) -> None:
     page = (run.run_dir / "report.html").read_text()
-    for said in ("✓ completed", "smoke test, not an experiment", "Reward rose from", "First against last"):
-        assert said in page
+    for text in ("✓ completed", "smoke test, not an experiment", "Reward rose from", "First against last"):
+        assert text in page
     samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
     for row, sample in zip(run.rows(), samples, strict=True):
         assert row["step"] == sample["step"] and len(sample["rewards"]) == 256
@@ -72,7 +72,7 @@ def assert_one_weight_load_per_generation(run: Launch) -> None:
     requests = re.findall(r'"POST (/collective_rpc|/grpo/completions|/reset_prefix_cache) HTTP', run.log("server"))
     loads, steps = run.log("server").count("grpo: weights loaded"), len(run.rows())
     assert loads == steps
-    # One prompt a request, 16 prompts a step; every one after the load of its step, the first one included.
+    # One request per prompt, 16 prompts per step. Each request follows the weight load of its step.
     assert requests.count(COMPLETIONS_PATH) == 16 * steps
     assert requests.count("/reset_prefix_cache") == steps
     assert requests.index("/reset_prefix_cache") < requests.index(COMPLETIONS_PATH)

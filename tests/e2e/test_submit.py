@@ -30,25 +30,25 @@ def test_a_submitted_run_uses_its_frozen_code_and_is_followed_and_stopped(slurm:
     mark = "slurm-submit"
     recipe = str(REPOSITORY / "recipes/smoke/grpo.yaml")
     flags = ("--max_steps", "100000", "--use_vllm", "false", "--run_name", "sent")
-    here = {"my.yaml": recipe, "slurm/profiles/mysite.yaml": "cpu"}
-    words = documented("grpo submit my.yaml --profile slurm/profiles/mysite.yaml", here)
-    said, _ = grpo(slurm, tmp_path, mark, *words[1:], *flags).communicate(timeout=120)
-    job = int(re.search(r"job (\d+) is submitted", said)[1])
+    places = {"my.yaml": recipe, "slurm/profiles/mysite.yaml": "cpu"}
+    words = documented("grpo submit my.yaml --profile slurm/profiles/mysite.yaml", places)
+    output, _ = grpo(slurm, tmp_path, mark, *words[1:], *flags).communicate(timeout=120)
+    job = int(re.search(r"job (\d+) is submitted", output)[1])
     launch = Launch(None, tmp_path, tmp_path / "cwd", mark)  # type: ignore[arg-type]
     run_dir = launch.run_dir
     follower = grpo(slurm, tmp_path, mark, *documented("grpo logs -f last")[1:])
     slurm.wait(job, "RUNNING", timeout=60)
     wait_until(lambda: len(launch.rows()) >= 2, timeout=120)
 
-    ours = [one for one in marked_processes(mark) if "logs" not in one.cmdline()]
-    trained = [one for one in ours if str(run_dir / "code/src/grpo.py") in one.cmdline()]
-    assert trained and all(one.environ()["PYTHONPATH"] == str(run_dir / "code" / "src") for one in trained)
-    assert str(REPOSITORY / "src") not in " ".join(" ".join(one.cmdline()) for one in ours)
+    processes = [process for process in marked_processes(mark) if "logs" not in process.cmdline()]
+    trainers = [process for process in processes if str(run_dir / "code/src/grpo.py") in process.cmdline()]
+    assert trainers and all(trainer.environ()["PYTHONPATH"] == str(run_dir / "code" / "src") for trainer in trainers)
+    assert str(REPOSITORY / "src") not in " ".join(" ".join(process.cmdline()) for process in processes)
     status, _ = grpo(slurm, tmp_path, mark, "status", str(job)).communicate(timeout=60)
     assert f"{job} RUNNING" in status and "/100000" in status
 
-    said, _ = grpo(slurm, tmp_path, mark, *documented("grpo stop last")[1:]).communicate(timeout=60)
-    assert "saves after the step in flight" in said
+    output, _ = grpo(slurm, tmp_path, mark, *documented("grpo stop last")[1:]).communicate(timeout=60)
+    assert "saves after the step in flight" in output
     assert slurm.wait(job, "FAILED", timeout=60)["ExitCode"] == "75:0"
     followed, _ = follower.communicate(timeout=60)
     assert follower.returncode == 0 and "step 2/100000" in followed and "has ended: stopped" in followed
@@ -72,14 +72,14 @@ def test_a_job_that_waits_is_taken_out_of_the_queue(slurm: SlurmCluster, tmp_pat
     mark, recipe = "slurm-waits", str(REPOSITORY / "recipes/smoke/grpo.yaml")
     profile = tmp_path / "held.yaml"
     profile.write_text(f"base: {REPOSITORY}/slurm/profiles/cpu.yaml\nsbatch_options: [--hold]\n")
-    said, error = grpo(slurm, tmp_path, mark, "submit", recipe, "--profile", str(profile)).communicate(timeout=120)
-    assert "is submitted" in said, error
+    output, error = grpo(slurm, tmp_path, mark, "submit", recipe, "--profile", str(profile)).communicate(timeout=120)
+    assert "is submitted" in output, error
     run_dir = Launch(None, tmp_path, tmp_path / "cwd", mark).run_dir  # type: ignore[arg-type]
     status, _ = grpo(slurm, tmp_path, mark, "status").communicate(timeout=60)
     assert re.search(rf"{run_dir.name} +waiting in the queue \(JobHeldUser\) +\d+", status)
 
-    said, _ = grpo(slurm, tmp_path, mark, "stop", "last").communicate(timeout=60)
+    output, _ = grpo(slurm, tmp_path, mark, "stop", "last").communicate(timeout=60)
 
-    assert "was removed from the queue" in said
+    assert "was removed from the queue" in output
     status, _ = grpo(slurm, tmp_path, mark, "status", "last").communicate(timeout=60)
     assert "CANCELLED" in status and "removed from the queue by grpo stop" in status

@@ -59,8 +59,8 @@ def test_weight_sync_methods_are_swept_into_one_table(launch: Callable[..., Laun
     shown = (
         "grpo sweep recipes/smoke/grpo.yaml weight_sync=none,shared_vllm,lora_only --max_steps 20 --num_iterations 10"
     )
-    here = {"recipes/smoke/grpo.yaml": SMOKE, "20": "3", "10": "2"}
-    sweep = swept_methods(launch, documented(shown, here), tmp_path, 850)
+    places = {"recipes/smoke/grpo.yaml": SMOKE, "20": "3", "10": "2"}
+    sweep = swept_methods(launch, documented(shown, places), tmp_path, 850)
     rows = [read_metrics(sweep.trial_dir(index)) for index in range(3)]
     assert [sum(row["syncs"] for row in trial) for trial in rows] == [2, 2, 2]
 
@@ -76,8 +76,8 @@ def test_weight_sync_methods_of_a_run_with_environments_are_swept(
         "grpo sweep recipes/atropos/smoke.yaml weight_sync=none,shared_vllm,lora_only "
         "--max_steps 20 --num_iterations 10"
     )
-    here = {"recipes/atropos/smoke.yaml": str(REPOSITORY / "recipes/atropos/smoke.yaml"), "20": "3", "10": "2"}
-    sweep = swept_methods(launch, documented(shown, here), tmp_path, 1400)
+    places = {"recipes/atropos/smoke.yaml": str(REPOSITORY / "recipes/atropos/smoke.yaml"), "20": "3", "10": "2"}
+    sweep = swept_methods(launch, documented(shown, places), tmp_path, 1400)
     for index in range(3):
         first, _, third = read_metrics(sweep.trial_dir(index))
         for row in (first, third):  # the second step trains on the groups of the first
@@ -93,8 +93,8 @@ def test_an_array_job_runs_every_trial_and_ends_in_one_report(slurm: SlurmCluste
         "grpo sweep my.yaml learning_rate=1e-6,3e-6 seed=1..3 --slurm --profile slurm/profiles/mltheory.yaml "
         "--max-parallel 2"
     )
-    here = {"my.yaml": SMOKE, "learning_rate=1e-6,3e-6": "learning_rate=1e-4,1e-3"}
-    words = documented(shown, {**here, "slurm/profiles/mltheory.yaml": "cpu"})
+    places = {"my.yaml": SMOKE, "learning_rate=1e-6,3e-6": "learning_rate=1e-4,1e-3"}
+    words = documented(shown, {**places, "slurm/profiles/mltheory.yaml": "cpu"})
     done = slurm.cli(*words, *TINY, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
 
@@ -131,9 +131,9 @@ def test_hydra_keys_become_an_array_job_that_ends_in_one_report(slurm: SlurmClus
         "--slurm --profile slurm/profiles/mltheory.yaml --max-parallel 2"
     )
     door = str(REPOSITORY / "run_offline_grpo.py")
-    here = {"python": sys.executable, "run_offline_grpo.py": door, "slurm/profiles/mltheory.yaml": "cpu"}
+    places = {"python": sys.executable, "run_offline_grpo.py": door, "slurm/profiles/mltheory.yaml": "cpu"}
     small = ("model.train_id=smoke:sums", "data.problems=arithmetic", "generation.max_new_tokens=8")
-    words = [*documented(shown, here), *small, "train.iterations=1", "eval.enabled=false"]
+    words = [*documented(shown, places), *small, "train.iterations=1", "eval.enabled=false"]
     done = slurm.cli(*words, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     (record,) = tmp_path.glob("multirun/*/*/sweeps/*/sweep.json")
@@ -144,8 +144,8 @@ def test_hydra_keys_become_an_array_job_that_ends_in_one_report(slurm: SlurmClus
         time.sleep(1)
 
     assert len(sweep.record["jobs"]) == 1 and list(tmp_path.rglob("sweep.html")) == [page]
-    made = {tuple(cell["values"].values()) for cell in sweep.record["cells"]}
-    assert made == {(rate, kl) for rate in ("5e-06", "1e-05", "2e-05") for kl in ("0.02", "0.05")}
+    values_tried = {tuple(cell["values"].values()) for cell in sweep.record["cells"]}
+    assert values_tried == {(rate, kl) for rate in ("5e-06", "1e-05", "2e-05") for kl in ("0.02", "0.05")}
     for index, cell in enumerate(sweep.record["cells"]):
         folder, rate = sweep.trial_dir(index), float(cell["values"]["learning_rate"])
         assert {row["learning_rate"] for row in read_metrics(folder)} == {rate}
@@ -164,8 +164,8 @@ def test_hydra_keys_become_an_array_job_that_ends_in_one_report(slurm: SlurmClus
 def test_a_search_that_is_killed_goes_on_with_the_trial_that_ran(launch: Callable[..., Launch], tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna", reason="EXTRAS=search bash scripts/setup.sh")
     shown = "grpo sweep my.yaml learning_rate=log:1e-6..1e-4 beta=0,0.04 --search optuna --trials 20"
-    here = {"my.yaml": SMOKE, "learning_rate=log:1e-6..1e-4": "learning_rate=log:1e-5..1e-2", "20": "3"}
-    command = [*documented(shown, here), *override(TINY, max_steps=6, save_steps=2)]
+    places = {"my.yaml": SMOKE, "learning_rate=log:1e-6..1e-4": "learning_rate=log:1e-5..1e-2", "20": "3"}
+    command = [*documented(shown, places), *override(TINY, max_steps=6, save_steps=2)]
     first = launch(command=command)
 
     def second_has_saved() -> bool:
@@ -178,12 +178,14 @@ def test_a_search_that_is_killed_goes_on_with_the_trial_that_ran(launch: Callabl
     rows, cells = read_metrics(sweep.trial_dir(0)), sweep.record["cells"]
     assert [("value" in cell) for cell in cells] == [True, False]
 
-    again = launch(command=command)
-    assert again.wait() == 0, again.output
+    resumed = launch(command=command)
+    assert resumed.wait() == 0, resumed.output
     sweep = only_sweep(tmp_path)
-    assert "going on with " in again.output and "highest reward of 3 trials: " in again.output
-    assert f"trial 1 of 2: {cells[1]['name']} completed" in again.output
-    assert sweep.is_over() and [one["values"] for one in sweep.record["cells"]][:2] == [one["values"] for one in cells]
+    assert "going on with " in resumed.output and "highest reward of 3 trials: " in resumed.output
+    assert f"trial 1 of 2: {cells[1]['name']} completed" in resumed.output
+    assert sweep.is_over() and [cell["values"] for cell in sweep.record["cells"]][:2] == [
+        cell["values"] for cell in cells
+    ]
     assert read_metrics(sweep.trial_dir(0)) == rows  # not run again
     assert [row["step"] for row in read_metrics(sweep.trial_dir(1))] == [1, 2, 3, 4, 5, 6]
     assert "resuming from checkpoint-" in (sweep.trial_dir(1) / "launch.log").read_text()
@@ -192,7 +194,7 @@ def test_a_search_that_is_killed_goes_on_with_the_trial_that_ran(launch: Callabl
     finals = [read_json(sweep.trial_dir(index) / "summary.json")["final_reward"] for index in range(3)]
     assert [trial.value for trial in trials] == pytest.approx(finals)
     assert "3 of 3 completed" in (sweep.folder / "sweep.html").read_text()
-    again.wait_for_nothing_left()
+    resumed.wait_for_nothing_left()
 
 
 @pytest.mark.slow
@@ -213,9 +215,9 @@ def test_a_trial_that_fails_is_named_and_run_again_alone(launch: Callable[..., L
     rows = read_metrics(sweep.trial_dir(1))
 
     broken.unlink()
-    again = launch(command=documented("grpo sweep --resume last"))
-    assert again.wait() == 0, again.output
-    assert "trial 2 of 2: learning_rate=3e-4,seed=1 completed" in again.output and only_sweep(tmp_path).gaps() == []
+    resumed = launch(command=documented("grpo sweep --resume last"))
+    assert resumed.wait() == 0, resumed.output
+    assert "trial 2 of 2: learning_rate=3e-4,seed=1 completed" in resumed.output and only_sweep(tmp_path).gaps() == []
     assert read_metrics(sweep.trial_dir(1)) == rows  # not run again
     assert "4 of 4 completed" in (sweep.folder / "sweep.html").read_text()
-    again.wait_for_nothing_left()
+    resumed.wait_for_nothing_left()

@@ -122,6 +122,7 @@ def weights(run: Launch) -> dict:
     return load_file(run.run_dir / "model" / "model.safetensors")
 
 
-def difference(one: Launch, other: Launch) -> float:
-    mine, theirs = weights(one), weights(other)
-    return max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+def difference(run: Launch, other: Launch) -> float:
+    """Return the largest difference between the final weights of two runs."""
+    run_weights, other_weights = weights(run), weights(other)
+    return max(float((run_weights[name] - other_weights[name]).abs().max()) for name in run_weights)

@@ -1,4 +1,4 @@
-"""A real server: what travels for a completion, and that it is what vLLM's own answer has, to the last bit."""
+"""A real server: our compact answer has the ids and log-probs of vLLM's answer, to the last bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STOPPED = {"max_tokens": TOKENS, "generation_kwargs": {"stop": ["<"], "ignore_eo
 
 
 class FakeWatcher:
-    """Keeps every answer that a session gets beside handing it on."""
+    """Records every answer of a session."""
 
     def __init__(self, session: requests.Session):
         self.answers: list[requests.Response] = []
@@ -31,13 +31,13 @@ class FakeWatcher:
         return [answer for answer in self.answers if answer.request.path_url == path]
 
 
-def both(client: Any, prompt: list[int], seed: int, **sampling: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The same completions by our endpoint and by TRL's own client: alone in the engine, with an empty cache."""
+def generate_twice(client: Any, prompt: list[int], seed: int, **sampling: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Generate the same completions through our endpoint and TRL's client, each with an empty cache."""
     extra = {"seed": seed, **sampling.pop("generation_kwargs", {})}
     client.reset_prefix_cache()
-    ours = client.generate_seeded([prompt], [seed], generation_kwargs=extra, **sampling)
+    arrays = client.generate_seeded([prompt], [seed], generation_kwargs=extra, **sampling)
     client.reset_prefix_cache()
-    return ours, VLLMClient.generate(client, [prompt], generation_kwargs=extra, **sampling)
+    return arrays, VLLMClient.generate(client, [prompt], generation_kwargs=extra, **sampling)
 
 
 @pytest.mark.slow
@@ -49,18 +49,18 @@ def test_ids_and_one_log_prob_a_token_travel_and_are_those_of_vllms_own_answer(
         client = bench.client(url, seed=None)
         watcher = FakeWatcher(client.session)
         for seed, prompt in enumerate(PROMPTS):
-            ours, theirs = both(client, prompt, seed, **SAMPLING)
-            assert ours == {name: theirs[name] for name in ours}  # log-probs as floats: to the last bit
-        ours, theirs = both(client, PROMPTS[0], 5, **STOPPED)  # a text that the server has to look for
-        assert ours["completion_ids"] == theirs["completion_ids"] and len(ours["completion_ids"][0]) < TOKENS
+            answer, trl_answer = generate_twice(client, prompt, seed, **SAMPLING)
+            assert answer == {name: trl_answer[name] for name in answer}  # log-probs as floats: to the last bit
+        answer, trl_answer = generate_twice(client, PROMPTS[0], 5, **STOPPED)  # the server searches for a stop text
+        assert answer["completion_ids"] == trl_answer["completion_ids"] and len(answer["completion_ids"][0]) < TOKENS
 
-        for answer, other in zip(watcher.of(COMPLETIONS_PATH), watcher.of("/v1/completions"), strict=True):
-            arrays, told = load(answer.content), json.loads(other.content)["choices"]
-            tokens = sum(len(one["token_ids"]) for one in told)
+        for response, trl_response in zip(watcher.of(COMPLETIONS_PATH), watcher.of("/v1/completions"), strict=True):
+            arrays, choices = load(response.content), json.loads(trl_response.content)["choices"]
+            tokens = sum(len(choice["token_ids"]) for choice in choices)
             assert {name: array.shape for name, array in arrays.items()} == {
-                "lengths": (len(told),), "ids": (tokens,), "logprobs": (tokens,)
+                "lengths": (len(choices),), "ids": (tokens,), "logprobs": (tokens,)
             }  # fmt: skip
-            assert len(answer.content) <= 8 * tokens + 4 * len(told) + 300
+            assert len(response.content) <= 8 * tokens + 4 * len(choices) + 300
 
         client.generate_seeded(PROMPTS, [1, 2, 3], logprobs=None, **SAMPLING)
         assert all("logprobs" not in load(answer.content) for answer in watcher.of(COMPLETIONS_PATH)[-len(PROMPTS) :])

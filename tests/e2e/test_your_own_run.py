@@ -1,7 +1,7 @@
 """The page "My data, my reward, my cluster", followed: its files written, its commands run, in their order.
 
-The page is that of the working tree, the clone that of its last commit. The section on the cluster has fakes, which the
-page names: of Slurm, of an environment for GPUs, and the tiny model in place of a large one.
+The page comes from the working tree, the clone from its last commit. The section on the cluster uses fakes: Slurm's
+commands, an environment for GPUs, and the tiny model instead of a large one.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def make_fakes(folder: Path) -> Path:
 
 
 def make_environment(clone: Path, name: str, flavour: str) -> None:
-    """Make an environment of the clone that is complete for setup.sh and takes its packages from that of the tests."""
+    """Make an environment for the clone, complete for setup.sh, with the packages of the tests' environment."""
     prefix = clone / name
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(prefix)], check=True)
     (site,) = prefix.glob("lib/python3*/site-packages")
     packages = Path(sys.prefix, "lib", f"python3.{sys.version_info.minor}", "site-packages")
     (site / "0.pth").write_text(f"{clone / 'src'}\nimport site; site.addsitedir({str(packages)!r})\n")
-    if flavour == "cuda":  # what says for which device the environment is
+    if flavour == "cuda":  # torch's version shows the device of an environment
         torch = f"Metadata-Version: 2.1\nName: torch\nVersion: {version('torch').removesuffix('+cpu')}\n"
         (site / "torch-0.dist-info").mkdir()
         (site / "torch-0.dist-info/METADATA").write_text(torch)
@@ -64,14 +64,14 @@ def make_environment(clone: Path, name: str, flavour: str) -> None:
     (prefix / "grpo-environment.json").write_text(json.dumps(stamp))
 
 
-def script_of_the_page(here: bool = True) -> str:
-    """Return the page as a bash script that says each command before it runs it, and stops at the first that fails.
+def script_of_the_page(local: bool = True) -> str:
+    """Return the page as a bash script that prints each command before it runs it, and stops at the first failure.
 
     Args:
-        here: with the places of this machine in place of those that only the page's reader has.
+        local: replace the reader's addresses and paths with those of this machine.
     """
     text, lines = PAGE.read_text(), ["set -e"]
-    for shown, place in ELSEWHERE.items() if here else ():
+    for shown, place in ELSEWHERE.items() if local else ():
         assert shown in text
         text = text.replace(shown, place)
     for language, file, body in BLOCK.findall(text):
@@ -79,8 +79,8 @@ def script_of_the_page(here: bool = True) -> str:
             lines.append(f"cat > {file} <<'END_OF_FILE'\n{body}END_OF_FILE")
         elif language == "bash":
             for command in body.splitlines():
-                said = "" if command.startswith("#") else f"echo {shlex.quote('@@ ' + command)}"
-                lines += [said, command]
+                echo = "" if command.startswith("#") else f"echo {shlex.quote('@@ ' + command)}"
+                lines += [echo, command]
                 lines += [f"{sys.executable} {__file__}"] if command == "cd grpo-recipes" else []
     return "\n".join(lines) + "\n"
 
@@ -94,16 +94,21 @@ def test_the_page_followed_trains_on_own_data_and_compares_a_sweep(tmp_path: Pat
     del environment["RUN_ROOT"]  # the page has none: runs/ of the clone
     environment.setdefault("CACHE_ROOT", str(REPOSITORY / ".cache"))
     (tmp_path / "page.sh").write_text(script_of_the_page())
-    with (tmp_path / "said.txt").open("w") as said:
+    with (tmp_path / "output.txt").open("w") as output_file:
         followed = subprocess.Popen(
-            ["bash", "page.sh"], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said
+            ["bash", "page.sh"],
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output_file,
+            stderr=output_file,
         )
         try:
             code = followed.wait(timeout=2300)
         finally:
             for process in marked_processes(mark):
                 process.kill()
-    output = (tmp_path / "said.txt").read_text()
+    output = (tmp_path / "output.txt").read_text()
     assert code == 0, output[-6000:]
     parts = {part.partition("\n")[0]: part.partition("\n")[2] for part in output.split("@@ ")[1:]}
     clone = tmp_path / "grpo-recipes"
@@ -132,8 +137,8 @@ def test_the_page_followed_trains_on_own_data_and_compares_a_sweep(tmp_path: Pat
     dry = parts["grpo submit cluster.yaml --profile mysite.yaml --dry-run"]
     assert "#SBATCH --gres=gpu:3" in dry and "#SBATCH --mem=96G" in dry
     assert "job 4711 is submitted" in parts["grpo submit cluster.yaml --profile mysite.yaml"]
-    one, array = sorted(clone.glob("sent-*.sh"), key=lambda path: path.stat().st_mtime)
-    assert "--resume" in one.read_text() and "#SBATCH --array=0-9%2" in array.read_text()
+    job, array = sorted(clone.glob("sent-*.sh"), key=lambda path: path.stat().st_mtime)
+    assert "--resume" in job.read_text() and "#SBATCH --array=0-9%2" in array.read_text()
 
 
 if __name__ == "__main__":  # in the clone, as a part of the page's script
