@@ -87,9 +87,9 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
         ([SMOKE, "--max_steps", "many"], {}, "--max_steps"),
         ([SMOKE, "--max_steps"], {}, "--max_steps: is given without a value. Fix: write --max_steps VALUE"),
         (["recipes/smoke/grpos.yaml"], {}, "no recipe 'recipes/smoke/grpos.yaml'. Fix: write recipes/smoke/grpo.yaml"),
-        (["no-such.yaml"], {}, "RECIPE: there is no recipe 'no-such.yaml'"),
-        (["--config", "no-such.yaml"], {}, "RECIPE: there is no recipe 'no-such.yaml'"),
-        ([], {"CONFIG": "no-such.yaml"}, "CONFIG: there is no recipe 'no-such.yaml'"),
+        (["no-such.yaml"], {}, "RECIPE: recipe 'no-such.yaml' not found"),
+        (["--config", "no-such.yaml"], {}, "RECIPE: recipe 'no-such.yaml' not found"),
+        ([], {"CONFIG": "no-such.yaml"}, "CONFIG: recipe 'no-such.yaml' not found"),
         ([SMOKE, "--config", MATH], {}, "two recipes are given"),
         ([], {"MAXENT": "2"}, "MAXENT: is '2'"),
         ([], {"MAXENT_TAU": "1"}, "MAXENT_TAU: 'maxent_tau' changes nothing in a GRPO run"),
@@ -287,7 +287,9 @@ def test_a_forgotten_recipe_is_asked_for_and_nothing_is_started(grpo, tmp_path, 
     (tmp_path / "cwd/mine.yaml").write_text("broken: [\n")
     axis = ["seed=1,2"] if command == "sweep" else []
     line = refused(grpo(command, *axis, GRPO_DEFAULT_RECIPE=""))
-    assert line.startswith("grpo: RECIPE: none is named. Fix: name one, e.g. mine.yaml, recipes/smoke/grpo.yaml")
+    assert line.startswith(
+        "grpo: RECIPE: no recipe is named. Fix: name a recipe, e.g. mine.yaml, recipes/smoke/grpo.yaml"
+    )
     assert [path.name for path in (tmp_path / "cwd").iterdir()] == ["mine.yaml"]
     assert f"'{tmp_path}/none.yaml'" in refused(
         grpo(command, *axis, GRPO_DEFAULT_RECIPE="", CONFIG=f"{tmp_path}/none.yaml")

@@ -356,7 +356,7 @@ def test_gsm8k_is_read_by_its_columns_and_scored(make, vllm) -> None:
         ({"dataset_name": ""}, "names no dataset"),
         ({"dataset_name": __file__}, "the dataset cannot be read: not a "),
         ({"dataset_prompt_column": "question"}, "has no column 'question'"),
-        ({"reward": "pure_acuracy_math"}, "no reward 'pure_acuracy_math'. Fix: write pure_accuracy_math"),
+        ({"reward": "pure_acuracy_math"}, "unknown reward 'pure_acuracy_math'. Fix: write pure_accuracy_math"),
         ({"reward": "environment"}, "there is no reward 'environment'"),
         ({"reward": "nowhere.py:f"}, "no file 'nowhere.py'"),
         ({"reward_args": {"answer_maching": "strict"}}, "takes no 'answer_maching'. Fix: write answer_matching"),

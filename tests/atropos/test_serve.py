@@ -204,7 +204,11 @@ def test_a_request_gets_at_most_max_completion_length_and_the_first_is_printed(m
         (f"{Path(__file__).parent}/envs/nowhere.py:Env", {}, "no file"),
         ("grpo_recipes.extensions.atropos.environments:RecipeEnv", {}, "has no next_item and no score"),
         ("dataset", {}, "names no dataset"),
-        ("dataset", {"dataset_name": "smoke:sums", "reward": "modebenc"}, "no reward 'modebenc'. Fix: write modebench"),
+        (
+            "dataset",
+            {"dataset_name": "smoke:sums", "reward": "modebenc"},
+            "unknown reward 'modebenc'. Fix: write modebench",
+        ),
     ],
 )
 def test_a_check_finds_what_is_wrong_with_an_environment_without_starting_it(spec, args, said) -> None:

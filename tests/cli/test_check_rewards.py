@@ -231,4 +231,4 @@ def test_json_holds_what_is_wrong_in_the_recipe_too(check, capsys):
     code, said, problems = check(["no_such_reward"], flags=("--json",))
     answer = json.loads(said)
     assert (code, problems, answer["ok"], answer["rewards"]) == (2, [], False, [])
-    assert answer["problems"][0]["what"] == "no reward 'no_such_reward'"
+    assert answer["problems"][0]["what"] == "unknown reward 'no_such_reward'"

@@ -349,7 +349,7 @@ def test_a_deleted_file_of_completions_is_not_scored_by_old_scores(evaluate, mon
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["none.yaml"], "there is no recipe 'none.yaml'"),
+        (["none.yaml"], "recipe 'none.yaml' not found"),
         (["nowhere"], "nowhere: is not a run directory (no run.json). Fix: name a recipe (.yaml)"),
         (["my.yaml", "--num-generations", "0"], "--num-generations: is 0"),
         (["my.yaml", "--limit", "0"], "--limit: is 0"),
@@ -358,7 +358,10 @@ def test_a_deleted_file_of_completions_is_not_scored_by_old_scores(evaluate, mon
         (["my.yaml", "--served-model-name", "x"], "--served-model-name: changes nothing without --base-url"),
         (["my.yaml", "--temperature", "0", "--num-generations", "2"], "--num-generations: 2 greedy completions"),
         (["my.yaml", "--dataset", "none.jsonl"], "--dataset: no file 'none.jsonl'"),
-        (["my.yaml", "--reward", "pure_acuracy_math"], "--reward: no reward 'pure_acuracy_math'. Fix: write pure_ac"),
+        (
+            ["my.yaml", "--reward", "pure_acuracy_math"],
+            "--reward: unknown reward 'pure_acuracy_math'. Fix: write pure_ac",
+        ),
         (["my.yaml", "--reward", "mine.py:needs"], "'mine.py:needs' needs 'colour', which no reward gets"),
         (["my.yaml", "--reward", "mine.py:live", "--reward_isolation", "none"], "an evaluation alone has no trainer"),
         (["my.yaml", "--model", "./nowhere"], "--model: no file or folder './nowhere'"),

@@ -193,7 +193,7 @@ def refused(words: list[str], capsys) -> str:
         (["my.yaml", "--out", "o", "--base-url", "localhost"], "--base-url: 'localhost' is no address"),
         (["my.yaml", "--out", "o", "--base-url", "http://127.0.0.1:9", "--wait", "0"], "--base-url: no server answers"),
         (["my.yaml", "--out", "o", "--outt", "x"], "--outt"),
-        (["none.yaml", "--out", "o"], "there is no recipe 'none.yaml'"),
+        (["none.yaml", "--out", "o"], "recipe 'none.yaml' not found"),
     ],
 )
 def test_what_is_wrong_is_named(words: list[str], said: str, capsys) -> None:

@@ -61,7 +61,7 @@ def test_a_chats_own_system_message_stays_and_is_counted(load):
         ([{"role": "user", "content": "1", "name": "bob"}], "remove name from the messages"),
         ([{"speaker": "user", "content": "1"}], "save messages {role, content} with two texts"),
         (["1", "2"], "holds a list of texts"),
-        ({"role": "user"}, "where a text belongs"),
+        ({"role": "user"}, "expected a text"),
     ],
 )
 def test_a_chat_that_is_no_prompt_is_refused(load, chat, said):
@@ -132,7 +132,7 @@ def test_a_csv_file_is_read_as_texts(load, tmp_path):
 
 
 def test_a_solution_that_json_made_a_date_is_refused(load):
-    with pytest.raises(ConfigError, match="where a text belongs"):
+    with pytest.raises(ConfigError, match="expected a text"):
         load([{"problem": "When?", "answer": "2020-01-01"}])
 
 

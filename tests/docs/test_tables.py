@@ -307,7 +307,7 @@ MATH = "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
 # Beginning of a message -> (command, variables) that brings it, word for word.
 SAID = {
     "grpo: sbatch --nodes:": (f"plan {SMOKE} --num_processes 1", {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "2"}),
-    "grpo: RECIPE: none is named": ("check", {}),
+    "grpo: RECIPE: no recipe is named": ("check", {}),
     "grpo: --lerning_rate:": (f"check {SMOKE} --lerning_rate 1", {}),
     "grpo: --warmup_ratio:": (f"check {SMOKE} --warmup_ratio 0.1", {}),
     "grpo: --resume_from_checkpoint:": (f"check {SMOKE} --resume_from_checkpoint x", {}),

@@ -163,8 +163,8 @@ def test_a_script_that_cannot_be_written_leaves_no_run_directory(fake_sbatch, mo
     ("arguments", "message"),
     [
         (["--time", "soon"], "--time: 'soon' is not a time limit as Slurm writes it"),
-        (["--nodes", "0"], "'nodes' is 0, below 1"),
-        (["--gpus", "x"], "'gpus' is 'x' where a whole number belongs"),
+        (["--nodes", "0"], "expected at least 1, got 0"),
+        (["--gpus", "x"], "expected an integer, got 'x'"),
         (["--learning_rat", "1"], "unknown key 'learning_rat'"),
         (["--report_to", "wandb"], "--report_to: reports to W&B, and the nodes of cpu have no internet"),
         (["--push_to_hub", "true", "--hub_model_id", "a/b"], "publishes, and the nodes of cpu have no internet"),
@@ -237,7 +237,7 @@ def test_a_variable_says_how_gpus_are_asked_for(monkeypatch, capsys) -> None:
     assert submit("--dry-run", profile="mltheory") == 0
     assert "#SBATCH --gpus-per-node=a100:7\n" in capsys.readouterr().out
     monkeypatch.setenv("SLURM_GPU_FLAG_STYLE", "some")
-    assert "SLURM_GPU_FLAG_STYLE: 'gpu_flag_style' is 'some'" in refusal(capsys, profile="mltheory")
+    assert "SLURM_GPU_FLAG_STYLE: gpu_flag_style: 'some' is not supported" in refusal(capsys, profile="mltheory")
 
 
 def test_the_site_says_where_runs_and_downloads_are_unless_the_user_does(folder, monkeypatch, capsys) -> None:

@@ -134,7 +134,7 @@ def test_without_vllm_everything_trains(planned):
         ({"environment": {"CONFIG_FILE": "/no/such.yaml"}}, {}, "CONFIG_FILE"),
         ({"environment": {"VLLM_MODEL": "other/model"}}, {}, "VLLM_MODEL"),
         ({"device": "cpu"}, {"model_name_or_path": "smoke:nothing"}, "smoke:sums"),
-        ({}, {"reward_funcs": ["nothing"]}, "no reward 'nothing'"),
+        ({}, {"reward_funcs": ["nothing"]}, "unknown reward 'nothing'"),
     ],
 )
 def test_what_the_machine_cannot_do_is_refused_with_the_way_out(planned, resources, keys, said):

@@ -74,7 +74,7 @@ def test_smoke_data_may_have_the_configuration_of_a_base(read):
 )
 def test_a_reward_of_the_users_without_a_colon_is_corrected(read, name, fix):
     (problem,) = check(read(reward_funcs=[name]), {})
-    assert problem.what == f"no reward '{name}'" and problem.fix.startswith(fix)
+    assert problem.what == f"unknown reward '{name}'" and problem.fix.startswith(fix)
 
 
 def test_a_dataset_in_a_file_passes_when_the_file_is_there(read, tmp_path):
@@ -142,21 +142,21 @@ def test_most_names_are_run_names(read, name):
 )
 def test_keys_of_what_is_not_supported_are_refused_too(read, keys):
     (problem,) = check(read(**keys), {})
-    fix = "remove it; no model is loaded quantized, and use_peft: true saves memory"
-    assert str(problem).endswith(f"'{next(iter(keys))}' is not supported. Fix: {fix}")
+    fix = "remove it; use LoRA to save memory (use_peft: true)"
+    assert str(problem).endswith(f"{next(iter(keys))} is not supported. Fix: {fix}")
 
 
 def test_two_ports_are_two(read):
     (problem,) = check(read(vllm_server_port=8123, vllm_group_port=8123), {})
-    assert problem.what == "vllm_group_port is 8123, and so is vllm_server_port"
+    assert problem.what == "vllm_group_port and vllm_server_port are both 8123"
     (problem,) = check(read(["--main_process_port", "8123"], vllm_server_port=8123), {})
-    assert str(problem).startswith("--main_process_port: main_process_port is 8123, and so is vllm_server_port. Fix:")
+    assert str(problem).startswith("--main_process_port: main_process_port and vllm_server_port are both 8123. Fix:")
     assert check(read(vllm_server_port=8123, vllm_group_port=8124, main_process_port=8125), {}) == []
 
 
 def test_a_chat_template_is_no_file_name(read):
     (problem,) = check(read(chat_template="template.jinja"), {})
-    assert "does not mention messages" in problem.what
+    assert "does not use messages" in problem.what
     assert check(read(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"), {}) == []
 
 

@@ -21,7 +21,7 @@ Read = Callable[..., Recipe]
 
 def test_a_reward_that_nobody_wrote_is_not_to_be_removed(read: Read) -> None:
     (problem,) = check(read(dataset_name=None, environment=f"{GAME}:Sums"), {})
-    assert problem.fix == "write reward_funcs: [environment]"
+    assert problem.fix == "set reward_funcs: [environment]"
 
 
 def test_the_base_model_plays_only_if_the_server_has_it(read: Read) -> None:

@@ -32,10 +32,12 @@ def test_an_unknown_benchmark_is_answered_with_every_name(read):
 def test_benchmarks_in_a_file_need_its_columns(read, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "mine.jsonl"
-    assert "no file 'mine.jsonl'" in str(check(read(benchmarks=["mine.jsonl"]), {})[0])
+    assert "file 'mine.jsonl' not found" in str(check(read(benchmarks=["mine.jsonl"]), {})[0])
 
     file.write_text(json.dumps({"question": "1+1", "gold": "2"}) + "\n")
-    assert "question, gold, not problem and answer" in str(check(read(benchmarks=["mine.jsonl"]), {})[0])
+    assert "expected the columns problem and answer, got question, gold" in str(
+        check(read(benchmarks=["mine.jsonl"]), {})[0]
+    )
     columns = {"dataset_prompt_column": "question", "dataset_solution_column": "gold"}
     assert check(read(benchmarks=["mine.jsonl"], **columns), {}) == []
 
@@ -48,7 +50,7 @@ def test_benchmarks_in_a_file_need_its_columns(read, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["lcb", "lcb_v4"])
 def test_benchmarks_that_run_code_name_the_command_that_does(name):
     problem = benchmark_problem(name, "recipe.yaml:3")
-    assert problem is not None and "runs code that the model wrote" in problem.what
+    assert problem is not None and "runs code written by the model" in problem.what
     command = shlex.split(problem.fix.partition("lighteval: ")[2])
     assert command[:3] == ["lighteval", "vllm", "model_name=<run>/model"]
     assert command[3].startswith("lcb:codegeneration") and command[3].endswith("|0")
@@ -83,4 +85,4 @@ def test_callbacks(read, tmp_path: Path, monkeypatch):
 def test_the_first_row_of_a_benchmark_has_its_columns(read, tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.jsonl").write_text(text)
-    assert "not problem and answer" in str(check(read(benchmarks=["mine.jsonl"]), {})[0])
+    assert "expected the columns problem and answer" in str(check(read(benchmarks=["mine.jsonl"]), {})[0])

@@ -12,16 +12,16 @@ PEFT = {"use_peft": True}
 @pytest.mark.parametrize(
     ("wrong", "right", "said"),
     [
-        ({"lora_r": 8}, {"lora_r": 8, **PEFT}, "'lora_r' does nothing without use_peft"),
-        ({"lora_target_modules": ["q_proj"]}, {}, "'lora_target_modules' does nothing without use_peft"),
-        ({"use_dora": True}, {"use_dora": True, **PEFT}, "'use_dora' does nothing without use_peft"),
-        ({"use_rslora": True}, {"use_rslora": False}, "'use_rslora' does nothing without use_peft"),
+        ({"lora_r": 8}, {"lora_r": 8, **PEFT}, "lora_r does nothing without use_peft"),
+        ({"lora_target_modules": ["q_proj"]}, {}, "lora_target_modules does nothing without use_peft"),
+        ({"use_dora": True}, {"use_dora": True, **PEFT}, "use_dora does nothing without use_peft"),
+        ({"use_rslora": True}, {"use_rslora": False}, "use_rslora does nothing without use_peft"),
         ({"accelerator": "zero3", **PEFT}, {"accelerator": "zero2", **PEFT}, "accelerator: zero3 has not been shown"),
         ({"accelerator": "fsdp2", **PEFT}, {"accelerator": "ddp", **PEFT}, "accelerator: fsdp2 has not been shown"),
         (
             {"sync_ref_model": True, "beta": 0.1, **PEFT},
             {"sync_ref_model": True, "beta": 0.1},
-            "which sync_ref_model cannot move",
+            "sync_ref_model and use_peft can't be combined",
         ),
         (
             {"disable_dropout": True, "lora_dropout": 0.1, **PEFT},
@@ -30,18 +30,18 @@ PEFT = {"use_peft": True}
         ),
         ({"cast_lm_head_to_fp32": True, **PEFT}, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
         ({"lora_target_parameters": ["experts.w"], **PEFT}, PEFT, "adapters on parameters that are not layers"),
-        ({"lora_target_modules": [], **PEFT}, PEFT, "lora_target_modules names no layer"),
+        ({"lora_target_modules": [], **PEFT}, PEFT, "lora_target_modules is empty"),
         (
             {"lora_target_modules": ["all-linear", "q_proj"], **PEFT},
             {"lora_target_modules": ["all-linear"], **PEFT},
-            "names all-linear and others",
+            "all-linear and other lora_target_modules",
         ),
         (
             {"lora_target_modules": ["q_proj", "model.lm_head"], **PEFT},
             {"lora_target_modules": ["q_proj"], "lora_modules_to_save": ["lm_head"], **PEFT},
             "an adapter on 'model.lm_head' is not supported",
         ),
-        ({"load_in_4bit": True, **PEFT}, PEFT, "'load_in_4bit' is not supported"),
+        ({"load_in_4bit": True, **PEFT}, PEFT, "load_in_4bit is not supported"),
     ],
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
 )

@@ -21,7 +21,9 @@ def test_names_of_repositories(read: Read, name: str) -> None:
 @pytest.mark.parametrize("name", ["ada/my sums", "a/b/c", "https://huggingface.co/a/b", "ada/", "-x", "a--b", "x.git"])
 def test_what_is_no_name(read: Read, name: str) -> None:
     (problem,) = check(read(push_to_hub=True, hub_model_id=name), {})
-    assert problem.where.startswith("recipe.yaml:") and f"'{name}' is not the name of a repository" in problem.what
+    assert (
+        problem.where.startswith("recipe.yaml:") and f"expected the name of a repository, got '{name}'" in problem.what
+    )
     assert check(read(hub_model_id=name), {}) == []  # nothing is pushed
 
 
@@ -33,12 +35,14 @@ def test_a_branch(read: Read, branch: str) -> None:
 @pytest.mark.parametrize("branch", ["0123456789" * 4, "-f", "two words"])
 def test_a_push_goes_to_a_branch(read: Read, branch: str) -> None:
     (problem,) = check(read(push_to_hub=True, hub_revision=branch), {})
-    assert "a push goes to a branch" in problem.what
+    assert "expected the name of a branch" in problem.what
 
 
 @pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
 def test_a_push_during_training_is_rejected_with_the_strategy_to_write(read: Read, strategy: str) -> None:
-    with pytest.raises(ConfigError, match=f"'hub_strategy' is '{strategy}'. Fix: write hub_strategy: end; push_to_hub"):
+    with pytest.raises(
+        ConfigError, match=f"hub_strategy: '{strategy}' is not supported. Fix: set hub_strategy: end; push_to_hub"
+    ):
         read(push_to_hub=True, hub_strategy=strategy)
     assert check(read(push_to_hub=True, hub_strategy="end"), {}) == []
 

@@ -92,13 +92,13 @@ def test_a_note_tells_how_a_setting_is_read(converter, tmp_path: Path, file: dic
 @pytest.mark.parametrize(
     ("file", "problem"),
     [
-        ({"clip": 1}, "1: 'clip: 1' has no equal here. Fix: write 0"),
-        ({"gone": 1}, "1: 'gone: 1' has no equal here. Fix: remove it"),
+        ({"clip": 1}, "1: 'clip: 1' has no equivalent here. Fix: write 0"),
+        ({"gone": 1}, "1: 'gone: 1' has no equivalent here. Fix: remove it"),
         ({"lr": None}, "1: 'lr' is empty. Fix: give it a value, or remove it"),
-        ({"data": {"size": 1}}, "2: 'data.size' is 1 where a whole number of 2 or more belongs. Fix: write e.g. 4"),
+        ({"data": {"size": 1}}, "2: 'data.size' must be an integer of at least 2, got 1. Fix: write e.g. 4"),
         (
             {"data": {"order": "maybe"}},
-            "2: 'data.order' is 'maybe' where true or false belongs. Fix: write data.order=",
+            "2: 'data.order' must be true or false, got 'maybe'. Fix: write data.order=",
         ),
         (
             {"mode": "fast", "data": {"rank": 4}},
@@ -107,7 +107,7 @@ def test_a_note_tells_how_a_setting_is_read(converter, tmp_path: Path, file: dic
         ({"data": {"ordeer": 1}}, "2: unknown key 'ordeer' in data. Fix: write 'order'"),
         ({"data": {"xyzzy": 1}}, "2: unknown key 'xyzzy' in data. Fix: write one of size, seed, order, rank"),
         ({"data": {"max_tokens": 1}}, "2: unknown key 'max_tokens' in data. Fix: write max_completion_length: 1"),
-        ({"data": 3}, "1: 'data' is 3 where a mapping belongs. Fix: write its settings below it"),
+        ({"data": 3}, "1: data: expected a mapping, got 3. Fix: write its settings below it"),
         ({"lr": 1, "rate": 2}, "2: 'rate' and 'lr' give learning_rate two values. Fix: keep one of the two"),
         (
             {"lr": 1, "learning_rate": 2},
@@ -124,7 +124,7 @@ def test_a_flag_is_named_by_its_own_spelling(tmp_path: Path) -> None:
     (tmp_path / "flags.yaml").write_text("flags:\n  - {names: --lr, key: learning_rate}\n  - {names: --n, least: 1}\n")
     table = read_table(tmp_path / "flags.yaml", "flags")
     setting = table.translate("--n", Value("0", "--n", from_text=True), Settings({}))
-    assert str(setting.problem) == ("--n: is '0' where a whole number of 1 or more belongs. Fix: write e.g. --n 2")
+    assert str(setting.problem) == ("--n: must be an integer of at least 1, got '0'. Fix: write e.g. --n 2")
     assert table.translate("--lr", Value("1", "--lr", from_text=True), Settings({})).keys == {"learning_rate": "1"}
 
 

@@ -44,7 +44,7 @@ class Twice:
 def test_a_key_that_is_declared_twice_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "twice", SimpleNamespace(Twice=Twice))
     monkeypatch.setattr(keys, "extensions", lambda: (Extension("twice", keys="twice:Twice"),))
-    with pytest.raises(ConfigError, match="declares 'run_name', which is a key already"):
+    with pytest.raises(ConfigError, match="declares 'run_name', but the key exists already"):
         keys.extension_entries.__wrapped__()
 
 

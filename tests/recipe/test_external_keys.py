@@ -22,14 +22,15 @@ Read = Callable[..., Recipe]
 @pytest.mark.parametrize(
     ("wrong", "right", "said"),
     [
-        ({"vllm_server_base_url": "far:30000"}, {}, "'far:30000' is not an http or https URL. Fix: write e.g. http://"),
-        ({"weight_sync": "file"}, {}, "weights reach the server of vllm_server_base_url as files"),
+        ({"vllm_server_base_url": "far:30000"}, {},
+         "expected an http or https URL, got 'far:30000'. Fix: set vllm_server_base_url"),
+        ({"weight_sync": "file"}, {}, "weight_sync can't be combined with vllm_server_base_url"),
         ({"vllm_mode": "colocate"}, {}, "be combined with vllm_mode: colocate"),
-        ({"generation_kwargs": {"stop": ["x"]}}, {}, "generation_kwargs is not passed on"),
-        ({"max_completion_length": None}, {}, "wants a limit. Fix: write e.g. max_completion_length: 256"),
+        ({"generation_kwargs": {"stop": ["x"]}}, {}, "generation_kwargs is not sent"),
+        ({"max_completion_length": None}, {}, "needs a limit. Fix: set max_completion_length"),
         ({"server_backend": "hf"}, {}, "server_backend"),
         (STEPS | {"eval_temperature": 0.0}, STEPS | {"eval_temperature": 0.0, "num_generations_eval": 1},
-         "greedy completions of a prompt are all the same. Fix: write num_generations_eval: 1"),
+         "eval_temperature 0 makes all completions of a prompt equal. Fix: set num_generations_eval: 1"),
     ],
 )  # fmt: skip
 def test_a_wrong_recipe_is_told_and_the_right_one_passes(
@@ -84,7 +85,7 @@ def test_the_server_is_started_for_the_longer_completions_of_evaluations(read: R
     assert longest_sequence(read(**keys)) == 150  # nothing is evaluated
     assert longest_sequence(read(**keys, **STEPS)) == 300
     (problem,) = check(read(**keys | STEPS | {"vllm_max_model_length": 299}), {})
-    assert "prompt 100 + completion 200 tokens exceed the server's 299" in str(problem)
+    assert "prompt 100 + completion 200 tokens exceed vllm_max_model_length 299" in str(problem)
 
 
 def test_an_episode_has_one_limit(read: Read) -> None:

@@ -42,4 +42,4 @@ def test_what_a_base_or_the_shell_sets_for_all_recipes_is_not_told(tmp_path):
 
 def test_a_batch_that_follows_the_number_of_processes_is_told(read):
     (note,) = notes(read(without="prompts_per_step", num_generations=12))
-    assert "whole groups of 12 with a multiple of 3 training processes" in note
+    assert "whole groups of 12 only if the number of training processes is a multiple of 3" in note

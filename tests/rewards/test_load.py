@@ -351,9 +351,9 @@ def test_a_key_is_the_same_in_another_process_and_none_without_plain_data() -> N
         (["own.py:absent"], "'own.py' has no 'absent'. Fix: write one of "),
         (["absent.py:score"], "no file 'absent.py'"),
         (["no.such:score"], "no module 'no.such'"),
-        (["pack.more.half"], "no reward 'pack.more.half'. Fix: write pack.more:half"),
-        (["own.py"], "no reward 'own.py'. Fix: write own.py:function"),
-        (["own.py:score", "own.py:score"], "reward 'own.py:score' is named more than once. Fix: name it once"),
+        (["pack.more.half"], "unknown reward 'pack.more.half'. Fix: write pack.more:half"),
+        (["own.py"], "unknown reward 'own.py'. Fix: write own.py:function"),
+        (["own.py:score", "own.py:score"], "reward 'own.py:score' is listed more than once. Fix: list it once"),
         (["own.py:score", "pack.more:half", "math_verify"], None),
     ],
 )
@@ -409,7 +409,7 @@ def test_check_is_silent_where_the_source_does_not_show_the_parameters(
 def test_check_refuses_a_variable_that_is_not_set(read: Any, project: Path) -> None:
     recipe = read(reward_funcs=["own.py:score"], reward_environment=["JUDGE_KEY"])
     (problem,) = check(recipe, {})
-    assert "there is no variable 'JUDGE_KEY' to hand on. Fix: export JUDGE_KEY first" in str(problem)
+    assert "environment variable JUDGE_KEY is not set. Fix: export JUDGE_KEY first" in str(problem)
     assert check(recipe, {"JUDGE_KEY": "sk-planted"}) == []
 
 
@@ -431,7 +431,10 @@ def alone(completions, answer, **kwargs):
 def test_check_notes_a_reward_that_compares_completions_which_it_gets_singly(read: Any, project: Path) -> None:
     (project / "mine.py").write_text(LEN_REWARD + ALONE)
     (note,) = reward_notes(read(reward_funcs=["mine.py:alone", "mine.py:len_reward"]))
-    assert "'mine.py:len_reward' compares completions (max, line 5), and gets one at a time: write" in note
+    assert (
+        "'mine.py:len_reward' compares completions (max, line 5), but gets one at a time. To pass all at once, set"
+        in note
+    )
     assert list(reward_notes(read(reward_funcs=["mine.py:len_reward"], reward_isolation="none"))) == []
 
 

@@ -1,4 +1,11 @@
-"""What the user wrote: recipe files with lines and bases, flags, and their values typed by the catalogue."""
+"""Read recipe files and flags as the user wrote them, and convert their values to the types of the catalog.
+
+A recipe file may build on another one (``base: FILE``). Every value keeps its source, so that a message can name the
+line. Flags and environment variables have no types: ``Value.from_text`` marks them.
+
+    layers = read_document(path, problems)  # the bases first, the file itself last
+    value, problems = convert_value("seed", catalogue()["seed"], layers[-1]["seed"])
+"""
 
 import contextlib
 import functools
@@ -18,21 +25,21 @@ from grpo_recipes.paths import display_path, home, shell_quote
 from grpo_recipes.recipe.keys import REFUSED_VALUES, catalogue, nearest_of, nested_catalogue
 
 BASE_KEY = "base"
-UNSET = "unset"  # the flag --unset KEY, which takes back a key of the recipe file or of a variable
-Entry = Mapping[str, Any]  # a key of the catalogue
-Place = tuple[str | int, ...]  # of a value in a file: names and indices
+UNSET = "unset"  # the flag --unset KEY, which removes a key that the recipe file or a variable sets
+Entry = Mapping[str, Any]  # the type, default, help and limits of a key in the catalog
+KeyPath = tuple[str | int, ...]  # the names and indices that lead to a value in a file
 _MOST_BYTES = 1 << 20
 _MOST_PARTS = 100_000
-_MOST_BASES = 10  # recipes that a recipe builds on, one through the other
+_MOST_BASES = 10  # length of a chain of recipes that build on each other
 _LONGEST = 100  # characters of a value in a message
 _INT, _FLOAT, _STR, _BOOL, _MERGE, _DATE = (
     f"tag:yaml.org,2002:{name}" for name in ("int", "float", "str", "bool", "merge", "timestamp")
 )
 _EXPONENT = re.compile(r"([-+]?)(\d+\.?\d*|\.\d+)[eE]([-+]?)(\d+)")
-# No file, log or process takes these: NUL and other control characters but tab and line ends, and half characters.
+# Files, logs and processes reject NUL, other control characters except tabs and line ends, and surrogates.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
-_WORDS = {
-    "int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dict": "a mapping",
+_TYPE_NAMES = {
+    "int": "an integer", "float": "a number", "bool": "true or false", "str": "a string", "dict": "a mapping",
     "list[dict]": "a list of mappings",
 }  # fmt: skip
 _READ_AS_BOOL = ("no", "yes", "on", "off", "true", "false")  # words that need quotes in YAML
@@ -41,13 +48,13 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 @dataclass(frozen=True)
 class Value:
-    """The value of a key, and where it came from."""
+    """The value of a key and its source."""
 
-    value: Any  # as YAML or the command line gives it, then of the catalogue's type
+    value: Any  # as YAML or the command line gives it; after ``convert_value``, of the catalog's type
     source: str  # file:line, --flag, a variable's name, or "default"
     shadowed: str = ""  # file:line of the recipe's value that a flag or a variable overrides
-    from_text: bool = False  # of the command line or the environment, which have no types
-    lines: Mapping[Place, str] = field(default_factory=dict)  # file:line of each key of the file, nested ones included
+    from_text: bool = False  # given on the command line or in the environment, where every value is a string
+    lines: Mapping[KeyPath, str] = field(default_factory=dict)  # file:line of each key of the file, nested keys too
     by_entry_point: bool = False  # set by an entry point for a flag of another tool, which is the source
 
     @property
@@ -57,74 +64,83 @@ class Value:
 
 
 class _Loader(yaml.SafeLoader):
-    """Load YAML safely, and a date or a time as the text that was written: no key is one."""
+    """Load YAML safely. Dates, times and base-60 numbers stay strings, because no key has such a type."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
-        """Return the tag of a node without one."""
+        """Return the tag of a node that has no explicit tag."""
         tag = str(super().resolve(kind, value, implicit))
         return _STR if tag == _DATE or (tag in (_INT, _FLOAT) and ":" in value) else tag
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        def unreadable(_: Exception) -> yaml.YAMLError:
-            what = f"'{str(node.value)[:40]}' cannot be read as {node.tag.rpartition(':')[2]}"
-            return yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+        """Construct the value of a node; a YAMLError if its tag does not fit, e.g. ``!!bool maybe``."""
 
-        with translate((ValueError, KeyError, AttributeError), unreadable):  # PyYAML's own, on `!!bool maybe`
+        def unreadable(_: Exception) -> yaml.YAMLError:
+            message = f"'{str(node.value)[:40]}' cannot be read as {node.tag.rpartition(':')[2]}"
+            return yaml.constructor.ConstructorError(None, None, message, node.start_mark)
+
+        with translate((ValueError, KeyError, AttributeError), unreadable):  # raised by PyYAML
             return super().construct_object(node, deep)
 
 
 def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Value]]:
-    """Return the keys of a recipe file and of its bases, the file's own last; add what is wrong to ``problems``."""
+    """Return the keys of a recipe file and its bases, the bases first; append faults to ``problems``."""
     chain, layers = [path], [read_file(path, problems)]
     while base := layers[0].pop(BASE_KEY, None):
         if len(chain) > _MOST_BASES:
-            what = f"'{BASE_KEY}' leads through more than {_MOST_BASES} recipes"
-            raise config_error(base.source, what, "put the keys of some of them into one file")
+            message = f"'{BASE_KEY}' leads through more than {_MOST_BASES} recipes"
+            raise config_error(base.source, message, "merge some of them into one file")
         chain.append(_base_file(chain, base))
         layers.insert(0, read_file(chain[-1], problems))
     return layers
 
 
 def _base_file(chain: list[Path], base: Value) -> Path:
-    """Return the file a recipe builds on: beside it, or in the repository, so that a copied recipe still finds it."""
+    """Find the base of the last recipe: next to it, or in the repository, so that a copied recipe still finds it."""
     if not isinstance(base.value, str):
-        raise config_error(base.source, f"'{BASE_KEY}' is {base.value!r}", "name one recipe file")
-    places = [folder / os.path.expanduser(base.value) for folder in (chain[-1].parent, home())]
-    found = next((place for place in places if os.path.isfile(place)), None)  # False too for a name that is too long
-    if found is None:
-        what = f"there is no recipe '{base.value}' beside this one or in the repository"
-        fix = "write the path itself, or from ~; variables are not read here" if "$" in base.value else ""
-        raise config_error(base.source, what, fix or "name an existing recipe")
-    if found.resolve() in [path.resolve() for path in chain]:
-        raise config_error(base.source, f"'{base.value}' builds on this recipe again", f"remove one {BASE_KEY}")
-    return found
+        raise config_error(base.source, f"{BASE_KEY}: expected a path, got {base.value!r}", "set it to one recipe file")
+    candidates = [folder / os.path.expanduser(base.value) for folder in (chain[-1].parent, home())]
+    # os.path.isfile also returns False for a name that is too long.
+    file = next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
+    if file is None:
+        message = f"{BASE_KEY}: recipe '{base.value}' not found next to this one or in the repository"
+        fix = "write the path without variables (~ is expanded)" if "$" in base.value else ""
+        raise config_error(base.source, message, fix or f"set {BASE_KEY} to an existing recipe")
+    if file.resolve() in [path.resolve() for path in chain]:
+        raise config_error(base.source, f"'{base.value}' builds on this recipe", f"remove one {BASE_KEY}")
+    return file
 
 
 def read_file(path: Path, problems: list[Problem]) -> dict[str, Value]:
-    """Return the keys of one recipe file as they are written; add what is wrong to ``problems``."""
+    """Read the keys of one recipe file without its bases; append faults to ``problems``.
+
+    A ConfigError rejects a file that cannot be read or is not a YAML mapping.
+    """
 
     def unreadable(error: OSError | UnicodeDecodeError) -> ConfigError:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         return config_error(str(path), f"cannot be read ({reason})", "name an existing recipe")
 
     def not_yaml(error: yaml.YAMLError) -> ConfigError:
-        mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error).splitlines()[0]
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         where = f"{display_path(path)}:{mark.line + 1}" if mark else display_path(path)
-        return config_error(where, f"not valid YAML ({why})", "correct the indentation, quote or bracket there")
+        return config_error(where, f"not valid YAML ({reason})", "correct the indentation, quote or bracket there")
 
     with translate((OSError, UnicodeDecodeError), unreadable):
         if (size := path.stat().st_size) > _MOST_BYTES:
-            raise config_error(str(path), f"has {size // 10**6} MB, more than any recipe has", "name a recipe")
+            message = f"has {size // 10**6} MB, but a recipe has at most {_MOST_BYTES // 10**6} MB"
+            raise config_error(str(path), message, "name a recipe")
         text = path.read_text(encoding="utf-8")
-    deep = config_error(display_path(path), "values are nested too deeply, or in themselves", "write them flatter")
-    with translate(RecursionError, lambda _: deep), translate(yaml.YAMLError, not_yaml):
-        return _parsed(path, text, problems)
+    too_deep = config_error(display_path(path), "values are nested too deeply, or in themselves", "write them flatter")
+    with translate(RecursionError, lambda _: too_deep), translate(yaml.YAMLError, not_yaml):
+        return _parse(path, text, problems)
 
 
-def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
+def _parse(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
+    """Parse the text of a recipe file, and remember the line of each key."""
     file = display_path(path)
 
-    def line(node: yaml.Node) -> str:
+    def line_of(node: yaml.Node) -> str:
         return f"{file}:{node.start_mark.line + 1}"
 
     loader = _Loader(text)
@@ -132,69 +148,70 @@ def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
-        raise config_error(line(root), "a recipe is a mapping of key: value", "write one key: value a line")
+        raise config_error(line_of(root), "a recipe must be a mapping of keys to values", "write one key: value a line")
     if merge := next((key for key, _ in root.value if key.tag == _MERGE), None):
-        raise config_error(line(merge), "'<<' is not a key of a recipe", f"use {BASE_KEY}: FILE")
-    lines: dict[Place, str] = {}
-    for count, (place, name, node) in enumerate(_walk((), root)):
+        raise config_error(line_of(merge), "'<<' is not supported", f"use {BASE_KEY}: FILE")
+    lines: dict[KeyPath, str] = {}
+    for count, (path_to_node, name, node) in enumerate(_walk((), root)):
         if count > _MOST_PARTS:
-            what = f"its anchors and aliases stand for more than {_MOST_PARTS:,} values"
-            raise config_error(file, what, "write the values out")
+            message = f"its anchors and aliases expand to more than {_MOST_PARTS:,} values"
+            raise config_error(file, message, "write the values out")
         if name is not None:
-            lines[place] = line(name)
+            lines[path_to_node] = line_of(name)
         if isinstance(node, yaml.MappingNode):
             first: dict[str, yaml.Node] = {}
             for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
                 if (earlier := first.setdefault(key.value, key)) is not key:
-                    given = f"'{key.value}' is given twice (first on line {earlier.start_mark.line + 1})"
-                    what, fix = f"{given}; YAML keeps the last silently", "keep one of the two lines"
-                    problems.append(Problem(line(key), what, fix))
+                    message = f"'{key.value}' is given twice (first on line {earlier.start_mark.line + 1})"
+                    problems.append(Problem(line_of(key), message, "keep one of the two lines"))
         elif isinstance(node, yaml.ScalarNode) and node.style is None:
-            nested = any(isinstance(step, str) for step in place[1:])
-            problems += [Problem(line(node), *trap) for trap in _traps(node.tag, node.value, nested)]
-    read = functools.partial(loader.construct_object, deep=True)
-    return {str(read(key)): Value(read(value), line(key), lines=lines) for key, value in root.value}
+            nested = any(isinstance(step, str) for step in path_to_node[1:])
+            problems += [Problem(line_of(node), *trap) for trap in _yaml_traps(node.tag, node.value, nested)]
+    construct = functools.partial(loader.construct_object, deep=True)
+    return {str(construct(key)): Value(construct(value), line_of(key), lines=lines) for key, value in root.value}
 
 
-def _walk(place: Place, node: yaml.Node, name: yaml.Node | None = None) -> Iterator[tuple[Place, Any, yaml.Node]]:
-    """Yield a node and all below it: its place, the node of its name in a mapping, and the node itself."""
-    yield place, name, node
+def _walk(path: KeyPath, node: yaml.Node, name: yaml.Node | None = None) -> Iterator[tuple[KeyPath, Any, yaml.Node]]:
+    """Yield (path, name node, node) for a node and all nodes below it; the name node is None outside of mappings."""
+    yield path, name, node
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            yield from _walk((*place, str(key.value)), value, key)
+            yield from _walk((*path, str(key.value)), value, key)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            yield from _walk((*place, index), item)
+            yield from _walk((*path, index), item)
 
 
-def _traps(tag: str, text: str, nested: bool) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with a plain word that YAML 1.1 reads otherwise than it looks, and the fix.
+def _yaml_traps(tag: str, text: str, nested: bool) -> Iterator[tuple[str, str]]:
+    """Yield (problem, fix) for an unquoted word that YAML 1.1 reads differently from how it looks.
 
-    ``nested``: below a key of a mapping; at the top the catalogue types ``1e-6`` and ``no``.
+    ``nested`` values are in a mapping inside a key. For other values, ``convert_value`` handles ``1e-6`` and ``no``.
     """
     if tag == _INT and re.fullmatch(r"[-+]?0\d+", text.replace("_", "")):
         yield f"YAML reads {text} as an octal number", f"write {int(text.replace('_', ''))}"
     elif nested and tag == _STR and (match := _EXPONENT.fullmatch(text)):
         sign, mantissa, direction, exponent = match.groups()
         number = f"{sign}{mantissa if '.' in mantissa else mantissa + '.0'}e{direction or '+'}{exponent}"
-        yield f"YAML reads {text} as a text", f"write {number}"
+        yield f"YAML reads {text} as a string", f"write {number}"
     elif nested and tag == _BOOL and text.lower() not in ("true", "false"):
         truth = str(text.lower() in ("yes", "on", "y")).lower()
         yield f"YAML reads {text} as {truth}", f'write {truth}, or "{text}" in quotes'
 
 
 def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str, Any]]:
-    """Read ``--key value``, ``--key=value``, ``--key`` and ``--no_key`` (booleans), hyphens or underscores.
+    """Parse the flags of a command into pairs of a name and its value; append faults to ``problems``.
 
-    A list is several words, words with commas, or YAML's ``[a, b]``. ``--unset key`` is a pair with the name UNSET.
+    Accepted forms are ``--key value``, ``--key=value``, ``--key`` and ``--no_key`` (booleans), with hyphens or
+    underscores. A list is several words, words with commas, or YAML's ``[a, b]``. ``--unset key`` becomes a pair with
+    the name ``UNSET``.
     """
     pairs: list[tuple[str, Any]] = []
-    rest = list(flags)
-    while rest:
-        flag = rest.pop(0)
+    words = list(flags)
+    while words:
+        flag = words.pop(0)
         if re.match("-[A-Za-z]", flag):
             problems.append(Problem(flag, "begins with one hyphen", f"write -{flag}"))
-            rest = list(itertools.dropwhile(lambda word: not word.startswith("-"), rest))
+            words = list(itertools.dropwhile(lambda word: not word.startswith("-"), words))
             continue
         if not flag.startswith("--"):
             fix = "put the recipe right after the command, and write --key value for a key"
@@ -202,20 +219,15 @@ def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str,
             continue
         name, equals, text = flag[2:].partition("=")
         name = name.replace("-", "_")
-        values = [text] if equals else list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
-        rest = rest if equals else rest[len(values) :]
+        values = [text] if equals else list(itertools.takewhile(lambda word: not word.startswith("--"), words))
+        words = words if equals else words[len(values) :]
         kind, negated = (catalogue().get(key, {}).get("type", "") for key in (name, name.removeprefix("no_")))
         kind = "list[str]" if name == UNSET else kind
         if kind.startswith("list") and values[:1] and values[0].startswith("[") and values[-1].endswith("]"):
             values = [" ".join(values)]  # [a, b] without quotes is several words to the shell
         if len(values) > 1 and not kind.startswith("list"):
-            problems.append(
-                Problem(
-                    f"--{name}",
-                    f"takes one value, got {values}",
-                    f"write --{name} {shell_quote(values[0])}, or quote the value",
-                )
-            )
+            fix = f"write --{name} {shell_quote(values[0])}, or quote the value"
+            problems.append(Problem(f"--{name}", f"expected one value, got {values}", fix))
         if values:
             pairs.append((name, values if len(values) > 1 and kind.startswith("list") else values[0]))
         else:
@@ -229,11 +241,11 @@ def as_words(keys: Mapping[str, Value]) -> list[str]:
     words: list[str] = []
     for key, value in keys.items():
         items = (value.value or ["none"]) if isinstance(value.value, list) else [value.value]
-        words += [f"--{key}", *("null" if item is None else _plain(item) for item in items)]
+        words += [f"--{key}", *("null" if item is None else _as_word(item) for item in items)]
     return words
 
 
-def _plain(value: Any) -> str:
+def _as_word(value: Any) -> str:
     if isinstance(value, dict):
         return yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).strip()
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -245,120 +257,134 @@ def unset_keys(flagged: Iterable[tuple[str, Any]]) -> list[str]:
     return [name.replace("-", "_") for text in texts for name in _convert("list[str]", text, from_text=True)]
 
 
-def convert_value(key: str, entry: Entry, given: Value, place: Place = ()) -> tuple[Any, list[Problem]]:
-    """Return what the user gave as the catalogue's type, and every problem with it; ``place`` is the key by default."""
-    value, place = given.value, place or (key,)
-    if value is None or (given.from_text and value == "null"):
-        empty = Problem(given.source, f"'{key}' is empty", f"write {_example(entry)}, or remove it")
+def convert_value(key: str, entry: Entry, raw: Value, path: KeyPath = ()) -> tuple[Any, list[Problem]]:
+    """Convert a value to the type of its catalog entry. Return it, or None, with all problems.
+
+    ``path`` leads to the value in the file, by default the key itself.
+    """
+    value, path = raw.value, path or (key,)
+    subject = "" if raw.source == f"--{key}" else f"{key}: "
+    if value is None or (raw.from_text and value == "null"):
+        empty = Problem(
+            raw.source, f"{subject}expected {_expected(entry)}, got nothing", f"{_fix(key, entry)}, or remove it"
+        )
         return None, [] if entry["optional"] else [empty]
-    forgotten = value is True or (value == "" and entry["type"] in ("int", "float"))
-    if forgotten and entry["type"] != "bool" and given.source.startswith("--"):
-        return None, [Problem(given.source, "is given without a value", f"write {given.source} VALUE")]
+    lacks_value = value is True or (value == "" and entry["type"] in ("int", "float"))
+    if lacks_value and entry["type"] != "bool" and raw.source.startswith("--"):
+        return None, [Problem(raw.source, "is given without a value", f"write {raw.source} VALUE")]
     if entry.get("infinite") and str(value).lower().removeprefix("+") in (".inf", "inf", "infinity"):
-        return math.inf, []  # as YAML, Python and JSON write it
+        return math.inf, []  # the spellings of YAML, Python and JSON
     if entry.get("auto") and value == "auto":
         return None, []
     try:
-        value = _convert(entry["type"], value, given.from_text)
+        value = _convert(entry["type"], value, raw.from_text)
     except ValueError as error:
-        return None, [Problem(given.source, f"'{key}' is {error}", f"write {_example(entry)}")]
-    problems = [Problem(given.source, f"'{key}' is {what}", f"write {fix}") for what, fix in _limits(key, entry, value)]
+        return None, [Problem(raw.source, f"{subject}{error}", _fix(key, entry))]
+    problems = [Problem(raw.source, f"{subject}{message}", fix) for message, fix in _broken_limits(key, entry, value)]
     if key in nested_catalogue() and isinstance(value, dict):
-        problems += _type_parts(key, value, given, place)
+        problems += _convert_parts(key, value, raw, path)
     elif key in nested_catalogue() and isinstance(value, list):
         for index, item in enumerate(value):
-            problems += _type_parts(key, item, given, (*place, index))
+            problems += _convert_parts(key, item, raw, (*path, index))
     return value, problems
 
 
-def _type_parts(key: str, parts: dict[str, Any], given: Value, place: Place) -> Iterator[Problem]:
-    """Type the parts of a mapping whose keys are known, in place, and yield what is wrong at its own line."""
+def _convert_parts(key: str, parts: dict[str, Any], raw: Value, path: KeyPath) -> Iterator[Problem]:
+    """Convert the values of a mapping with known keys in place, and yield each problem at its own line."""
     known = nested_catalogue()[key]
     for name, part in parts.items():
-        where = given.lines.get((*place, name), given.source)
+        where = raw.lines.get((*path, name), raw.source)
         if name not in known:
             close = nearest_of(str(name), known)
             fix = f"write '{close}'" if close else f"write one of {', '.join(known)}"
             yield Problem(where, f"unknown key '{name}' in {key}", fix)
             continue
-        value, problems = convert_value(
-            f"{key}.{name}", known[name], replace(given, value=part, source=where), (*place, name)
-        )
+        raw_part = replace(raw, value=part, source=where)
+        value, problems = convert_value(f"{key}.{name}", known[name], raw_part, (*path, name))
         parts[name] = part if problems else value
         yield from problems
 
 
 def _convert(kind: str, value: Any, from_text: bool) -> Any:
-    """Return a value as the type of the catalogue; a ValueError's text goes on from "the key is"."""
+    """Convert a value to a type of the catalog; a ValueError says what was expected."""
     if kind.startswith("list["):
         if isinstance(value, str) and from_text and value.startswith("["):
-            value = _parsed_text(value)
+            value = _parse_word(value)
         if isinstance(value, str) and kind != "list[dict]":
             value = [] if value == "none" else [part.strip() for part in value.split(",")] if from_text else [value]
         if not isinstance(value, list):
-            raise ValueError(f"{value!r:.{_LONGEST}} where {_WORDS.get(kind, 'a list')} belongs")
+            raise ValueError(f"expected {_TYPE_NAMES.get(kind, 'a list')}, got {value!r:.{_LONGEST}}")
         return [_convert(kind[5:-1], item, from_text) for item in value]
     if kind == "any":
         return value
-    wrong = ValueError(f"{value!r:.{_LONGEST}} where {_WORDS[kind]} belongs")
+    mismatch = ValueError(f"expected {_TYPE_NAMES[kind]}, got {value!r:.{_LONGEST}}")
     if kind in ("dict", "bool"):
         if kind == "dict" and isinstance(value, str):
-            value = _parsed_text(value)
+            value = _parse_word(value)
         value = as_bool(value) if kind == "bool" and from_text else value
         if not isinstance(value, dict if kind == "dict" else bool):
-            raise wrong
+            raise mismatch
         return value
     if isinstance(value, bool):
         hint = " (YAML reads no, yes, on and off as booleans: quote the word)" if kind == "str" else ""
-        raise ValueError(f"the boolean {value} where {_WORDS[kind]} belongs{hint}")
+        raise ValueError(f"expected {_TYPE_NAMES[kind]}, got the boolean {value}{hint}")
     if not isinstance(value, str | int | float):
-        raise wrong
+        raise mismatch
     if kind == "str":
-        if found := _CONTROL.search(str(value)):
-            raise ValueError(f"a text with the control character {found[0]!r}")
+        if control := _CONTROL.search(str(value)):
+            raise ValueError(f"expected plain text, got the control character {control[0]!r}")
         return str(value)
-    number = math.inf  # a whole number above 1e308
-    with contextlib.suppress(OverflowError), translate(ValueError, lambda _: wrong):
-        number = float(value)  # also of a text: YAML 1.1 reads 1e-6 as one
+    number = math.inf  # the value of an integer above 1e308
+    with contextlib.suppress(OverflowError), translate(ValueError, lambda _: mismatch):
+        number = float(value)  # YAML 1.1 reads 1e-6 as a string
     if math.isnan(number):
-        raise ValueError("not a number (nan)")
+        raise ValueError(f"expected {_TYPE_NAMES[kind]}, got nan")
     if kind == "float" and math.isinf(number):
-        raise ValueError(f"{value!r:.{_LONGEST}}, which is not finite")
+        raise ValueError(f"expected a finite number, got {value!r:.{_LONGEST}}")
     if kind == "int" and not number.is_integer():
-        raise wrong
+        raise mismatch
     return number if kind == "float" else value if isinstance(value, int) else int(number)
 
 
-def _parsed_text(text: str) -> Any:
-    """Return a text of the command line as YAML reads it, or the text itself if it is not YAML."""
-    with contextlib.suppress(yaml.YAMLError, RecursionError):  # the latter on a thousand brackets
+def _parse_word(text: str) -> Any:
+    """Parse a word of the command line as YAML; return the word itself if it is not YAML."""
+    with contextlib.suppress(yaml.YAMLError, RecursionError):  # RecursionError: a thousand brackets
         return yaml.load(text, _Loader)
     return text
 
 
 def as_bool(value: Any) -> Any:
-    """Return a text of the command line as the boolean it names, anything else as it is."""
+    """Return the boolean that a string means, and any other value unchanged."""
     return _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def _limits(key: str, entry: Entry, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield the limit of the catalogue that a value breaks, and what to write."""
+def _broken_limits(key: str, entry: Entry, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield (problem, fix) for each limit of the catalog entry that a value breaks."""
     low, high, choices = entry.get("min"), entry.get("max"), entry.get("choices")
     if low is not None and value < low:
-        usual = entry.get("default")
-        example = f", e.g. {usual:g}" if isinstance(usual, int | float) and usual > low else ""
-        yield f"{value}, below {low}", f"{low} or more{example}"
+        default = entry.get("default")
+        example = f", e.g. {default:g}" if isinstance(default, int | float) and default > low else ""
+        yield f"expected at least {low}, got {value}", f"set {key} to {low} or more{example}"
     if high is not None and value > high:
-        yield f"{value}, above {high}", f"{high} or less"
+        yield f"expected at most {high}, got {value}", f"set {key} to {high} or less"
     if choices and isinstance(value, str) and value not in choices:
         close = nearest_of(value, choices) if len(choices) > 12 else None
-        fix = REFUSED_VALUES.get(key, {}).get(value)
-        yield f"'{value}'", fix or (f"'{close}'" if close else _example(entry))
+        fix = REFUSED_VALUES.get(key, {}).get(value) or (f"set {key}: {close}" if close else _fix(key, entry))
+        yield f"'{value}' is not supported", fix
 
 
-def _example(entry: Entry) -> str:
+def _expected(entry: Entry) -> str:
+    """Describe the values that a key accepts, e.g. ``an integer``."""
     if entry.get("choices"):
         return "one of " + ", ".join(f'"{word}"' if word in _READ_AS_BOOL else word for word in entry["choices"])
     if entry.get("auto"):
-        return f"auto, or {_WORDS[entry['type']]}"
-    return _WORDS.get(entry["type"], "a list, e.g. [a, b]")
+        return f"auto or {_TYPE_NAMES[entry['type']]}"
+    return _TYPE_NAMES.get(entry["type"], "a list, e.g. [a, b]")
+
+
+def _fix(key: str, entry: Entry) -> str:
+    """Return the edit that gives a key a value of the right type, the default as an example if it is a number."""
+    default = entry.get("default")
+    is_number = isinstance(default, int | float) and not isinstance(default, bool)
+    example = f", e.g. {default:g}" if is_number and not entry.get("choices") else ""
+    return f"set {key} to {_expected(entry)}{example}"

@@ -1,4 +1,9 @@
-"""The catalogue of recipe keys without torch, the keys that are not a recipe's, and the variables that are read."""
+"""The catalog of recipe keys, the keys that a recipe cannot set, and the environment variables. No torch.
+
+``make keys`` writes the core's keys from ``configs.py`` into ``keys.json``. Extensions declare theirs as dataclasses.
+
+    catalogue()["seed"]  # {"type": "int", "default": 42, "help": ..., "min": 0, ...}
+"""
 
 import difflib
 import functools
@@ -15,15 +20,15 @@ from grpo_recipes.recipe.extensions import extensions, load, merged
 from grpo_recipes.recipe.fields import entries_of
 
 CATALOGUE_FILE = Path(__file__).with_name("keys.json")
-_LINE = re.compile(r"^# yaml-language-server: \$schema=(\S+)", re.MULTILINE)
+_SCHEMA_LINE = re.compile(r"^# yaml-language-server: \$schema=(\S+)", re.MULTILINE)
 
 
 def expand_names(*rows: tuple[str, str]) -> dict[str, str]:
-    """Return what is said of each name; a row has names, separated by spaces, and what is said of them."""
-    return {name: said for names, said in rows for name in names.split()}
+    """Return a text for each name. A row has names, separated by spaces, and the text that they share."""
+    return {name: text for names, text in rows for name in names.split()}
 
 
-# Keys of TRL that the launcher sets, or that have no meaning here: not in the catalogue, refused with the reason.
+# TRL's keys that the launcher sets, or that have no meaning here -> the fix. They are not in the catalog.
 OWNED_KEYS = expand_names(
     ("output_dir", "remove it; the run directory is <run_root>/<run_name>-<timestamp>, set run_root and run_name"),
     ("deepspeed", "use accelerator: zero2 or zero3"),
@@ -31,7 +36,7 @@ OWNED_KEYS = expand_names(
     ("parallelism_config", "use accelerator"),
     ("local_rank", "remove it; accelerate sets it"),
     ("do_train do_predict", "remove it; the run always trains, and there is nothing to predict"),
-    ("do_eval", "remove it; eval_strategy says whether the run evaluates"),
+    ("do_eval", "remove it; eval_strategy decides whether the run evaluates"),
     ("use_cpu", "remove it; the environment's device decides (DEVICE=cpu)"),
     ("resume_from_checkpoint", "use grpo launch --resume last or --resume RUN_DIR"),
     ("logging_strategy logging_first_step", "remove it; every optimizer step is logged"),
@@ -42,13 +47,13 @@ OWNED_KEYS = expand_names(
     ("use_transformers_paged", "use use_transformers_continuous_batching"),
     ("vllm_importance_sampling_cap", "use vllm_importance_sampling_clip_max"),
     ("log_completions_hub_repo", "remove it; sampled completions are in report.html"),
-    ("project", "write wandb_project"),
-    ("data_seed", "write seed"),
+    ("project", "use wandb_project"),
+    ("data_seed", "use seed"),
     ("remove_unused_columns", "remove it; rewards read the other columns"),
     ("include_num_input_tokens_seen", "remove it; the trainer counts tokens itself"),
     ("metric_for_best_model greater_is_better", "remove it; the model of the last step is kept"),
     ("trackio_space_id trackio_static_space_id trackio_bucket_id", "remove it; use report_to: wandb or tensorboard"),
-    # TRL's GRPO trainer has its own sampler, loss and evaluation, which read none of these.
+    # TRL's GRPO trainer has its own sampler, loss and evaluation, and reads none of these keys.
     (
         "label_smoothing_factor label_names train_sampling_strategy length_column_name prediction_loss_only "
         "include_for_metrics batch_eval_metrics eval_do_concat_batches eval_accumulation_steps eval_use_gather_object "
@@ -57,14 +62,17 @@ OWNED_KEYS = expand_names(
     ),
 )
 
-# Values that TRL accepts and this version does not: key -> value -> the fix.
+# Values that TRL accepts, but this package does not: key -> value -> the fix.
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "hub_strategy": expand_names(
-        ("every_save checkpoint all_checkpoints", "hub_strategy: end; push_to_hub pushes once, at the end of the run")
+        (
+            "every_save checkpoint all_checkpoints",
+            "set hub_strategy: end; push_to_hub pushes once, at the end of the run",
+        )
     ),
 }
 
-# Keys that `grpo keys WORD` finds by more words than those of their names and help.
+# Key -> more words by which `grpo keys WORD` finds it.
 _SEARCH_WORDS = {
     "accelerator": "deepspeed fsdp zero parallel sharding",
     "chat_template_kwargs": "think thinking reasoning enable_thinking",
@@ -83,7 +91,7 @@ _SEARCH_WORDS = {
     "weight_sync": "nccl bridge",
 }
 
-# Environment variables that stand for a key; a flag of the same key wins over the variable, which wins over the recipe.
+# Environment variable -> the key that it sets. A flag overrides the variable, and the variable overrides the recipe.
 _ENVIRONMENT_KEYS: dict[str, str] = {
     "RUN_NAME": "run_name",
     "RUN_ROOT": "run_root",
@@ -109,94 +117,96 @@ _ENVIRONMENT_KEYS: dict[str, str] = {
 
 
 def environment_keys() -> dict[str, str]:
-    """Return the key that each environment variable sets, those of extensions included."""
+    """Return the key that each environment variable sets, including the variables of extensions."""
     return {**_ENVIRONMENT_KEYS, **merged("variables")}
 
 
 def search_words() -> dict[str, str]:
-    """Return for some keys more words by which `grpo keys WORD` finds them."""
+    """Return additional search words of `grpo keys WORD`, by key."""
     return {**_SEARCH_WORDS, **merged("search_words")}
 
 
 @functools.cache
 def _generated() -> dict[str, Any]:
-    return json.loads(CATALOGUE_FILE.read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(CATALOGUE_FILE.read_text(encoding="utf-8"))
+    return content
 
 
 @functools.cache
 def catalogue() -> dict[str, dict[str, Any]]:
-    """Return every key of a recipe, those of extensions included: name -> type, default, help and limits."""
+    """Return every recipe key, including the keys of extensions: name -> type, default, help and limits."""
     return dict(sorted({**_generated()["keys"], **extension_entries()}.items()))
 
 
 @functools.cache
 def extension_entries() -> dict[str, dict[str, Any]]:
-    """Return the keys of extensions as ``catalogue`` does; a ConfigError if two of them declare the same key."""
+    """Return the keys of extensions in the format of ``catalogue``; a ConfigError if a key is declared twice."""
     entries: dict[str, dict[str, Any]] = {}
     for extension in extensions():
         keys = entries_of(extension.load("keys")) if extension.keys else {}
         for name in keys:
             if name in entries or name in _generated()["keys"]:
-                what = f"the extension {extension.name} declares '{name}', which is a key already"
-                raise config_error("extensions", what, f"rename the key in {extension.keys}")
+                message = f"the extension {extension.name} declares '{name}', but the key exists already"
+                raise config_error("extensions", message, f"rename the key in {extension.keys}")
         entries |= keys
     return entries
 
 
 @functools.cache
 def nested_catalogue() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the keys of the mappings inside a key: ``dataset_mixture.datasets`` -> name -> type, default, help."""
+    """Return the keys of mappings inside a key, e.g. ``dataset_mixture.datasets`` -> name -> type, default, help."""
     return {**_generated()["nested"], **{path: entries_of(load(config)) for path, config in merged("nested").items()}}
 
 
 def passed_catalogue() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
     """Return the names in dictionaries that other libraries receive: key -> variant -> name -> type and limits.
 
-    A variant is a value of another key that decides which names are read, or an empty text.
+    A variant is the value of another key that decides which names the library reads, or an empty string.
     """
-    return _generated()["passed"]
+    passed: dict[str, dict[str, dict[str, dict[str, Any]]]] = _generated()["passed"]
+    return passed
 
 
 def catalogue_trl() -> str:
-    """Return the TRL version whose options the catalogue lists."""
-    return _generated()["trl"]
+    """Return the version of TRL that the catalog was made from."""
+    return str(_generated()["trl"])
 
 
 def run_root(environment: Mapping[str, str]) -> Path:
-    """Return the folder of run directories where no recipe is named: RUN_ROOT, or the default of the key."""
+    """Return the folder of run directories if no recipe is named: RUN_ROOT, or the default of the key."""
     return Path(os.path.expanduser(environment.get("RUN_ROOT") or catalogue()["run_root"]["default"]))
 
 
 def nearest_of(name: str, names: Iterable[str]) -> str | None:
-    """Return the one of ``names`` that ``name`` is a misspelling of, or None: another word does not help."""
+    """Return the name that ``name`` misspells; None if they are all different words."""
 
-    def same(one: str, other: str, share: float) -> bool:
-        return difflib.SequenceMatcher(None, one, other).ratio() >= share
+    def similar(text: str, other: str, least_ratio: float) -> bool:
+        return difflib.SequenceMatcher(None, text, other).ratio() >= least_ratio
 
-    def misspells(close: str) -> bool:
-        words, others = name.lower().split("_"), close.lower().split("_")
-        by_word = len(words) == len(others) and all(same(*pair, 0.81) for pair in zip(words, others, strict=True))
-        swapped = sorted(name.lower()) == sorted(close.lower())  # letters or words in another order
-        return by_word or swapped or same("".join(words), "".join(others), 0.92)
+    def misspells(candidate: str) -> bool:
+        words, others = name.lower().split("_"), candidate.lower().split("_")
+        by_word = len(words) == len(others) and all(similar(*pair, 0.81) for pair in zip(words, others, strict=True))
+        swapped = sorted(name.lower()) == sorted(candidate.lower())  # letters or words in another order
+        return by_word or swapped or similar("".join(words), "".join(others), 0.92)
 
     return next(filter(misspells, difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)), None)
 
 
 def schema_file() -> Path:
-    """Return where the schema of this installation is."""
+    """Return the path of the JSON schema of recipes in this installation."""
     return home() / "recipes" / "schema.json"
 
 
 def schema_line(recipe: Path) -> str:
-    """Return the comment by which an editor finds the schema: relative, so that both folders can move together."""
+    """Return the comment that tells an editor where the schema is, as a relative path if possible."""
     folder, schema = recipe.resolve().parent, schema_file().resolve()
-    apart = os.path.commonpath([folder, schema]) == "/"  # nothing is shared: no folder holds both
-    return f"# yaml-language-server: $schema={schema if apart else os.path.relpath(schema, folder)}"
+    nothing_shared = os.path.commonpath([folder, schema]) == "/"
+    return f"# yaml-language-server: $schema={schema if nothing_shared else os.path.relpath(schema, folder)}"
 
 
 def schema_note(recipe: Path) -> str | None:
-    """Return what to write when a recipe names a schema that is not there, as a copied one does."""
-    match = _LINE.search(recipe.read_text(encoding="utf-8"))
+    """Return a note if the recipe names a schema file that does not exist, e.g. after it was copied."""
+    match = _SCHEMA_LINE.search(recipe.read_text(encoding="utf-8"))
     if match is None or match[1].startswith(("http:", "https:")) or (recipe.parent / match[1]).is_file():
         return None
     fix = f"for completion in editors begin the file with: {schema_line(recipe)}"
@@ -204,57 +214,57 @@ def schema_note(recipe: Path) -> str | None:
 
 
 SIGNAL_LEAD, SRUN_OPTIONS, DEFAULT_RECIPE = "GRPO_SIGNAL_LEAD", "GRPO_SRUN_OPTIONS", "GRPO_DEFAULT_RECIPE"
-# Every variable the launcher reads beside those of environment_keys().
+# Variables that the launcher reads, in addition to environment_keys(), with their help.
 READ_VARIABLES: dict[str, str] = {
-    "CONFIG": "the recipe, when none is named on the command line",
-    "CONFIG_FILE": "an accelerate file instead of TRL's packaged one",
-    "TRAIN_ENTRYPOINT": "entry script of the trainers, by default src/grpo.py, or src/maxent-grpo.py of a MaxEnt run",
-    "MAXENT": "1 selects src/maxent-grpo.py and a MaxEnt recipe, 0 refuses one",
-    "LOGDIR": "folder of the logs of a launch's processes, logs by default; the next two name files",
-    "SERVER_LOG": "file of the server's log; a number follows where it exists",
-    "TRAINING_LOG": "file of the trainers' log; a number follows where it exists",
+    "CONFIG": "the recipe, if the command line names none",
+    "CONFIG_FILE": "an accelerate file instead of TRL's packaged file",
+    "TRAIN_ENTRYPOINT": "entry script of the trainers; by default src/grpo.py, or src/maxent-grpo.py for MaxEnt runs",
+    "MAXENT": "1 selects src/maxent-grpo.py and a MaxEnt recipe, 0 rejects MaxEnt recipes",
+    "LOGDIR": "folder for the logs of a launch; logs by default. The next two variables name files",
+    "SERVER_LOG": "file of the server's log; a number is added if the file exists",
+    "TRAINING_LOG": "file of the trainers' log; a number is added if the file exists",
     "ACC_TEE": "1, 2 or 3: each line of the trainers' output, errors or both begins with its rank (accelerate --tee)",
     "VLLM_MODEL": "must equal the recipe's model_name_or_path",
-    "CACHE_ROOT": "where downloads go unless HF_HOME says otherwise; .cache in the repository by default",
-    "HF_HOME": "where the hub's clients keep downloads and the login",
-    "HF_ENDPOINT": "the hub's address, of a mirror for example",
-    "HF_HUB_OFFLINE": "1: the hub is never asked; 0: a run's processes may ask it though everything is here",
+    "CACHE_ROOT": "folder for downloads if HF_HOME is not set; .cache in the repository by default",
+    "HF_HOME": "folder in which the clients of the hub keep downloads and the login",
+    "HF_ENDPOINT": "address of the hub, e.g. a mirror",
+    "HF_HUB_OFFLINE": "1: never connect to the hub; 0: a run's processes may connect although everything is local",
     "HF_TOKEN": "the login at the hub; never written or printed",
-    "OPENAI_API_KEY": "the key of a server that grpo generate, chat or eval did not start; never written or printed",
-    "GRPO_HOME": "the repository, when training.sh is submitted from elsewhere",
-    CODE_VARIABLE: "the frozen code of a submitted run, which its batch script names",
+    "OPENAI_API_KEY": "the key of an external server for grpo generate, chat and eval; never written or printed",
+    "GRPO_HOME": "the repository, if training.sh is submitted from another folder",
+    CODE_VARIABLE: "the frozen code of a submitted run; its batch script sets this variable",
     "CUDA_VISIBLE_DEVICES": "the GPUs to use",
-    "SLURM_GPU_FLAG_STYLE": "none, gpus or gres: how grpo submit asks for GPUs, whatever the profile says",
-    "NO_COLOR": "any text: no colours on a terminal",
+    "SLURM_GPU_FLAG_STYLE": "none, gpus or gres: how grpo submit requests GPUs; overrides the profile",
+    "NO_COLOR": "any text: no colors on a terminal",
     "SLURM_TMPDIR": "node-local folder for temporary files",
     "NETWORK_INTERFACE": "the network interface by which the nodes of a job reach each other, e.g. ib0",
-    "NCCL_SOCKET_IFNAME": "NCCL's own: the nodes' interface where NETWORK_INTERFACE is unset",
-    "GLOO_SOCKET_IFNAME": "gloo's own: the nodes' interface where the two above are unset",
-    SIGNAL_LEAD: "seconds before the time limit at which Slurm sends USR1; signal_lead of a profile, else 300",
-    DEFAULT_RECIPE: "1, as training.sh sets it: where no recipe is named the device's default one is taken",
-    SRUN_OPTIONS: "further options of the srun that reaches the nodes of a job; srun_options of a profile",
+    "NCCL_SOCKET_IFNAME": "NCCL's variable: the nodes' interface if NETWORK_INTERFACE is unset",
+    "GLOO_SOCKET_IFNAME": "gloo's variable: the nodes' interface if the two above are unset",
+    SIGNAL_LEAD: "seconds before the time limit at which Slurm sends USR1; the profile's signal_lead, or 300",
+    DEFAULT_RECIPE: "1, set by training.sh: use the default recipe of the device if no recipe is named",
+    SRUN_OPTIONS: "further options of the srun that reaches the nodes of a job; the profile's srun_options",
 }
-# What training.sh, scripts/setup.sh and slurm/train.slurm read before there is a Python to ask.
+# Variables that training.sh, scripts/setup.sh and slurm/train.slurm read before Python starts.
 SHELL_VARIABLES: dict[str, str] = {
-    "DEVICE": "cuda, cpu or auto: the packages that are installed",
-    "ENV_MODE": "venv or conda: the kind of environment that is made",
-    "ENV_DIR": "where the environment is; .venv in the repository by default",
-    "PYTHON": "the Python that makes the environment",
+    "DEVICE": "cuda, cpu or auto: the packages to install",
+    "ENV_MODE": "venv or conda: the kind of environment to create",
+    "ENV_DIR": "folder of the environment; .venv in the repository by default",
+    "PYTHON": "the Python that creates the environment",
     "EXTRAS": "optional packages to install: environments, search, both (the default), or none",
     "MODULES": "modules to load first, separated by spaces",
-    "ENV_ACTIVATE": "a file to source: that environment is used as it is",
-    "CONDA_ENV": "a conda environment to use as it is",
-    "CONDA_SH": "conda's etc/profile.d/conda.sh",
-    "MODEL": "of slurm/train.slurm: --model, the folder under recipes/",
-    "TASK": "of slurm/train.slurm: --task, grpo or maxent",
-    "CONFIG_SUFFIX": "of slurm/train.slurm: --config, the recipe config_SUFFIX.yaml",
-    "TP": "of slurm/train.slurm: --tp, GPUs of the vLLM server",
-    "DP": "of slurm/train.slurm: --dp, 1",
-    "OPTIONAL_ARGS": "of slurm/train.slurm: --args, further options of grpo launch",
+    "ENV_ACTIVATE": "a file to source: use the environment that it activates, unchanged",
+    "CONDA_ENV": "an existing conda environment to use, unchanged",
+    "CONDA_SH": "path of conda's etc/profile.d/conda.sh",
+    "MODEL": "for slurm/train.slurm: --model, the folder under recipes/",
+    "TASK": "for slurm/train.slurm: --task, grpo or maxent",
+    "CONFIG_SUFFIX": "for slurm/train.slurm: --config, the recipe config_SUFFIX.yaml",
+    "TP": "for slurm/train.slurm: --tp, GPUs of the vLLM server",
+    "DP": "for slurm/train.slurm: --dp, 1",
+    "OPTIONAL_ARGS": "for slurm/train.slurm: --args, further options of grpo launch",
 }
 
 
 def variables() -> dict[str, str]:
-    """Return every variable that is read, with its help line, for `grpo keys --env`."""
-    of_keys = {name: f"gives the key {key} its value" for name, key in environment_keys().items()}
-    return {**of_keys, **READ_VARIABLES, **SHELL_VARIABLES}
+    """Return every environment variable with its help, for `grpo keys --env`."""
+    key_variables = {name: f"sets the key {key}" for name, key in environment_keys().items()}
+    return {**key_variables, **READ_VARIABLES, **SHELL_VARIABLES}

@@ -1,4 +1,7 @@
-"""What a recipe can name: rewards, benchmarks, MaxEnt's objectives, weight bridges; none of them is imported here."""
+"""Tables of everything that a recipe can name: rewards, benchmarks, MaxEnt objectives, weight sync methods.
+
+The tables describe the code, but do not import it, so that `grpo check` needs no torch.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -13,7 +16,7 @@ from grpo_recipes.recipe.extensions import entries, parts
 from grpo_recipes.recipe.generated import generated
 from grpo_recipes.recipe.keys import nearest_of
 
-# What a way of the weights to vLLM meets in a recipe and in its plan.
+# The setups of a recipe and its plan that decide which weight sync methods work -> their names in messages.
 SETUPS = {
     "single": "one training process",
     "ddp": "several training processes (DDP)",
@@ -24,43 +27,43 @@ SETUPS = {
     "full": "training of all weights",
     "lora": "LoRA (use_peft)",
     "tensor_parallel": "vllm_tensor_parallel_size above 1",
-    "nodes": "server and rank 0 on two nodes",  # of vLLM inside the trainers: trainers on two nodes
+    "nodes": "server and rank 0 on two nodes",  # for vLLM inside the trainers: trainers on two nodes
 }
-YES = "yes"  # run on CPU by a test
-ON_GPUS = "on GPUs"  # needs GPUs, on which nobody has run it yet
-ON_CPU = "on CPU"  # run by a test; on GPUs it is other code, which nobody has run yet
+YES = "yes"  # tested on CPU
+ON_GPUS = "on GPUs"  # needs GPUs; untested
+ON_CPU = "on CPU"  # tested on CPU; GPUs run different code, which is untested
 _EVERYWHERE = frozenset({"cpu", "cuda"})
-_BUFFERS = "DeepSpeed keeps the weights in buffers of its own"
+_BUFFERS = "DeepSpeed keeps the weights in its own buffers"
 _SPLIT, _MAY_SPLIT = "no training process has the whole weights", "it may split the weights"
 
 
 @dataclass(frozen=True)
 class SyncMethod:
-    """A way for weights to reach the server: what it does after a restart of the server, and which setups it serves."""
+    """A method that sends new weights to vLLM, and the setups in which it works."""
 
-    reconnects: frozenset[str]  # devices on which its client gives a restarted server the last weights, and continues
-    serves: Mapping[str, str]  # of each of SETUPS: YES, ON_GPUS, ON_CPU, or why it is refused
+    reconnects: frozenset[str]  # devices on which its client sends a restarted server the last weights and continues
+    serves: Mapping[str, str]  # setup -> YES, ON_GPUS, ON_CPU, or the reason why it is not supported
 
     def refusal(self, setups: Iterable[str]) -> tuple[str, str] | None:
-        """Return the first of some setups that is refused, in words, and why; or None."""
+        """Return the first setup that is not supported, in words, with the reason; None if all are."""
         refused = (name for name in setups if self.serves[name] not in (YES, ON_GPUS, ON_CPU))
         return next(((SETUPS[name], self.serves[name]) for name in refused), None)
 
     def runs_on(self, device: str) -> bool:
-        """Return whether it can run in an environment for ``cpu`` or ``cuda``."""
+        """Return whether the method works in an environment for ``cpu`` or ``cuda``."""
         return device == "cuda" or ON_GPUS not in self.serves.values()
 
 
-def _serving(served: str, **refused: str) -> dict[str, str]:
-    """Return ``served`` for every setup, but the reason for each that is refused."""
-    return {**dict.fromkeys(SETUPS, served), **refused}
+def _serving(status: str, **reasons: str) -> dict[str, str]:
+    """Return ``status`` for every setup, except for the setups with a reason against them."""
+    return {**dict.fromkeys(SETUPS, status), **reasons}
 
 
 SYNC_METHODS = {
     "file": SyncMethod(reconnects=_EVERYWHERE, serves=_serving(YES)),
     "nccl": SyncMethod(reconnects=frozenset(), serves=_serving(ON_GPUS)),
     "shared": SyncMethod(
-        reconnects=frozenset({"cpu"}),  # CUDA promises nothing of memory whose process has ended
+        reconnects=frozenset({"cpu"}),  # CUDA memory is undefined after its process has ended
         serves=_serving(
             ON_CPU,
             zero2=_BUFFERS,
@@ -78,23 +81,23 @@ SYNC_METHODS = {
     ),
     "restart": SyncMethod(reconnects=_EVERYWHERE, serves=_serving(YES)),
 }
-COLOCATE = "colocate"  # vLLM inside the trainers, which loads the weights itself
-# Every way for new weights to reach vLLM: the table that `grpo check` and the plan enforce, and the docs print.
+COLOCATE = "colocate"  # vLLM runs inside the trainers and loads the weights directly
+# All methods that send weights to vLLM: `grpo check` and the plan enforce this table, and the docs print it.
 SYNC_TABLE = {**SYNC_METHODS, COLOCATE: SyncMethod(reconnects=frozenset(), serves=_serving(YES))}
-EXTERNAL = "external"  # a server that somebody started, which loads the weights from files
-NOT_WITH_LORA = ("zero3", "fsdp2")  # accelerators under which an adapter has not been shown to reach vLLM in any way
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes vLLM makes room for
-# Servers that somebody else started, by the API that completions are asked from.
+EXTERNAL = "external"  # an external server, which loads the weights from files
+NOT_WITH_LORA = ("zero3", "fsdp2")  # accelerators with which no method has been shown to send an adapter to vLLM
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes for which vLLM reserves memory
+# External servers, by the API that returns completions.
 SERVER_BACKENDS = ("vllm_server", "sglang_server")
 
 
 def sync_methods_for(setups: Collection[str], device: str | None = None) -> list[str]:
-    """Return the bridges that serve all those setups, on a device where one is given."""
-    serving = [name for name, bridge in SYNC_METHODS.items() if not bridge.refusal(setups)]
+    """Return the weight sync methods that work in all these setups, and on the device if it is given."""
+    serving = [name for name, method in SYNC_METHODS.items() if not method.refusal(setups)]
     return [name for name in serving if device is None or SYNC_METHODS[name].runs_on(device)]
 
 
-# Trackers that transformers supports by a callback -> the callback's class, and the package with its module.
+# Tracker that transformers supports with a callback -> the callback's class, and (package, module).
 TRACKER_CALLBACKS = {
     "azure_ml": ("AzureMLCallback", ("azureml-core", "azureml")),
     "clearml": ("ClearMLCallback", ("clearml", "clearml")),
@@ -109,7 +112,7 @@ TRACKER_CALLBACKS = {
     "trackio": ("TrackioCallback", ("trackio", "trackio")),
 }
 
-# Key, its values -> the package they need and the module it installs; the first that fits counts. None is in the lock.
+# (key, pattern of values) -> (package, module) that they need. The first match counts. The lock has none of them.
 _PACKAGES = {
     ("use_liger_kernel", "True"): ("liger-kernel", "liger_kernel"),
     ("attn_implementation", "flash_attention_2"): ("flash-attn", "flash_attn"),
@@ -134,7 +137,7 @@ _PACKAGES = {
 }
 PACKAGE_KEYS = tuple(dict.fromkeys(key for key, _ in _PACKAGES))
 
-SOURCE_REWARD = "environment"  # the reward that a prompt source brings with its completions
+SOURCE_REWARD = "environment"  # the reward that comes from a prompt source, together with its completions
 
 
 @dataclass(frozen=True)
@@ -143,15 +146,15 @@ class Reward:
 
     name: str
     function: str  # ``module:name``; pure and fast, unless ``in_children``
-    keys: tuple[str, ...] = ()  # recipe keys that the function takes by these names
-    accuracy: bool = False  # its score is 1 for a right answer and 0 for a wrong one
+    keys: tuple[str, ...] = ()  # recipe keys that are arguments of the function
+    accuracy: bool = False  # the score is 1 for a right answer and 0 for a wrong answer
     one_answer: bool = False  # it compares with one reference answer
-    judges: tuple[str, ...] = ()  # generated datasets whose problems it judges; empty: problems of any dataset
-    in_children: bool = False  # the work on one completion has no bound: called in child processes that can be killed
+    judges: tuple[str, ...] = ()  # generated datasets that it can judge; empty: all datasets
+    in_children: bool = False  # runs in child processes, which can be killed, because a completion may take forever
     # For `grpo check-rewards`.
-    writings: tuple[str, ...] = ()  # formats of an answer that it reads; empty: <answer>%s</answer>, a box in it too
-    tagged: bool = False  # it sees no answer outside <answer>...</answer>
-    answers: str = ""  # a function (row) -> right answers and wrong ones; None for a row that it cannot judge
+    writings: tuple[str, ...] = ()  # formats of an answer that it reads; empty: <answer>%s</answer>, also with a box
+    tagged: bool = False  # it reads only answers inside <answer>...</answer>
+    answers: str = ""  # a function (row) -> (right answers, wrong answers), or None if it cannot judge the row
 
     @property
     def reads_answer(self) -> bool:
@@ -163,7 +166,7 @@ _FUNCTIONS = "grpo_recipes.rewards.functions"
 _REWARDS = (
     Reward("pure_accuracy_math", f"{_FUNCTIONS}:pure_accuracy_math", ("answer_matching",), accuracy=True,
         one_answer=True, tagged=True),
-    # A module of its own, since importing the library takes a second.
+    # Importing the library takes a second, so this reward has its own module.
     Reward("math_verify", "grpo_recipes.rewards.math_verify:math_verify", accuracy=True, one_answer=True,
         in_children=True, writings=("<answer>%s</answer>", r"<answer>\boxed{%s}</answer>", r"\boxed{%s}")),
     Reward("format_tags", f"{_FUNCTIONS}:format_tags", tagged=True),
@@ -174,46 +177,46 @@ _REWARDS = (
     Reward("soft_overlong", f"{_FUNCTIONS}:soft_overlong", ("max_completion_length", "soft_punish_cache")),
     Reward(SOURCE_REWARD, f"{_FUNCTIONS}:environment"),
 )  # fmt: skip
-DEFAULT_ACCURACY = "pure_accuracy_math"  # judges benchmarks if a recipe's rewards do not say right or wrong
+DEFAULT_ACCURACY = "pure_accuracy_math"  # judges benchmarks if no reward of the recipe is an accuracy
 
 
 def rewards() -> dict[str, Reward]:
     """Return every reward that a recipe can name without a colon; a ConfigError if two have the same name."""
-    together: dict[str, Reward] = {}
+    by_name: dict[str, Reward] = {}
     for reward in (*_REWARDS, *entries("rewards")):
-        if together.setdefault(reward.name, reward) is not reward:
-            what = f"the reward '{reward.name}' is declared twice"
-            raise config_error("extensions", what, f"rename {reward.function}")
-    return together
+        if by_name.setdefault(reward.name, reward) is not reward:
+            message = f"the reward '{reward.name}' is declared twice"
+            raise config_error("extensions", message, f"rename {reward.function}")
+    return by_name
 
 
 def reward_keys(names: Iterable[str]) -> set[str]:
-    """Return the recipe keys that the functions of some rewards take."""
+    """Return the recipe keys that are arguments of these rewards."""
     known = rewards()
     return {key for name in names if name in known for key in known[name].keys}
 
 
 def rewards_in_children() -> set[str]:
-    """Return the rewards that are called in child processes."""
+    """Return the rewards that run in child processes."""
     return {name for name, reward in rewards().items() if reward.in_children}
 
 
-NO_ANSWER = "no answer from its server"  # begins the reason of a completion that a reward's server left unscored
+NO_ANSWER = "no answer from its server"  # the reason begins with it if a reward's server left a completion unscored
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Where the problems of a benchmark are and how they are read."""
+    """The dataset of a benchmark, and its columns."""
 
     help: str  # one line for `grpo keys --benchmarks`
     id: str  # dataset on the hub
     split: str
-    config: str | None = None
+    config: str | None = None  # configuration of the dataset
     prompt: str = "problem"  # column of the problem
     solution: str = "answer"  # column of the right answer
-    marker: str | None = None  # the answer is what follows the last occurrence of this text in the solution
-    wrong: tuple[str, ...] = ()  # columns of wrong answers: a multiple-choice benchmark, answered by a letter
-    gated: bool = False  # the hub asks for an accepted licence and HF_TOKEN
+    marker: str | None = None  # the answer follows the last occurrence of this text in the solution
+    wrong: tuple[str, ...] = ()  # columns of wrong answers; makes it multiple choice, answered with a letter
+    gated: bool = False  # the hub requires an accepted license and HF_TOKEN
 
 
 _BENCHMARKS: dict[str, Benchmark] = {
@@ -231,87 +234,87 @@ _BENCHMARKS: dict[str, Benchmark] = {
 
 
 def benchmarks() -> dict[str, Benchmark]:
-    """Return the benchmarks that a recipe can name, those of extensions included."""
-    together = dict(_BENCHMARKS)
+    """Return the benchmarks that a recipe can name, including the benchmarks of extensions."""
+    by_name = dict(_BENCHMARKS)
     for registered in parts("benchmarks"):
-        together |= registered
-    return together
+        by_name |= registered
+    return by_name
 
 
-# They run code that the model wrote, which needs a sandbox that we do not have.
+# Benchmarks that run code written by the model, which needs a sandbox -> the lighteval task.
 _RUNS_MODEL_CODE = {"lcb": "lcb:codegeneration", "lcb_v4": "lcb:codegeneration_v4"}
 
 
 def is_file(name: str) -> bool:
-    """Return whether a benchmark is a local file of problems rather than a name of the registry."""
+    """Return whether a benchmark is a local file of problems, not a registered name."""
     return name.endswith(".jsonl")
 
 
 def benchmark_columns(names: Collection[str], recipe_columns: tuple[str, str]) -> tuple[str, str] | None:
-    """Return the columns of problem and answer in a user's file: those two words, else the recipe's, else None."""
+    """Return the columns of problem and answer in a user's file: "problem" and "answer", or the recipe's, or None."""
     candidates = (("problem", "answer"), recipe_columns)
     return next((columns for columns in candidates if set(columns) <= set(names)), None)
 
 
 def benchmark_problem(name: str, where: str, played: Collection[str] = ()) -> Problem | None:
-    """Return what is wrong with a name in ``benchmarks``, or None; ``played`` are names of the recipe's own source."""
+    """Return the problem of a name in ``benchmarks``, or None. The recipe's prompt source runs the names ``played``."""
     if name in _RUNS_MODEL_CODE:
-        what = f"benchmark '{name}' runs code that the model wrote, which this package does not do"
+        message = f"benchmark '{name}' runs code written by the model, which is not supported"
         command = f'lighteval vllm "model_name=<run>/model" "{_RUNS_MODEL_CODE[name]}|0"'
-        return Problem(where, what, f"remove it and run, in an environment of lighteval: {command}")
+        return Problem(where, message, f"remove it and run, in an environment of lighteval: {command}")
     if is_file(name) and not os.path.isfile(os.path.expanduser(name)):
-        return Problem(where, f"no file '{name}'", "name an existing .jsonl file")
+        return Problem(where, f"file '{name}' not found", "name an existing .jsonl file")
     known = benchmarks()
     if is_file(name) or name in known or name in played:
         return None
     close = nearest_of(name, [*known, *played])
     fix = f"write '{close}'" if close else f"write one of {', '.join(known)}, or the path of a .jsonl file"
-    return Problem(where, f"no benchmark '{name}'", fix)
+    return Problem(where, f"unknown benchmark '{name}'", fix)
 
 
 def benchmark_sources(names: Iterable[str]) -> list[tuple[str, str | None, str]]:
-    """Return the datasets of some benchmarks, (id, config, split), which are found or fetched before a job."""
+    """Return (id, config, split) of the datasets of some benchmarks, which are downloaded before a job."""
     known = benchmarks()
     chosen = [known[name] for name in names if name in known]
     fetched = [benchmark for benchmark in chosen if not ((data := generated(benchmark.id)) and data.in_files)]
     return [(benchmark.id, benchmark.config, benchmark.split) for benchmark in fetched]
 
 
-_OF_TARGETS = frozenset(
+_TARGET_KEYS = frozenset(
     ("maxent_q_temperature", "maxent_q_epsilon", "maxent_beta",
      "maxent_length_normalize_ref", "maxent_length_normalize_policy")
 )  # fmt: skip
-_OF_UTILITIES = frozenset(("maxent_utility",))
-_OF_POLICY = frozenset(("maxent_policy_temperature", "maxent_policy_spread"))
-# Keys that give tau's controller a target -> what it measures, the metric maxent/<name>.
+_UTILITY_KEYS = frozenset(("maxent_utility",))
+_POLICY_KEYS = frozenset(("maxent_policy_temperature", "maxent_policy_spread"))
+# Key that gives tau's controller a target -> the metric that it controls, maxent/<name>.
 TAU_TARGETS = {
     "maxent_target_ratio": "target_ratio",
     "maxent_target_weight_entropy": "weight_entropy",
     "maxent_target_eff_rollouts": "eff_rollouts",
 }
-_OF_TAU = frozenset(
+_TAU_KEYS = frozenset(
     ("maxent_tau", "maxent_tau_lr", "maxent_tau_min", "maxent_tau_max", "maxent_tau_warmup_steps", *TAU_TARGETS)
 )
 
 
 @dataclass(frozen=True)
 class Objective:
-    """One objective of MaxEnt-GRPO: its mathematics is in ``algorithms.maxent``, the evidence in docs/maxent.md."""
+    """One objective of MaxEnt-GRPO. ``algorithms.maxent`` has the mathematics, docs/maxent.md the evidence."""
 
-    tau: float | None  # default of maxent_tau; None where there is no temperature
+    tau: float | None  # default of maxent_tau; None if the objective has no temperature
     unread: frozenset[str]  # the maxent keys that it does not read
-    targets_q: bool  # weights come from listwise_q and the reference, so that tau + beta must be positive
+    targets_q: bool  # weights come from listwise_q and the reference, so tau + beta must be positive
 
-    def tau_or_default(self, given: float | None) -> float | None:
-        """Return the temperature of a recipe with this ``maxent_tau``, the objective's own by default."""
-        return self.tau if given is None else given
+    def tau_or_default(self, tau: float | None) -> float | None:
+        """Return the recipe's ``maxent_tau``, or the objective's default if the recipe does not set it."""
+        return self.tau if tau is None else tau
 
     def loss_type(self, recipe: Callable[[str], Any]) -> str:
-        """Return TRL's ``loss_type``, which the objective fixes: ``grpo`` is a mean over tokens, ``dr_grpo`` a sum."""
+        """Return TRL's ``loss_type`` for this objective: ``grpo`` is a mean over tokens, ``dr_grpo`` a sum."""
         return "grpo" if self.targets_q and policy_per_token(recipe) else "dr_grpo"
 
     def fixed_keys(self, recipe: Callable[[str], Any]) -> dict[str, str]:
-        """Return the keys of TRL that the objective fixes: weights come from the sum of rewards as they are."""
+        """Return TRL's keys with the values that the objective needs: weights come from the plain sum of rewards."""
         loss = self.loss_type(recipe)
         return {"loss_type": loss, "scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize"}
 
@@ -322,28 +325,28 @@ def policy_per_token(recipe: Callable[[str], Any]) -> bool:
     return not has_temperature and bool(recipe("maxent_length_normalize_policy"))
 
 
-# No objective is the default: none has shown what evidence/protocol.md asks of one. The tau of listwise and of
-# tempered, and maxent_policy_temperature, are those of its tuning; that of weighted_mle is a convention.
+# No objective is the default, because none meets the criteria of evidence/protocol.md. The tau of listwise and
+# tempered, and maxent_policy_temperature, were tuned there. The tau of weighted_mle is a convention.
 OBJECTIVES: dict[str, Objective] = {
-    "listwise": Objective(tau=0.2, unread=_OF_UTILITIES, targets_q=True),
-    "weighted_mle": Objective(tau=0.05, unread=_OF_UTILITIES | _OF_POLICY, targets_q=True),
-    "tempered": Objective(tau=0.5, unread=_OF_TARGETS | _OF_POLICY, targets_q=False),
-    "maxrl": Objective(tau=None, unread=_OF_TARGETS | _OF_POLICY | _OF_UTILITIES | _OF_TAU, targets_q=False),
+    "listwise": Objective(tau=0.2, unread=_UTILITY_KEYS, targets_q=True),
+    "weighted_mle": Objective(tau=0.05, unread=_UTILITY_KEYS | _POLICY_KEYS, targets_q=True),
+    "tempered": Objective(tau=0.5, unread=_TARGET_KEYS | _POLICY_KEYS, targets_q=False),
+    "maxrl": Objective(tau=None, unread=_TARGET_KEYS | _POLICY_KEYS | _UTILITY_KEYS | _TAU_KEYS, targets_q=False),
 }
 
 
 def tau_targets(recipe: Callable[[str], Any]) -> list[str]:
-    """Return the keys by which a recipe gives tau's controller a target."""
+    """Return the keys with which a recipe gives tau's controller a target."""
     return [key for key in TAU_TARGETS if recipe(key) is not None]
 
 
 def built_for_cpu() -> bool:
-    """Return whether the installed torch is the build for CPUs, without importing it."""
+    """Return whether the installed torch is the CPU build, without importing it."""
     return importlib.metadata.version("torch").endswith("+cpu")
 
 
 def missing_package(key: str, value: Any) -> str | None:
-    """Return the package that a key's value, or an item of it, needs and this environment lacks; import nothing."""
+    """Return a package that the value, or one of its items, needs but that is not installed; import nothing."""
     for item in value if isinstance(value, list) else [value]:
         needs = (need for (name, values), need in _PACKAGES.items() if name == key and fnmatchcase(str(item), values))
         package, module = next(needs, (None, None))

@@ -1,4 +1,10 @@
-"""All rules of recipes that need no file, as one table. No torch, no socket."""
+"""All rules about combinations of recipe keys, as one table. They read no files. No torch, no socket.
+
+A rule names the key with the problem, a condition, a message and a fix. ``recipe.check`` runs the table:
+
+    Rule("learning_rate", lambda r: r["learning_rate"] == 0,
+        "learning_rate is 0, so no weight changes", "set learning_rate: 1e-6")
+"""
 
 import functools
 import re
@@ -27,7 +33,7 @@ from grpo_recipes.recipe.sources import requested_source, source_keys
 Condition = Callable[[Recipe], Any]
 Text = str | Callable[[Recipe, str], str]
 _RUN_NAME = re.compile(r"\w[^/\x00-\x1f]*")
-_LONGEST_NAME = 100  # a folder's may have 255 bytes, and a time and more come behind it
+_LONGEST_NAME = 100  # a folder name may have 255 bytes, and a timestamp and more are appended
 _PART = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
 _REPOSITORY = re.compile(rf"(?!.*(?:--|\.\.|\.git$))(?:{_PART}/)?{_PART}")
 _BRANCH = re.compile(r"(?![0-9a-f]{40}$)[\w][\w./-]{0,200}")
@@ -35,53 +41,54 @@ REPORTERS = ("none", "tensorboard", "wandb")
 _UNSUPPORTED = {
     "save_only_model": "a checkpoint without optimizer cannot be resumed",
     "load_best_model_at_end": "the model of the last step is kept",
-    "load_in_8bit load_in_4bit bnb_* use_bnb_*": "no model is loaded quantized, and use_peft: true saves memory",
+    "load_in_8bit load_in_4bit bnb_* use_bnb_*": "use LoRA to save memory (use_peft: true)",
 }
 EMBEDDINGS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
 OF_DATASETS = "dataset_* max_train_prompts system_prompt eval_dataset_* eval_subsample eval_max_prompts"
 _PORTS = ("vllm_server_port", "vllm_group_port", "main_process_port")
-# Truncated sampling: the server's log-probs are of another distribution than the trainer's.
+# Truncated sampling: the server's log-probs come from a different distribution than the trainer's.
 NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-# Implementations of attention that keep rows apart which are fed one after the other, by their positions.
+# Attention implementations that separate concatenated rows by their positions.
 VARLEN_ATTENTION = ("flash_attention_2", "flash_attention_3", "sdpa")
-# How accelerate could deal out batches otherwise than TRL's sampler, whose rows are whole groups in the ranks' order.
-_DEALING = {
+# Options of accelerate that distribute batches differently from TRL's sampler -> why that fails.
+# The sampler needs rows that are whole groups in the order of the ranks.
+_DISTRIBUTION_FAULTS = {
     "split_batches": "each rank would get a part of its own rows, and would sample the same prompts again",
-    "dispatch_batches": "accelerate sends tensors alone to the other ranks, and prompts are texts",
+    "dispatch_batches": "accelerate sends only tensors to the other ranks, and prompts are strings",
 }
 
 
 class Rule(NamedTuple):
-    """A recipe is refused at ``key`` where ``broken`` holds; where that is a list, once for each ``{item}`` in it.
+    """Reject a recipe at ``key`` if ``broken`` returns true, or once for each ``{item}`` if it returns a list.
 
-    ``key`` may hold ``{item}``. The texts may also hold values of the recipe as ``{its_key}``, and ``{removal}``, which
-    says how to take back the key. A text may also be a function of the recipe and the item.
+    ``key`` may contain ``{item}``. The message and the fix may also contain values of the recipe, as ``{its_key}``, and
+    ``{removal}``, the edit that removes the key. Instead of a string, they may be a function (recipe, item).
     """
 
     key: str
     broken: Condition
-    what: Text
+    message: Text
     fix: Text
 
 
 class Idle(NamedTuple):
-    """Keys that do nothing without another: worth a note, because people set them for many recipes at once."""
+    """Keys that do nothing without another key. They get a note, because people set them in many recipes at once."""
 
-    keys: str  # names, * for any ending
-    idle: Condition  # whether the keys do nothing in a recipe
-    needed: str  # what the recipe lacks, for the note
+    keys: str  # names separated by spaces, * for any ending
+    is_idle: Condition  # whether the keys do nothing in a recipe
+    requirement: str  # the setting that the recipe lacks, for the note
 
 
 COLOCATED = "vllm_mode: colocate"
 
 
 def starts_server(recipe: Recipe) -> bool:
-    """Return whether a recipe asks for a vLLM server of its own; with one GPU the plan may still do without."""
+    """Return whether a recipe needs its own vLLM server. With one GPU, the plan may still run vLLM in the trainer."""
     return bool(recipe["use_vllm"] and recipe["vllm_mode"] != "colocate" and not uses_external_server(recipe))
 
 
 def uses_external_server(recipe: Recipe) -> bool:
-    """Return whether a recipe asks a server that somebody started for completions."""
+    """Return whether a recipe gets completions from an external server."""
     return bool(recipe["use_vllm"] and recipe["vllm_server_base_url"] is not None)
 
 
@@ -97,13 +104,16 @@ def evaluation_set(recipe: Recipe) -> str | None:
 
 
 def set_by_user(recipe: Recipe, names: str, any_value: bool = True) -> list[str]:
-    """Return the keys of these names, * for any ending, that a recipe gives, or gives other than false, null or no."""
-    found = [key for key in matching_keys(names) if recipe.is_set(key) and key not in recipe.broken]
-    return [key for key in found if any_value or recipe[key] not in (False, None, "no")]
+    """Return the keys that the user set among ``names``, separated by spaces, * for any ending.
+
+    Without ``any_value``, keys with the value false, null or no are left out.
+    """
+    keys = [key for key in matching_keys(names) if recipe.is_set(key) and key not in recipe.broken]
+    return [key for key in keys if any_value or recipe[key] not in (False, None, "no")]
 
 
 def removal(recipe: Recipe, key: str) -> str:
-    """Return how to take back a key that the recipe, a flag or a variable gives."""
+    """Return the edit that removes a key from the recipe, the flags or the variables."""
     source = recipe.source(key)
     if source in environment_keys():
         return f"unset {source}"
@@ -112,18 +122,18 @@ def removal(recipe: Recipe, key: str) -> str:
 
 
 def unsupported_keys() -> set[str]:
-    """Return the keys of TRL that every recipe is rejected for, unless their value is the default."""
+    """Return TRL's keys that are not supported with any value except the default."""
     return set(matching_keys(" ".join(_UNSUPPORTED)))
 
 
 @functools.cache
 def matching_keys(names: str) -> tuple[str, ...]:
-    """Return the keys of the catalogue with one of some names, * for any ending."""
+    """Return the keys of the catalog that match one of ``names``, separated by spaces, * for any ending."""
     return tuple(key for key in catalogue() if any(fnmatchcase(key, name) for name in names.split()))
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text is an http or https URL of a server; a broken port or bracket is none."""
+    """Return whether a string is an http or https URL of a server, with a valid port if it has one."""
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -137,277 +147,291 @@ def evaluates(recipe: Recipe) -> bool:
 
 
 def isolates_rewards(recipe: Recipe) -> bool:
-    """Return whether a reward of the user's own runs in child processes."""
+    """Return whether one of the user's own rewards runs in child processes."""
     return recipe["reward_isolation"] == "completion" and any(":" in name for name in recipe["reward_funcs"])
 
 
 def chosen_sources(recipe: Recipe) -> list[str]:
-    """Return a key of each prompt source that a recipe chooses; only one of them is possible."""
+    """Return a key of each prompt source that a recipe selects; more than one is a problem."""
     sources = [source for source in parts("prompt_source") if source.requested(recipe)]
     return [next(key for key in source.keys if recipe.is_set(key)) for source in sources]
 
 
 def _rewards(recipe: Recipe, condition: Callable[[Reward], Any]) -> list[str]:
-    """Return the rewards of a recipe for which a condition holds, without the user's own ones."""
+    """Return the registered rewards of a recipe that meet a condition."""
     known = rewards()
     return [name for name in recipe["reward_funcs"] if name in known and condition(known[name])]
 
 
 def _is_generated(recipe: Recipe) -> bool:
-    """Return whether the rows to train on are generated from keys of the recipe."""
+    """Return whether the training data is generated from keys of the recipe."""
     data = generated(recipe["dataset_name"])
     return data is not None and not data.in_files
 
 
 def _tracker_callback(name: str) -> str:
-    """Return how to report to a tracker that transformers supports by a callback, or an empty text."""
+    """Return how to report to a tracker that transformers supports with a callback, or an empty string."""
     if name not in TRACKER_CALLBACKS:
         return ""
     callback, (package, _) = TRACKER_CALLBACKS[name]
     return f"; for {name}, pip install {package} and add callbacks: [transformers.integrations:{callback}]"
 
 
-def _twice(names: list[Any]) -> list[Any]:
+def _duplicates(names: list[Any]) -> list[Any]:
     return [name for name in dict.fromkeys(names) if names.count(name) > 1]
 
 
-def _longest(recipe: Recipe) -> int:
-    """Return the tokens of the longest prompt with its completion, 0 where a completion may have any length."""
+def _longest_sequence(recipe: Recipe) -> int:
+    """Return the tokens of the longest prompt with its completion, 0 if completions have no limit."""
     completion = longest_completion(recipe)
     return 0 if completion is None else (recipe["max_prompt_length"] or 1) + completion
 
 
 def longest_completion(recipe: Recipe) -> int | None:
-    """Return the most tokens of a completion, of the training or of an evaluation; None where there is no limit."""
-    limit, own = recipe["max_completion_length"], recipe["eval_max_completion_length"]
-    return limit if limit is None or own is None or not evaluates(recipe) else max(limit, own)
+    """Return the most tokens of a completion in training or evaluation; None if there is no limit."""
+    limit, eval_limit = recipe["max_completion_length"], recipe["eval_max_completion_length"]
+    return limit if limit is None or eval_limit is None or not evaluates(recipe) else max(limit, eval_limit)
 
 
 def _repeated_ports(recipe: Recipe) -> dict[str, str]:
-    """Return each key whose port an earlier one gives, with the earlier one."""
+    """Return each key that repeats the port of an earlier key -> the earlier key."""
     first: dict[int, str] = {}
     ports = (key for key in (*_PORTS, *merged("ports")) if set_by_user(recipe, key, any_value=False))
     return {key: earlier for key in ports if (earlier := first.setdefault(recipe[key], key)) != key}
 
 
 # fmt: off
-_MOST_COMPLETIONS = 10_000_000  # of a step; the largest runs have some 100,000
+_MOST_COMPLETIONS = 10_000_000  # per step; the largest runs have about 100,000
 RULES = (
     Rule("num_generations", lambda r: (r["prompts_per_step"] or 0) * (r["num_generations"] or 0) > _MOST_COMPLETIONS,
         "prompts_per_step {prompts_per_step} x num_generations {num_generations} is more than "
         f"{_MOST_COMPLETIONS:,} completions",
         "set num_generations: 8 and prompts_per_step: 128, or another smaller batch"),
     Rule("model_name_or_path", lambda r: not r["model_name_or_path"],
-        "no model is named", "add model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct"),
+        "no model is set", "add model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct"),
     Rule("run_name", lambda r: r["run_name"] is not None
         and not (_RUN_NAME.fullmatch(r["run_name"]) and len(r["run_name"].encode()) <= _LONGEST_NAME),
-        f"run_name '{{run_name:.{_LONGEST_NAME}}}' cannot be the name of a folder",
+        f"run_name '{{run_name:.{_LONGEST_NAME}}}' can't be the name of a folder",
         f"begin with a letter or digit, without '/' or line ends, at most {_LONGEST_NAME} bytes"),
     Rule("report_to", lambda r: [name for name in reports_to(r) if name not in REPORTERS],
-        "'{item}' is not supported",
-        lambda _, name: f"write one of {', '.join(REPORTERS)}{_tracker_callback(name)}"),
+        "report_to: '{item}' is not supported",
+        lambda _, name: f"set report_to to one of {', '.join(REPORTERS)}{_tracker_callback(name)}"),
     Rule("{item}", lambda r: [key for key in PACKAGE_KEYS if missing_package(key, r[key])],
         lambda r, key: f"{key} {r[key]} needs the package {missing_package(key, r[key])}, which is not installed",
         lambda r, key: f"{removal(r, key)}, or pip install {missing_package(key, r[key])} into this environment"),
     Rule("{item}", lambda r: list(_repeated_ports(r)),
-        lambda r, key: f"{key} is {r[key]}, and so is {_repeated_ports(r)[key]}", "give each its own, or remove them"),
+        lambda r, key: f"{key} and {_repeated_ports(r)[key]} are both {r[key]}",
+        "use a different port for each, or remove them"),
     # Rewards.
-    Rule("reward_funcs", lambda r: not r["reward_funcs"], "no reward is named", "add reward_funcs"),
-    Rule("reward_funcs", lambda r: _twice(r["reward_funcs"]),
-        "reward '{item}' is named more than once", "name it once, with a weight in reward_weights"),
+    Rule("reward_funcs", lambda r: not r["reward_funcs"], "no reward is set", "add reward_funcs"),
+    Rule("reward_funcs", lambda r: _duplicates(r["reward_funcs"]),
+        "reward '{item}' is listed more than once", "list it once, with a weight in reward_weights"),
     Rule("reward_weights",
         lambda r: r["reward_weights"] is not None and len(r["reward_weights"]) != len(r["reward_funcs"]),
-        lambda r, _: f"{len(r['reward_weights'])} weights for {len(r['reward_funcs'])} rewards",
-        lambda r, _: f"set reward_weights: {[1.0] * len(r['reward_funcs'])}, one weight for each of reward_funcs"),
+        lambda r, _: f"reward_weights: expected {len(r['reward_funcs'])} weights, one per reward, "
+        f"got {len(r['reward_weights'])}",
+        lambda r, _: f"set reward_weights: {[1.0] * len(r['reward_funcs'])}"),
     Rule("reward_weights", lambda r: r["reward_weights"] is not None and not any(r["reward_weights"] or [1]),
-        "every reward has the weight 0: all completions score the same",
+        "every reward has weight 0, so all completions score the same",
         lambda r, _: f"remove reward_weights, or set reward_weights: {[1.0] * len(r['reward_funcs'])}"),
     Rule("soft_punish_cache",
         lambda r: r["max_completion_length"] is not None and (r["soft_punish_cache"] or 0) > r["max_completion_length"],
-        "soft_punish_cache {soft_punish_cache} exceeds max_completion_length {max_completion_length}: every completion "
-        "would be punished", lambda r, _: f"set soft_punish_cache: {r['max_completion_length'] // 4}"),
+        "soft_punish_cache {soft_punish_cache} exceeds max_completion_length {max_completion_length}, so every "
+        "completion would be penalized", lambda r, _: f"set soft_punish_cache: {r['max_completion_length'] // 4}"),
     # Generated data.
     Rule("reward_funcs",
         lambda r: not is_misspelled(r["dataset_name"])
         and _rewards(r, lambda reward: reward.judges and reward.name != own_reward(r["dataset_name"])),
-        lambda _, name: f"reward '{name}' judges the problems of {' and '.join(rewards()[name].judges)} alone",
-        lambda _, name: f"write dataset_name: {rewards()[name].judges[0]}, or remove it"),
+        lambda _, name: f"reward '{name}' works only with {' and '.join(rewards()[name].judges)}",
+        lambda _, name: f"set dataset_name: {rewards()[name].judges[0]}, or remove {name}"),
     Rule("reward_funcs", lambda r: own_reward(r["dataset_name"]) and _rewards(r, lambda reward: reward.one_answer),
-        "reward '{item}' compares with one answer, a problem of {dataset_name} has several",
-        lambda r, _: f"write reward_funcs: [{own_reward(r['dataset_name'])}]"),
+        "reward '{item}' compares with one answer, but problems of {dataset_name} have several",
+        lambda r, _: f"set reward_funcs: [{own_reward(r['dataset_name'])}]"),
     Rule("eval_dataset_name",
         lambda r: evaluation_set(r) and not is_misspelled(r["dataset_name"]) and not is_misspelled(evaluation_set(r))
         and own_reward(evaluation_set(r)) != own_reward(r["dataset_name"]),
-        lambda r, _: f"the rewards of '{r['dataset_name'] or 'dataset_mixture'}' cannot judge '{evaluation_set(r)}'",
-        "evaluate on data of the same kind, or name the other one in benchmarks"),
+        lambda r, _: f"the rewards of '{r['dataset_name'] or 'dataset_mixture'}' can't judge '{evaluation_set(r)}'",
+        "evaluate on data of the same kind, or list the other dataset in benchmarks"),
     Rule("dataset_streaming", lambda r: r["dataset_streaming"] and (_is_generated(r) or bool(r["dataset_mixture"])),
-        "neither data made on the spot nor a mixture, whose weights are shares of all rows, can be streamed",
+        "dataset_streaming can't be combined with generated data or with a mixture, whose weights need all rows",
         "remove dataset_streaming"),
     Rule("dataset_streaming", lambda r: r["dataset_streaming"] and r["max_train_prompts"] is None
         and not r["dataset_mixture"] and not _is_generated(r),
-        "dataset_streaming without max_train_prompts would read the stream to its end",
+        "dataset_streaming without max_train_prompts would read the whole stream",
         "add max_train_prompts, e.g. max_train_prompts: 10000"),
     # Prompt sources of extensions.
-    Rule("{item}", lambda r: chosen_sources(r)[1:], lambda r, key: f"'{key}' and '{chosen_sources(r)[0]}' are two "
-        "sources of completions", "keep one of them"),
+    Rule("{item}", lambda r: chosen_sources(r)[1:],
+        lambda r, key: f"{key} and {chosen_sources(r)[0]} can't be combined: each is a source of completions",
+        "keep one of them"),
     Rule("reward_funcs", lambda r: SOURCE_REWARD in r["reward_funcs"] and not requested_source(r),
-        f"reward '{SOURCE_REWARD}' comes from an environment, and the recipe names none",
+        f"reward '{SOURCE_REWARD}' comes from an environment, but the recipe has no environment",
         lambda _r, _: f"add {' or '.join(source_keys()) or 'dataset_name and another reward'}"),
     Rule("reward_funcs", lambda r: requested_source(r) and SOURCE_REWARD not in r["reward_funcs"],
-        "the environment's own reward is not among reward_funcs", f"write reward_funcs: [{SOURCE_REWARD}]"),
+        "the environment's reward is missing in reward_funcs", f"set reward_funcs: [{SOURCE_REWARD}]"),
     # Sampling.
-    Rule("vllm_max_model_length",
-        lambda r: r["use_vllm"] and r["vllm_max_model_length"] is not None and _longest(r) > r["vllm_max_model_length"],
+    Rule("vllm_max_model_length", lambda r: r["use_vllm"] and r["vllm_max_model_length"] is not None
+        and _longest_sequence(r) > r["vllm_max_model_length"],
         lambda r, _: f"prompt {r['max_prompt_length'] or 1} + completion {longest_completion(r)} tokens exceed "
-        f"the server's {r['vllm_max_model_length']}",
-        lambda r, _: f"write vllm_max_model_length: {_longest(r)} or shorten max_prompt_length"),
+        f"vllm_max_model_length {r['vllm_max_model_length']}",
+        lambda r, _: f"set vllm_max_model_length: {_longest_sequence(r)}, or lower max_prompt_length"),
     Rule("{item}", lambda r: [key for key, neutral in NEUTRAL_SAMPLING.items() if key not in r.broken
         and (r[key] or 0) != neutral and r["use_vllm"] and r["vllm_importance_sampling_correction"]],
         lambda r, key: f"{key} {r[key]} biases the importance-sampling correction (the trainer scores the full "
         "distribution)",
-        lambda _, key: f"write {key}: {NEUTRAL_SAMPLING[key]}, or vllm_importance_sampling_correction: false"),
+        lambda _, key: f"set {key}: {NEUTRAL_SAMPLING[key]}, or vllm_importance_sampling_correction: false"),
     Rule("vllm_importance_sampling_clip_max", lambda r: r["use_vllm"] and r["vllm_importance_sampling_correction"]
         and r["vllm_importance_sampling_clip_max"] is not None and r["vllm_importance_sampling_clip_max"] <= 0,
         "vllm_importance_sampling_clip_max {vllm_importance_sampling_clip_max:g} multiplies every gradient by 0",
-        "write 3.0, or remove it"),
+        "set vllm_importance_sampling_clip_max: 3.0, or remove it"),
     Rule("chat_template", lambda r: r["chat_template"] is not None and "messages" not in r["chat_template"],
-        "chat_template does not mention messages", "write the template itself: chat_template: |"),
+        "chat_template does not use messages", "write the template itself: chat_template: |"),
     Rule("{item}", lambda r: r["vllm_mode"] == "colocate" and set_by_user(r, "weight_sync weight_sync_timeout"),
-        "{item} has no meaning with vllm_mode: colocate (vLLM shares the trainer's process)", "remove {item}"),
+        "{item} does nothing with vllm_mode: colocate (vLLM shares the trainer's process)", "remove {item}"),
     Rule("weight_sync", lambda r: uses_external_server(r) and set_by_user(r, "weight_sync"),
-        "weights reach the server of vllm_server_base_url as files, and in no other way", "{removal}"),
+        "weight_sync can't be combined with vllm_server_base_url: an external server always gets weights as files",
+        "{removal}"),
     Rule("{item}", lambda r: uses_external_server(r)
         and set_by_user(r, "vllm_structured_outputs_regex generation_kwargs", False),
-        "{item} is not passed on to the server of vllm_server_base_url", "{removal}"),
+        "{item} is not sent to the server of vllm_server_base_url", "{removal}"),
     Rule("vllm_server_base_url", lambda r: uses_external_server(r) and not is_url(r["vllm_server_base_url"]),
-        "'{vllm_server_base_url}' is not an http or https URL", "write e.g. http://127.0.0.1:30000"),
+        "vllm_server_base_url: expected an http or https URL, got '{vllm_server_base_url}'",
+        "set vllm_server_base_url to an address, e.g. http://127.0.0.1:30000"),
     Rule("vllm_server_base_url", lambda r: uses_external_server(r) and r["vllm_mode"] == "colocate",
         "vllm_server_base_url can't be combined with vllm_mode: colocate", "{removal}"),
     Rule("max_completion_length", lambda r: uses_external_server(r) and r["max_completion_length"] is None,
-        "the server of vllm_server_base_url wants a limit", "write e.g. max_completion_length: 256"),
-    # The batch, and how long the run is.
+        "the server of vllm_server_base_url needs a limit", "set max_completion_length, e.g. 256"),
+    # The batch, and the length of the run.
     Rule("{item}", lambda r: r["prompts_per_step"] is not None
         and set_by_user(r, "gradient_accumulation_steps steps_per_generation generation_batch_size"),
-        "'{item}' contradicts prompts_per_step, from which it is derived", "remove {item} (or prompts_per_step)"),
+        "{item} and prompts_per_step can't be combined: {item} is derived from prompts_per_step",
+        "remove {item} (or prompts_per_step)"),
     Rule("steps_per_generation",
         lambda r: r["steps_per_generation"] is not None and r["generation_batch_size"] is not None,
-        "'generation_batch_size' and 'steps_per_generation' say the same in two ways",
+        "generation_batch_size and steps_per_generation can't be combined",
         "remove generation_batch_size, or remove steps_per_generation"),
     Rule("generation_batch_size",
         lambda r: r["steps_per_generation"] is None and (r["generation_batch_size"] or 0) % r["num_generations"],
-        "generation_batch_size {generation_batch_size} is not whole groups of num_generations {num_generations}",
+        "generation_batch_size {generation_batch_size} must be a multiple of num_generations {num_generations}",
         lambda r, _: "set generation_batch_size: "
         f"{r['generation_batch_size'] // r['num_generations'] * r['num_generations'] or r['num_generations']}"),
     Rule("padding_free", lambda r: r["padding_free"] and not r["trim_padding"],
-        "padding_free contradicts trim_padding: false, TRL's own padding",
+        "padding_free and trim_padding: false can't be combined",
         "remove trim_padding, or remove padding_free"),
     Rule("padding_free", lambda r: r["padding_free"] and r["trim_padding"]
         and r["attn_implementation"] not in VARLEN_ATTENTION,
-        lambda r, _: "padding_free needs an attention that keeps rows apart by their positions, and "
-        f"attn_implementation is {r['attn_implementation'] or 'not named'}",
+        lambda r, _: "padding_free needs an attention that separates rows by their positions, but "
+        f"attn_implementation is {r['attn_implementation'] or 'not set'}",
         "set attn_implementation: sdpa (slower than padding), or flash_attention_2 (needs flash-attn)"),
-    Rule("accelerator_config", lambda r: [name for name in _DEALING if (r["accelerator_config"] or {}).get(name)],
-        lambda _, name: f"with {name}: true {_DEALING[name]}", "remove {item} from accelerator_config"),
+    Rule("accelerator_config",
+        lambda r: [name for name in _DISTRIBUTION_FAULTS if (r["accelerator_config"] or {}).get(name)],
+        lambda _, name: f"{name}: true is not supported: {_DISTRIBUTION_FAULTS[name]}",
+        "remove {item} from accelerator_config"),
     Rule("max_steps", lambda r: r["max_steps"] == 0 or r["max_steps"] < -1,
-        "'max_steps' is {max_steps}", "write 1 or more, or -1 for num_train_epochs"),
+        "max_steps: expected at least 1, or -1, got {max_steps}",
+        "set max_steps to 1 or more, or to -1 to train for num_train_epochs"),
     Rule("num_train_epochs", lambda r: r["max_steps"] == -1 and r["num_train_epochs"] <= 0,
-        "nothing is trained", "write num_train_epochs: 1"),
+        "num_train_epochs {num_train_epochs:g} trains nothing", "set num_train_epochs: 1"),
     Rule("save_steps", lambda r: r["save_strategy"] == "steps" and r["save_steps"] > 1 and r["save_steps"] % 1,
-        "save_steps {save_steps:g} is neither a whole number of steps nor a share below 1",
-        lambda r, _: f"write save_steps: {round(r['save_steps'])}"),
+        "save_steps: expected an integer, or a fraction below 1, got {save_steps:g}",
+        lambda r, _: f"set save_steps: {round(r['save_steps'])}"),
     Rule("epsilon_high", lambda r: r["epsilon_high"] is not None and r["epsilon_high"] < r["epsilon"],
-        "epsilon_high {epsilon_high} is below epsilon {epsilon}", "write {epsilon} or more, e.g. 0.28"),
-    Rule("{item}", lambda r: set_by_user(r, " ".join(_UNSUPPORTED), any_value=False), "'{item}' is not supported",
+        "epsilon_high {epsilon_high} is below epsilon {epsilon}", "set epsilon_high to {epsilon} or more, e.g. 0.28"),
+    Rule("{item}", lambda r: set_by_user(r, " ".join(_UNSUPPORTED), any_value=False), "{item} is not supported",
         lambda _, key: next(f"remove it; {why}" for names, why in _UNSUPPORTED.items() if key in matching_keys(names))),
     # Precision and learning rate.
     Rule("learning_rate", lambda r: r["learning_rate"] == 0,
-        "learning_rate is 0: no weight is ever changed", "write e.g. learning_rate: 1e-6"),
+        "learning_rate is 0, so no weight changes", "set learning_rate to more than 0, e.g. 1e-6"),
     Rule("learning_rate", lambda r: r["learning_rate"] >= 1 and r["optim"] not in GRADIENT_OPTIMIZERS,
-        "learning_rate {learning_rate:g}: the first step of {optim} moves every weight by about as much",
-        "write e.g. learning_rate: 1e-6"),
+        "learning_rate {learning_rate:g} is too large: the first step of {optim} moves every weight by about as much",
+        "set learning_rate to less than 1, e.g. 1e-6"),
     Rule("warmup_steps", lambda r: reached_fraction(r) < MIN_FRACTION,
-        lambda r, _: f"warmup_steps {r['warmup_steps']:g} with max_steps {r['max_steps']}: no step takes more than "
-        f"{reached_fraction(r):.1%} of learning_rate", "write warmup_steps: 0, or more max_steps"),
-    Rule("fp16", lambda r: r["bf16"] and r["fp16"], "'bf16' and 'fp16' are both true", "keep one"),
+        lambda r, _: f"warmup_steps {r['warmup_steps']:g} with max_steps {r['max_steps']}: no step uses more than "
+        f"{reached_fraction(r):.1%} of learning_rate", "set warmup_steps: 0, or raise max_steps"),
+    Rule("fp16", lambda r: r["bf16"] and r["fp16"], "bf16 and fp16 can't be combined", "keep one of them"),
     Rule("dtype", lambda r: r["fp16"] and not r["bf16"] and r["dtype"] == "float16",
-        "fp16 scales the gradients of float32 weights, dtype is float16",
-        "write dtype: float32, or bf16: true and dtype: bfloat16"),
+        "fp16: true needs float32 weights, but dtype is float16",
+        "set dtype: float32, or bf16: true and dtype: bfloat16"),
     # Datasets.
     Rule("dataset_name",
         lambda r: not r["dataset_name"] and r["dataset_mixture"] is None and not requested_source(r),
-        "no dataset is named", "add dataset_name: a hub id or a .jsonl file"),
+        "no dataset is set", "add dataset_name: a hub id or a .jsonl file"),
     Rule("dataset_mixture", lambda r: bool(r["dataset_name"] and r["dataset_mixture"]),
-        "dataset_mixture and dataset_name are both given", "keep one of them"),
+        "dataset_mixture and dataset_name can't be combined", "keep one of them"),
     # Evaluation, benchmarks and publishing.
     Rule("{item}", lambda r: not evaluates(r)
         and set_by_user(r, "eval_steps eval_on_start num_generations_eval", any_value=False),
-        "'{item}' does nothing without eval_strategy", "{removal}, or add eval_strategy: steps"),
+        "{item} does nothing without eval_strategy", "{removal}, or add eval_strategy: steps"),
     Rule("eval_strategy", lambda r: r["eval_strategy"] == "steps" and not r["eval_steps"],
         "eval_strategy: steps without eval_steps evaluates after every optimizer step",
         "add eval_steps, e.g. eval_steps: 50"),
     Rule("eval_steps", lambda r: r["eval_strategy"] == "steps" and (r["eval_steps"] or 0) > 1 and r["eval_steps"] % 1,
-        "eval_steps {eval_steps:g} is neither a whole number of steps nor a share below 1",
-        lambda r, _: f"write eval_steps: {round(r['eval_steps'])}"),
+        "eval_steps: expected an integer, or a fraction below 1, got {eval_steps:g}",
+        lambda r, _: f"set eval_steps: {round(r['eval_steps'])}"),
     Rule("dataset_mixture", lambda r: evaluates(r) and not r["eval_dataset_name"] and r["dataset_mixture"]
         and not r["dataset_mixture"].get("test_split_size"),
-        "nothing is held out to evaluate on", "add test_split_size to it, or eval_dataset_name"),
+        "the mixture has no evaluation data", "add test_split_size to it, or set eval_dataset_name"),
     Rule("lr_scheduler_type", lambda r: evaluates(r) and r["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy"),
-        "lr_scheduler_type {lr_scheduler_type} follows eval_loss, which is near zero whatever the model does",
-        "write lr_scheduler_type: cosine"),
+        "lr_scheduler_type {lr_scheduler_type} follows eval_loss, which is always near zero in GRPO",
+        "set lr_scheduler_type: cosine"),
     Rule("use_transformers_continuous_batching", lambda r: evaluates(r) and r["use_transformers_continuous_batching"],
-        "use_transformers_continuous_batching puts the model back into training in an evaluation",
-        "remove it, or write eval_strategy: 'no'"),
+        "use_transformers_continuous_batching switches the model to training mode during an evaluation",
+        "remove it, or set eval_strategy: 'no'"),
     Rule("eval_temperature", lambda r: evaluates(r) and r["eval_temperature"] == 0
-        and (r["num_generations_eval"] or r["num_generations"]) > 1, "greedy completions of a prompt are all the same",
-        "write num_generations_eval: 1, or eval_temperature above 0"),
-    Rule("benchmarks", lambda r: _twice(r["benchmarks"]), "'{item}' is listed twice", "keep one"),
+        and (r["num_generations_eval"] or r["num_generations"]) > 1,
+        "eval_temperature 0 makes all completions of a prompt equal",
+        "set num_generations_eval: 1, or eval_temperature above 0"),
+    Rule("benchmarks", lambda r: _duplicates(r["benchmarks"]), "'{item}' is listed twice", "keep one of them"),
     Rule("benchmark_samples", lambda r: r["benchmark_temperature"] == 0 and r["benchmark_samples"] > 1,
-        "benchmark_samples {benchmark_samples} at benchmark_temperature 0 are {benchmark_samples} times the same "
-        "completion", "write benchmark_samples: 1, or a benchmark_temperature above 0, e.g. 0.6"),
+        "benchmark_temperature 0 makes all benchmark_samples {benchmark_samples} of a problem equal",
+        "set benchmark_samples: 1, or benchmark_temperature above 0, e.g. 0.6"),
     Rule("push_to_hub", lambda r: r["push_to_hub"] and not is_served("push_to_hub"),
         "push_to_hub needs the console, but it is not installed",
         "remove push_to_hub, and push the model after the run: hf upload"),
     Rule("hub_model_id", lambda r: r["push_to_hub"] and r["hub_model_id"] is not None
-        and not _REPOSITORY.fullmatch(r["hub_model_id"]), "'{hub_model_id}' is not the name of a repository",
+        and not _REPOSITORY.fullmatch(r["hub_model_id"]),
+        "hub_model_id: expected the name of a repository, got '{hub_model_id}'",
         "write user/name: letters, digits, '-', '_' and '.', at most 96 each, without '--' and '..'"),
     Rule("hub_revision", lambda r: r["push_to_hub"] and r["hub_revision"] is not None
-        and not _BRANCH.fullmatch(r["hub_revision"]), "a push goes to a branch, '{hub_revision}' is not one",
-        "write the name of a branch, or remove it"),
+        and not _BRANCH.fullmatch(r["hub_revision"]),
+        "hub_revision: expected the name of a branch, got '{hub_revision}'",
+        "set hub_revision to a branch, or remove it"),
     # LoRA.
     Rule("{item}", lambda r: not r["use_peft"] and set_by_user(r, "lora_* use_dora use_rslora", any_value=False),
-        "'{item}' does nothing without use_peft", "add use_peft: true, or remove {item}"),
+        "{item} does nothing without use_peft", "add use_peft: true, or remove {item}"),
     Rule("accelerator", lambda r: r["use_peft"] and r["accelerator"] in NOT_WITH_LORA,
-        "a LoRA run with accelerator: {accelerator} has not been shown to work", "write accelerator: ddp or zero2"),
+        "LoRA with accelerator: {accelerator} has not been shown to work", "set accelerator: ddp or zero2"),
     Rule("ref_model_name_or_path", lambda r: r["use_peft"] and r["ref_model_name_or_path"],
-        "the reference of a LoRA run is its base model", "remove ref_model_name_or_path, or use_peft"),
+        "ref_model_name_or_path and use_peft can't be combined: the reference of a LoRA run is its base model",
+        "remove ref_model_name_or_path, or use_peft"),
     Rule("ref_model_name_or_path", lambda r: r["model_revision"] != "main" and r["ref_model_name_or_path"],
-        "model_revision would be that of the reference too", "name folders of both, or remove model_revision"),
+        "model_revision would also apply to the reference", "use local folders for both, or remove model_revision"),
     Rule("sync_ref_model", lambda r: r["use_peft"] and r["sync_ref_model"],
-        "the reference of a LoRA run is its base model, which sync_ref_model cannot move",
+        "sync_ref_model and use_peft can't be combined: the reference of a LoRA run is its base model",
         "remove sync_ref_model, or use_peft"),
     Rule("lora_dropout", lambda r: r["use_peft"] and r["disable_dropout"] and r["lora_dropout"] > 0,
         "disable_dropout turns lora_dropout {lora_dropout:g} off", "keep one of the two"),
     Rule("cast_lm_head_to_fp32", lambda r: r["use_peft"] and r["cast_lm_head_to_fp32"],
-        "cast_lm_head_to_fp32 puts the output layer beside a LoRA model, where no transfer finds it",
+        "cast_lm_head_to_fp32 and use_peft can't be combined: weight sync does not find the output layer",
         "remove cast_lm_head_to_fp32, or use_peft"),
     Rule("lora_target_parameters", lambda r: r["use_peft"] and bool(r["lora_target_parameters"]),
         "adapters on parameters that are not layers (experts) have not been shown to reach the server",
-        "write lora_target_modules"),
+        "use lora_target_modules"),
     Rule("lora_target_modules", lambda r: r["use_peft"] and r["lora_target_modules"] == [],
-        "lora_target_modules names no layer", "write lora_target_modules: [all-linear], or the names of layers"),
+        "lora_target_modules is empty", "set lora_target_modules: [all-linear], or list layers"),
     Rule("lora_target_modules", lambda r: r["use_peft"] and "all-linear" in (r["lora_target_modules"] or ())
-        and len(r["lora_target_modules"]) > 1, "lora_target_modules names all-linear and others",
-        "write lora_target_modules: [all-linear], or the names of layers"),
-    Rule("lora_target_modules", lambda r: r["use_peft"]  # whether the model has the others shows when it is loaded
+        and len(r["lora_target_modules"]) > 1, "all-linear and other lora_target_modules can't be combined",
+        "set lora_target_modules: [all-linear], or list layers"),
+    Rule("lora_target_modules", lambda r: r["use_peft"]  # whether the model has the other layers is checked on loading
         and [name for name in r["lora_target_modules"] or () if name.rpartition(".")[2] in EMBEDDINGS],
         "an adapter on '{item}' is not supported: log-probs are computed from the layer's own weights",
         "set lora_target_modules: [all-linear], or list linear layers such as q_proj"),
     Rule("{item}", lambda r: r["use_peft"] and r["weight_sync"] == "lora"
         and set_by_user(r, "use_dora lora_modules_to_save", any_value=False),
-        "weight_sync: lora does not carry '{item}': vLLM serves plain adapters alone",
-        "remove {item}, or write weight_sync: file (the merged model)"),
+        "weight_sync: lora can't be combined with {item}: vLLM serves only plain adapters",
+        "remove {item}, or set weight_sync: file (the merged model)"),
     Rule("lora_r", lambda r: r["use_peft"] and r["weight_sync"] == "lora" and r["lora_r"] > LORA_RANKS[-1],
-        "lora_r {lora_r} exceeds the rank that vLLM serves", f"write {LORA_RANKS[-1]}, or weight_sync: file"),
+        f"lora_r {{lora_r}} exceeds {LORA_RANKS[-1]}, the largest rank that vLLM serves",
+        f"set lora_r: {LORA_RANKS[-1]}, or weight_sync: file"),
 )
 
 # fmt: on

@@ -160,7 +160,7 @@ def _text(value: Any, source: DataSource, for_solution: bool) -> str:
     if isinstance(value, Decimal):
         return str(value)
     column = source.solution if for_solution else source.prompt
-    what = f"column '{column}' of '{source.id}' holds {_short(value)}, where a text belongs"
+    what = f"column '{column}' of '{source.id}' holds {_short(value)}, expected a text"
     paths = nested_paths(column, value)
     if isinstance(value, list) and len(value) != 1:  # one of several would be compared with, or asked
         paths = []

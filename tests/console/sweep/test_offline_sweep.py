@@ -114,7 +114,7 @@ def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys, monk
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("train.lr=5e-6,fast",), "learning_rate=fast: train.lr: 'learning_rate' is 'fast' where a number belongs"),
+        (("train.lr=5e-6,fast",), "learning_rate=fast: train.lr: learning_rate: expected a number, got 'fast'"),
         (("train.batch_size=4,5",), "per_device_train_batch_size=5: train.batch_size: an iteration has 16 completions"),
         (("train.lr=5e-6,0.000005",), "are the same learning_rate"),
         (("train.lr=interval(1e-6,1e-4)",), "does not name its values. Fix: write LOW..HIGH or log:LOW..HIGH"),

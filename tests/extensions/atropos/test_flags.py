@@ -131,26 +131,33 @@ OF_ADAPTERS: list[tuple[str, dict[str, Any]]] = [
 ]
 # Flag with a wrong value -> the whole answer.
 WRONG: list[tuple[str, str]] = [
-    ("--training-steps many", "--training-steps: 'max_steps' is 'many' where a whole number belongs."
-        " Fix: write a whole number"),
-    ("--training-steps 0", "--training-steps: 'max_steps' is 0. Fix: write 1 or more, or -1 for num_train_epochs"),
-    ("--batch-size 0", "--batch-size: 'per_device_train_batch_size' is 0, below 1. Fix: write 1 or more, e.g. 8"),
-    ("--gradient-accumulation-steps 0", "--gradient-accumulation-steps: 'gradient_accumulation_steps' is 0, below 1."
-        " Fix: write 1 or more"),
-    ("--lr fast", "--lr: 'learning_rate' is 'fast' where a number belongs. Fix: write a number"),
-    ("--warmup-steps -1", "--warmup-steps: 'warmup_steps' is -1.0, below 0.0. Fix: write 0.0 or more"),
-    ("--seq-len 3", "--seq-len: is '3' where a whole number of 4 or more belongs. Fix: write e.g. --seq-len 5"),
-    ("--clip-eps wide", "--clip-eps: 'epsilon' is 'wide' where a number belongs. Fix: write a number"),
-    ("--checkpoint-interval -1", "--checkpoint-interval: is '-1' where a whole number of 0 or more belongs."
+    ("--training-steps many", "--training-steps: max_steps: expected an integer, got 'many'."
+        " Fix: set --training-steps to an integer, e.g. -1"),
+    ("--training-steps 0", "--training-steps: max_steps: expected at least 1, or -1, got 0."
+        " Fix: set --training-steps to 1 or more, or to -1 to train for num_train_epochs"),
+    ("--batch-size 0", "--batch-size: per_device_train_batch_size: expected at least 1, got 0."
+        " Fix: set --batch-size to 1 or more, e.g. 8"),
+    ("--gradient-accumulation-steps 0",
+        "--gradient-accumulation-steps: gradient_accumulation_steps: expected at least 1, got 0."
+        " Fix: set --gradient-accumulation-steps to 1 or more"),
+    ("--lr fast", "--lr: learning_rate: expected a number, got 'fast'. Fix: set --lr to a number, e.g. 1e-06"),
+    ("--warmup-steps -1", "--warmup-steps: warmup_steps: expected at least 0.0, got -1.0."
+        " Fix: set --warmup-steps to 0.0 or more"),
+    ("--seq-len 3", "--seq-len: must be an integer of at least 4, got '3'. Fix: write e.g. --seq-len 5"),
+    ("--clip-eps wide", "--clip-eps: epsilon: expected a number, got 'wide'."
+        " Fix: set --clip-eps to a number, e.g. 0.2"),
+    ("--checkpoint-interval -1", "--checkpoint-interval: must be an integer of at least 0, got '-1'."
         " Fix: write e.g. --checkpoint-interval 1"),
-    ("--vllm-port 80", "--vllm-port: 'vllm_server_port' is 80, below 1024. Fix: write 1024 or more, e.g. 8000"),
-    ("--gpu-memory-utilization 2", "--gpu-memory-utilization: 'vllm_gpu_memory_utilization' is 2.0, above 1.0."
-        " Fix: write 1.0 or less"),
-    ("--max-model-len short", "--max-model-len: 'vllm_max_model_length' is 'short' where a whole number belongs."
-        " Fix: write a whole number"),
-    ("--max-model-len 100", "--max-model-len: prompt 512 + completion 1536 tokens exceed the server's 100."
-        " Fix: write --max-model-len: 2048 or shorten max_prompt_length"),
-    ("--vllm-restart-interval 0", "--vllm-restart-interval: is '0' where a whole number of 1 or more belongs."
+    ("--vllm-port 80", "--vllm-port: vllm_server_port: expected at least 1024, got 80."
+        " Fix: set --vllm-port to 1024 or more, e.g. 8000"),
+    ("--gpu-memory-utilization 2",
+        "--gpu-memory-utilization: vllm_gpu_memory_utilization: expected at most 1.0, got 2.0."
+        " Fix: set --gpu-memory-utilization to 1.0 or less"),
+    ("--max-model-len short", "--max-model-len: vllm_max_model_length: expected an integer, got 'short'."
+        " Fix: set --max-model-len to an integer"),
+    ("--max-model-len 100", "--max-model-len: prompt 512 + completion 1536 tokens exceed vllm_max_model_length 100."
+        " Fix: set --max-model-len: 2048, or lower max_prompt_length"),
+    ("--vllm-restart-interval 0", "--vllm-restart-interval: must be an integer of at least 1, got '0'."
         " Fix: write e.g. --vllm-restart-interval 2"),
     ("--atropos-url localhost:8000", "--atropos-url: 'localhost:8000' is not an http or https URL."
         " Fix: write e.g. http://localhost:8000"),
@@ -223,9 +230,9 @@ def test_a_wrong_value_is_refused_with_what_to_write(flag: str, said: str) -> No
 @pytest.mark.parametrize(("flag", "instead"), GONE.items())
 def test_a_flag_without_an_equal_is_refused_with_what_to_do(flag: str, instead: str) -> None:
     name, *value = flag.split()
-    assert refused(*NEEDED, name, *value) == [f"{name}: has no equal here. Fix: {instead}"]
+    assert refused(*NEEDED, name, *value) == [f"{name}: has no equivalent here. Fix: {instead}"]
     if value:
-        assert refused(*NEEDED, f"{name}={value[0]}") == [f"{name}: has no equal here. Fix: {instead}"]
+        assert refused(*NEEDED, f"{name}={value[0]}") == [f"{name}: has no equivalent here. Fix: {instead}"]
 
 
 def test_every_flag_is_tested() -> None:
@@ -301,7 +308,7 @@ def test_room_for_adapters_must_be_enough_and_changes_nothing() -> None:
         "--max-lora-rank: does nothing with --weight-bridge-mode none. Fix: write --weight-bridge-mode lora_only, or "
         "leave it out"
     ]
-    assert "whole number" in refused(*NEEDED, *LORA, "--max-lora-rank", "x")[0]
+    assert "integer" in refused(*NEEDED, *LORA, "--max-lora-rank", "x")[0]
 
 
 def test_flags_of_their_server_say_what_happens_anyway_or_are_refused(machine, monkeypatch, tmp_path) -> None:
@@ -417,7 +424,7 @@ def test_a_named_recipe_has_its_own_defaults(tmp_path: Path, monkeypatch) -> Non
     assert door.options.words() == flags
     monkeypatch.setenv("CONFIG", "mine.yaml")
     assert read().options.recipe == "mine.yaml" and read().options.words() == []
-    assert refused("--config", "none.yaml")[0].startswith("--config: there is no recipe 'none.yaml'.")
+    assert refused("--config", "none.yaml")[0].startswith("--config: recipe 'none.yaml' not found.")
     assert refused("mine.yaml") == ["'mine.yaml': is not a flag. Fix: use --config mine.yaml for a recipe"]
 
 
@@ -595,7 +602,7 @@ def test_the_batch_of_the_variable_is_whole_groups_and_gives_way_to_flags(monkey
     assert recipe_of(read(*script, "--prompts_per_step", "5"))["prompts_per_step"] == 5
     monkeypatch.setenv("BATCH_SIZE", "lots")
     assert refused(*script) == [
-        "BATCH_SIZE: is 'lots' where a whole number of 1 or more belongs. Fix: export e.g. BATCH_SIZE=2"
+        "BATCH_SIZE: must be an integer of at least 1, got 'lots'. Fix: export e.g. BATCH_SIZE=2"
     ]
 
 
@@ -633,7 +640,7 @@ def test_an_adapters_rank_and_a_mode_must_agree(monkeypatch) -> None:
 def test_another_backend_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("INFERENCE_BACKEND", "sglang")
     assert refused("--read-variables", *NEEDED) == [
-        "INFERENCE_BACKEND: 'sglang' has no equal here. "
+        "INFERENCE_BACKEND: 'sglang' has no equivalent here. "
         "Fix: export INFERENCE_BACKEND=vllm, or unset it: environments ask a vLLM server"
     ]
     assert read(*NEEDED)  # without the script nobody reads it
@@ -702,7 +709,7 @@ OTHER_VALUES = ("--env.tokenizer_name", "--env.use_wandb", "--openai.model_name"
 def test_what_the_launch_says_itself_is_refused(flag: str, fix: str) -> None:
     name, value = flag.split()
     subject = f"'{value}' " if name in OTHER_VALUES else ""
-    assert refused(*NEEDED, name, value) == [f"{name}: {subject}has no equal here. Fix: {fix}"]
+    assert refused(*NEEDED, name, value) == [f"{name}: {subject}has no equivalent here. Fix: {fix}"]
 
 
 def test_every_field_of_the_table_is_tested() -> None:

@@ -199,7 +199,7 @@ def test_what_has_no_equal_is_refused_at_its_line(tmp_path: Path, old: str, new:
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_section_is_a_mapping(tmp_path: Path, section: str) -> None:
     _, problems = merged(tmp_path, f"{THEIRS.split(section)[0]}sync_frequency: 1\n{section}: 3\ndataset_name: a/b\n")
-    assert f"'{section}' is 3 where a mapping belongs" in [one.what for one in problems]
+    assert f"{section}: expected a mapping, got 3" in [one.what for one in problems]
 
 
 def test_a_sync_at_every_generation_changes_nothing_and_says_so(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from grpo_recipes.recipe.check import check
 
 FOREIGN = sorted((Path(__file__).parent / "foreign").iterdir())
 # What a file that names no model or no data is still wrong in.
-UNNAMED = ("no model is named", "no dataset is named")
+UNNAMED = ("no model is set", "no dataset is set")
 KEPT_RECIPES = Path(__file__).parents[3] / "recipes"
 
 
@@ -162,7 +162,7 @@ def test_a_setting_becomes_what_does_the_same(text, key, value, tmp_path) -> Non
         ("callbacks: [push_to_hub_revision]", "push_to_hub publishes the final model"),
         ("hub_strategy: every_save", "the model is pushed once, at the end"),
         ("hub_always_push: true", "push_to_hub pushes once, at the end of the run"),
-        ("hub_model_id: acme/base-${VERSION}\npush_to_hub: true", "is not the name of a repository"),
+        ("hub_model_id: acme/base-${VERSION}\npush_to_hub: true", "expected the name of a repository"),
         ("packing: true", "supervised fine-tuning"),
         ("lora_r: 8\nuse_peft: false", "does nothing without use_peft"),
         ("hub_token: abc", "no recipe holds a secret"),

@@ -168,8 +168,8 @@ def test_a_server_that_somebody_started_is_asked(url: str, backend: str, answers
     ("changes", "where", "fix"),
     [
         ({"train.batch_size": 3}, "train.batch_size: an iteration has 16 completions", "among 1, 2, 4, 8, 16"),
-        ({"train.iterations": 0}, "train.iterations: is 0", "train.iterations=4"),
-        ({"data.problems": "chess"}, "data.problems: 'chess' has no equal here", "arithmetic, sums"),
+        ({"train.iterations": 0}, "train.iterations: must be an integer of at least 1, got 0", "train.iterations=4"),
+        ({"data.problems": "chess"}, "data.problems: 'chess' has no equivalent here", "arithmetic, sums"),
         ({"generation.backend": "hf", "eval.backend": "hf"}, "generation.backend: 'hf' is unknown", "vllm"),
         ({"eval.backend": "sglang_server"}, "eval.backend: another server", "leave it out"),
         ({"eval.base_url": "http://127.0.0.1:1"}, "eval.base_url: another server", "leave it out"),

@@ -176,7 +176,7 @@ def same_server(setting: Setting, settings: Settings) -> None:
 def _accept_same(setting: Setting, same: bool) -> None:
     setting.accept("the launch tells its environments the same")
     if not same:
-        setting.reject(f"'{setting.value:.100}' has no equal here")
+        setting.reject(f"'{setting.value:.100}' has no equivalent here")
 
 
 def shared_weights(setting: Setting, settings: Settings) -> None:
@@ -200,7 +200,7 @@ def _read_fields(translation: Translation, dotted: list[tuple[str, str]], settin
             translation.add(FIELDS.translate(name, translation.flags[name], settings))
         elif not name.startswith(_ENV):
             fix = "remove it; the launch starts the server and tells its environments where it is"
-            translation.reject(name, "has no equal here", fix)
+            translation.reject(name, "has no equivalent here", fix)
         else:
             fields[name.removeprefix(_ENV)] = _read_yaml(name, text)
     first = f"{_ENV}{next(iter(fields), '')}"

@@ -169,7 +169,7 @@ def _apart(words: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
 def _rejected(options: argparse.Namespace) -> Iterator[Problem]:
     for row in FLAGS.rows:
         if row.rejected and getattr(options, _dest(row.name)) is not None:
-            yield Problem(row.name, "has no equal here", row.fix)
+            yield Problem(row.name, "has no equivalent here", row.fix)
 
 
 def _recipe(options: argparse.Namespace) -> str | None:

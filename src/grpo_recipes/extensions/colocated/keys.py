@@ -40,7 +40,7 @@ def sync(setting: Setting, settings: Settings) -> None:
     """Accept any number of steps between two weight transfers, because transfers here are at least as frequent."""
     steps = setting.value
     if type(steps) is not int or steps < 1:
-        setting.reject(f"'sync_frequency: {steps}' has no equal here")
+        setting.reject(f"'sync_frequency: {steps}' has no equivalent here")
     else:
         more_frequent = "vLLM gets the weights before every generation, which is more frequent"
         setting.accept(setting.row.why if steps == 1 else more_frequent)

@@ -115,7 +115,7 @@ class FileConverter:
         inside = [row.rpartition(".")[2] for row in self.table.by_name if row.rpartition(".")[0] == section]
         known, close = meaning_of(name), nearest_of(last, inside)
         if not section:
-            problem = f"'{name}' is {raw.value!r:.100} where a mapping belongs"
+            problem = f"{name}: expected a mapping, got {raw.value!r:.100}"
             fix = known.fix_for(raw.value) if known else "write its settings below it"
         else:
             problem = f"unknown key '{last}' in {section}"

@@ -193,11 +193,9 @@ class Setting:
         """Return whether the value has the type of the row; reject any other value."""
         least = self.row.least
         if self.row.type == "bool" and not isinstance(self.value, bool):
-            self.reject(
-                f"{self.subject}is {self.value!r} where true or false belongs", f"write {self.name}=true or false"
-            )
+            self.reject(f"{self.subject}must be true or false, got {self.value!r}", f"write {self.name}=true or false")
         elif least is not None and (whole_number(self.value) is None or self.number < least):
-            problem = f"{self.subject}is {self.value!r:.100} where a whole number of {least} or more belongs"
+            problem = f"{self.subject}must be an integer of at least {least}, got {self.value!r:.100}"
             self.reject(problem, self.row.fix or f"write e.g. {self.name} {least + 1}")
         return self.problem is None
 
@@ -246,8 +244,8 @@ class Table:
 
 def _no_equal(setting: Setting) -> str:
     if setting.raw.source != setting.name:
-        return f"'{setting.name}{short(setting.value)}' has no equal here"
-    return "has no equal here" if setting.row.rejected else f"'{setting.value!s:.100}' has no equal here"
+        return f"'{setting.name}{short(setting.value)}' has no equivalent here"
+    return "has no equivalent here" if setting.row.rejected else f"'{setting.value!s:.100}' has no equivalent here"
 
 
 def whole_number(value: Any) -> int | None:
