@@ -1,4 +1,4 @@
-"""What the other packages may use of the trainer.
+"""The members of the trainer that other packages may use.
 
 Weight bridges, sources of completions and benchmarks receive the trainer and rely only on ``Trainer``.
 ``trainers.grpo.GRPOTrainer`` implements it. The module stands below ``weights``, the lowest package that receives a
@@ -67,7 +67,7 @@ class EvaluationScope(Protocol):
 
 
 class Trainer(Protocol):
-    """TRL's trainer with our additions, as objects outside ``trainers`` see it."""
+    """TRL's trainer with our additions, for objects outside ``trainers``."""
 
     args: GRPOConfig
     accelerator: Accelerator

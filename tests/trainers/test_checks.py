@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from grpo_recipes.runs.checkpoints import complete_checkpoints
 from grpo_recipes.runs.rundir import read_metrics
 from grpo_recipes.trainers.checks import MOST_SKIPPED, Checks, NotFinite, logprob_tolerance
-from grpo_recipes.trainers.model import own_part
+from grpo_recipes.trainers.model import local_shard
 from grpo_recipes.weights.guard import WeightsDiffer
 
 from .tiny_training import train
@@ -67,7 +67,7 @@ def test_weights_that_a_step_made_infinite_are_never_saved(tmp_path: Path) -> No
 
 
 def test_a_model_that_was_never_finite_is_not_blamed_on_the_learning_rate(tmp_path: Path) -> None:
-    with pytest.raises(NotFinite, match=r"there is no checkpoint yet\. Fix: no step was taken: look at the model's"):
+    with pytest.raises(NotFinite, match=r"there is no checkpoint yet\. Fix: no step was taken: check the model's"):
         train(tmp_path / "run", callbacks=(Poison(1, "gradient"),))
 
 
@@ -83,7 +83,7 @@ def checks(folder: Path, norms: list[float | None] = (), loss: float = 0.5, **ke
 
 def test_fp16_may_skip_steps_but_not_for_ever(tmp_path: Path) -> None:
     assert checks(tmp_path, [math.inf] * MOST_SKIPPED + [1.0] + [math.nan] * MOST_SKIPPED, fp16=True)
-    with pytest.raises(NotFinite, match="write bf16: true in the place of fp16"):
+    with pytest.raises(NotFinite, match="set bf16: true instead of fp16"):
         checks(tmp_path, [math.inf] * (MOST_SKIPPED + 1), fp16=True)
     with pytest.raises(NotFinite):
         checks(tmp_path, [math.inf])
@@ -102,11 +102,11 @@ def test_the_norm_is_handed_on_as_a_number_so_that_the_device_is_asked_once(tmp_
 
 def test_of_a_sharded_parameter_each_process_checks_its_own_part() -> None:
     whole, shard = torch.nn.Parameter(torch.zeros(4)), torch.ones(2)
-    assert own_part(whole).data_ptr() == whole.data_ptr()
+    assert local_shard(whole).data_ptr() == whole.data_ptr()
     whole.ds_tensor = shard  # ZeRO-3
-    assert own_part(whole) is not whole and torch.equal(own_part(whole), shard)
+    assert local_shard(whole) is not whole and torch.equal(local_shard(whole), shard)
     distributed = SimpleNamespace(to_local=lambda: shard)  # FSDP2
-    assert own_part(SimpleNamespace(detach=lambda: distributed)) is shard  # type: ignore[arg-type]
+    assert local_shard(SimpleNamespace(detach=lambda: distributed)) is shard  # type: ignore[arg-type]
 
 
 def test_the_guard_does_not_blame_the_server_for_the_trainers_own_numbers() -> None:

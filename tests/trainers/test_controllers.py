@@ -90,7 +90,7 @@ def test_a_run_without_controllers_logs_no_beta(tmp_path: Path, model: str) -> N
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, MaxEntGRPOTrainer])
 def test_a_kl_target_without_a_kl_term_is_refused(tmp_path: Path, model: str, kind: type[GRPOTrainer]) -> None:
-    with pytest.raises(ValueError, match="kl_target needs beta above 0"):
+    with pytest.raises(ValueError, match="kl_target: beta must be above 0"):
         make_trainer(tmp_path, model, kind, kl_target=0.1, maxent_objective="listwise", maxent_beta=1.0)
 
 

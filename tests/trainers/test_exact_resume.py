@@ -156,7 +156,7 @@ def test_a_checkpoint_is_not_resumed_at_another_place_in_the_data(tmp_path: Path
         with pytest.raises(ValueError, match=f"checkpoint-2 was {said}.*Fix: .*--ignore_data_skip true"):
             train(tmp_path, **keys | changed, max_steps=3)
     train(tmp_path, **keys, seed=7, max_steps=3, ignore_data_skip=True)
-    with pytest.raises(ValueError, match=r"checkpoint-3 is of a run that began an epoch again on a resume.*Fix: add "):
+    with pytest.raises(ValueError, match=r"checkpoint-3 comes from a run that restarted an epoch.*Fix: add "):
         train(tmp_path, **keys, seed=7, max_steps=4)
 
 

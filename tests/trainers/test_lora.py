@@ -27,7 +27,7 @@ from grpo_recipes.runs.stop_request import StoppedOnRequest
 from grpo_recipes.trainers.checks import trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
-from grpo_recipes.trainers.model import check_adapter, load_lora_config, merged_parameters, refuse_shards, save_model
+from grpo_recipes.trainers.model import check_adapter, load_lora_config, merged_parameters, reject_shards, save_model
 
 from .resumed_ranks import StopAt
 from .tiny_training import SUMS, as_dataset, different_characters
@@ -287,7 +287,7 @@ def test_the_reference_is_the_base_model(base: Path, tmp_path: Path, cls: type, 
     [
         ({"lora_target_modules": ["q_proj", "v_prj"]}, False, "lora_target_modules: the model has no layer 'v_prj'"),
         ({"lora_modules_to_save": ["head"]}, False, "lora_modules_to_save: the model has no layer 'head'"),
-        ({"lora_target_modules": ["q_proj", "norm"]}, False, "PEFT cannot put the adapter on this model"),
+        ({"lora_target_modules": ["q_proj", "norm"]}, False, "PEFT can't add the adapter to this model"),
         ({"lora_modules_to_save": ["lm_head"]}, True, "'lm_head' shares its weights"),
         ({"lora_modules_to_save": ["embed_tokens"]}, True, "'embed_tokens' shares its weights"),
     ],
@@ -329,7 +329,7 @@ def test_shards_that_a_file_of_the_users_own_asks_for_are_refused(kind, stage, r
     plugin = None if stage is None else SimpleNamespace(zero_stage=stage)
     accelerator = SimpleNamespace(distributed_type=kind, state=SimpleNamespace(deepspeed_plugin=plugin))
     with pytest.raises(ValueError, match="CONFIG_FILE") if refused else nullcontext():
-        refuse_shards(accelerator)
+        reject_shards(accelerator)
 
 
 def test_the_guard_compares_log_probs_without_dropout(base: Path, tmp_path: Path) -> None:

@@ -42,13 +42,13 @@ def test_totals_are_weighted_and_unscored_completions_have_none() -> None:
     ],
 )
 def test_rows_worth_reading(totals: list[float | None], count: int, rows: list[int]) -> None:
-    assert chosen_rows(totals, group=4, own=len(totals), count=count) == rows
+    assert chosen_rows(totals, group=4, answered=len(totals), count=count) == rows
 
 
 def test_only_groups_that_begin_in_rank_0_are_chosen() -> None:
     totals: list[float | None] = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 9.0]
-    assert chosen_rows(totals, group=4, own=4, count=4) == [1, 3, 0, 2]
-    assert chosen_rows(totals, group=4, own=2, count=2) == [1, 3]  # a group spread over ranks
+    assert chosen_rows(totals, group=4, answered=4, count=4) == [1, 3, 0, 2]
+    assert chosen_rows(totals, group=4, answered=2, count=2) == [1, 3]  # a group spread over ranks
 
 
 class FakeTrainer:

@@ -203,7 +203,7 @@ def test_trainers_wait_for_the_first_server(tmp_path, state, monkeypatch) -> Non
     rank.wait_for_first_server(tmp_path, 30.0, stop)
     assert not ready.is_alive() and time.monotonic() - start < 3
     state(1, "gone")
-    with pytest.raises(ServerError, match="the vLLM server is gone; its log says why"):
+    with pytest.raises(ServerError, match="the vLLM server is gone; see its log"):
         rank.wait_for_first_server(tmp_path, 30.0, stop)
     state(1, "starting")
     stop_file(tmp_path).touch()

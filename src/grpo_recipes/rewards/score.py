@@ -185,6 +185,10 @@ class RewardWrapper:
         self.give_up_after: int | None = None  # unscored completions after which no more are called; None for no limit
         self.stop: StopRequest | None = None  # ends a call early; None outside a training
 
+    def start_generation(self, number: int, stop: StopRequest, give_up_after: int | None) -> None:
+        """Set the number of the generation to score next, the stop request, and the limit of unscored completions."""
+        self.generation, self.stop, self.give_up_after = number, stop, give_up_after
+
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Return (B,) rewards, None for unscored completions."""
         scores = self._score(len(completions), self.with_solution_names({**columns, "completions": completions}))

@@ -75,7 +75,7 @@ class Source:
 
 
 class SamplingTrainer(Trainer, Protocol):
-    """The trainer as sources and benchmarks see it: ``Trainer``, and where its completions come from."""
+    """``Trainer`` for sources and benchmarks: it adds the sampler and the source of completions."""
 
     @property
     def rollouts(self) -> Rollouts:

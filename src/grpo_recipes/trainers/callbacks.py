@@ -1,4 +1,4 @@
-"""Callbacks that also see the loss of a training step."""
+"""Trainer callbacks that may replace the loss of a micro-batch, for example to log a term of it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-Compute = Callable[[Any, dict[str, Any]], torch.Tensor]  # TRL's loss of a model on the rows of a micro-batch
+from grpo_recipes.trainers.protocol import InnerTrainer
+
+Compute = Callable[[Any, dict[str, Any]], torch.Tensor]  # TRL's loss: model, rows of a micro-batch -> loss
 
 
 class LossCallback(TrainerCallback):
-    """A trainer callback that is called in the place of the loss of each micro-batch."""
+    """A trainer callback that computes the loss of each micro-batch in training."""
 
-    def loss(self, trainer: Any, compute: Compute, model: Any, rows: dict[str, Any]) -> torch.Tensor:
-        """Return the loss to minimize, by default that of ``compute``."""
+    def loss(self, trainer: InnerTrainer, compute: Compute, model: Any, rows: dict[str, Any]) -> torch.Tensor:
+        """Return the loss to minimize. The default is the loss of ``compute``."""
         return compute(model, rows)

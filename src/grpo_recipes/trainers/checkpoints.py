@@ -1,4 +1,8 @@
-"""Checkpoints that are complete or absent, and stops on request: resuming equals not having stopped."""
+"""Complete checkpoints, and stops on request. A resumed run equals an uninterrupted run.
+
+A checkpoint is written to a folder aside and renamed when all ranks have finished. It adds the state that transformers
+does not save. On a stop request, all ranks stop at the same place and save the last completed step.
+"""
 
 import json
 import math
@@ -20,7 +24,6 @@ from accelerate.utils import gather_object
 from transformers import StoppingCriteriaList
 from trl.trainer.utils import RepeatSampler
 
-from grpo_recipes.attributes import replaced
 from grpo_recipes.runs.checkpoints import (
     flush_to_disk,
     is_complete,
@@ -32,33 +35,40 @@ from grpo_recipes.runs.checkpoints import (
 from grpo_recipes.runs.rundir import read_json
 from grpo_recipes.runs.stop_request import Stopped, StoppedOnRequest, StopRequest
 from grpo_recipes.trainers.model import load_reference, save_reference
+from grpo_recipes.trainers.protocol import InnerTrainer
 
 # Under DDP on CPU optimizer.pt is loaded with map_location "cpu:0", which torch cannot restore.
-torch.serialization.register_package(5, lambda obj: None, lambda obj, where: obj if where.startswith("cpu:") else None)
+torch.serialization.register_package(
+    5, lambda obj: None, lambda obj, location: obj if location.startswith("cpu:") else None
+)
 
-# What a step changes in place and transformers does not save: its name in a checkpoint, which stays, and the attribute.
+# State that a step changes and transformers does not save: name in the checkpoint (it must not change) -> attribute.
 _UNSAVED = {
     "step": "_step", "metrics": "_metrics", "logs": "_logs", "step_time": "_current_train_step_time",
     "tr_loss": "_tr_loss", "total_loss": "_total_loss_scalar", "last_logged": "_globalstep_last_logged",
     "flos": "current_flos", "total_flos": "state.total_flos", "tokens_seen": "state.num_input_tokens_seen",
     "evaluation_owed": "evaluation.owed",
 }  # fmt: skip
-# How a generation is split into micro-steps.
+# Keys that decide how a generation is split into micro-steps.
 _SPLIT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
 _ORDER, _CONTROLLERS, _ENDED = "order_of_data.json", "controllers.json", "ended_by_callback"
 
 
 class Checkpoints:
-    """Write checkpoints aside, wait for all ranks, mark, rename, and only then prune; restore what they hold.
+    """Write checkpoints aside, wait for all ranks, mark, rename, and only then prune. Restore them.
 
-    transformers writes in place and prunes inside the save: with a limit of 1 a kill can leave no checkpoint at all.
+    transformers writes in place and prunes during the save. With a limit of 1, a kill can leave no checkpoint.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: InnerTrainer):
         self._trainer = trainer
-        self.staging: Path | None = None  # where a save under way writes
-        self.unsaved = dict(_UNSAVED)  # a trainer's subclass adds its own
-        self._restarted = False  # whether an epoch was begun again on a resume
+        self.staging: Path | None = None  # the folder of a running save
+        self._unsaved = dict(_UNSAVED)
+        self._restarted = False  # whether a resume has restarted an epoch
+
+    def add_state(self, **attributes: str) -> None:
+        """Save more attributes of the trainer: ``name in the checkpoint="attribute"``."""
+        self._unsaved |= attributes
 
     def save(self, write: Callable[[], None]) -> None:
         """Save the current step with ``write``, transformers' own save. Called by every rank."""
@@ -69,52 +79,55 @@ class Checkpoints:
             return
         staged = folder / "partial" / name
         if accelerator.is_main_process:
-            shutil.rmtree(staged.parent, ignore_errors=True)  # of a save that was killed
+            shutil.rmtree(staged.parent, ignore_errors=True)  # left by a killed save
         accelerator.wait_for_everyone()
-        aside, unlimited = replaced(self, staging=staged.parent), replaced(args, save_total_limit=None)
-        with aside, unlimited, digested_saves(staged) as digests:
-            write()
+        self.staging = staged.parent  # transformers' own pruning finds a single checkpoint there
+        try:
+            with digested_saves(staged) as digests:
+                write()
+        finally:
+            self.staging = None
         if not accelerator.is_main_process:
-            for written in digests:  # here, on the node that wrote it; the rest is rank 0's
-                flush_to_disk(staged / written)
-        # The ranks wait here for one another, and so for the files of all.
-        gathered = dict(gather_object(list(digests.items())))
+            for file_name in digests:  # flushed on the node that wrote it; rank 0 flushes its files when it publishes
+                flush_to_disk(staged / file_name)
+        # Gathering also waits for the files of all ranks.
+        digests_of_ranks = dict(gather_object(list(digests.items())))
         if accelerator.is_main_process:
-            publish_checkpoint(staged, folder, step, args.world_size, gathered)
+            publish_checkpoint(staged, folder, step, args.world_size, digests_of_ranks)
             prune(folder, args.save_total_limit)
         accelerator.wait_for_everyone()
 
     def mark_ended(self) -> None:
-        """Note in the checkpoint of this step that a callback ended the training: a resumed run must not continue."""
+        """Mark the checkpoint of this step: a callback ended the training, and a resumed run must not continue."""
         if self._trainer.accelerator.is_main_process:
             folder = Path(self._trainer.args.output_dir)
             (folder / f"checkpoint-{self._trainer.state.global_step}" / _ENDED).touch()
         self._trainer.accelerator.wait_for_everyone()
 
     def state(self) -> dict[str, Any]:
-        """Return what this rank's checkpoints hold beside transformers': copies of all that a step changes in place."""
+        """Return copies of the state of this rank that a step changes and transformers does not save."""
         trainer = self._trainer
         return {
-            **{name: contents(attrgetter(path)(trainer)) for name, path in self.unsaved.items()},
+            **{name: copy_containers(attrgetter(path)(trainer)) for name, path in self._unsaved.items()},
             "split": self._split,
             "buffered": trainer._buffered_inputs if trainer._step % self._window_steps else None,
             "ahead": trainer.rollouts.pending_generation,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state`` returned; only between generations may the batch be split otherwise."""
-        trainer, before = self._trainer, state.get("split", self._split)  # earlier versions did not save it
-        if state["buffered"] is not None and before != self._split:
-            fix = "resume with these keys as they were, and change them where a generation has been used up"
-            what = f"saved inside a generation window of {_listed(before)}; this run has {_listed(self._split)}"
-            raise ValueError(f"the checkpoint was {what}. Fix: {fix}")
-        for name, path in self.unsaved.items():
+        """Continue from a result of ``state``. The batch may be split differently only between generations."""
+        trainer, saved_split = self._trainer, state.get("split", self._split)  # earlier versions did not save it
+        if state["buffered"] is not None and saved_split != self._split:
+            fix = "resume with the saved values of these keys, and change them after a generation has been used up"
+            problem = f"saved inside a generation window of {_listed(saved_split)}; this run has {_listed(self._split)}"
+            raise ValueError(f"the checkpoint was {problem}. Fix: {fix}")
+        for name, path in self._unsaved.items():
             owner, _, attribute = path.rpartition(".")
-            if isinstance(own := attrgetter(path)(trainer), dict | deque):
-                refill(own, state[name])
+            if isinstance(value := attrgetter(path)(trainer), dict | deque):
+                refill(value, state[name])
             else:
                 setattr(attrgetter(owner)(trainer) if owner else trainer, attribute, state[name])
-        if state["buffered"] is None:  # TRL samples where the count of micro-steps is a multiple of the window
+        if state["buffered"] is None:  # TRL samples if the number of micro-steps is a multiple of the window
             trainer._step = math.ceil(trainer._step / self._window_steps) * self._window_steps
         trainer._buffered_inputs = state["buffered"]
         trainer.rollouts.restore_pending_generation(state.get("ahead"))
@@ -126,11 +139,11 @@ class Checkpoints:
 
     @property
     def _window_steps(self) -> int:
-        """Micro-steps for which TRL keeps a generation."""
+        """Number of micro-steps that use a generation."""
         return int(self._trainer.args.steps_per_generation * self._trainer.num_iterations)
 
     def save_unsaved(self, folder: Path) -> None:
-        """Write into a checkpoint what transformers does not save. Called by every rank."""
+        """Write the state that transformers does not save into a checkpoint. Called by every rank."""
         trainer = self._trainer
         torch.save({**self.state(), "ahead": trainer.rollouts.finish_pending_generation()}, self._state_file(folder))
         if trainer.args.sync_ref_model:
@@ -142,34 +155,34 @@ class Checkpoints:
             (folder / _CONTROLLERS).write_text(json.dumps(states) + "\n")
 
     def load_optimizer(self, folder: Path, load: Callable[[], None]) -> None:
-        """Restore the optimizer with ``load``, transformers' own, which accepts any checkpoint, then what is ours."""
+        """Restore the optimizer with ``load``, transformers' own method, then the reference and the controllers."""
         trainer = self._trainer
         self._require_same_order(folder)
-        if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):  # which have files of their own, and raise
+        if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):  # they check their own files
             _require(folder, "optimizer.pt", "scheduler.pt")
         load()
         self._print_restored("optimizer and learning-rate schedule")
         if trainer.args.sync_ref_model:
             load_reference(trainer, folder)
-            self._print_restored("reference model as it was last synced")
+            self._print_restored("reference model of the last sync")
         states = read_json(folder / _CONTROLLERS)
         for name, controller in trainer.controllers.items():
             if name not in states:
-                where = folder / _CONTROLLERS
-                raise FileNotFoundError(f"{where} has no state of the {name} controller: it was not on when saved")
+                path = folder / _CONTROLLERS
+                raise FileNotFoundError(f"{path} has no state of the {name} controller: it was not on when saved")
             controller.load_state_dict(states[name])
             self._print_restored(f"{name} controller: {states[name]}")
 
     def load_random_states(self, folder: Path, load: Callable[[], None]) -> None:
-        """Restore the random states with ``load``, transformers' own, then this rank's state."""
+        """Restore the random states with ``load``, transformers' own method, then this rank's state."""
         trainer, args, path = self._trainer, self._trainer.args, self._state_file(folder)
         if not path.exists():
             raise FileNotFoundError(f"{path} is missing: the checkpoint was made with another number of processes")
         _require(folder, f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth")
         load()
-        # Our own file in our own run directory; it holds plain containers and tensors.
+        # weights_only=False is safe for a file that this run wrote: it contains plain containers and tensors.
         state: dict[str, Any] = torch.load(path, map_location=args.device, weights_only=False)
-        if missing := [name for name in (*self.unsaved, "buffered") if name not in state]:
+        if missing := [name for name in (*self._unsaved, "buffered") if name not in state]:
             raise ValueError(f"{path} has no {', '.join(missing)}: it was saved with other keys, or by other code")
         self.restore(state)
         self._print_restored(
@@ -191,7 +204,7 @@ class Checkpoints:
         return folder / f"grpo_window_{self._trainer.args.process_index}.pt"
 
     def _order_of_data(self) -> dict[str, Any]:
-        """Return what decides which prompts a step takes, beside the prompts themselves."""
+        """Return the settings that decide which prompts a step gets."""
         trainer, args = self._trainer, self._trainer.args
         per_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
         return {
@@ -205,29 +218,30 @@ class Checkpoints:
         }
 
     def _require_same_order(self, folder: Path) -> None:
-        now = self._order_of_data()
-        before = read_json(folder / _ORDER) or {**now, "restarted": False}  # earlier versions did not save it
-        self._restarted = before["restarted"] or self._trainer.args.ignore_data_skip
+        """Raise ValueError unless the checkpoint's run took the prompts in the order of this run."""
+        order = self._order_of_data()
+        saved = read_json(folder / _ORDER) or {**order, "restarted": False}  # earlier versions did not save it
+        self._restarted = saved["restarted"] or self._trainer.args.ignore_data_skip
         if self._trainer.args.ignore_data_skip:
             return
-        fix = "add --ignore_data_skip true: the epoch then begins again"
+        fix = "add --ignore_data_skip true, which restarts the epoch"
         if self._restarted:
-            what = "is of a run that began an epoch again on a resume: its place in the data is unknown"
-            raise ValueError(f"{folder.name} {what}. Fix: {fix}")
-        if changed := [key for key in now if now[key] != before.get(key)]:
-            was, is_now = (_listed({key: one.get(key) for key in changed}) for one in (before, now))
-            what = f"saved with {was}, this run has {is_now}: it would continue at another place in the data"
-            raise ValueError(f"{folder.name} was {what}. Fix: resume with keys and data as they were, or {fix}")
+            problem = "comes from a run that restarted an epoch: its position in the data is unknown"
+            raise ValueError(f"{folder.name} {problem}. Fix: {fix}")
+        if changed := [key for key in order if order[key] != saved.get(key)]:
+            saved_values, values = (_listed({key: facts.get(key) for key in changed}) for facts in (saved, order))
+            problem = f"saved with {saved_values}, this run has {values}: it would continue elsewhere in the data"
+            raise ValueError(f"{folder.name} was {problem}. Fix: resume with the saved keys and data, or {fix}")
 
 
 class Preemption:
-    """Stop all ranks at the same place on request; the run is saved and exits with code 75.
+    """Stop all ranks at the same place on request. The run is saved and exits with code 75.
 
-    Sampling, scoring and evaluation are cut short; an update or a save under way is finished. The state after each
-    optimizer step is kept in memory, so that nothing of the step in flight is in the checkpoint.
+    Sampling, scoring and evaluation are cut short. A running update or save is finished. The state after each
+    optimizer step stays in memory, so that the checkpoint has nothing of the unfinished step.
     """
 
-    def __init__(self, trainer: Any, stop: StopRequest):
+    def __init__(self, trainer: InnerTrainer, stop: StopRequest):
         self._trainer = trainer
         self.stop = stop
         self._agreed = False
@@ -235,79 +249,86 @@ class Preemption:
 
     @property
     def _stoppable(self) -> bool:
-        """Whether there is a next step to be kept from; the same on every rank."""
+        """Whether a stop would prevent a next step. The same on every rank."""
         trainer = self._trainer
         ends = trainer.control.should_training_stop or trainer.state.global_step >= trainer.state.max_steps
         return trainer.is_in_train and not ends
 
     def stop_if_agreed(self) -> None:
-        """Raise ``Stopped`` on every rank if any knows of a request. Called by every rank."""
+        """Raise ``Stopped`` on every rank if any rank has seen a stop request. Called by every rank."""
         if self._stoppable:
             self._agreed = self._agreed or agreed(self.stop, self._trainer.args.device)
             if self._agreed:
                 raise Stopped
 
     def step_completed(self) -> None:
-        """Keep what a checkpoint of now holds beside what the optimizer alone changes, then check for a request."""
+        """Remember the state of the completed step, except model and optimizer, then check for a stop request."""
         if self._stoppable:
-            self._last_step = self._trainer.checkpoints.state(), keep_random_states()
+            self._last_step = self._trainer.checkpoints.state(), remember_random_states()
             self.stop_if_agreed()
 
     def save_last_step(self) -> StoppedOnRequest:
-        """Save the state of the last completed step, if there is one; return how the run ended."""
+        """Save the state of the last completed step, if there is one. Return how the run ended."""
         trainer = self._trainer
         if self._last_step is None:
             return stopped_before_a_step(Path(trainer.args.output_dir))
-        state, put_back_random_states = self._last_step
+        state, restore_random_states = self._last_step
         trainer.checkpoints.restore(state)
-        put_back_random_states()
+        restore_random_states()
         trainer._save_checkpoint(trainer.model, None)
         return StoppedOnRequest(f"after step {trainer.state.global_step}, state saved")
 
     def cutting_short(self) -> AbstractContextManager[None]:
-        """End the work inside early when a request comes."""
+        """Let a stop request end the work inside early."""
         return self.stop.cutting_short() if self._stoppable else nullcontext()
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Cut sampling short: criteria to stop by are given to ``generate``, because TRL passes none.
+        """Let a stop request end sampling inside early.
 
-        transformers continues under ZeRO-3 and FSDP until all ranks are done.
+        TRL passes no stopping criteria to ``generate`` and has no hook for them, so the model's method adds them here.
+        Under ZeRO-3 and FSDP, transformers continues until all ranks have stopped.
         """
         model = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
 
         def stopped(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             return torch.full((len(ids),), self.stop.cuts(), device=ids.device)
 
-        generate = partial(model.generate, stopping_criteria=StoppingCriteriaList([stopped]))
-        with replaced(model, generate=generate), self.cutting_short():
-            yield
+        instance_method = vars(model).get("generate")
+        model.generate = partial(model.generate, stopping_criteria=StoppingCriteriaList([stopped]))
+        try:
+            with self.cutting_short():
+                yield
+        finally:
+            del model.generate
+            if instance_method is not None:
+                model.generate = instance_method
 
 
 def ended_by_callback(checkpoint: str | None) -> bool:
-    """Return whether the training had ended where the checkpoint was written."""
+    """Return whether a callback ended the training at this checkpoint."""
     return checkpoint is not None and (Path(checkpoint) / _ENDED).exists()
 
 
-def contents(value: Any) -> Any:
-    """Return containers as new plain ones with the same elements, a tensor as a copy, and anything else as it is."""
+def copy_containers(value: Any) -> Any:
+    """Copy dictionaries, lists, deques (as lists) and tensors. Return other values unchanged."""
     if isinstance(value, dict):
-        return {name: contents(one) for name, one in value.items()}
+        return {name: copy_containers(item) for name, item in value.items()}
     if isinstance(value, list | deque):
         return list(value)
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def refill(own: Any, saved: Any) -> None:
-    """Put what ``contents`` returned back into a trainer's own containers, whose bounds are those of this run."""
-    if not isinstance(own, dict):
-        own.clear()
-        own.extend(saved)
+def refill(container: Any, saved: Any) -> None:
+    """Fill a container of the trainer from ``copy_containers``. The container keeps this run's maximum length."""
+    if not isinstance(container, dict):
+        container.clear()
+        container.extend(saved)
         return
-    if isinstance(own, defaultdict):  # it grows by names
-        own.clear()
+    if isinstance(container, defaultdict):  # its keys are added during a step
+        container.clear()
     for name, values in saved.items():
-        refill(own[name], values)
+        refill(container[name], values)
 
 
 def _require(folder: Path, *names: str) -> None:
@@ -322,43 +343,45 @@ def _listed(facts: dict[str, Any]) -> str:
 
 @contextmanager
 def digested_saves(folder: Path) -> Iterator[dict[str, str]]:
-    """Yield digests, by name, of what ``torch.save`` writes below a folder; at the end without files changed since.
+    """Yield a dictionary of digests, by file name, that ``torch.save`` inside fills for files below ``folder``.
 
-    Reading files back costs several times as much. torch's CRC-32 is left out: ``torch.load`` never checks it and it
-    takes longer than the digest.
+    At the end, files that were changed after ``torch.save`` are removed from it. Reading the files again would cost
+    several times as much. transformers and accelerate call ``torch.save`` in many places, so the function itself is
+    replaced. torch's CRC-32 is turned off: it takes longer than the digest, and ``torch.load`` never checks it.
     """
     digests: dict[str, str] = {}
-    written: dict[str, os.stat_result] = {}
-    plain, crc32 = torch.save, torch.serialization.get_crc32_options()
+    stats: dict[str, os.stat_result] = {}
+    torch_save, crc32 = torch.save, torch.serialization.get_crc32_options()
 
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        """Save as torch does, with the digest of what goes into ``folder``."""
+        """Save as in torch, and compute the digest of files in ``folder``."""
         path = Path(f) if isinstance(f, str | os.PathLike) else None
         if path is None or not path.is_relative_to(folder):
-            plain(obj, f, *args, **kwargs)
+            torch_save(obj, f, *args, **kwargs)
             return
         with path.open("wb") as file:
             digested = _DigestedFile(file)
-            plain(obj, digested, *args, **kwargs)
+            torch_save(obj, digested, *args, **kwargs)
         name = str(path.relative_to(folder))
-        digests[name], written[name] = digested.digest.hexdigest(), path.stat()
+        digests[name], stats[name] = digested.digest.hexdigest(), path.stat()
 
     torch.serialization.set_crc32_options(False)
+    torch.save = save
     try:
-        with replaced(torch, save=save):
-            yield digests
+        yield digests
     finally:
+        torch.save = torch_save
         torch.serialization.set_crc32_options(crc32)
-    for name, then in written.items():
+    for name, stat in stats.items():
         now = (folder / name).stat() if (folder / name).exists() else None
-        if now is None or (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
+        if now is None or (now.st_size, now.st_mtime_ns) != (stat.st_size, stat.st_mtime_ns):
             del digests[name]
 
 
 class _DigestedFile:
-    """A file that computes a digest of what is written to it, with the two methods that ``torch.save`` needs."""
+    """A file that computes a digest while it is written, with the two methods that ``torch.save`` needs."""
 
-    _chunk_bytes = 1 << 20  # small enough to be in the core's cache when it is copied to the page cache
+    _chunk_bytes = 1 << 20  # small enough to stay in the core's cache until it is copied to the page cache
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -376,9 +399,9 @@ class _DigestedFile:
 
 
 def begin_epoch(sampler: RepeatSampler | None, epoch: int) -> None:
-    """Make the order of the prompts a function of the epoch, not of how often it was iterated in this process.
+    """Make the order of the prompts depend only on the epoch, not on earlier iterations in this process.
 
-    A stream has no sampler; accelerate tells it the epoch.
+    A stream has no sampler. accelerate sets its epoch.
     """
     if sampler is not None and sampler.shuffle:
         sampler.generator.manual_seed(sampler.seed)
@@ -386,31 +409,31 @@ def begin_epoch(sampler: RepeatSampler | None, epoch: int) -> None:
             torch.randperm(sampler.num_samples, generator=sampler.generator)
 
 
-def keep_random_states() -> Callable[[], None]:
-    """Return a function that puts the states of Python's, numpy's, torch's and its device's generators back."""
-    python, of_numpy, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+def remember_random_states() -> Callable[[], None]:
+    """Return a function that restores the current random states of Python, numpy, torch and its device."""
+    python_state, numpy_state, cpu_state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    device_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
-    def put_back() -> None:
-        random.setstate(python)
-        numpy.random.set_state(of_numpy)
-        torch.set_rng_state(cpu)
-        if device is not None:
-            torch.cuda.set_rng_state(device)
+    def restore() -> None:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        torch.set_rng_state(cpu_state)
+        if device_state is not None:
+            torch.cuda.set_rng_state(device_state)
 
-    return put_back
+    return restore
 
 
 def agreed(stop: StopRequest, device: torch.device) -> bool:
-    """Return whether any rank knows of a request. Called by every rank."""
-    seen = torch.tensor(int(stop.requested()), device=device)
+    """Return whether any rank has seen a stop request. Called by every rank."""
+    is_requested = torch.tensor(int(stop.requested()), device=device)
     if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
-    return bool(seen)
+        torch.distributed.all_reduce(is_requested, op=torch.distributed.ReduceOp.MAX)
+    return bool(is_requested)
 
 
 def stopped_before_a_step(checkpoints: Path) -> StoppedOnRequest:
-    """Return how a run ended that was stopped before this attempt completed a step."""
+    """Return the ending of a run that was stopped before this attempt completed a step."""
     if newest := newest_complete(checkpoints):
         return StoppedOnRequest(f"before a step was completed; the newest checkpoint is {newest.name}")
     return StoppedOnRequest("before the first step was completed; there is nothing to save")

@@ -1,9 +1,9 @@
-"""GRPO: TRL's trainer, whose steps read here from top to bottom: sample, score, weigh, update, sync.
+"""GRPO: TRL's trainer with our steps, in the order of a training step: sample, score, weigh, update, sync.
 
     bash training.sh                 # or: grpo launch RECIPE
 
-Every method of TRL's and transformers' that changes is overridden once, in this class, with TRL's signature; the work
-is done by helpers that know the trainer and not each other. The loss and the optimizer's step stay TRL's.
+This class overrides each changed method of TRL and transformers once, with the same signature. Helpers do the work.
+They use the trainer through ``protocol.InnerTrainer`` and do not know each other. TRL's loss and optimizer step stay.
 """
 
 import copy
@@ -22,7 +22,6 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.algorithms.maxent import KLController, TauController
-from grpo_recipes.attributes import replaced
 from grpo_recipes.plan.commands import seeds_sampling
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rollouts.backends import make_rollouts
@@ -36,7 +35,7 @@ from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epo
 from grpo_recipes.trainers.checks import Checks, Scoring
 from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows, json_number, write_samples
 from grpo_recipes.trainers.micro_batches import MicroBatches
-from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, reference_of, refuse_shards
+from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, reference_of, reject_shards
 from grpo_recipes.trainers.passes import Computed, in_trimmed_passes
 from grpo_recipes.trainers.rank import keep_outputs_as_computed
 from grpo_recipes.trainers.temperatures import at_own_temperatures
@@ -49,8 +48,8 @@ from grpo_recipes.weights.guard import WeightsDiffer
 class GRPOTrainer(trl.GRPOTrainer):
     """TRL's ``GRPOTrainer`` with our weight bridges, the guard, complete checkpoints, and metrics in ``run_dir``.
 
-    ``stop`` is the request to stop, that of ``run_dir`` by default; ``reward_max_no_verdict`` the share of unscored
-    completions of a training generation that ends the run; ``source`` takes the place of TRL's sampling in training.
+    ``stop`` is the stop request, by default of ``run_dir``. ``reward_max_no_verdict`` is the unscored fraction of a
+    training generation that ends the run. ``source`` replaces TRL's sampling in training.
     """
 
     args: GRPOConfig
@@ -66,13 +65,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         **kwargs: Any,
     ):
         args.logging_nan_inf_filter = False  # a loss that is not finite must reach the checks
-        if args.trim_padding:  # passes of many shapes, for each of which cuDNN's attention makes a plan
+        if args.trim_padding:  # cuDNN's attention would make a plan for each shape of the passes
             torch.backends.cuda.enable_cudnn_sdp(False)
         stop = stop or StopRequest(run_dir)
         self.controllers: dict[str, KLController | TauController] = {}
         if args.kl_target is not None:
             if args.beta == 0.0:
-                raise ValueError("kl_target needs beta above 0: a multiple of 0 stays 0")
+                raise ValueError(
+                    "kl_target: beta must be above 0, because kl_target multiplies it. Fix: set beta: 0.04"
+                )
             limits = args.kl_horizon, args.kl_ctl_step_size, args.kl_beta_min
             self.controllers["kl"] = KLController(args.beta, args.kl_target, *limits)
         self.checkpoints = Checkpoints(self)
@@ -84,7 +85,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if source is not None:
             kwargs["rollout_func"] = source
         self.sampler: RepeatSampler | None = None  # the order of the prompts; None for a stream
-        self.temperature_B: torch.Tensor | None = None  # of the rows at hand, where they differ from the recipe's
+        self.temperature_B: torch.Tensor | None = None  # of the current rows, (B,), if they differ from the recipe's
         self._samples_file = run_dir / "samples.jsonl"
         with weight_bridge(args, run_dir, stop), loaded_by_every_rank(args), reference_of(args):
             super().__init__(args=args, **kwargs)
@@ -96,18 +97,18 @@ class GRPOTrainer(trl.GRPOTrainer):
                 attach_client(self, client_of(args))
             self.vllm_generation.sync_weights = self.rows.phase("sync")(self.vllm_generation.sync_weights)
         if is_peft_model(self.model):
-            refuse_shards(self.accelerator)
+            reject_shards(self.accelerator)
             if self.use_vllm:
                 self.vllm_generation._iter_named_params = partial(merged_parameters, self.vllm_generation.model)
         if source is not None:
             source.attach(self)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator as transformers does, and let FSDP2 return log-probs in float32."""
+        """Create the accelerator, and let FSDP2 return log-probs in float32."""
         super().create_accelerator_and_postprocess()
         keep_outputs_as_computed(self.accelerator)
 
-    # --- for other objects, by trainer_protocol.Trainer -----------------------------------------------------------
+    # --- for other objects: trainer_protocol.Trainer, protocol.InnerTrainer ----------------------------------------
 
     @property
     def loaded_step(self) -> int:
@@ -121,6 +122,15 @@ class GRPOTrainer(trl.GRPOTrainer):
     def add_metric(self, name: str, value: float, mode: Mode = "train") -> None:
         """Add a value to a metric. TRL logs the mean of its values over a step or an evaluation."""
         self._metrics[mode][name].append(value)
+
+    @contextmanager
+    def at_temperatures(self, temperature_B: torch.Tensor | None) -> Iterator[None]:
+        """Compute log-probs inside with one temperature per row, or with the recipe's for ``None``."""
+        before, self.temperature_B = self.temperature_B, temperature_B
+        try:
+            yield
+        finally:
+            self.temperature_B = before
 
     @contextmanager
     def generating_with(self, config: GenerationConfig) -> Iterator[None]:
@@ -158,8 +168,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     # --- a training: epochs of steps -------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as transformers does; on request stop on every rank, with the last completed step saved."""
-        with suppress(Stopped):  # whose traceback holds memory that saving needs
+        """Train. A stop request ends the training on every rank, with the last completed step saved."""
+        with suppress(Stopped):  # its traceback would hold memory that saving needs
             return super().train(*args, **kwargs)
         raise self.preemption.save_last_step()
 
@@ -168,41 +178,41 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self.sampler
 
     def _run_epoch(self, *args: Any, epoch: int, resume_from_checkpoint: str | None, **kwargs: Any) -> None:
-        """Run an epoch in its own order of prompts; transformers takes one step too many where all had been taken."""
+        """Run an epoch in its own order of prompts. Skip it after the last step, where transformers takes one more."""
         if ended_by_callback(resume_from_checkpoint) or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
         begin_epoch(self.sampler, epoch)
-        begun = resume_from_checkpoint is not None and epoch == kwargs["epochs_trained"]
-        skips = begun and not self.args.ignore_data_skip
-        self.rollouts.begin_epoch(epoch, kwargs["steps_trained_in_current_epoch"] if skips else 0)
+        is_resumed = resume_from_checkpoint is not None and epoch == kwargs["epochs_trained"]
+        skips_data = is_resumed and not self.args.ignore_data_skip
+        self.rollouts.begin_epoch(epoch, kwargs["steps_trained_in_current_epoch"] if skips_data else 0)
         super()._run_epoch(*args, epoch=epoch, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self.preemption.step_completed()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a micro-step as TRL does, which samples, scores and weighs where a generation has been used up."""
-        if self.evaluation.owed:  # the run was stopped in it; stopped again, it leaves the checkpoint that owes it
+        """Take a micro-step as in TRL. It samples, scores and weighs first if a generation has been used up."""
+        if self.evaluation.owed:  # the run was stopped in it; if it stops again, the checkpoint still owes it
             self.evaluation.owed = False
-            self.evaluation.read_made()
+            self.evaluation.read_earlier_metrics()
             self._determine_best_metric(self._evaluate(None, None), None)
             self.preemption.stop_if_agreed()
         self.rows.begin_update()
         loss = super().training_step(*args, **kwargs)
-        if self.accelerator.sync_gradients:  # nothing reads this optimizer step's coefficients any more
+        if self.accelerator.sync_gradients:  # the last use of this optimizer step's coefficients
             self.move_controllers()
         return loss
 
     # --- sample, score, weigh --------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Sample, score and weigh a generation, write samples of it, and check the weights it was sampled with."""
-        training, loaded, step = self.model.training, self.rollouts.transfers, self.state.global_step
-        name = f"{step}/{self._step}" if training else f"eval/{step}/{self.evaluation.batch}"
+        """Sample, score and weigh a generation, write samples of it, and check the weights of the sampler."""
+        is_training, transfers, step = self.model.training, self.rollouts.transfers, self.state.global_step
+        name = f"{step}/{self._step}" if is_training else f"eval/{step}/{self.evaluation.batch}"
         self.rollouts.name_generation(name)
         if self.source is not None:
             self.source.start_generation(inputs, name)
         output = self.sample_and_score(inputs)
-        if training:
+        if is_training:
             self.rows.note_prompts(inputs)
             advantages_PG = self.weigh(output)
             if advantages_PG is not None:
@@ -210,7 +220,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             if self.accelerator.is_main_process and self.args.report_samples > 0:
                 episodes = self.source and self.source.records
                 write_samples(self._samples_file, self, [row.get("answer") for row in inputs], episodes)
-        self.checks.server(output, synced=self.rollouts.transfers != loaded)
+        self.checks.server(output, synced=self.rollouts.transfers != transfers)
         if self.source is not None:
             self.source.finish_generation(output)
         return output
@@ -224,16 +234,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         return output
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """Generate as TRL does; the completions of a source are the messages that it says."""
-        found = super()._generate(prompts)
+        """Generate as in TRL, with the messages of the source as completions."""
+        generated = super()._generate(prompts)
         if self.source is None:
-            return found
+            return generated
         self.temperature_B = self.source.temperatures
-        ids, own_ids, mask, _, *rest = found
-        return ids, own_ids, mask, self.source.completions(), *rest
+        prompt_ids, completion_ids, tool_mask, _, *others = generated
+        return prompt_ids, completion_ids, tool_mask, self.source.completions(), *others
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample: weights first where a step was taken since, then completions."""
+        """Sample completions. If a step was taken since the last time, send the new weights first."""
         with self.preemption.sampling(), self.rows.phase("sample"):
             ids_and_logprobs = self.rollouts.generate(partial(super()._generate_single_turn, *args, **kwargs))
         self.preemption.stop_if_agreed()
@@ -255,40 +265,40 @@ class GRPOTrainer(trl.GRPOTrainer):
         return rewards_BR
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
-        """Weigh: return advantages, (P, G), for TRL's ``output`` on all ranks, whose rows are in order; None: TRL's."""
-        if self.source is not None and (found := self.source.token_advantages(self, output)) is not None:
-            output["advantages"], rows_B = found
+        """Weigh: return advantages, (P, G), of all ranks for TRL's ``output``. ``None`` keeps the advantages in it."""
+        if self.source is not None and (advantages := self.source.token_advantages(self, output)) is not None:
+            output["advantages"], rows_B = advantages
             self._show_advantages(rows_B)
         return None
 
     def _replace_advantages(self, output: dict[str, Any], advantages_B: torch.Tensor) -> None:
-        """Train on these advantages of all ranks, and show them."""
-        stock = output["advantages"]
-        start = self.accelerator.process_index * len(stock)
-        output["advantages"] = advantages_B[start : start + len(stock)].to(stock)
-        self._show_advantages(advantages_B.to(stock))
+        """Train on these advantages of all ranks, and log them."""
+        trl_advantages_B = output["advantages"]
+        start = self.accelerator.process_index * len(trl_advantages_B)
+        output["advantages"] = advantages_B[start : start + len(trl_advantages_B)].to(trl_advantages_B)
+        self._show_advantages(advantages_B.to(trl_advantages_B))
 
     def _show_advantages(self, advantages_B: torch.Tensor) -> None:
-        """Show these advantages of all ranks in samples and TRL's tables of completions."""
+        """Write these advantages of all ranks to samples and TRL's tables of completions."""
         logged = self._logs["advantages"]
-        for _ in range(min(len(advantages_B), len(logged))):  # the generation's, which TRL has just appended
+        for _ in range(min(len(advantages_B), len(logged))):  # TRL has just appended the generation's own
             logged.pop()
         logged.extend(advantages_B.tolist())
 
     # --- update ----------------------------------------------------------------------------------------------------
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """Return the rows of a micro-batch as TRL does; after a generation, sort the rows of each step by length."""
-        before = self._buffered_inputs
+        """Return the rows of a micro-batch. After a generation, sort the rows of each step by length first."""
+        earlier = self._buffered_inputs
         inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)
-        if self._buffered_inputs is before:  # also in an evaluation
+        if self._buffered_inputs is earlier:  # nothing was generated, or in an evaluation
             return inputs
         self._buffered_inputs = self.micro_batches.sort(self._buffered_inputs)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Compute TRL's loss of a micro-batch, each row at its own temperature."""
-        with replaced(self, temperature_B=inputs.get("temperature")):
+        with self.at_temperatures(inputs.get("temperature")):
             compute = super()._compute_loss
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, LossCallback) and model.training:
@@ -302,7 +312,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         batch_size: int | None = None, compute_entropy: bool = False, *args: Any, **kwargs: Any,
     ) -> Computed:  # fmt: skip
         """Return TRL's log-probs of completions: for the loss, under the reference, and for the checks."""
-        if self.evaluation.rewards is not None:  # a batch for the sampler is too large for one forward pass
+        if self.evaluation.rewards is not None:  # the sampler's batch is too large for one forward pass
             batch_size = self.args.per_device_train_batch_size
         compute = super()._get_per_token_logps_and_entropies
         if self.args.trim_padding:
@@ -317,30 +327,38 @@ class GRPOTrainer(trl.GRPOTrainer):
             return
         micro_batches = self.current_gradient_accumulation_steps
         kls = self._metrics["train"]["kl"][-micro_batches:]
-        self._metrics["train"]["beta"].append(self.beta)  # the one in force in this step
+        self.add_metric("beta", self.beta)  # the value in this step
         completions = self.args.per_device_train_batch_size * micro_batches * self.accelerator.num_processes
         self.controllers["kl"].update(sum(kls) / len(kls), completions)
         self.beta = self.controllers["kl"].beta
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
-        """Return the gradient norm, which must be finite, as the number that transformers would ask for later."""
+        """Return the gradient norm as a number, and check that it is finite."""
         return self.checks.gradient(super()._get_grad_norm(model, grad_norm=grad_norm))
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Check the weights; log, save (also where a callback ends the training) and evaluate; then stop on request."""
+        """Check the weights, log, save and evaluate, then stop on request. Save too if a callback ends the training."""
         self.checks.weights()
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
         if self.control.should_training_stop and self.state.global_step < self.state.max_steps:
             self._save_checkpoint(model, trial)
             self.checkpoints.mark_ended()
-        if self.state.epoch != int(self.state.epoch):  # else the end of the epoch may evaluate and save
+        if self.state.epoch != int(self.state.epoch):  # at the end of an epoch, _run_epoch does it after evaluation
             self.preemption.step_completed()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does, and add a row to ``metrics.jsonl`` for every optimizer step."""
-        super().log(logs, start_time)
+        """Log as in TRL, and add a row to ``metrics.jsonl`` for every optimizer step.
+
+        The table of completions of a step belongs to the training, so evaluations write none.
+        """
+        log_completions = self.log_completions
+        self.log_completions = log_completions and not self.evaluation.is_running
+        try:
+            super().log(logs, start_time)
+        finally:
+            self.log_completions = log_completions
         # It becomes trainer_state.json.
         self.state.log_history[-1] = {key: json_number(value) for key, value in self.state.log_history[-1].items()}
         if "loss" in logs and self.accelerator.is_main_process:
@@ -350,11 +368,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     # Before each generation TRL sends the weights of a new step; _generate_and_score_completions checks them.
 
     def serve_final_weights(self) -> None:
-        """After training, have whatever samples hold the weights of the last step. Called by every rank."""
+        """Send the weights of the last step to the sampler, and check them. Called by every rank, after training."""
         self.model.eval()
         sent = self.rollouts.serve_weights()
         if sent and self.rollouts.guarded and (error := self.checks.final_weights()):
-            raise WeightsDiffer(f"{error}; no benchmark was run on it")
+            raise WeightsDiffer(f"{error}; no benchmark was run")
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -366,12 +384,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         return str(self.checkpoints.staging or super()._get_output_dir(trial))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the random states as transformers does, and beside them all that it does not save."""
+        """Save the random states, and the state that transformers does not save."""
         super()._save_rng_state(output_dir)
         self.checkpoints.save_unsaved(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Restore them, the reference and the controllers: on every resume, also with ``ignore_data_skip``."""
+        """Restore optimizer, scheduler, reference and controllers on every resume, also with ``ignore_data_skip``."""
         if checkpoint is not None:
             load = partial(super()._load_optimizer_and_scheduler, checkpoint)
             self.checkpoints.load_optimizer(Path(checkpoint), load)
@@ -379,7 +397,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self.beta = self.controllers["kl"].beta
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore the random states, and all that transformers does not save."""
+        """Restore the random states, and the state that transformers does not save."""
         if checkpoint is not None:
             self.checkpoints.load_random_states(Path(checkpoint), partial(super()._load_rng_state, checkpoint))
 
@@ -388,41 +406,41 @@ class GRPOTrainer(trl.GRPOTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate any set, or each set of a dict, as transformers does, and add a row for each to ``eval.jsonl``.
+        """Evaluate a set, or each set of a dict, as in transformers, and add a row for each to ``eval.jsonl``.
 
-        The row of a set other than the trainer's own has ``set``, its key in the dict or the prefix, and
-        ``eval_<set>_reward``. A stop request before the end leaves no metrics.
+        The rows of sets other than ``self.eval_dataset`` have ``set``, which is the key in the dict or the prefix, and
+        metrics such as ``eval_<set>_reward``. A stop request before the end leaves no metrics.
         """
         name = self.evaluation.set_name(eval_dataset, metric_key_prefix)
-        if name in self.evaluation.made:
-            return dict(self.evaluation.made[name])
+        if name in self.evaluation.earlier_metrics:
+            return dict(self.evaluation.earlier_metrics[name])
         with self.evaluation.running(name):
             self.preemption.stop_if_agreed()  # save first: the time left may be seconds
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return {}
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        """Predict as transformers does, with the metrics of ``evaluate``, no row, and no trace in the training."""
+        """Predict as in transformers, with the metrics of ``evaluate``. Write no row, leave the training unchanged."""
         with self.evaluation.running():
             return super().predict(*args, **kwargs)
         return PredictionOutput(predictions=None, label_ids=None, metrics={})
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        """Make an evaluation that is due; a run that is stopped in it owes it."""
-        on_start = skip_scheduler  # transformers says so for eval_on_start alone, a resumed run included
+        """Make an evaluation that is due. A run that is stopped in it owes it."""
+        on_start = skip_scheduler  # transformers sets it only for eval_on_start, also in a resumed run
         metrics: dict[str, float] = {}
         if on_start and self.state.global_step > 0:
             return metrics
         if on_start:
-            self.evaluation.read_made()
+            self.evaluation.read_earlier_metrics()
         with self.evaluation.due():
             metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         if on_start:
-            self.preemption.stop_if_agreed()  # before the first step, where nothing is saved
+            self.preemption.stop_if_agreed()  # before the first step: nothing is saved
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Determine it as transformers does, which raises where an evaluation was stopped and has no metrics."""
+        """Determine the best metric. transformers raises for the empty metrics of a stopped evaluation."""
         return bool(metrics) and super()._determine_best_metric(metrics, trial)
 
     def evaluation_loop(
@@ -433,24 +451,28 @@ class GRPOTrainer(trl.GRPOTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run transformers' loop, with TRL's metrics over every completion once."""
-        others = (prediction_loss_only, ignore_keys, metric_key_prefix)
-        run = partial(super().evaluation_loop, dataloader, description, *others)
+        """Run transformers' loop, and average TRL's metrics over every completion once."""
+        options = (prediction_loss_only, ignore_keys, metric_key_prefix)
+        run = partial(super().evaluation_loop, dataloader, description, *options)
         return self.evaluation.loop(run, dataloader, description, metric_key_prefix)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Count the batch and evaluate it as TRL does."""
-        self.evaluation.batch += 1
+        """Count the batch and evaluate it."""
+        self.evaluation.start_batch()
         return super().prediction_step(*args, **kwargs)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Build TRL's loader; never keep that of a passed set, which persistent workers would take for the next one."""
-        passed = eval_dataset is not None and not isinstance(eval_dataset, str)
-        with replaced(self, _eval_dataloaders={}) if passed else nullcontext():
+        """Build TRL's loader. With persistent workers, transformers would reuse a passed set's loader."""
+        if eval_dataset is None or isinstance(eval_dataset, str):
             return super().get_eval_dataloader(eval_dataset)
+        loaders, self._eval_dataloaders = getattr(self, "_eval_dataloaders", {}), {}
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self._eval_dataloaders = loaders
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Build the loader of an evaluation: transformers' does not repeat the prompts of a stream."""
+        """Build the loader of an evaluation. transformers' loader does not repeat the prompts of a stream."""
         return self.get_eval_dataloader(test_dataset)
 
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> Any:
@@ -471,7 +493,7 @@ def _changed(config: GenerationConfig, settings: dict[str, Any]) -> GenerationCo
 
 
 def weight_bridge(args: GRPOConfig, run_dir: Path, stop: StopRequest) -> AbstractContextManager[None]:
-    """Let TRL build inside what carries the weights to vLLM: the recipe's bridge to a server, or vLLM in here."""
+    """Let TRL build the recipe's bridge to a vLLM server inside, or vLLM in this process."""
     if not args.use_vllm:
         return nullcontext()
     seed = args.seed if seeds_sampling(args.seed_server, args.use_cpu) else None

@@ -1,8 +1,8 @@
-"""MaxEnt-GRPO: our GRPO trainer with advantages that come from weights over each group (docs/maxent.md).
+"""MaxEnt-GRPO: our GRPO trainer with advantages from weights over each group (docs/maxent.md).
 
     MAXENT=1 bash training.sh        # or: grpo launch RECIPE, with maxent_objective in the recipe
 
-Every objective is a transform of the advantages: TRL's loss of a fixed ``loss_type`` on them has its gradient.
+Each objective only changes the advantages. With a fixed ``loss_type``, TRL's loss then has the objective's gradient.
 """
 
 import math
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from grpo_recipes.algorithms import maxent
-from grpo_recipes.attributes import replaced
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.evaluate.scores import accuracy, weighted_rewards
 from grpo_recipes.recipe.configs import GRPOConfig
@@ -22,7 +21,7 @@ from grpo_recipes.recipe.registry import OBJECTIVES, TAU_TARGETS, Objective, pol
 from grpo_recipes.trainers.checks import trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
-_WARN_AFTER, _WARN_SHARE = 10, 0.5  # generations, share of the positive advantages on wrong answers
+_WARN_AFTER, _WARN_SHARE = 10, 0.5  # generations, and fraction of the positive advantages on wrong answers
 
 
 @dataclass
@@ -30,68 +29,83 @@ class Groups:
     """A generation of all ranks, P groups of G completions, in float64."""
 
     rewards_PG: torch.Tensor  # weighted sums; NaN is unscored
-    lengths_PG: torch.Tensor  # tokens in the loss; 0 for a completion that ``mask_truncated_completions`` leaves out
-    learns_PG: torch.Tensor  # whether the completion is scored and has a token in the loss: the others get no weight
+    lengths_PG: torch.Tensor  # tokens in the loss; 0 for a completion that ``mask_truncated_completions`` excludes
+    learns_PG: torch.Tensor  # whether the completion is scored and has a token in the loss; others get no weight
     judged_PG: torch.Tensor  # whether the answer is known to be right or wrong
-    right_PG: torch.Tensor  # whether it learns and is right
-    wrong_PG: torch.Tensor  # whether it learns and is known not to be right
-    ref_logps_PG: torch.Tensor | None  # summed log-probs under the reference, None where the objective reads none
-    policy_logps_PG: torch.Tensor | None  # the same under the policy that the update starts from
+    right_PG: torch.Tensor  # whether the completion learns and is right
+    wrong_PG: torch.Tensor  # whether the completion learns and is known to be wrong
+    ref_logps_PG: torch.Tensor | None  # summed log-probs under the reference; None if the objective has no reference
+    policy_logps_PG: torch.Tensor | None  # summed log-probs under the policy at the start of the update
 
 
 class MaxEntGRPOTrainer(GRPOTrainer):
-    """``GRPOTrainer`` with the objective ``args.maxent_objective``. Takes the same arguments."""
+    """``GRPOTrainer`` with the objective ``args.maxent_objective`` and the same arguments."""
 
     def __init__(self, *, args: GRPOConfig, **kwargs: Any):
         if args.maxent_objective is None:
-            raise ValueError("maxent_objective is None: set it, for example to listwise")
+            raise ValueError("maxent_objective is not set. Fix: set maxent_objective: listwise")
         self._objective = OBJECTIVES[args.maxent_objective]
         self._fixed_tau = self._objective.tau_or_default(args.maxent_tau)
         self._target_beta = args.maxent_beta if self._objective.targets_q else 0.0
         fix_loss(args, self._objective)
-        lent = args.beta == 0.0 and args.kl_target is None  # at 0 TRL builds no reference model, which the target needs
-        with replaced(args, beta=self._target_beta if lent else args.beta):
+        beta = args.beta
+        if beta == 0.0 and args.kl_target is None:
+            args.beta = self._target_beta  # at 0 TRL would build no reference model, which the target needs
+        try:
             super().__init__(args=args, **kwargs)
-        self.beta = args.beta
+        finally:
+            args.beta = beta
+        self.beta = beta
         if targets := tau_targets(partial(getattr, args)):
             if len(targets) > 1:
-                raise ValueError(f"{' and '.join(targets)} are given, and tau can follow only one target")
+                raise ValueError(f"{' and '.join(targets)} can't be combined. Fix: keep one target of tau")
             self.controllers["tau"] = maxent.TauController(
                 self._fixed_tau, args.maxent_tau_lr, args.maxent_tau_min, args.maxent_tau_max,
                 TAU_TARGETS[targets[0]], getattr(args, targets[0]), args.maxent_tau_warmup_steps,
             )  # fmt: skip
-        self._measured: list[float] = []  # by the controller of tau, in this optimizer step
-        self._on_wrong: deque[tuple[float, float]] = deque(maxlen=_WARN_AFTER)  # positive advantages: on wrong, on all
+        self._tau_measures: list[float] = []  # values for the controller of tau in this optimizer step
+        # Sums of positive advantages in recent generations: on wrong answers, on all judged answers.
+        self._on_wrong: deque[tuple[float, float]] = deque(maxlen=_WARN_AFTER)
         self._warned = False
-        self.checkpoints.unsaved |= {"on_wrong": "_on_wrong", "warned": "_warned"}
+        self.checkpoints.add_state(on_wrong="_on_wrong", warned="_warned")
 
     @property
     def tau(self) -> float | None:
-        """The temperature in force; None for an objective without one."""
-        return self.controllers["tau"].tau if "tau" in self.controllers else self._fixed_tau
+        """The current temperature. None for an objective without a temperature."""
+        controller = self._tau_controller
+        return controller.tau if controller else self._fixed_tau
+
+    @property
+    def _tau_controller(self) -> maxent.TauController | None:
+        controller = self.controllers.get("tau")
+        return controller if isinstance(controller, maxent.TauController) else None
 
     def move_controllers(self) -> None:
-        """Move GRPO's, and tau by the generations of the step that measured it; a step without one is not counted."""
+        """Move beta as in GRPO. Move tau by the mean measure of the step's generations, if any has one."""
         super().move_controllers()
-        if self._measured:
-            self.controllers["tau"].update(sum(self._measured) / len(self._measured))
-        self._measured.clear()
+        if self._tau_measures and self._tau_controller:
+            self._tau_controller.update(sum(self._tau_measures) / len(self._tau_measures))
+        self._tau_measures.clear()
 
     def sample_and_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Lend TRL the target's ``beta``: it computes the reference's log-probs where ``beta`` is not 0."""
-        lent = self.model.training and self.beta == 0.0
-        with replaced(self, beta=self._target_beta if lent else self.beta):
+        """Sample and score with the target's ``beta``. TRL computes the reference's log-probs only if it is not 0."""
+        beta = self.beta
+        if self.model.training and beta == 0.0:
+            self.beta = self._target_beta
+        try:
             return super().sample_and_score(inputs)
+        finally:
+            self.beta = beta
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
-        """Return the objective's advantages, (P, G); None for ``tempered`` at tau inf, which is Dr.GRPO bit for bit."""
+        """Return the objective's advantages, (P, G). None for ``tempered`` at tau inf: Dr.GRPO, bit for bit."""
         if self.source is not None and self.source.brings_advantages:
-            what = "a group brings advantages of its own, and MaxEnt makes them of the scores of a group"
-            fix = "let the environment send scores alone, or remove the maxent keys, which makes this GRPO"
-            raise config_error("maxent_objective", what, fix)
+            problem = "a group has its own advantages, but MaxEnt computes advantages from the scores of a group"
+            fix = "let the environment send only scores, or remove the maxent keys to train with GRPO"
+            raise config_error("maxent_objective", problem, fix)
         groups = self._groups(output)
         if self.beta == 0.0:
-            output.pop("ref_per_token_logps", None)  # the loss has no use for them
+            output.pop("ref_per_token_logps", None)  # the loss does not use them
         weights_PG = self._weights(groups)
         advantages_PG = self._advantages(groups, weights_PG)
         self._log_weights(groups, weights_PG)
@@ -108,29 +122,38 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             logps = output.get("old_per_token_logps")
             columns["policy"] = _summed(trainer_logps(self, output) if logps is None else logps, mask)
         gathered = self.accelerator.gather(torch.stack(list(columns.values()), dim=1))
-        of = {name: column.view(-1, self.num_generations) for name, column in zip(columns, gathered.T, strict=True)}
+        all_PG = {name: column.view(-1, self.num_generations) for name, column in zip(columns, gathered.T, strict=True)}
 
         rewards_PG = weighted_rewards(self.rewards_BR, self.reward_weights).double().view(-1, self.num_generations)
-        learns_PG = ~rewards_PG.isnan() & (of["lengths"] > 0)
+        learns_PG = ~rewards_PG.isnan() & (all_PG["lengths"] > 0)
         judged_PG, right_PG = self._judged(rewards_PG)
-        right_PG, wrong_PG = learns_PG & right_PG, learns_PG & judged_PG & ~right_PG
-        ref_PG, policy_PG = of.get("ref"), of.get("policy")
-        return Groups(rewards_PG, of["lengths"], learns_PG, judged_PG, right_PG, wrong_PG, ref_PG, policy_PG)
+        return Groups(
+            rewards_PG=rewards_PG,
+            lengths_PG=all_PG["lengths"],
+            learns_PG=learns_PG,
+            judged_PG=judged_PG,
+            right_PG=learns_PG & right_PG,
+            wrong_PG=learns_PG & judged_PG & ~right_PG,
+            ref_logps_PG=all_PG.get("ref"),
+            policy_logps_PG=all_PG.get("policy"),
+        )
 
     def _judged(self, rewards_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which answers are known to be right or wrong, and which are right, (P, G): accuracy, or any reward."""
-        if (found := accuracy(self.rewards_BR, self.reward_func_names)) is not None:
-            judged_B, right_B = found
+        """Return which answers are known to be right or wrong, and which are right, both (P, G).
+
+        Without a reward of accuracy, an answer above the group's mean counts as right. Equal rewards decide nothing.
+        """
+        if (verdicts := accuracy(self.rewards_BR, self.reward_func_names)) is not None:
+            judged_B, right_B = verdicts
             return judged_B.view_as(rewards_PG), right_B.view_as(rewards_PG)
-        # Without accuracy: above the mean. Equal rewards decide nothing.
         right_PG = maxent.centred(rewards_PG) > maxent.EQUAL
         return right_PG.any(dim=1, keepdim=True).expand_as(right_PG), right_PG
 
     def _weights(self, groups: Groups) -> torch.Tensor:
-        """Return the objective's weights, (P, G): of each group they sum to 1 over the completions that learn."""
+        """Return the objective's weights, (P, G). In each group they sum to 1 over the completions that learn."""
         args = self.args
         if args.maxent_objective == "maxrl":
-            fix = "rescale the reward to 0 and more, or take another maxent_objective"
+            fix = "rescale the reward to be at least 0, or set another maxent_objective"
             with translate(ValueError, lambda error: config_error("maxent_objective", f"maxrl: {error}", fix)):
                 return maxent.reward_shares(groups.rewards_PG.masked_fill(~groups.learns_PG, torch.nan))
         if args.maxent_objective == "tempered":
@@ -148,7 +171,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
     def _advantages(self, groups: Groups, weights_PG: torch.Tensor) -> torch.Tensor:
         """Return the advantages, (P, G), with which TRL's loss has the objective's gradient.
 
-        ``grpo`` takes a mean over tokens; ``dr_grpo`` divides a sum by ``max_completion_length``: undone here.
+        ``grpo`` takes a mean over tokens. ``dr_grpo`` divides a sum by ``max_completion_length``, which is undone here.
         """
         args, learning_P1 = self.args, groups.learns_PG.sum(dim=1, keepdim=True)
         if args.maxent_objective == "tempered":
@@ -162,13 +185,14 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             policy_PG = policy_PG / groups.lengths_PG.clamp(min=1) if normalized else policy_PG
             spread = args.maxent_policy_spread
             weights_PG = weights_PG - maxent.policy_weights(policy_PG, groups.learns_PG, temperature or 1.0, spread)
-        summed = not (normalized or temperature)  # a temperature multiplies the loss by itself over this length
-        return self.num_generations * (self.max_completion_length if summed else 1) * weights_PG
+        # With a temperature the loss is multiplied by temperature / max_completion_length, so nothing is undone.
+        is_summed = not (normalized or temperature)
+        return self.num_generations * (self.max_completion_length if is_summed else 1) * weights_PG
 
     def _log_weights(self, groups: Groups, weights_PG: torch.Tensor) -> None:
-        """Log metrics of a generation: wrong weight of all groups, the spread of weights where rewards differ."""
+        """Log the weight on wrong answers, and the spread of weights in the groups with different rewards."""
         mass_P = maxent.incorrect_mass(weights_PG, groups.wrong_PG)[groups.judged_PG.any(dim=1)]
-        found = {
+        metrics = {
             "maxent/tau": math.nan if self.tau is None else self.tau,
             "maxent/beta": self._target_beta,
             "maxent/incorrect_mass": mass_P.nanmean().item(),
@@ -176,41 +200,42 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         differ_P = maxent.rewards_differ(groups.rewards_PG.masked_fill(~groups.learns_PG, torch.nan))
         if differ_P.any():
             entropy_P = maxent.weight_entropy(weights_PG[differ_P])
-            ratio_P = maxent.target_ratio(*(one[differ_P] for one in (weights_PG, groups.right_PG, groups.wrong_PG)))
-            found |= {
+            ratio_P = maxent.target_ratio(weights_PG[differ_P], groups.right_PG[differ_P], groups.wrong_PG[differ_P])
+            metrics |= {
                 "maxent/weight_entropy": entropy_P.mean().item(),
                 "maxent/weight_entropy_min": entropy_P.min().item(),
                 "maxent/weight_entropy_max": entropy_P.max().item(),
                 "maxent/eff_rollouts": entropy_P.exp().mean().item(),
                 "maxent/target_ratio": ratio_P.nanmean().item(),
             }
-        found = {name: value for name, value in found.items() if not math.isnan(value)}
-        for name, value in found.items():
-            self._metrics["train"][name].append(value)
-        if "tau" in self.controllers and (measure := f"maxent/{self.controllers['tau'].measure}") in found:
-            self._measured.append(found[measure])
+        metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
+        for name, value in metrics.items():
+            self.add_metric(name, value)
+        if self._tau_controller and (measure := f"maxent/{self._tau_controller.measure}") in metrics:
+            self._tau_measures.append(metrics[measure])
 
     def _warn_of_wrong(self, groups: Groups, advantages_PG: torch.Tensor) -> None:
-        """Warn once, by rank 0, when most of what is reinforced is wrong."""
-        pushed_PG = advantages_PG.clamp(min=0)
-        self._on_wrong.append((pushed_PG[groups.wrong_PG].sum().item(), pushed_PG[groups.judged_PG].sum().item()))
-        on_wrong, pushed = (sum(column) for column in zip(*self._on_wrong, strict=True))
-        if self._warned or len(self._on_wrong) < _WARN_AFTER or on_wrong <= _WARN_SHARE * pushed:
+        """Warn once, on rank 0, if most of the positive advantages are on wrong answers."""
+        positive_PG = advantages_PG.clamp(min=0)
+        self._on_wrong.append((positive_PG[groups.wrong_PG].sum().item(), positive_PG[groups.judged_PG].sum().item()))
+        on_wrong, on_all = (sum(column) for column in zip(*self._on_wrong, strict=True))
+        if self._warned or len(self._on_wrong) < _WARN_AFTER or on_wrong <= _WARN_SHARE * on_all:
             return
         self._warned = True
-        advice = "other rewards outweigh accuracy: raise its share in reward_weights"
+        fix = "other rewards outweigh accuracy: raise its share in reward_weights"
         if self._objective.targets_q:
-            advice = "lower maxent_tau, maxent_beta or maxent_q_temperature, or take prompts that are solved more often"
+            fix = "lower maxent_tau, maxent_beta or maxent_q_temperature, or use prompts that are solved more often"
         if self.accelerator.is_main_process:
-            share = f"{on_wrong / pushed:.0%} of the positive advantages of the last {_WARN_AFTER} generations"
-            print(f"grpo: {share} are on wrong answers, which the update makes more likely; {advice}", flush=True)
+            share = f"{on_wrong / on_all:.0%} of the positive advantages of the last {_WARN_AFTER} generations"
+            print(f"grpo: {share} are on wrong answers, which the update makes more likely; {fix}", flush=True)
 
 
 def fix_loss(args: GRPOConfig, objective: Objective) -> None:
-    """Set the keys of TRL's loss that the objective fixes; refuse values that are neither TRL's default nor its."""
+    """Set the keys of TRL's loss that the objective fixes. Reject other values, except TRL's defaults."""
     for key, value in objective.fixed_keys(partial(getattr, args)).items():
         if getattr(args, key) not in (value, GRPOConfig.__dataclass_fields__[key].default):
-            raise ValueError(f"{key}: {getattr(args, key)} is not what maxent_objective fixes it to ({value})")
+            problem = f"{key}: expected {value}, which maxent_objective needs, got {getattr(args, key)}"
+            raise ValueError(f"{problem}. Fix: remove {key}")
         setattr(args, key, value)
 
 

@@ -1,4 +1,4 @@
-"""Rows that a training writes: ``metrics.jsonl`` per optimizer step, ``samples.jsonl`` to read, and ``eval.jsonl``."""
+"""Files with one row per event: ``metrics.jsonl`` per optimizer step, ``samples.jsonl`` to read, ``eval.jsonl``."""
 
 import hashlib
 import json
@@ -17,63 +17,64 @@ from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
-from grpo_recipes.attributes import replaced
 from grpo_recipes.evaluate.scores import answer_in, group_scores, reward_means, weighted_rewards
 from grpo_recipes.process.reports import PhaseFile
 from grpo_recipes.recipe.generated import recorded_columns, recorded_values
 from grpo_recipes.runs.rundir import read_rows, write_json
 from grpo_recipes.runs.stop_request import Stopped
 from grpo_recipes.secrets import masked
-from grpo_recipes.trainers.checkpoints import contents, keep_random_states, refill
+from grpo_recipes.trainers.checkpoints import copy_containers, refill, remember_random_states
+from grpo_recipes.trainers.protocol import InnerTrainer
 
 PHASES = ("sample", "score", "sync", "save", "evaluate")
 LONGEST_TEXT = 4000  # characters
-_LONGEST_EPISODE, _SHORTEST_CUT = 16_000, 200  # characters of an episode's texts together, and of one at least
+_LONGEST_EPISODE = 16_000  # characters of all texts of an episode
+_SHORTEST_CUT = 200  # characters to which a text of an episode may be cut
 
 
 class MetricsRows:
-    """Time the phases of a training, report them to the launcher, and write what TRL logs.
+    """Time the phases of a training, report them to the launcher, and write TRL's metrics of a step.
 
-    A row's ``seconds/<phase>`` are those of ``PHASES`` (``evaluate`` counts the evaluation after the previous step),
-    update (the rest) and step (the sum); ``syncs`` counts the transfers in ``seconds/sync``.
+    A row has ``seconds/<phase>`` for ``PHASES``, ``update`` (the remaining time) and ``step`` (the sum). ``evaluate``
+    counts the evaluation after the previous step. ``syncs`` counts the transfers in ``seconds/sync``.
     """
 
-    def __init__(self, trainer: Any, run_dir: Path, rank: int):
+    def __init__(self, trainer: InnerTrainer, run_dir: Path, rank: int):
         self._trainer = trainer
         self._file = run_dir / "metrics.jsonl"
         self._seconds, self._syncs = dict.fromkeys(PHASES, 0.0), 0
-        self._recorded: dict[str, list[Any]] = {}  # values of the prompts sampled since the last row, by name
+        self._prompt_values: dict[str, list[Any]] = {}  # by name: values of the prompts sampled since the last row
         self._row_began: float | None = None
         self._tokens_before = 0
-        self._tracked: str | None = None
+        self._wandb_url: str | None = None
         self._phase_file = PhaseFile(run_dir, rank)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase; a sync inside a sample counts as sync alone."""
-        start, synced = time.perf_counter(), self._seconds["sync"]
+        """Time a phase. A sync inside a sample counts only as sync."""
+        start, sync_seconds = time.perf_counter(), self._seconds["sync"]
         with self.reported(name):
             yield
         self._seconds[name] += time.perf_counter() - start
         self._syncs += name == "sync"
         if name == "sample":
-            self._seconds["sample"] -= self._seconds["sync"] - synced
+            self._seconds["sample"] -= self._seconds["sync"] - sync_seconds
 
     @contextmanager
     def reported(self, phase: str) -> Iterator[None]:
         """Report a phase inside another to the launcher."""
-        before = self.enter(phase)
+        outer_phase = self.enter(phase)
         try:
             yield
         finally:
-            self.enter(before)
+            self.enter(outer_phase)
 
     def enter(self, phase: str) -> str:
-        """Report that a phase begins; return the one before."""
+        """Report that a phase begins. Return the previous phase."""
         return self._phase_file.enter(phase, self._trainer.state.global_step)
 
     def begin_update(self) -> None:
-        """Note that a micro-step begins; the first row begins with the first of them."""
+        """Report that a micro-step begins. The first micro-step starts the clock of the first row."""
         self.enter("update")
         if self._row_began is None:
             self._row_began = time.perf_counter()
@@ -81,25 +82,25 @@ class MetricsRows:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Count everything inside as ``evaluate``, whatever is sampled and scored there."""
+        """Count the time inside as ``evaluate``, including sampling and scoring."""
         began, seconds, syncs = time.perf_counter(), self._seconds, self._syncs
         self._seconds = dict(seconds)
         try:
             yield
         finally:
-            if self._row_began is not None:  # not before the first step: its row does not cover that time
+            if self._row_began is not None:  # the row of the first step does not cover the time before it
                 seconds["evaluate"] += time.perf_counter() - began
             self._seconds, self._syncs = seconds, syncs
 
     def note_prompts(self, rows: list[dict[str, Any]]) -> None:
-        """Note the values of a generation's prompts that the row records, e.g. seeds. Called by every rank."""
+        """Remember the values of a generation's prompts for the next row, for example seeds. Called by every rank."""
         for name, values in recorded_values(rows).items():
-            every = gather_object(values)
+            values_of_ranks = gather_object(values)
             if self._trainer.accelerator.is_main_process:
-                self._recorded.setdefault(name, []).extend(every[:: self._trainer.num_generations])
+                self._prompt_values.setdefault(name, []).extend(values_of_ranks[:: self._trainer.num_generations])
 
     def write(self, logs: dict[str, float]) -> None:
-        """Add the row of an optimizer step; the next one begins."""
+        """Add the row of an optimizer step, and start the next one."""
         now, state = time.perf_counter(), self._trainer.state
         step_seconds = now - (self._row_began or now)
         tokens = state.num_input_tokens_seen - self._tokens_before
@@ -112,39 +113,39 @@ class MetricsRows:
             "tokens_per_second": tokens / trained if trained > 0 else 0.0,
             **{f"seconds/{name}": value for name, value in seconds.items()},
             "syncs": self._syncs,
-            **self._recorded,
+            **self._prompt_values,
             **memory_row(self._trainer.accelerator.device),
         }
         append_json(self._file, row)
         wandb = sys.modules.get("wandb")
-        tracked = wandb.run.url if wandb is not None and wandb.run is not None else None
-        if tracked != self._tracked:
-            write_json(self._file.with_name("tracked.json"), {"wandb": tracked})  # the report's link
-            self._tracked = tracked
+        wandb_url = wandb.run.url if wandb is not None and wandb.run is not None else None
+        if wandb_url != self._wandb_url:
+            write_json(self._file.with_name("tracked.json"), {"wandb": wandb_url})  # the report links to it
+            self._wandb_url = wandb_url
         self._row_began, self._tokens_before = now, state.num_input_tokens_seen
         self._seconds, self._syncs = dict.fromkeys(PHASES, 0.0), 0
-        self._recorded = {}
+        self._prompt_values = {}
 
 
 def memory_row(device: torch.device) -> dict[str, float]:
-    """Return the memory of a GPU that this process holds, and the most it held, in GB; on CPU its resident memory."""
+    """Return the current and the peak memory of this process in GB: of the GPU, or resident memory on CPU."""
     if device.type == "cuda":
-        held, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        current, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     else:
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        held, most = (1024 * int(status[name].split()[0]) for name in ("VmRSS", "VmHWM"))
-    return {"memory/gb": held / 1e9, "memory/peak_gb": most / 1e9}
+        current, peak = (1024 * int(status[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+    return {"memory/gb": current / 1e9, "memory/peak_gb": peak / 1e9}
 
 
 def json_number(value: Any) -> Any:
-    """Return a number as JSON has it: an infinite or undefined number becomes text, and -0.0 becomes 0.0."""
+    """Convert a value for JSON: infinite and undefined numbers become text, and -0.0 becomes 0.0."""
     if not isinstance(value, float):
         return value
     return value + 0.0 if math.isfinite(value) else str(value)
 
 
 def append_json(file: Path, *rows: dict[str, Any]) -> None:
-    """Add rows to a JSONL file, on a new line even if a kill cut the last one short."""
+    """Append rows to a JSONL file. Start a new line if a kill left an incomplete line."""
     texts = [json.dumps({key: json_number(value) for key, value in row.items()}) + "\n" for row in rows]
     with file.open("ab+") as lines:
         if lines.tell() and os.pread(lines.fileno(), 1, lines.tell() - 1) != b"\n":
@@ -152,18 +153,21 @@ def append_json(file: Path, *rows: dict[str, Any]) -> None:
         lines.write("".join(texts).encode())
 
 
-def write_samples(file: Path, trainer: Any, answers: list[Any], episodes: list[dict[str, Any]] | None = None) -> None:
-    """Add a row with all rewards of the generation that TRL just logged, and completions of rank 0's ``answers``.
+def write_samples(
+    file: Path, trainer: InnerTrainer, answers: list[Any], episodes: list[dict[str, Any]] | None = None
+) -> None:
+    """Append a row with all rewards of the generation that TRL just logged, and some completions to read.
 
-    ``episodes`` are the records of the completions, (B,), where these come from environments.
+    ``answers`` are the reference answers of rank 0's rows. ``episodes`` are the records of completions, (B,), that come
+    from environments.
     """
-    logs, group, names = trainer._logs, trainer.num_generations, trainer.reward_func_names
+    logs, group_size, names = trainer._logs, trainer.num_generations, trainer.reward_func_names
     prompts, completions, advantages = (list(logs[name]) for name in ("prompt", "completion", "advantages"))
     rewards_BR = trainer.rewards_BR[-len(prompts) :]
     totals = [_rounded(total) for total in weighted_rewards(rewards_BR, trainer.reward_weights).tolist()]
     samples = []
-    for row in chosen_rows(totals, group, len(answers), trainer.args.report_samples):
-        answer = answers[row - row % group]
+    for row in chosen_rows(totals, group_size, len(answers), trainer.args.report_samples):
+        answer = answers[row - row % group_size]
         samples.append(
             {
                 "prompt": _text(prompts[row], roles=True),
@@ -178,48 +182,54 @@ def write_samples(file: Path, trainer: Any, answers: list[Any], episodes: list[d
     append_json(file, {"step": trainer.state.global_step + 1, "rewards": totals, "samples": samples})
 
 
-def chosen_rows(totals: list[float | None], group: int, own: int, count: int) -> list[int]:
-    """Choose ``count`` rows worth reading, by the rewards, (B,): of the first group, and of the one with most spread.
+def chosen_rows(totals: list[float | None], group: int, answered: int, count: int) -> list[int]:
+    """Choose ``count`` rows worth reading by their rewards, (B,): from the first group and the group with most spread.
 
-    Groups begin in the first ``own`` rows, whose answers rank 0 knows. Of each come best, worst, second best and so on.
+    Only groups that begin in the first ``answered`` rows count, because rank 0 knows their answers. The rows of
+    a group come in the order best, worst, second best, and so on.
     """
 
     def spread(start: int) -> float:
-        known = [total for total in totals[start : start + group] if total is not None]
-        return max(known) - min(known) if known else -1.0
+        scored = [total for total in totals[start : start + group] if total is not None]
+        return max(scored) - min(scored) if scored else -1.0
 
-    def extremes(start: int, share: int) -> list[int]:
+    def reward_of(row: int) -> float:
+        total = totals[row]
+        return -math.inf if total is None else total
+
+    def extremes(start: int, most: int) -> list[int]:
         rows = range(start, min(start + group, len(totals)))
-        ranked = sorted(rows, key=lambda row: -math.inf if totals[row] is None else totals[row], reverse=True)
-        return [ranked.pop(-(place % 2)) for place in range(len(rows))][:share]
+        ranked = sorted(rows, key=reward_of, reverse=True)
+        return [ranked.pop(-(index % 2)) for index in range(len(rows))][:most]
 
-    widest = max(range(group, min(own, len(totals)), group), key=spread, default=0)
+    widest = max(range(group, min(answered, len(totals)), group), key=spread, default=0)
     return extremes(0, count - count // 2) + extremes(widest, count // 2) if widest else extremes(0, count)
 
 
 def _short_episode(record: dict[str, Any]) -> Any:
-    """Return the record of an episode with its texts masked and, in long episodes, cut earlier than others."""
-    most = max(_SHORTEST_CUT, _LONGEST_EPISODE // (1 + 2 * len(record["turns"])))
+    """Mask the texts in the record of an episode, and cut them. Long episodes are cut to shorter texts."""
+    longest = max(_SHORTEST_CUT, _LONGEST_EPISODE // (1 + 2 * len(record["turns"])))
 
-    def short(value: Any) -> Any:
+    def shorten(value: Any) -> Any:
         if isinstance(value, dict):
-            return {masked(str(name)): short(one) for name, one in value.items()}
+            return {masked(str(name)): shorten(item) for name, item in value.items()}
         if isinstance(value, list):
-            return [short(one) for one in value]
-        return _text(value, most=most) if isinstance(value, str) else json_number(value)
+            return [shorten(item) for item in value]
+        return _text(value, longest=longest) if isinstance(value, str) else json_number(value)
 
-    return short(record)
+    return shorten(record)
 
 
-def _text(content: Any, roles: bool = False, most: int = LONGEST_TEXT) -> str:
-    """Return a text, or chat messages one after another and under their ``roles``, masked and of bounded length."""
+def _text(content: Any, roles: bool = False, longest: int = LONGEST_TEXT) -> str:
+    """Return a text, or joined chat messages under their ``roles``, masked and cut to ``longest`` characters."""
     if not isinstance(content, str):
-        texts = [one if isinstance(one := message.get("content"), str) else json.dumps(one) for message in content]
+        contents = [message.get("content") for message in content]
+        texts = [text if isinstance(text, str) else json.dumps(text) for text in contents]
         heads = [f"[{message['role']}]\n" if roles else "" for message in content]
         content = "\n\n".join(head + text for head, text in zip(heads, texts, strict=True))
     text = masked(content)
-    more = len(text) - most
-    return text if more <= 0 else f"{text[:most]} […{more:,} more characters]"
+    excess = len(text) - longest
+    return text if excess <= 0 else f"{text[:longest]} […{excess:,} more characters]"
 
 
 def _rounded(value: float) -> float | None:
@@ -227,58 +237,72 @@ def _rounded(value: float) -> float | None:
 
 
 class Evaluation:
-    """Evaluate as TRL does, write ``eval.jsonl``, and leave no trace in the training.
+    """Evaluate as in TRL, write ``eval.jsonl``, and leave the training unchanged.
 
-    TRL averages the means of batches, whose last one may be filled up with prompts seen before; here every completion
-    counts once. A stop request ends an evaluation; the resumed run makes up for it where it was due.
+    TRL averages the means of batches, and the last batch may repeat prompts. Here every completion counts once. A stop
+    request ends an evaluation. If it was due, the resumed run makes it.
     """
 
-    def __init__(self, trainer: Any, run_dir: Path):
+    def __init__(self, trainer: InnerTrainer, run_dir: Path):
         self._trainer = trainer
         self._file = run_dir / "eval.jsonl"
-        self.batch = 0  # batches so far: sampling seeds come from the count
-        self.rewards: list[torch.Tensor] | None = None  # of the batches, (B, rewards) each; None outside an evaluation
-        self._answers: list[str | None] = []  # of the same completions
+        self.batch = 0  # number of the batch; sampling seeds depend on it
+        self.rewards: list[torch.Tensor] | None = None  # (B, rewards) for each batch; None outside an evaluation
+        self._answers: list[str | None] = []  # answers in the same completions
         self._set: str | None = None
-        self._inside = False  # True inside an evaluation, or while one is due: a stop ends that as a whole
-        self.made: dict[str | None, dict[str, float]] = {}  # metrics of this step by set that an earlier attempt wrote
+        self._inside = False  # True in an evaluation and while one is due, because a stop ends it as a whole
+        self.earlier_metrics: dict[
+            str | None, dict[str, float]
+        ] = {}  # by set: written for this step by an earlier attempt
         self.owed = False  # whether the run was stopped in an evaluation that was due
 
     def set_name(self, eval_dataset: Any, prefix: str) -> str | None:
-        """Return what ``eval.jsonl`` calls the set, None for the trainer's own one."""
+        """Return the name of the set in ``eval.jsonl``. None for the trainer's own set."""
         if eval_dataset is None or eval_dataset is self._trainer.eval_dataset:
             return None
-        if isinstance(eval_dataset, str):  # one of the trainer's own sets
+        if isinstance(eval_dataset, str):  # the key of one of the trainer's own sets
             return eval_dataset
-        return "other" if prefix == "eval" else prefix.removeprefix("eval_")  # "eval" where no prefix was passed
+        return "other" if prefix == "eval" else prefix.removeprefix("eval_")  # "eval" is the default prefix
 
-    def read_made(self) -> None:
+    def read_earlier_metrics(self) -> None:
         """Read the metrics of the trainer's own sets, by name, that an earlier attempt wrote for this step."""
         trainer = self._trainer
-        own = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {None}
+        set_names = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {None}
         rows = read_rows(self._file) if trainer.accelerator.is_main_process else []
-        rows = [row for row in rows if row["step"] == trainer.state.global_step and row.get("set") in own]
-        (rows,) = broadcast_object_list([rows])  # by rank 0: ranks on other nodes may see a file later
-        for row in rows:  # append_json wrote numbers that JSON does not have as text
-            # Intervals are of the row alone.
-            metrics = {one: value for one, value in row.items() if one.startswith("eval_") and not one.endswith("_ci")}
-            numbers = {name: float(value) if isinstance(value, str) else value for name, value in metrics.items()}
-            self.made[row.get("set")] = numbers
+        rows = [row for row in rows if row["step"] == trainer.state.global_step and row.get("set") in set_names]
+        (rows,) = broadcast_object_list([rows])  # from rank 0, because other nodes may see the file later
+        for row in rows:
+            # Confidence intervals are only in the file. append_json wrote infinite numbers as text.
+            numbers = {
+                name: float(value) if isinstance(value, str) else value
+                for name, value in row.items()
+                if name.startswith("eval_") and not name.endswith("_ci")
+            }
+            self.earlier_metrics[row.get("set")] = numbers
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an evaluation is running or due."""
+        return self._inside
+
+    def start_batch(self) -> None:
+        """Count a batch of the evaluation. The sampling seeds depend on its number."""
+        self.batch += 1
 
     @contextmanager
     def due(self) -> Iterator[None]:
-        """Owe the evaluation that the training makes inside, where a stop request ends it."""
+        """Owe the evaluation inside if a stop request ends it."""
         self._inside = True
         try:
             yield
         except Stopped:
             self.owed = True
         finally:
-            self._inside, self.made = False, {}
+            self._inside, self.earlier_metrics = False, {}
 
     @contextmanager
     def running(self, name: str | None = None) -> Iterator[None]:
-        """Evaluate a set inside; a stop request ends that alone, unless the evaluation is part of another."""
+        """Evaluate a set inside. A stop request ends only this evaluation, unless it is part of another."""
         try:
             with self.undisturbed(name), self._sampling(), self._seeded(), self._trainer.rows.reported("evaluate"):
                 yield
@@ -288,64 +312,71 @@ class Evaluation:
 
     @contextmanager
     def undisturbed(self, name: str | None = None) -> Iterator[None]:
-        """Put back what training continues from: random states, TRL's table of completions, the clock of the row.
+        """Restore the training's state at the end: random states, TRL's table of completions, the clock of the row.
 
-        By the model's mode TRL knows whether the next log is of the training; transformers takes any evaluation that a
-        callback makes for the one that is due.
+        TRL reads from the model's mode whether the next log belongs to the training. transformers takes any evaluation
+        of a callback for the evaluation that is due.
         """
         trainer = self._trainer
-        logs, training, inside = contents(trainer._logs), trainer.model.training, self._inside
-        due = trainer.control.should_log, trainer.control.should_evaluate
-        put_back_random_states = keep_random_states()
-        own_table = replaced(trainer, log_completions=False)  # the parquet file of this step is the training's
+        logs, is_training, is_nested = copy_containers(trainer._logs), trainer.model.training, self._inside
+        due_actions = trainer.control.should_log, trainer.control.should_evaluate
+        restore_random_states = remember_random_states()
         try:
-            with own_table, replaced(self, _set=name, _inside=True), trainer.rows.evaluating():
-                # A seed for each step, rank and set: an evaluation made up for later draws what it would have drawn.
-                own = trainer.args.eval_sampling_seed
-                seed = trainer.args.seed if own is None else own
-                place = f"{seed}/eval/{trainer.state.global_step}/{trainer.args.process_index}"
-                text = place if name is None else f"{place}/{name}"
+            with self._entered(name), trainer.rows.evaluating():
+                # The seed depends on step, rank and set, so a late evaluation draws the same completions.
+                seed = trainer.args.seed if trainer.args.eval_sampling_seed is None else trainer.args.eval_sampling_seed
+                text = f"{seed}/eval/{trainer.state.global_step}/{trainer.args.process_index}"
+                text += "" if name is None else f"/{name}"
                 set_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big"))
                 yield
         finally:
-            put_back_random_states()
+            restore_random_states()
             refill(trainer._logs, logs)
             self.rewards = None
-            trainer.model.train(training)
-            if not inside:
-                trainer.control.should_log, trainer.control.should_evaluate = due
+            trainer.model.train(is_training)
+            if not is_nested:
+                trainer.control.should_log, trainer.control.should_evaluate = due_actions
             trainer._metrics["eval"].clear()
 
+    @contextmanager
+    def _entered(self, name: str | None) -> Iterator[None]:
+        """Evaluate the set ``name`` inside."""
+        before = self._set, self._inside
+        self._set, self._inside = name, True
+        try:
+            yield
+        finally:
+            self._set, self._inside = before
+
     def _sampling(self) -> AbstractContextManager[None]:
-        """Let completions inside be drawn as the recipe says for evaluations."""
+        """Sample inside with the recipe's settings for evaluations."""
         args = self._trainer.args
-        drawn: AbstractContextManager[None] = self._trainer.sampling_with(
+        return self._trainer.sampling_with(
             temperature=args.eval_temperature,
             top_p=args.eval_top_p,
             max_completion_length=args.eval_max_completion_length,
         )
-        return drawn
 
     @property
     def samples_otherwise(self) -> bool:
-        """Whether completions are drawn from another distribution than in training."""
+        """Whether evaluations sample from another distribution than the training."""
         trainer, args = self._trainer, self._trainer.args
-        own = ((args.eval_temperature, trainer.temperature), (args.eval_top_p, trainer.top_p))
-        return any(given not in (None, of_training) for given, of_training in own)
+        has_temperature = args.eval_temperature not in (None, trainer.temperature)
+        return has_temperature or args.eval_top_p not in (None, trainer.top_p)
 
     def _seeded(self) -> AbstractContextManager[None]:
-        """Let sampling seeds inside be derived from that of evaluations."""
-        own = self._trainer.args.eval_sampling_seed
-        return nullcontext() if own is None else self._trainer.rollouts.using_seed(own)
+        """Derive the sampling seeds inside from the seed of evaluations, if the recipe has one."""
+        seed = self._trainer.args.eval_sampling_seed
+        return nullcontext() if seed is None else self._trainer.rollouts.using_seed(seed)
 
     def add(self, rewards_BR: torch.Tensor, completions: list[Any]) -> None:
-        """Take the rewards of all ranks' batch, and the answers in this rank's completions. Called by every rank."""
+        """Add the rewards of all ranks' batch, and the answers in this rank's completions. Called by every rank."""
         assert self.rewards is not None
         self.rewards.append(rewards_BR.detach().cpu())
         self._answers += gather_object([answer_in(completion) for completion in completions])
 
     def loop(self, run: Callable[[], EvalLoopOutput], dataloader: Any, description: str, prefix: str) -> EvalLoopOutput:
-        """Run transformers' loop, and add TRL's metrics, with the rewards' means over every completion once."""
+        """Run transformers' loop, and add TRL's metrics. The means of rewards count every completion once."""
         began, trainer = time.perf_counter(), self._trainer
         self.batch, self.rewards, self._answers = 0, [], []
         trainer._metrics["eval"].clear()
@@ -354,36 +385,38 @@ class Evaluation:
         repeats = trainer.num_generations_eval
         dataset = dataloader.dataset
         dataset = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
-        in_set = dataset.rows // repeats if isinstance(dataset, CountedStream) else len(dataset)
-        prompts = min(in_set, len(rewards) // repeats)
-        known = {name: [one for one in ones if not math.isnan(one)] for name, ones in trainer._metrics["eval"].items()}
-        means = {name: fmean(values) if values else None for name, values in known.items()}  # of batches, as TRL's
-        # What fills up the last batch comes after all completions that count.
+        prompts_of_set = dataset.rows // repeats if isinstance(dataset, CountedStream) else len(dataset)
+        prompts = min(prompts_of_set, len(rewards) // repeats)
+        means: dict[str, float | None] = {}
+        for name, values in trainer._metrics["eval"].items():  # one value per batch, as in TRL
+            numbers = [value for value in values if not math.isnan(value)]
+            means[name] = fmean(numbers) if numbers else None
+        # Repeated prompts in the last batch come after all completions that count.
         counted = rewards[: prompts * repeats]
-        judged = counted, trainer.reward_func_names, trainer.reward_weights
-        means |= reward_means(*judged)
-        at_k = group_scores(*judged, self._answers[: len(counted)], repeats) if prompts else {}
+        scored = counted, trainer.reward_func_names, trainer.reward_weights
+        means |= reward_means(*scored)
+        at_k = group_scores(*scored, self._answers[: len(counted)], repeats) if prompts else {}
         means |= {name: score for name, (score, _) in at_k.items()}
         output.metrics.update({f"{prefix}_{name}": mean for name, mean in means.items()})
-        trainer._metrics["eval"].clear()  # else TRL logs them again, under its own names
+        trainer._metrics["eval"].clear()  # otherwise TRL logs them again under its own names
         self.rewards = None
         if description == "Evaluation" and trainer.accelerator.is_main_process:
-            which, start = ({}, "eval_") if self._set is None else ({"set": self._set}, f"eval_{self._set}_")
-            named = {f"{start}{name.removeprefix(f'{prefix}_')}": value for name, value in output.metrics.items()}
-            named.pop(f"{start}model_preparation_time", None)  # transformers', of the first evaluation of a process
-            named |= {f"{start}{name}_ci": list(limits) for name, (_, limits) in at_k.items() if limits is not None}
-            for column, recorded in recorded_columns().items():
+            set_columns, start = ({}, "eval_") if self._set is None else ({"set": self._set}, f"eval_{self._set}_")
+            metrics = {f"{start}{name.removeprefix(f'{prefix}_')}": value for name, value in output.metrics.items()}
+            metrics.pop(f"{start}model_preparation_time", None)  # transformers' metric of a process's first evaluation
+            metrics |= {f"{start}{name}_ci": list(limits) for name, (_, limits) in at_k.items() if limits is not None}
+            for column, metric in recorded_columns().items():
                 if column in (getattr(dataset, "column_names", None) or ()):
-                    named[recorded] = list(dataset[column])[:prompts]
-            row = {"step": trainer.state.global_step, **which, **named, "prompts": prompts}
+                    metrics[metric] = list(dataset[column])[:prompts]
+            row = {"step": trainer.state.global_step, **set_columns, **metrics, "prompts": prompts}
             append_json(self._file, {**row, "seconds": time.perf_counter() - began})
         return output
 
 
 class CountedStream(torch.utils.data.IterableDataset[Any]):
-    """A stream that counts its rows, since accelerate fills up the last batch.
+    """A stream that counts its rows, because accelerate fills up the last batch.
 
-    A plain stream of several files accelerate would deal out file by file, and processes would wait for each other.
+    accelerate would distribute a plain stream of several files by file, and processes would wait for each other.
     """
 
     def __init__(self, stream: Any):
@@ -396,5 +429,5 @@ class CountedStream(torch.utils.data.IterableDataset[Any]):
             yield row
 
     def set_epoch(self, epoch: int) -> None:
-        """Give a shuffled stream the order of this epoch."""
+        """Shuffle the stream for this epoch."""
         self.stream.set_epoch(epoch)

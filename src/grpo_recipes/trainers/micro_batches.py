@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
+
+from grpo_recipes.recipe.configs import GRPOConfig
 
 Rows = dict[str, Any]  # input of TRL's loss: tensors with a row per completion, scalars, lists
 TOKENS = "relative_tokens"  # tokens of a micro-batch over the mean of its step, on all ranks
@@ -23,10 +26,18 @@ _TOKEN_MEANS = ("kl", "entropy")
 _TOKEN_LEVEL = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 
 
+class _Settings(Protocol):
+    """The members of the trainer that decide the order."""
+
+    args: GRPOConfig
+    accelerator: Accelerator
+    aux_loss_enabled: bool
+
+
 class MicroBatches:
     """Sort the micro-batches of a trainer by length, and weight the token means that TRL logs for each of them."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: _Settings):
         self._accelerator, args = trainer.accelerator, trainer.args
         self._sorts = args.trim_padding and not (needs_trl_order(args) or trainer.aux_loss_enabled)
         # Micro-batches that are always in one optimizer step: an epoch may end with a shorter step.
@@ -62,7 +73,7 @@ class MicroBatches:
                 metrics[name][-1] *= rows[TOKENS]
 
 
-def needs_trl_order(args: Any) -> bool:
+def needs_trl_order(args: GRPOConfig) -> bool:
     """Return whether the gradient depends on which rows are in a micro-batch.
 
     ``bnpo`` and the entropy bonus divide by the tokens of a micro-batch. The quantile is over a micro-batch. LOMO steps
@@ -78,6 +89,7 @@ def needs_trl_order(args: Any) -> bool:
 
 
 def _join(values: Sequence[Any]) -> Any:
+    """Join the values of micro-batches. Scalars and lists are equal in all of them."""
     if torch.is_tensor(values[0]) and values[0].ndim:
         return torch.cat(list(values))
     return values[0]

@@ -1,8 +1,8 @@
-"""Forward passes over rows of about one length: TRL pads every row to the longest prompt and the longest completion.
+"""Forward passes over rows of similar length. TRL pads every row to the longest prompt and the longest completion.
 
-The rows that TRL passes are ordered by length and fed in as many passes as keep padding below a tenth, or, with
-``padding_free``, one after the other in a single row; the log-probs come back in TRL's order and shape, so its loss,
-whichever it is, is that of the same rows.
+The rows of a call are ordered by length and fed in several passes, so that padding stays below a tenth. With
+``padding_free`` they are fed one after another in a single row. The log-probs return in TRL's order and shape, so TRL's
+loss is computed from the same rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,73 +13,82 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-MOST_FED = 1.1  # tokens that a pass is fed per real one; one row alone has no padding at all
+from grpo_recipes.trainers.protocol import Computed, InnerTrainer
 
-Computed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # log-probs, entropies, loss of the routers
+MOST_FED = 1.1  # tokens that a pass may feed per real token; a single row has no padding
 
 
 def in_trimmed_passes(
-    trainer: Any, compute: Callable[..., Computed], model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor,
-    logits_to_keep: int, batch_size: int | None = None, compute_entropy: bool = False, *args: Any, **kwargs: Any,
+    trainer: InnerTrainer, compute: Callable[..., Computed], model: Any, input_ids: torch.Tensor,
+    attention_mask: torch.Tensor, logits_to_keep: int, batch_size: int | None = None, compute_entropy: bool = False,
+    *args: Any, **kwargs: Any,
 ) -> Computed:  # fmt: skip
-    """Return what TRL's ``compute`` does for rows, (B, L), of a left-padded prompt and a right-padded completion.
+    """Return the results of TRL's ``compute`` for rows, (B, L): left-padded prompt, right-padded completion.
 
-    Every rank calls it, and makes as many passes as the others: sharded models gather their weights in each. Images,
-    and the load-balancing loss of a mixture of experts, which is a mean over a whole pass, take TRL's own way; so do
-    rows with little padding, bit for bit.
+    Called by every rank. All ranks make the same number of passes, because sharded models gather their weights in each.
+    Images and the load-balancing loss of a mixture of experts, a mean over a whole pass, take TRL's own pass. Rows with
+    little padding take it too, bit for bit.
     """
     rows, width = input_ids.shape
-    prompts = (attention_mask[:, :-logits_to_keep] != 0).sum(dim=1)
-    lengths = prompts + (attention_mask[:, -logits_to_keep:] != 0).sum(dim=1)
-    free = trainer.args.padding_free
-    multiple = 1 if free else trainer.args.pad_to_multiple_of or 1
-    widths = -(-lengths // multiple) * multiple
-    groups = passes(widths.tolist(), (batch_size or rows) * width, free)
-    padded = free or rows * width > MOST_FED * int(widths.sum())
-    special = bool((prompts == 0).any()) or any(value not in (None, False) for value in (*args, *kwargs.values()))
-    count, padded, special = _most_of_any_rank(trainer, len(groups), padded, special)
-    if special or not padded:
+    prompt_lengths_B = (attention_mask[:, :-logits_to_keep] != 0).sum(dim=1)
+    lengths_B = prompt_lengths_B + (attention_mask[:, -logits_to_keep:] != 0).sum(dim=1)
+    padding_free = trainer.args.padding_free
+    multiple = 1 if padding_free else trainer.args.pad_to_multiple_of or 1
+    widths_B = -(-lengths_B // multiple) * multiple
+    groups = passes(widths_B.tolist(), (batch_size or rows) * width, padding_free)
+    is_padded = padding_free or rows * width > MOST_FED * int(widths_B.sum())
+    has_options = any(value not in (None, False) for value in (*args, *kwargs.values()))
+    is_special = bool((prompt_lengths_B == 0).any()) or has_options
+    passes_of_ranks, is_padded, is_special = _largest_of_ranks(trainer, len(groups), is_padded, is_special)
+    if is_special or not is_padded:
         return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, *args, **kwargs)
-    groups = split(groups, count)
+    groups = split(groups, passes_of_ranks)
     parts: list[list[torch.Tensor]] = []
     for group in groups:
-        # A rank without rows of its own takes a pass too if others need it; nothing of this pass is kept.
-        fed = torch.tensor(group or [0], device=input_ids.device)
-        prompts_b, lengths_b = prompts[fed], lengths[fed]
-        longest = int(widths[fed].max())
-        places_bW = (width - logits_to_keep - prompts_b).unsqueeze(1) + torch.arange(longest, device=fed.device)
-        mask_bW = torch.arange(longest, device=fed.device) < lengths_b.unsqueeze(1)
-        ids_bW = input_ids[fed].gather(1, places_bW.clamp(max=width - 1))
-        kept = max(longest - int(prompts_b.min()), 1)
-        given = partial(_in_one_row, model) if free else model
-        found = compute(given, ids_bW, mask_bW.to(attention_mask.dtype), kept, compute_entropy=compute_entropy)
-        first_b = prompts_b - (longest - kept)  # the column of the first token of the completion
-        aligned = [_aligned(one, first_b, lengths_b - prompts_b, logits_to_keep) for one in found if one is not None]
-        parts.append([one[: len(group)] for one in aligned])
-    back = torch.tensor([row for group in groups for row in group], device=input_ids.device).argsort()
-    logps, *entropies = [torch.cat(one)[back] for one in zip(*parts, strict=True)]
+        # A rank without rows makes the pass too, because other ranks need it, and drops the results.
+        fed_rows = torch.tensor(group or [0], device=input_ids.device)
+        prompt_lengths_b, lengths_b = prompt_lengths_B[fed_rows], lengths_B[fed_rows]
+        longest = int(widths_B[fed_rows].max())
+        steps_W = torch.arange(longest, device=fed_rows.device)
+        columns_bW = (width - logits_to_keep - prompt_lengths_b).unsqueeze(1) + steps_W
+        mask_bW = steps_W < lengths_b.unsqueeze(1)
+        ids_bW = input_ids[fed_rows].gather(1, columns_bW.clamp(max=width - 1))
+        computed_width = max(longest - int(prompt_lengths_b.min()), 1)
+        results = compute(
+            partial(_in_one_row, model) if padding_free else model,
+            ids_bW, mask_bW.to(attention_mask.dtype), computed_width, compute_entropy=compute_entropy,
+        )  # fmt: skip
+        first_b = prompt_lengths_b - (longest - computed_width)  # column of the first token of the completion
+        aligned = [
+            _aligned(values, first_b, lengths_b - prompt_lengths_b, logits_to_keep)
+            for values in results
+            if values is not None
+        ]
+        parts.append([values[: len(group)] for values in aligned])
+    to_input_order = torch.tensor([row for group in groups for row in group], device=input_ids.device).argsort()
+    logps, *entropies = [torch.cat(columns)[to_input_order] for columns in zip(*parts, strict=True)]
     return logps, entropies[0] if entropies else None, None
 
 
 def passes(lengths: Sequence[int], most: float, padding_free: bool = False) -> list[list[int]]:
-    """Return rows in passes, the longest first: each is fed at most ``MOST_FED`` tokens per real one, and ``most``."""
-    found: list[list[int]] = []
-    real = 0
+    """Group rows into passes, longest first. A pass feeds at most ``most`` tokens, ``MOST_FED`` per real token."""
+    groups: list[list[int]] = []
+    real_tokens = 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        real += lengths[row]
-        tokens = real if padding_free or not found else (len(found[-1]) + 1) * lengths[found[-1][0]]
-        if not found or tokens > min(MOST_FED * real, most):
-            found.append([])
-            real = lengths[row]
-        found[-1].append(row)
-    return found
+        real_tokens += lengths[row]
+        fed_tokens = real_tokens if padding_free or not groups else (len(groups[-1]) + 1) * lengths[groups[-1][0]]
+        if not groups or fed_tokens > min(MOST_FED * real_tokens, most):
+            groups.append([])
+            real_tokens = lengths[row]
+        groups[-1].append(row)
+    return groups
 
 
 def split(groups: list[list[int]], count: int) -> list[list[int]]:
-    """Return the passes as ``count`` of them, none fed more than before; empty ones where there are too few rows."""
+    """Split the passes until there are ``count``. Passes are empty if there are too few rows."""
     groups = list(groups)
     while len(groups) < count:
-        largest = max(range(len(groups)), key=lambda place: len(groups[place]))
+        largest = max(range(len(groups)), key=lambda index: len(groups[index]))
         rows = groups[largest]
         groups[largest : largest + 1] = [rows[: (len(rows) + 1) // 2], rows[(len(rows) + 1) // 2 :]]
     return groups
@@ -88,34 +97,37 @@ def split(groups: list[list[int]], count: int) -> list[list[int]]:
 def _in_one_row(
     model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **kwargs: Any
 ) -> SimpleNamespace:
-    """Return what TRL reads of the output of its fused head, (b, L - 1), from rows fed one after the other.
+    """Return the fields of TRL's fused head, (b, L - 1), computed from rows that are fed one after another.
 
-    Attention sees by the positions, which begin anew with each row, where one ends.
+    The positions restart with each row. Attention detects the borders of rows by them.
     """
     real_bL = attention_mask.bool()
     positions_bL = real_bL.long().cumsum(dim=1) - 1
-    ids, positions, labels_1N = (one[real_bL].unsqueeze(0) for one in (input_ids, positions_bL, labels))
-    output = model(input_ids=ids, position_ids=positions, labels=labels_1N, **kwargs)
+    ids_1N, positions_1N, labels_1N = (
+        values_bL[real_bL].unsqueeze(0) for values_bL in (input_ids, positions_bL, labels)
+    )
+    output = model(input_ids=ids_1N, position_ids=positions_1N, labels=labels_1N, **kwargs)
 
-    def placed(values_1N: torch.Tensor | None) -> torch.Tensor | None:
+    def as_rows(values_1N: torch.Tensor | None) -> torch.Tensor | None:
         if values_1N is None:
             return None
-        whole = values_1N.new_zeros(real_bL.shape)
-        return whole.masked_scatter(real_bL, pad(values_1N[0], (1, 0)))[:, 1:]  # no token predicts the first
+        zeros_bL = values_1N.new_zeros(real_bL.shape)
+        return zeros_bL.masked_scatter(real_bL, pad(values_1N[0], (1, 0)))[:, 1:]  # no token predicts the first
 
-    return SimpleNamespace(log_probs=placed(output.log_probs), entropy=placed(output.entropy))
+    return SimpleNamespace(log_probs=as_rows(output.log_probs), entropy=as_rows(output.entropy))
 
 
 def _aligned(values_bK: torch.Tensor, first_b: torch.Tensor, lengths_b: torch.Tensor, width: int) -> torch.Tensor:
-    """Return values, (b, width), from the column ``first_b`` on, and 0 where a row has no more."""
+    """Move the values from column ``first_b`` on to column 0, (b, width). Fill the end of shorter rows with 0."""
     steps = torch.arange(int(lengths_b.max()), device=values_bK.device)
     columns = (first_b.unsqueeze(1) + steps).clamp(0, values_bK.shape[1] - 1)
-    there = steps < lengths_b.unsqueeze(1)
-    return pad(values_bK.gather(1, columns).masked_fill(~there, 0.0), (0, width - len(steps)))
+    is_past_end = steps >= lengths_b.unsqueeze(1)
+    return pad(values_bK.gather(1, columns).masked_fill(is_past_end, 0.0), (0, width - len(steps)))
 
 
-def _most_of_any_rank(trainer: Any, *values: float) -> tuple[int, ...]:
+def _largest_of_ranks(trainer: InnerTrainer, *values: float) -> tuple[int, ...]:
+    """Return the largest of each value over all ranks."""
     if trainer.accelerator.num_processes == 1:
         return tuple(int(value) for value in values)
-    own = torch.tensor([values], device=trainer.accelerator.device, dtype=torch.long)
-    return tuple(trainer.accelerator.gather(own).amax(dim=0).tolist())
+    of_rank = torch.tensor([values], device=trainer.accelerator.device, dtype=torch.long)
+    return tuple(trainer.accelerator.gather(of_rank).amax(dim=0).tolist())

@@ -1,4 +1,8 @@
-"""A training process: its record for the launcher, its first barrier, and whether the world is the planned one."""
+"""One training process: its record for the launcher, its first barrier, and checks against the plan.
+
+accelerate silently starts fewer processes, or shares the model differently, for some configurations. So each process
+compares its world with ``plan.json`` before it trains.
+"""
 
 import datetime
 import json
@@ -17,12 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed
+from accelerate import Accelerator
 
 from grpo_recipes.errors import ConfigError, config_error, printable, translate
 from grpo_recipes.paths import display_path, home
 from grpo_recipes.plan.types import MEETING_SECONDS
 from grpo_recipes.process.reports import PhaseFile, dump_stacks_on_signal
 from grpo_recipes.process.tree import die_with_parent
+from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.learning import float32_fix, lost_updates, updates_float32
 from grpo_recipes.runs.rundir import SERVER_STATE, read_json, write_json, write_last_json
 from grpo_recipes.runs.server_state import server_state
@@ -30,14 +36,17 @@ from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.weights.client import ServerError
 
 _COLLECTIVES_SECONDS = 60.0
-# A server that starts: how long the launcher may take to end it after its time, and between two looks at its state.
-_LATE_SECONDS, _TICK_SECONDS = 60.0, 0.2
+_LATE_SECONDS = 60.0  # for the launcher to end a server that was not ready in time
+_TICK_SECONDS = 0.2  # between two reads of the server's state
 
 
 @contextmanager
 def rank_record(folder: Path) -> Iterator[None]:
-    """Write ``processes/rank_<n>.json``: pid now, exit code and cause at the end; SIGUSR2 writes stacks from now on."""
-    die_with_parent(os.getppid(), signal.SIGKILL)  # where its launcher and guard are killed too, nobody else ends it
+    """Write ``processes/rank_<n>.json``: the pid now, exit code and cause at the end.
+
+    SIGUSR2 writes the stacks of all threads from now on.
+    """
+    die_with_parent(os.getppid(), signal.SIGKILL)  # if the launcher and its guard are killed, nothing else ends it
     rank = int(os.environ.get("RANK", "0"))
     path = folder / "processes" / f"rank_{rank}.json"
     record: dict[str, Any] = {"pid": os.getpid(), "rank": rank, "node": int(os.environ.get("GRPO_NODE", "0"))}
@@ -51,29 +60,29 @@ def rank_record(folder: Path) -> Iterator[None]:
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             cause = str(error) if code else ""
-        elif isinstance(error, ConfigError):  # 2 says that nothing was started; by now a server runs
+        elif isinstance(error, ConfigError):  # exits with 1: code 2 means that nothing was started
             cause = str(error.problems[0])
         else:
-            cause += _own_line(error)
+            cause += _user_line(error)
         write_last_json(path, {**record, "exit": code, "cause": printable(cause), "time": time.time()})
         if not isinstance(error, SystemExit):
             traceback.print_exc()
         if (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
             wandb.finish()  # flush the run, as W&B itself does in an ordinary exit
-        # Not sys.exit: threads and collectives of a broken run can keep an interpreter from ending.
+        # sys.exit would wait for threads and collectives of the broken run.
         os._exit(code)
-    ended = _end_collectives()
+    has_ended = _end_collectives()
     write_json(path, {**record, "exit": 0, "cause": "", "time": time.time()})
-    if not ended:
-        print(f"grpo: torch.distributed did not end within {_COLLECTIVES_SECONDS:g} s; left behind", flush=True)
-        os._exit(0)  # an interpreter that ends would wait for its threads
+    if not has_ended:
+        print(f"grpo: torch.distributed did not end within {_COLLECTIVES_SECONDS:g} s; exiting without it", flush=True)
+        os._exit(0)  # a normal exit would wait for the threads
 
 
 def _end_collectives() -> bool:
-    """Join the threads of torch.distributed while there is an interpreter; return False where they do not end.
+    """End the threads of torch.distributed. Return False if they do not end in time.
 
-    One of gloo that lets go of a tensor after Python has begun to end takes the process down with SIGABRT, and a
-    finished run would count as a failed one. NCCL may wait for a rank that is gone: all is saved by now.
+    A gloo thread that frees a tensor during the interpreter's exit aborts the process, and a finished run would count
+    as failed. NCCL may wait for a rank that has gone. Everything is saved by now.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return True
@@ -83,38 +92,35 @@ def _end_collectives() -> bool:
     return not ending.is_alive()
 
 
-def _own_line(error: BaseException) -> str:
-    """Return the innermost line of an error that is the user's code, ours and that of libraries aside, or nothing."""
-    others = (sys.prefix, sys.base_prefix, str(home() / "src"), str(Path(__file__).parents[1]))
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [
-        f" ({display_path(name)}:{line})"
-        for name, line in frames
-        if os.path.isfile(name) and not name.startswith(others)
-    ]
-    return own[-1] if own else ""
+def _user_line(error: BaseException) -> str:
+    """Return the innermost line of the user's code in the traceback, or an empty string."""
+    foreign = (sys.prefix, sys.base_prefix, str(home() / "src"), str(Path(__file__).parents[1]))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if os.path.isfile(frame.filename) and not frame.filename.startswith(foreign):
+            return f" ({display_path(frame.filename)}:{frame.lineno})"
+    return ""
 
 
 def first_barrier(run_dir: Path, device: torch.device, seconds: float | None = None) -> None:
-    """Sum an element over all ranks to find a network that carries nothing; over gloo the error names missing ranks.
+    """Sum an element over all ranks to detect a broken network. With gloo the error names the missing ranks.
 
-    The ranks have ``seconds`` to come, by default the plan's: each reads torch and TRL, maybe from a cold file system.
+    ``seconds`` is the time limit, by default the plan's. Ranks may import torch and TRL from a cold file system.
     """
     if not torch.distributed.is_initialized():
         return
     seconds = seconds or read_json(run_dir / "plan.json").get("meeting_timeout", MEETING_SECONDS)
     limit, backend = datetime.timedelta(seconds=seconds), torch.distributed.get_backend()
 
-    def apart(error: RuntimeError) -> RuntimeError:
-        named = re.search(r"Ranks ([\d, ]+) failed to pass monitoredBarrier", str(error))
-        missing = [int(rank) for rank in named[1].split(",")] if named else []
+    def name_missing_ranks(error: RuntimeError) -> RuntimeError:
+        match = re.search(r"Ranks ([\d, ]+) failed to pass monitoredBarrier", str(error))
+        missing = [int(rank) for rank in match[1].split(",")] if match else []
         nodes = [read_json(run_dir / "processes" / f"rank_{rank}.json").get("node", "?") for rank in missing]
-        who = ", ".join(f"rank {rank} on node {node}" for rank, node in zip(missing, nodes, strict=True))
-        advice = "see its log; if it waits too, name the network interface with NETWORK_INTERFACE"
-        found = f"{who or 'a rank that does not answer'}; {advice}"
-        return RuntimeError(f"the ranks do not meet over {backend} within {seconds:.0f} s: {found}")
+        ranks = ", ".join(f"rank {rank} on node {node}" for rank, node in zip(missing, nodes, strict=True))
+        fix = "see its log; if it waits too, name the network interface with NETWORK_INTERFACE"
+        cause = f"{ranks or 'a rank that does not answer'}; {fix}"
+        return RuntimeError(f"the ranks do not meet over {backend} within {seconds:.0f} s: {cause}")
 
-    with translate(RuntimeError, apart):
+    with translate(RuntimeError, name_missing_ranks):
         if backend == "gloo":
             torch.distributed.monitored_barrier(timeout=limit, wait_all_ranks=True)
         present = torch.ones(1, device=device)
@@ -124,66 +130,66 @@ def first_barrier(run_dir: Path, device: torch.device, seconds: float | None = N
 
 
 def wait_for_first_server(run_dir: Path, timeout: float, stop: StopRequest) -> None:
-    """Wait until the run's server is ready, at most ``timeout`` seconds and a margin, or the run is to stop.
+    """Wait until the run's server is ready or a stop is requested, at most ``timeout`` seconds and a margin.
 
-    The launcher starts trainers beside it, and ends the run where the server takes too long.
+    The launcher starts the trainers at the same time and ends the run if the server takes too long.
     """
     deadline = time.monotonic() + timeout + _LATE_SECONDS
     while (state := server_state(run_dir / SERVER_STATE)[1]) != "ready" and not stop.requested():
         if state == "gone" or time.monotonic() > deadline:
-            why = "is gone" if state == "gone" else f"was not ready after {timeout:g} s (vllm_server_timeout)"
-            raise ServerError(f"the vLLM server {why}; its log says why")
+            problem = "is gone" if state == "gone" else f"was not ready after {timeout:g} s (vllm_server_timeout)"
+            raise ServerError(f"the vLLM server {problem}; see its log")
         time.sleep(_TICK_SECONDS)
 
 
-# accelerate's names for how processes share a model, by our `accelerator` key.
+# The recipe's `accelerator` -> accelerate's names for how processes share the model.
 _SHARING = {"single": "NO", "ddp": "MULTI_GPU MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
 
 
 def check_world(folder: Path, world_size: int, device_type: str) -> None:
-    """Compare the world with the plan: for some configurations accelerate starts one process of two, and exits 0."""
+    """Compare the number and device of the processes with the plan. accelerate may start fewer without an error."""
     plan = json.loads((folder / "plan.json").read_text())
     planned = (plan["batch"]["world_size"], "cpu" if plan["flavour"] == "cpu" else "cuda")
     if (world_size, device_type) != planned:
-        what = f"planned {planned[0]} processes on {planned[1]}, this is one of {world_size} on {device_type}"
-        raise RuntimeError(f"{what}; check CONFIG_FILE and the accelerator key")
+        problem = f"planned {planned[0]} processes on {planned[1]}, this is one of {world_size} on {device_type}"
+        raise RuntimeError(f"{problem}; check CONFIG_FILE and the accelerator key")
 
 
 def check_sharing(folder: Path, distributed_type: str, dtype: str) -> None:
-    """Compare with the plan how the model is shared: accelerate drops DeepSpeed or FSDP without a word."""
+    """Compare how processes share the model with the plan. accelerate may drop DeepSpeed or FSDP without an error."""
     plan = json.loads((folder / "plan.json").read_text())
     planned = plan["accelerator"]
     if planned == "custom":
-        return  # CONFIG_FILE: its content is the user's
+        return  # the user's CONFIG_FILE decides
     if distributed_type not in _SHARING.get(planned, "").split():
         raise RuntimeError(f"planned accelerator: {planned}, accelerate made it {distributed_type}")
-    # ZeRO and FSDP keep a dtype of their own.
+    # ZeRO and FSDP choose their own dtype.
     if planned in ("single", "ddp") and plan["dtype"] not in (None, "auto", dtype):
         raise RuntimeError(f"planned weights in {plan['dtype']}, the model has them in {dtype}")
 
 
-def check_updates(distributed_type: str, mixed: str, dtypes: Iterable[str], args: Any) -> None:
-    """Refuse trained ``dtypes`` whose updates would be rounded away: ``auto`` and a CONFIG_FILE are known only now."""
-    # By DeepSpeed's name alone ZeRO-2 and 3 are the same, and so they are here.
+def check_updates(distributed_type: str, mixed: str, dtypes: Iterable[str], args: GRPOConfig) -> None:
+    """Reject trained ``dtypes`` whose updates rounding would lose. ``auto`` and a CONFIG_FILE are known only now."""
+    # accelerate reports DeepSpeed without the ZeRO stage. Stages 2 and 3 behave alike here.
     accelerator = next((key for key, types in _SHARING.items() if distributed_type in types.split()), "zero2")
     if updates_float32(accelerator, mixed):
         return
     for dtype in sorted(dtypes):
         if lost := lost_updates(dtype, args.learning_rate, args.optim, args.optim_args):
-            what = f"{lost}, and accelerator: {accelerator} keeps no float32 copy"
-            raise config_error("dtype", what, float32_fix(mixed))
+            problem = f"{lost}, and accelerator: {accelerator} keeps no float32 copy"
+            raise config_error("dtype", problem, float32_fix(mixed))
 
 
-def shards_weights(accelerator: Any) -> bool:
-    """Return whether no process holds whole weights: ZeRO-3, FSDP."""
+def shards_weights(accelerator: Accelerator) -> bool:
+    """Return whether each process holds only a shard of the weights: ZeRO-3, FSDP."""
     plugin = accelerator.state.deepspeed_plugin
     return accelerator.distributed_type.name == "FSDP" or (plugin is not None and plugin.zero_stage == 3)
 
 
-def keep_outputs_as_computed(accelerator: Any) -> None:
-    """Let models that FSDP2 shards return what they compute: accelerate's policy rounds it to the mixed precision.
+def keep_outputs_as_computed(accelerator: Accelerator) -> None:
+    """Let models sharded by FSDP2 return their outputs without rounding them to the mixed precision.
 
-    TRL's model computes log-probs in float32. Rounded to bfloat16, they are wrong by up to 0.4 %.
+    TRL's model computes log-probs in float32. Rounding to bfloat16 changes them by up to 0.4 %.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -193,7 +199,7 @@ def keep_outputs_as_computed(accelerator: Any) -> None:
 
 
 def allow_fsdp_on_cpu() -> None:
-    """Let FSDP shard over CPU processes: accelerate reads its settings only on GPUs, and trains under DDP elsewhere."""
+    """Let FSDP shard over CPU processes. accelerate reads FSDP's settings only on GPUs and uses DDP elsewhere."""
     from accelerate import DistributedType, PartialState
 
     state = PartialState()

@@ -1,4 +1,7 @@
-"""Log-probs of rows that were sampled at temperatures of their own; TRL builds a single one into the model's head."""
+"""Log-probs of rows that were sampled at different temperatures. TRL builds a single temperature into the model's head.
+
+A batch takes one forward pass for each temperature in it, with TRL's head rebuilt for that temperature.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,29 +11,31 @@ import torch
 from accelerate.utils import is_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
-from grpo_recipes.attributes import replaced
-from grpo_recipes.trainers.passes import Computed
+from grpo_recipes.trainers.protocol import Computed, InnerTrainer
 
 
 @contextmanager
-def head_at(trainer: Any, model: Any, temperature: float) -> Iterator[None]:
-    """Let the log-probs that ``model``, as TRL patched it, gives inside be those at this temperature."""
+def head_at(trainer: InnerTrainer, model: Any, temperature: float) -> Iterator[None]:
+    """Compute log-probs of ``model`` inside at this temperature."""
     inner = trainer.accelerator.unwrap_model(model)
     inner = inner.get_base_model() if is_peft_model(inner) else inner
-    outputs = ("log_probs", "entropy")
-    with replaced(inner, forward=inner.forward):
-        add_fused_lm_head(inner, temperature, trainer.args.cast_lm_head_to_fp32, outputs)
+    forward = inner.forward  # TRL's own patch of the method
+    add_fused_lm_head(inner, temperature, trainer.args.cast_lm_head_to_fp32, ("log_probs", "entropy"))
+    try:
         yield
+    finally:
+        inner.forward = forward
 
 
 def at_own_temperatures(
-    trainer: Any, temperature_B: torch.Tensor, compute: Callable[..., Computed], model: Any, input_ids: torch.Tensor,
-    attention_mask: torch.Tensor, logits_to_keep: int, batch_size: int | None = None, *args: Any, **kwargs: Any,
+    trainer: InnerTrainer, temperature_B: torch.Tensor, compute: Callable[..., Computed], model: Any,
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, batch_size: int | None = None,
+    *args: Any, **kwargs: Any,
 ) -> Computed:  # fmt: skip
-    """Return what TRL's ``compute`` does, each row at its own temperature. Called by every rank.
+    """Return the results of TRL's ``compute`` with each row at its own temperature. Called by every rank.
 
-    Each temperature that any rank has takes a forward pass of every rank, which sharded models need: with a row that
-    is not kept where a rank has none of it.
+    Sharded models need the same forward passes on every rank. So each rank makes a pass for every temperature of any
+    rank. A rank without rows of a temperature feeds another row and drops the result.
     """
     temperatures, size = trainer.accelerator.gather(temperature_B).unique().tolist(), batch_size or len(input_ids)
     order: list[torch.Tensor] = []
@@ -38,18 +43,20 @@ def at_own_temperatures(
     for start in range(0, len(input_ids), size):
         for temperature in temperatures:
             rows = start + (temperature_B[start : start + size] == temperature).nonzero().flatten()
-            passed = rows if len(rows) else torch.tensor([start], device=input_ids.device)
+            fed_rows = rows if len(rows) else torch.tensor([start], device=input_ids.device)
             with head_at(trainer, model, temperature):
-                logps, entropies, of_routers = compute(
-                    model, input_ids[passed], attention_mask[passed], logits_to_keep, None, *args, **kwargs
+                logps, entropies, router_loss = compute(
+                    model, input_ids[fed_rows], attention_mask[fed_rows], logits_to_keep, None, *args, **kwargs
                 )
             order.append(rows)
-            weighed = None if of_routers is None else of_routers * (len(rows) / len(input_ids))
-            parts.append((logps[: len(rows)], None if entropies is None else entropies[: len(rows)], weighed))
-    back = torch.cat(order).argsort()
-    logps, entropies, losses = zip(*parts, strict=True)
+            weighted_loss = None if router_loss is None else router_loss * (len(rows) / len(input_ids))
+            parts.append((logps[: len(rows)], None if entropies is None else entropies[: len(rows)], weighted_loss))
+    to_input_order = torch.cat(order).argsort()
+    all_logps = torch.cat([logps for logps, _, _ in parts])[to_input_order]
+    all_entropies = [entropies for _, entropies, _ in parts if entropies is not None]
+    losses = [loss for _, _, loss in parts if loss is not None]
     return (
-        torch.cat(logps)[back],
-        None if entropies[0] is None else torch.cat(entropies)[back],
-        None if losses[0] is None else torch.stack(losses).sum(),
+        all_logps,
+        torch.cat(all_entropies)[to_input_order] if all_entropies else None,
+        torch.stack(losses).sum() if losses else None,
     )

@@ -1,0 +1,115 @@
+"""The trainer for its own helpers: the public members, and the state that TRL and transformers keep.
+
+A helper cannot import ``GRPOTrainer``, which imports the helper. It receives an ``InnerTrainer``. Objects outside this
+package receive the smaller ``trainer_protocol.Trainer`` or ``rollouts.source.SamplingTrainer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel, TrainerControl
+from trl.trainer.utils import RepeatSampler
+
+from grpo_recipes.rollouts.source import SamplingTrainer
+from grpo_recipes.trainer_protocol import EvaluationScope, Phases
+
+# Log-probs and entropies of completions, (B, T), and the load-balancing loss of a mixture of experts.
+Computed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+class StepClock(Phases, Protocol):
+    """Times and reports the phases of a step (``metrics.MetricsRows``)."""
+
+    def reported(self, phase: str) -> AbstractContextManager[None]:
+        """Report a phase inside another to the launcher."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Count the time inside as ``evaluate``."""
+
+
+class EvaluationState(EvaluationScope, Protocol):
+    """The evaluations of a training (``metrics.Evaluation``)."""
+
+    owed: bool
+
+    @property
+    def samples_otherwise(self) -> bool:
+        """Whether evaluations sample from another distribution than the training."""
+
+
+class CheckpointState(Protocol):
+    """The state that our checkpoints add to transformers' (``checkpoints.Checkpoints``)."""
+
+    def state(self) -> dict[str, Any]:
+        """Return copies of the state that a step changes."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a result of ``state``."""
+
+
+class Controller(Protocol):
+    """An adaptive coefficient (``algorithms.maxent``)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+
+
+class InnerTrainer(SamplingTrainer, Protocol):
+    """The members of ``GRPOTrainer`` that the helpers in this package use."""
+
+    control: TrainerControl
+    train_dataset: Any
+    eval_dataset: Any
+    sampler: RepeatSampler | None
+    model_wrapped: torch.nn.Module
+    ref_model: PreTrainedModel | None
+    reward_func_names: list[str]
+    rewards_BR: torch.Tensor
+    num_iterations: int
+    num_generations_eval: int
+    shuffle_dataset: bool | None
+    is_in_train: bool
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+    aux_loss_enabled: bool
+    _step: int
+    _tr_loss: torch.Tensor
+    _metrics: dict[str, dict[str, list[float]]]
+    _logs: dict[str, Any]
+    _buffered_inputs: list[dict[str, Any]] | None
+
+    @property
+    def controllers(self) -> Mapping[str, Controller]:
+        """The adaptive coefficients by name."""
+
+    @property
+    def checkpoints(self) -> CheckpointState:
+        """The state in checkpoints."""
+
+    @property
+    def evaluation(self) -> EvaluationState:
+        """The evaluations of this training."""
+
+    @property
+    def rows(self) -> StepClock:
+        """The clock of the step under way."""
+
+    def at_temperatures(self, temperature_B: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Compute log-probs inside with one temperature per row, or with the recipe's for ``None``."""
+
+    def save_model(self, output_dir: str) -> None:
+        """Write the model, as in transformers."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save a checkpoint of the current step."""
+
+    @property
+    def _get_per_token_logps_and_entropies(self) -> Callable[..., Computed]:
+        """TRL's forward pass over completions."""
