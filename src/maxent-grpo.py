@@ -1,8 +1,8 @@
-"""MaxEnt-GRPO on a recipe's prompts, one process of those `grpo launch` starts.
+"""MaxEnt-GRPO on a recipe's prompts: one training process of `grpo launch`.
 
     MAXENT=1 bash training.sh        # or: grpo launch recipes/smoke/maxent.yaml, MAXENT=1 sbatch training.sh
 
-The launcher starts this file under accelerate, beside a vLLM server, with the frozen recipe of the run directory.
+The launcher starts this file with accelerate, next to a vLLM server, with the frozen recipe of the run directory.
 """
 
 import os
@@ -11,7 +11,7 @@ import signal
 from grpo_recipes.process.reports import run_folder
 from grpo_recipes.process.tree import die_with_parent
 
-# Before the imports, which take seconds. SIGTERM will be a request to save, which an orphan must not do.
+# Before the slow imports: a process without its launcher must end, and must not take SIGTERM as a request to save.
 run_folder()
 die_with_parent(os.getppid(), signal.SIGKILL)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # accelerate ignores it

@@ -137,7 +137,7 @@ def weigh(controller: TauController, moving: bool = True) -> list[float]:
     """What each step measures; right is what has more than its group's mean."""
     generator, seen = torch.Generator().manual_seed(1), []
     for _ in range(STEPS):
-        utilities_PG = maxent.centred(torch.randn(16, 16, generator=generator, dtype=torch.float64))
+        utilities_PG = maxent.centered(torch.randn(16, 16, generator=generator, dtype=torch.float64))
         weights_PG = maxent.tempered_weights(utilities_PG, controller.tau)
         seen.append(measured(weights_PG, utilities_PG, utilities_PG > 0)[controller.measure])
         if moving:
@@ -159,7 +159,7 @@ def solved(controller: TauController, success: Callable[[int], float], steps: in
     for step in range(steps):
         rewards_PG = (torch.rand(32, 16, generator=generator, dtype=torch.float64) < success(step)).double()
         if q is None:
-            weights_PG = maxent.tempered_weights(maxent.centred(rewards_PG), controller.tau)
+            weights_PG = maxent.tempered_weights(maxent.centered(rewards_PG), controller.tau)
         else:
             refs_PG = torch.zeros_like(rewards_PG)
             weights_PG = maxent.target_weights(maxent.listwise_q(rewards_PG, 0.5, 1e-6), refs_PG, controller.tau, q)
@@ -195,7 +195,7 @@ def test_groups_of_equal_rewards_are_not_measured():
     rewards_PG = torch.zeros(10, 16, dtype=torch.float64)
     rewards_PG[2:] = rewards_PG[:2, :4] = 1.0
     for _ in range(STEPS):
-        weights_PG = maxent.tempered_weights(maxent.centred(rewards_PG), controller.tau)
+        weights_PG = maxent.tempered_weights(maxent.centered(rewards_PG), controller.tau)
         found = measured(weights_PG, rewards_PG, rewards_PG == 1)
         controller.update(found["eff_rollouts"])
     assert found["eff_rollouts"] == pytest.approx(8.0, rel=1e-3)

@@ -107,7 +107,7 @@ def test_a_constant_added_to_rewards_or_log_probs_changes_nothing(rewards_PG, ta
     moved = weigh(rewards_PG + constant, refs_PG - 5 * constant, tau)
     for name, weights_PG in weigh(rewards_PG, refs_PG, tau).items():
         close(moved[name], weights_PG)
-    close(maxent.centred(rewards_PG + constant), maxent.centred(rewards_PG))
+    close(maxent.centered(rewards_PG + constant), maxent.centered(rewards_PG))
 
 
 @few

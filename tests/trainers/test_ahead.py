@@ -212,7 +212,7 @@ def test_a_stopped_run_saves_without_a_generation_that_its_server_cannot_give(
     server.updates = None
     assert str(stopped) == "stopped on request after step 1, state saved"
     assert "lost with the server" in capsys.readouterr().out
-    assert trainer.rollouts.in_flight is None
+    assert trainer.rollouts.pending_generation is None
 
 
 class LeavesEpoch(TrainerCallback):

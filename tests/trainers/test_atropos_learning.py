@@ -255,7 +255,9 @@ def test_maxent_learns_from_groups_of_scores(tmp_path: Path, model: str, objecti
 
 def test_maxent_refuses_advantages_that_a_group_brings(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, kind=MaxEntGRPOTrainer, maxent_objective="tempered")
-    with pytest.raises(ConfigError, match="a group has its own advantages, but MaxEnt computes advantages from the scores"):
+    with pytest.raises(
+        ConfigError, match="a group has its own advantages, but MaxEnt computes advantages from the scores"
+    ):
         shown(trainer, group("a"), with_advantages(group("b"), [1.0] * GROUP))
 
 

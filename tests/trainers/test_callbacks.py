@@ -65,7 +65,7 @@ def test_a_callback_is_called_from_the_copy(folder: Path) -> None:
     [
         ("mine.py:Other", "not a subclass of transformers.TrainerCallback"),
         ("mine.py:Path", "not a subclass"),
-        ("mine.py:Wants", r"cannot be made \(.*'argument'\)"),
+        ("mine.py:Wants", r"can't be created \(.*'argument'\)"),
         ("mine.py:Nothing", "has no 'Nothing'"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 from grpo_recipes import smoke
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import Recipe, read_recipe
-from grpo_recipes.trainers.deep_check import look_deep
+from grpo_recipes.trainers.deep_check import check_deeply
 
 SMOKE = {
     "model_name_or_path": "smoke:sums", "dtype": "float32", "bf16": False, "vllm_max_model_length": None,
@@ -32,12 +32,12 @@ def sums(read: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Recipe]:
 
 
 def seen(recipe: Recipe, tmp_path: Path) -> str:
-    return "\n".join(look_deep(recipe, {"CACHE_ROOT": str(tmp_path / "cache")}))
+    return "\n".join(check_deeply(recipe, {"CACHE_ROOT": str(tmp_path / "cache")}))
 
 
 def refused(recipe: Recipe, tmp_path: Path) -> list[str]:
     with pytest.raises(ConfigError) as error:
-        look_deep(recipe, {"CACHE_ROOT": str(tmp_path / "cache")})
+        check_deeply(recipe, {"CACHE_ROOT": str(tmp_path / "cache")})
     return [str(problem) for problem in error.value.problems]
 
 
@@ -46,8 +46,8 @@ def test_the_first_prompt_its_tokens_its_end_and_the_scores(sums, tmp_path):
     assert "first prompt, 13 tokens:\n<|system|>Add.<|im_end|><|user|>5+9=<|im_end|><|assistant|>" in told
     assert "64 of the first 64 fit; 13 to 13 tokens" in told
     assert "answers    end with <|im_end|>" in told
-    assert "reward     pure_accuracy_math: right answers 1.000, wrong ones 0.000" in told
-    assert "configs    TRL takes every value" in told
+    assert "reward     pure_accuracy_math: right answers 1.000, wrong answers 0.000" in told
+    assert "configs    TRL accepts every value" in told
 
 
 def test_a_very_long_prompt_is_announced_and_cut(sums, tmp_path, capsys):
@@ -73,7 +73,7 @@ def test_what_is_not_on_this_machine_is_named_with_the_command(read, tmp_path):
 
 def test_a_value_that_only_trl_refuses(sums, tmp_path):
     (problem,) = refused(sums(num_generations_eval=3, eval_strategy="steps", eval_steps=0), tmp_path)
-    assert "TRL refuses the recipe" in problem and "eval" in problem
+    assert "TRL rejects the recipe" in problem and "eval" in problem
 
 
 def test_no_prompt_fits(sums, tmp_path):

@@ -1,39 +1,40 @@
-"""Weights that MaxEnt-GRPO gives the completions of a group, on tensors of prompts by completions (P, G).
+"""The weights of MaxEnt-GRPO for the completions of a group, on tensors of prompts by completions (P, G).
 
 NaN marks an unscorable completion: it gets weight 0, and the weights of the others sum to 1.
 A group with no scorable completion gets weight 0 throughout. Half precision is computed and returned in float32.
 
-The programme is max E_pi[log q] + tau H(pi) - beta KL(pi || pi_ref) over the sampled completions. Its solution is
-w ~ q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)). docs/maxent.md says what is known of it, and of the controllers
-that hold a measure of the training at a target: the KL by beta, the spread of weights by tau.
+The weights maximize E_pi[log q] + tau H(pi) - beta KL(pi || pi_ref) over the sampled completions. The solution is
+w ~ q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)). docs/maxent.md describes it, and the controllers that keep a
+measure of the training at a target: beta controls the KL, tau controls the spread of weights.
 """
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 LEAST_Q = 1e-12
 EMA_DECAY = 0.9
 EQUAL = 1e-9  # rewards closer than this are equal
-_MOST = 700.0  # nats; exp of more is no float
-_FURTHEST = 10.0  # factor by which the log of a ratio counts as off its target at most
-_ABOVE = {"weight_entropy": 0, "eff_rollouts": 1, "target_ratio": 1}  # measure -> what its targets are above
+_MOST_NATS = 700.0  # exp of more overflows a float
+_LARGEST_ERROR = 10.0  # largest factor between the log of a ratio and the log of its target that counts
+_LEAST_TARGETS = {"weight_entropy": 0, "eff_rollouts": 1, "target_ratio": 1}  # measure -> lower limit of its targets
 
 
 def listwise_q(rewards_PG: torch.Tensor, temperature: float, epsilon: float) -> torch.Tensor:
-    """Return the distribution over a group that its rewards ask for: a softmax with a floor.
+    """Return the target distribution over a group: a softmax of the rewards with a floor.
 
-    ``temperature`` of the softmax is in units of reward, above 0; ``epsilon``, 0 <= epsilon < 1 / G, is the least mass
-    of each completion. The (P, G) probabilities sum to 1 over the scorable, and are NaN where the reward is. Raise
-    ValueError for an argument out of its range or an infinite reward.
+    ``temperature`` of the softmax is in units of reward, above 0. ``epsilon``, 0 <= epsilon < 1 / G, is the least mass
+    of each completion. The (P, G) probabilities sum to 1 over the scorable completions and are NaN for NaN rewards.
+    Raise ValueError for an argument out of its range or an infinite reward.
     """
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be above 0 and finite, not {temperature}")
     group_size = rewards_PG.shape[1]
     if not 0 <= epsilon * group_size < 1:
         raise ValueError(f"epsilon must be at least 0 and below 1 / {group_size} (the group size), not {epsilon}")
-    rewards_PG, scorable_PG = _split(rewards_PG, "rewards")
+    rewards_PG, scorable_PG = _values_and_mask(rewards_PG, "rewards")
     floored_PG = _softmax(rewards_PG / temperature, scorable_PG) * (1 - epsilon * group_size) + epsilon
     floored_PG = floored_PG.masked_fill(~scorable_PG, 0.0)
     q_PG = floored_PG / floored_PG.sum(1, keepdim=True)
@@ -43,16 +44,17 @@ def listwise_q(rewards_PG: torch.Tensor, temperature: float, epsilon: float) -> 
 def target_weights(
     q_PG: torch.Tensor, ref_logps_PG: torch.Tensor | None, tau: float | torch.Tensor, beta: float
 ) -> torch.Tensor:
-    """Return the solution of the programme, q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)), normalised.
+    """Return the optimal weights, q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)), normalized.
 
-    ``q_PG`` is the result of ``listwise_q``; values below 1e-12 count as 1e-12. ``ref_logps_PG`` are log-probabilities
-    of whole completions under the reference, in nats, per token or summed; None where beta is 0. ``tau``, in units of
-    log q, is a number or a tensor that broadcasts against (P, 1); inf makes the weights uniform. Raise ValueError where
-    tau or beta is below 0, tau + beta is 0, beta is infinite, or the reference is missing, or not finite where q is.
+    ``q_PG`` is the result of ``listwise_q``. Values below 1e-12 count as 1e-12. ``ref_logps_PG`` are log-probabilities
+    of whole completions under the reference, in nats, per token or summed. They are None if beta is 0. ``tau``, in
+    units of log q, is a number or a tensor that broadcasts against (P, 1). At inf the weights are uniform. Raise
+    ValueError if tau or beta is below 0, tau + beta is 0, beta is infinite, or the reference is missing or not finite
+    for a scorable completion.
     """
     if not 0 <= beta < math.inf:
         raise ValueError(f"beta must be at least 0 and finite, not {beta}")
-    q_PG, scorable_PG = _split(q_PG, "q")
+    q_PG, scorable_PG = _values_and_mask(q_PG, "q")
     total = _temperature(tau, q_PG) + beta
     if (total == 0).any():
         raise ValueError("tau + beta must be above 0: without entropy and reference no weights are defined")
@@ -68,12 +70,13 @@ def target_weights(
 
 
 def tempered_weights(utilities_PG: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
-    """Return softmax(utility / tau) over each group: (P, G) weights that sum to 1 over the scorable.
+    """Return softmax(utility / tau) over each group: (P, G) weights that sum to 1 over the scorable completions.
 
-    ``tau``, in units of utility, is a number or a tensor that broadcasts against (P, 1): at 0 all weight is on the
-    greatest utility, shared by ties; at inf it is uniform. Raise ValueError where tau is below 0 or a utility infinite.
+    ``tau``, in units of utility, is a number or a tensor that broadcasts against (P, 1). At 0 all weight is on the
+    largest utility, divided among ties. At inf the weights are uniform. Raise ValueError for a tau below 0 or an
+    infinite utility.
     """
-    utilities_PG, scorable_PG = _split(utilities_PG, "utilities")
+    utilities_PG, scorable_PG = _values_and_mask(utilities_PG, "utilities")
     return _tempered(utilities_PG, scorable_PG, _temperature(tau, utilities_PG))
 
 
@@ -83,9 +86,9 @@ def policy_weights(
     """Return the policy's own distribution over a group, which the listwise objective moves to the target.
 
     ``logps_PG`` are log-probabilities of whole completions under the policy, in nats, per token or summed. They are
-    divided by ``temperature``, above 0 and in nats, or by ``spread`` times their standard deviation over the scorable
-    completions of the group where that is more. Raise ValueError where the log-probability of a scorable completion is
-    NaN or infinite, or a temperature or a spread is out of its range.
+    divided by the larger of ``temperature``, above 0 and in nats, and ``spread`` times their standard deviation over
+    the scorable completions of the group. Raise ValueError if the log-probability of a scorable completion is not
+    finite, or a temperature or a spread is out of its range.
     """
     logps_PG = _at_least_float32(logps_PG)
     if not logps_PG[scorable_PG].isfinite().all():
@@ -100,12 +103,12 @@ def policy_weights(
 
 
 def reward_shares(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Return each completion's share of its group's reward: (P, G) weights that sum to 1, or to 0 where all have none.
+    """Return each completion's fraction of its group's reward: (P, G) weights that sum to 1, or to 0 without rewards.
 
-    MaxRL's advantage (https://arxiv.org/abs/2602.02710), reward over the group's mean less 1, is G times them less 1.
-    Raise ValueError for a reward below 0 or infinite.
+    MaxRL's advantage (https://arxiv.org/abs/2602.02710) is the reward divided by the group's mean, minus 1. It equals G
+    times the weight, minus 1. Raise ValueError for a reward below 0 or infinite.
     """
-    rewards_PG, scorable_PG = _split(rewards_PG, "rewards")
+    rewards_PG, scorable_PG = _values_and_mask(rewards_PG, "rewards")
     rewards_PG = rewards_PG.masked_fill(~scorable_PG, 0.0)
     if (rewards_PG < 0).any():
         raise ValueError(f"rewards must be at least 0, not {rewards_PG.min().item():g}")
@@ -113,47 +116,51 @@ def reward_shares(rewards_PG: torch.Tensor) -> torch.Tensor:
     return rewards_PG / total_P1.masked_fill(total_P1 == 0, 1.0)
 
 
-def centred(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Return rewards less the mean of their group, Dr.GRPO's advantage (https://arxiv.org/abs/2503.20783); NaN kept."""
+def centered(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """Return rewards minus their group's mean, Dr.GRPO's advantage (https://arxiv.org/abs/2503.20783). NaN stays."""
     rewards_PG = _at_least_float32(rewards_PG)
     return rewards_PG - rewards_PG.nanmean(1, keepdim=True)
 
 
 def rewards_differ(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Return which groups, (P,), have known rewards that differ: in the others no tau tells completions apart."""
-    most_P, least_P = (rewards_PG.nan_to_num(nan=none) for none in (-torch.inf, torch.inf))
-    return most_P.amax(1) - least_P.amin(1) > EQUAL
+    """Return which groups, (P,), have different rewards. In other groups the weights are equal for every tau."""
+    most_P = rewards_PG.nan_to_num(nan=-torch.inf).amax(1)
+    least_P = rewards_PG.nan_to_num(nan=torch.inf).amin(1)
+    return most_P - least_P > EQUAL
 
 
 def weight_entropy(weights_PG: torch.Tensor) -> torch.Tensor:
-    """Return (P,) entropies of the weights in nats; NaN for a group without weights."""
+    """Return the (P,) entropies of the weights in nats. NaN for a group without weights."""
     weights_PG = _at_least_float32(weights_PG)
     entropy_P = -torch.xlogy(weights_PG, weights_PG).sum(1)
     return entropy_P.masked_fill(~(weights_PG > 0).any(1), torch.nan)
 
 
 def incorrect_mass(weights_PG: torch.Tensor, wrong_PG: torch.Tensor) -> torch.Tensor:
-    """Return (P,) shares of the weight on wrong completions, a boolean each; NaN for a group without weights."""
+    """Return the (P,) fractions of the weight that is on wrong completions. NaN for a group without weights."""
     weights_PG = _at_least_float32(weights_PG)
     mass_P = weights_PG.masked_fill(~wrong_PG, 0.0).sum(1)
     return mass_P.masked_fill(~(weights_PG > 0).any(1), torch.nan)
 
 
 def target_ratio(weights_PG: torch.Tensor, right_PG: torch.Tensor, wrong_PG: torch.Tensor) -> torch.Tensor:
-    """Return (P,) mean weights of a right answer by that of a wrong one; NaN for a group without one of the two."""
-    right_P, wrong_P = (weights_PG.masked_fill(~one, 0.0).sum(1) / one.sum(1) for one in (right_PG, wrong_PG))
-    return right_P / wrong_P
+    """Return the (P,) ratios of the mean weight of right to wrong answers. NaN for a group without right or wrong."""
+
+    def mean_weight(selected_PG: torch.Tensor) -> torch.Tensor:
+        return weights_PG.masked_fill(~selected_PG, 0.0).sum(1) / selected_PG.sum(1)
+
+    return mean_weight(right_PG) / mean_weight(wrong_PG)
 
 
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _split(values_PG: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values, and which of them are known."""
+def _values_and_mask(values_PG: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values in at least float32, and a mask of the values that are not NaN."""
     values_PG = _at_least_float32(values_PG)
     if values_PG.isinf().any():
-        raise ValueError(f"{name} must be finite, or NaN where a completion is unscored")
+        raise ValueError(f"{name} must be finite, or NaN for an unscored completion")
     return values_PG, ~values_PG.isnan()
 
 
@@ -167,12 +174,12 @@ def _temperature(tau: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _tempered(scores_PG: torch.Tensor, scorable_PG: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Return softmax(score / temperature), with its limits at 0 and inf."""
     gaps_PG = scores_PG - scores_PG.masked_fill(~scorable_PG, -torch.inf).amax(1, keepdim=True)
-    # At temperature 0 the greatest is 0 / 0: its gap of 0 stays 0, all others become -inf.
+    # At temperature 0 the largest score would be 0 / 0. Its gap of 0 stays 0, and all others become -inf.
     return _softmax(torch.where(gaps_PG == 0, gaps_PG, gaps_PG / temperature), scorable_PG)
 
 
 def _softmax(scores_PG: torch.Tensor, scorable_PG: torch.Tensor) -> torch.Tensor:
-    """Return the softmax over the scorable members of each group; 0 for the others, and throughout a group of none."""
+    """Return the softmax over the scorable completions of each group, and 0 for the other completions."""
     return scores_PG.masked_fill(~scorable_PG, -torch.inf).softmax(1).masked_fill(~scorable_PG, 0.0)
 
 
@@ -181,13 +188,13 @@ class KLController:
     """Adaptive coefficient of the KL penalty (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2).
 
     Each step multiplies beta by 1 + clip(kl / target - 1, +-step_size) * completions / horizon. The number of
-    completions makes the horizon independent of the batch. A step counts for at most one horizon: beta stays positive.
-    Below a target that the policy does not reach, beta falls to ``minimum``, from where it can come back.
+    completions makes the horizon independent of the batch. A step counts for at most one horizon, so beta stays
+    positive. If the policy never reaches the target, beta falls to ``minimum`` and can rise again from there.
     """
 
-    beta: float  # the coefficient in force; above 0
-    target: float  # KL to hold, in the unit of the KL that ``update`` is given (TRL's is nats per token); above 0
-    horizon: float  # completions over which beta changes by a factor of 1 + step_size at most; above 0
+    beta: float  # current coefficient; above 0
+    target: float  # KL to keep, in the unit of ``update`` (TRL's KL is in nats per token); above 0
+    horizon: float  # completions over which beta changes at most by a factor of 1 + step_size; above 0
     step_size: float  # largest relative error that one step corrects; above 0, below 1
     minimum: float = 0.0  # least beta; at most beta
 
@@ -219,48 +226,50 @@ class KLController:
 
 @dataclass
 class TauController:
-    """Adaptive temperature of the weights: log tau rises by lr for each nat that they are short of a target's spread.
+    """Adaptive temperature of the weights: log tau rises by lr for each nat of spread that is missing to the target.
 
-    The weight entropy and the logarithm of the effective rollouts are nats, of a mean over the steps: 0.9 of the last
-    one and 0.1 of the new value, beginning with the first. Of the target ratio it is log (log ratio / log target), of
-    the step alone: for rewards of 0 and 1 that is log tau less its right value, so that lr is the share of the error
-    which a step corrects. At most a factor of 10 counts: ratios of 1 and less, or inf, are finite errors.
+    For the weight entropy, and the logarithm of the effective rollouts, the error in nats uses a moving mean over
+    steps: 0.9 of the last mean plus 0.1 of the new value. It starts with the first value. For the target ratio, the
+    error is log (log ratio / log target) of the step. For rewards of 0 and 1 this is log tau minus its right value, so
+    lr is the fraction of the error that a step corrects. At most a factor of 10 counts, so ratios up to 1, or inf, have
+    finite errors.
     """
 
-    tau: float  # the temperature in force; within minimum and maximum
+    tau: float  # current temperature; from minimum to maximum
     lr: float  # change of log tau per nat
-    minimum: float  # above 0
-    maximum: float
-    measure: str  # what is held, a mean over groups by the name of its metric
-    target: float
-    warmup_steps: int = 0  # first steps that only measure
+    minimum: float  # least tau; above 0
+    maximum: float  # largest tau
+    measure: str  # metric to keep at the target, a mean over groups
+    target: float  # target of the measure
+    warmup_steps: int = 0  # number of first steps that only measure
     _mean: float | None = field(default=None, init=False)
     _updates: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value out of its range."""
         if not 0 < self.minimum <= self.tau <= self.maximum < math.inf:
-            found = f"minimum is {self.minimum}, tau {self.tau}, maximum {self.maximum}"
-            raise ValueError(f"0 < minimum <= tau <= maximum must hold; {found}")
+            values = f"minimum is {self.minimum}, tau {self.tau}, maximum {self.maximum}"
+            raise ValueError(f"0 < minimum <= tau <= maximum must hold; {values}")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be above 0 and finite, not {self.lr}")
-        if not _ABOVE[self.measure] < self.target < math.inf:
-            raise ValueError(f"target of {self.measure} must be above {_ABOVE[self.measure]}, not {self.target}")
+        if not _LEAST_TARGETS[self.measure] < self.target < math.inf:
+            limit = _LEAST_TARGETS[self.measure]
+            raise ValueError(f"target of {self.measure} must be above {limit}, not {self.target}")
 
     def update(self, value: float) -> None:
-        """Adjust tau to what a step measured. NaN is ignored."""
+        """Adjust tau to the measure of a step. NaN is ignored."""
         if math.isnan(value):
             return
         error = self._error(value)
         self._updates += 1
         if self._updates > self.warmup_steps:
-            self.tau = min(self.maximum, max(self.minimum, self.tau * math.exp(min(self.lr * error, _MOST))))
+            self.tau = min(self.maximum, max(self.minimum, self.tau * math.exp(min(self.lr * error, _MOST_NATS))))
 
     def _error(self, value: float) -> float:
-        """Return by how many nats tau is too low."""
+        """Return how many nats tau is too low."""
         if self.measure == "target_ratio":
             excess = math.log(max(value, 1.0)) / math.log(self.target)
-            return math.log(min(_FURTHEST, max(1 / _FURTHEST, excess)))
+            return math.log(min(_LARGEST_ERROR, max(1 / _LARGEST_ERROR, excess)))
         self._mean = value if self._mean is None else EMA_DECAY * self._mean + (1 - EMA_DECAY) * value
         if self.measure == "eff_rollouts":
             return math.log(self.target / self._mean)
@@ -270,6 +279,6 @@ class TauController:
         """Return the state for a checkpoint."""
         return {"tau": self.tau, "mean": self._mean, "updates": self._updates}
 
-    def load_state_dict(self, state: dict[str, float | int | None]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
         self.tau, self._mean, self._updates = float(state["tau"]), state["mean"], int(state["updates"])

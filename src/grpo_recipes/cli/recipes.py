@@ -202,9 +202,9 @@ def check(options: argparse.Namespace) -> int:
             os.environ.update({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"})
             # Without a GPU, the import of vLLM warns that it does not use Triton.
             logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
-            from grpo_recipes.trainers.deep_check import look_deep
+            from grpo_recipes.trainers.deep_check import check_deeply
 
-            report["deep"] = look_deep(recipe, os.environ)
+            report["deep"] = check_deeply(recipe, os.environ)
     if not options.json:
         print(*report["deep"], f"grpo: {printable(display_path(report['recipe']))} is valid", sep="\n")
     return 0 if report["ok"] else EXIT_CONFIG_ERROR

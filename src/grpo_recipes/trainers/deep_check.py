@@ -1,4 +1,7 @@
-"""Whether configs, tokenizer, data and rewards work together (`grpo check --deep`). Seconds; nothing is downloaded."""
+"""Check that configs, tokenizer, data and rewards work together (`grpo check --deep`).
+
+It takes seconds, needs no GPU and downloads nothing.
+"""
 
 import contextlib
 import hashlib
@@ -9,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from transformers import GenerationConfig
 from trl import TrlParser, get_peft_config
@@ -30,62 +33,70 @@ from grpo_recipes.runs.rundir import write_atomically
 from grpo_recipes.trainers.entry import load_callbacks
 from grpo_recipes.trainers.model import check_adapter, load_tokenizer, quoting, skeleton
 
-_MOST_FILES = 200  # of a folder of rewards, whose change makes the check try them again
-_MANY_CHARACTERS = 1_000_000  # of prompts, whose tokens take seconds to count
-SAMPLE = 64  # rows of the dataset that are looked at
+P = ParamSpec("P")
+Result = TypeVar("Result")
+_MOST_FILES = 200  # files of a folder of rewards that the digest covers
+_MANY_CHARACTERS = 1_000_000  # characters of prompts from which counting tokens takes seconds
+SAMPLE = 64  # number of rows of the dataset that are checked
 ANSWER = "<answer>0</answer>"
 
 
-def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
-    """Build, load and try everything of a checked recipe that needs no GPU; return what was seen, or refuse it all."""
+def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
+    """Build, load and try the parts of a checked recipe that need no GPU. Return lines for the user.
+
+    Raise ConfigError with all problems.
+    """
     sources = find_assets(recipe, environment)
     problems: list[Problem] = []
 
-    def attempt(look: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a look finds; None if it has problems, which are reported with those of the other looks."""
+    def collect_problems(check: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result | None:
+        """Return the result of a check. If it fails, add its problems and return None."""
         try:
-            return look(*arguments)
+            return check(*args, **kwargs)
         except ConfigError as error:
             problems.extend(error.problems)
+            return None
 
-    seen, configs = attempt(_present, recipe, sources) or [], attempt(_configs, recipe, sources)
-    callbacks = attempt(load_callbacks, recipe["callbacks"])
+    lines = collect_problems(_present, recipe, sources) or []
+    configs = collect_problems(_configs, recipe, sources)
+    callbacks = collect_problems(load_callbacks, recipe["callbacks"])
     source = extension_of(recipe.__getitem__)
-    lines: list[str] = []
+    data_lines: list[str] = []
     has_data = all(asset.kind == MODEL for asset in sources.missing)
-    if source is None and has_data and (sample := attempt(sample_rows, recipe, SAMPLE, sources.lookup)):
+    if source is None and has_data and (sample := collect_problems(sample_rows, recipe, SAMPLE, sources.lookup)):
         rows, counts = sample
-        has_model = configs and not sources.missing
-        lines = (attempt(_prompts, recipe, rows, *configs) or [] if has_model else []) + (
-            attempt(_rewards, recipe, rows, counts.left_out, environment) or [] if rows else []
-        )
+        if configs and not sources.missing:
+            data_lines += collect_problems(_prompts, recipe, rows, *configs) or []
+        if rows:
+            data_lines += collect_problems(_rewards, recipe, rows, counts.left_out, environment) or []
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
-    seen.append("configs    TRL takes every value")
+    assert configs is not None  # otherwise there is a problem
+    lines.append("configs    TRL accepts every value")
     if callbacks:
-        seen.append(f"callbacks  {', '.join(recipe['callbacks'])}")
+        lines.append(f"callbacks  {', '.join(recipe['callbacks'])}")
     if recipe["use_peft"]:
-        seen.append(f"adapter    on {_adapted_layers(recipe, *configs)} layers")
+        lines.append(f"adapter    on {_adapted_layers(recipe, *configs)} layers")
     if source is not None and (deep_check := source.load("deep_check")):
-        return [*seen, *deep_check(DeepCheck(recipe, *configs, sources))]
-    return seen + lines
+        return [*lines, *deep_check(DeepCheck(recipe, *configs, sources))]
+    return lines + data_lines
 
 
 @dataclass(frozen=True)
 class DeepCheck:
-    """What the deep check of an extension gets: the recipe, its configs, and its model and datasets on this machine."""
+    """The arguments of an extension's deep check."""
 
-    recipe: Recipe
-    args: GRPOConfig
-    model_args: ModelConfig
-    sources: Assets
+    recipe: Recipe  # the checked recipe
+    args: GRPOConfig  # TRL's arguments
+    model_args: ModelConfig  # the model's arguments
+    sources: Assets  # the model and datasets on this machine
 
     def tokenizer(self) -> Any:
-        """Load the model's tokenizer; a ConfigError if it cannot be loaded."""
+        """Load the model's tokenizer. Raise ConfigError if it can't be loaded."""
         return _tokenizer(self.recipe, self.args, self.model_args)
 
     def stops(self) -> list[int]:
-        """Return the tokens at which sampling stops beside the tokenizer's own."""
+        """Return the tokens that end a completion in addition to the tokenizer's end token."""
         return _stops(self.recipe, self.args, self.model_args)
 
 
@@ -97,7 +108,7 @@ def _present(recipe: Recipe, sources: Assets) -> list[str]:
 
 
 def _configs(recipe: Recipe, sources: Assets) -> tuple[GRPOConfig, ModelConfig]:
-    """Return training and model arguments as a training process builds them, on CPU and with the model found here."""
+    """Build the training and model arguments of a training process, on CPU and with the model on this machine."""
     batch = derive_batch(recipe, 1)
     with tempfile.TemporaryDirectory() as folder:
         frozen = Path(folder) / "recipe.yaml"
@@ -105,7 +116,7 @@ def _configs(recipe: Recipe, sources: Assets) -> tuple[GRPOConfig, ModelConfig]:
         split = ["--per_device_train_batch_size", str(batch.per_device)]
         split += ["--gradient_accumulation_steps", str(batch.accumulation)]
         argv = ["--config", str(frozen), "--output_dir", folder, "--use_cpu", "true", *split]
-        with quoting((ValueError, TypeError), recipe.path.name, "TRL refuses the recipe", "change the keys it names"):
+        with quoting((ValueError, TypeError), recipe.path.name, "TRL rejects the recipe", "change the keys it names"):
             _, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config(argv)
     if sources.model is not None:
         model_args.model_name_or_path, model_args.model_revision = sources.model.path, "main"
@@ -113,34 +124,35 @@ def _configs(recipe: Recipe, sources: Assets) -> tuple[GRPOConfig, ModelConfig]:
 
 
 def _is_smoke(recipe: Recipe) -> bool:
-    """Return whether the model is the built-in one, which takes a minute to make: its parts are built here instead."""
+    """Return whether the model is built in. Making it takes a minute, so only its parts are built here."""
     return bool(recipe["model_name_or_path"].startswith(smoke.SMOKE_SCHEME))
 
 
 def _adapted_layers(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> int:
-    """Count the layers that the LoRA keys name in the model."""
+    """Return the number of layers that the LoRA keys select."""
     if _is_smoke(recipe):
         model = smoke.build_model(smoke.build_tokenizer(), tied=recipe["model_name_or_path"].endswith("-tied"))
     else:
         model = skeleton(model_args, args.trust_remote_code)
 
-    def placed(error: ConfigError) -> ConfigError:
-        return ConfigError(*[replace(one, where=recipe.location(one.where)) for one in error.problems])
+    def add_locations(error: ConfigError) -> ConfigError:
+        problems = [replace(problem, where=recipe.location(problem.where)) for problem in error.problems]
+        return ConfigError(*problems)
 
-    with translate(ConfigError, placed):
+    with translate(ConfigError, add_locations):
         return check_adapter(model, get_peft_config(model_args))
 
 
 def _tokenizer(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> Any:
-    where, fix = recipe.location("model_name_or_path"), "name a model with its tokenizer files"
-    with quoting((OSError, ValueError), where, "the tokenizer cannot be loaded", fix):
+    where, fix = recipe.location("model_name_or_path"), "set a model with tokenizer files"
+    with quoting((OSError, ValueError), where, "the tokenizer can't be loaded", fix):
         if _is_smoke(recipe):
             return smoke.build_tokenizer(mafia=recipe["model_name_or_path"] == "smoke:mafia")
         return load_tokenizer(model_args, args)
 
 
 def _stops(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list[int]:
-    """Return the tokens at which sampling stops beside the tokenizer's own: those of the generation config."""
+    """Return the end tokens of the generation config."""
     if _is_smoke(recipe):
         return []
     folder = Path(str(model_args.model_name_or_path))
@@ -156,37 +168,36 @@ def _has_generation_config(model_args: ModelConfig) -> bool:
 
 
 def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model_args: ModelConfig) -> list[str]:
-    """Render the first prompt as the model sees it, measure all that were looked at, and compare the ends of turns."""
+    """Render the first prompt, measure the prompts of ``rows``, and compare the template's end of a turn."""
     if not rows:
-        what = "the dataset has no rows with a prompt and a solution"
-        raise config_error(recipe.path.name, what, "look at its columns")
+        problem = "the dataset has no rows with a prompt and a solution"
+        raise config_error(recipe.path.name, problem, "check its columns")
     tokenizer = _tokenizer(recipe, args, model_args)
     renderer = renderer_of(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
     prompts = [row["prompt"] for row in rows]
     characters = sum(len(message["content"]) for prompt in prompts for message in prompt)
     if characters > _MANY_CHARACTERS:
-        said = f"grpo: counting the tokens of {len(prompts)} prompts, {characters:,} characters in all"
-        print(said, file=sys.stderr, flush=True)
+        message = f"grpo: counting the tokens of {len(prompts)} prompts, {characters:,} characters in all"
+        print(message, file=sys.stderr, flush=True)
     lengths = renderer.lengths(prompts)
     limit = recipe["max_prompt_length"]
     fitting = sum(length <= limit for length in lengths) if limit else len(lengths)
     if not fitting:
-        what = f"none of {len(lengths)} prompts fits, the shortest has {min(lengths)} tokens"
-        raise config_error(
-            recipe.location("max_prompt_length"), what, f"write {max(lengths)}, the longest of these, or more"
-        )
+        problem = f"none of {len(lengths)} prompts fits, the shortest has {min(lengths)} tokens"
+        fix = f"set max_prompt_length: {max(lengths)}, the longest of these, or more"
+        raise config_error(recipe.location("max_prompt_length"), problem, fix)
     turn = [*prompts[0], {"role": "assistant", "content": ANSWER}]
     text = str(tokenizer.apply_chat_template(turn, tokenize=False, **renderer.template_kwargs))
-    after = text.rpartition(ANSWER)[2]
+    end_of_turn = text.rpartition(ANSWER)[2]
     ids = _stops(recipe, args, model_args) if _has_generation_config(model_args) else []
     stops = [str(tokenizer.eos_token), *tokenizer.convert_ids_to_tokens(ids)]
-    end = next((stop for stop in stops if stop in after), "")
-    ends = " or ".join(dict.fromkeys(stops))
-    differs = f"note: the template ends an answer with {after.strip()!r}, a completion ends at {ends}"
+    end = next((stop for stop in stops if stop in end_of_turn), "")
+    note = f"note: the template ends an answer with {end_of_turn.strip()!r}, a completion ends at "
+    note += " or ".join(dict.fromkeys(stops))
     renderer.check(prompts, set(), recipe["system_prompt"])
     return [
         f"prompts    {fitting} of the first {len(lengths)} fit; {min(lengths)} to {max(lengths)} tokens",
-        f"answers    end with {end}" if end else differs,
+        f"answers    end with {end}" if end else note,
         *(f"note: {note}" for note in renderer.notes(prompts[0])),
         f"first prompt, {lengths[0]} tokens:\n{shortened(renderer.text(prompts[0]))}",
     ]
@@ -195,7 +206,7 @@ def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model
 def _rewards(
     recipe: Recipe, rows: list[dict[str, Any]], left_out: Mapping[str, str], environment: Mapping[str, str]
 ) -> list[str]:
-    """Show the rewards right and wrong answers to these rows, or repeat the result for unchanged files."""
+    """Score right and wrong answers to these rows with the rewards, or repeat the result for unchanged files."""
     file = _result_file(recipe, rows, environment)
     with contextlib.suppress(OSError, ValueError):
         if file is not None:
@@ -209,7 +220,7 @@ def _rewards(
 
 
 def _result_file(recipe: Recipe, rows: list[dict[str, Any]], environment: Mapping[str, str]) -> Path | None:
-    """Return where the result for these rows, keys and files is kept; None for rewards that may call a server."""
+    """Return the cache file of the result for these rows, keys and files. None for rewards that may call a server."""
     if recipe["reward_environment"] or (recipe.path.parent / "run.json").exists():
         return None
     digest = hashlib.sha256()
@@ -218,8 +229,8 @@ def _result_file(recipe: Recipe, rows: list[dict[str, Any]], environment: Mappin
     digest.update(json.dumps([rows, {key: recipe[key] for key in sorted(keys)}], default=repr).encode())
     folders = {path.parent for name in recipe["reward_funcs"] if ":" in name and (path := source_path(name))}
     folders.add(Path(__file__).parents[1] / "rewards")
-    known = rewards()
-    modules = (known[name].function.partition(":")[0] for name in recipe["reward_funcs"] if name in known)
+    builtin = rewards()
+    modules = (builtin[name].function.partition(":")[0] for name in recipe["reward_funcs"] if name in builtin)
     folders |= {Path(spec.origin).parent for module in modules if (spec := find_spec(module)) and spec.origin}
     for folder in sorted(folders):
         for path in sorted(folder.glob("*.py"))[:_MOST_FILES]:
@@ -228,8 +239,8 @@ def _result_file(recipe: Recipe, rows: list[dict[str, Any]], environment: Mappin
 
 
 def _tried_rewards(recipe: Recipe, rows: list[dict[str, Any]], left_out: Mapping[str, str]) -> list[str]:
-    findings = probe_rewards(recipe, rows, left_out)
-    if problems := find_problems(recipe, rows, findings):
+    results = probe_rewards(recipe, rows, left_out)
+    if problems := find_problems(recipe, rows, results):
         raise ConfigError(*problems)
 
     def mean(value: float | None) -> str:
@@ -237,8 +248,8 @@ def _tried_rewards(recipe: Recipe, rows: list[dict[str, Any]], left_out: Mapping
 
     columns = ", ".join(f"{name} ({reason})" for name, reason in left_out.items())
     return [f"columns    not passed to rewards: {columns}"] * bool(columns) + [
-        f"reward     {one.reward}: right answers {mean(one.right_mean)}, wrong ones {mean(one.wrong_mean)}"
-        + (f"; {one.skipped} further completions were not tried, since it is slow" if one.skipped else "")
-        + (f"; note: it {describe_unpaid(one)}" if one.unpaid else "")
-        for one in findings
+        f"reward     {result.reward}: right answers {mean(result.right_mean)}, wrong answers {mean(result.wrong_mean)}"
+        + (f"; {result.skipped} further completions were not tried, since it is slow" if result.skipped else "")
+        + (f"; note: it {describe_unpaid(result)}" if result.unpaid else "")
+        for result in results
     ]

@@ -1,4 +1,7 @@
-"""The steps of a training process, from top to bottom; the entry scripts name the trainer."""
+"""The steps of a training process, in order. The entry scripts choose the trainer.
+
+train(GRPOTrainer)
+"""
 
 from collections.abc import Iterable
 from functools import partial
@@ -30,7 +33,7 @@ from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_
 
 
 def train(trainer_class: type[GRPOTrainer]) -> None:
-    """Train the recipe of the command line, and leave the model in ``<run>/model``."""
+    """Train the recipe of the command line, and write the model to ``<run>/model``."""
     run = run_folder()
     stop = StopRequest(run)
     with rank.rank_record(run):
@@ -39,15 +42,15 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         rank.check_world(run, args.world_size, args.device.type)
         rank.first_barrier(run, args.device)
         rank.allow_fsdp_on_cpu()
-        # The imports took long. What follows takes memory, and fails where the model is broken: the server says that.
+        # The next steps need memory and fail for a broken model, which the server reports better. So wait for it now.
         rank.wait_for_first_server(run, args.vllm_server_timeout, stop)
-        _leave_if_asked(stop, run, args.device)
+        _exit_if_stopped(stop, run, args.device)
         tokenizer = load_tokenizer(model_args, args)
         fetched, source_class = fetched_datasets(run), rollout_class(partial(getattr, script_args))
-        prompts, held_out = _prompts_of(script_args, args, tokenizer, fetched, source_class)
+        prompts, held_out = _load_datasets(script_args, args, tokenizer, fetched, source_class)
         source = source_class(script_args, args, run) if source_class else None
         args.model_init_kwargs = model_init_kwargs(model_args, args)
-        _leave_if_asked(stop, run, args.device)
+        _exit_if_stopped(stop, run, args.device)
         trainer = trainer_class(
             model=model_args.model_name_or_path,
             reward_funcs=load_rewards(script_args, args, run, prompts.counts.left_out),
@@ -63,33 +66,35 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
             source=source,
         )
         dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
-        shared = trainer.accelerator.distributed_type.name
-        rank.check_sharing(run, shared, dtype)
-        trained = {str(one.dtype).removeprefix("torch.") for one in trainer.model.parameters() if one.requires_grad}
-        rank.check_updates(shared, trainer.accelerator.mixed_precision, trained, args)
+        distributed_type = trainer.accelerator.distributed_type.name
+        rank.check_sharing(run, distributed_type, dtype)
+        trained = {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad}
+        trained_names = {str(dtype).removeprefix("torch.") for dtype in trained}
+        rank.check_updates(distributed_type, trainer.accelerator.mixed_precision, trained_names, args)
         checkpoint = newest_complete(run / "checkpoints")
         if trainer.accelerator.is_main_process:
             print(f"grpo: {prompts}; first prompt:\n{shortened(prompts.example)}")
             if held_out:
                 print(f"grpo: {held_out}")
-            said = [str(one) for one in (prompts, held_out) if one]
+            summaries = [str(dataset) for dataset in (prompts, held_out) if dataset]
             counts = {"read": prompts.counts.read, "too_long": prompts.counts.too_long}
-            append_json(run / "prompts.jsonl", {"step": 0, "said": said, **counts})  # for the terminal and the report
+            # The terminal and the report read this row.
+            append_json(run / "prompts.jsonl", {"step": 0, "said": summaries, **counts})
             if checkpoint is not None and args.ignore_data_skip:
                 print("grpo: ignore_data_skip: the order of the data restarts")
         trainer.add_callback(UntrainedBenchmarks(trainer, script_args, run, stop.requested))
-        _leave_if_asked(stop, run, args.device)
+        _exit_if_stopped(stop, run, args.device)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         trainer.rows.enter("end")
         save_model(trainer, run / "model")
         run_benchmarks(trainer, script_args, run, stop.requested, fetched)
 
 
-def _prompts_of(
+def _load_datasets(
     script_args: ScriptArguments, args: GRPOConfig, tokenizer: PreTrainedTokenizerBase, fetched: Fetched,
     source_class: type[Source] | None,
 ) -> tuple[Prompts, Prompts | None]:  # fmt: skip
-    """Return the prompts to train on and to evaluate on, of the recipe's datasets or of its source."""
+    """Load the prompts to train on and to evaluate on, from the recipe's datasets or from its source."""
     least, evaluates = args.generation_batch_size // args.num_generations, args.eval_strategy != "no"
     if source_class is None:
         common = args.seed, args.chat_template_kwargs, fetched
@@ -100,22 +105,22 @@ def _prompts_of(
     return prompts, source_class.evaluation_prompts(script_args) if evaluates else None
 
 
-def _leave_if_asked(stop: StopRequest, run: Path, device: torch.device) -> None:
-    """End the set-up, all ranks together, when the run is asked to stop."""
+def _exit_if_stopped(stop: StopRequest, run: Path, device: torch.device) -> None:
+    """End the process, together on all ranks, if a stop was requested."""
     if agreed(stop, device):
         raise stopped_before_a_step(run / "checkpoints")
 
 
 def load_callbacks(specs: Iterable[str], copies: Path | None = None) -> list[TrainerCallback]:
-    """Make the callbacks that a recipe names; files are run from ``copies``, the run's folder of them, where given."""
+    """Create the callbacks of a recipe. Files run from the copies in ``copies``, if it is given."""
     return [_load_callback(spec, copies) for spec in specs]
 
 
 def _load_callback(spec: str, copies: Path | None) -> TrainerCallback:
-    found = load_object(spec, copies)
-    if not (isinstance(found, type) and issubclass(found, TrainerCallback)):
-        what = f"'{spec}' is not a subclass of transformers.TrainerCallback"
-        raise config_error("callbacks", what, "derive the class from TrainerCallback")
-    fix = "let its __init__ take no argument"
-    with translate(TypeError, lambda error: config_error("callbacks", f"'{spec}' cannot be made ({error})", fix)):
-        return found()
+    callback = load_object(spec, copies)
+    if not (isinstance(callback, type) and issubclass(callback, TrainerCallback)):
+        problem = f"'{spec}' is not a subclass of transformers.TrainerCallback"
+        raise config_error("callbacks", problem, "derive the class from TrainerCallback")
+    fix = "remove the required arguments of its __init__"
+    with translate(TypeError, lambda error: config_error("callbacks", f"'{spec}' can't be created ({error})", fix)):
+        return callback()

@@ -146,7 +146,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         if (verdicts := accuracy(self.rewards_BR, self.reward_func_names)) is not None:
             judged_B, right_B = verdicts
             return judged_B.view_as(rewards_PG), right_B.view_as(rewards_PG)
-        right_PG = maxent.centred(rewards_PG) > maxent.EQUAL
+        right_PG = maxent.centered(rewards_PG) > maxent.EQUAL
         return right_PG.any(dim=1, keepdim=True).expand_as(right_PG), right_PG
 
     def _weights(self, groups: Groups) -> torch.Tensor:
@@ -157,7 +157,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             with translate(ValueError, lambda error: config_error("maxent_objective", f"maxrl: {error}", fix)):
                 return maxent.reward_shares(groups.rewards_PG.masked_fill(~groups.learns_PG, torch.nan))
         if args.maxent_objective == "tempered":
-            utilities_PG = maxent.centred(groups.rewards_PG)
+            utilities_PG = maxent.centered(groups.rewards_PG)
             if args.maxent_utility == "length_scaled":
                 utilities_PG = utilities_PG * groups.lengths_PG / self.max_completion_length
             return maxent.tempered_weights(utilities_PG.masked_fill(~groups.learns_PG, torch.nan), self.tau)
@@ -175,7 +175,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         """
         args, learning_P1 = self.args, groups.learns_PG.sum(dim=1, keepdim=True)
         if args.maxent_objective == "tempered":
-            return (learning_P1 * weights_PG * maxent.centred(groups.rewards_PG)).nan_to_num(nan=0.0)
+            return (learning_P1 * weights_PG * maxent.centered(groups.rewards_PG)).nan_to_num(nan=0.0)
         if args.maxent_objective == "maxrl":
             return (learning_P1 * weights_PG - 1).masked_fill(~groups.learns_PG | (weights_PG.sum(1, True) == 0), 0.0)
         normalized, policy_PG = policy_per_token(partial(getattr, args)), groups.policy_logps_PG

@@ -5,6 +5,7 @@ and asked again. When the run is asked to stop, no request is waited for.
 """
 
 import contextlib
+import copy
 import inspect
 import os
 import threading
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import requests
 import torch
@@ -94,6 +95,25 @@ class BridgeClient(VLLMClient):
     def using_seed(self, seed: int) -> contextlib.AbstractContextManager[None]:
         """Derive sampling seeds inside from this one; a run without them still has none."""
         return replaced(self, _seed=self._seed if self._seed is None else seed)
+
+    @contextlib.contextmanager
+    def answering_with(self, generate: Callable[..., dict[str, Any]]) -> Iterator[None]:
+        """Let ``generate`` answer the calls of ``self.generate`` inside."""
+        vars(self)["generate"] = generate
+        try:
+            yield
+        finally:
+            del vars(self)["generate"]
+
+    def copy_for(self, generation_name: str) -> Self:
+        """Return a client that samples one generation, also after a stop request: the checkpoint needs it."""
+        client = copy.copy(self)
+        client.generation_name, client.stop = generation_name, StopRequest(self._run_dir)
+        return client
+
+    def give_up(self) -> None:
+        """Let the requests of this client end, without an answer."""
+        self._stops = True
 
     def attach(self, trainer: Any) -> None:
         """Take from the trainer that it serves what it needs beside the weights; called once, on rank 0."""
