@@ -1,7 +1,7 @@
 """The members of the trainer that other packages may use.
 
 Weight bridges, sources of completions and benchmarks receive the trainer and rely only on ``Trainer``.
-``trainers.grpo.GRPOTrainer`` implements it. The module stands below ``weights``, the lowest package that receives a
+``trainers.grpo.GRPOTrainer`` implements it. The module is below ``weights``, the lowest package that receives a
 trainer. Two protocols extend it: ``rollouts.source.SamplingTrainer`` adds the source of completions, and
 ``trainers.protocol`` adds the state that only the trainer's own helpers may change.
 
@@ -113,7 +113,7 @@ class Trainer(Protocol):
 
     @property
     def loaded_step(self) -> int:
-        """The optimizer step whose weights vLLM holds; -1 before the first transfer."""
+        """The optimizer step of the weights in vLLM. -1 before the first transfer."""
 
     def note_loaded_step(self, step: int) -> None:
         """Record that vLLM now holds the weights of this optimizer step."""

@@ -402,8 +402,8 @@ def test_learning_from_wrong_answers_is_said_once(
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"loss_type": "bnpo"}, "loss_type: bnpo"),
-        ({"scale_rewards": "batch"}, "scale_rewards: batch"),
+        ({"loss_type": "bnpo"}, "loss_type: expected .*, got bnpo"),
+        ({"scale_rewards": "batch"}, "scale_rewards: expected .*, got batch"),
         ({"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation"),
     ],
 )

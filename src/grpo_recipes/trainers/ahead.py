@@ -24,7 +24,7 @@ from grpo_recipes.weights.client import BridgeClient, run_in_thread
 from grpo_recipes.weights.sampling import sampling_seed
 
 _PROBE_TOKENS = 32  # length of the completion that the guard compares
-_LOST_SECONDS = 10.0  # time without an answer of the server after which a stopping run drops the generation
+_LOST_SECONDS = 10.0  # a stopping run drops the generation if the server does not answer for so long
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PendingGeneration:
 
     name: str
     prompts: list[Tokens]
-    step: int  # the optimizer step whose weights sample it
+    step: int  # the optimizer step of the weights that sample it
     answer: Future[dict[str, Any]]
     client: BridgeClient | None = None  # the client of the request; None after a resume, when the answer is known
 
@@ -69,7 +69,7 @@ class OverlappedRollouts(ServerRollouts):
     # --- a generation ----------------------------------------------------------------------------------------------
 
     @property
-    def probes(self) -> bool:  # type: ignore[override]
+    def probes(self) -> bool:
         """Whether the guard compares a completion of ``probe``. Completions of the training have older weights."""
         return bool(self._trainer.model.training)
 

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 import numpy
 import torch
@@ -361,7 +361,7 @@ def digested_saves(folder: Path) -> Iterator[dict[str, str]]:
             return
         with path.open("wb") as file:
             digested = _DigestedFile(file)
-            torch_save(obj, digested, *args, **kwargs)
+            torch_save(obj, cast(IO[bytes], digested), *args, **kwargs)
         name = str(path.relative_to(folder))
         digests[name], stats[name] = digested.digest.hexdigest(), path.stat()
 
@@ -404,6 +404,7 @@ def begin_epoch(sampler: RepeatSampler | None, epoch: int) -> None:
     A stream has no sampler. accelerate sets its epoch.
     """
     if sampler is not None and sampler.shuffle:
+        assert sampler.seed is not None  # TRL passes the recipe's seed
         sampler.generator.manual_seed(sampler.seed)
         for _ in range(epoch):
             torch.randperm(sampler.num_samples, generator=sampler.generator)

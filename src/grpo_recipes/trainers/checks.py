@@ -22,7 +22,7 @@ from grpo_recipes.weights.guard import CALIBRATING_SYNCS, TOLERANCES, WeightsDif
 
 # fp16 starts with gradients times 65536 and halves the factor with each skipped step. After 17 steps it is below 1.
 MOST_SKIPPED = 20
-_SLOW_SHARE = 0.5  # share of a reward's time limit from which a call counts as slow
+_SLOW_SHARE = 0.5  # a call is slow if it takes this fraction of the reward's time limit
 _SLOWEST, _MOST_ROWS = 3, 20  # rows of a generation in slow_rewards.jsonl: slow completions, all
 _LONGEST_TEXT = 500  # characters
 
@@ -47,7 +47,7 @@ def not_finite(trainer: InnerTrainer, problem: str) -> NotFinite:
 
 
 class Checks:
-    """End the run if a number is not finite, where transformers would take the step, or samples have other weights."""
+    """End the run if a number is not finite (transformers would take the step) or samples have stale weights."""
 
     def __init__(self, trainer: InnerTrainer):
         self._trainer = trainer

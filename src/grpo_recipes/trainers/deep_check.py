@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from transformers import GenerationConfig
+from peft import LoraConfig
+from transformers import GenerationConfig, PreTrainedModel
 from trl import TrlParser, get_peft_config
 
 from grpo_recipes import smoke
@@ -130,6 +131,7 @@ def _is_smoke(recipe: Recipe) -> bool:
 
 def _adapted_layers(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> int:
     """Return the number of layers that the LoRA keys select."""
+    model: PreTrainedModel
     if _is_smoke(recipe):
         model = smoke.build_model(smoke.build_tokenizer(), tied=recipe["model_name_or_path"].endswith("-tied"))
     else:
@@ -140,7 +142,9 @@ def _adapted_layers(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -
         return ConfigError(*problems)
 
     with translate(ConfigError, add_locations):
-        return check_adapter(model, get_peft_config(model_args))
+        config = get_peft_config(model_args)
+        assert isinstance(config, LoraConfig)  # the recipe has use_peft
+        return check_adapter(model, config)
 
 
 def _tokenizer(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> Any:

@@ -17,7 +17,7 @@ import datasets
 import torch
 import trl
 from accelerate.utils import is_peft_model
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 from trl.trainer.utils import RepeatSampler
 
@@ -53,6 +53,12 @@ class GRPOTrainer(trl.GRPOTrainer):
     """
 
     args: GRPOConfig
+    # Narrower types than in TRL and transformers.
+    model: PreTrainedModel
+    num_generations: int
+    num_generations_eval: int
+    max_completion_length: int
+    _buffered_inputs: Any
 
     def __init__(
         self,
@@ -85,7 +91,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if source is not None:
             kwargs["rollout_func"] = source
         self.sampler: RepeatSampler | None = None  # the order of the prompts; None for a stream
-        self.temperature_B: torch.Tensor | None = None  # of the current rows, (B,), if they differ from the recipe's
+        self.temperature_B: torch.Tensor | None = None  # (B,) for the current rows, if they differ from the recipe's
         self._samples_file = run_dir / "samples.jsonl"
         with weight_bridge(args, run_dir, stop), loaded_by_every_rank(args), reference_of(args):
             super().__init__(args=args, **kwargs)
@@ -95,11 +101,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.use_vllm:
             if self.vllm_generation.mode == "server":
                 attach_client(self, client_of(args))
-            self.vllm_generation.sync_weights = self.rows.phase("sync")(self.vllm_generation.sync_weights)
+            generation: Any = self.vllm_generation  # TRL builds it and has no hook for a transfer
+            generation.sync_weights = self.rows.phase("sync")(generation.sync_weights)
         if is_peft_model(self.model):
             reject_shards(self.accelerator)
             if self.use_vllm:
-                self.vllm_generation._iter_named_params = partial(merged_parameters, self.vllm_generation.model)
+                generation = self.vllm_generation
+                generation._iter_named_params = partial(merged_parameters, generation.model)
         if source is not None:
             source.attach(self)
 
@@ -112,7 +120,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     @property
     def loaded_step(self) -> int:
-        """Return the optimizer step whose weights vLLM holds; -1 before the first transfer."""
+        """Return the optimizer step of the weights in vLLM. -1 before the first transfer."""
         return int(self._last_loaded_step)
 
     def note_loaded_step(self, step: int) -> None:
@@ -125,7 +133,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     @contextmanager
     def at_temperatures(self, temperature_B: torch.Tensor | None) -> Iterator[None]:
-        """Compute log-probs inside with one temperature per row, or with the recipe's for ``None``."""
+        """Compute log-probs inside with a temperature per row, or with the recipe's temperature for ``None``."""
         before, self.temperature_B = self.temperature_B, temperature_B
         try:
             yield
@@ -174,19 +182,21 @@ class GRPOTrainer(trl.GRPOTrainer):
         raise self.preemption.save_last_step()
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        self.sampler = super()._get_train_sampler(dataset)
-        return self.sampler
+        sampler: Any = super()._get_train_sampler(dataset)
+        self.sampler = sampler
+        return sampler
 
-    def _run_epoch(self, *args: Any, epoch: int, resume_from_checkpoint: str | None, **kwargs: Any) -> None:
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Run an epoch in its own order of prompts. Skip it after the last step, where transformers takes one more."""
-        if ended_by_callback(resume_from_checkpoint) or self.state.global_step >= self.state.max_steps:
+        epoch, checkpoint = kwargs["epoch"], kwargs["resume_from_checkpoint"]
+        if ended_by_callback(checkpoint) or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
         begin_epoch(self.sampler, epoch)
-        is_resumed = resume_from_checkpoint is not None and epoch == kwargs["epochs_trained"]
+        is_resumed = checkpoint is not None and epoch == kwargs["epochs_trained"]
         skips_data = is_resumed and not self.args.ignore_data_skip
         self.rollouts.begin_epoch(epoch, kwargs["steps_trained_in_current_epoch"] if skips_data else 0)
-        super()._run_epoch(*args, epoch=epoch, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        super()._run_epoch(*args, **kwargs)
         self.preemption.step_completed()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,7 +290,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _show_advantages(self, advantages_B: torch.Tensor) -> None:
         """Write these advantages of all ranks to samples and TRL's tables of completions."""
-        logged = self._logs["advantages"]
+        logged: Any = self._logs["advantages"]
         for _ in range(min(len(advantages_B), len(logged))):  # TRL has just appended the generation's own
             logged.pop()
         logged.extend(advantages_B.tolist())
@@ -323,14 +333,20 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def move_controllers(self) -> None:
         """Move ``beta`` towards ``kl_target`` by TRL's ``kl`` of the step, over its micro-batches and ranks."""
-        if "kl" not in self.controllers:
+        controller = self._kl_controller
+        if controller is None:
             return
         micro_batches = self.current_gradient_accumulation_steps
         kls = self._metrics["train"]["kl"][-micro_batches:]
         self.add_metric("beta", self.beta)  # the value in this step
         completions = self.args.per_device_train_batch_size * micro_batches * self.accelerator.num_processes
-        self.controllers["kl"].update(sum(kls) / len(kls), completions)
-        self.beta = self.controllers["kl"].beta
+        controller.update(sum(kls) / len(kls), completions)
+        self.beta = controller.beta
+
+    @property
+    def _kl_controller(self) -> KLController | None:
+        controller = self.controllers.get("kl")
+        return controller if isinstance(controller, KLController) else None
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
         """Return the gradient norm as a number, and check that it is finite."""
@@ -393,8 +409,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if checkpoint is not None:
             load = partial(super()._load_optimizer_and_scheduler, checkpoint)
             self.checkpoints.load_optimizer(Path(checkpoint), load)
-            if "kl" in self.controllers:
-                self.beta = self.controllers["kl"].beta
+            if self._kl_controller:
+                self.beta = self._kl_controller.beta
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random states, and the state that transformers does not save."""
@@ -414,16 +430,19 @@ class GRPOTrainer(trl.GRPOTrainer):
         name = self.evaluation.set_name(eval_dataset, metric_key_prefix)
         if name in self.evaluation.earlier_metrics:
             return dict(self.evaluation.earlier_metrics[name])
+        metrics: dict[str, float] = {}
         with self.evaluation.running(name):
-            self.preemption.stop_if_agreed()  # save first: the time left may be seconds
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        return {}
+            self.preemption.stop_if_agreed()  # saving comes first, because only seconds may be left
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return metrics
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         """Predict as in transformers, with the metrics of ``evaluate``. Write no row, leave the training unchanged."""
+        nothing: Any = None
+        output = PredictionOutput(predictions=nothing, label_ids=None, metrics={})
         with self.evaluation.running():
-            return super().predict(*args, **kwargs)
-        return PredictionOutput(predictions=None, label_ids=None, metrics={})
+            output = super().predict(*args, **kwargs)
+        return output
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         """Make an evaluation that is due. A run that is stopped in it owes it."""

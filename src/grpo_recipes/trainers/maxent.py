@@ -59,6 +59,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         if targets := tau_targets(partial(getattr, args)):
             if len(targets) > 1:
                 raise ValueError(f"{' and '.join(targets)} can't be combined. Fix: keep one target of tau")
+            assert self._fixed_tau is not None  # only objectives with a temperature have targets
             self.controllers["tau"] = maxent.TauController(
                 self._fixed_tau, args.maxent_tau_lr, args.maxent_tau_min, args.maxent_tau_max,
                 TAU_TARGETS[targets[0]], getattr(args, targets[0]), args.maxent_tau_warmup_steps,
@@ -156,20 +157,22 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             fix = "rescale the reward to be at least 0, or set another maxent_objective"
             with translate(ValueError, lambda error: config_error("maxent_objective", f"maxrl: {error}", fix)):
                 return maxent.reward_shares(groups.rewards_PG.masked_fill(~groups.learns_PG, torch.nan))
+        tau = self.tau
+        assert tau is not None  # only maxrl has no temperature
         if args.maxent_objective == "tempered":
             utilities_PG = maxent.centered(groups.rewards_PG)
             if args.maxent_utility == "length_scaled":
                 utilities_PG = utilities_PG * groups.lengths_PG / self.max_completion_length
-            return maxent.tempered_weights(utilities_PG.masked_fill(~groups.learns_PG, torch.nan), self.tau)
+            return maxent.tempered_weights(utilities_PG.masked_fill(~groups.learns_PG, torch.nan), tau)
         rewards_PG = groups.rewards_PG.masked_fill(~groups.learns_PG, torch.nan)
         q_PG = maxent.listwise_q(rewards_PG, args.maxent_q_temperature, args.maxent_q_epsilon)
         ref_PG = groups.ref_logps_PG
         if ref_PG is not None and args.maxent_length_normalize_ref:
             ref_PG = ref_PG / groups.lengths_PG.clamp(min=1)
-        return maxent.target_weights(q_PG, ref_PG, self.tau, self._target_beta)
+        return maxent.target_weights(q_PG, ref_PG, tau, self._target_beta)
 
     def _advantages(self, groups: Groups, weights_PG: torch.Tensor) -> torch.Tensor:
-        """Return the advantages, (P, G), with which TRL's loss has the objective's gradient.
+        """Return the advantages, (P, G), that give TRL's loss the gradient of the objective.
 
         ``grpo`` takes a mean over tokens. ``dr_grpo`` divides a sum by ``max_completion_length``, which is undone here.
         """

@@ -29,7 +29,7 @@ from grpo_recipes.trainers.protocol import InnerTrainer
 PHASES = ("sample", "score", "sync", "save", "evaluate")
 LONGEST_TEXT = 4000  # characters
 _LONGEST_EPISODE = 16_000  # characters of all texts of an episode
-_SHORTEST_CUT = 200  # characters to which a text of an episode may be cut
+_SHORTEST_CUT = 200  # least characters of a cut text of an episode
 
 
 class MetricsRows:
@@ -397,12 +397,13 @@ class Evaluation:
         means |= reward_means(*scored)
         at_k = group_scores(*scored, self._answers[: len(counted)], repeats) if prompts else {}
         means |= {name: score for name, (score, _) in at_k.items()}
-        output.metrics.update({f"{prefix}_{name}": mean for name, mean in means.items()})
+        all_metrics: dict[str, Any] = output.metrics if output.metrics is not None else {}
+        all_metrics.update({f"{prefix}_{name}": mean for name, mean in means.items()})
         trainer._metrics["eval"].clear()  # otherwise TRL logs them again under its own names
         self.rewards = None
         if description == "Evaluation" and trainer.accelerator.is_main_process:
             set_columns, start = ({}, "eval_") if self._set is None else ({"set": self._set}, f"eval_{self._set}_")
-            metrics = {f"{start}{name.removeprefix(f'{prefix}_')}": value for name, value in output.metrics.items()}
+            metrics = {f"{start}{name.removeprefix(f'{prefix}_')}": value for name, value in all_metrics.items()}
             metrics.pop(f"{start}model_preparation_time", None)  # transformers' metric of a process's first evaluation
             metrics |= {f"{start}{name}_ci": list(limits) for name, (_, limits) in at_k.items() if limits is not None}
             for column, metric in recorded_columns().items():

@@ -76,7 +76,7 @@ def reference_of(args: GRPOConfig) -> Iterator[None]:
     """
     name, model_id = args.ref_model_name_or_path, grpo_trainer.get_config_model_id
     if name:
-        grpo_trainer.get_config_model_id = lambda _: name
+        grpo_trainer.get_config_model_id = lambda config: str(name)
     try:
         yield
     finally:
@@ -136,8 +136,10 @@ def local_shard(parameter: torch.Tensor) -> torch.Tensor:
 def load_lora_config(model_args: ModelConfig, trust_remote_code: bool) -> LoraConfig | None:
     """Return the recipe's adapter, checked against the model's configuration. ``None`` without ``use_peft``."""
     config = trl.get_peft_config(model_args)
-    if config is not None:
-        check_adapter(skeleton(model_args, trust_remote_code), config)
+    if config is None:
+        return None
+    assert isinstance(config, LoraConfig)  # the only kind that TRL makes
+    check_adapter(skeleton(model_args, trust_remote_code), config)
     return config
 
 
@@ -179,7 +181,7 @@ def check_adapter(model: PreTrainedModel, config: LoraConfig) -> int:
 
 
 def reject_shards(accelerator: Accelerator) -> None:
-    """Reject a LoRA run whose CONFIG_FILE shards the weights. No process could merge the adapter into whole weights."""
+    """Reject LoRA with sharded weights, which a CONFIG_FILE can request. No process could merge the adapter."""
     if shards_weights(accelerator):
         fix = "set another file in CONFIG_FILE, or unset it and set accelerator: ddp or zero2"
         raise ValueError(f"LoRA with ZeRO-3 or FSDP is not supported. Fix: {fix}")
@@ -215,7 +217,7 @@ def _merged(layer: Any) -> torch.Tensor:
 
 def save_merged(model: PeftModel, folder: Path) -> None:
     """Write the merged model for ``from_pretrained``."""
-    base = model.get_base_model()
+    base: Any = model.get_base_model()
     parameters = dict(base.named_parameters(remove_duplicate=False))
     tensors = {name: tensor for name, tensor in base.state_dict().items() if name not in parameters}  # buffers
     tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in merged_parameters(model)}

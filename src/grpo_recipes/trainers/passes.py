@@ -39,10 +39,10 @@ def in_trimmed_passes(
     is_padded = padding_free or rows * width > MOST_FED * int(widths_B.sum())
     has_options = any(value not in (None, False) for value in (*args, *kwargs.values()))
     is_special = bool((prompt_lengths_B == 0).any()) or has_options
-    passes_of_ranks, is_padded, is_special = _largest_of_ranks(trainer, len(groups), is_padded, is_special)
-    if is_special or not is_padded:
+    most_passes, any_padded, any_special = _largest_of_ranks(trainer, len(groups), is_padded, is_special)
+    if any_special or not any_padded:
         return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, *args, **kwargs)
-    groups = split(groups, passes_of_ranks)
+    groups = split(groups, most_passes)
     parts: list[list[torch.Tensor]] = []
     for group in groups:
         # A rank without rows makes the pass too, because other ranks need it, and drops the results.

@@ -81,9 +81,15 @@ class InnerTrainer(SamplingTrainer, Protocol):
     aux_loss_enabled: bool
     _step: int
     _tr_loss: torch.Tensor
-    _metrics: dict[str, dict[str, list[float]]]
-    _logs: dict[str, Any]
     _buffered_inputs: list[dict[str, Any]] | None
+
+    @property
+    def _metrics(self) -> Mapping[str, dict[str, list[float]]]:
+        """TRL's values of metrics since the last log, by mode and name."""
+
+    @property
+    def _logs(self) -> Mapping[str, Any]:
+        """TRL's table of completions of the last generation, by column."""
 
     @property
     def controllers(self) -> Mapping[str, Controller]:
@@ -102,7 +108,7 @@ class InnerTrainer(SamplingTrainer, Protocol):
         """The clock of the step under way."""
 
     def at_temperatures(self, temperature_B: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Compute log-probs inside with one temperature per row, or with the recipe's for ``None``."""
+        """Compute log-probs inside with a temperature per row, or with the recipe's temperature for ``None``."""
 
     def save_model(self, output_dir: str) -> None:
         """Write the model, as in transformers."""

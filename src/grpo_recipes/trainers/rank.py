@@ -193,7 +193,7 @@ def keep_outputs_as_computed(accelerator: Accelerator) -> None:
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     if isinstance(policy := getattr(plugin, "mixed_precision_policy", None), MixedPrecisionPolicy):
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
