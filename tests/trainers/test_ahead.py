@@ -183,7 +183,7 @@ def test_a_generation_sampled_for_nothing_is_given_up_when_the_run_is_stopped(
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    server.sampling_seconds = 0.05
+    server.sampling_seconds = 0.5
     _, stopped = run(folder, Moment(stop_file(folder).touch, "score", 3), **keys(server))
     assert stopped is not None
     assert "/pause?mode=abort" in server.calls

@@ -80,7 +80,7 @@ def test_no_prompt_fits(sums, tmp_path):
     (problem,) = refused(sums(max_prompt_length=5), tmp_path)
     assert (
         "none of 64 prompts fits, the shortest has 7 tokens" in problem
-        and "write 7, the longest of these, or more" in problem
+        and "set max_prompt_length: 7, the longest of these, or more" in problem
     )
 
 

@@ -185,7 +185,7 @@ class OverlappedRollouts(ServerRollouts):
             if not stop.requested() or self._client._served_names() is not None:
                 lost_at = time.monotonic() + _LOST_SECONDS
         if not is_done or (pending.answer.exception() is not None and stop.requested()):
-            print("grpo: lost the generation sampled ahead with the server; sampling it again", flush=True)
+            print("grpo: the generation sampled ahead was lost with the server; sampling it again", flush=True)
             self._pending = None
 
     @property
