@@ -78,7 +78,7 @@ def test_a_ratio_is_held_where_a_few_completions_are_right(tmp_path: Path, model
 
 
 def test_two_targets_are_refused(tmp_path: Path, model: str) -> None:
-    with pytest.raises(ValueError, match="maxent_target_ratio and maxent_target_weight_entropy are given"):
+    with pytest.raises(ValueError, match="maxent_target_ratio and maxent_target_weight_entropy can't be combined"):
         make_trainer(tmp_path, model, **HELD_TAU, maxent_target_ratio=4.0)
 
 
