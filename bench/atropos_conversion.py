@@ -59,9 +59,9 @@ def measure(texts: list[str]) -> dict[str, float]:
 
     def timed(name: str, work: Callable[[Any], Any], items: list[Any]) -> list[Any]:
         start = time.process_time()
-        made = [work(item) for item in items]
+        results = [work(item) for item in items]
         seconds[name] = time.process_time() - start
-        return made
+        return results
 
     plain = timed("parse", json.loads, texts)
     rows = timed("to arrays", to_arrays, plain)
@@ -95,10 +95,15 @@ def _group(draw: random.Random, several_turns: bool) -> Group:
     trained = [at >= PROMPT and not (several_turns and 120 <= at < 150) for at in range(PROMPT + COMPLETION)]
     return Group(
         tokens=tokens,
-        masks=[[token if own else UNTRAINED for token, own in zip(row, trained, strict=True)] for row in tokens],
+        masks=[
+            [token if is_trained else UNTRAINED for token, is_trained in zip(row, trained, strict=True)]
+            for row in tokens
+        ],
         scores=[float(draw.random() < 0.5) for _ in tokens],
-        inference_logprobs=[[_float32(-draw.expovariate(2)) if own else 1.0 for own in trained] for _ in tokens],
-        advantages=[[float(own) for own in trained] for _ in tokens] if several_turns else None,
+        inference_logprobs=[
+            [_float32(-draw.expovariate(2)) if is_trained else 1.0 for is_trained in trained] for _ in tokens
+        ],
+        advantages=[[float(is_trained) for is_trained in trained] for _ in tokens] if several_turns else None,
         generation_params={"policy_version": 3, "temperature": 1.0},
         overrides=[{} for _ in tokens],
         env_id=0,

@@ -121,7 +121,7 @@ class Saves:
             run_dir=folder,
         )  # fmt: skip
         self._trainer.train()
-        self.parameters = sum(one.numel() for one in model.parameters())
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.save(None)
         self.bytes = sum(path.stat().st_size for path in self._kept().rglob("*") if path.is_file())
 
@@ -157,7 +157,7 @@ class Saves:
     def verification(self) -> dict[str, float]:
         """Return what the launcher's check of a checkpoint takes, its files in the page cache and not."""
         self.save(CANDIDATES[OURS])
-        found = {}
+        seconds = {}
         for name in ("not in the page cache", "in the page cache"):
             if name.startswith("not"):
                 for path in self._kept().iterdir():
@@ -166,8 +166,8 @@ class Saves:
             began = time.perf_counter()
             if verified_checkpoint(self._checkpoints, print) is None:
                 raise SystemExit("the checkpoint is not there")
-            found[f"seconds, {name}"] = round(time.perf_counter() - began, 3)
-        return found
+            seconds[f"seconds, {name}"] = round(time.perf_counter() - began, 3)
+        return seconds
 
 
 @contextmanager
@@ -185,34 +185,34 @@ def _without_digests() -> Iterator[None]:
 
 
 def _in_turn(saves: Saves, rounds: int) -> list[dict[str, tuple[float, float]]]:
-    found = []
+    rounds_measured = []
     for index in range(rounds):
-        others = CANDIDATES if index % EVERY == 0 else {OURS: CANDIDATES[OURS]}
-        arms: dict[str, Callable[[], Any] | None] = {WITHOUT: None, **others}
-        found.append({name: saves.save(arms[name]) for name in (arms if index % 2 == 0 else reversed(arms))})
-    return found
+        candidates = CANDIDATES if index % EVERY == 0 else {OURS: CANDIDATES[OURS]}
+        arms: dict[str, Callable[[], Any] | None] = {WITHOUT: None, **candidates}
+        rounds_measured.append({name: saves.save(arms[name]) for name in (arms if index % 2 == 0 else reversed(arms))})
+    return rounds_measured
 
 
 def _ratios(rounds: list[dict[str, tuple[float, float]]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    statistics_by_arm: dict[str, Any] = {}
     for name in (WITHOUT, *CANDIDATES):
-        with_it = [one for one in rounds if name in one]
-        found[name] = {
-            "median_seconds": round(statistics.median(one[name][0] for one in with_it), 3),
-            "median_cpu_seconds": round(statistics.median(one[name][1] for one in with_it), 3),
+        measured = [row for row in rounds if name in row]
+        statistics_by_arm[name] = {
+            "median_seconds": round(statistics.median(row[name][0] for row in measured), 3),
+            "median_cpu_seconds": round(statistics.median(row[name][1] for row in measured), 3),
         }
         if name != WITHOUT:
-            ratios = sorted(one[name][0] / one[WITHOUT][0] for one in with_it)
+            ratios = sorted(row[name][0] / row[WITHOUT][0] for row in measured)
             margin = 0.98 * len(ratios) ** 0.5  # of ranks, by the binomial's normal approximation
             low, high = (round(len(ratios) / 2 + side * margin) for side in (-1, 1))
-            found[name] |= {
+            statistics_by_arm[name] |= {
                 "ratio_median": round(statistics.median(ratios), 4),
                 "ratio_median_95": [round(ratios[max(low, 0)], 4), round(ratios[min(high, len(ratios) - 1)], 4)],
                 "ratio_min_max": [round(ratios[0], 4), round(ratios[-1], 4)],
                 "rounds": len(ratios),
             }
-        found[name]["raw_seconds"] = [round(one[name][0], 3) for one in with_it]
-    return found
+        statistics_by_arm[name]["raw_seconds"] = [round(row[name][0], 3) for row in measured]
+    return statistics_by_arm
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ def _of_episodes(row: dict[str, Any], prefix: str) -> dict[str, float]:
 
 def _blind_move(generator: random.Random) -> str:
     """Return the move of a player who does not look at the game: any number, malformed half of the time."""
-    one, other = generator.randrange(10), generator.randrange(10)
-    return generator.choice([f"[{one}]", f"[{one}]", f"{one}", f"[{one}] [{other}]"])
+    first, second = generator.randrange(10), generator.randrange(10)
+    return generator.choice([f"[{first}]", f"[{first}]", f"{first}", f"[{first}] [{second}]"])
 
 
 def baseline(recipe: Path, mode: str, times: int = TIMES) -> dict[str, Any]:
@@ -87,7 +87,11 @@ def baseline(recipe: Path, mode: str, times: int = TIMES) -> dict[str, Any]:
             environment_eval_episodes=keys["environment_eval_episodes"],
         )
     )  # fmt: skip
-    game, found, began = Game(keys["environment"].partition(":")[2], keys["environment_args"]), [], time.perf_counter()
+    game, episodes, began = (
+        Game(keys["environment"].partition(":")[2], keys["environment_args"]),
+        [],
+        time.perf_counter(),
+    )
     for seed, number in ((seed, number) for seed in rows["seed"] for number in range(times)):
         generator = random.Random(f"{seed}/{number}")
         turns: list[Turn] = [game.reset(seed)]
@@ -95,13 +99,13 @@ def baseline(recipe: Path, mode: str, times: int = TIMES) -> dict[str, Any]:
             turns.append(game.step(BASELINES[mode](game, generator)))
         legal = statistics.fmean(float(turn.info["legal"]) for turn in turns[1:])
         role, won = str(turns[-1].info["role"]).lower(), float(turns[-1].info.get("won", 0))
-        found.append({"legal": legal, "won": won, "turns": len(turns) - 1.0,
+        episodes.append({"legal": legal, "won": won, "turns": len(turns) - 1.0,
                       f"reward_{role}": sum(turn.reward for turn in turns)})  # fmt: skip
-    names = dict.fromkeys(name for one in found for name in one)
-    values = {name: [one[name] for one in found if name in one] for name in names}
+    names = dict.fromkeys(name for episode in episodes for name in episode)
+    values = {name: [episode[name] for episode in episodes if name in episode] for name in names}
     means = {f"eval_episodes/{name}": round(statistics.fmean(of_all), 4) for name, of_all in values.items()}
     return {
-        "recipe": str(recipe.resolve().relative_to(home())), "mode": mode, "episodes_played": len(found),
+        "recipe": str(recipe.resolve().relative_to(home())), "mode": mode, "episodes_played": len(episodes),
         "evaluated": [means], "seconds": round(time.perf_counter() - began, 1),
     }  # fmt: skip
 

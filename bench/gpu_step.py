@@ -103,39 +103,41 @@ def release() -> None:
 
 def gradients(bench: Bench) -> dict[str, Any]:
     """Norm of the difference to bare TRL's gradient, over its norm."""
-    found: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     half = bench.shape._replace(micro_batch=bench.shape.micro_batch // 2)
     arms: dict[str, tuple[Keys, Shape]] = {
         BARE: (None, bench.shape), HALF: (None, half), OURS: ({}, bench.shape), FREE: (PADDING_FREE, bench.shape)
     }  # fmt: skip
     for bf16 in (False, True) if GPU else (False,):
         for name, loss in LOSSES.items():
-            taken = {}
+            gradients_by_arm = {}
             for arm, (keys, shape) in arms.items():
                 callback = Gradient()
                 trainer = bench.trainer(keys, callback, model=bench.small, shape=shape, bf16=bf16, **loss)
                 trainer.train()
-                taken[arm] = callback.found
+                gradients_by_arm[arm] = callback.found
                 del trainer
                 release()
             precision = "bfloat16 autocast" if bf16 else "float32"
-            found.setdefault(precision, {})[name] = {
-                arm: distance(one, taken[BARE]) for arm, one in taken.items() if arm != BARE
+            differences.setdefault(precision, {})[name] = {
+                arm: distance(gradient, gradients_by_arm[BARE])
+                for arm, gradient in gradients_by_arm.items()
+                if arm != BARE
             }
-    return found
+    return differences
 
 
-def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Return the norm of the difference over that of the other."""
-    assert one.keys() == other.keys() and other
-    apart = sum(float((one[name] - other[name]).double().square().sum()) for name in other)
-    whole = sum(float(weight.double().square().sum()) for weight in other.values())
+def distance(gradient: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    """Return the norm of the difference over that of the reference."""
+    assert gradient.keys() == reference.keys() and reference
+    apart = sum(float((gradient[name] - reference[name]).double().square().sum()) for name in reference)
+    whole = sum(float(weight.double().square().sum()) for weight in reference.values())
     return float(f"{(apart / whole) ** 0.5:.3g}")
 
 
 def memory(bench: Bench) -> dict[str, Any]:
     """Measure the bytes at the worst moment of two steps."""
-    found: dict[str, Any] = {}
+    peaks: dict[str, Any] = {}
     for lengths in ("lognormal", "equal"):
         for arm, (keys, rows) in micro_batches(bench.shape).items():
             release()
@@ -145,10 +147,10 @@ def memory(bench: Bench) -> dict[str, Any]:
             trainer = bench.trainer(keys, TrainerCallback(), steps=2, shape=shape)
             trainer.train()
             tokens = rows * (shape.longest + PROMPT)  # the most of a micro-batch
-            found.setdefault(lengths, {})[arm] = {**held(), "tokens_per_micro_batch": tokens}
+            peaks.setdefault(lengths, {})[arm] = {**held(), "tokens_per_micro_batch": tokens}
             del trainer
     release()
-    return found
+    return peaks
 
 
 def micro_batches(shape: Shape) -> dict[str, tuple[Keys, int]]:
@@ -176,42 +178,42 @@ def with_estimates(measured: dict[str, Any], sizes: dict[str, Any], shape: Shape
         "lora_modules_to_save": None, "lora_r": 0, "optim": "adamw_torch", "use_peft": False,
         "vllm_enable_sleep_mode": False, "vllm_tensor_parallel_size": 1,
     }  # fmt: skip
-    found: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     for lengths, arms in measured["found"].items():
         for arm, row in arms.items():
             size = {"per_device_train_batch_size": row["tokens_per_micro_batch"] // workload["sequence"]}
             parts = Workload({**workload, **size}).trainer()
             estimated = {"estimated": parts | {"total": sum(parts.values())}}
-            found.setdefault(lengths, {})[arm] = row | estimated
-    return measured | {"found": found, "workload": workload}
+            rows.setdefault(lengths, {})[arm] = row | estimated
+    return measured | {"found": rows, "workload": workload}
 
 
 def updates(bench: Bench) -> dict[str, Any]:
     """Share of the weights that another value has after one step of AdamW."""
-    found = {}
+    changed_fractions = {}
     for dtype in ("bfloat16", "float32"):
-        given = {"learning_rate": 1e-6, "model_init_kwargs": {"dtype": dtype}, "lr_scheduler_type": "constant"}
-        trainer = bench.trainer(None, TrainerCallback(), model=bench.small, **given)
+        keys = {"learning_rate": 1e-6, "model_init_kwargs": {"dtype": dtype}, "lr_scheduler_type": "constant"}
+        trainer = bench.trainer(None, TrainerCallback(), model=bench.small, **keys)
         before = {name: weight.detach().cpu().clone() for name, weight in trainer.model.named_parameters()}
         trainer.train()
         after = {name: weight.detach().cpu() for name, weight in trainer.model.named_parameters()}
         changed = sum(int((after[name] != weight).sum()) for name, weight in before.items())
-        found[dtype] = round(changed / sum(weight.numel() for weight in before.values()), 4)
+        changed_fractions[dtype] = round(changed / sum(weight.numel() for weight in before.values()), 4)
         del trainer
         release()
-    return found
+    return changed_fractions
 
 
 def update(lengths: str, bench: Bench) -> dict[str, Any]:
     """Seconds of a step and their ratio to those of bare TRL beside them."""
     arms: dict[str, Keys] = {BARE: None, AGAIN: None, OURS: {}} | ({FREE: PADDING_FREE} if lengths != "equal" else {})
-    given = {"shape": bench.shape._replace(lengths=lengths), "steps": bench.steps + SKIPPED + 1}
-    taken = interleave({arm: partial(bench.trainer, keys, **given) for arm, keys in arms.items()})
-    seconds = {arm: values[SKIPPED:] for arm, values in taken.items()}
+    common = {"shape": bench.shape._replace(lengths=lengths), "steps": bench.steps + SKIPPED + 1}
+    seconds_by_arm = interleave({arm: partial(bench.trainer, keys, **common) for arm, keys in arms.items()})
+    seconds = {arm: values[SKIPPED:] for arm, values in seconds_by_arm.items()}
     return {
         arm: {
             "ratio": ratio(values, seconds[BARE]), "seconds_median": round(statistics.median(values), 4),
-            "seconds": [round(one, 4) for one in values],
+            "seconds": [round(value, 4) for value in values],
         }
         for arm, values in seconds.items()
     }  # fmt: skip
@@ -251,12 +253,12 @@ def main() -> None:
         for name in options.only or PARTS:
             began = time.perf_counter()
             try:
-                found = PARTS[name](bench)
+                findings = PARTS[name](bench)
             except Exception as error:
-                found = {"failed": f"{type(error).__name__}: {error}"}
+                findings = {"failed": f"{type(error).__name__}: {error}"}
                 traceback.print_exc()
-            result[name] = {"found": found, "gpu": gpu()} | finished(origin)
-            if name == "memory" and "failed" not in found:
+            result[name] = {"found": findings, "gpu": gpu()} | finished(origin)
+            if name == "memory" and "failed" not in findings:
                 result[name] = with_estimates(result[name], result["sizes"], shape)
             release()
             print(f"{name}: {time.perf_counter() - began:.0f} s\n{json.dumps(result[name], indent=1)}", flush=True)
@@ -267,12 +269,12 @@ def gpu() -> dict[str, Any]:
     """Return what GPU it is, and what drives it."""
     if not GPU:
         return {"name": None}
-    asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     return {
-        "nvidia-smi": said, "torch's CUDA": torch.version.cuda, "capability": capability, "cudnn_sdp_enabled": cudnn
+        "nvidia-smi": answer, "torch's CUDA": torch.version.cuda, "capability": capability, "cudnn_sdp_enabled": cudnn
     }  # fmt: skip
 
 

@@ -24,19 +24,19 @@ class Interleaver:
         self._changed = threading.Condition()
         self.failed = False
 
-    def wait(self, own: int) -> None:
-        """Wait for the turn of training ``own``; a RuntimeError says that another training has failed."""
+    def wait(self, index: int) -> None:
+        """Wait for the turn of training ``index``; raise a RuntimeError if another training has failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self.failed or self._round[self._place] == own)
+            self._changed.wait_for(lambda: self.failed or self._round[self._place] == index)
             if self.failed:
                 raise RuntimeError("another training has failed")
 
-    def hand_on(self, own: int, *, done: bool = False, failed: bool = False) -> None:
-        """End the turn of ``own``; with ``done`` it has no other."""
+    def hand_on(self, index: int, *, done: bool = False, failed: bool = False) -> None:
+        """End the turn of training ``index``. After ``done`` it gets no other turn."""
         with self._changed:
             self.failed |= failed
             if done:
-                self._left.discard(own)
+                self._left.discard(index)
             for _ in self._round:
                 self._place = (self._place + 1) % len(self._round)
                 if self._round[self._place] in self._left:
@@ -47,8 +47,8 @@ class Interleaver:
 class InterleavedTraining(TrainerCallback):
     """Begin the steps of one training in its turn, with its own random state."""
 
-    def __init__(self, order: Interleaver, own: int) -> None:
-        self._order, self._own = order, own
+    def __init__(self, order: Interleaver, index: int) -> None:
+        self._order, self._own = order, index
         self._began: float | None = None
         self.seconds: list[float] = []
 
@@ -69,21 +69,21 @@ def interleave(makers: dict[str, Callable[[TrainerCallback], Any]]) -> dict[str,
     Each maker builds a trainer with the callback it is given.
     """
     order = Interleaver(len(makers))
-    parts = [InterleavedTraining(order, own) for own in range(len(makers))]
+    parts = [InterleavedTraining(order, index) for index in range(len(makers))]
     trainers = [make(part) for make, part in zip(makers.values(), parts, strict=True)]
 
-    def train(own: int) -> None:
+    def train(index: int) -> None:
         torch.set_num_threads(1)
         try:
-            order.wait(own)
+            order.wait(index)
             torch.manual_seed(0)
-            trainers[own].train()
-            order.hand_on(own, done=True)
+            trainers[index].train()
+            order.hand_on(index, done=True)
         except BaseException:
-            order.hand_on(own, done=True, failed=True)
+            order.hand_on(index, done=True, failed=True)
             raise
 
-    threads = [threading.Thread(target=train, args=(own,)) for own in range(len(makers))]
+    threads = [threading.Thread(target=train, args=(index,)) for index in range(len(makers))]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -36,9 +36,9 @@ def begin(out: Path, *packages: str, target: str = "") -> dict[str, Any]:
     changed = uncommitted()
     if changed and any(out.resolve().is_relative_to(home() / folder) for folder in RECORDS):
         where = f"{Path(sys.argv[0]).name}: {out.resolve().relative_to(home())}"
-        what = changed[0] + (f" and {len(changed) - 1} more" if len(changed) > 1 else "")
+        changes = changed[0] + (f" and {len(changed) - 1} more" if len(changed) > 1 else "")
         fix = "commit or remove it, or write elsewhere with --out"
-        print(f"{where}: {what}, so that the record could not name the code that ran; {fix}", file=sys.stderr)
+        print(f"{where}: {changes}, so that the record could not name the code that ran; {fix}", file=sys.stderr)
         raise SystemExit(2)
     return {
         "command": _command(target),
@@ -69,7 +69,15 @@ def append_record(out: Path, row: dict[str, Any], origin: dict[str, Any]) -> Non
 
 def uncommitted() -> list[str]:
     """Return what the code here has beside its commit, an entry for each file."""
-    git = ["git", "status", "--porcelain", "--untracked-files=all", "--", ".", *(f":(exclude){one}" for one in WRITTEN)]
+    git = [
+        "git",
+        "status",
+        "--porcelain",
+        "--untracked-files=all",
+        "--",
+        ".",
+        *(f":(exclude){folder}" for folder in WRITTEN),
+    ]
     try:
         lines = subprocess.run(git, cwd=home(), capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
@@ -87,11 +95,11 @@ def _command(target: str) -> str:
 
 
 def _versions(*packages: str) -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found | {"python": platform.python_version()}
+            versions[name] = importlib.metadata.version(name)
+    return versions | {"python": platform.python_version()}
 
 
 def _processor() -> str:

@@ -88,16 +88,16 @@ def write(result: dict[str, Any], path: Path, origin: dict[str, Any]) -> None:
 def compared(case: dict[str, Any]) -> dict[str, Any]:
     """A case with its estimates, from what is recorded of it."""
     model = model_facts(case["config"])
-    work, found = Workload({**case["workload"], **model}), {"parameters": model["parameters"]}
+    work, result = Workload({**case["workload"], **model}), {"parameters": model["parameters"]}
     for role, parts in (("trainer", work.trainer()), ("server", work.server())):
         total, measured = sum(parts.values()), case[role]["measured"]
-        found[role] = {
+        result[role] = {
             "measured": measured,
             "estimated": total,
             "ratio": round(total / measured, 4),
             "parts": parts,
         }
-    return {**case, **found}
+    return {**case, **result}
 
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def launch(flags: list[str], folder: Path) -> dict[str, int]:
     if run.returncode:
         raise SystemExit((folder / "log").read_text())
     return {
-        role: sum(max(seen) for seen in processes.values() if len(seen) >= LEAST_LOOKS)
+        role: sum(max(sizes) for sizes in processes.values() if len(sizes) >= LEAST_LOOKS)
         for role, processes in looks.items()
     }
 
@@ -174,8 +174,8 @@ def look(runs: Path, looks: dict[str, dict[int, list[int]]]) -> None:
             note(pid, looks["trainer"])
         elif record.name == "server.json":
             with contextlib.suppress(psutil.NoSuchProcess):
-                for one in [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]:
-                    note(one, looks["server"])
+                for process_id in [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]:
+                    note(process_id, looks["server"])
 
 
 def note(pid: int, looks: dict[int, list[int]]) -> None:

@@ -73,21 +73,21 @@ def curves(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     """Train each task with each seed in both ways."""
     for name in options.tasks:
         task = TASKS[name](cache_root(os.environ) / "smoke")
-        made = map(json.loads, options.out.read_text().splitlines() if options.out.exists() else ())
-        known = {(row["task"], row["seed"], row["overlap"]) for row in made if row["part"] == "curves"}
-        left = [(seed, overlap) for seed in range(options.seeds) for overlap in (False, True)]
-        left = [one for one in left if (name, *one) not in known]
-        if not left:
+        records = map(json.loads, options.out.read_text().splitlines() if options.out.exists() else ())
+        known = {(row["task"], row["seed"], row["overlap"]) for row in records if row["part"] == "curves"}
+        missing = [(seed, overlap) for seed in range(options.seeds) for overlap in (False, True)]
+        missing = [pair for pair in missing if (name, *pair) not in known]
+        if not missing:
             continue
         with tempfile.TemporaryDirectory() as folder, server(task) as port:
-            for seed, overlap in left:
+            for seed, overlap in missing:
                 began = time.perf_counter()
                 rows = train(task, Path(folder) / f"{seed}-{overlap}", port, seed, overlap, max_steps=STEPS)
                 row = {
                     "part": "curves", "task": name, "seed": seed, "overlap": overlap, "steps": STEPS,
-                    "reward": [round(one["reward"], 5) for one in rows],
-                    "ratio": [round(one["sampling/importance_sampling_ratio/mean"], 5) for one in rows],
-                    "off_policy": [one.get("rollouts/steps_off_policy", 0.0) for one in rows],
+                    "reward": [round(metrics["reward"], 5) for metrics in rows],
+                    "ratio": [round(metrics["sampling/importance_sampling_ratio/mean"], 5) for metrics in rows],
+                    "off_policy": [metrics.get("rollouts/steps_off_policy", 0.0) for metrics in rows],
                     "seconds": round(time.perf_counter() - began, 1),
                 }  # fmt: skip
                 append_record(options.out, row, origin)
@@ -105,11 +105,13 @@ def timed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
         os.sched_setaffinity(0, {cores[0]})
         for index in range(options.rounds):
             for overlap in (False, True) if index % 2 == 0 else (True, False):
-                where = Path(folder) / f"{index}-{overlap}"
-                rows = train(task, where, port, index, overlap, max_steps=TIMED_STEPS, **length)[SKIPPED:]
-                seconds[overlap].append(statistics.median(one["seconds/step"] for one in rows))
+                run_folder = Path(folder) / f"{index}-{overlap}"
+                rows = train(task, run_folder, port, index, overlap, max_steps=TIMED_STEPS, **length)[SKIPPED:]
+                seconds[overlap].append(statistics.median(row["seconds/step"] for row in rows))
                 phases = ("sample", "sync", "score", "update")
-                parts[overlap].append({one: statistics.median(row[f"seconds/{one}"] for row in rows) for one in phases})
+                parts[overlap].append(
+                    {phase: statistics.median(row[f"seconds/{phase}"] for row in rows) for phase in phases}
+                )
             print(index, seconds[False][-1], seconds[True][-1], parts[False][-1], flush=True)
     ratios = [after / before for before, after in zip(seconds[False], seconds[True], strict=True)]
     row = {
@@ -119,9 +121,10 @@ def timed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
         "rounds": len(ratios),
         **{
             name: {
-                "seconds_per_step": [round(one, 4) for one in seconds[overlap]],
+                "seconds_per_step": [round(value, 4) for value in seconds[overlap]],
                 "phases": {
-                    key: round(statistics.median(one[key] for one in parts[overlap]), 4) for key in parts[overlap][0]
+                    phase: round(statistics.median(row[phase] for row in parts[overlap]), 4)
+                    for phase in parts[overlap][0]
                 },
             }
             for name, overlap in (("synchronous", False), ("overlapped", True))

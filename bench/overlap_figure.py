@@ -19,10 +19,10 @@ Runs = dict[bool, list[list[float]]]  # whether overlapped -> seed -> rewards
 
 def runs_of(rows: list[dict[str, Any]], task: str) -> Runs:
     """Return the rewards of the seeds that were run in both ways."""
-    made = {(row["overlap"], row["seed"]): row["reward"] for row in rows if row["part"] == "curves"
+    rewards = {(row["overlap"], row["seed"]): row["reward"] for row in rows if row["part"] == "curves"
             and row["task"] == task}  # fmt: skip
-    seeds = sorted({seed for _, seed in made if (True, seed) in made and (False, seed) in made})
-    return {overlap: [made[overlap, seed] for seed in seeds] for overlap in (False, True)}
+    seeds = sorted({seed for _, seed in rewards if (True, seed) in rewards and (False, seed) in rewards})
+    return {overlap: [rewards[overlap, seed] for seed in seeds] for overlap in (False, True)}
 
 
 def means(runs: list[list[float]], begin: int) -> list[float]:
@@ -54,7 +54,7 @@ def _table(title: str, runs: Runs) -> str:
         pair = means(runs[False], begin), means(runs[True], begin)
         apart = [after - before for before, after in zip(*pair, strict=True)]
         margin = T_95[seeds] * statistics.stdev(apart) / math.sqrt(seeds)
-        shown = " | ".join(f"{statistics.mean(one):.3f}" for one in pair)
+        shown = " | ".join(f"{statistics.mean(values):.3f}" for values in pair)
         lines.append(f"| {begin + 1} to {begin + WINDOW} | {shown} | {statistics.mean(apart):+.3f} ± {margin:.3f} |")
     reached = [_reached([steps_to(run) for run in runs[overlap]]) for overlap in (False, True)]
     text = f"Steps until the mean reward of {OVER} steps was {LEVEL}: {reached[0]}; with overlap {reached[1]}."
@@ -62,11 +62,11 @@ def _table(title: str, runs: Runs) -> str:
 
 
 def _reached(steps: list[float]) -> str:
-    known = [one for one in steps if one < math.inf]
-    if not known:
+    reached = [count for count in steps if count < math.inf]
+    if not reached:
         return "never"
-    left = f" (in {len(known)} of {len(steps)} seeds)" if len(known) < len(steps) else ""
-    return f"{min(known)} to {max(known)}, median {statistics.median(known):g}{left}"
+    note = f" (in {len(reached)} of {len(steps)} seeds)" if len(reached) < len(steps) else ""
+    return f"{min(reached)} to {max(reached)}, median {statistics.median(reached):g}{note}"
 
 
 def draw(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -40,8 +40,8 @@ def sums(cache: Path) -> Task:
     """Return the task of recipes/smoke/grpo.yaml."""
     folder = cache / f"sums-{smoke.fingerprint()}"
     smoke.make(folder)
-    found = load_dataset("json", data_files=str(folder / "train.jsonl"), split="train")
-    prompts = found.map(lambda row: {"prompt": _chat(row["problem"])}, remove_columns=["problem"])
+    rows = load_dataset("json", data_files=str(folder / "train.jsonl"), split="train")
+    prompts = rows.map(lambda row: {"prompt": _chat(row["problem"])}, remove_columns=["problem"])
     return Task(str(folder / "model"), prompts, pure_accuracy_math, {"max_completion_length": 8})
 
 
@@ -73,8 +73,10 @@ def _prompt(answer: str) -> str:
 def _any_expression(answer: str, rng: random.Random) -> str:
     """Return a well-formed expression of the numbers, which is seldom right."""
     first, second, third = rng.sample(list(map(str, problem_of(answer)["numbers"])), 3)
-    one, other = rng.choices("+-*/", k=2)
-    return rng.choice([f"{first}{one}{second}{other}{third}", f"({first}{one}{second}){other}{third}"])
+    operator, second_operator = rng.choices("+-*/", k=2)
+    return rng.choice(
+        [f"{first}{operator}{second}{second_operator}{third}", f"({first}{operator}{second}){second_operator}{third}"]
+    )
 
 
 def _pretrain(answers: list[str], folder: Path) -> None:
@@ -83,19 +85,19 @@ def _pretrain(answers: list[str], folder: Path) -> None:
     tokenizer = smoke.build_tokenizer()
     model = smoke.build_model(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), RATE)
-    prompts = [tokenizer.apply_chat_template(_chat(_prompt(one)), add_generation_prompt=True) for one in answers]
-    prompts = [one["input_ids"] if not isinstance(one, list) else one for one in prompts]
-    known = [right_answers(one) for one in answers]
+    prompts = [tokenizer.apply_chat_template(_chat(_prompt(answer)), add_generation_prompt=True) for answer in answers]
+    prompts = [prompt["input_ids"] if not isinstance(prompt, list) else prompt for prompt in prompts]
+    right_by_problem = [right_answers(answer) for answer in answers]
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     for step in range(STEPS):
         chosen = [place for place in range(len(answers)) for _ in range(COPIES)]
         texts = [
-            _any_expression(answers[place], rng) if rng.random() < WRONG_SHARE else rng.choice(known[place])
+            _any_expression(answers[place], rng) if rng.random() < WRONG_SHARE else rng.choice(right_by_problem[place])
             for place in chosen
         ]
         ids = [[*prompts[place], *tokenizer(text)["input_ids"], end] for place, text in zip(chosen, texts, strict=True)]
         longest = max(map(len, ids))
-        rows_BT = torch.tensor([one + [pad] * (longest - len(one)) for one in ids])
+        rows_BT = torch.tensor([row + [pad] * (longest - len(row)) for row in ids])
         labels_BT = rows_BT.clone()
         for row, place in enumerate(chosen):
             labels_BT[row, : len(prompts[place])] = -100

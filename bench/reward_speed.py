@@ -89,9 +89,12 @@ def _compared(options: argparse.Namespace) -> dict[str, float]:
                             rates[label].setdefault(task, []).append(result["median"])
         finally:
             subprocess.run([*git, "remove", "--force", str(other)], check=True)
-    here, there = rates["this code"], rates[options.against]
+    rates_here, rates_against = rates["this code"], rates[options.against]
     print(json.dumps(rates, indent=1))
-    return {f"ratio, {task}": round(statistics.median(here[task]) / statistics.median(there[task]), 2) for task in here}
+    return {
+        f"ratio, {task}": round(statistics.median(rates_here[task]) / statistics.median(rates_against[task]), 2)
+        for task in rates_here
+    }
 
 
 def _options() -> argparse.Namespace:
@@ -138,7 +141,7 @@ def _measure(judge: Callable[..., list[float | None]], make: Callable[[int], Row
         rates.append(len(completions) / (time.perf_counter() - start))
         rates_cpu.append(len(completions) / (time.process_time() - start_cpu))
         expected = [float(index % 2 == 0) for index in range(len(values))]
-        wrong = [one for one in zip(answers, values, expected, strict=True) if one[1] != one[2]]
+        wrong = [judged for judged in zip(answers, values, expected, strict=True) if judged[1] != judged[2]]
         assert not wrong, wrong[0]
     result = {"median": round(statistics.median(rates)), "raw": [round(rate) for rate in rates]}
     # Of use on a machine that others use too; children's time is not in it.

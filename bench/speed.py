@@ -111,7 +111,7 @@ class Bench:
                 "seconds_median": round(statistics.median(values), 4),
                 **({"seconds_sampling": round(statistics.median(sampling[name][SKIPPED:]), 4)} if port else {}),
                 "fed_per_real_token": round(fed[name][0] / fed[name][1], 3),
-                "seconds": [round(one, 4) for one in values],
+                "seconds": [round(value, 4) for value in values],
             }
             for name, values in seconds.items()
         }
@@ -130,12 +130,12 @@ def _clocked(seconds: list[float], call: Callable[..., Any], *args: Any, **kwarg
         seconds.append(time.perf_counter() - began)
 
 
-def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
+def ratio(values: list[float], base_values: list[float]) -> dict[str, float]:
     """Return the median of the ratios of neighbouring steps, and the 95 % interval by its order statistics."""
-    found = sorted(own / other for own, other in zip(ours, theirs, strict=True))
-    count, half = len(found), 0.98 * len(found) ** 0.5
+    ratios = sorted(value / base for value, base in zip(values, base_values, strict=True))
+    count, half = len(ratios), 0.98 * len(ratios) ** 0.5
     low, high = max(0, int(count / 2 - half)), min(count - 1, int(count / 2 + half))
-    return {"median": round(statistics.median(found), 3), "low": round(found[low], 3), "high": round(found[high], 3)}
+    return {"median": round(statistics.median(ratios), 3), "low": round(ratios[low], 3), "high": round(ratios[high], 3)}
 
 
 def shapes() -> dict[str, Shape]:
@@ -161,9 +161,9 @@ def added(bench: Bench) -> dict[str, Any]:
     rows: list[float] = []
     timed = partial(_clocked, rows, metrics.append_json)
     with served(bench.model) as port, patch.object(metrics, "append_json", timed):
-        found = bench.compare(ADDED, Shape("equal"), port)
+        arms = bench.compare(ADDED, Shape("equal"), port)
     steps = (bench.steps + SKIPPED + 1) * (len(ADDED) - 2)
-    return {"arms": found, "seconds_of_rows_a_step": round(sum(rows) / steps, 5)}
+    return {"arms": arms, "seconds_of_rows_a_step": round(sum(rows) / steps, 5)}
 
 
 def overlap(bench: Bench) -> dict[str, Any]:
@@ -180,13 +180,16 @@ def maxent(bench: Bench) -> dict[str, Any]:
 def commands(bench: Bench) -> dict[str, Any]:
     """Seconds of commands, and to the first step; CPU seconds beside them, which other work does not lengthen."""
     grpo, recipe = str(Path(sys.executable).with_name("grpo")), str(home() / "recipes/smoke/grpo.yaml")
-    found: dict[str, Any] = {name: [_timed([grpo, name, recipe]) for _ in range(5)] for name in ("check", "plan")}
-    found = {
-        name: dict(zip(("seconds", "cpu"), zip(*values, strict=True), strict=True)) for name, values in found.items()
+    seconds_by_command: dict[str, Any] = {
+        name: [_timed([grpo, name, recipe]) for _ in range(5)] for name in ("check", "plan")
+    }
+    seconds_by_command = {
+        name: dict(zip(("seconds", "cpu"), zip(*values, strict=True), strict=True))
+        for name, values in seconds_by_command.items()
     }
     launch = [grpo, "launch", recipe, "--max_steps", "1", "--save_strategy", "no"]
     first_step(launch, bench.scratch)  # makes the smoke model, where nobody has
-    return found | {"launch": [first_step(launch, bench.scratch) for _ in range(min(3, bench.steps))]}
+    return seconds_by_command | {"launch": [first_step(launch, bench.scratch) for _ in range(min(3, bench.steps))]}
 
 
 def _timed(argv: list[str]) -> tuple[float, float]:
@@ -199,13 +202,13 @@ def _timed(argv: list[str]) -> tuple[float, float]:
 
 def growth(bench: Bench) -> dict[str, Any]:
     """The ratio of ``update`` as one thing grows."""
-    found: dict[str, Any] = {}
-    for what, several in GROWTH.items():
-        for shape in several:
+    ratios: dict[str, Any] = {}
+    for parameter, shapes_of_one in GROWTH.items():
+        for shape in shapes_of_one:
             many = shape.ranks > 1
             compared = _on_ranks(bench, shape) if many else bench.compare({BARE: None, OURS: {}}, shape)
-            found.setdefault(what, {})[str(getattr(shape, what))] = compared
-    return found
+            ratios.setdefault(parameter, {})[str(getattr(shape, parameter))] = compared
+    return ratios
 
 
 def _on_ranks(bench: Bench, shape: Shape) -> dict[str, Any]:
@@ -222,9 +225,9 @@ def _on_ranks(bench: Bench, shape: Shape) -> dict[str, Any]:
 def _as_rank(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         shape = Shape(ranks=int(os.environ["WORLD_SIZE"]))
-        found = Bench(Path(scratch), options.rank_steps).compare({BARE: None, OURS: {}}, shape)
+        comparison = Bench(Path(scratch), options.rank_steps).compare({BARE: None, OURS: {}}, shape)
     if os.environ["RANK"] == "0":
-        write_json(options.out, found)
+        write_json(options.out, comparison)
 
 
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
@@ -246,10 +249,10 @@ def main() -> None:
         bench = Bench(Path(scratch), 4 if options.quick else options.steps)
         for name in options.only or PARTS:
             load, began = [round(load, 2) for load in os.getloadavg()], time.perf_counter()
-            found = PARTS[name](bench)
-            taken = round(time.perf_counter() - began)
-            result[name] = finished(origin) | {"found": found, "load_before": load, "took_seconds": taken}
-            print(f"{name}: {taken} s", flush=True)
+            findings = PARTS[name](bench)
+            seconds = round(time.perf_counter() - began)
+            result[name] = finished(origin) | {"found": findings, "load_before": load, "took_seconds": seconds}
+            print(f"{name}: {seconds} s", flush=True)
             write_json(options.out, result)
     if options.out == RECORD:
         write_page(result)

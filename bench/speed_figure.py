@@ -51,11 +51,11 @@ def figure(record: dict[str, Any]) -> str:
     return f"{svg}\n"
 
 
-def _rows(name: str, found: dict[str, Any]) -> Iterator[tuple[str, Found | None, float | None]]:
+def _rows(name: str, findings: dict[str, Any]) -> Iterator[tuple[str, Found | None, float | None]]:
     """Yield label, figures and goal: of the heading without figures, and of each arm."""
     heading, base, _ = PARTS[name]
     yield f"{heading}, over {base}", None, None
-    for case, arm, figures in arms_of(found, base):
+    for case, arm, figures in arms_of(findings, base):
         yield ", ".join(filter(None, (case, arm))), figures, goal_of(name, case, arm)
 
 
@@ -85,12 +85,12 @@ def _ratios(rows: list[tuple[str, Found | None, float | None]]) -> Markup:
     return element("g", *drawn, *labels, transform=f"translate({SIDE} {TOP})")
 
 
-def _growth(found: dict[str, Any], top: int) -> Markup:
+def _growth(growth: dict[str, Any], top: int) -> Markup:
     """Draw ours over bare TRL as one thing grows, a frame for each thing."""
-    highest = max(case["ours"]["ratio"]["high"] for cases in found.values() for case in cases.values())
-    up, width = axis(0.0, max(1.1, highest)), (WIDTH - GROWTH_LEFT - SIDE + GROWTH_GAP) / len(found) - GROWTH_GAP
+    highest = max(case["ours"]["ratio"]["high"] for cases in growth.values() for case in cases.values())
+    up, width = axis(0.0, max(1.1, highest)), (WIDTH - GROWTH_LEFT - SIDE + GROWTH_GAP) / len(growth) - GROWTH_GAP
     frames = []
-    for place, (what, cases) in enumerate(found.items()):
+    for index, (parameter, cases) in enumerate(growth.items()):
         xs = [width * (0.5 + number) / len(cases) for number in range(len(cases))]
         ratios = [case["ours"]["ratio"] for case in cases.values()]
         ys = [{key: _at(GROWTH_HEIGHT * (1 - up.share(value))) for key, value in ratio.items()} for ratio in ratios]
@@ -99,15 +99,15 @@ def _growth(found: dict[str, Any], top: int) -> Markup:
         frames.append(element(
             "g",
             element("path", class_="grid", d="".join(f"M0 {y}h{_at(width)}" for _, y in levels)),
-            *[element("text", short(tick), x=-8, y=y + 4, text_anchor="end") for tick, y in levels if not place],
+            *[element("text", short(tick), x=-8, y=y + 4, text_anchor="end") for tick, y in levels if not index],
             element("path", class_="c1", d=f"M{'L'.join(middles)}"),
             element("path", class_="c1 point", d="".join(f"M{point}h0" for point in middles)),
             element("path", class_="c1", d="".join(f"M{_at(x)} {y['low']}V{y['high']}"
                                                    for x, y in zip(xs, ys, strict=True))),
             *[element("text", case, x=_at(x), y=GROWTH_HEIGHT + 20, text_anchor="middle")
               for x, case in zip(xs, cases, strict=True)],
-            element("text", GROWTH[what], x=_at(width / 2), y=GROWTH_HEIGHT + 40, text_anchor="middle"),
-            transform=f"translate({_at(GROWTH_LEFT + place * (width + GROWTH_GAP))} 0)",
+            element("text", GROWTH[parameter], x=_at(width / 2), y=GROWTH_HEIGHT + 40, text_anchor="middle"),
+            transform=f"translate({_at(GROWTH_LEFT + index * (width + GROWTH_GAP))} 0)",
         ))  # fmt: skip
     heading = element("text", "Update phase as it grows, over bare TRL", class_="title", x=SIDE, y=-24)
     return element("g", heading, *frames, transform=f"translate(0 {top})")

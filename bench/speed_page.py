@@ -48,43 +48,47 @@ def goal_of(part: str, case: str | None, arm: str) -> float | None:
 def _ratios(name: str, part: dict[str, Any]) -> str:
     heading, base, _ = PARTS[name]
     arms = list(arms_of(part["found"], base))
-    cases, sampled = any(case for case, _, _ in arms), all("seconds_sampling" in found for _, _, found in arms)
+    cases, sampled = any(case for case, _, _ in arms), all("seconds_sampling" in figures for _, _, figures in arms)
     names = ["", f"ratio to {base}", "95 %", "goal", "seconds", "tokens fed per real one"]
     rows = [[""] * cases + names + ["seconds of sampling"] * sampled]
     rows.append(["---"] * len(rows[0]))
-    for case, arm, found in arms:
-        goal, ratio = goal_of(name, case, arm), found["ratio"]
-        numbers = [found["seconds_median"], found["fed_per_real_token"], *[found.get("seconds_sampling")] * sampled]
+    for case, arm, figures in arms:
+        goal, ratio = goal_of(name, case, arm), figures["ratio"]
+        numbers = [
+            figures["seconds_median"],
+            figures["fed_per_real_token"],
+            *[figures.get("seconds_sampling")] * sampled,
+        ]
         # Spaces that break no line.
         interval = f"{ratio['low']:.2f}\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}{ratio['high']:.2f}"
         shown = [f"{ratio['median']:.2f}", interval, "" if goal is None else f"{goal:.2f}"]
-        rows.append([case or ""] * cases + [arm, *shown, *(f"{one:.2f}" for one in numbers)])
-    pairs = min(len(found["seconds"]) for _, _, found in arms)
+        rows.append([case or ""] * cases + [arm, *shown, *(f"{number:.2f}" for number in numbers)])
+    pairs = min(len(figures["seconds"]) for _, _, figures in arms)
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([f"### {heading}\n\n{_circumstances(part, pairs)}\n", *lines])
 
 
 def arms_of(
-    found: dict[str, Any], base: str, case: str | None = None
+    findings: dict[str, Any], base: str, case: str | None = None
 ) -> Iterator[tuple[str | None, str, dict[str, Any]]]:
     """Yield the case, the name and the figures of each arm, but of the base."""
-    for name, inner in found.items():
-        if isinstance(inner, dict) and "ratio" in inner:
+    for name, entry in findings.items():
+        if isinstance(entry, dict) and "ratio" in entry:
             if name != base:
-                yield case, name, inner
-        elif isinstance(inner, dict):
-            yield from arms_of(inner, base, None if name == "arms" else " ".join(filter(None, (case, name))))
+                yield case, name, entry
+        elif isinstance(entry, dict):
+            yield from arms_of(entry, base, None if name == "arms" else " ".join(filter(None, (case, name))))
 
 
 def _commands(part: dict[str, Any]) -> str:
-    found, rows = part["found"], []
+    findings, rows = part["found"], []
     for name in ("check", "plan"):
-        seconds, cpu = (median(found[name][kind]) for kind in ("seconds", "cpu"))
+        seconds, cpu = (median(findings[name][kind]) for kind in ("seconds", "cpu"))
         rows.append(f"| `grpo {name}` | {seconds:.2f} | {cpu:.2f} | {GOALS[name]:.0f} |")
-    first = median(one["step 1"] for one in found["launch"])
+    first = median(launch["step 1"] for launch in findings["launch"])
     rows.append(f"| `grpo launch` to its first step | {first:.1f} | | {GOALS['launch']:.0f} |")
     head = "| command | seconds | of these on a core | goal |\n|---|---|---|---|"
-    return f"### Commands\n\n{_circumstances(part, len(found['launch']))}\n\n{head}\n" + "\n".join(rows)
+    return f"### Commands\n\n{_circumstances(part, len(findings['launch']))}\n\n{head}\n" + "\n".join(rows)
 
 
 def _circumstances(part: dict[str, Any], count: int) -> str:

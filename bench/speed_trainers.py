@@ -57,7 +57,7 @@ class Shape(NamedTuple):
             sizes = [draw.lognormvariate(0.0, 0.7) for _ in range(rows)]
         elif self.lengths == "gsm8k":
             sizes = draw.choices(solutions(), k=rows)
-        return [draw.choices(range(60, 120), k=max(1, round(self.longest * one / max(sizes)))) for one in sizes]
+        return [draw.choices(range(60, 120), k=max(1, round(self.longest * size / max(sizes)))) for size in sizes]
 
 
 def solutions() -> list[float]:
@@ -69,12 +69,12 @@ def solutions() -> list[float]:
 def build_model(folder: Path, **sizes: Any) -> Path:
     """Write a random model: by default four layers, 256 hidden units, about 3.6M parameters, untied embeddings."""
     tokenizer = smoke.build_tokenizer()
-    given = {
+    config_keys = {
         "vocab_size": len(tokenizer), "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 1024,
         "tie_word_embeddings": False, **sizes,
     }  # fmt: skip
-    config = Qwen2Config(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **given)
+    config = Qwen2Config(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **config_keys)
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -115,9 +115,9 @@ def trainer_of(
     }
     draw = random.Random(7)
     problems = ["".join(draw.choices("0123456789+", k=draw.randrange(10, 50))) for _ in range(64)]
-    ours = MaxEntGRPOTrainer if "maxent_objective" in options else GRPOTrainer
+    trainer_class = MaxEntGRPOTrainer if "maxent_objective" in options else GRPOTrainer
     with patch.object(vllm_generation, "VLLMClient", PlainClient):
-        trainer = (trl.GRPOTrainer if keys is None else ours)(
+        trainer = (trl.GRPOTrainer if keys is None else trainer_class)(
             model=str(model),
             reward_funcs=[last_token_is_even],
             args=(trl.GRPOConfig if keys is None else GRPOConfig)(**options),
@@ -153,13 +153,13 @@ def sample(
     options["generation_kwargs"] = {**(options.get("generation_kwargs") or {}), "ignore_eos": True}
     if shape.lengths == "equal":
         return dict(plain(prompts=prompts, n=n, max_tokens=max_tokens, **options))
-    wanted = [len(row) for row in shape.completions(len(prompts) * n, step())]
+    lengths = [len(row) for row in shape.completions(len(prompts) * n, step())]
 
-    def one(row: int) -> dict[str, Any]:
-        return dict(VLLMClient.generate(client, [prompts[row // n]], n=1, max_tokens=wanted[row], **options))
+    def request(row: int) -> dict[str, Any]:
+        return dict(VLLMClient.generate(client, [prompts[row // n]], n=1, max_tokens=lengths[row], **options))
 
-    with ThreadPoolExecutor(len(wanted)) as pool:
-        answers = list(pool.map(one, range(len(wanted))))
+    with ThreadPoolExecutor(len(lengths)) as pool:
+        answers = list(pool.map(request, range(len(lengths))))
     joined = {key: [row for answer in answers for row in answer[key]] for key in ("completion_ids", "logprobs")}
     return {
         "prompt_ids": prompts, **joined,
@@ -195,7 +195,9 @@ class PlainClient(VLLMClient):
 def served(model: Path) -> Iterator[int]:
     """Serve the model with the real vLLM on the last of this process's cores, and leave that to it; yield the port."""
     cores = sorted(os.sched_getaffinity(0))
-    port = next(one for one in iter(lambda: random.randrange(20000, 30000), None) if is_free("127.0.0.1", one))
+    port = next(
+        candidate for candidate in iter(lambda: random.randrange(20000, 30000), None) if is_free("127.0.0.1", candidate)
+    )
     scratch = make_scratch(os.environ)
     recipe = read_recipe(home() / "recipes/smoke/grpo.yaml")
     environment = {
@@ -221,7 +223,7 @@ def served(model: Path) -> Iterator[int]:
 
 def first_step(command: list[str], folder: Path) -> dict[str, float]:
     """Launch a recipe; return the seconds until each of its lines that names a phase, and its first step."""
-    began, found = time.perf_counter(), dict[str, float]()
+    began, seconds_by_phase = time.perf_counter(), dict[str, float]()
     environment = {**base_environment(os.environ), "GRPO_HOME": str(home())}
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -229,7 +231,7 @@ def first_step(command: list[str], folder: Path) -> dict[str, float]:
         assert run.stdout is not None
         for line in run.stdout:
             if match := re.match(r"grpo: now ([a-z ]+?)(?: \(|$)|(step 1)/", line.strip()):
-                found.setdefault(match[1] or match[2], round(time.perf_counter() - began, 2))
-    if run.returncode or "step 1" not in found:
-        raise RuntimeError(f"{command} ended with {run.returncode}, after {found}")
-    return found
+                seconds_by_phase.setdefault(match[1] or match[2], round(time.perf_counter() - began, 2))
+    if run.returncode or "step 1" not in seconds_by_phase:
+        raise RuntimeError(f"{command} ended with {run.returncode}, after {seconds_by_phase}")
+    return seconds_by_phase

@@ -56,9 +56,9 @@ def memory() -> str:
 def gpu_seconds() -> str:
     """Return what a step on a GPU takes beside bare TRL's."""
     rows = []
-    for arm, one in _record("gpu_step")["lognormal"]["found"].items():
-        ends = f"{one['ratio']['low']:.2f} to {one['ratio']['high']:.2f}"
-        rows.append([arm, f"{one['ratio']['median']:.2f}", ends, f"{one['seconds_median']:.2f}"])
+    for arm, figures in _record("gpu_step")["lognormal"]["found"].items():
+        ends = f"{figures['ratio']['low']:.2f} to {figures['ratio']['high']:.2f}"
+        rows.append([arm, f"{figures['ratio']['median']:.2f}", ends, f"{figures['seconds_median']:.2f}"])
     return markdown_table(["lognormal lengths", "ratio", "95 %", "seconds"], rows)
 
 
@@ -66,33 +66,33 @@ def gpu_memory() -> str:
     """Return what a training process on a GPU holds, beside the estimate, in GiB."""
     rows = []
     for lengths, arms in _record("gpu_step")["memory"]["found"].items():
-        for arm, one in arms.items():
-            taken = [one["allocated"], one["reserved"], one["reserved"] + one["beside torch"]]
-            cells = [f"{size / 2**30:.2f}" for size in (*taken, one["estimated"]["total"])]
-            rows.append([lengths, arm, *cells, f"{one['estimated']['total'] / taken[-1]:.2f}"])
+        for arm, figures in arms.items():
+            used = [figures["allocated"], figures["reserved"], figures["reserved"] + figures["beside torch"]]
+            cells = [f"{size / 2**30:.2f}" for size in (*used, figures["estimated"]["total"])]
+            rows.append([lengths, arm, *cells, f"{figures['estimated']['total'] / used[-1]:.2f}"])
     return markdown_table(["lengths", "trainer", "allocated", "reserved", "on the GPU", "estimated", "ratio"], rows)
 
 
 def gpu_gradients() -> str:
     """Return how far gradients on a GPU are from bare TRL's."""
-    found = _record("gpu_step")["gradients"]["found"]
+    norms = _record("gpu_step")["gradients"]["found"]
     rows = [
         [precision, f"`{loss}`", *(f"{apart:.1e}" for apart in arms.values())]
-        for precision, losses in found.items()
+        for precision, losses in norms.items()
         for loss, arms in losses.items()
     ]
-    return markdown_table(["precision", "loss_type", *next(iter(found["float32"].values()))], rows)
+    return markdown_table(["precision", "loss_type", *next(iter(norms["float32"].values()))], rows)
 
 
 def syncs() -> str:
     """Return what a sync costs by each bridge, in copies of the weights."""
     record, rows = _record("weights"), []
     for size, bridges in record["figures"].items():
-        for name, found in bridges.items():
-            memory = f"{found['pss to weights']:.2f}" if "pss to weights" in found else "-"
-            times = [f"{found[kind]:.1f}" for kind in ("sync to copy", "sync without guard to copy")]
+        for name, figures in bridges.items():
+            memory = f"{figures['pss to weights']:.2f}" if "pss to weights" in figures else "-"
+            times = [f"{figures[kind]:.1f}" for kind in ("sync to copy", "sync without guard to copy")]
             millions = f"{record['cases'][size][name]['parameters'] / 1e6:.0f}M"
-            rows.append([f"`{name}`", millions, *times, f"{found['moved to weights']:.2f}", memory])
+            rows.append([f"`{name}`", millions, *times, f"{figures['moved to weights']:.2f}", memory])
     return markdown_table(["bridge", "parameters", "sync", "without guard", "bytes that travel", "memory (PSS)"], rows)
 
 
@@ -101,11 +101,16 @@ def learned() -> str:
     runs: dict[tuple[str, str], list[list[float]]] = {}
     for row in (row for row in _rows("environments") if row.get("benchmarks")):
         (scored,) = row["benchmarks"].values()
-        found = [row["initial_reward"], row["final_reward"], scored["pass@1"], scored["pass@8"]]
-        runs.setdefault((row["recipe"].rpartition("/")[2], row["mode"]), []).append(found)
+        values = [row["initial_reward"], row["final_reward"], scored["pass@1"], scored["pass@8"]]
+        runs.setdefault((row["recipe"].rpartition("/")[2], row["mode"]), []).append(values)
     rows = [
-        [f"`{recipe}`", mode, str(len(found)), *(_mean_and_ends(list(one), "-") for one in zip(*found, strict=True))]
-        for (recipe, mode), found in runs.items()
+        [
+            f"`{recipe}`",
+            mode,
+            str(len(seeds)),
+            *(_mean_and_ends(list(column), "-") for column in zip(*seeds, strict=True)),
+        ]
+        for (recipe, mode), seeds in runs.items()
     ]
     return markdown_table(["recipe", "vLLM", "seeds", "reward before", "after", "pass@1", "pass@8"], rows)
 
@@ -117,15 +122,15 @@ def played() -> str:
         if "seed" not in row:
             rows.append([row["mode"], "-", "-", *_played(row["evaluated"])])
             continue
-        for when, found in zip(("before", "after"), row["evaluated"], strict=True):
-            runs.setdefault((f"policy {when} training", row["mode"]), []).append(found)
-    rows += [[who, mode, str(len(found)), *_played(found)] for (who, mode), found in runs.items()]
+        for when, episodes in zip(("before", "after"), row["evaluated"], strict=True):
+            runs.setdefault((f"policy {when} training", row["mode"]), []).append(episodes)
+    rows += [[who, mode, str(len(seeds)), *_played(seeds)] for (who, mode), seeds in runs.items()]
     return markdown_table(["who plays", "vLLM", "seeds", "legal", "won", "reward"], rows)
 
 
 def _played(episodes: list[dict[str, float]]) -> list[str]:
     names = [f"eval_episodes/{name}" for name in ("legal", "won", "reward_detective")]
-    return [_mean_and_ends([one[name] for one in episodes], " to ") for name in names]
+    return [_mean_and_ends([episode[name] for episode in episodes], " to ") for name in names]
 
 
 def _mean_and_ends(values: list[float], between: str) -> str:

@@ -100,26 +100,28 @@ def measure(bridge: str, model: str, rounds: int) -> dict[str, Any]:
         os.environ.update({name: value for name, value in bench.environment.items() if name.startswith("GRPO_")})
         before = psutil.Process().children()
         with bench.server() as url:
-            (server,) = (one for one in psutil.Process().children() if one not in before)
+            (server,) = (child for child in psutil.Process().children() if child not in before)
             args = GRPOConfig(output_dir=f"{folder}/out", use_cpu=True, bf16=False, report_to="none")
             client = CLIENTS[bridge](
                 args=args, run_dir=bench.run_dir, seed=None, stop=StopRequest(bench.run_dir), base_url=url,
                 connection_timeout=60,
             )  # fmt: skip
             trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-            weights = {name: one.numel() * one.element_size() for name, one in trained.named_parameters()}
-            parameters = sum(one.numel() for one in trained.parameters())
+            weights = {
+                name: parameter.numel() * parameter.element_size() for name, parameter in trained.named_parameters()
+            }
+            parameters = sum(parameter.numel() for parameter in trained.parameters())
             sync = syncing(client, trained)
             first = _seconds(sync)
             if client.checksum_error:
                 raise SystemExit(client.checksum_error)
             sync_folder = Path(os.environ["GRPO_SYNC_DIR"])
             rows = [timed_round(args, client, sync, trained, sync_folder / "copy", turn) for turn in range(rounds)]
-            files = [one for one in sync_folder.rglob("*") if one.is_file() and not one.is_symlink()]
+            files = [file for file in sync_folder.rglob("*") if file.is_file() and not file.is_symlink()]
             return {
                 "parameters": parameters,
                 "weight_bytes": sum(weights.values()),
-                "moved_bytes": sum(one.stat().st_size for one in files if one.suffix == ".safetensors"),
+                "moved_bytes": sum(file.stat().st_size for file in files if file.suffix == ".safetensors"),
                 "first_sync_seconds": first,
                 "rounds": rows,
                 "pss_bytes": {"trainer": pss([os.getpid()]), "server": pss(_tree(server))},
@@ -143,7 +145,10 @@ def syncing(client: BridgeClient, trained: PreTrainedModel) -> Callable[[], None
 
     def send() -> None:
         named = dict(trained.named_parameters())
-        shapes = [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in named.items()]
+        shapes = [
+            (name, str(parameter.dtype).removeprefix("torch."), list(parameter.shape))
+            for name, parameter in named.items()
+        ]
         client.update_named_params(shapes, iter(named.items()))
 
     return send
@@ -174,17 +179,17 @@ def plain_copy(trained: PreTrainedModel, file: Path) -> None:
     """Write all weights to a new file, one after another."""
     file.unlink(missing_ok=True)
     with file.open("wb") as target:
-        for one in trained.parameters():
-            target.write(memoryview(one.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+        for parameter in trained.parameters():
+            target.write(memoryview(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy()))
 
 
 def figures(cases: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, dict[str, float]]]:
     """Return per size and bridge the medians of the rounds' ratios, and memory beyond the idle pair in weights."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    figures_by_size: dict[str, dict[str, dict[str, float]]] = {}
     for size in (name for name in SIZES if name in cases):
         for bridge, case in cases[size].items():
             rounds, weights = case["rounds"], case["weight_bytes"]
-            one = {
+            ratios = {
                 **{f"{name} to copy": statistics.median(row[name] / _copy(row) for row in rounds) for name in SYNCS},
                 "moved to weights": case["moved_bytes"] / weights,
             }
@@ -192,9 +197,9 @@ def figures(cases: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, d
             if idle and size != IDLE:
                 for kind in ("pss_bytes", "peak_bytes"):
                     beyond = sum(case[kind].values()) - sum(idle[kind].values())
-                    one[f"{kind.removesuffix('_bytes')} to weights"] = beyond / (weights - idle["weight_bytes"])
-            found.setdefault(size, {})[bridge] = {name: round(value, 3) for name, value in one.items()}
-    return found
+                    ratios[f"{kind.removesuffix('_bytes')} to weights"] = beyond / (weights - idle["weight_bytes"])
+            figures_by_size.setdefault(size, {})[bridge] = {name: round(value, 3) for name, value in ratios.items()}
+    return figures_by_size
 
 
 def _copy(row: Mapping[str, float]) -> float:

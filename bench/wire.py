@@ -95,11 +95,11 @@ def measure(run_dir: Path, url: str, rounds: int) -> dict[str, Any]:
         "what": f"{PROMPTS * COMPLETIONS} completions of {TOKENS} tokens, smoke model, CPU",
         "a_token": {
             name: {
-                "bytes": round(one["bytes"] / SAMPLED, 2),
-                "read_microseconds": round(1e6 * one["read"] / SAMPLED, 3),
-                "handed_on_microseconds": round(1e6 * one["handed_on"] / SAMPLED, 3),
+                "bytes": round(medians_of_client["bytes"] / SAMPLED, 2),
+                "read_microseconds": round(1e6 * medians_of_client["read"] / SAMPLED, 3),
+                "handed_on_microseconds": round(1e6 * medians_of_client["handed_on"] / SAMPLED, 3),
             }
-            for name, one in medians.items()
+            for name, medians_of_client in medians.items()
         },
         "ratio": {key: ratio(raw, key) for key in ("bytes", "read", "handed_on")},
         "share_of_sampling": {
@@ -109,10 +109,12 @@ def measure(run_dir: Path, url: str, rounds: int) -> dict[str, Any]:
         "target_share": TARGET,
         "at_840x1024": {
             name: {
-                "megabytes": round(one["bytes"] / SAMPLED * GUIDES / 1e6, 1),
-                "read_and_handed_on_seconds": round((one["read"] + one["handed_on"]) / SAMPLED * GUIDES, 2),
+                "megabytes": round(medians_of_client["bytes"] / SAMPLED * GUIDES / 1e6, 1),
+                "read_and_handed_on_seconds": round(
+                    (medians_of_client["read"] + medians_of_client["handed_on"]) / SAMPLED * GUIDES, 2
+                ),
             }
-            for name, one in medians.items()
+            for name, medians_of_client in medians.items()
         },
         "raw": {name: [{key: round(value, 5) for key, value in row.items()} for row in raw[name]] for name in raw},
     }
@@ -125,10 +127,10 @@ def generation(client: FileClient, number: int) -> dict[str, Any]:
     client.session.hooks["response"] = [lambda answer, *_, **__: answers.append(answer)]
     keys = {"max_tokens": TOKENS, "generation_kwargs": {"ignore_eos": True}}
     began = time.perf_counter()
-    found = client.generate_seeded(prompts, [noise.getrandbits(40) for _ in prompts], n=COMPLETIONS, **keys)
+    answer = client.generate_seeded(prompts, [noise.getrandbits(40) for _ in prompts], n=COMPLETIONS, **keys)
     wall = time.perf_counter() - began
-    assert sum(map(len, found["completion_ids"])) == SAMPLED
-    return {"answers": answers, "bytes": sum(len(one.content) for one in answers), "wall": wall}
+    assert sum(map(len, answer["completion_ids"])) == SAMPLED
+    return {"answers": answers, "bytes": sum(len(response.content) for response in answers), "wall": wall}
 
 
 def reading(client: FileClient, answers: list[requests.Response]) -> dict[str, float]:
@@ -144,8 +146,8 @@ def reading(client: FileClient, answers: list[requests.Response]) -> dict[str, f
 
 def ratio(raw: dict[str, list[dict[str, Any]]], key: str) -> dict[str, float]:
     """The median and the extremes of arrays / json over the rounds."""
-    found = [ours[key] / theirs[key] for ours, theirs in zip(raw["arrays"], raw["json"], strict=True)]
-    return {name: round(of(found), 4) for name, of in (("median", statistics.median), ("min", min), ("max", max))}
+    ratios = [arrays[key] / json_row[key] for arrays, json_row in zip(raw["arrays"], raw["json"], strict=True)]
+    return {name: round(of(ratios), 4) for name, of in (("median", statistics.median), ("min", min), ("max", max))}
 
 
 def _median(rows: list[dict[str, float]], key: str) -> float:

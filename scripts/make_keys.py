@@ -74,12 +74,12 @@ def _property(path: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     types += ["null"] if entry["optional"] else []
     types += ["string"] if entry.get("auto") else []
     types_of = {"type": types if len(types) > 1 else types[0]}
-    found: dict[str, Any] = {**types_of, "items": part} if is_list else {**part, **types_of}
+    schema: dict[str, Any] = {**types_of, "items": part} if is_list else {**part, **types_of}
     if entry.get("choices"):
-        found["enum"] = [*entry["choices"], *([None] if entry["optional"] else [])]
-    found |= {"pattern": "^auto$"} if entry.get("auto") else {}
-    found |= {name: entry[limit] for name, limit in (("minimum", "min"), ("maximum", "max")) if limit in entry}
-    return {**found, "description": entry["help"], "default": entry["default"]}
+        schema["enum"] = [*entry["choices"], *([None] if entry["optional"] else [])]
+    schema |= {"pattern": "^auto$"} if entry.get("auto") else {}
+    schema |= {name: entry[limit] for name, limit in (("minimum", "min"), ("maximum", "max")) if limit in entry}
+    return {**schema, "description": entry["help"], "default": entry["default"]}
 
 
 if __name__ == "__main__":

@@ -124,8 +124,10 @@ def direct(used: dict[str, set[str]]) -> Iterator[tuple[str, str]]:
     reach: dict[str, set[str]] = {}
     for name in used:
         reach[name] = used[name].union(*(reach[other] for other in used[name]))
-    for name, others in used.items():
-        yield from ((name, other) for other in others if not any(other in reach[middle] for middle in others - {other}))
+    for name, imported in used.items():
+        yield from (
+            (name, other) for other in imported if not any(other in reach[middle] for middle in imported - {other})
+        )
 
 
 _WIDTH, _BOX, _ROW = 880, (104, 30), 64

@@ -29,16 +29,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HOME / "docs/assets", help="folder of the pictures")
     folder = parser.parse_args().out
-    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
         raise SystemExit(f"no browser: put one of {', '.join(BROWSERS)} on the path")
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as temporary:
         recipe = {"model_name_or_path": ("none: a made-up run", ""), "dataset_name": ("none", "")}
         summary = {"restarts": 0}
-        run = make_run(Path(made), "made-up-20261120-101500", steps=240, lift=0.45, summary=summary, recipe=recipe)
+        run = make_run(Path(temporary), "made-up-20261120-101500", steps=240, lift=0.45, summary=summary, recipe=recipe)
         page = write_report(run)
         for dark, name in enumerate(("light", "dark")):
-            picture = Path(made) / f"{name}.png"
+            picture = Path(temporary) / f"{name}.png"
             photograph(browser, page, picture, dark=bool(dark))
             Image.open(picture).convert("RGB").save(folder / f"report-{name}.webp", quality=80, method=6)
             print(folder / f"report-{name}.webp")
