@@ -1,15 +1,15 @@
-"""Sequences of 256 tokens a second between scored groups of Atropos and arrays, on one core.
+"""Measure the conversion of Atropos's scored groups to arrays and back, in sequences of 256 tokens per second and core.
 
     python bench/atropos_conversion.py [--rounds 9] [--out bench/results/atropos_conversion.json]
 
-Groups of 8 sequences as run-api hands them out: a prompt of 64 tokens, completions of 192, every fifth with a turn of
-the environment in its completions and with per-token advantages. Log-probs are float32, as vLLM computes them.
+Each group has 8 sequences in run-api's format: a prompt of 64 tokens and completions of 192 tokens. Every fifth group
+has a turn of the environment in its completions, and per-token advantages. Log-probs are float32, like vLLM's.
 
-* ``to arrays`` is what the trainer does with each group that has been parsed: read it, look for a problem, make arrays;
-* ``from arrays`` is the way back; ``there and back`` is both, and every round must give the groups unchanged;
-* ``parse`` is the JSON of run-api's answer alone, which comes before all of it.
+* ``to arrays``: the trainer's work on each parsed group: read it, check it, make arrays;
+* ``from arrays``: the reverse; ``there and back`` is the sum. In every round the groups must come back unchanged;
+* ``parse``: only the JSON parsing of run-api's answer, which comes first.
 
-Target: 20,000 a second each way.
+Target: 20,000 per second in each direction.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def measure(texts: list[str]) -> dict[str, float]:
-    """Return the CPU seconds of each conversion of these groups; AssertionError where one comes back changed."""
+    """Return the CPU seconds of each conversion; raise an AssertionError if a group comes back changed."""
     seconds: dict[str, float] = {}
 
     def timed(name: str, work: Callable[[Any], Any], items: list[Any]) -> list[Any]:

@@ -1,15 +1,14 @@
-"""What digests add to the time of a save, and what verifying a checkpoint takes.
+"""Measure the time that digests add to a save, and the time to verify a checkpoint.
 
     python bench/checkpoint_digest.py [--rounds 40] [--out bench/results/checkpoint_digest.json]
 
-Some of the digests are made while the disk is waited for, which costs time where every core is busy: on a machine that
-others use too, run it with a priority of its own (``nice -n -10`` as root).
+Some digests are made while the process waits for the disk. This costs time if every core is busy: on a shared machine,
+run this script with a higher priority (``nice -n -10`` as root).
 
-A random model of 138 million parameters takes one real step, so that its checkpoint holds weights and Adam's state in
-float32 (1.7 GB). Then the trainer saves it again and again, in each round once without digests and once with ours, in
-every tenth round once with each other candidate too. The order is reversed from round to round, and the disk comes to
-rest before each save. A ratio is that of two saves of one round; the figure is their median. ``cpu_seconds`` are those
-of the process, all its threads.
+A random model of 138 million parameters takes one real step, so that its checkpoint contains weights and Adam's state
+in float32 (1.7 GB). Each round saves it once without digests and once with our digest, and every tenth round also with
+each other candidate. The order is reversed from round to round, and the disk is idle before each save. A ratio compares
+two saves of the same round, and the figure is the median ratio. ``cpu_seconds`` are the process's, over all threads.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from grpo_recipes.trainers.grpo import GRPOTrainer
 TARGET = 1.05  # largest ratio of a save with digests to one without
 OURS = "xxh3_128"
 WITHOUT = "without digests"
-EVERY = 10  # rounds, in one of which the other candidates are measured too
+EVERY = 10  # rounds between measurements of the other candidates
 
 
 class Crc32:
@@ -155,7 +154,7 @@ class Saves:
         return round(size / min(seconds) / 1e9, 2)
 
     def verification(self) -> dict[str, float]:
-        """Return what the launcher's check of a checkpoint takes, its files in the page cache and not."""
+        """Return the seconds to verify a checkpoint, with and without its files in the page cache."""
         self.save(CANDIDATES[OURS])
         seconds = {}
         for name in ("not in the page cache", "in the page cache"):
@@ -203,7 +202,7 @@ def _ratios(rounds: list[dict[str, tuple[float, float]]]) -> dict[str, Any]:
         }
         if name != WITHOUT:
             ratios = sorted(row[name][0] / row[WITHOUT][0] for row in measured)
-            margin = 0.98 * len(ratios) ** 0.5  # of ranks, by the binomial's normal approximation
+            margin = 0.98 * len(ratios) ** 0.5  # in ranks, by the normal approximation of the binomial distribution
             low, high = (round(len(ratios) / 2 + side * margin) for side in (-1, 1))
             statistics_by_arm[name] |= {
                 "ratio_median": round(statistics.median(ratios), 4),

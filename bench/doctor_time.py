@@ -1,8 +1,8 @@
-"""How long `grpo doctor` takes: as it is, with a recipe, on a run, and when programs or hosts hang.
+"""Measure the seconds of `grpo doctor`: alone, with a recipe, on a run, and if programs or hosts hang.
 
     python bench/doctor_time.py [--repeats 9] [--out bench/results/doctor_time.json]
 
-Hanging programs are scripts before all others on PATH; the silent host is a socket that listens and never answers.
+The hanging programs are scripts at the front of PATH. The silent host is a socket that listens and never answers.
 """
 
 from __future__ import annotations

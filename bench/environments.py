@@ -1,15 +1,15 @@
-"""How far recipes of environments learn on CPU, with a vLLM server and inside the trainer.
+"""Measure the progress of environment recipes on CPU, with a vLLM server and with vLLM inside the trainer.
 
     python bench/environments.py recipes/environments/*_smoke.yaml [--seeds 1 2 3 4] [--colocate 1]
 
-One whole run of ``grpo launch`` for each recipe and seed with a server, and for each seed of ``--colocate`` with vLLM
-in the trainer, one after the other. Each adds a row to ``--out`` (bench/results/environments.jsonl): the reward before
-and after (the means of the first 3 and the last 5 steps), what the benchmarks scored at the end, what the episodes
-evaluated on were like before the first step and after the last, and seconds.
+Runs ``grpo launch`` for each recipe and seed, with a server or, for the seeds of ``--colocate``, with vLLM inside the
+trainer. Each run adds a row to ``--out`` (bench/results/environments.jsonl): the reward before and after (the means of
+the first 3 and the last 5 steps), the final benchmark scores, the evaluation episodes before the first and after the
+last step, and seconds.
 
-``--scripted`` trains nothing: it plays those episodes of a recipe of SecretMafia 16 times each by the ``BASELINES``,
-whose names are the modes of its rows: "blind" does not look at the game, and half of its moves are malformed; "drawn"
-names any other living player; "scripted" is the script's.
+``--scripted`` trains nothing. It plays the evaluation episodes of a SecretMafia recipe 16 times each with each of the
+``BASELINES``, and adds a row with the baseline's name as mode: "blind" ignores the game and makes malformed moves half
+of the time, "drawn" accuses any other living player, "scripted" follows a script.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BASELINES: dict[str, Callable[[Game, random.Random], str]] = {
 
 
 def measure(recipe: Path, mode: str, seed: int) -> dict[str, Any]:
-    """Train with this recipe once, and return the row; RuntimeError with the end of the output where it fails."""
+    """Train with this recipe once, and return the row; raise a RuntimeError with the end of the output if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         keys = ["--vllm_mode", mode, "--seed", str(seed), "--run_root", folder]
         began = time.perf_counter()
@@ -79,7 +79,7 @@ def _blind_move(generator: random.Random) -> str:
 
 
 def baseline(recipe: Path, mode: str, times: int = TIMES) -> dict[str, Any]:
-    """Play what the recipe evaluates on, each episode so many times, with the moves of a baseline; return the row."""
+    """Play the recipe's evaluation episodes ``times`` times each with a baseline, and return the row."""
     keys = read_recipe(recipe)
     rows = evaluation_episodes(
         ScriptArguments(
@@ -111,7 +111,7 @@ def baseline(recipe: Path, mode: str, times: int = TIMES) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what the command line names."""
+    """Measure the recipes of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="+", type=Path)
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3, 4])

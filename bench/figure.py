@@ -26,7 +26,7 @@ path{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}.grid{s
 """
 WIDTH, HEIGHT, GAP, LEFT, TOP = 300, 230, 62, 44, 44
 FOOT = 74
-_LOW = 0.7  # lines below it have a vertical axis of their own
+_LOW = 0.7  # lines below it have their own vertical axis
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""Whether the CUDA lock installs from the package index, and imports, on a machine without a GPU.
+"""Check that the CUDA lock installs from the package index and imports, on a machine without a GPU.
 
     python bench/gpu_lock.py [--out bench/results/gpu_lock.json]
 
-Runs ``DEVICE=cuda bash scripts/setup.sh`` on a new folder (about 10 GB, removed afterwards) and imports there what a
-run imports. It shows that the lock is complete and that its packages fit each other; no kernel runs.
+Runs ``DEVICE=cuda bash scripts/setup.sh`` in a new folder (about 10 GB, removed afterwards) and imports the packages of
+a run there. This shows that the lock is complete and consistent. No kernel runs.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""What an optimizer step takes and holds on one GPU, beside unmodified TRL and beside the estimate of `grpo plan`.
+"""Measure time and memory of an optimizer step on one GPU, against unmodified TRL and against `grpo plan`'s estimate.
 
     python bench/gpu_step.py [--only PART...] [--steps 8] [--out bench/results/gpu_step.json]
     python bench/gpu_step.py --recompute
 
-No vLLM is needed: completions are given, as in ``speed.py``. The model is random, of Qwen2.5-0.5B's sizes, in float32
-with bfloat16 autocast and gradient checkpointing. A part that fails says with what, and the others go on.
+No vLLM is needed: completions are given, as in ``speed.py``. The model is random, with Qwen2.5-0.5B's sizes, in float32
+with bfloat16 autocast and gradient checkpointing. If a part fails, its error is recorded and the other parts run.
 
-* ``gradients``: how far ours is from bare TRL's on the same completions; beside it bare TRL in smaller micro-batches;
-* ``memory``: the peak of torch's allocator, what it reserved and what the GPU held, and the estimate;
-* ``updates``: the share of weights that one AdamW step of 1e-6 changes, in bfloat16 and in float32;
-* ``lognormal``, ``equal``: seconds of a step on such lengths, trainers in turn.
+* ``gradients``: the difference to bare TRL's gradients on equal completions, also for TRL with smaller micro-batches;
+* ``memory``: the peak of torch's allocator, its reserved memory, the GPU's used memory, and the estimate;
+* ``updates``: the fraction of weights that one AdamW step of 1e-6 changes, in bfloat16 and in float32;
+* ``lognormal``, ``equal``: seconds of a step with such lengths, with trainers in turn.
 
 A part that is not measured keeps its record. ``--recompute`` replaces the estimates of a record and needs no GPU.
-``--quick`` runs all of it with a tiny model, on a CPU where there is no GPU: to see that it runs.
+``--quick`` runs every part with a tiny model, on CPU without a GPU, to see that it works.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ REAL: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
     "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
-FEWER_LAYERS = 6  # of the model whose gradients are compared
+FEWER_LAYERS = 6  # sizes of the model for the comparison of gradients
 SHAPE = Shape(longest=960, prompts=8, group=8, micro_batch=8)
 COMMON: dict[str, Any] = {"use_cpu": not GPU, "bf16": GPU, "gradient_checkpointing": True}
 PROMPT = 64  # tokens of the longest prompt, about
@@ -88,14 +88,14 @@ class Bench:
         self, keys: Keys, callback: TrainerCallback, *, steps: int = 1, model: Path | None = None,
         shape: Shape | None = None, **common: Any,
     ) -> Any:  # fmt: skip
-        """Return a trainer with a folder of its own."""
+        """Return a trainer with its own folder."""
         self._count += 1
         folder, shape = self.scratch / str(self._count), shape or self.shape
         return trainer_of(folder, model or self.model, shape, steps, keys, callback, common=COMMON | common)
 
 
 def release() -> None:
-    """Give back the memory of what is no longer used."""
+    """Free unused memory."""
     gc.collect()
     if GPU:
         torch.cuda.empty_cache()
@@ -128,7 +128,7 @@ def gradients(bench: Bench) -> dict[str, Any]:
 
 
 def distance(gradient: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    """Return the norm of the difference over that of the reference."""
+    """Return the norm of the difference divided by the norm of the reference."""
     assert gradient.keys() == reference.keys() and reference
     apart = sum(float((gradient[name] - reference[name]).double().square().sum()) for name in reference)
     whole = sum(float(weight.double().square().sum()) for weight in reference.values())
@@ -154,12 +154,12 @@ def memory(bench: Bench) -> dict[str, Any]:
 
 
 def micro_batches(shape: Shape) -> dict[str, tuple[Keys, int]]:
-    """Return the trainers whose memory is measured: their keys, and the rows of their micro-batches."""
+    """Return the trainers of the memory measurement: their keys, and the rows of their micro-batches."""
     return {BARE: (None, shape.micro_batch), OURS: ({}, shape.micro_batch), OURS_HALF: ({}, shape.micro_batch // 2)}
 
 
 def held() -> dict[str, int]:
-    """Return torch's peaks, and what the GPU has in use for all processes."""
+    """Return torch's peaks, and the GPU memory in use outside torch."""
     if not GPU:
         return {}
     free, whole = torch.cuda.mem_get_info()
@@ -205,7 +205,7 @@ def updates(bench: Bench) -> dict[str, Any]:
 
 
 def update(lengths: str, bench: Bench) -> dict[str, Any]:
-    """Seconds of a step and their ratio to those of bare TRL beside them."""
+    """Measure the seconds of a step and their ratio to bare TRL's in the same run."""
     arms: dict[str, Keys] = {BARE: None, AGAIN: None, OURS: {}} | ({FREE: PADDING_FREE} if lengths != "equal" else {})
     common = {"shape": bench.shape._replace(lengths=lengths), "steps": bench.steps + SKIPPED + 1}
     seconds_by_arm = interleave({arm: partial(bench.trainer, keys, **common) for arm, keys in arms.items()})
@@ -228,8 +228,8 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
 def main() -> None:
     """Measure, and write the record after each part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="measure these parts alone")
-    parser.add_argument("--steps", type=int, default=8, help="of each trainer, that count")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="measure only these parts")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of each trainer")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that all of it runs")
     parser.add_argument("--recompute", action="store_true", help="replace the estimates of the record only")
     parser.add_argument("--out", type=Path, default=home() / "bench/results/gpu_step.json")
@@ -266,7 +266,7 @@ def main() -> None:
 
 
 def gpu() -> dict[str, Any]:
-    """Return what GPU it is, and what drives it."""
+    """Return the GPU's name, driver and versions."""
     if not GPU:
         return {"name": None}
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]

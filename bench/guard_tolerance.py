@@ -1,4 +1,4 @@
-"""How far healthy log-probs of server and trainer are apart, per dtype: what weight_guard's tolerances stand on.
+"""Measure how far healthy log-probs of server and trainer differ per dtype, the basis of weight_guard's tolerances.
 
     python bench/guard_tolerance.py [--steps 20] [--out bench/results/guard_tolerance.json]
 

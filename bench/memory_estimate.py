@@ -1,13 +1,13 @@
-"""How near `grpo plan`'s memory estimate is to the peak of real runs on CPU: trainer and vLLM server, at several sizes.
+"""Compare `grpo plan`'s memory estimate with the peak of real runs on CPU: trainer and vLLM server, at several sizes.
 
     python bench/memory_estimate.py [--out bench/results/memory_estimate.json] [--only NAME ...]
     python bench/memory_estimate.py --recompute
 
-Every case is a `grpo launch` of the smoke recipe with a random Qwen2 model made on the spot: real server, real trainer,
-weights sent, a checkpoint written. The peak of a process is the kernel's own (VmHWM); that of the server is the sum
-over its processes. The case `constant` is the smoke model, whose own weights are too small to be seen: its peaks are
-the constants of ``plan.estimates``, and it is not counted among the sizes. Random models do not stop early, so
-completions are as long as the recipe allows. With ``--only`` the other cases of the file stay as they are.
+Every case is a `grpo launch` of the smoke recipe with a random Qwen2 model: real server, real trainer, weights sent, a
+checkpoint written. The peak of a process is the kernel's (VmHWM). The server's peak is the sum over its processes. The
+case `constant` is the smoke model, with weights too small to matter: its peaks are the constants of
+``plan.estimates``, and it does not count among the sizes. Random models do not stop early, so completions have the
+recipe's maximum length. With ``--only``, the other cases of the file keep their records.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[int, int, int, bool]] = {
 }
 BATCH = {"prompts_per_step": "2", "num_generations": "8", "max_prompt_length": "7", "max_completion_length": "56",
          "max_steps": "2", "save_steps": "2"}  # fmt: skip
-# Name -> (model, flags beside BATCH). A case with another batch or setting shows that its part of the formula counts.
+# Name -> (model, flags besides BATCH). A case with another batch or setting shows that its part of the formula counts.
 CASES: dict[str, tuple[str, dict[str, str]]] = {
     "constant": ("smoke", {}),
     "21M": ("21M", {"prompts_per_step": "8", "per_device_train_batch_size": "64"}),
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
 def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=CASES, help="measure these cases alone")
+    parser.add_argument("--only", nargs="+", choices=CASES, help="measure only these cases")
     parser.add_argument("--recompute", action="store_true", help="measure nothing: new estimates of the recorded cases")
     parser.add_argument("--out", type=Path, default=home() / "bench/results/memory_estimate.json")
     options = parser.parse_args()
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def write(result: dict[str, Any], path: Path, origin: dict[str, Any]) -> None:
-    """Estimate every case anew, in the order of ``CASES``, write all and print how near each is."""
+    """Estimate every case again, in the order of ``CASES``, write all cases and print their ratios."""
     cases = {name: compared(result["cases"][name]) for name in CASES if name in result["cases"]}
     write_json(path, {**result, "cases": cases, "estimates": finished(origin)})
     for name, case in cases.items():
@@ -86,7 +86,7 @@ def write(result: dict[str, Any], path: Path, origin: dict[str, Any]) -> None:
 
 
 def compared(case: dict[str, Any]) -> dict[str, Any]:
-    """A case with its estimates, from what is recorded of it."""
+    """Return a recorded case with its estimates."""
     model = model_facts(case["config"])
     work, result = Workload({**case["workload"], **model}), {"parameters": model["parameters"]}
     for role, parts in (("trainer", work.trainer()), ("server", work.server())):
@@ -179,7 +179,7 @@ def look(runs: Path, looks: dict[str, dict[int, list[int]]]) -> None:
 
 
 def note(pid: int, looks: dict[int, list[int]]) -> None:
-    """Keep VmHWM of one process, as long as it is there."""
+    """Record VmHWM of a process while it exists."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -1,13 +1,13 @@
-"""What sampling while training costs in samples and gains in time: runs with overlap_generation and without, in turn.
+"""Measure the cost in samples and the gain in time of overlap_generation: runs with and without it, in turn.
 
     python bench/overlap.py curves [--tasks smoke modebench] [--seeds 8]
     python bench/overlap.py time [--rounds 8]
 
-``curves``: both runs of a seed begin with the same model, prompts and sampling seeds, and differ in the key alone. Each
-adds a row to bench/results/overlap.jsonl, so that a call continues where one before was stopped.
+``curves``: both runs of a seed start with the same model, prompts and sampling seeds. Only the key differs. Each run
+adds a row to bench/results/overlap.jsonl, and another call continues after the last row.
 
-``time``: the seconds of a step, A B B A ..., where sampling and updating take about equal time: completions of a fixed
-length, server and trainer on a core each. Ratios are of the two medians of a round. It adds a row to the same file.
+``time``: the seconds of a step, A B B A ..., with about equal times for sampling and updating: completions have a fixed
+length, and server and trainer have one core each. A ratio compares the two medians of a round. It adds a row, too.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 from figure import Line, Panel, write_figure
 
 WINDOW = 10  # steps that a point of the figure and a row of the table is the mean of
-LEVEL, OVER = 0.8, 5  # reward that is reached, and the steps whose mean it is
+LEVEL, OVER = 0.8, 5  # the reward to reach, as a mean over this number of steps
 TITLES = {"smoke": "Sums (the smoke task)", "modebench": "ModeBench countdown"}
 T_95 = {2: 12.71, 3: 4.3, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # Student's t by number of seeds
 Runs = dict[bool, list[list[float]]]  # whether overlapped -> seed -> rewards
@@ -31,18 +31,18 @@ def means(runs: list[list[float]], begin: int) -> list[float]:
 
 
 def steps_to(run: list[float]) -> float:
-    """Return the steps after which the mean of ``OVER`` rewards is ``LEVEL``, or infinity."""
+    """Return the first step with a mean of ``LEVEL`` over the last ``OVER`` rewards, or infinity."""
     reached = (end for end in range(OVER, len(run) + 1) if statistics.mean(run[end - OVER : end]) >= LEVEL)
     return next(reached, math.inf)
 
 
 def tables(rows: list[dict[str, Any]]) -> str:
-    """Return what docs/overlap.md says of each task."""
+    """Return the tables of docs/overlap.md."""
     return "".join(f"\n{_table(title, runs)}" for title, runs in _tasks(rows)) + "\n"
 
 
 def _tasks(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Runs]]:
-    """Yield title and runs of the tasks of which two seeds or more are there."""
+    """Yield title and runs of each task with at least two seeds."""
     for task, title in TITLES.items():
         if len((runs := runs_of(rows, task))[True]) > 1:
             yield title, runs
@@ -83,6 +83,6 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def smooth(runs: list[list[float]]) -> list[float]:
-    """Return the mean over seeds and over the 5 steps around each, of which the ends have fewer."""
+    """Return the mean over seeds and over the 5 steps around each step, or fewer at both ends."""
     mean = [statistics.mean(values) for values in zip(*runs, strict=True)]
     return [statistics.mean(mean[max(0, step - 2) : step + 3]) for step in range(len(mean))]

@@ -21,14 +21,14 @@ from grpo_recipes.rewards.functions import pure_accuracy_math
 SETTINGS = Settings(
     prompts=64, test_prompts=16, seed=0, min_modes=2, max_modes=24, numbers=3, largest_number=12, vertices=8, hidden=5
 )
-WRONG_SHARE = 0.6  # of the answers that the model of ModeBench is pre-trained on: well-formed, and not right
-STEPS, COPIES, RATE = 500, 4, 2e-3  # of the pre-training; copies of every problem in a batch
+WRONG_SHARE = 0.6  # fraction of pre-training answers that are well-formed but wrong
+STEPS, COPIES, RATE = 500, 4, 2e-3  # pre-training: steps, copies of every problem in a batch, learning rate
 VERSION = "1"  # raise it whenever anything below changes what `countdown` writes
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, prompts and a reward, with the keys that a run of it has beside those of every run."""
+    """A model, prompts, a reward, and the keys of its runs."""
 
     model: str
     dataset: Dataset

@@ -1,7 +1,7 @@
 """Pages and figures of the documentation that scripts write from records.
 
-A table stands in its page between two markers, ``<!-- made by SCRIPT: NAME -->`` and ``<!-- end -->``. A script passes
-a function for each NAME. Other tables of the page do not change.
+A table is between two markers of its page, ``<!-- made by SCRIPT: NAME -->`` and ``<!-- end -->``. A script passes a
+function for each NAME. Other tables of the page do not change.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ Tables = Mapping[str, Callable[[], str]]
 
 
 def marked(script: str) -> re.Pattern[str]:
-    """Return a pattern of the tables of one script: the first marker, the table's name, and the end."""
+    """Return a pattern for the tables of a script: first marker, name of the table, end marker."""
     return re.compile(rf"(<!-- made by {re.escape(script)}: (.+?) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
 
 
 def filled(text: str, script: str, tables: Tables) -> str:
-    """Return the text of a page with new tables between the markers of one script."""
+    """Return the text of a page with new tables between the markers of a script."""
     return marked(script).sub(lambda match: f"{match[1]}{tables[match[2]]()}{match[3]}", text)
 
 
 def filled_pages(script: str, tables: Tables) -> dict[Path, str]:
-    """Return every page that has tables of one script, with new tables."""
+    """Return every page that has tables of a script, with new tables."""
     pages = {path: path.read_text() for path in sorted(DOCS.glob("*.md"))}
     return {path: filled(text, script, tables) for path, text in pages.items() if marked(script).search(text)}
 
 
 def write_changed(files: Mapping[Path, str]) -> None:
-    """Write the files whose text differs, and print their names."""
+    """Write the changed files, and print their names."""
     for path, text in files.items():
         if not path.exists() or path.read_text() != text:
             path.write_text(text)

@@ -1,13 +1,13 @@
-"""Completions that the accuracy rewards judge in a second.
+"""Measure the completions per second that the accuracy rewards score.
 
     python bench/reward_speed.py [--rounds 5] [--workers 2] [--out bench/results/reward_speed.json]
     python bench/reward_speed.py --against HEAD~1  # also runs that commit, in turns, and prints the ratio
 
-Groups of 8 completions of about 1,400 characters, no two alike, half of them right, each in another way of writing:
+Groups of 8 different completions of about 1,400 characters, half of them right, in several notations:
 
-* GSM8K-like whole numbers, judged by ``pure_accuracy_math`` in this process, as the trainer does;
+* GSM8K-like whole numbers, scored by ``pure_accuracy_math`` in this process, as in the trainer;
 * the same by ``math_verify`` in child processes, with the pickling and the limits of a run;
-* expressions that sympy must compare (roots, polynomials, intervals, tuples, multiples of pi), by ``math_verify``;
+* expressions for sympy (roots, polynomials, intervals, tuples, multiples of pi), by ``math_verify``;
 * two groups of numbers for each group of expressions, by ``math_verify``.
 
 Children are started and warm before a round begins. Targets on two cores: 50,000 a second exact, 500 by math-verify.

@@ -1,18 +1,18 @@
-"""How fast a step is beside unmodified TRL, and a command: everything in turn in one run.
+"""Measure a training step compared with unmodified TRL, and commands: everything in turn in one run.
 
     python bench/speed.py [--only PART...] [--quick] [--out bench/results/speed.json]
 
-Writes the record, and the figure and the tables of docs/performance.md. Trainers that are compared take a step each in
-turn, in one process, on one thread each, at learning rate 0; a ratio is the median of those of neighbouring steps, with
-the interval that holds it with 95 %. The model is random, of four layers and 256 hidden units.
+Writes the record, and the figure and the tables of docs/performance.md. Compared trainers take one step each in turn,
+in one process, with one thread each, at learning rate 0. A ratio is the median over neighboring steps, with its 95 %
+interval. The model is random, with four layers and 256 hidden units.
 
-* ``update``: an optimizer step on given completions, which is the update phase with metrics and logging: ours and bare
-  TRL on lognormal lengths (the mean about 0.3 of the longest), those of GSM8K's solutions, and equal ones;
-* ``step``: a whole step, weights and completions through one real vLLM server on a core of its own. Completions have
-  the lengths above, each requested with its own; TRL syncs through a plain file, since its NCCL raises on CPU;
-* ``added``: a whole step with equal lengths, as both trainers request them: ours with everything on, and with one thing
-  after the other switched off;
-* ``overlap``: sampling while training, on and off;
+* ``update``: an optimizer step on given completions, including metrics and logging. Compares ours with bare TRL on
+  lognormal lengths (the mean is about 0.3 of the longest), the lengths of GSM8K's solutions, and equal lengths;
+* ``step``: a whole step, weights and completions through one real vLLM server on its own core. Each completion is
+  requested with its length. TRL syncs through a plain file, because its NCCL needs GPUs;
+* ``added``: a whole step with equal lengths, requested as both trainers do: ours with everything on, and with one
+  feature after the other switched off;
+* ``overlap``: sampling during training, on and off;
 * ``maxent``: each MaxEnt objective and GRPO, all with a reference, on given completions;
 * ``commands``: ``grpo check``, ``grpo plan``, and from ``grpo launch`` to the first step of the smoke recipe;
 * ``growth``: the ratio of ``update`` by prompts per step, longest completion and training processes.
@@ -48,7 +48,7 @@ from grpo_recipes.paths import home
 from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.trainers import metrics
 
-SKIPPED = 2  # steps, in which caches fill
+SKIPPED = 2  # steps that fill caches
 BARE, AGAIN, OURS = "bare TRL", "bare TRL again", "ours"
 ARMS: dict[str, Keys] = {BARE: None, AGAIN: None, OURS: {}, "ours without trim_padding": {"trim_padding": False}}
 NO_SAMPLES = {"report_samples": 0, "show_completion_steps": 0}
@@ -87,7 +87,7 @@ class Bench:
     def compare(
         self, arms: dict[str, Keys], shape: Shape, port: int | None = None, base: str = BARE
     ) -> dict[str, dict[str, Any]]:
-        """Return each arm's seconds a step, their ratio to the base's neighbouring ones, and what the model was fed."""
+        """Return each arm's seconds per step, their ratio to the base's neighboring steps, and the tokens fed."""
         trainers: dict[str, Any] = {}
         fed: dict[str, list[int]] = {name: [0, 0] for name in arms}
         sampling: dict[str, list[float]] = {name: [] for name in arms}
@@ -139,7 +139,7 @@ def ratio(values: list[float], base_values: list[float]) -> dict[str, float]:
 
 
 def shapes() -> dict[str, Shape]:
-    """Return the shapes of (a) by their lengths; GSM8K's where its file is."""
+    """Return the shapes of ``update`` by their lengths, with GSM8K's if its file exists."""
     return {name: Shape(name) for name in ("lognormal", "gsm8k", "equal") if name != "gsm8k" or GSM8K.exists()}
 
 
@@ -178,7 +178,7 @@ def maxent(bench: Bench) -> dict[str, Any]:
 
 
 def commands(bench: Bench) -> dict[str, Any]:
-    """Seconds of commands, and to the first step; CPU seconds beside them, which other work does not lengthen."""
+    """Measure wall and CPU seconds of commands, and the seconds to the first step."""
     grpo, recipe = str(Path(sys.executable).with_name("grpo")), str(home() / "recipes/smoke/grpo.yaml")
     seconds_by_command: dict[str, Any] = {
         name: [_timed([grpo, name, recipe]) for _ in range(5)] for name in ("check", "plan")
@@ -188,7 +188,7 @@ def commands(bench: Bench) -> dict[str, Any]:
         for name, values in seconds_by_command.items()
     }
     launch = [grpo, "launch", recipe, "--max_steps", "1", "--save_strategy", "no"]
-    first_step(launch, bench.scratch)  # makes the smoke model, where nobody has
+    first_step(launch, bench.scratch)  # makes the smoke model if it is missing
     return seconds_by_command | {"launch": [first_step(launch, bench.scratch) for _ in range(min(3, bench.steps))]}
 
 
@@ -212,7 +212,7 @@ def growth(bench: Bench) -> dict[str, Any]:
 
 
 def _on_ranks(bench: Bench, shape: Shape) -> dict[str, Any]:
-    """Compare on several training processes: rank 0 writes what it found."""
+    """Compare on several training processes; rank 0 writes the result."""
     out = bench.scratch / "ranks.json"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(shape.ranks)),
@@ -264,8 +264,8 @@ WHAT = "ratios of the seconds of neighbouring steps, and seconds of commands, on
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="measure these parts alone")
-    parser.add_argument("--steps", type=int, default=10, help="of each trainer, that count")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="measure only these parts")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of each trainer")
     parser.add_argument("--quick", action="store_true", help="four steps of each trainer, to see that all of it runs")
     parser.add_argument("--out", type=Path, default=RECORD)
     parser.add_argument("--rank-steps", type=int, default=0, help=argparse.SUPPRESS)  # a process of ``growth``

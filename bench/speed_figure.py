@@ -1,4 +1,4 @@
-"""The figure of ``speed.py``: every ratio with its interval beside its goal, and the ratio as a step grows."""
+"""The figure of ``speed.py``: every ratio with its interval and its goal, and the ratio as a step grows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_recipes.console.report.chart import axis
 from grpo_recipes.console.report.page import short
 from grpo_recipes.paths import home
 
-WIDTH, SIDE, TOP, ROW = 358, 16, 68, 32  # as wide as a phone; a label stands above its ratio
+WIDTH, SIDE, TOP, ROW = 358, 16, 68, 32  # the width of a phone; a label is above its ratio
 GROWTH = {"prompts": "prompts a step", "longest": "longest", "ranks": "processes"}
 GROWTH_LEFT, GROWTH_HEIGHT, GROWTH_GAP = 38, 120, 12
 OWN_STYLE = (
@@ -31,7 +31,7 @@ def write_page(record: dict[str, Any]) -> None:
 
 
 def figure(record: dict[str, Any]) -> str:
-    """Return the SVG of what was measured."""
+    """Return the figure of a record as SVG."""
     parts = [name for name in PARTS if name != "growth" and "found" in record.get(name, {})]
     rows = [row for name in parts for row in _rows(name, record[name]["found"])]
     bottom = TOP + ROW * len(rows)

@@ -9,9 +9,9 @@ from typing import Any
 from grpo_recipes.paths import home
 
 PAGE = home() / "docs/performance.md"
-FIGURE = "![Ratios with their intervals, beside their goals](assets/speed.svg)"
-BEGIN = "## Measured\n"  # what stands below it is made here
-# Part -> its heading, what its ratios are to, and (case, arm) -> the goal; a case of None is any.
+FIGURE = "![Ratios with their intervals and goals](assets/speed.svg)"
+BEGIN = "## Measured\n"  # this script writes the text below it
+# Part -> heading, base of the ratios, and (case, arm) -> goal. A case of None matches any case.
 PARTS: dict[str, tuple[str, str, dict[tuple[str | None, str], float]]] = {
     "update": ("Update phase", "bare TRL", {
         ("lognormal", "ours"): 0.50, ("equal", "ours"): 1.02,
@@ -33,7 +33,7 @@ def page(record: dict[str, Any]) -> str:
 
 
 def tables(record: dict[str, Any]) -> str:
-    """Return what the page shows: the figure, and a table for each part that was measured."""
+    """Return the page's figure, and a table for each measured part."""
     parts = [FIGURE, *[_ratios(name, record[name]) for name in PARTS if name in record]]
     parts += [_commands(record["commands"])] if "commands" in record else []
     return "\n" + "\n\n".join(parts) + "\n"

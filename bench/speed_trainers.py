@@ -1,4 +1,4 @@
-"""Trainers that ``speed.py`` compares: ours and bare TRL, whose completions come from a table or from a real server."""
+"""The trainers that ``speed.py`` compares, ours and bare TRL. Completions come from a table or from a real server."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ Keys = dict[str, Any] | None  # recipe keys of an arm of ours; None is bare TRL
 
 
 class Shape(NamedTuple):
-    """What an optimizer step is made of."""
+    """The sizes of an optimizer step."""
 
     lengths: str = "lognormal"  # or gsm8k, equal
     longest: int = 128  # tokens of a completion
-    prompts: int = 4  # of a step, over all ranks
+    prompts: int = 4  # prompts of a step, over all ranks
     ranks: int = 1
     group: int = 8
     micro_batch: int = 16
 
     def completions(self, rows: int, seed: int) -> list[list[int]]:
-        """Return random tokens of such lengths: the longest has ``longest``, but for equal ones the mean about 0.3."""
+        """Return random tokens of these lengths. Except for equal lengths, the mean is about 0.3 of ``longest``."""
         draw = random.Random(seed)
         sizes = [1.0] * rows
         if self.lengths == "lognormal":
@@ -85,9 +85,9 @@ def trainer_of(
     folder: Path, model: Path, shape: Shape, steps: int, keys: Keys, callback: TrainerCallback, port: int | None = None,
     common: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Return a trainer of that shape, which asks the server at ``port``, or none: then completions are of a table.
+    """Return a trainer of that shape. It samples from the server at ``port``, or from a table without a port.
 
-    ``common`` are keys of bare TRL too, in the place of those here.
+    ``common`` are keys for bare TRL and ours. They replace the options here.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = shape.prompts * shape.group
@@ -171,7 +171,7 @@ class PlainClient(VLLMClient):
     """TRL's client with the plainest sync there is on CPU: a file, and vLLM's own reload. TRL's NCCL raises there."""
 
     def check_server(self, *args: Any, **kwargs: Any) -> None:
-        """Send the token that the server wants, which ``served`` has waited for; TRL would ask without it, for ever."""
+        """Send the server's token. ``served`` has waited for the server; TRL would retry without a token forever."""
         token = Path(os.environ["GRPO_TOKEN_FILE"]).read_text().strip()
         self.session.headers["Authorization"] = f"Bearer {token}"
         self.session.trust_env = False

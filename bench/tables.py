@@ -1,8 +1,8 @@
-"""Tables and figures of the documentation, made again from the records under bench/results; nothing is measured.
+"""Write the tables and figures of the documentation from the records under bench/results. Nothing is measured.
 
     make evidence
 
-``evidence/maxent_tables.py`` makes those of the MaxEnt study.
+``evidence/maxent_tables.py`` does the same for the MaxEnt study.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def memory() -> str:
 
 
 def gpu_seconds() -> str:
-    """Return what a step on a GPU takes beside bare TRL's."""
+    """Return the table of seconds of a GPU step compared with bare TRL."""
     rows = []
     for arm, figures in _record("gpu_step")["lognormal"]["found"].items():
         ends = f"{figures['ratio']['low']:.2f} to {figures['ratio']['high']:.2f}"
@@ -63,7 +63,7 @@ def gpu_seconds() -> str:
 
 
 def gpu_memory() -> str:
-    """Return what a training process on a GPU holds, beside the estimate, in GiB."""
+    """Return the table of GPU memory of a training process and its estimate, in GiB."""
     rows = []
     for lengths, arms in _record("gpu_step")["memory"]["found"].items():
         for arm, figures in arms.items():
@@ -74,7 +74,7 @@ def gpu_memory() -> str:
 
 
 def gpu_gradients() -> str:
-    """Return how far gradients on a GPU are from bare TRL's."""
+    """Return the table of differences between gradients on a GPU and bare TRL's."""
     norms = _record("gpu_step")["gradients"]["found"]
     rows = [
         [precision, f"`{loss}`", *(f"{apart:.1e}" for apart in arms.values())]
@@ -85,7 +85,7 @@ def gpu_gradients() -> str:
 
 
 def syncs() -> str:
-    """Return what a sync costs by each bridge, in copies of the weights."""
+    """Return the table of the cost of a sync per method, in copies of the weights."""
     record, rows = _record("weights"), []
     for size, bridges in record["figures"].items():
         for name, figures in bridges.items():
@@ -97,7 +97,7 @@ def syncs() -> str:
 
 
 def learned() -> str:
-    """Return what the recipes of environments learn: means over the seeds with the lowest and the highest."""
+    """Return the table of rewards of environment recipes: means over seeds, with minimum and maximum."""
     runs: dict[tuple[str, str], list[list[float]]] = {}
     for row in (row for row in _rows("environments") if row.get("benchmarks")):
         (scored,) = row["benchmarks"].values()
@@ -116,7 +116,7 @@ def learned() -> str:
 
 
 def played() -> str:
-    """Return how SecretMafia is played: rows of baselines name who plays, those of runs have before and after."""
+    """Return the table of SecretMafia: a row for each baseline, and rows before and after training."""
     rows, runs = [], dict[tuple[str, str], list[dict[str, float]]]()
     for row in (row for row in _rows("environments") if row["recipe"].endswith("/secret_mafia_smoke.yaml")):
         if "seed" not in row:

@@ -1,14 +1,14 @@
-"""What a sync costs on CPU: seconds and bytes of each bridge beside a plain copy, and the memory of both processes.
+"""Measure a weight sync on CPU: seconds and bytes of each method compared with a plain copy, and memory of both sides.
 
     python bench/weights.py [--sizes 1M 100M ...] [--bridges file shared lora] [--rounds 5]
 
-Each case is a real vLLM server and, in a process of its own, a client with a random Qwen2 model in bfloat16, as rank 0
-has them, without an optimizer. After a first sync every round writes the weights' bytes to a new file in shared memory
-(the plain copy), syncs with the guard, copies once more, then syncs without the guard; the order is reversed from round
-to round. A ratio is that of one round, to the mean of its copies; the figure is the median. Memory is the proportional
-set size (PSS) after the last round, and the kernel's own peak (VmHWM), of the client and of the server's processes
-together. What a pair of processes takes without weights is that of the smallest size, whose own are 2 MB. Cases that
-are not asked for stay as they are in the file.
+Each case has a real vLLM server and, in a separate process, rank 0's client with a random Qwen2 model in bfloat16,
+without an optimizer. After a first sync, every round writes the weights to a new file in shared memory (the plain
+copy), syncs with the guard, copies again, then syncs without the guard. The order is reversed from round to round. A
+ratio compares a sync with the mean of its round's copies. The figure is the median ratio. Memory is the proportional
+set size (PSS) after the last round, and the kernel's peak (VmHWM), of the client plus the server's processes. The
+memory of a pair of processes without weights is taken from the smallest size, with weights of 2 MB. Cases that are not
+requested keep their records.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from grpo_recipes.weights.shared import SharedClient
 sys.path.insert(0, str(home() / "tests/e2e"))
 from one_by_one import Bench
 
-WHAT = "a sync on CPU: seconds beside a plain copy of the weights, bytes that travel, PSS and peak of both processes"
+WHAT = "a sync on CPU: seconds against a plain copy of the weights, bytes sent, PSS and peak of both processes"
 IDLE = "1M"
 AFTER = "copy after"
 SYNCS = ("sync", "sync without guard")
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def measured_apart(bridge: str, model: str, rounds: int) -> dict[str, Any]:
-    """Measure a case in a process of its own, whose memory nothing else has touched."""
+    """Measure a case in a new process, so that its memory is clean."""
     command = [sys.executable, __file__, "--case", bridge, model, "--rounds", str(rounds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -130,7 +130,7 @@ def measure(bridge: str, model: str, rounds: int) -> dict[str, Any]:
 
 
 def syncing(client: BridgeClient, trained: PreTrainedModel) -> Callable[[], None]:
-    """Return what the trainer does with this bridge at a sync; for ``shared`` around the optimizer step too."""
+    """Return the trainer's work at a sync. For ``shared``, it includes the work around the optimizer step."""
     if isinstance(client, SharedClient):
 
         def share() -> None:
@@ -157,7 +157,7 @@ def syncing(client: BridgeClient, trained: PreTrainedModel) -> Callable[[], None
 def timed_round(
     args: GRPOConfig, client: BridgeClient, sync: Callable[[], None], trained: PreTrainedModel, file: Path, turn: int
 ) -> dict[str, float]:
-    """Return the seconds of two plain copies, of a sync between them, and of one without guard; odd turns go back."""
+    """Return the seconds of two plain copies, a sync between them, and a sync without guard. Odd turns are reversed."""
 
     def guarded(on: bool) -> Callable[[], None]:
         def run() -> None:

@@ -1,19 +1,19 @@
-"""Bytes and CPU seconds of rank 0 for a sampled token, by our endpoint and by TRL's own client, through a real server.
+"""Measure bytes and CPU seconds of rank 0 per sampled token, with our endpoint and with TRL's client, on a real server.
 
     python bench/wire.py [--rounds 7] [--out bench/results/wire.json]
 
-The client of a run asks a real vLLM server on CPU for 128 completions of exactly 512 tokens, a request for each of 16
-prompts, as the trainer does: ``arrays`` by our endpoint, ``json`` by TRL's request to ``/v1/completions``, as ours did
-before. The two take turns, A B B A ..., with the same seeds; a ratio is of two neighbours.
+The client requests 128 completions of exactly 512 tokens from a vLLM server on CPU, one request for each of 16 prompts,
+like the trainer: ``arrays`` through our endpoint, ``json`` through TRL's request to ``/v1/completions``. The two take
+turns, A B B A ..., with the same seeds. A ratio compares two neighbors.
 
-* ``bytes``: bodies of the answers. The smoke model has a vocabulary of less than 100 tokens, whose ids are short: with
-  that of a real model JSON has more bytes, arrays as many.
-* ``read``: CPU time in which the client makes lists of checked ids and log-probs from the answers. It is measured on
-  the answers of the round once more, from memory: beside a server on the same cores, waiting for it costs more.
-* ``handed_on``: CPU time of the pickle that TRL makes of them for the other ranks.
-* ``share``: the sum of both beside the wall time of the sampling alone, which is but a part of a step.
+* ``bytes``: bodies of the answers. The smoke model's vocabulary has fewer than 100 tokens, so its ids are short. A real
+  model has more bytes in JSON and equal bytes in arrays.
+* ``read``: CPU time to make lists of checked ids and log-probs from the answers. It is measured again from memory,
+  because waiting for a server on the same cores costs more.
+* ``handed_on``: CPU time of TRL's pickle of these lists for the other ranks.
+* ``share``: the sum of both, divided by the wall time of the sampling, which is only a part of a step.
 
-``at_840x1024`` is computed from these, for the 840 completions of 1,024 tokens that the guide's recipe samples.
+``at_840x1024`` is computed from these values, for the 840 completions of 1,024 tokens of the guide's recipe.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TARGET = 0.05  # largest share of a step
 
 
 class JsonClient(FileClient):
-    """The client as it was: TRL's request and TRL's reading of the answer."""
+    """The client with TRL's request and TRL's parsing of the answer."""
 
     def _completions(self, prompt: Any, n: int, sampling: dict[str, Any]) -> Rows:
         answer = VLLMClient.generate(self, [prompt], n=n, generation_kwargs=sampling)
@@ -134,7 +134,7 @@ def generation(client: FileClient, number: int) -> dict[str, Any]:
 
 
 def reading(client: FileClient, answers: list[requests.Response]) -> dict[str, float]:
-    """Return the CPU seconds to read the answers once more, and to pickle what is handed on."""
+    """Return the CPU seconds to read the answers again, and to pickle the lists for other ranks."""
     with patch.object(client.session, "post", side_effect=answers):
         spent = time.process_time()
         rows = [client._completions([], COMPLETIONS, {"max_tokens": TOKENS}) for _ in answers]
