@@ -7,6 +7,7 @@ They use the trainer through ``protocol.InnerTrainer`` and do not know each othe
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -30,7 +31,7 @@ from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
 from grpo_recipes.trainer_protocol import Mode
 from grpo_recipes.trainers.ahead import OverlappedRollouts
-from grpo_recipes.trainers.callbacks import LossCallback
+from grpo_recipes.trainers.callbacks import Compute, LossCallback
 from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
 from grpo_recipes.trainers.checks import Checks, Scoring
 from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows, json_number, write_samples
@@ -92,6 +93,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             kwargs["rollout_func"] = source
         self.sampler: RepeatSampler | None = None  # the order of the prompts; None for a stream
         self.temperature_B: torch.Tensor | None = None  # (B,) for the current rows, if they differ from the recipe's
+        # Log-probs that two computations of a loss share: an empty list stores them, a filled list returns them.
+        self._shared_logps: list[Computed] | None = None
         self._samples_file = run_dir / "samples.jsonl"
         with weight_bridge(args, run_dir, stop), loaded_by_every_rank(args), reference_of(args):
             super().__init__(args=args, **kwargs)
@@ -322,6 +325,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         batch_size: int | None = None, compute_entropy: bool = False, *args: Any, **kwargs: Any,
     ) -> Computed:  # fmt: skip
         """Return TRL's log-probs of completions: for the loss, under the reference, and for the checks."""
+        if self._shared_logps:
+            return self._shared_logps[-1]
         if self.evaluation.rewards is not None:  # the sampler's batch is too large for one forward pass
             batch_size = self.args.per_device_train_batch_size
         compute = super()._get_per_token_logps_and_entropies
@@ -329,7 +334,34 @@ class GRPOTrainer(trl.GRPOTrainer):
             compute = partial(in_trimmed_passes, self, compute)
         if self.temperature_B is not None:
             compute = partial(at_own_temperatures, self, self.temperature_B, compute)
-        return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, *args, **kwargs)
+        computed = compute(
+            model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, *args, **kwargs
+        )
+        if self._shared_logps is not None:
+            self._shared_logps.append(computed)
+        return computed
+
+    def loss_and_policy_gradient_term(
+        self, compute: Compute, model: Any, rows: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return TRL's loss of a micro-batch, and the same loss without KL divergence and entropy bonus.
+
+        Both use the same log-probs. The second computation logs no metrics.
+        """
+        only_policy_gradient = {
+            "beta": 0.0, "_entropy_bonus_enabled": False, "aux_loss_enabled": False,
+            "_metrics": {"train": defaultdict(list), "eval": defaultdict(list)},
+        }  # fmt: skip
+        settings = {name: getattr(self, name) for name in only_policy_gradient}
+        self._shared_logps = []
+        try:
+            loss = compute(model, rows)
+            vars(self).update(only_policy_gradient)
+            with torch.no_grad():
+                return loss, compute(model, rows)
+        finally:
+            vars(self).update(settings)
+            self._shared_logps = None
 
     def move_controllers(self) -> None:
         """Move ``beta`` towards ``kl_target`` by TRL's ``kl`` of the step, over its micro-batches and ranks."""

@@ -79,6 +79,7 @@ class InnerTrainer(SamplingTrainer, Protocol):
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
     aux_loss_enabled: bool
+    current_gradient_accumulation_steps: int
     _step: int
     _tr_loss: torch.Tensor
     _buffered_inputs: list[dict[str, Any]] | None
@@ -109,6 +110,11 @@ class InnerTrainer(SamplingTrainer, Protocol):
 
     def at_temperatures(self, temperature_B: torch.Tensor | None) -> AbstractContextManager[None]:
         """Compute log-probs inside with a temperature per row, or with the recipe's temperature for ``None``."""
+
+    def loss_and_policy_gradient_term(
+        self, compute: Callable[[Any, dict[str, Any]], torch.Tensor], model: Any, rows: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return TRL's loss of a micro-batch, and the same loss without KL divergence and entropy bonus."""
 
     def save_model(self, output_dir: str) -> None:
         """Write the model, as in transformers."""
