@@ -173,7 +173,7 @@ def server(task: Task) -> Iterator[int]:
     argv = server_command(recipe, task.model, SERVED, "127.0.0.1", port, "cpu")
     process = subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        token = scratch.token.read_text()
+        token = scratch.token_file.read_text()
         wait_until_ready(lambda: process.poll() is None, os.getpid(), "127.0.0.1", port, SERVED, token, timeout=300)
         yield port
     finally:

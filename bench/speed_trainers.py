@@ -210,7 +210,7 @@ def served(model: Path) -> Iterator[int]:
     alone = ["taskset", "-c", str(cores[-1])] if len(cores) > 1 else []
     server = subprocess.Popen([*alone, *argv], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        token = scratch.token.read_text()
+        token = scratch.token_file.read_text()
         wait_until_ready(lambda: server.poll() is None, os.getpid(), "127.0.0.1", port, SERVED, token, timeout=300)
         os.sched_setaffinity(0, cores[:-1] or cores)
         yield port

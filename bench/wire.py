@@ -172,7 +172,7 @@ def served() -> Iterator[tuple[Path, str]]:
     argv += ["--hf-overrides", json.dumps({"max_position_embeddings": TOKENS + 64})]  # rotary: no weights depend on it
     server = subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        token = scratch.token.read_text()
+        token = scratch.token_file.read_text()
         wait_until_ready(lambda: server.poll() is None, os.getpid(), "127.0.0.1", port, SERVED, token, timeout=600)
         with tempfile.TemporaryDirectory() as run_dir:
             yield Path(run_dir), f"http://127.0.0.1:{port}"

@@ -35,7 +35,7 @@ def dead_scratch(disk: Path, memory: Path) -> Scratch:
     """Make scratch in these folders and kill its owner."""
     process, scratch = start_owner(disk, memory)
     kill(process)
-    assert scratch.token.exists() and scratch.memory.is_dir()
+    assert scratch.token_file.exists() and scratch.memory.is_dir()
     return scratch
 
 

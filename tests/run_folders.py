@@ -26,7 +26,7 @@ def launch_in(folder: Path, patch: pytest.MonkeyPatch) -> None:
         patch.delenv(name, raising=False)
     patch.setenv("RUN_ROOT", str(folder / "runs"))
     patch.setenv("CACHE_ROOT", str(folder / "cache"))
-    patch.setattr(client, "ask", lambda *argv, **how: None)
+    patch.setattr(client, "query", lambda *argv, **how: None)
     patch.chdir(folder)
 
 

@@ -245,7 +245,7 @@ def test_a_plan_changes_neither_recipe_nor_folder(grpo, tmp_path):
 @on_cpu
 def test_a_job_on_several_nodes_is_launched_on_its_first(grpo, tmp_path):
     told = refused(grpo("launch", SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES="2", SLURM_NODEID="1"))
-    assert "SLURM_NODEID: a job on several nodes is launched once, on its first node" in told
+    assert "SLURM_NODEID: this is not the first node: a job on several nodes is launched once" in told
     assert list((tmp_path / "cwd").iterdir()) == []
 
 
@@ -337,8 +337,9 @@ def test_an_edit_of_a_runs_recipe_is_noted_when_it_goes_on(grpo, tmp_path):
     resume = ["launch", "--resume", str(run.folder), "--allow-changed-code", "--dry-run"]
     assert "edited" not in grpo(*resume).stdout
     recipe.write_text(f"{recipe.read_text()}# x.yaml:3\nlearning_rate: 3.0e-06\n")
-    assert "grpo: note: runs/mine-stamp/recipe.yaml was edited since the last attempt: its keys are used" in (
-        grpo(*resume).stdout
+    assert (
+        "grpo: note: runs/mine-stamp/recipe.yaml was edited since the last attempt; the run uses the edited keys"
+        in (grpo(*resume).stdout)
     )
 
 
@@ -350,7 +351,7 @@ def test_a_resumed_run_keeps_its_commit(grpo, tmp_path):
     assert run is not None
     (run.folder / "recipe.yaml").write_text("# x.yaml:1\nmodel_name_or_path: a/b\n")
     told = refused(grpo("launch", "--resume", str(run.folder), "--model_revision", "other", "--allow-changed-code"))
-    assert "--model_revision: a resumed run goes on with the commit it began with" in told
+    assert "--model_revision: a resumed run uses the commit that it started with" in told
 
 
 @pytest.mark.parametrize(

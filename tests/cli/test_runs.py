@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with RUN_ROOT of its own, and no Slurm."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
-    monkeypatch.setattr(client, "ask", lambda *argv, **how: None)
+    monkeypatch.setattr(client, "query", lambda *argv, **how: None)
     return tmp_path
 
 
@@ -49,7 +49,7 @@ def fake_slurm(monkeypatch: pytest.MonkeyPatch):
                 f"JobId=77 JobState={state} Reason={reason} EndTime=2026-01-02T00:00:00 Command=/x/job.sh Comment=a b"
             )
 
-        monkeypatch.setattr(client, "ask", ask)
+        monkeypatch.setattr(client, "query", ask)
 
     return say
 
@@ -107,13 +107,13 @@ def test_an_array_job_is_told_by_its_tasks(folder, capsys) -> None:
 
 def test_a_job_known_to_slurm_alone_is_found_by_its_script(folder, monkeypatch, capsys) -> None:
     run = made(folder)
-    monkeypatch.setattr(client, "ask", lambda *argv, **how: f"JobId=5 JobState=RUNNING Command={run.folder}/job.sh")
+    monkeypatch.setattr(client, "query", lambda *argv, **how: f"JobId=5 JobState=RUNNING Command={run.folder}/job.sh")
     assert run.folder.name in said(capsys, "status", "5")
 
 
 @pytest.mark.parametrize("script", ["/x/job.sh", f"/{'a' * 300}/job.sh", "/dev/null/job.sh"])
 def test_another_job_is_none_of_ours(folder, monkeypatch, capsys, script) -> None:
-    monkeypatch.setattr(client, "ask", lambda *argv, **how: f"JobId=5 JobState=RUNNING Command={script}")
+    monkeypatch.setattr(client, "query", lambda *argv, **how: f"JobId=5 JobState=RUNNING Command={script}")
     assert "5: no run of this job found. Fix: " in said(capsys, "stop", "5", code=2)
 
 
@@ -484,7 +484,7 @@ def bare_job(folder, monkeypatch):
                 f"StdErr={checkout}/logs/slurm_5.err StdIn=/dev/null StdOut={checkout}/logs/slurm_5.out Power="
             )
 
-        monkeypatch.setattr(client, "ask", ask)
+        monkeypatch.setattr(client, "query", ask)
         monkeypatch.setattr(client, "_run", lambda *argv, **how: asked.append(argv) or "")
         path = checkout / "logs/slurm_5.err"
         path.parent.mkdir(exist_ok=True)

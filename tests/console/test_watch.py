@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with RUN_ROOT of its own, and no Slurm."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
-    monkeypatch.setattr(client, "ask", lambda *argv, **how: None)
+    monkeypatch.setattr(client, "query", lambda *argv, **how: None)
     return tmp_path
 
 
@@ -248,9 +248,9 @@ def test_following_an_array_sweep_ends_though_slurm_does_not_answer(folder, swee
     """R16: the trials of a finished sweep are finished, whatever Slurm says."""
 
     def ask(*argv, **how):
-        raise client.NoAnswer("connection refused")
+        raise client.SlurmError("connection refused")
 
-    monkeypatch.setattr(client, "ask", ask)
+    monkeypatch.setattr(client, "query", ask)
     record = json.loads((sweep / "sweep.json").read_text())
     write_json(sweep / "sweep.json", record | {"jobs": [77]})
     for index, trial in enumerate(("seed=0", "seed=1", "seed=2")):
@@ -280,7 +280,7 @@ def test_slurm_is_asked_four_times_a_minute_whatever_is_drawn(folder, capsys, mo
     from grpo_recipes.cli import follow
 
     asked = []
-    monkeypatch.setattr(client, "ask", lambda *argv, **how: asked.append(argv) or None)
+    monkeypatch.setattr(client, "query", lambda *argv, **how: asked.append(argv) or None)
     monkeypatch.setattr(follow, "POLL_SECONDS", 0.02)
     run = made(folder / "runs/one-stamp", steps=2)
     write_json(run.folder / "job.json", {"job": "slurm-77", "working_folder": str(folder)})

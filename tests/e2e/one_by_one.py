@@ -74,7 +74,7 @@ class Bench:
         with self._log.open("ab") as log:
             environment = {**self.environment, **process.environment, **variables}
             server = subprocess.Popen(argv, env=environment, stdout=log, stderr=log)
-        port, token = self._ports.server, self._scratch.token.read_text()
+        port, token = self._ports.server, self._scratch.token_file.read_text()
         try:
             wait_until_ready(
                 lambda: server.poll() is None, os.getpid(), "127.0.0.1", port, self.served, token, timeout=120

@@ -143,7 +143,7 @@ def test_a_lost_server_is_replaced_and_nothing_is_lost(
 
     assert run.wait() == 0, run.output
 
-    assert "the server alone is started again (1 of 2)" in run.output
+    assert "only the server is started again (1 of 2)" in run.output
     assert ("has made no token for" in run.output) == (signum == signal.SIGSTOP)
     summary = run.summary()
     assert (summary["status"], summary["server_restarts"], summary["restarts"]) == ("completed", 1, 0)

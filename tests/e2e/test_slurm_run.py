@@ -86,7 +86,7 @@ def test_usr1_to_the_batch_script_saves_and_requeues(slurm: SlurmCluster, tmp_pa
     assert summary["status"] == "requeued" and summary["exit_code"] == 75 and summary["failed_rank"] is None
     assert (launch.run_dir / "checkpoints" / f"checkpoint-{summary['steps']}" / "COMPLETE").exists()
     output = (REPOSITORY / "logs" / f"slurm_{job}.out").read_text()
-    assert f"job {job} is requeued and goes on in the same run directory" in output
+    assert f"job {job} is requeued and continues in the same run directory" in output
     slurm.scancel(job)
 
 

@@ -60,7 +60,7 @@ class FakeRun:
                 if whole:
                     ending = supervise(self.attempt, stop)
                 else:
-                    stop.release(stop_file(self.folder))
+                    stop.resume(stop_file(self.folder))
                     ending = Supervisor(self.attempt, stop).run()
             except StoppedAtOnce as stopped:
                 ending = stopped.ending()
@@ -118,7 +118,7 @@ def make_fake_run(
     (folder / "processes").mkdir(parents=True)
     scratch = Scratch(tmp_path / "disk", tmp_path / "memory")
     scratch.disk.mkdir()
-    scratch.token.write_text("token")
+    scratch.token_file.write_text("token")
     plan = replace(plan, bridge=bridge, ports=replace(plan.ports, server=free_port()))
     before_trainers = [one.role for one in (*first, *others) if not one.role.startswith(ENVIRONMENT)]
     alone = bridge != "nccl"
@@ -154,4 +154,6 @@ def make_fake_run(
     }
     names = Names(folder, "fake", "name", "stamp")
     plan = replace(plan, processes=processes)
-    return FakeRun(Attempt(Run(folder), recipe, plan, names, scratch, environment, resumed="", workers=NodeWorkers(1)))
+    return FakeRun(
+        Attempt(Run(folder), recipe, plan, names, scratch, environment, resume_note="", workers=NodeWorkers(1))
+    )

@@ -169,7 +169,7 @@ def test_a_lost_environment_is_started_again_alone(
 
     assert run.then(kill).end() == Ending(0)
     assert started == [*ALL, "environment-sums"]
-    assert "was killed by signal 9: environment sums alone is started again (1 of 2)" in capsys.readouterr().out
+    assert "was killed by signal 9: only environment sums is started again (1 of 2)" in capsys.readouterr().out
     assert run.summary()["process_restarts"] == {"environment-sums": 1}
     assert run.state() == {"epoch": 1, "state": "gone"}
 

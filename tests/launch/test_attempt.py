@@ -12,7 +12,7 @@ import pytest
 
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch import attempt as attempts
-from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, new_log, prepare
+from grpo_recipes.launch.attempt import Attempt, create_log, end_without_run, finish, prepare_attempt
 from grpo_recipes.launch.hooks import AllHooks, RunHooks
 from grpo_recipes.launch.processes import Ending
 from grpo_recipes.plan.devices import Resources
@@ -89,11 +89,11 @@ def summary_of(attempt: Attempt) -> dict:
 
 def test_a_run_stopped_to_go_on_later_is_requeued(attempt, scontrol, capsys):
     made = attempt()
-    assert finish(made, STOPPED, wants_requeue=True, job=JOB) == 75
+    assert finish(made, STOPPED, wants_requeue=True, job=JOB).code == 75
     assert summary_of(made)["status"] == "requeued" and summary_of(made)["idle_attempts"] == 0
     assert scontrol.read_text() == "requeue 7\n"
     out = capsys.readouterr().out
-    assert "grpo: job 7 is requeued and goes on in the same run directory" in out and "continue with" not in out
+    assert "grpo: job 7 is requeued and continues in the same run directory" in out and "continue with" not in out
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_run_stopped_to_go_on_later_is_requeued(attempt, scontrol, capsys):
 )
 def test_nothing_else_is(attempt, scontrol, ending, wanted, job):
     made = attempt()
-    assert finish(made, ending, wanted, job) == ending.code
+    assert finish(made, ending, wanted, job).code == ending.code
     assert summary_of(made)["status"] == {0: "completed", 1: "failed", 75: "stopped"}[ending.code]
     assert not scontrol.exists()
 
@@ -120,7 +120,7 @@ def test_hooks_get_the_model_at_the_final_end_of_a_run_only(attempt, recorder, c
         finish(made, ending, wants_requeue=False, job=None)
         assert recorder.models == []
     assert "grpo: a line of the end" in capsys.readouterr().out
-    assert finish(made, Ending(0), wants_requeue=False, job=None) == 0
+    assert finish(made, Ending(0), wants_requeue=False, job=None).code == 0
     assert recorder.models == ["completed"] and [status for status, _ in recorder.ended][-1] == "completed"
     assert capsys.readouterr().out.endswith("/model, with a note of the model\n")
 
@@ -161,7 +161,7 @@ def test_attempts_that_were_stopped_while_they_started_end_a_job_late(attempt, s
 def test_logs_are_the_users_alone(tmp_path):
     umask = os.umask(0o022)
     try:
-        assert stat.S_IMODE(os.stat(new_log(str(tmp_path / "server.log"))).st_mode) == 0o600
+        assert stat.S_IMODE(os.stat(create_log(str(tmp_path / "server.log"))).st_mode) == 0o600
     finally:
         os.umask(umask)
 
@@ -170,7 +170,7 @@ def test_when_scontrol_fails_the_run_is_stopped_and_says_how_to_go_on(attempt, r
     (tmp_path / "bin/scontrol").write_text("#!/bin/bash\necho no such job >&2; exit 1\n")
     made = attempt()
     made.hooks = AllHooks([recorder])
-    assert finish(made, STOPPED, wants_requeue=True, job=JOB) == 75
+    assert finish(made, STOPPED, wants_requeue=True, job=JOB).code == 75
     assert summary_of(made)["status"] == "stopped"
     assert recorder.ended[-1] == ("stopped", False), "the report shows it too"
     out = capsys.readouterr().out
@@ -184,7 +184,7 @@ def test_before_there_is_a_run_the_job_is_requeued_all_the_same(scontrol, wanted
 
 
 def test_logs_of_one_second_have_names_of_their_own(tmp_path):
-    names = [new_log(str(tmp_path / "liv_train_mine_stamp.log")) for _ in range(3)]
+    names = [create_log(str(tmp_path / "liv_train_mine_stamp.log")) for _ in range(3)]
     assert [name.rpartition("/")[2] for name in names] == [
         "liv_train_mine_stamp.log", "liv_train_mine_stamp-2.log", "liv_train_mine_stamp-3.log"
     ]  # fmt: skip
@@ -215,7 +215,7 @@ def test_a_run_whose_numbers_broke_is_started_anew_and_not_resumed(attempt, caps
     finish(made, Ending(1, "rank 0: NotFinite: loss nan in step 6. Fix: lower it", 0), wants_requeue=False, job=None)
     out = capsys.readouterr().out
     assert "failed with exit code 1: rank 0: NotFinite: loss nan in step 6. Fix: lower it" in out
-    assert "grpo: fix: start anew with that change" in out and "continue with" not in out
+    assert "grpo: fix: start a new run with that change" in out and "continue with" not in out
     assert summary_of(made)["cause"].startswith("rank 0: NotFinite")
 
 
@@ -224,13 +224,13 @@ def test_a_run_whose_reward_failed_is_resumed_with_the_edited_file_alone(attempt
     cause = "rank 0: RewardFailed: reward 'own.py:score' raised ValueError: no"
     finish(made, Ending(1, cause, 0), wants_requeue=False, job=None)
     out = capsys.readouterr().out
-    assert "grpo: fix: edit own.py" in out and "--update-rewards" in out and "continue with" not in out
+    assert "grpo: fix: fix own.py" in out and "--update-rewards" in out and "continue with" not in out
 
 
 def test_a_damaged_row_hides_neither_how_the_run_ended_nor_its_exit_code(attempt, capsys):
     made = attempt()
     (made.run.folder / "metrics.jsonl").write_text('{"step": 1, "reward": 1.0}\nno row\n{"step": 3, "reward": 3.0}\n')
-    assert finish(made, Ending(7, "rank 0: ValueError", 0), wants_requeue=False, job=None) == 7
+    assert finish(made, Ending(7, "rank 0: ValueError", 0), wants_requeue=False, job=None).code == 7
     summary = summary_of(made)
     assert (summary["status"], summary["exit_code"], summary["steps"]) == ("failed", 7, 3)
     out = capsys.readouterr().out
@@ -252,7 +252,7 @@ def test_a_damaged_row_hides_neither_how_the_run_ended_nor_its_exit_code(attempt
 )  # fmt: skip
 def test_the_end_of_a_run_is_said_with_the_window_of_its_means(summary, text):
     rewards = {"initial_reward": summary.pop("first", None), "final_reward": summary.pop("last", None)}
-    assert attempts.outcome({**summary, **rewards}) == text
+    assert attempts.describe_rewards({**summary, **rewards}) == text
 
 
 def test_shares_that_are_not_trivial_are_said_in_the_end(attempt, capsys):
@@ -278,7 +278,7 @@ def resumed(planned, read, tmp_path, monkeypatch):
     write_json(run.folder / "processes/rank_0.json", {"rank": 0})
     names, plan = Names(run.folder, "mine", "mine-abcd", "stamp"), planned(recipe=recipe)
     workers = SimpleNamespace(begin=lambda *_: None)
-    return lambda: prepare(run, recipe, plan, names, Resources("cpu", (), 2), workers)
+    return lambda: prepare_attempt(run, recipe, plan, names, Resources("cpu", (), 2), workers)
 
 
 def files_in(folder) -> dict:
@@ -310,7 +310,7 @@ def test_an_attempt_that_cannot_begin_leaves_no_scratch(resumed, tmp_path, monke
 def test_a_resumed_attempt_goes_on_from_the_rows_that_are_left(resumed, tmp_path):
     made = resumed()
     made.scratch.remove()
-    assert made.resumed.endswith(
+    assert made.resume_note.endswith(
         "starting again from step 0; 2 later rows of metrics.jsonl moved to metrics.redone.jsonl"
     )
     assert summary_of(made)["status"] == "running" and summary_of(made)["restarts"] == 2

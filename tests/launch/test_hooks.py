@@ -49,6 +49,16 @@ def test_every_hook_is_called_and_an_error_becomes_a_line(read) -> None:
     assert AllHooks([Fine()]).check(read(), {}, "mine") == ["mine is checked"]
 
 
+def test_an_error_while_a_run_trains_is_reported_once_for_each_hook() -> None:
+    hooks = AllHooks([Broken(), Fine(), Broken()])
+    assert hooks.new_failures() == []
+    for _ in range(3):
+        hooks.on_progress(Path("run"))
+    assert hooks.new_failures() == ["Broken failed (OSError: the disk is full)"] * 2
+    hooks.on_progress(Path("run"))
+    assert hooks.new_failures() == []
+
+
 def test_a_hook_can_keep_a_run_from_starting(read) -> None:
     with pytest.raises(ConfigError, match="the disk is full"):
         AllHooks([Fine(), Broken()]).check(read(), {}, "mine")

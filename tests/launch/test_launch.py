@@ -30,7 +30,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
 
     def launch(*words: str, ending: Ending = STOPPED, server_log: str = "") -> tuple[int, Path]:
         def fake_supervise(attempt: Attempt, stop: object) -> Ending:
-            launch_run.say_start(attempt)
+            launch_run.print_start(attempt)
             Path(attempt.plan.process("server").log).write_text(server_log)
             attempt.scratch.remove()
             return ending
@@ -70,7 +70,7 @@ def test_an_edit_of_the_recipe_that_a_launch_left_is_refused_or_noted(launched, 
         "recipe.yaml: was changed since the run wrote it. Fix: restore the file that the run" in capsys.readouterr().err
     )
     assert launched("--resume", str(run), "--allow-changed-code")[0] == EXIT_STOPPED
-    assert "recipe.yaml was edited since the last attempt: its keys are used" in capsys.readouterr().out
+    assert "recipe.yaml was edited since the last attempt; the run uses the edited keys" in capsys.readouterr().out
     launched("--resume", str(run))
     assert "recipe.yaml was" not in capsys.readouterr().out, "once"
 

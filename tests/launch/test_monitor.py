@@ -15,7 +15,7 @@ import pytest
 from waiting import wait_for
 
 from grpo_recipes.launch import monitor
-from grpo_recipes.launch.hooks import RunHooks
+from grpo_recipes.launch.hooks import AllHooks, RunHooks
 from grpo_recipes.launch.monitor import (
     Monitor,
     RankStallDetector,
@@ -39,7 +39,7 @@ def watch(read, tmp_path):
 
     def make(hooks: RunHooks | None = None) -> Monitor:
         attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=recipe, hooks=hooks)
-        return Monitor(attempt, SimpleNamespace(can_save=None))
+        return Monitor(attempt, SimpleNamespace(save_if=lambda _: None))
 
     return make
 
@@ -52,7 +52,7 @@ def append(folder, first, last, **metrics):
 
 
 def said(watched, capsys):
-    watched.show_progress()
+    watched.print_progress()
     return capsys.readouterr().out.splitlines()
 
 
@@ -104,7 +104,7 @@ def test_rows_that_were_moved_aside_do_not_count(watch, tmp_path, capsys):
     append(tmp_path, 1, ENOUGH_STEPS - 1)
     watched = watch()
     (tmp_path / "metrics.jsonl").write_text("")
-    watched.start_again()
+    watched.reset()
     append(tmp_path, 1, ENOUGH_STEPS - 1)
     assert not any("note" in line for line in said(watched, capsys))
 
@@ -112,7 +112,7 @@ def test_rows_that_were_moved_aside_do_not_count(watch, tmp_path, capsys):
 def test_evaluations_have_a_line_and_completions_one_every_so_many_steps(read, tmp_path, capsys):
     def shown(**keys: int) -> list[str]:
         attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(**keys))
-        watched = Monitor(attempt, SimpleNamespace(can_save=None))
+        watched = Monitor(attempt, SimpleNamespace(save_if=lambda _: None))
         with (tmp_path / "eval.jsonl").open("a") as file:
             file.write(json.dumps({"step": 20, "eval_reward": 0.5, "prompts": 8, "seconds": 1}) + "\n")
         with (tmp_path / "samples.jsonl").open("a") as file:
@@ -148,9 +148,9 @@ def test_the_start_is_said_phase_by_phase_and_the_page_is_written_while_the_run_
             pages.append(run_dir)
             done.wait(30)
 
-    monkeypatch.setattr(monitor.OUTPUT, "live", live.append)
-    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), hooks=Page())
-    watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
+    monkeypatch.setattr(monitor.OUTPUT, "show_live", live.append)
+    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), hooks=AllHooks([Page()]))
+    watched = Monitor(attempt, SimpleNamespace(save_if=lambda _: None, requested=False, check=lambda: None))
     (tmp_path / "processes").mkdir()
     write_json(tmp_path / "processes/server_state.json", {"epoch": 1, "state": "starting"})
     watched.tick()
@@ -185,8 +185,8 @@ def test_the_start_is_said_phase_by_phase_and_the_page_is_written_while_the_run_
 def test_a_request_to_stop_is_passed_on_to_the_other_nodes_once(read, tmp_path):
     sent = []
     workers = SimpleNamespace(send=lambda order: sent.append(order))
-    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), workers=workers)
-    watched = Monitor(attempt, stop := SimpleNamespace(can_save=None, requested=False, look=lambda: None))
+    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), workers=workers, hooks=AllHooks([]))
+    watched = Monitor(attempt, stop := SimpleNamespace(save_if=lambda _: None, requested=False, check=lambda: None))
     watched.tick()
     assert sent == []
     stop.requested = True
@@ -199,11 +199,14 @@ def test_phases_too_long_for_slurms_signal_are_noted_once(read, tmp_path, monkey
     monkeypatch.setattr(monitor, "job_end_time", lambda environment: time.time() + 1e6)
     monkeypatch.setattr(monitor, "_PHASE_SECONDS", 0)
     append(tmp_path, 1, 1, **{"seconds/evaluate": 400.0})
-    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read())
-    watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
+    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), hooks=AllHooks([]))
+    watched = Monitor(attempt, SimpleNamespace(save_if=lambda _: None, requested=False, check=lambda: None))
     watched.tick()
     watched.tick()
-    assert capsys.readouterr().out.count("grpo: note: with phases of 400 s the signal 300 s before the time limit") == 1
+    assert (
+        capsys.readouterr().out.count("grpo: note: phases take up to 400 s, so the signal 300 s before the time limit")
+        == 1
+    )
 
 
 def test_the_other_nodes_dump_stacks_when_a_rank_stalls(read, tmp_path, monkeypatch):
@@ -211,13 +214,14 @@ def test_the_other_nodes_dump_stacks_when_a_rank_stalls(read, tmp_path, monkeypa
     monkeypatch.setattr(monitor, "_DUMP_SECONDS", 0)
     workers = SimpleNamespace(send=lambda order: sent.append(order))
     attempt = SimpleNamespace(
+        hooks=AllHooks([]),
         run=SimpleNamespace(folder=tmp_path),
         recipe=read(),
         workers=workers,
         environment={},
         plan=SimpleNamespace(mode="server"),
     )
-    watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
+    watched = Monitor(attempt, SimpleNamespace(save_if=lambda _: None, requested=False, check=lambda: None))
     watched.groups["trainer"] = SimpleNamespace(process=SimpleNamespace(trains=True, ready=""), log=tmp_path / "log")
     (tmp_path / "processes").mkdir()
     write_json(tmp_path / "processes/phase_0.json", {"phase": "sample", "since": 1.5, "step": 2})
@@ -243,26 +247,27 @@ def test_phases_are_read_by_rank(tmp_path):
 @pytest.mark.parametrize("name", ["sync", "connect"])
 def test_a_transfer_of_weights_and_its_rendezvous_have_a_limit_of_their_own(name):
     ranks = RankStallDetector(3600, 600)
-    assert ranks.look([phase(name), phase("sample", 1)], now=0) is None
-    assert ranks.look([phase(name), phase("sample", 1)], now=600) is None
-    assert ranks.look([phase(name), phase("sample", 1)], now=601) == (phase(name), 601)
+    assert ranks.find_stall([phase(name), phase("sample", 1)], now=0) is None
+    assert ranks.find_stall([phase(name), phase("sample", 1)], now=600) is None
+    assert ranks.find_stall([phase(name), phase("sample", 1)], now=601) == (phase(name), 601)
 
 
 def test_a_transfer_is_no_longer_than_any_other_phase():
     ranks = RankStallDetector(10, 600)
-    assert ranks.look([phase("sync")], now=0) is None
-    assert ranks.look([phase("sync")], now=11) == (phase("sync"), 11)
+    assert ranks.find_stall([phase("sync")], now=0) is None
+    assert ranks.find_stall([phase("sync")], now=11) == (phase("sync"), 11)
 
 
 @pytest.mark.parametrize(("server", "ends"), [(True, True), (False, False)])
 def test_a_transfer_that_waits_for_the_next_server_is_not_late(read, tmp_path, monkeypatch, server, ends):
     monkeypatch.setattr(monitor, "_DUMP_SECONDS", 0)
     attempt = SimpleNamespace(
+        hooks=AllHooks([]),
         run=SimpleNamespace(folder=tmp_path), recipe=read(weight_sync_timeout=20), environment={},
         workers=SimpleNamespace(send=lambda order: None), plan=SimpleNamespace(mode="server", bridge="file"),
         server_address=lambda: ("127.0.0.1", 1, "token"),
     )  # fmt: skip
-    watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
+    watched = Monitor(attempt, SimpleNamespace(save_if=lambda _: None, requested=False, check=lambda: None))
     watched.groups["trainer"] = SimpleNamespace(process=SimpleNamespace(trains=True, ready=""), log=tmp_path / "log")
     if server:
         process, state = SimpleNamespace(trains=False, ready="serving", renewed=False), SimpleNamespace(pid=None)
@@ -282,54 +287,54 @@ def test_a_transfer_that_waits_for_the_next_server_is_not_late(read, tmp_path, m
 
 def test_a_rank_in_one_phase_for_longer_than_the_limit_stands():
     ranks = RankStallDetector(10)
-    assert ranks.look([phase("sample")], now=0) is None
-    assert ranks.look([phase("sample")], now=10) is None
-    assert ranks.look([phase("sample")], now=11) == (phase("sample"), 11)
+    assert ranks.find_stall([phase("sample")], now=0) is None
+    assert ranks.find_stall([phase("sample")], now=10) is None
+    assert ranks.find_stall([phase("sample")], now=11) == (phase("sample"), 11)
 
 
 @pytest.mark.parametrize("new", [phase("score"), phase("sample", step=4), phase("sample", since=5.0)])
 def test_a_rank_that_goes_on_does_not_stand(new):
     ranks = RankStallDetector(10)
-    ranks.look([phase("sample")], now=0)
-    assert ranks.look([new], now=11) is None
+    ranks.find_stall([phase("sample")], now=0)
+    assert ranks.find_stall([new], now=11) is None
 
 
 @pytest.mark.parametrize(("name", "multiple"), [("update", 1), ("save", 2), ("evaluate", 6), ("end", 24)])
 def test_some_phases_may_last_longer(name, multiple):
     ranks = RankStallDetector(10)
-    ranks.look([phase(name)], now=0)
-    assert ranks.look([phase(name)], now=10 * multiple) is None
-    assert ranks.look([phase(name)], now=10 * multiple + 1) is not None
+    ranks.find_stall([phase(name)], now=0)
+    assert ranks.find_stall([phase(name)], now=10 * multiple) is None
+    assert ranks.find_stall([phase(name)], now=10 * multiple + 1) is not None
 
 
 def test_ranks_that_never_tell_a_phase_stand_in_the_start():
     ranks = RankStallDetector(10)
-    ranks.look([], now=0)
-    late = ranks.look([], now=11)
+    ranks.find_stall([], now=0)
+    late = ranks.find_stall([], now=11)
     assert late is not None and late[0].name == "start"
 
 
 def test_of_several_the_one_furthest_behind_is_named():
     ranks = RankStallDetector(10)
     behind, waiting = phase("score", rank=1), phase("update", rank=0)
-    ranks.look([phase("score", rank=0), behind], now=0)
-    ranks.look([waiting, behind], now=1)
-    late = ranks.look([waiting, behind], now=20)
+    ranks.find_stall([phase("score", rank=0), behind], now=0)
+    ranks.find_stall([waiting, behind], now=1)
+    late = ranks.find_stall([waiting, behind], now=20)
     assert late is not None and late[0].rank == 1
 
 
 def test_of_several_in_one_phase_the_one_that_a_signal_stopped_is_named():
     ranks = RankStallDetector(10)
     both = [phase("sample", rank=0), phase("sample", rank=1)]
-    ranks.look(both, now=0)
-    late = ranks.look(both, now=20, stopped=[1])
+    ranks.find_stall(both, now=0)
+    late = ranks.find_stall(both, now=20, stopped=[1])
     assert late is not None and late[0].rank == 1
 
 
 def test_the_clocks_of_ranks_do_not_count():
     ranks = RankStallDetector(10)
-    ranks.look([phase("sample", since=-1e9)], now=0)
-    assert ranks.look([phase("sample", since=-1e9)], now=5) is None
+    ranks.find_stall([phase("sample", since=-1e9)], now=0)
+    assert ranks.find_stall([phase("sample", since=-1e9)], now=5) is None
 
 
 @pytest.mark.parametrize(
@@ -345,18 +350,18 @@ def test_the_clocks_of_ranks_do_not_count():
 )
 def test_a_server_stands_that_makes_no_token_or_gives_no_answer(first, second, stands):
     server = ServerStallDetector(10)
-    assert server.look(first, [phase("sample")], now=0) is None
-    assert server.look(second, [phase("sample")], now=9) is None
-    seconds = server.look(second, [phase("sample")], now=19)
+    assert server.find_stall(first, [phase("sample")], now=0) is None
+    assert server.find_stall(second, [phase("sample")], now=9) is None
+    seconds = server.find_stall(second, [phase("sample")], now=19)
     assert (seconds is not None) == stands
 
 
 def test_a_new_phase_of_a_rank_is_movement_too():
     server = ServerStallDetector(10)
-    server.look(Activity(5, 1), [phase("sync")], now=0)
-    server.look(Activity(5, 1), [phase("sample")], now=9)
-    assert server.look(Activity(5, 1), [phase("sample")], now=18) is None
-    assert server.look(Activity(5, 1), [phase("sample")], now=20) == 11
+    server.find_stall(Activity(5, 1), [phase("sync")], now=0)
+    server.find_stall(Activity(5, 1), [phase("sample")], now=9)
+    assert server.find_stall(Activity(5, 1), [phase("sample")], now=18) is None
+    assert server.find_stall(Activity(5, 1), [phase("sample")], now=20) == 11
 
 
 WRITES_STACKS = """

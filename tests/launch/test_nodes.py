@@ -168,10 +168,14 @@ def test_a_name_that_means_the_loopback_on_the_first_node_is_not_its_address(job
 @pytest.mark.parametrize(
     ("addresses", "variables", "said"),
     [
-        ((), {"NETWORK_INTERFACE": "=ib9,lo"}, r"NETWORK_INTERFACE: node n1 has no address on 'ib9' \(it has lo"),
-        ((), {"NETWORK_INTERFACE": "ib9"}, r"NETWORK_INTERFACE: node n1 has no address on 'ib9' \(it has lo"),
+        (
+            (),
+            {"NETWORK_INTERFACE": "=ib9,lo"},
+            r"NETWORK_INTERFACE: node n1 has no address on interface 'ib9' \(it has lo",
+        ),
+        ((), {"NETWORK_INTERFACE": "ib9"}, r"NETWORK_INTERFACE: node n1 has no address on interface 'ib9' \(it has lo"),
         (("127.0.0.1", "192.0.2.7"), {}, "node n2 cannot listen on 192.0.2.7"),
-        (("name.invalid", "name.invalid"), {}, "name.invalid, by which Slurm knows n1: "),
+        (("name.invalid", "name.invalid"), {}, "Slurm's address name.invalid of node n1: "),
         ((), {"SLURM_NODEID": "1"}, "launched once, on its first node"),
         ((), {"PATH": "/nowhere"}, "srun: is not installed here"),
     ],
@@ -196,12 +200,12 @@ def test_the_pair_that_does_not_reach_each_other_is_named(job, workers, monkeypa
         return ask(order, *arguments, **facts)
 
     monkeypatch.setattr(workers, "ask", nobody_listens)
-    said = r"node n1 \(127.0.0.1\) does not reach node n2 \(127.0.0.1\): Connection refused"
+    said = r"node n1 \(127.0.0.1\) can't reach node n2 \(127.0.0.1\): Connection refused"
     with pytest.raises(ConfigError, match=said):
         preflight_nodes(workers, two_nodes(), job())
 
 
-@pytest.mark.parametrize(("answer", "said"), [(b"7\n", "something else answered there"), (b"", "timed out")])
+@pytest.mark.parametrize(("answer", "said"), [(b"7\n", "another program answered there"), (b"", "timed out")])
 def test_an_address_where_another_program_listens_is_not_the_node(job, workers, monkeypatch, answer, said):
     monkeypatch.setattr(nodes, "_CONNECT_SECONDS", 0.5)
     other = socket.create_server(("127.0.0.1", 0))
@@ -220,7 +224,7 @@ def test_an_address_where_another_program_listens_is_not_the_node(job, workers, 
     answering = threading.Thread(target=answer_both, daemon=True)
     answering.start()
     monkeypatch.setattr(workers, "ask", other_listens)
-    with pytest.raises(ConfigError, match=rf"does not reach node n2 \(127.0.0.1\): {said}") as refused:
+    with pytest.raises(ConfigError, match=rf"can't reach node n2 \(127.0.0.1\): {said}") as refused:
         preflight_nodes(workers, two_nodes(), job())
     assert "firewall" in str(refused.value)
     answering.join()

@@ -20,7 +20,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch import rendezvous
 from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes
 from grpo_recipes.launch.processes import Ending, Group, wait_for_ending
-from grpo_recipes.launch.rendezvous import Meeting, MeetingChannel, join
+from grpo_recipes.launch.rendezvous import Meeting, MeetingChannel, connect_to_node_0
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.tree import is_alive
@@ -185,7 +185,7 @@ def test_a_stranger_is_not_a_node_and_gets_no_token(start_node, node_0, tmp_path
     thread.start()
     meet(node_0(), tmp_path)
     thread.join()
-    assert answers[1] == "" and "it does not know the key of this run" in capsys.readouterr().out
+    assert answers[1] == "" and "the peer does not know the key of this run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH_9.2\r\n", b'{"file": "/etc/passwd", "nonce": "1"}\n'])
@@ -195,7 +195,7 @@ def test_a_program_that_is_not_node_0_gives_no_orders(greeting, port, tmp_path):
         answering = threading.Thread(target=lambda: other.accept()[0].sendall(greeting))
         answering.start()
         with pytest.raises(ConfigError, match=f"another program answers at 127.0.0.1:{port}"):
-            join(Meeting(2, 1, "127.0.0.1", port, 5), COMMAND)
+            connect_to_node_0(Meeting(2, 1, "127.0.0.1", port, 5), COMMAND)
         answering.join()
 
 
@@ -209,7 +209,7 @@ def test_a_peer_that_sees_the_key_but_cannot_read_it_is_rejected(port, tmp_path,
         answering = threading.Thread(target=lambda: other.accept()[0].sendall(hello))
         answering.start()
         with pytest.raises(ConfigError, match="does not see"):
-            join(Meeting(2, 1, "127.0.0.1", port, 5), COMMAND)
+            connect_to_node_0(Meeting(2, 1, "127.0.0.1", port, 5), COMMAND)
         answering.join()
 
 

@@ -11,9 +11,16 @@ from dead_scratch import dead_scratch
 
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.assets import find_assets
-from grpo_recipes.launch.attempt import prepare
+from grpo_recipes.launch.attempt import prepare_attempt
 from grpo_recipes.launch.nodes import NodeWorkers
-from grpo_recipes.launch.resolve import Options, make_logs, names_of, need_same_data, need_same_world, resolve_run
+from grpo_recipes.launch.resolve import (
+    Options,
+    make_logs,
+    names_of,
+    require_same_data_order,
+    require_same_world_size,
+    resolve_run,
+)
 from grpo_recipes.launch.submission import Submission, freeze, frozen_environment
 from grpo_recipes.paths import home
 from grpo_recipes.plan.commands import base_environment
@@ -63,7 +70,7 @@ def test_its_folder_is_the_one_that_was_named(folder) -> None:
     recipe = resolve_recipe(str(SMOKE), None, [], os.environ, "cpu")
     names = dataclasses.replace(names_of(recipe), run_dir=folder / "sweep" / "cells" / "seed=1")
     assert freeze_it(recipe, names, CPU).folder == names.run_dir
-    with pytest.raises(ConfigError, match="another run has just taken that name"):
+    with pytest.raises(ConfigError, match="another run has just used this name"):
         freeze_it(recipe, names, CPU)
 
 
@@ -72,7 +79,7 @@ def test_what_fails_half_way_leaves_no_folder(folder, monkeypatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("shutil.copyfile", fake_full_disk)
-    with pytest.raises(ConfigError, match=r"run_root: cannot copy code and recipe into .*No space left on device"):
+    with pytest.raises(ConfigError, match=r"run_root: cannot copy code and recipe to .*No space left on device"):
         frozen()
     assert list((folder / "runs").iterdir()) == []
 
@@ -134,7 +141,7 @@ def test_a_resume_takes_a_changed_reward_and_run_json_says_from_which_step(folde
     in_job(run, monkeypatch)
     with pytest.raises(ConfigError, match=r"no reward or environment of the run has changed .* \(own.py\)"):
         resolve_run(Options(resume=str(run.folder), **update), CPU)
-    with pytest.raises(ConfigError, match="a new run takes the files as they are"):
+    with pytest.raises(ConfigError, match="a new run always uses the current files"):
         resolve_run(Options(recipe=str(SMOKE), **update), CPU)
     (folder / "own.py").write_text("def score(completions return")
     with pytest.raises(ConfigError, match=r"--update-rewards: 'own\.py:1' is not valid Python"):
@@ -145,7 +152,7 @@ def test_a_resume_takes_a_changed_reward_and_run_json_says_from_which_step(folde
     found, recipe = resolve_run(Options(resume=str(run.folder), **update), CPU)
     names = names_of(recipe, found)
     plan = make_plan(recipe, CPU, os.environ, names, find_assets(recipe, os.environ))
-    prepare(found, recipe, plan, names, CPU, NodeWorkers(0), update_rewards=True).scratch.remove()
+    prepare_attempt(found, recipe, plan, names, CPU, NodeWorkers(0), update_rewards=True).scratch.remove()
     assert (run.folder / "rewards/own.py").read_text() == (folder / "own.py").read_text()
     (updated,) = Run(run.folder).identity["updated_rewards"]
     assert updated["after_step"] == 0 and updated["notes"][0].startswith(
@@ -171,9 +178,9 @@ def test_its_first_start_is_no_restart_and_its_second_is_one(folder, monkeypatch
     counts = []
     for _ in range(2):
         names = names_of(recipe, run)
-        attempt = prepare(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, NodeWorkers(0))
+        attempt = prepare_attempt(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, NodeWorkers(0))
         attempt.scratch.remove()
-        counts.append((read_json(run.folder / "summary.json")["restarts"], bool(attempt.resumed)))
+        counts.append((read_json(run.folder / "summary.json")["restarts"], bool(attempt.resume_note)))
     assert counts == [(0, False), (1, True)]
 
 
@@ -185,7 +192,7 @@ def test_a_start_first_removes_what_dead_runs_left_on_the_node(folder, monkeypat
     run = frozen()
     recipe = resolve_run(Options(resume=str(run.folder)), CPU)[1]
     names = names_of(recipe, run)
-    attempt = prepare(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, NodeWorkers(0))
+    attempt = prepare_attempt(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, NodeWorkers(0))
     assert list((folder / "node").iterdir()) == [attempt.scratch.disk]
     attempt.scratch.remove()
     (line,) = [line for line in capsys.readouterr().out.splitlines() if left.disk.name in line]
@@ -205,7 +212,7 @@ def test_a_node_that_does_not_begin_leaves_no_scratch_and_no_running_summary(fol
     recipe = resolve_run(Options(resume=str(run.folder)), CPU)[1]
     names = names_of(recipe, run)
     with pytest.raises(ConfigError, match="did not answer"):
-        prepare(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, SilentWorkers(2))
+        prepare_attempt(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, SilentWorkers(2))
     assert not list(scratch.iterdir())
     assert read_json(run.folder / "summary.json")["status"] == "submitted"
 
@@ -214,23 +221,26 @@ def test_a_job_of_another_size_than_planned_is_refused() -> None:
     run = frozen("--prompts_per_step", "16", resources=THREE)
     recipe = resolve_run(Options(resume=str(run.folder)), CPU)[1]
     plan = make_plan(recipe, Resources("cuda", ("0", "1"), 8), os.environ, names_of(recipe, run))
-    with pytest.raises(ConfigError, match=r"is of 2 processes, the plan has 1.*look at what the job was given"):
-        need_same_world(run, plan)
-    need_same_world(run, make_plan(recipe, THREE, os.environ, names_of(recipe, run)))
+    with pytest.raises(ConfigError, match=r"has 2 training processes, the plan has 1.*check the resources of the job"):
+        require_same_world_size(run, plan)
+    require_same_world_size(run, make_plan(recipe, THREE, os.environ, names_of(recipe, run)))
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--seed", "7"), r"--seed: seed was 42: checkpoint-5 would continue at another place"),
+        (("--seed", "7"), r"--seed: seed was 42: checkpoint-5 would continue at another position"),
         (("--max_train_prompts", "8"), r"--max_train_prompts: max_train_prompts was None"),
         (("--dataset_train_split", "test"), r"--dataset_train_split: dataset_train_split was train"),
         (("--num_iterations", "2"), r"--num_iterations: num_iterations was 1"),
         (
             ("--prompts_per_step", "8"),
-            r"had 16 prompts a step, 16 a generation, .* now it has 8 prompts a step",
+            r"had 16 prompts per step, 16 per generation, .* now it has 8 prompts per step",
         ),
-        (("--num_generations", "8"), r"16 completions of each, .*, 8 completions of each: .*keys of the batch as they"),
+        (
+            ("--num_generations", "8"),
+            r"16 completions of each, .*, 8 completions of each: .*restore the keys of the batch",
+        ),
     ],
 )
 def test_a_resumed_run_keeps_its_place_in_the_data(flags: tuple[str, ...], message: str) -> None:
@@ -238,7 +248,7 @@ def test_a_resumed_run_keeps_its_place_in_the_data(flags: tuple[str, ...], messa
 
     def resumed(*flags: str) -> str:
         recipe = resolve_run(Options(resume=str(run.folder), flags=flags), CPU)[1]
-        return need_same_data(run, recipe, make_plan(recipe, CPU, os.environ, names_of(recipe, run)))
+        return require_same_data_order(run, recipe, make_plan(recipe, CPU, os.environ, names_of(recipe, run)))
 
     resumed(*flags)  # nothing was trained yet
     staged = run.folder / "checkpoints" / "partial" / "checkpoint-5"
@@ -247,7 +257,7 @@ def test_a_resumed_run_keeps_its_place_in_the_data(flags: tuple[str, ...], messa
     (run.folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 6)))
     with pytest.raises(ConfigError, match=message):
         resumed(*flags)
-    assert "the epoch begins again" in resumed(*flags, "--ignore_data_skip", "true")
+    assert "the epoch starts again" in resumed(*flags, "--ignore_data_skip", "true")
     harmless = ("--learning_rate", "1e-5", "--max_steps", "90", "--dataset_test_split", "train")
     assert resumed(*harmless, "--per_device_train_batch_size", "64") == ""
 
@@ -272,5 +282,7 @@ def test_logs_are_where_logdir_says_and_slurms_where_the_command_is_run(tmp_path
     assert (tmp_path / "deep/er").is_dir() and (tmp_path / "logs").is_dir()
     (tmp_path / "file").touch()
     monkeypatch.setenv("LOGDIR", "file")
-    with pytest.raises(ConfigError, match=r"LOGDIR: cannot make 'file' \(File exists\)\. Fix: name a folder"):
+    with pytest.raises(
+        ConfigError, match=r"LOGDIR: cannot create 'file' \(File exists\)\. Fix: set LOGDIR to a folder"
+    ):
         make_logs()

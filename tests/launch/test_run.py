@@ -33,16 +33,16 @@ def test_a_bridge_that_reconnects_gets_a_new_server_at_the_old_address_and_the_r
         run.wait_for_step(2)
         assert run.state() == {"epoch": 1, "state": "ready"}
         trainer = read_json(run.folder / "processes/trainer.json")
-        token = run.attempt.scratch.token.read_text()
+        token = run.attempt.scratch.token_file.read_text()
         run.kill("server")
         run.wait_until(lambda: run.state() == {"epoch": 2, "state": "ready"})
-        assert len({"token", token, run.attempt.scratch.token.read_text()}) == 3  # each server has its own
+        assert len({"token", token, run.attempt.scratch.token_file.read_text()}) == 3  # each server has its own
         assert read_json(run.folder / "processes/trainer.json") == trainer
 
     assert run.then(kill).end() == Ending(0)
     assert [row["step"] for row in read_metrics(run.folder)] == list(range(1, 9))
     assert run.summary()["server_restarts"] == 1
-    assert "was killed by signal 9: the server alone is started again (1 of 2)" in capsys.readouterr().out
+    assert "was killed by signal 9: only the server is started again (1 of 2)" in capsys.readouterr().out
     assert run.state()["state"] == "gone"
 
 
@@ -348,7 +348,7 @@ def test_a_role_of_its_own_can_be_restarted_alone(fake_run, tmp_path, capsys, mo
         assert run.records("server", "trainer") == before
 
     assert run.then(kill).end() == Ending(0)
-    assert "was killed by signal 9: the toy alone is started again (1 of 2)" in capsys.readouterr().out
+    assert "was killed by signal 9: only the toy is started again (1 of 2)" in capsys.readouterr().out
     assert orders == [["server", "toy", "trainer"]] * 2, "the order of the plan, also after a restart"
     assert run.state() == {"epoch": 1, "state": "gone"}
 
@@ -524,65 +524,67 @@ LOST = Ending(137, "the vLLM API server (pid 5) was killed by signal 9", lost=SE
 
 
 def test_what_is_lost_is_started_again_where_the_plan_says_so():
-    assert Restarts(2).after(LOST, stopping=False) == LOST
+    assert Restarts(2).decide(LOST, stopping=False) == LOST
 
 
 def test_a_process_whose_loss_fails_the_run_is_not():
     lost = replace(LOST, lost=replace(SERVER, on_loss="fail"))
-    assert Restarts(2).after(lost, stopping=False) == replace(lost, lost=None)
+    assert Restarts(2).decide(lost, stopping=False) == replace(lost, lost=None)
 
 
 def test_a_lost_trainer_ends_the_run():
     failed = Ending(1, "rank 0: ValueError", 0)
-    assert Restarts(2).after(failed, stopping=False) == failed
+    assert Restarts(2).decide(failed, stopping=False) == failed
 
 
 def test_nothing_is_started_for_a_run_that_was_asked_to_stop():
-    assert Restarts(2).after(LOST, stopping=True) == replace(LOST, lost=None)
+    assert Restarts(2).decide(LOST, stopping=True) == replace(LOST, lost=None)
 
 
 def test_server_restarts_0_is_never():
-    assert Restarts(0).after(LOST, stopping=False) == replace(LOST, lost=None)
+    assert Restarts(0).decide(LOST, stopping=False) == replace(LOST, lost=None)
 
 
 def test_restarts_are_counted_and_bounded():
     restarts = Restarts(1)
-    assert restarts.after(LOST, stopping=False).lost and restarts.done["server"] == 1
+    assert restarts.decide(LOST, stopping=False).lost and restarts.counts["server"] == 1
     restarts.idle.clear()
-    ending = restarts.after(LOST, stopping=False)
+    ending = restarts.decide(LOST, stopping=False)
     assert ending.lost is None and ending.code == 137
-    assert ending.cause == f"{LOST.cause}; the server was started again 1 times already (server_restarts)"
+    assert ending.cause == f"{LOST.cause}; the server was already started again 1 times (server_restarts)"
 
 
 def test_a_server_is_not_started_twice_without_a_step_between():
     restarts = Restarts(5)
-    restarts.after(LOST, stopping=False)
-    ending = restarts.after(LOST, stopping=False)
+    restarts.decide(LOST, stopping=False)
+    ending = restarts.decide(LOST, stopping=False)
     assert ending.lost is None
     assert ending.cause == f"{LOST.cause}; no step was completed since the server was started again"
     restarts.idle.clear()
-    assert restarts.after(LOST, stopping=False).lost and restarts.done["server"] == 2
+    assert restarts.decide(LOST, stopping=False).lost and restarts.counts["server"] == 2
 
 
 def test_the_bounds_of_one_role_are_not_anothers():
     sums = replace(SERVER, role="environment-sums", title="environment sums", ready="started")
     died = Ending(1, "environment sums (pid 6) exited with code 1", lost=sums)
     restarts = Restarts(1)
-    assert restarts.after(LOST, stopping=False).lost and restarts.after(died, stopping=False).lost
-    ending = restarts.after(died, stopping=False)
-    assert ending.cause == f"{died.cause}; environment sums was started again 1 times already (server_restarts)"
+    assert restarts.decide(LOST, stopping=False).lost and restarts.decide(died, stopping=False).lost
+    ending = restarts.decide(died, stopping=False)
+    assert ending.cause == f"{died.cause}; environment sums was already started again 1 times (server_restarts)"
 
 
 def test_an_engine_that_fails_before_the_first_step_is_not_started_again():
-    """R3: the next one would fail alike; after a step the error may be of that step."""
+    """R3: a restart would fail again; after a step, the error may be caused by that step."""
     lost = replace(LOST, cause="the engine died: ValueError: x", error="ValueError: x")
-    ending = Restarts(2).after(lost, False)
+    ending = Restarts(2).decide(lost, False)
     assert ending.lost is None
-    assert ending.cause.startswith("the engine died: ValueError: x; before the first step, so the next one would fail")
-    assert Restarts(2, stepped=True).after(lost, False) is lost
-    assert Restarts(2).after(replace(lost, error=""), False).lost, "it was killed"
+    assert ending.cause.startswith(
+        "the engine died: ValueError: x; before the first step, so a restart would fail again"
+    )
+    assert Restarts(2, stepped=True).decide(lost, False) is lost
+    assert Restarts(2).decide(replace(lost, error=""), False).lost, "it was killed"
 
 
 def test_what_refuses_its_input_is_not_started_again_with_the_same():
     refused = Ending(2, "environment sums (pid 6) exited with code 2", lost=SERVER)
-    assert Restarts(2).after(refused, stopping=False) == replace(refused, lost=None)
+    assert Restarts(2).decide(refused, stopping=False) == replace(refused, lost=None)

@@ -24,7 +24,7 @@ def asked_signals():
 @pytest.fixture
 def stop(tmp_path):
     with StopSignals() as stop:
-        stop.release(tmp_path / "stop")
+        stop.resume(tmp_path / "stop")
         yield stop
 
 
@@ -35,9 +35,9 @@ def send(*signums: int) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_trainers_with_something_to_save_are_asked_by_the_file(stop, capsys, signum):
-    stop.can_save = lambda: True
+    stop.save_if(lambda: True)
     send(signum)
-    stop.look()
+    stop.check()
     assert stop.requested and stop.request.exists()
     assert capsys.readouterr().out == f"grpo: {signal.Signals(signum).name}: saving, then ending\n"
     assert stop.wants_requeue == (signum == signal.SIGUSR1)
@@ -60,12 +60,12 @@ def test_with_nothing_to_save_a_signal_ends_the_attempt_at_once(stop, signum, co
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_the_second_time_a_signal_ends_the_attempt_but_within_a_second_two_are_one(stop, signum, monkeypatch):
-    stop.can_save = lambda: True
+    stop.save_if(lambda: True)
     send(signum)
     send(signum)  # as timeout does: its child, then its group
-    stop.look()
+    stop.check()
     assert stop.requested
-    monkeypatch.setattr(StopSignals, "_one_signal_seconds", 0.0)
+    monkeypatch.setattr(StopSignals, "_same_signal_seconds", 0.0)
     with pytest.raises(StoppedAtOnce):
         send(signum)
 
@@ -78,46 +78,46 @@ def test_a_signal_that_follows_at_once_does_not_disturb_the_clean_up(stop):
 
 
 def test_usr1_again_ends_nothing_since_slurm_may_send_it_where_we_have_asked_already(stop):
-    stop.can_save = lambda: True
-    stop.out_of_time("the job's time limit comes in 60 s")
+    stop.save_if(lambda: True)
+    stop.request_requeue("the job's time limit comes in 60 s")
     send(signal.SIGUSR1, signal.SIGUSR1)
-    stop.look()
+    stop.check()
     assert stop.requested and stop.wants_requeue
 
 
 @pytest.mark.parametrize("later", [signal.SIGTERM, signal.SIGINT])
 def test_who_wants_the_run_ended_is_not_answered_with_a_requeue(stop, later):
-    stop.can_save = lambda: True
+    stop.save_if(lambda: True)
     send(signal.SIGUSR1, later)
     assert stop.requested and not stop.wants_requeue
 
 
 def test_sigterm_leaves_the_trainers_a_moment_to_save(stop, monkeypatch):
     monkeypatch.setattr(StopSignals, "_term_grace_seconds", 0.0)
-    stop.can_save = lambda: True
+    stop.save_if(lambda: True)
     send(signal.SIGUSR1)
-    stop.look()
+    stop.check()
     send(signal.SIGTERM)
     with pytest.raises(StoppedAtOnce) as stopped:
-        stop.look()
+        stop.check()
     assert stopped.value.ending().code == 143
 
 
 def test_a_request_by_the_file_alone_ends_an_attempt_with_nothing_to_save(stop):
     stop.request.touch()
     with pytest.raises(StoppedAtOnce) as stopped:
-        stop.look()
+        stop.check()
     assert stopped.value.ending().code == 75 and not stop.wants_requeue
-    stop.can_save = lambda: True
-    stop.look()
+    stop.save_if(lambda: True)
+    stop.check()
 
 
 def test_a_signal_while_the_run_directory_is_made_waits_until_it_is_whole(tmp_path):
     with StopSignals() as stop:
-        stop.hold()
+        stop.defer()
         send(signal.SIGUSR1)
         with pytest.raises(StoppedAtOnce):
-            stop.release(tmp_path / "stop")
+            stop.resume(tmp_path / "stop")
         assert stop.wants_requeue
 
 

@@ -118,7 +118,7 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(folder, capsys) -> None:
 
 def test_a_dry_run_says_that_the_environment_is_another(capsys) -> None:
     assert submit("--dry-run", profile="mltheory") == 0
-    assert "submitting would fail: --profile: nodes with GPUs" in capsys.readouterr().err
+    assert "submitting would fail: --profile: the nodes have GPUs" in capsys.readouterr().err
     assert "run DEVICE=cuda make setup" in refusal(capsys, profile="mltheory")
 
 
@@ -156,18 +156,21 @@ def test_a_script_that_cannot_be_written_leaves_no_run_directory(fake_sbatch, mo
         return write_text(path, *arguments, **named)
 
     monkeypatch.setattr(Path, "write_text", full)
-    assert "job.sh: cannot be written (No space left on device). Fix: name a folder with room" in refusal(capsys)
+    assert "job.sh: cannot write this file (No space left on device). Fix: set run_root to a folder" in refusal(capsys)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--time", "soon"], "--time: 'soon' is not a time limit as Slurm writes it"),
+        (["--time", "soon"], "--time: 'soon' is not a time limit in Slurm's format"),
         (["--nodes", "0"], "expected at least 1, got 0"),
         (["--gpus", "x"], "expected an integer, got 'x'"),
         (["--learning_rat", "1"], "unknown key 'learning_rat'"),
-        (["--report_to", "wandb"], "--report_to: reports to W&B, and the nodes of cpu have no internet"),
-        (["--push_to_hub", "true", "--hub_model_id", "a/b"], "publishes, and the nodes of cpu have no internet"),
+        (["--report_to", "wandb"], "--report_to: the run reports to W&B, but the nodes of cpu have no internet"),
+        (
+            ["--push_to_hub", "true", "--hub_model_id", "a/b"],
+            "the run uploads its model, but the nodes of cpu have no internet",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(arguments, message, capsys) -> None:
@@ -175,7 +178,9 @@ def test_bad_input_is_refused_before_anything_is_written(arguments, message, cap
 
 
 def test_a_profile_that_is_not_there(capsys) -> None:
-    assert "there is no profile 'nowhere'. Fix: name a file, or one of cpu, " in refusal(capsys, profile="nowhere")
+    assert "profile 'nowhere' not found. Fix: use the path of a file, or one of cpu, " in refusal(
+        capsys, profile="nowhere"
+    )
 
 
 def test_nodes_with_internet_may_report_to_wandb(folder, monkeypatch, capsys) -> None:
@@ -200,8 +205,8 @@ def test_every_override_reaches_the_script(capsys) -> None:
 @pytest.mark.parametrize(
     ("site", "said"),
     [
-        ("gpus: 8\ncpus: 8\nmem: 256G\n", "8 cores for 8 GPUs, at least 16 are needed. Fix: write cpus: 64"),
-        ("gpus: 4\ncpus: 16\nmem: 4G\n", "at least 32.0 GB are needed. Fix: write mem: 128G"),
+        ("gpus: 8\ncpus: 8\nmem: 256G\n", "8 cores for 8 GPUs, at least 16 are needed. Fix: set cpus: 64"),
+        ("gpus: 4\ncpus: 16\nmem: 4G\n", "at least 32.0 GB are needed. Fix: set mem: 128G"),
     ],
 )
 def test_a_profile_that_asks_for_too_little_is_refused(folder, capsys, site, said) -> None:
@@ -211,9 +216,9 @@ def test_a_profile_that_asks_for_too_little_is_refused(folder, capsys, site, sai
 def test_a_profile_that_leaves_cores_and_memory_to_the_site_is_noted(folder, monkeypatch, capsys) -> None:
     any_disk_has_room(monkeypatch)
     assert submit("--dry-run", profile=profile_of(folder, "gpus: 8\n"), recipe=MATH) == 0
-    assert "note: site.yaml asks for no cpus and no mem" in capsys.readouterr().err
+    assert "note: site.yaml does not set cpus and mem" in capsys.readouterr().err
     assert submit("--dry-run", profile=profile_of(folder, "gpus: 8\nexclusive: true\n"), recipe=MATH) == 0
-    assert "asks for no" not in capsys.readouterr().err
+    assert "does not set" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["a%j", "two\nlines", "back\\slash"])
@@ -227,7 +232,7 @@ def test_a_working_folder_that_slurm_reads_otherwise_is_refused(folder, monkeypa
 @pytest.mark.parametrize("key", ["sbatch_options: ['--x=1\\n#SBATCH --y']", 'partition: "a\\n#SBATCH --y"'])
 def test_no_value_of_a_profile_adds_a_line_to_the_header(folder, capsys, key) -> None:
     key = key.replace("['", '["').replace("']", '"]')
-    assert "has more than one line. Fix: write it in one line" in refusal(
+    assert "must be a single line. Fix: remove the line breaks" in refusal(
         capsys, profile=profile_of(folder, key + "\n")
     )
 
@@ -256,7 +261,7 @@ def test_the_site_says_where_runs_and_downloads_are_unless_the_user_does(folder,
 def test_a_model_too_large_for_the_sites_gpu_is_refused_with_the_key_to_change(folder, capsys) -> None:
     flags = ["--model_name_or_path", model_folder(folder / "model", SMALL)]
     error = refusal(capsys, *flags, profile=profile_of(folder, "gpus: 2\ngpu_memory_gib: 1\nenv_dir: /x\n"))
-    assert "the run does not fit: " in error and "leave gpu_memory_gib out of site.yaml" in error
+    assert "the run does not fit: " in error and "remove gpu_memory_gib from site.yaml" in error
     assert [error.count(f"the {role} needs ") for role in ("trainer", "server")] == [1, 1]
     assert submit("--dry-run", *flags, profile=profile_of(folder, "gpus: 2\nenv_dir: /x\n")) == 0
 
@@ -277,7 +282,7 @@ def test_how_a_check_that_gives_no_answer_ended_is_said(folder, monkeypatch, cap
     (folder / "killed").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(folder / "killed"))
     assert submit("--dry-run") == 2
-    assert "grpo check --deep ended with code -9 and no answer" in capsys.readouterr().err
+    assert "grpo check --deep ended with code -9 and without a result" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_every_process_knows_its_run_and_its_node_local_folders(tmp_path):
     assert added["GRPO_RUN"] == "run-abcd"
     assert added["GRPO_RUN_DIR"] == str(tmp_path / "run")
     assert added["GRPO_SYNC_DIR"] == str(scratch.memory)
-    assert added["GRPO_TOKEN_FILE"] == str(scratch.token)
+    assert added["GRPO_TOKEN_FILE"] == str(scratch.token_file)
     assert added["TMPDIR"] == str(scratch.disk)
     assert added["PYTHONNOUSERSITE"] == "1"
     assert added["HF_HOME"] == "/cache/huggingface"

@@ -145,5 +145,5 @@ def test_a_requeued_job_knows_how_often():
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT"])
 def test_a_variable_in_which_slurm_puts_a_number_is_one(name):
-    with pytest.raises(ConfigError, match=f"{name}: 'abc' is not the number that Slurm sets"):
+    with pytest.raises(ConfigError, match=f"{name}: expected a number from Slurm, got 'abc'"):
         slurm_job({"SLURM_JOB_ID": "7", name: "abc"})

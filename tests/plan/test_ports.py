@@ -15,7 +15,7 @@ from other_user import needs_root, other_user
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan import ports as ours
 from grpo_recipes.plan.ports import Ports, choose_free_ports, is_free, plan_ports
-from grpo_recipes.process.listeners import lingers
+from grpo_recipes.process.listeners import has_closing_connections
 from grpo_recipes.slurm.client import SlurmJob
 
 LOOPBACK = "127.0.0.1"
@@ -210,7 +210,7 @@ def test_connections_that_an_earlier_run_closed_are_not_in_the_way():
         accepted, _ = listener.accept()
         accepted.close()
         client.close()
-    assert lingers(port) and ours.reserve(port)
+    assert has_closing_connections(port) and ours.reserve(port)
 
 
 def test_a_machine_without_a_free_port_is_told_at_once(read, monkeypatch):

@@ -23,7 +23,7 @@ import requests
 from grpo_recipes.process.answers import bounded_opener, get
 from grpo_recipes.process.async_sessions import bounded_client
 from grpo_recipes.process.listeners import ForeignListener, OwnListener
-from grpo_recipes.process.sessions import BoundedAdapter, UnwantedAnswer
+from grpo_recipes.process.sessions import BoundedAdapter, RejectedResponse
 from grpo_recipes.rollouts.openai import CompletionClient, NoCompletion, SamplingParameters
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -139,14 +139,14 @@ def test_an_answer_in_small_pieces_ends_at_the_deadline(server: SlowServer, clie
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("answer", ["bomb", "large"])
 def test_an_answer_that_is_too_large_is_left(server: SlowServer, client: Client, answer: str, monkeypatch) -> None:
-    monkeypatch.setattr("grpo_recipes.process.answers.MOST_BYTES", 50_000_000)
+    monkeypatch.setattr("grpo_recipes.process.answers.MAX_BYTES", 50_000_000)
     monkeypatch.setattr(sys.modules[__name__], "SECONDS", 60.0)
     server.answer = ANSWERS[answer]
     if client is by_launcher and answer == "bomb":
         assert client(server) == 200, "it decompresses nothing"
     else:
         error = end_of(client, server)
-        assert isinstance(error, UnwantedAnswer | openai.APIConnectionError | OSError)
+        assert isinstance(error, RejectedResponse | openai.APIConnectionError | OSError)
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -155,7 +155,7 @@ def test_a_redirect_is_not_followed(server: SlowServer, client: Client) -> None:
     if client is by_launcher:
         assert client(server) == 307
     else:
-        assert isinstance(end_of(client, server), UnwantedAnswer | openai.APIStatusError)
+        assert isinstance(end_of(client, server), RejectedResponse | openai.APIStatusError)
     assert len(server.asked) == 1, "nothing else was asked"
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from other_user import needs_root, other_user
 
-from grpo_recipes.process.listeners import ForeignListener, OwnListener, lingers, listening_sockets
+from grpo_recipes.process.listeners import ForeignListener, OwnListener, has_closing_connections, listening_sockets
 
 LOOPBACK = "127.0.0.1"
 LISTENS = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
@@ -85,4 +85,4 @@ def test_closed_connections_linger() -> None:
         accepted, _ = listener.accept()
         accepted.close()  # the side that closes first waits
         client.close()
-    assert lingers(port)
+    assert has_closing_connections(port)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.launch.resolve import need_wandb_route
+from grpo_recipes.launch.resolve import require_wandb_access
 from grpo_recipes.plan.commands import wandb_environment
-from grpo_recipes.process.reports import address_reachable, reachable, route_to
+from grpo_recipes.process.reports import can_connect, can_reach, route_to
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 
 pytestmark = pytest.mark.alone
@@ -32,9 +32,9 @@ def port() -> Iterator[int]:
 
 
 def test_a_listening_port_is_reachable_and_a_closed_one_is_not(port):
-    assert reachable("127.0.0.1", port)
-    assert not reachable("127.0.0.1", 9)
-    assert not reachable("no-such-host.invalid", 443, timeout=2)
+    assert can_connect("127.0.0.1", port)
+    assert not can_connect("127.0.0.1", 9)
+    assert not can_connect("no-such-host.invalid", 443, timeout=2)
 
 
 def test_a_silent_host_costs_the_timeout_and_no_more():
@@ -46,7 +46,7 @@ def test_a_silent_host_costs_the_timeout_and_no_more():
             one.setblocking(False)
             one.connect_ex(full.getsockname())
         start = time.monotonic()
-        assert not reachable("127.0.0.1", full.getsockname()[1], timeout=0.5)
+        assert not can_connect("127.0.0.1", full.getsockname()[1], timeout=0.5)
         assert 0.4 < time.monotonic() - start < 3
         for one in waiting:
             one.close()
@@ -56,7 +56,7 @@ def test_a_name_server_that_does_not_answer_costs_no_more_either(monkeypatch):
     over = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(60) and [])
     start = time.monotonic()
-    assert not reachable("api.wandb.ai", 443, timeout=0.3)
+    assert not can_connect("api.wandb.ai", 443, timeout=0.3)
     assert time.monotonic() - start < 2
     over.set()
 
@@ -77,19 +77,19 @@ def test_a_proxy_is_what_must_answer(environment, expected):
 
 
 def test_an_address_answers_through_its_proxy(port):
-    assert address_reachable(NOWHERE, {"http_proxy": f"http://127.0.0.1:{port}"})
-    assert not address_reachable(f"http://127.0.0.1:{port}", {"http_proxy": NOWHERE})
-    assert address_reachable(f"http://127.0.0.1:{port}", {"http_proxy": NOWHERE, "no_proxy": "127.0.0.1"})
+    assert can_reach(NOWHERE, {"http_proxy": f"http://127.0.0.1:{port}"})
+    assert not can_reach(f"http://127.0.0.1:{port}", {"http_proxy": NOWHERE})
+    assert can_reach(f"http://127.0.0.1:{port}", {"http_proxy": NOWHERE, "no_proxy": "127.0.0.1"})
 
 
 def test_a_run_that_reports_to_wandb_needs_a_route(read, port):
     recipe = read(report_to=["tensorboard", "wandb"])
     with pytest.raises(ConfigError, match=r"recipe.yaml:\d+: W&B does not answer at .*WANDB_MODE=offline"):
-        need_wandb_route(recipe, {"WANDB_BASE_URL": NOWHERE})
-    need_wandb_route(recipe, {"WANDB_BASE_URL": f"http://127.0.0.1:{port}"})
-    need_wandb_route(recipe, {"WANDB_BASE_URL": NOWHERE, "WANDB_MODE": "offline"})
-    need_wandb_route(read(report_to="tensorboard"), {"WANDB_BASE_URL": NOWHERE})
-    need_wandb_route(read(report_to="none"), {"WANDB_BASE_URL": NOWHERE})
+        require_wandb_access(recipe, {"WANDB_BASE_URL": NOWHERE})
+    require_wandb_access(recipe, {"WANDB_BASE_URL": f"http://127.0.0.1:{port}"})
+    require_wandb_access(recipe, {"WANDB_BASE_URL": NOWHERE, "WANDB_MODE": "offline"})
+    require_wandb_access(read(report_to="tensorboard"), {"WANDB_BASE_URL": NOWHERE})
+    require_wandb_access(read(report_to="none"), {"WANDB_BASE_URL": NOWHERE})
 
 
 def test_a_launch_without_a_route_starts_nothing(tmp_path):

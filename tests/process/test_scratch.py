@@ -69,8 +69,8 @@ def test_a_scratch_folder_is_private_short_and_gone_after_use():
         assert scratch.disk.is_dir() and scratch.memory.is_dir()
         for folder in (scratch.disk, scratch.memory):
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert stat.S_IMODE(scratch.token.stat().st_mode) == 0o600
-        assert len(scratch.token.read_text()) == 32
+        assert stat.S_IMODE(scratch.token_file.stat().st_mode) == 0o600
+        assert len(scratch.token_file.read_text()) == 32
         assert len(str(scratch.disk)) < 60
     finally:
         scratch.remove()
@@ -82,7 +82,7 @@ def test_every_attempt_has_its_own_token_in_the_jobs_own_folder(tmp_path):
     first, second = make_scratch({"SLURM_TMPDIR": str(tmp_path)}), make_scratch({"SLURM_TMPDIR": str(tmp_path)})
     try:
         assert first.disk.parent == second.disk.parent == tmp_path
-        assert first.token.read_text() != second.token.read_text()
+        assert first.token_file.read_text() != second.token_file.read_text()
     finally:
         first.remove()
         second.remove()
@@ -96,7 +96,7 @@ def test_a_full_disk_refuses_the_launch_and_leaves_no_folder(node, tmp_path, mon
 
     monkeypatch.setattr(Scratch if step == "write_token" else scratch, step, full)
     with pytest.raises(
-        ConfigError, match=r"TMPDIR: cannot make the run's folder in .*/node \(No space left on device\)"
+        ConfigError, match=r"TMPDIR: cannot create the run's folder in .*/node \(No space left on device\)"
     ):
         make_scratch(node)
     assert list((tmp_path / "node").iterdir()) == list((tmp_path / "shm").iterdir()) == []
@@ -105,7 +105,7 @@ def test_a_full_disk_refuses_the_launch_and_leaves_no_folder(node, tmp_path, mon
 def test_scratch_is_made_from_a_given_environment_alone(monkeypatch, tmp_path):
     monkeypatch.setitem(os.environ, "SLURM_TMPDIR", str(tmp_path / "none"))
     scratch = make_scratch({})
-    assert scratch.disk.parent != tmp_path and scratch.token.exists()
+    assert scratch.disk.parent != tmp_path and scratch.token_file.exists()
     scratch.remove()
     assert not scratch.disk.exists() and not scratch.memory.exists()
 
@@ -148,7 +148,7 @@ def test_a_living_runs_scratch_stays(node, owner, dead):
     _, living = owner()
     left = dead()
     assert left.disk.name in (said := remove_dead_scratch(node)) and living.disk.name not in said
-    assert living.token.exists() and living.memory.is_dir() and not left.disk.exists()
+    assert living.token_file.exists() and living.memory.is_dir() and not left.disk.exists()
 
 
 def test_a_process_guard_holds_the_scratch_of_a_launcher_that_died(node, tmp_path):
@@ -160,7 +160,7 @@ def test_a_process_guard_holds_the_scratch_of_a_launcher_that_died(node, tmp_pat
         while made.locks:
             os.close(made.locks.pop())  # as the kernel does when we die
         wait_for(lambda: child.state().pid, "the guard's command")
-        assert is_held(made.disk) and remove_dead_scratch(node) == "" and made.token.exists()
+        assert is_held(made.disk) and remove_dead_scratch(node) == "" and made.token_file.exists()
     finally:
         child.end()
     assert not is_held(made.disk) and made.disk.name in remove_dead_scratch(node)
@@ -170,7 +170,7 @@ def test_a_process_that_outlived_launcher_and_guards_keeps_its_scratch(node, dea
     left = dead()
     rank = subprocess.Popen(["sleep", "300"], env={"TMPDIR": str(left.disk), "PATH": os.environ["PATH"]})
     try:
-        assert remove_dead_scratch(node) == "" and left.token.exists() and left.memory.is_dir()
+        assert remove_dead_scratch(node) == "" and left.token_file.exists() and left.memory.is_dir()
     finally:
         kill(rank)
     assert left.disk.name in remove_dead_scratch(node)
@@ -183,7 +183,7 @@ def test_another_users_folder_is_never_touched(node, dead, what):
     for folder in (left.disk, left.memory):
         os.chown(folder if what == "folder" else folder / ".grpo-scratch", 12345, -1)
     assert remove_dead_scratch(node) == ""
-    assert left.token.exists() and left.memory.is_dir()
+    assert left.token_file.exists() and left.memory.is_dir()
 
 
 def test_a_link_is_never_followed(node, dead, tmp_path):
@@ -229,7 +229,7 @@ def test_a_copy_and_what_is_no_plain_marker_stay(node, dead, tmp_path):
     (moved.disk / ".grpo-scratch").symlink_to(tmp_path / "marker")
     shutil.rmtree(moved.memory)
     assert f"of runs that died on this node ({left.disk.name}: " in remove_dead_scratch(node)
-    assert (copy / "token").exists() and moved.token.exists() and len(list((tmp_path / "node").iterdir())) == 5
+    assert (copy / "token").exists() and moved.token_file.exists() and len(list((tmp_path / "node").iterdir())) == 5
 
 
 @pytest.mark.parametrize("step", ["mkdtemp", "flock", "write", "rename"])
@@ -251,7 +251,7 @@ def test_a_folder_that_is_being_made_stays(node, monkeypatch, step):
     made = make_scratch(node)
     monkeypatch.undo()
     assert set(results) == {""} and len(results) >= 2
-    assert made.token.exists() and is_held(made.disk) and is_held(made.memory)
+    assert made.token_file.exists() and is_held(made.disk) and is_held(made.memory)
     made.remove()
 
 
@@ -283,7 +283,7 @@ def test_a_folder_that_another_launch_has_just_removed_is_no_folder(node, dead, 
         real(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", too_late)
-    assert remove_dead_scratch(node) == "" and left.token.exists()
+    assert remove_dead_scratch(node) == "" and left.token_file.exists()
 
 
 def test_where_there_are_no_locks_nothing_is_marked_or_removed(node, monkeypatch, tmp_path):
@@ -292,9 +292,9 @@ def test_where_there_are_no_locks_nothing_is_marked_or_removed(node, monkeypatch
 
     monkeypatch.setattr(fcntl, "flock", fake_no_locks)
     made = make_scratch(node)
-    assert made.locks == [] and made.token.exists()
+    assert made.locks == [] and made.token_file.exists()
     assert {path.name for path in made.disk.iterdir()} == {"token"}
-    assert remove_dead_scratch(node) == "" and made.token.exists() and not is_held(made.disk)
+    assert remove_dead_scratch(node) == "" and made.token_file.exists() and not is_held(made.disk)
 
 
 @pytest.mark.parametrize(("device", "removed"), [(0, False), (8, True)])
@@ -302,10 +302,10 @@ def test_a_marker_of_another_boot_counts_on_a_disk_of_this_machine_alone(node, d
     left = dead()
     facts = json.loads((left.disk / ".grpo-scratch").read_text())
     assert facts["boot"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    monkeypatch.setattr(scratch, "_boot", lambda: "another node, or this one started again")
+    monkeypatch.setattr(scratch, "_boot_id", lambda: "another node, or this one started again")
     monkeypatch.setattr(os, "major", lambda _: device)
     assert bool(remove_dead_scratch(node)) is removed
-    assert left.token.exists() is not removed
+    assert left.token_file.exists() is not removed
 
 
 def test_what_cannot_be_removed_is_named_and_tried_again(node, dead, monkeypatch):
@@ -317,7 +317,7 @@ def test_what_cannot_be_removed_is_named_and_tried_again(node, dead, monkeypatch
 
     monkeypatch.setattr(shutil, "rmtree", fake_stubborn)
     assert remove_dead_scratch(node).endswith(f"; could not remove {left.disk}")
-    assert not left.token.exists() and not left.memory.exists() and left.disk.is_dir()
+    assert not left.token_file.exists() and not left.memory.exists() and left.disk.is_dir()
     monkeypatch.setattr(shutil, "rmtree", real)
     assert left.disk.name in remove_dead_scratch(node) and not left.disk.exists()
 
@@ -342,21 +342,21 @@ def test_a_folder_that_fails_keeps_no_other_from_its_removal(node, dead, monkeyp
 def test_whether_a_folder_is_in_use_is_asked_while_its_lock_is_held(node, dead, monkeypatch):
     left, held = dead(), []
     monkeypatch.setattr(scratch, "names_in_use", lambda names: held.append(is_held(left.disk)) or set(names))
-    assert remove_dead_scratch(node) == "" and left.token.exists() and left.memory.is_dir()
+    assert remove_dead_scratch(node) == "" and left.token_file.exists() and left.memory.is_dir()
     assert held[0], "its disk folder comes first"
 
 
 def test_the_removal_takes_a_bounded_time_and_never_fails_the_launch(node, dead, monkeypatch):
     left = dead()
-    monkeypatch.setattr(scratch, "_MOST_SECONDS", -1.0)
-    assert remove_dead_scratch(node) == "more is left for the next launch" and left.token.exists()
+    monkeypatch.setattr(scratch, "_MAX_SECONDS", -1.0)
+    assert remove_dead_scratch(node) == "the next launch removes the rest" and left.token_file.exists()
 
     def fake_no_descriptors(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(scratch, "_MOST_SECONDS", 20.0)
+    monkeypatch.setattr(scratch, "_MAX_SECONDS", 20.0)
     monkeypatch.setattr(scratch, "names_in_use", fake_no_descriptors)
-    assert "could not look for scratch that dead runs left" in remove_dead_scratch(node) and left.token.exists()
+    assert "could not search for scratch of dead runs" in remove_dead_scratch(node) and left.token_file.exists()
 
 
 # Segments as vLLM makes, and torch for a GPU's memory that is shared, in a process below, and a semaphore as the
@@ -459,7 +459,7 @@ def test_segments_of_other_programs_are_not_recorded(tmp_path, made, child):
     other = subprocess.Popen([sys.executable, "-c", MAKER, str(tmp_path / "others")], start_new_session=True)
     try:
         others = names_in(tmp_path / "others")
-        time.sleep(3 * scratch._LOOK_SECONDS)
+        time.sleep(3 * scratch._CHECK_SECONDS)
         record = (made.memory / ".segments").read_text()
         assert not any(path.name in record for path in others)
     finally:
@@ -501,7 +501,7 @@ def test_a_file_that_the_user_named_is_never_recorded(made, tmp_path):
     child = Child(process, dict(os.environ), tmp_path / "run", made)
     try:
         wait_for(kept.exists, "the file")
-        time.sleep(2 * scratch._LOOK_SECONDS)
+        time.sleep(2 * scratch._CHECK_SECONDS)
         assert not (made.memory / ".segments").exists()
     finally:
         child.end()
@@ -512,7 +512,7 @@ def test_a_file_that_the_user_named_is_never_recorded(made, tmp_path):
 def test_without_shared_memory_nothing_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path / "none")
     recorder = scratch.SegmentRecorder(tmp_path / "memory")
-    recorder.look()
+    recorder.record_new()
     remove_segments(tmp_path / "memory")
     assert list(tmp_path.iterdir()) == []
 
@@ -521,16 +521,16 @@ def test_a_look_that_fails_is_made_up_for_by_the_next(made, monkeypatch):
     def fake_no_descriptors(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(scratch, "_LOOK_SECONDS", 0)
+    monkeypatch.setattr(scratch, "_CHECK_SECONDS", 0)
     recorder = scratch.SegmentRecorder(made.memory)
     maker = subprocess.Popen([sys.executable, "-c", MAKER, str(made.disk / "names")])
     try:
         names_in(made.disk / "names")
         with monkeypatch.context() as patch:
             patch.setattr(os, "scandir", fake_no_descriptors)
-            recorder.look()
+            recorder.record_new()
         assert not (made.memory / ".segments").exists()
-        recorder.look()
+        recorder.record_new()
         wait_for_record(made, 3)
     finally:
         maker.terminate()

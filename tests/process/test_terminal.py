@@ -26,15 +26,15 @@ import sys, time
 from pathlib import Path
 from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.terminal import OUTPUT
-with OUTPUT.launch():
+with OUTPUT.store_lines():
     say("before the run directory")
-    OUTPUT.keep(Path(sys.argv[1]))
+    OUTPUT.start_log(Path(sys.argv[1]))
     say("note: hf_" + "a" * 20)
     for number in range(int(sys.argv[2])):
         print_line(f"step {number}/9  reward 0.500  left 0:00:00")
-        OUTPUT.live(f"sampling {number} s " + "x" * 200)
+        OUTPUT.show_live(f"sampling {number} s " + "x" * 200)
     time.sleep(float(sys.argv[3]))
-    OUTPUT.live("updating 2 s")
+    OUTPUT.show_live("updating 2 s")
     print_line("at the end \\x1b]0;title\\x07", error=True)
 """
 
@@ -130,13 +130,13 @@ def test_a_launch_whose_output_is_that_file_already_writes_each_line_once(tmp_pa
 
 
 def test_a_log_that_cannot_be_written_stops_nothing(tmp_path, capsys):
-    with OUTPUT.launch():
-        OUTPUT.keep(tmp_path / "missing")
-        OUTPUT.line("said all the same")
-    with Path("/dev/full").open("w"), OUTPUT.launch():
+    with OUTPUT.store_lines():
+        OUTPUT.start_log(tmp_path / "missing")
+        OUTPUT.print_line("said all the same")
+    with Path("/dev/full").open("w"), OUTPUT.store_lines():
         (tmp_path / LOG).symlink_to("/dev/full")
-        OUTPUT.keep(tmp_path)
-        OUTPUT.line("and so is this")
+        OUTPUT.start_log(tmp_path)
+        OUTPUT.print_line("and so is this")
     assert capsys.readouterr().out == "said all the same\nand so is this\n"
 
 

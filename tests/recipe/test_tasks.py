@@ -10,7 +10,7 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.launch.attempt import Attempt, say_start
+from grpo_recipes.launch.attempt import Attempt, print_start
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources, environment_device
 from grpo_recipes.plan.plan import describe
@@ -252,7 +252,7 @@ def test_a_launch_says_what_is_optimised(
     for keys, said in (({"maxent_objective": "weighted_mle", "maxent_tau": 0.2, "maxent_beta": 0.5}, 1), ({}, 0)):
         plan = planned(**keys)
         names = Names(run.folder, "mine", "mine-abcd", "stamp")
-        say_start(Attempt(run, read(**keys), plan, names, Scratch(tmp_path, tmp_path), {}, "", workers=None))
+        print_start(Attempt(run, read(**keys), plan, names, Scratch(tmp_path, tmp_path), {}, "", workers=None))
         told = capsys.readouterr().out
         assert (
             told.count("grpo: objective weighted_mle, tau 0.2, maxent_beta 0.5, loss_type grpo; with rewards") == said

@@ -54,7 +54,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A pair of which one run has completed; the other does not exist."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
-    monkeypatch.setattr(client, "ask", lambda *argv, **how: None)
+    monkeypatch.setattr(client, "query", lambda *argv, **how: None)
     monkeypatch.setattr(groups, "group_kinds", lambda: (Pair,))
     folder = tmp_path / "runs/pairs/mine"
     (folder / CELLS / "left").mkdir(parents=True)

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.slurm.client import SlurmJob, Walltime, ask, job_end_time, requeue, signal_lead, submit
+from grpo_recipes.slurm.client import SlurmJob, Walltime, job_end_time, query, requeue, signal_lead, submit
 
 END = 10_000.0
 ROW = {"seconds/sample": 40.0, "seconds/score": 1.0, "seconds/update": 20.0, "seconds/step": 70.0, "seconds/save": 5.0}
@@ -43,8 +43,8 @@ def test_phases_too_long_for_slurms_signal_are_noted_once():
     assert walltime.note() is None
     walltime.observe({"seconds/sample": 400.0, "seconds/save": 20.0})
     assert walltime.note() == (
-        "note: with phases of 400 s the signal 300 s before the time limit may come too late; the launcher stops 850 s "
-        "before the limit"
+        "note: phases take up to 400 s, so the signal 300 s before the time limit may come too late; the launcher "
+        "stops the run 850 s before the limit"
     )
     assert walltime.note() is None
 
@@ -119,7 +119,7 @@ def test_scontrol_is_asked_for_our_own_job_and_its_sigterm_awaited(fake_scontrol
 
 def test_what_is_printed_of_other_jobs_counts_where_one_has_left_the_queue(fake_scontrol):
     fake_scontrol("echo JobId=7; echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    assert ask("scontrol", "show", "job", "7,8") == "JobId=7"
+    assert query("scontrol", "show", "job", "7,8") == "JobId=7"
 
 
 def test_what_scontrol_says_against_it_is_told(fake_scontrol):
@@ -132,9 +132,9 @@ def test_what_scontrol_says_against_it_is_told(fake_scontrol):
     [
         (
             "sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host",
-            "Slurm does not answer here: load",
+            "load the site's Slurm module",
         ),
-        ("sbatch: error: Invalid account or partition", "correct the profile, or give another value"),
+        ("sbatch: error: Invalid account or partition", "correct the profile, or set another value"),
     ],
 )
 def test_a_refused_submission_has_the_fix_of_its_cause(tmp_path, monkeypatch, said, fix):

@@ -38,25 +38,25 @@ def test_a_profile_builds_on_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("acount: me\n", "site.yaml:1: unknown key 'acount' of a profile. Fix: write 'account'"),
+        ("acount: me\n", "site.yaml:1: unknown profile key 'acount'. Fix: use 'account'"),
         ("\ngpus: many\n", "site.yaml:2: gpus: expected an integer, got 'many'"),
         ("gpus: -1\n", "gpus: expected at least 0, got -1"),
         ("gpu_flag_style: gpu\n", "set gpu_flag_style to one of none, gpus, gres"),
-        ("time: three days\n", "'three days' is not a time limit as Slurm writes it"),
-        ('time: "0"\n', "is not a time limit as Slurm writes it"),
+        ("time: three days\n", "'three days' is not a time limit in Slurm's format"),
+        ('time: "0"\n', "is not a time limit in Slurm's format"),
         ("gpus: 2\ngpus: 4\n", "'gpus'"),
-        ("gpu_kind: a100\n", "gpu_kind is set, but not gpus"),
-        ("conda_env: a\nenv_dir: /b\n", "env_dir and conda_env name two environments"),
+        ("gpu_kind: a100\n", "gpu_kind is set, but gpus is not"),
+        ("conda_env: a\nenv_dir: /b\n", "env_dir and conda_env can't be combined"),
         ("sbatch_options: [gres=gpu]\n", "'gres=gpu' is not an option"),
-        ("environment: {HF_TOKEN: x}\n", "'HF_TOKEN' holds a secret"),
-        ("environment:\n  A B: x\n", "site.yaml:2: 'A B' is not the name of a variable"),
-        ("environment:\n  A: [x]\n", "'A' is ['x'] where a text belongs"),
-        ("account: hf_" + "plantedsecret" * 2 + "\n", "holds what looks like a secret"),
+        ("environment: {HF_TOKEN: x}\n", "'HF_TOKEN' contains a secret"),
+        ("environment:\n  A B: x\n", "site.yaml:2: 'A B' is not a valid variable name"),
+        ("environment:\n  A: [x]\n", "A: expected a string, got ['x']"),
+        ("account: hf_" + "plantedsecret" * 2 + "\n", "contains a possible secret"),
         ("signal_lead: 5\n", "at least 30"),
-        ('account: "a\\nb"\n', "site.yaml:1: 'account' has more than one line"),
-        ("sbatch_options: ['--export=ALL,WANDB_API_KEY=plantedsecret']\n", "'sbatch_options' holds what looks like a"),
-        ("srun_options: [--export=MY_TOKEN=plantedsecret]\n", "'srun_options' holds what looks like a"),
-        ("run_root: /scratch/$USER/runs\n", "site.yaml:1: variables in 'run_root' are not read"),
+        ('account: "a\\nb"\n', "site.yaml:1: 'account' must be a single line"),
+        ("sbatch_options: ['--export=ALL,WANDB_API_KEY=plantedsecret']\n", "'sbatch_options' contains a possible"),
+        ("srun_options: [--export=MY_TOKEN=plantedsecret]\n", "'srun_options' contains a possible"),
+        ("run_root: /scratch/$USER/runs\n", "site.yaml:1: variables in 'run_root' are not expanded"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
@@ -81,10 +81,10 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_the_command_line_stands_over_the_profile() -> None:
-    given = Profile("site", account="a").with_values({"account": "b", "gpus": "2", "time": "1-0"})
-    assert (given.account, given.gpus, given.time) == ("b", 2, "1-0")
+    profile = Profile("site", account="a").with_values({"account": "b", "gpus": "2", "time": "1-0"})
+    assert (profile.account, profile.gpus, profile.time) == ("b", 2, "1-0")
     with pytest.raises(ConfigError, match=r"--time: 'soon' is not a time limit"):
-        given.with_values({"time": "soon"})
+        profile.with_values({"time": "soon"})
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from rotation import ROTATES
 pytest.importorskip("vllm")
 
 from grpo_recipes.launch import monitor
+from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.monitor import Monitor
 from grpo_recipes.server.plugin import fingerprint, unit_of
 from grpo_recipes.weights.client import run_in_thread
@@ -264,11 +265,12 @@ def test_a_rendezvous_that_never_comes_ends_within_its_limit(server, connect, re
             assert rank.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         attempt = SimpleNamespace(
-            run=SimpleNamespace(folder=tmp_path), recipe=read(weight_sync_timeout=2), environment={},
+            hooks=AllHooks([]), run=SimpleNamespace(folder=tmp_path),
+            recipe=read(weight_sync_timeout=2), environment={},
             workers=SimpleNamespace(send=lambda order: None), plan=SimpleNamespace(mode="server", bridge="nccl"),
             server_address=lambda: ("127.0.0.1", 1, "the-token"),
         )  # fmt: skip
-        watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
+        watched = Monitor(attempt, SimpleNamespace(save_if=lambda _: None, requested=False, check=lambda: None))
         watched.groups["trainer"] = SimpleNamespace(process=SimpleNamespace(trains=True, ready=""), log=log)
         serving, state = SimpleNamespace(trains=False, ready="serving", renewed=False), SimpleNamespace(pid=None)
         watched.groups["server"] = SimpleNamespace(process=serving, log=log, state=lambda: state, members=[None])

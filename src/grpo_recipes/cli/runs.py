@@ -11,7 +11,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.launch.resolve import Options
 from grpo_recipes.launch.run import launch as launch_run
-from grpo_recipes.launch.submission import need_environment, prepare, send, site_profile
+from grpo_recipes.launch.submission import prepare_submission, require_environment, site_profile, submit_run
 from grpo_recipes.paths import display_path
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.slurm.client import slurm_job
@@ -79,8 +79,8 @@ def submit(options: argparse.Namespace) -> int:
     """Submit a run. With ``--dry-run``, print its batch script to stdout and everything else to stderr."""
     profile = chosen_profile(options)
     if not options.dry_run:
-        need_environment(profile)
-    submission, estimates = prepare(profile, recipe_name(options), options.task, options.flags, os.environ)
+        require_environment(profile)
+    submission, estimates = prepare_submission(profile, recipe_name(options), options.task, options.flags, os.environ)
     plan, kind = submission.plan, f" {profile.gpu_kind}" if profile.gpu_kind else ""
     devices = f"{profile.gpus}{kind} GPUs" if profile.gpus else f"{profile.cpus or 1} CPU cores"
     nodes = f"{profile.nodes} nodes" if profile.nodes > 1 else "1 node"
@@ -94,12 +94,12 @@ def submit(options: argparse.Namespace) -> int:
     print(*(f"grpo: {line}" for line in lines), sep="\n", file=sys.stderr if options.dry_run else sys.stdout)
     if options.dry_run:
         try:
-            need_environment(profile)
+            require_environment(profile)
         except ConfigError as error:
             print(f"grpo: note: submitting would fail: {error}", file=sys.stderr)
         print(submission.script(profile), end="")
         return 0
-    run, job = send(submission, profile)
+    run, job = submit_run(submission, profile)
     print(f"grpo: submitted job {job}, run directory {display_path(run.folder)}")
     print(f"grpo: follow it with grpo status {job}, or grpo logs -f {job}; stop it with grpo stop {job}")
     return 0

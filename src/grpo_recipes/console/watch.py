@@ -23,7 +23,7 @@ from grpo_recipes.cli.follow import (
 from grpo_recipes.cli.jobs import BareJob, SlurmPoll
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import display_path
-from grpo_recipes.process.terminal import columns, in_colour
+from grpo_recipes.process.terminal import columns, use_color
 from grpo_recipes.runs.groups import RunGroup
 from grpo_recipes.runs.health import find_notices, finite_number, without_gaps
 from grpo_recipes.runs.progress import (
@@ -115,7 +115,7 @@ def _bars(rows: Sequence[dict[str, Any]], width: int) -> list[str]:
 
 def coloured(line: str) -> str:
     """Return the style of a line of the picture, as rich names it."""
-    if not in_colour():
+    if not use_color():
         return ""
     return "yellow" if line.startswith("note:") else "cyan" if set(line) & {*_BLOCKS[1:], "#"} else ""
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_recipes.process.reports import address_reachable
+from grpo_recipes.process.reports import can_reach
 from grpo_recipes.secrets import masked
 
 HUB = "https://huggingface.co"
@@ -32,7 +32,7 @@ def endpoint(environment: Mapping[str, str]) -> str:
 
 def hub_answers(environment: Mapping[str, str], timeout: float = 5.0) -> bool:
     """Return whether the hub or its proxy accepts a connection within ``timeout`` seconds; False when offline."""
-    return not is_offline(environment) and address_reachable(endpoint(environment), environment, timeout)
+    return not is_offline(environment) and can_reach(endpoint(environment), environment, timeout)
 
 
 def unreachable_reason(environment: Mapping[str, str]) -> str:

@@ -1,6 +1,11 @@
-"""`accelerate launch` whose rendezvous listens at the trainers' own address: torch's listens on every interface.
+"""Run `accelerate launch` with a rendezvous that listens only at the trainers' own address.
 
-That store has no authentication. On one node its address is the loopback, on several that of the trainers' first node.
+The store of torch's static rendezvous has no authentication and listens on every interface. Here it listens on the
+loopback address, or for several nodes on the address of the trainers' first node.
+
+torch offers no way to choose the address: the store's class is fixed in ``static_tcp_rendezvous``, and the registry of
+rendezvous handlers rejects a second handler for ``static``. Therefore ``main`` replaces the class while it runs. It is
+the only code in this process.
 """
 
 import socket
@@ -12,14 +17,13 @@ from grpo_recipes.attributes import replaced
 def main() -> None:
     """Run `accelerate launch` with the arguments of the command line."""
     from accelerate.commands.launch import main as launch
+    from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
-    store = static_tcp_rendezvous.TCPStore
-
-    def bound_store(host: str, port: int, world: int, is_master: bool, *others: Any, **options: Any) -> Any:
+    def bound_store(host: str, port: int, world_size: int, is_master: bool, *args: Any, **options: Any) -> TCPStore:
         if is_master:
             options["master_listen_fd"] = socket.create_server((host, port)).detach()
-        return store(host, port, world, is_master, *others, **options)
+        return TCPStore(host, port, world_size, is_master, *args, **options)
 
     with replaced(static_tcp_rendezvous, TCPStore=bound_store):
         launch()

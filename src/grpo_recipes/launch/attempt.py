@@ -1,4 +1,8 @@
-"""One attempt at a run: what is made before any process starts, and the summary, report and requeue after the last."""
+"""The two ends of an attempt at a run.
+
+``prepare_attempt`` creates everything that the processes need. ``finish`` writes the summary, prints how the run ended
+and requeues its Slurm job. Each launch or requeue of a run is one attempt; all attempts share a run directory.
+"""
 
 import contextlib
 import itertools
@@ -8,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from grpo_recipes.errors import EXIT_STOPPED, config_error, translate
 from grpo_recipes.launch.hooks import AllHooks
@@ -37,65 +41,59 @@ from grpo_recipes.slurm.client import SlurmJob, requeue
 from grpo_recipes.stats import result_line
 
 SUBMITTED = "submitted"  # status of a run that no launch has started yet
-# So many attempts in a row without a newer checkpoint, and a requeue would only burn the queue's time. One that was
-# stopped while server and ranks still started says little: on a busy cluster jobs are preempted within minutes.
-_IDLE_ATTEMPTS, _IDLE_STARTS = 2, 10
-_KEPT = (
-    "idle_attempts",
-    "idle_trained",
-    "server_restarts",
-    "process_restarts",
-    "launch_seconds",
-)  # in summary.json from attempt to attempt
+# A job is not requeued after this many attempts in a row without a newer checkpoint. The first limit only counts
+# attempts that started to train: on a busy cluster, jobs may be preempted while server and ranks start.
+_MAX_IDLE_TRAINED, _MAX_IDLE_ATTEMPTS = 2, 10
+# Keys of summary.json that the next attempt takes over.
+_CARRIED_KEYS = ("idle_attempts", "idle_trained", "server_restarts", "process_restarts", "launch_seconds")
 
 
 @dataclass
 class Attempt:
-    """One attempt at a run: what is read, planned and made before any process starts."""
+    """One attempt at a run: everything that is read, planned and created before any process starts."""
 
     run: Run
     recipe: Recipe
     plan: Plan
     names: Names
     scratch: Scratch
-    environment: dict[str, str]  # of every process; the plan has what each adds
-    resumed: str  # where it goes on; empty for a new run
+    environment: dict[str, str]  # shared by all processes; the plan contains the additions of each process
+    resume_note: str  # the checkpoint that the attempt resumes from, as a sentence; empty for a new run
     workers: NodeWorkers
-    first_step: int = 0  # step of the checkpoint it begins with
+    first_step: int = 0  # step of the checkpoint that the attempt resumes from
     hooks: AllHooks = field(default_factory=AllHooks)
-    hook_lines: Sequence[str] = ()  # of the hooks, for the start of the run
-    serve_command: str | None = (
-        None  # starts a process of the user's that joins the run, e.g. an environment; None if none may join
-    )
-    began: float = field(default_factory=time.monotonic)
+    hook_lines: Sequence[str] = ()  # lines that the hooks add to the start of the run
+    # Command for the user to start a process that joins the run, e.g. an environment; None if no process may join.
+    serve_command: str | None = None
+    started_at: float = field(default_factory=time.monotonic)
 
     def server_address(self) -> tuple[str, int, str]:
         """Return host, port and token of the server."""
-        return self.plan.server_host, self.plan.ports.server, self.scratch.token.read_text()
+        return self.plan.server_host, self.plan.ports.server, self.scratch.token_file.read_text()
 
     def move_server(self, port: int) -> None:
-        """Plan the next server on another port; environments in other terminals must be started again."""
+        """Plan the next server on another port, and print the new command for environments in other terminals."""
         self.plan = replace(self.plan, ports=replace(self.plan.ports, server=port))
         self.serve_command = admit(self.recipe, self.plan, self.names)
         if self.serve_command:
             say(f"the server's URL changes; start your environments again with: {self.serve_command}")
 
     def renew_token(self) -> None:
-        """Give the next server a token of its own, on every node."""
+        """Write a new token for the next server, on every node."""
         self.scratch.write_token(token := secrets.token_hex(16))
         self.workers.send("token", token=token)
 
 
-def prepare(
+def prepare_attempt(
     run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources, workers: NodeWorkers,
     update_rewards: bool = False,
 ) -> Attempt:  # fmt: skip
-    """Freeze recipe and plan in the run directory; make each node's scratch folders and the token."""
-    before = read_json(run.folder / "summary.json")
-    if before.get("status") == SUBMITTED:
-        before.clear()  # nothing has run yet
-    resumed = go_back(run) if before else ""  # it may refuse the resume: before anything is made
-    plan = replace(plan, processes=[replace(process, log=new_log(process.log)) for process in plan.processes])
+    """Freeze recipe and plan in the run directory; create the scratch folders of each node and the token."""
+    previous = read_json(run.folder / "summary.json")
+    if previous.get("status") == SUBMITTED:
+        previous.clear()  # no attempt has started yet
+    resume_note = rewind_to_checkpoint(run) if previous else ""  # first, because it may reject the resume
+    plan = replace(plan, processes=[replace(process, log=create_log(process.log)) for process in plan.processes])
     freeze_inputs(run, recipe, plan, update_rewards)
     rundir.remove_files(*(run.folder / "processes").glob("*.json"))
     if resources.job is not None:
@@ -103,31 +101,32 @@ def prepare(
     if removed := remove_dead_scratch(os.environ):
         say(removed)
     tracking = {**wandb_environment(recipe), "WANDB_RUN_ID": run.identity["wandb_id"], "WANDB_RESUME": "allow"}
-    kept = {key: before[key] for key in _KEPT if key in before}
-    restarts = before.get("restarts", 0) + 1 if before else 0
     first_step = newest_step(run)
     with contextlib.ExitStack() as undo:
         scratch = make_scratch(os.environ)
         undo.callback(scratch.remove)
-        workers.begin(run.folder, names.served, scratch.token.read_text(), tracking)
-        own = run_environment(os.environ, scratch, run.folder, names.served)
-        environment = {**base_environment(os.environ), **own, **tracking}
+        workers.begin(run.folder, names.served, scratch.token_file.read_text(), tracking)
+        variables = run_environment(os.environ, scratch, run.folder, names.served)
+        environment = {**base_environment(os.environ), **variables, **tracking}
         serve_command = admit(recipe, plan, names)
         undo.callback(dismiss, run.folder)
-        # Last: what fails before leaves the status as it was.
-        path, began = run.folder / "summary.json", {"status": "running", "smoke": plan.smoke, "restarts": restarts}
-        resumed_at = {"resumed_at": [*before.get("resumed_at", []), first_step]} if before else {}
-        write_json(path, {**began, **resumed_at, **kept})
+        # The summary is written last, so that a failure before this line leaves the status unchanged.
+        restarts = previous.get("restarts", 0) + 1 if previous else 0
+        summary = {"status": "running", "smoke": plan.smoke, "restarts": restarts}
+        if previous:
+            summary["resumed_at"] = [*previous.get("resumed_at", []), first_step]
+        summary |= {key: previous[key] for key in _CARRIED_KEYS if key in previous}
+        write_json(run.folder / "summary.json", summary)
         undo.pop_all()
     return Attempt(
-        run, recipe, plan, names, scratch, environment, resumed, workers, first_step, serve_command=serve_command
+        run, recipe, plan, names, scratch, environment, resume_note, workers, first_step, serve_command=serve_command
     )
 
 
 def freeze_inputs(run: Run, recipe: Recipe, plan: Plan, update_rewards: bool = False) -> None:
-    """Leave recipe, plan and the user's own code in the run directory; notes on that code go into the plan.
+    """Write recipe, plan and copies of the user's code to the run directory, and add notes on that code to the plan.
 
-    Where rewards are updated, ``run.json`` gets the step from which on they are others.
+    With ``update_rewards``, ``run.json`` records the last step with the old rewards.
     """
     with recording_changes(run.folder):
         rundir.write_atomically(run.folder / "recipe.yaml", recipe.as_yaml())
@@ -140,39 +139,38 @@ def freeze_inputs(run: Run, recipe: Recipe, plan: Plan, update_rewards: bool = F
         write_json(run.folder / "plan.json", {**plan.as_json(), rundir.RECIPE_HASH: rundir.recipe_hash(run.folder)})
 
 
-def new_log(name: str) -> str:
-    """Make an empty log of that name, or with a number behind it: two attempts can begin in one second."""
+def create_log(name: str) -> str:
+    """Create an empty log and return its path: ``name``, with a number if another attempt started in this second."""
     path = Path(name)
-    with translate(
-        OSError, lambda error: config_error(name, f"cannot be a log ({error.strerror})", "name another file")
-    ):
+    fix = "set LOGDIR to a folder that you can write to"
+    with translate(OSError, lambda error: config_error(name, f"cannot create this log ({error.strerror})", fix)):
         path.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(2):
         with contextlib.suppress(FileExistsError):
-            path.touch(mode=0o600, exist_ok=False)  # completions and prompts are in it
+            path.touch(mode=0o600, exist_ok=False)  # it contains prompts and completions
             break
         path = Path(name).with_stem(f"{Path(name).stem}-{number}")
     return str(path)
 
 
 def newest_step(run: Run) -> int:
-    """Return the step of the newest complete checkpoint, 0 without one."""
+    """Return the step of the newest complete checkpoint, or 0 if there is none."""
     checkpoint = newest_complete(run.folder / "checkpoints")
     return step_of(checkpoint) if checkpoint else 0
 
 
-def go_back(run: Run) -> str:
-    """Forget the ranks that were, and move aside the rows after the newest checkpoint; return where the run goes on."""
+def rewind_to_checkpoint(run: Run) -> str:
+    """Remove records of earlier ranks, move aside rows after the newest checkpoint, and describe the resume."""
     checkpoint = newest_complete(run.folder / "checkpoints")
     moved = rundir.move_rows_after(run.folder, newest_step(run))
     for name in ("rank_*.json", "phase_*.json"):
         rundir.remove_files(*(run.folder / "processes").glob(name))
-    where = f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint: starting again from step 0"
-    return f"{where}; {moved} later rows of metrics.jsonl moved to metrics.redone.jsonl"
+    start = f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint: starting again from step 0"
+    return f"{start}; {moved} later rows of metrics.jsonl moved to metrics.redone.jsonl"
 
 
-def say_start(attempt: Attempt) -> None:
-    """Print what begins: the recipe and its run directory, the batch, notes, where it goes on, and the logs."""
+def print_start(attempt: Attempt) -> None:
+    """Print the recipe, the run directory, the batch, notes, the checkpoint that is resumed, and the logs."""
     plan = attempt.plan
     smoke = "smoke test on CPU, not an experiment: " if plan.smoke else ""
     lines = [
@@ -184,81 +182,107 @@ def say_start(attempt: Attempt) -> None:
         f"vllm {plan.vllm}",
         *(f"note: {note}" for note in plan.notes),
         *attempt.hook_lines,
-        attempt.resumed,
+        attempt.resume_note,
         *(f"{process.role} log {process.log}" for process in plan.processes),
     ]
     for line in filter(None, lines):
         say(line)
 
 
-def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob | None, benchmark: bool = False) -> int:
-    """Write the summary, print how the run ended, requeue its job where that is wanted, and return the exit code."""
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended, and whether its job is requeued."""
+
+    code: int  # exit code of the launcher
+    status: Literal["completed", "stopped", "failed"]  # status of the run, unless its job is requeued
+    job: SlurmJob | None = None  # the job that is requeued
+    refusal: str = ""  # why a requested requeue does not happen
+    idle_attempts: int = 0  # attempts in a row without a newer checkpoint, including this attempt
+    idle_trained: int = 0  # idle attempts that started to train
+
+    @property
+    def final_status(self) -> str:
+        """The status in ``summary.json``."""
+        return "requeued" if self.job else self.status
+
+
+def decide_outcome(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> Outcome:
+    """Decide from the records of an attempt how it ended, and whether Slurm is asked to start its job again."""
+    folder, summary = attempt.run.folder, read_json(attempt.run.folder / "summary.json")
+    idle_attempts = idle_trained = 0
+    if newest_step(attempt.run) <= attempt.first_step:
+        phases = [(json_mapping(path) or {}).get("phase") for path in (folder / "processes").glob("phase_*.json")]
+        has_trained = not {None, "start", "connect"}.issuperset(phases)
+        idle_attempts = int(summary.get("idle_attempts", 0)) + 1
+        idle_trained = summary.get("idle_trained", 0) + has_trained
+    refusal = ""
+    if job and wants_requeue and ending.code == EXIT_STOPPED:
+        max_requeues = attempt.recipe["max_requeues"]
+        if (folder / NO_REQUEUE).exists():
+            refusal = "grpo stop was called"
+        elif job.restarts >= max_requeues:
+            refusal = f"the job was requeued {job.restarts} times (max_requeues {max_requeues})"
+        elif idle_trained >= _MAX_IDLE_TRAINED or idle_attempts >= _MAX_IDLE_ATTEMPTS:
+            refusal = f"{idle_attempts} attempts in a row made no new step"
+    else:
+        job = None
+    status: Literal["completed", "stopped", "failed"] = "failed" if ending.code else "completed"
+    if ending.code == EXIT_STOPPED or ending.cause.startswith("stopped by"):
+        status = "stopped"
+    return Outcome(ending.code, status, None if refusal else job, refusal, idle_attempts, idle_trained)
+
+
+def finish(
+    attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob | None, benchmark: bool = False
+) -> Outcome:
+    """Write the summary, print how the run ended, and requeue its job if that was requested and is allowed."""
     folder, cause = attempt.run.folder, ending.cause
-    # Attempts in a row that left no newer checkpoint, this one included.
-    idle = int(read_json(folder / "summary.json").get("idle_attempts", 0)) + 1
-    idle = idle if newest_step(attempt.run) <= attempt.first_step else 0
-    phases = [(json_mapping(path) or {}).get("phase") for path in (folder / "processes").glob("phase_*.json")]
-    trained = not {None, "start", "connect"}.issuperset(phases)
-    idle_trained = (read_json(folder / "summary.json").get("idle_trained", 0) + trained) if idle else 0
-    seconds = read_json(folder / "summary.json").get("launch_seconds", 0.0) + time.monotonic() - attempt.began
-    job = job if wants_requeue and ending.code == EXIT_STOPPED else None
-    most, why_not = attempt.recipe["max_requeues"], None
-    if job and (folder / NO_REQUEUE).exists():
-        why_not = "grpo stop was called"
-    elif job and job.restarts >= most:
-        why_not = f"the job was requeued {job.restarts} times (max_requeues {most})"
-    elif job and (idle_trained >= _IDLE_ATTEMPTS or idle >= _IDLE_STARTS):
-        why_not = f"{idle} attempts in a row made no new step"
-    goes_on = job is not None and why_not is None
-    stopped = ending.code == EXIT_STOPPED or cause.startswith("stopped by")
-    over = "stopped" if stopped else "failed" if ending.code else "completed"
-    status = "requeued" if goes_on else over
+    outcome = decide_outcome(attempt, ending, wants_requeue, job)
+    seconds = read_json(folder / "summary.json").get("launch_seconds", 0.0) + time.monotonic() - attempt.started_at
     summary = rundir.finish_summary(
-        folder, status=status, exit_code=ending.code, failed_rank=ending.failed_rank, cause=cause or None,
-        idle_attempts=idle, idle_trained=idle_trained, launch_seconds=round(seconds, 3),
+        folder, status=outcome.final_status, exit_code=outcome.code, failed_rank=ending.failed_rank,
+        cause=cause or None, idle_attempts=outcome.idle_attempts, idle_trained=outcome.idle_trained,
+        launch_seconds=round(seconds, 3),
     )  # fmt: skip
-    if not goes_on:  # else after the requeue: no report may cost the job its place in the queue
-        _say_end(attempt)
-    if ending.log is not None and ending.code != EXIT_STOPPED:
+    if not outcome.job:  # a job is requeued first: a slow report could cost it its place in the queue
+        _print_end_of_hooks(attempt)
+    if ending.log is not None and outcome.code != EXIT_STOPPED:
         print_line(f"--- last lines of {display_path(ending.log)}\n{tail(ending.log)}\n---", error=True)
-    _say_results(attempt, summary["benchmarks"], over=not goes_on)
-    if benchmark and not goes_on:
+    _print_results(attempt, summary["benchmarks"], is_over=not outcome.job)
+    if benchmark and not outcome.job:
         print_line("\n".join(write_benchmark(Run(folder))))
-    rewards = outcome(summary)
-    smoke, fix = "smoke test on CPU, " if attempt.plan.smoke else "", ""
-    if ending.code == 0:
+    rewards, smoke = describe_rewards(summary), "smoke test on CPU, " if attempt.plan.smoke else ""
+    if outcome.code == 0:
         say(f"{smoke}done: {rewards}; model in {display_path(folder / 'model')}{attempt.hooks.on_model(folder)}")
-        return 0
-    say(f"{smoke}{status} with exit code {ending.code}: {cause} ({rewards})")
-    if status == "failed":
+        return outcome
+    say(f"{smoke}{outcome.final_status} with exit code {outcome.code}: {cause} ({rewards})")
+    fix = ""
+    if outcome.status == "failed":
         fix = advice(Run(folder), cause)
         say(f"fix: {fix}")
-    if job and goes_on and (why_not := requeue(job)):
-        rundir.finish_summary(folder, status=over)
-    if goes_on:
-        _say_end(attempt)
-    if why_not:
-        say(f"not requeued: {why_not}")
-    if (
-        "NotFinite" not in cause
-        and "--resume" not in fix
-        and (not goes_on or why_not)
-        and newest_complete(folder / "checkpoints")
-    ):
+    if outcome.job:
+        if refusal := requeue(outcome.job):
+            outcome = replace(outcome, job=None, refusal=refusal)
+            rundir.finish_summary(folder, status=outcome.final_status)
+        _print_end_of_hooks(attempt)
+    if outcome.refusal:
+        say(f"not requeued: {outcome.refusal}")
+    can_resume = not outcome.job and "NotFinite" not in cause and "--resume" not in fix
+    if can_resume and newest_complete(folder / "checkpoints"):
         say(f"continue with: grpo launch --resume {shell_path(folder)}{rundir.damaged_rows(folder)}")
-    return ending.code
+    return outcome
 
 
-def _say_end(attempt: Attempt) -> None:
+def _print_end_of_hooks(attempt: Attempt) -> None:
     """Call the hooks of the end, and print their lines."""
     for line in attempt.hooks.on_end(attempt.run.folder):
         say(line)
 
 
-def _say_results(attempt: Attempt, benchmarks: Mapping[str, Any], over: bool) -> None:
-    """Print what is serious in the rows of a run, which may be over, its benchmarks, and shares of all steps."""
+def _print_results(attempt: Attempt, benchmarks: Mapping[str, Any], is_over: bool) -> None:
+    """Print serious notices, benchmark results, and fractions over all steps, for a run that may continue later."""
     rows = rundir.read_metrics(attempt.run.folder, lenient=True)
-    for notice in find_notices(rows, attempt.recipe.__getitem__, over=over):
+    for notice in find_notices(rows, attempt.recipe.__getitem__, over=is_over):
         if notice.serious:
             say(f"note: {notice}")
     for name, result in benchmarks.items():
@@ -267,8 +291,8 @@ def _say_results(attempt: Attempt, benchmarks: Mapping[str, Any], over: bool) ->
         say(f"over all steps: {shares}")
 
 
-def outcome(summary: Mapping[str, Any]) -> str:
-    """Return what a run came to, in a few words: its rewards with the steps that each is the mean of."""
+def describe_rewards(summary: Mapping[str, Any]) -> str:
+    """Return the first and last mean reward of a run, with the steps that each mean covers."""
     steps, first, last = summary["steps"], summary["initial_reward"], summary["final_reward"]
     text = f"{plural(steps, 'step')}, none with a reward" if steps else "no step was completed"
     if first is not None:
@@ -279,8 +303,8 @@ def outcome(summary: Mapping[str, Any]) -> str:
 
 
 def end_without_run(ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> int:
-    """End a launch that was stopped before it had a run directory; requeue its job where that was asked for."""
+    """End a launch that was stopped before it had a run directory, and requeue its job if that was requested."""
     say(f"{ending.cause}; there is no run directory yet")
-    if wants_requeue and job is not None and (error := requeue(job)):
-        say(f"not requeued: {error}")
+    if wants_requeue and job is not None and (refusal := requeue(job)):
+        say(f"not requeued: {refusal}")
     return ending.code

@@ -1,7 +1,7 @@
-"""How orders reach the node workers and reports come back: through one srun of the Slurm job.
+"""The channel between the launcher and the node workers in a Slurm job: one srun carries orders and reports.
 
-A channel carries lines of text. It starts the workers, sends each order to all of them, and calls ``on_line`` with each
-line that a worker reports. ``rendezvous.MeetingChannel`` does the same for nodes that the user starts by hand.
+A channel transfers lines of text. It starts the workers, sends each order to all of them, and calls ``on_line`` with
+each line that a worker reports. ``rendezvous.MeetingChannel`` does the same for nodes that the user starts by hand.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ OnLine = Callable[[str], None]
 class Channel(Protocol):
     """The connection between the launcher and the workers of all nodes."""
 
-    silent_fix: str  # what to do about a node that does not answer
-    lost_fix: str  # what to do if the channel itself ends
+    silent_fix: str  # fix if a node does not answer
+    lost_fix: str  # fix if the channel itself ends
 
     def start(self, environment: Mapping[str, str], folder: Path, on_line: OnLine) -> None:
         """Start or await the workers; ``folder`` is on the file system that all nodes share."""
@@ -58,13 +58,13 @@ class SrunChannel:
         self._srun: subprocess.Popen[str] | None = None
 
     def start(self, environment: Mapping[str, str], folder: Path, on_line: OnLine) -> None:
-        """Start a worker on every node; reject a launch that is not on the first node, or has no srun."""
+        """Start a worker on every node; raise ConfigError outside the first node, or if srun is not installed."""
         if environment.get("SLURM_NODEID") != "0" or environment.get("SLURM_PROCID", "0") != "0":
-            what = "a job on several nodes is launched once, on its first node; this is another node"
-            raise config_error("SLURM_NODEID", what, "submit training.sh with sbatch")
+            problem = "this is not the first node: a job on several nodes is launched once, on its first node"
+            raise config_error("SLURM_NODEID", problem, "submit training.sh with sbatch")
         if shutil.which("srun") is None:
-            raise config_error("srun", "is not installed here", "load the module that has it, e.g. MODULES=slurm")
-        # A prologue of the site may write anything, and a signal from a terminal would end the step.
+            raise config_error("srun", "is not installed here", "load the module that contains it, e.g. MODULES=slurm")
+        # A site's prologue may print undecodable bytes. In the terminal's session, Ctrl-C would end the step.
         self._srun = subprocess.Popen(
             srun_command(self._count, environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             errors="replace", start_new_session=True,
@@ -92,14 +92,14 @@ class SrunChannel:
 
 
 def read_lines(process: subprocess.Popen[str], on_line: OnLine) -> None:
-    """Call ``on_line`` with each line that a process prints, until it ends."""
+    """Call ``on_line`` with each line that a process prints, until the process ends."""
     assert process.stdout is not None
     for line in process.stdout:
         on_line(line)
 
 
 def write_line(process: subprocess.Popen[str], line: str) -> None:
-    """Write a line to a process; a process that has ended is no error here."""
+    """Write a line to a process; ignore a process that has ended."""
     if process.stdin is not None:
         with contextlib.suppress(OSError, ValueError):
             process.stdin.write(line + "\n")
@@ -119,13 +119,13 @@ def end_worker(process: subprocess.Popen[str]) -> None:
 
 
 def srun_command(count: int, environment: Mapping[str, str]) -> list[str]:
-    """Return the one srun of a job on ``count`` nodes; a second one would wait for the first."""
+    """Return the srun command of a job on ``count`` nodes; a second srun would wait for the first."""
     with translate(ValueError, lambda error: config_error(SRUN_OPTIONS, str(error), "close the quotes, or unset it")):
         site_options = shlex.split(environment.get(SRUN_OPTIONS, ""))
     cores = re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
     return [
         "srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--overlap",
-        f"--cpus-per-task={min(map(int, cores), default=1)}",  # else all processes of a node share one core
+        f"--cpus-per-task={min(map(int, cores), default=1)}",  # by default all processes of a node share a single core
         "--kill-on-bad-exit=1", "--mpi=none", "--input=all",
         "--export=ALL",  # a job submitted with --export=NONE would start the workers without an environment
         f"--chdir={os.getcwd()}",

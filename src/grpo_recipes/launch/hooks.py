@@ -1,8 +1,8 @@
-"""What extensions add to a run from outside its processes, for example its report and the push of its model.
+"""Hooks of extensions that run in the launcher, for example to write a report or to push the model.
 
 The launcher calls the hooks of every extension at four points of an attempt: before anything is created, from time to
 time while the run trains, after the processes have ended, and when the model is complete. An object serves one attempt,
-so ``check`` may keep a result for the other methods.
+so ``check`` may store a result for the other methods.
 
     class Report(RunHooks):
         def on_end(self, run_dir: Path) -> list[str]:
@@ -18,7 +18,7 @@ from grpo_recipes.secrets import masked
 
 
 class RunHooks:
-    """The hooks of one extension; each does nothing by default."""
+    """The hooks of an extension; each does nothing by default."""
 
     def check(self, recipe: Recipe, environment: Mapping[str, str], run_name: str) -> list[str]:
         """Raise ConfigError if the run can't start; return lines for the start of the run."""
@@ -44,18 +44,29 @@ class AllHooks(RunHooks):
 
     def __init__(self, hooks: Sequence[RunHooks] | None = None) -> None:
         self._hooks = [make() for make in parts("run_hooks")] if hooks is None else hooks
+        self._failed: set[RunHooks] = set()  # hooks with a failed ``on_progress``
+        self._failures: list[str] = []  # their errors, until ``new_failures`` returns them
 
     def check(self, recipe: Recipe, environment: Mapping[str, str], run_name: str) -> list[str]:
         """Check a run before it starts; return the lines of all hooks."""
         return [line for hook in self._hooks for line in hook.check(recipe, environment, run_name)]
 
     def on_progress(self, run_dir: Path) -> None:
-        """Call the hooks of a run that trains. An error is not printed: it would repeat every half minute."""
+        """Call the hooks of a run that trains; ``new_failures`` returns their errors."""
         for hook in self._hooks:
             try:
                 hook.on_progress(run_dir)
-            except Exception:
-                continue
+            except Exception as error:
+                if hook not in self._failed:
+                    self._failed.add(hook)
+                    self._failures.append(_failure(hook, error))
+
+    def new_failures(self) -> list[str]:
+        """Return new errors of ``on_progress``, at most one for each hook: the next calls are likely to fail alike.
+
+        ``on_progress`` runs in a thread and must not print, so the launcher prints these lines.
+        """
+        return [self._failures.pop(0) for _ in range(len(self._failures))]
 
     def on_end(self, run_dir: Path) -> list[str]:
         """Call the hooks of a run that has ended; return the lines of all hooks."""
@@ -68,7 +79,7 @@ class AllHooks(RunHooks):
         return lines
 
     def on_model(self, run_dir: Path) -> str:
-        """Call the hooks of a completed run; return their texts together."""
+        """Call the hooks of a completed run; return their texts joined."""
         texts = []
         for hook in self._hooks:
             try:

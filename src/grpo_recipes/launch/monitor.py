@@ -1,4 +1,8 @@
-"""What the launcher heeds while an attempt runs: signals, requests to stop, the time limit, progress, stalls."""
+"""Monitor an attempt while it runs: signals, requests to stop, the time limit, progress, and stalled processes.
+
+``StopSignals`` turns signals into requests to save. ``Monitor.tick`` checks everything that is due and prints progress.
+The two detectors find a rank or a server that no longer moves.
+"""
 
 from __future__ import annotations
 
@@ -36,195 +40,200 @@ from grpo_recipes.runs.progress import (
 from grpo_recipes.runs.rundir import read_metrics
 from grpo_recipes.slurm.client import Walltime, job_end_time, signal_lead
 
-_PHASE_SECONDS = 1.0  # between two looks at the ranks' phases
-_SERVER_SECONDS = 5.0  # between two requests to the server, at most
-_DUMP_SECONDS = 1.0
-_HOOK_SECONDS, _HOOK_SHARE = 30.0, 0.02  # between two calls of the hooks of a running run, and their most time
-SYNC_PHASES = ("connect", "sync")  # `weight_sync_timeout`: the rendezvous for the weights, and each transfer
-# Phases that may last longer than `stall_timeout`: a whole evaluation, a save to a slow disk, benchmarks at the end.
+_PHASE_SECONDS = 1.0  # between two checks of the ranks' phases
+_SERVER_SECONDS = 5.0  # maximum time between two requests to the server
+_DUMP_SECONDS = 1.0  # until the processes have written their stacks
+_HOOK_SECONDS, _HOOK_SHARE = 30.0, 0.02  # minimum time between two calls of the hooks, and their maximum share of time
+SYNC_PHASES = ("connect", "sync")  # phases with the limit `weight_sync_timeout`: the rendezvous and each transfer
+# Multiples of `stall_timeout` for a save to a slow disk, a whole evaluation, and benchmarks at the end.
 _MULTIPLES = {"save": 2, "evaluate": 6, "end": 24}
 
 
 class StoppedAtOnce(BaseException):
-    """A request that ends the attempt where it stands; without ``signum`` it came as the file in the run directory."""
+    """A request that ends the attempt at once: the signal ``signum``, or None for the file in the run directory."""
 
     def __init__(self, signum: int | None = None):
         self.signum = signum
 
     def ending(self) -> Ending:
-        """Return code 75 for a request to save that came while there was nothing new to save, else 128+n."""
+        """Return exit code 75 if a request to save came before there was anything to save, otherwise 128+n."""
         if self.signum is None or self.signum == signal.SIGUSR1:
             return Ending(EXIT_STOPPED, "stopped on request before this attempt had anything to save")
         return Ending(128 + self.signum, f"stopped by {signal.Signals(self.signum).name}")
 
 
 class StopSignals:
-    """USR1 asks to save and run on in a new attempt; SIGTERM, SIGHUP, SIGINT (Ctrl-C) and SIGQUIT to save and end.
+    """Handlers for signals that stop a run.
 
-    While trainers have something to save they are asked by the file ``request``; before that a signal ends the attempt
-    at once, and so does the same signal a second time, except USR1: Slurm sends that too where we have asked already.
-    Within a second it counts as one: `timeout` sends SIGTERM to its child and then to its group.
-    SIGTERM leaves the trainers only as long as Slurm usually leaves us before SIGKILL.
+    USR1 requests a save and a new attempt. SIGTERM, SIGHUP, SIGINT (Ctrl-C) and SIGQUIT request a save and the end.
+
+    If the trainers have something to save, the file ``request`` asks them. Otherwise a signal ends the attempt at once.
+    The same signal a second time does so, too, except USR1, which Slurm may send after our own request. Two signals
+    within a second count as a single signal, because `timeout` sends SIGTERM to its child and then to its group. After
+    SIGTERM, the trainers have only the time that Slurm usually leaves before SIGKILL.
     """
 
     _signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     _term_grace_seconds = 20.0
-    _one_signal_seconds = 1.0
+    _same_signal_seconds = 1.0
 
     def __init__(self) -> None:
-        self.request: Path | None = None  # the file that asks the trainers, once there is a run directory
-        # Asked in the signal handler, since a step may have begun a moment ago.
-        self.can_save: Callable[[], bool] = lambda: False
-        self._before: dict[signal.Signals, Any] = {}
-        self.seen: list[int] = []  # what came; USR1 also stands for the end of the job's time
-        self._held = False
-        self._came: dict[int, float] = {}  # when each signal came last
+        self.request: Path | None = None  # the file that asks the trainers; None before there is a run directory
+        self._can_save: Callable[[], bool] = lambda: False
+        self._old_handlers: dict[signal.Signals, Any] = {}
+        self.received: list[int] = []  # received signals; USR1 also represents the end of the job's time
+        self._is_deferred = False
+        self._last_times: dict[int, float] = {}  # time of each signal's last arrival
         self._deadline = float("inf")
-        self._unsaid: list[str] = []  # a handler must not print: it may have interrupted a print
+        self._messages: list[str] = []  # to be printed later, since a handler may have interrupted a print
 
     def __enter__(self) -> StopSignals:
         for signum in self._signals:
-            # nohup, or a shell's background job, has a signal ignored on purpose; training.sh has USR1 for us.
+            # nohup and background jobs ignore signals on purpose. training.sh ignores USR1 until this line handles it.
             if signum == signal.SIGUSR1 or signal.getsignal(signum) != signal.SIG_IGN:
-                self._before[signum] = signal.signal(signum, self._handle)
+                self._old_handlers[signum] = signal.signal(signum, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for signum, handler in self._before.items():
+        for signum, handler in self._old_handlers.items():
             signal.signal(signum, handler)
 
     @property
     def requested(self) -> bool:
-        """Whether the trainers are asked to save and end, by whomever."""
+        """Whether the trainers are asked to save and end, by this process or another."""
         return self.request is not None and self.request.exists()
 
     @property
     def wants_requeue(self) -> bool:
-        """Whether the run is to go on in a new attempt: USR1 or the time limit came, and no signal to end it."""
-        return set(self.seen) == {signal.SIGUSR1}
+        """Whether the run continues in a new attempt: only USR1 was received, or the time limit is near."""
+        return set(self.received) == {signal.SIGUSR1}
+
+    def save_if(self, can_save: Callable[[], bool]) -> None:
+        """Request a save only if ``can_save()`` is true when a signal arrives; a step may have started just before."""
+        self._can_save = can_save
 
     def _handle(self, signum: int, _: object) -> None:
-        now, again = time.monotonic(), signum in self.seen and signum != signal.SIGUSR1
-        recent = now - self._came.get(signum, -math.inf) < self._one_signal_seconds
-        self._came[signum] = now
-        self.seen.append(signum)
-        if self._held or (again and recent):
+        now, is_repeated = time.monotonic(), signum in self.received and signum != signal.SIGUSR1
+        is_same = now - self._last_times.get(signum, -math.inf) < self._same_signal_seconds
+        self._last_times[signum] = now
+        self.received.append(signum)
+        if self._is_deferred or (is_repeated and is_same):
             return
-        if self.request is None or again or not self.can_save():
-            self._held = True  # another signal must not interrupt the clean-up that follows
+        if self.request is None or is_repeated or not self._can_save():
+            self._is_deferred = True  # another signal must not interrupt the clean-up that follows
             raise StoppedAtOnce(signum)
-        if signum in (signal.SIGTERM, signal.SIGHUP):  # Slurm ends us soon
+        if signum in (signal.SIGTERM, signal.SIGHUP):  # Slurm ends this process soon
             self._deadline = min(self._deadline, time.monotonic() + self._term_grace_seconds)
-        self._ask(signal.Signals(signum).name)
+        self._request_save(signal.Signals(signum).name)
 
-    def _ask(self, why: str) -> None:
+    def _request_save(self, reason: str) -> None:
         if not self.requested and self.request is not None:
             self.request.touch()
-            self._unsaid.append(f"{why}: saving, then ending")
+            self._messages.append(f"{reason}: saving, then ending")
 
-    def out_of_time(self, why: str) -> None:
-        """Ask the trainers to save since the job's time is nearly over, as USR1 does."""
-        self.seen.append(signal.SIGUSR1)
-        self._ask(why)
+    def request_requeue(self, reason: str) -> None:
+        """Ask the trainers to save because the job's time is nearly over, like USR1."""
+        self.received.append(signal.SIGUSR1)
+        self._request_save(reason)
 
-    def look(self) -> None:
-        """Print what was asked for; raise StoppedAtOnce when trainers take too long, or have nothing to save."""
-        while self._unsaid:
-            say(self._unsaid.pop(0))
+    def check(self) -> None:
+        """Print new requests; raise StoppedAtOnce if the trainers take too long or have nothing to save."""
+        while self._messages:
+            say(self._messages.pop(0))
         if time.monotonic() > self._deadline:
             raise StoppedAtOnce(signal.SIGTERM)
-        if self.requested and not self.can_save():
+        if self.requested and not self._can_save():
             raise StoppedAtOnce()
 
-    def hold(self) -> None:
-        """From now on a signal only waits: a run directory is made whole, or not at all."""
-        self._held = True
+    def defer(self) -> None:
+        """Only record signals from now on, so that the run directory is created completely."""
+        self._is_deferred = True
 
-    def release(self, request: Path) -> None:
-        """Act on signals again, and on one held back: the run directory is there, and ``request`` will be in it."""
+    def resume(self, request: Path) -> None:
+        """Handle signals again, including deferred signals; ``request`` is the file in the new run directory."""
         self.request = request
-        self._held = False
-        if self.seen:
-            raise StoppedAtOnce(self.seen[-1])
+        self._is_deferred = False
+        if self.received:
+            raise StoppedAtOnce(self.received[-1])
 
     def ignore(self) -> None:
-        """Ignore signals from now on: only the clean-up counts."""
+        """Ignore signals from now on, so that they can't interrupt the clean-up."""
         for signum in self._signals:
             signal.signal(signum, signal.SIG_IGN)
 
 
 class RankStallDetector:
-    """Finds a rank that stays in one phase for longer than ``limit`` seconds, or the phase's own limit."""
+    """Find a rank that stays in a phase for longer than ``limit`` seconds, or longer than the limit of this phase."""
 
     def __init__(self, limit: float, sync_limit: float = math.inf) -> None:
-        self._limits = {name: limit * many for name, many in _MULTIPLES.items()}
+        self._limits = {name: limit * multiple for name, multiple in _MULTIPLES.items()}
         self._limits |= dict.fromkeys(SYNC_PHASES, min(limit, sync_limit))
         self._limit = limit
         self._entered: dict[Phase, float] = {}
 
-    def look(self, phases: list[Phase], now: float, stopped: Collection[int] = ()) -> tuple[Phase, float] | None:
-        """Return the stalled rank's phase and its seconds in it, by the phases of all ranks at ``now`` (monotonic).
+    def find_stall(self, phases: list[Phase], now: float, stopped: Collection[int] = ()) -> tuple[Phase, float] | None:
+        """Return the phase of a stalled rank and its duration, from the phases of all ranks at ``now`` (monotonic).
 
-        Of several it is one of ``stopped``, the ranks that a signal stopped, or the one that is furthest behind. Before
-        any rank has written a phase, rank 0 counts as in ``start`` since the first look.
+        If several ranks stall, the result is a rank in ``stopped`` (stopped by a signal), or the rank that is furthest
+        behind. Until a rank has written its phase, rank 0 is assumed to be in ``start`` since the first call.
         """
         phases = phases or [Phase(0, "start", 0, 0.0)]
         self._entered = {phase: self._entered.get(phase, now) for phase in phases}
         late = [phase for phase in phases if now - self._entered[phase] > self._limits.get(phase.name, self._limit)]
         if not late:
             return None
-        # The others have come as far as they could without it, and entered the phase they wait in later.
-        first = min(late, key=lambda phase: (phase.rank not in stopped, phase.step, self._entered[phase], phase.rank))
-        return first, now - self._entered[first]
+        # The other ranks wait for the stalled rank, in phases that they entered later.
+        stalled = min(late, key=lambda phase: (phase.rank not in stopped, phase.step, self._entered[phase], phase.rank))
+        return stalled, now - self._entered[stalled]
 
 
 class ServerStallDetector:
-    """Finds a server that does not answer, or makes no token while a request is out, for ``limit`` seconds."""
+    """Find a server that for ``limit`` seconds does not answer, or generates no token although it has a request."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        self._seen: object = None
-        self._moved: float | None = None
+        self._last_state: object = None
+        self._moved_at: float | None = None
 
-    def look(self, activity: Activity | None, phases: list[Phase], now: float) -> float | None:
-        """Return the seconds since it last moved, once that is too long; without ``activity`` it did not answer."""
-        if self._moved is None:
-            self._moved = now
+    def find_stall(self, activity: Activity | None, phases: list[Phase], now: float) -> float | None:
+        """Return the seconds since the last progress if they exceed the limit; no ``activity`` means no answer."""
+        if self._moved_at is None:
+            self._moved_at = now
         if activity is not None:
-            # A rank that begins a phase counts as movement: a load of weights makes no token, and sampling follows it.
-            seen = (activity.tokens, phases) if activity.requests else None
-            if seen is None or seen != self._seen:
-                self._moved = now
-            self._seen = seen
-        return now - self._moved if now - self._moved > self._limit else None
+            # A new phase of a rank counts as progress, because a load of weights generates no tokens.
+            state = (activity.tokens, phases) if activity.requests else None
+            if state is None or state != self._last_state:
+                self._moved_at = now
+            self._last_state = state
+        return now - self._moved_at if now - self._moved_at > self._limit else None
 
 
 class Monitor:
-    """Everything that is looked at again and again, for one attempt."""
+    """The periodic checks of an attempt, and the output of its progress."""
 
     def __init__(self, attempt: Attempt, stop: StopSignals) -> None:
-        self.groups: dict[str, Group] = {}  # the processes that are ready, by role
+        self.groups: dict[str, Group] = {}  # processes that are ready, by role
         self._attempt = attempt
         self._stop = stop
         self._folder = attempt.run.folder
         self._walltime = Walltime(lambda: job_end_time(os.environ), signal_lead(os.environ))
-        self._began = time.time()
+        self._started_at = time.time()
         self._next_phases = self._next_server = self._next_hooks = 0.0
         self._hooks = threading.Thread()  # calls the hooks
-        self._activity, self._active_since = ("", 0.0), time.monotonic()
-        self._shown = -1  # the step of the sampled completion that was shown last, and how many there were
-        self._samples = 0
-        self._stop_passed_on = False
-        stop.can_save = lambda: any(phase.name not in ("start", "connect") for phase in self._phases())
-        self.start_again()
+        self._activity, self._active_since = ("", 0.0), time.monotonic()  # see ``current_activity``
+        self._printed_step = -1  # step of the last printed completion
+        self._printed_samples = 0
+        self._stop_was_sent = False  # whether the other nodes know about the request to stop
+        stop.save_if(lambda: any(phase.name not in ("start", "connect") for phase in self._phases()))
+        self.reset()
 
-    def start_again(self) -> None:
-        """Forget what was seen of processes that are gone, and of rows that were moved aside."""
-        self.stepped = False  # whether a step was completed since then
-        self._last = ""
+    def reset(self) -> None:
+        """Forget the phases of processes that were restarted, and rows that were moved aside."""
+        self.stepped = False  # whether a step was completed since the last reset
+        self._last_step = ""
         self._progress = Progress(self._folder)
         files = (self._folder / f"{name}.jsonl" for name in ("prompts", "eval", "samples"))
-        self._prompts, self._evaluations, self._sampled = map(RowReader, files)
+        self._prompts, self._evaluations, self._samples = map(RowReader, files)
         self._health = Health(self._attempt.recipe.__getitem__)
         for row in read_metrics(self._folder):
             self._health.add(row)
@@ -234,8 +243,8 @@ class Monitor:
         self._server_stalls = ServerStallDetector(self._attempt.recipe["server_stall_timeout"])
 
     def tick(self) -> Ending | None:
-        """Look at everything that is due; return the ending that a stalled process causes, or raise StoppedAtOnce."""
-        self.show_progress()
+        """Run all checks that are due; return the ending if a process stalls, or raise StoppedAtOnce."""
+        self.print_progress()
         now = time.monotonic()
         ending = None
         if now >= self._next_phases:
@@ -243,53 +252,55 @@ class Monitor:
             phases = self._phases()
             self._show_activity(now)
             self._call_hooks(now)
+            for failure in self._attempt.hooks.new_failures():
+                say(f"note: {failure}")
             if note := self._walltime.note():
                 say(note)
-            if not self._stop.requested and (why := self._walltime.due()):
-                self._stop.out_of_time(why)
+            if not self._stop.requested and (reason := self._walltime.due()):
+                self._stop.request_requeue(reason)
             if trainers := self._trainers():
-                ending = self._server_stall(phases, now) or self._rank_stall(trainers, phases, now)
-        ending = ending or self._renewal()
-        self._stop.look()
-        if self._stop.requested and not self._stop_passed_on:
-            self._stop_passed_on = True
+                ending = self._find_server_stall(phases, now) or self._find_rank_stall(trainers, phases, now)
+        ending = ending or self._find_renewal()
+        self._stop.check()
+        if self._stop.requested and not self._stop_was_sent:
+            self._stop_was_sent = True
             self._attempt.workers.send("stop")
         return ending
 
-    def show_progress(self) -> None:
-        """Print a line for each step and evaluation, notes where they give reason to, and a completion at times."""
+    def print_progress(self) -> None:
+        """Print a line for each new step and evaluation, notes on them, and sampled completions."""
         width = min(WIDTH, columns())
         for row in self._prompts.read_new():
             for text in row.get("said") or ():
                 say(str(text))
         for row in self._progress.rows.read_new():
             self.stepped = True
-            self._last = f"step {row['step']}/{row.get('max_steps', '?')} done"
+            self._last_step = f"step {row['step']}/{row.get('max_steps', '?')} done"
             print_line(self._progress.line(row, width))
             self._walltime.observe(row)
             for notice in self._health.add(row):
                 say(f"note: {notice}")
         for row in self._evaluations.read_new():
             print_line(evaluation_line(row))
-        every = self._attempt.recipe["show_completion_steps"]
-        for row in self._sampled.read_new():
-            if every and (self._shown < 0 or row["step"] >= self._shown + every):
-                for line in sample_lines(row, self._samples):
+        interval = self._attempt.recipe["show_completion_steps"]
+        for row in self._samples.read_new():
+            if interval and (self._printed_step < 0 or row["step"] >= self._printed_step + interval):
+                for line in sample_lines(row, self._printed_samples):
                     print_line(line)
-                self._shown, self._samples = row["step"], self._samples + 1
+                self._printed_step, self._printed_samples = row["step"], self._printed_samples + 1
 
     def _show_activity(self, now: float) -> None:
-        """Print where the start of the run has come to; on a terminal show what goes on, and for how long."""
-        (before, entered), seconds = self._activity, now - self._active_since
-        what, since = self._activity = current_activity(self._folder)
-        if what != before and not self.stepped:
-            say(f"now {what}" + (f" ({before} took {seconds:.0f} s)" if before else ""))
-        if what != before or (self.stepped and since != entered):
+        """Print each new activity until the first step; on a terminal, always show the activity and its duration."""
+        (previous, previous_start), seconds = self._activity, now - self._active_since
+        activity, start = self._activity = current_activity(self._folder)
+        if activity != previous and not self.stepped:
+            say(f"now {activity}" + (f" ({previous} took {seconds:.0f} s)" if previous else ""))
+        if activity != previous or (self.stepped and start != previous_start):
             self._active_since, seconds = now, 0.0
-        OUTPUT.live(f"{what} {seconds:.0f} s" + (f", {self._last}" if self.stepped else ""))
+        OUTPUT.show_live(f"{activity} {seconds:.0f} s" + (f", {self._last_step}" if self.stepped else ""))
 
     def _call_hooks(self, now: float) -> None:
-        """Call the hooks of the running run from time to time, in a thread: a report can take seconds."""
+        """Call the hooks of the running run in a thread if they are due, because a report can take seconds."""
 
         def call() -> None:
             self._attempt.hooks.on_progress(self._folder)
@@ -308,7 +319,7 @@ class Monitor:
     def _phases(self) -> list[Phase]:
         return read_phases(self._folder) if self._trainers() else []
 
-    def _server_stall(self, phases: list[Phase], now: float) -> Ending | None:
+    def _find_server_stall(self, phases: list[Phase], now: float) -> Ending | None:
         limit, server = self._attempt.recipe["server_stall_timeout"], self._server()
         if server is None or self._stop.requested or now < self._next_server:
             return None
@@ -317,15 +328,15 @@ class Monitor:
         child = server.members[0]
         owner = OwnListener(host, port, lambda: child.guard_pid) if isinstance(child, Child) else None
         activity = read_activity(host, port, token, owner)
-        seconds = self._server_stalls.look(activity, phases, time.monotonic())
+        seconds = self._server_stalls.find_stall(activity, phases, time.monotonic())
         if seconds is None:
             return None
         stacks = dump_stacks(self._folder, (), server)
         cause = f"the vLLM server has made no token for {seconds:.0f} s (server_stall_timeout {limit:g}){stacks}"
         return Ending(1, cause, log=server.log, lost=server.process)
 
-    def _renewal(self) -> Ending | None:
-        """Return the end of a server that is to be started again with a newer model."""
+    def _find_renewal(self) -> Ending | None:
+        """Return an ending for a server that must be restarted with a newer model."""
         server = self._server()
         if server is None or self._stop.requested:
             return None
@@ -334,23 +345,23 @@ class Monitor:
             return None
         return Ending(0, lost=server.process, renews=True)
 
-    def _rank_stall(self, trainers: Group, phases: list[Phase], now: float) -> Ending | None:
+    def _find_rank_stall(self, trainers: Group, phases: list[Phase], now: float) -> Ending | None:
         ranks = rank_pids(self._folder)
-        if self._attempt.plan.mode == "server" and self._server() is None:  # which a start, or a sync, waits for
+        if self._attempt.plan.mode == "server" and self._server() is None:  # start and sync wait for it
             phases = [phase for phase in phases if phase.name not in ("start", *SYNC_PHASES)]
             if not phases:
                 return None
-        late = self._rank_stalls.look(phases, now, [rank for rank, pid in ranks.items() if is_stopped(pid)])
-        if late is None:
+        stall = self._rank_stalls.find_stall(phases, now, [rank for rank, pid in ranks.items() if is_stopped(pid)])
+        if stall is None:
             return None
-        phase, seconds = late
+        phase, seconds = stall
         cause = f"rank {phase.rank} has been in phase {phase.name} after step {phase.step} for {seconds:.0f} s"
         key = "weight_sync_timeout" if phase.name in SYNC_PHASES else "stall_timeout"
         cause += f" ({key} {self._attempt.recipe[key]:g})"
         if phase.name in SYNC_PHASES and (bridge := self._attempt.plan.bridge):
             cause += f" in the '{bridge}' bridge"
         extensions = Path(self._attempt.environment.get("TORCH_EXTENSIONS_DIR", ""))
-        lock = stale_compile_lock(extensions, self._began) if phase.name == "start" else None
+        lock = stale_compile_lock(extensions, self._started_at) if phase.name == "start" else None
         self._attempt.workers.send("stacks")
         cause += dump_stacks(self._folder, ranks.values(), self._server())
         return Ending(1, cause + (f"; {lock}" if lock else ""), phase.rank, trainers.log)
@@ -364,9 +375,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def dump_stacks(run_dir: Path, ranks: Iterable[int], server: Group | None = None) -> str:
-    """Have processes add the stacks of their threads to ``stacks/``; return where, and which of them are stopped."""
-    # A process that has not registered for the signal is ended by it: all of them are about to be ended.
-    began, pids = time.time(), list(ranks)
+    """Let processes write the stacks of their threads to ``stacks/``; describe the files and the stopped processes."""
+    # The signal ends processes without a handler. That is acceptable, because all of them are ended afterwards.
+    start, pids = time.time(), list(ranks)
     if server and (command := server.state().pid):
         pids += [*(process.pid for process in descendants(command)), command]  # engine and workers before the command
     stopped = [str(pid) for pid in pids if is_stopped(pid)]
@@ -375,15 +386,15 @@ def dump_stacks(run_dir: Path, ranks: Iterable[int], server: Group | None = None
             os.kill(pid, signal.SIGUSR2)
     time.sleep(_DUMP_SECONDS)
     folder = run_dir / "stacks"
-    written = sorted(path.name for path in folder.glob("*.txt") if path.stat().st_mtime >= began - 1)
-    where = f"; stacks of {', '.join(written)} in {display_path(folder)}" if written else ""
-    return where + (f"; stopped by a signal (SIGSTOP): pid {', '.join(stopped)}" if stopped else "")
+    written = sorted(path.name for path in folder.glob("*.txt") if path.stat().st_mtime >= start - 1)
+    stacks = f"; stacks of {', '.join(written)} in {display_path(folder)}" if written else ""
+    return stacks + (f"; stopped by a signal (SIGSTOP): pid {', '.join(stopped)}" if stopped else "")
 
 
-def stale_compile_lock(folder: Path, before: float) -> str | None:
-    """Return which lock in TORCH_EXTENSIONS_DIR, older than this attempt (``time.time()``), a rank may wait for."""
+def stale_compile_lock(folder: Path, start: float) -> str | None:
+    """Describe a lock in TORCH_EXTENSIONS_DIR that is older than ``start`` (``time.time()``) and may block a rank."""
     for lock in [*folder.glob("*/lock"), *folder.glob("*/*/lock")]:
         with contextlib.suppress(OSError):
-            if lock.stat().st_mtime < before:
-                return f"most likely it waits for the lock of a compilation that was killed: rm {display_path(lock)}"
+            if lock.stat().st_mtime < start:
+                return f"it probably waits for the lock of a killed compilation; remove it: rm {display_path(lock)}"
     return None

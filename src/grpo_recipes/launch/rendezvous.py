@@ -1,12 +1,12 @@
-"""Nodes that the user starts by hand, with the same command and another ``--node-rank`` each, and how they meet.
+"""Connect nodes that the user starts by hand, each with the same command and its own ``--node-rank``.
 
-Node 0 listens at the master address and waits for the workers of the other nodes; the order of the starts does not
-matter. A worker runs whatever node 0 orders, and node 0 sends it the run's token, so each proves to the other that it
-can read one file: node 0 writes a new key, readable only by the user, into the folder of the runs. This also proves
-that both nodes see the same files. Keep-alive probes find a lost machine within half a minute.
+Node 0 listens at the master address and waits for the workers of the other nodes, which may start in any order. A
+worker runs every order of node 0, and node 0 sends it the run's token. Therefore both must prove that they can read the
+same file: node 0 writes a new key to the folder of the runs, and only the user can read it. This also proves that both
+nodes see the same files. Keep-alive probes detect a lost machine within half a minute.
 
     MeetingChannel(meeting, command).start(...)     # on node 0: waits for all nodes
-    join(meeting, command)                          # on every other node: returns the connection
+    connect_to_node_0(meeting, command)             # on every other node: returns the connection
 """
 
 import contextlib
@@ -29,33 +29,34 @@ from grpo_recipes.launch.channels import END_SECONDS, WORKER_MODULE, OnLine, end
 from grpo_recipes.paths import display_path, python_module
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.tree import OWN_CHILDREN
+from grpo_recipes.process.waiting import wait_until
 
 MASTER_PORT = 29500  # torchrun's default
-MEETING_LIMIT = 600.0  # seconds in which every node must be started
-# Tell the worker of node 0, which the launcher starts, its rank and address.
+MEETING_LIMIT = 600.0  # seconds within which every node must be started
+# Variables with the rank and address of the worker on node 0, which the launcher starts.
 RANK_VARIABLE, ADDRESS_VARIABLE = "GRPO_NODE_RANK", "GRPO_NODE_ADDRESS"
 _KEY_PREFIX = ".nodes-"
-_HANDSHAKE_SECONDS = 20.0  # for the whole handshake of one connection
-_FILE_SECONDS = 10.0  # for a new file to appear on another node
+_HANDSHAKE_SECONDS = 20.0  # for the whole handshake with a peer
+_FILE_SECONDS = 10.0  # until a new file is visible on another node
 _REMINDER_SECONDS = 60.0
-_LONGEST_MESSAGE = 64 * 1024  # bytes
-# A peer that is silent for 10 s is probed every 5 s; the third probe without an answer ends the connection.
+_MAX_MESSAGE_BYTES = 64 * 1024
+# After 10 s of silence the peer is probed every 5 s. The third probe without an answer ends the connection.
 _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 25_000}
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and when the nodes of a run meet."""
+    """The place and time limit for the connection of all nodes of a run."""
 
     nodes: int  # at least two
-    rank: int  # this node's, from 0
-    address: str  # of node 0
+    rank: int  # rank of this node, from 0
+    address: str  # address of node 0
     port: int = MASTER_PORT
     limit: float = MEETING_LIMIT  # seconds to wait for the other nodes
 
     @property
-    def place(self) -> str:
+    def endpoint(self) -> str:
         """Return the address and port of node 0 as text."""
         return f"{self.address}:{self.port}"
 
@@ -67,20 +68,20 @@ class _Rejected(Exception):
 class MeetingChannel:
     """Node 0's connections to the workers of the other nodes, and to its own worker.
 
-    ``command`` describes the launch; every node must have been started with an equal one.
+    ``command`` describes the launch. Every node must be started with an equal command.
     """
 
-    silent_fix = "look at the output of the command on that node, and at that machine"
-    lost_fix = "look at the output of the command on the other nodes"
+    silent_fix = "check the output of the command on that node, and the machine itself"
+    lost_fix = "check the output of the command on the other nodes"
 
     def __init__(self, meeting: Meeting, command: Message) -> None:
-        self._meeting, self._command = meeting, json.loads(json.dumps(command))  # as a node sends it
+        self._meeting, self._command = meeting, json.loads(json.dumps(command))  # in the form that a node sends
         self._connections: dict[int, socket.socket] = {}  # by rank
-        self._ended: dict[int, threading.Event] = {}  # set once a connection has ended, by rank
-        self._names: dict[int, str] = {}  # for messages, by rank
-        self._worker: subprocess.Popen[str] | None = None  # of this node
+        self._ended: dict[int, threading.Event] = {}  # an event is set when the connection has ended; by rank
+        self._names: dict[int, str] = {}  # names for messages, by rank
+        self._worker: subprocess.Popen[str] | None = None  # the worker of this node
         self._note = ""  # why the newest connection was rejected
-        self._error: ConfigError | None = None  # ends the wait
+        self._error: ConfigError | None = None  # the error that ends the wait
         self._changing = threading.Lock()
 
     def start(self, environment: Mapping[str, str], folder: Path, on_line: OnLine) -> None:
@@ -100,11 +101,11 @@ class MeetingChannel:
 
     def alive(self) -> bool:
         """Return whether the worker of every node is connected."""
-        own = self._worker is not None and self._worker.poll() is None
-        return own and not any(ended.is_set() for ended in self._ended.values())
+        has_own_worker = self._worker is not None and self._worker.poll() is None
+        return has_own_worker and not any(ended.is_set() for ended in self._ended.values())
 
     def ending(self) -> str:
-        """Name the node whose connection has ended."""
+        """Name the nodes that have lost their connection."""
         lost = [self._name(rank) for rank, ended in sorted(self._ended.items()) if ended.is_set()]
         return f"{' and '.join(lost) or 'the worker of node 0'} was lost: its command ended, or its machine is gone"
 
@@ -117,7 +118,7 @@ class MeetingChannel:
                 connection.sendall(f"{line}\n".encode())
 
     def close(self) -> None:
-        """Have every worker end, and wait until its node is clean or ``END_SECONDS`` are over."""
+        """End every worker, and wait at most ``END_SECONDS`` until all processes on its node have ended."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
@@ -134,25 +135,34 @@ class MeetingChannel:
 
     def _wait_for_all(self) -> None:
         meeting, start, reminder = self._meeting, time.monotonic(), 0.0
-        while missing := sorted(set(range(1, meeting.nodes)) - self._connections.keys()):
+
+        def missing_ranks() -> list[int]:
+            return sorted(set(range(1, meeting.nodes)) - self._connections.keys())
+
+        def all_connected() -> bool:
+            nonlocal reminder
+            if not (missing := missing_ranks()):
+                return True
             if self._error is not None:
                 raise self._error
-            names, waited = ", ".join(map(str, missing)), time.monotonic() - start
-            if waited > meeting.limit:
-                note = f" ({self._note})" if self._note else ""
-                what = f"node {names} did not connect to {meeting.place} within {meeting.limit:g} s{note}"
-                fix = f"start the same command there with --node-rank {missing[0]}, and check the firewall"
-                raise config_error("--nodes", what, fix)
-            if waited >= reminder:
+            waited = time.monotonic() - start
+            if reminder <= waited <= meeting.limit:
                 reminder += _REMINDER_SECONDS
-                left = f"{meeting.limit - waited:.0f} s"
-                say(f"waiting for node {names} to connect to {meeting.place}, at most {left}: start the same command "
-                    f"there with --node-rank {missing[0]}")  # fmt: skip
-            time.sleep(0.05)
+                names, seconds = ", ".join(map(str, missing)), f"{meeting.limit - waited:.0f} s"
+                say(f"waiting for node {names} to connect to {meeting.endpoint}, at most {seconds}: start the same "
+                    f"command there with --node-rank {missing[0]}")  # fmt: skip
+            return False
+
+        if not wait_until(all_connected, meeting.limit, pause=0.05):
+            missing, note = missing_ranks(), f" ({self._note})" if self._note else ""
+            names = ", ".join(map(str, missing))
+            fault = f"node {names} did not connect to {meeting.endpoint} within {meeting.limit:g} s{note}"
+            fix = f"start the same command there with --node-rank {missing[0]}, and check the firewall"
+            raise config_error("--nodes", fault, fix)
 
     def _accept(self, listener: socket.socket, file: Path, key: bytes, on_line: OnLine) -> None:
-        """Let each peer prove that it is a worker of this run, several at a time."""
-        with contextlib.suppress(OSError):  # the listener is closed once all nodes are there
+        """Check each peer that connects, several at the same time."""
+        with contextlib.suppress(OSError):  # the listener is closed when all nodes have connected
             while True:
                 connection, peer = listener.accept()
                 threading.Thread(
@@ -160,7 +170,7 @@ class MeetingChannel:
                 ).start()
 
     def _greet(self, connection: socket.socket, peer: str, file: Path, key: bytes, on_line: OnLine) -> None:
-        """Shake hands with a peer, then pass on its reports until it is gone."""
+        """Check a peer, then pass its reports to ``on_line`` until the connection ends."""
         try:
             rank = self._admit(connection, peer, file, key)
         except (OSError, ValueError, LookupError, TypeError, _Rejected) as error:
@@ -176,22 +186,23 @@ class MeetingChannel:
         self._ended[rank].set()
 
     def _admit(self, connection: socket.socket, peer: str, file: Path, key: bytes) -> int:
-        """Return the rank of a worker that has proven itself; see ``join`` for its side."""
+        """Run the handshake with a worker and return its rank; ``_introduce`` is the worker's side."""
         deadline, nonce = time.monotonic() + _HANDSHAKE_SECONDS, secrets.token_hex(16)
         _send(connection, {"grpo": "node 0", "file": str(file), "nonce": nonce})
         answer = _receive(connection, deadline)
         if "blind" in answer:
-            raise _Rejected(f"node {int(answer['blind'])} does not see {file}, a file that node 0 has just written")
+            raise _Rejected(f"node {int(answer['blind'])} does not see {file}, which node 0 has just written")
         worker = json.loads(answer["worker"])
         if not hmac.compare_digest(answer["proof"], _proof(key, "worker", nonce, answer["worker"])):
-            raise _Rejected("it does not know the key of this run")
-        rank, problem = worker["rank"], ""
+            raise _Rejected("the peer does not know the key of this run")
+        rank: int = worker["rank"]
+        problem = ""
         with self._changing:
             if worker["command"] != self._command:
                 problem = _difference(rank, worker["command"], self._command)
                 self._error = config_error(f"node {rank}", problem, "start every node with the same command")
             elif not isinstance(rank, int) or not 0 < rank < self._meeting.nodes or rank in self._connections:
-                problem = f"node {rank} is connected already"
+                problem = f"node {rank} is already connected"
             reply = json.dumps({"problem": problem, "nodes": self._meeting.nodes})
             _send(connection, {"reply": reply, "proof": _proof(key, "node 0", worker["nonce"], reply)})
             if problem:
@@ -203,87 +214,94 @@ class MeetingChannel:
         return rank
 
 
-def join(meeting: Meeting, command: Message) -> socket.socket:
-    """Return the connection of this node's worker to node 0, which may start later; wait ``meeting.limit`` seconds."""
-    say(f"node {meeting.rank}: waiting for node 0 at {meeting.place}, at most {meeting.limit:.0f} s")
-    deadline = time.monotonic() + meeting.limit
-    while True:
+def connect_to_node_0(meeting: Meeting, command: Message) -> socket.socket:
+    """Connect this node's worker to node 0, which may start later; wait at most ``meeting.limit`` seconds."""
+    say(f"node {meeting.rank}: waiting for node 0 at {meeting.endpoint}, at most {meeting.limit:.0f} s")
+    deadline, last_error = time.monotonic() + meeting.limit, OSError()
+
+    def connect() -> socket.socket | None:
+        nonlocal last_error
         try:
-            limit = min(_HANDSHAKE_SECONDS, max(0.1, deadline - time.monotonic()))
-            connection = socket.create_connection((meeting.address, meeting.port), timeout=limit)
+            timeout = min(_HANDSHAKE_SECONDS, max(0.1, deadline - time.monotonic()))
+            connection = socket.create_connection((meeting.address, meeting.port), timeout=timeout)
             try:
                 _introduce(connection, meeting, command)
             except BaseException:
                 connection.close()
                 raise
             return connection
-        except OSError as error:  # nobody listens yet, or node 0 has just ended
-            if time.monotonic() > deadline:
-                reason = error.strerror or str(error) or type(error).__name__
-                what = f"node 0 did not answer at {meeting.place} within {meeting.limit:.0f} s ({reason})"
-                fix = f"start the same command with --node-rank 0 on {meeting.address}, and check the firewall"
-                raise config_error("--master-addr", what, fix) from error
-        time.sleep(min(1.0, meeting.limit / 10))
+        except OSError as error:  # node 0 does not listen yet, or has just ended
+            last_error = error
+            return None
+
+    connection = wait_until(connect, meeting.limit, pause=min(1.0, meeting.limit / 10))
+    if connection is None:
+        reason = last_error.strerror or str(last_error) or type(last_error).__name__
+        fault = f"node 0 did not answer at {meeting.endpoint} within {meeting.limit:.0f} s ({reason})"
+        fix = f"start the same command with --node-rank 0 on {meeting.address}, and check the firewall"
+        raise config_error("--master-addr", fault, fix) from last_error
+    return connection
 
 
 def _introduce(connection: socket.socket, meeting: Meeting, command: Message) -> None:
-    """Shake hands with node 0; reject a peer that is not node 0, and a node 0 that rejects this node."""
-    another = config_error(
-        "--master-port", f"another program answers at {meeting.place}", "choose another --master-port on every node"
+    """Run the handshake with node 0; raise ConfigError if the peer is another program or rejects this node."""
+    foreign_peer = config_error(
+        "--master-port", f"another program answers at {meeting.endpoint}", "choose another --master-port on every node"
     )
-    with translate((ValueError, KeyError, TypeError), lambda _: another):
+    with translate((ValueError, KeyError, TypeError), lambda _: foreign_peer):
         hello = _receive(connection, time.monotonic() + _HANDSHAKE_SECONDS)
         file, nonce = Path(hello["file"]), str(hello["nonce"])
     if not file.name.startswith(_KEY_PREFIX):
-        raise another
+        raise foreign_peer
     key = _read_key(file)
     if key is None:
         _send(connection, {"blind": meeting.rank})
-        what = f"node {meeting.rank} does not see {file}, a file that node 0 has just written"
-        fix = "start every node in the same folder of a file system that all nodes share, or set run_root to one"
-        raise config_error("run_root", what, fix)
-    own = secrets.token_hex(16)
-    worker = json.dumps({"rank": meeting.rank, "host": socket.gethostname(), "nonce": own, "command": command})
+        fault = f"node {meeting.rank} does not see {file}, which node 0 has just written"
+        fix = "start every node in the same shared folder, or set run_root to a shared folder"
+        raise config_error("run_root", fault, fix)
+    own_nonce = secrets.token_hex(16)
+    worker = json.dumps({"rank": meeting.rank, "host": socket.gethostname(), "nonce": own_nonce, "command": command})
     _send(connection, {"worker": worker, "proof": _proof(key, "worker", nonce, worker)})
-    with translate((ValueError, KeyError, TypeError), lambda _: another):
+    with translate((ValueError, KeyError, TypeError), lambda _: foreign_peer):
         answer = _receive(connection, time.monotonic() + _HANDSHAKE_SECONDS)
-        genuine = hmac.compare_digest(answer["proof"], _proof(key, "node 0", own, answer["reply"]))
+        genuine = hmac.compare_digest(answer["proof"], _proof(key, "node 0", own_nonce, answer["reply"]))
     if not genuine:
-        raise another
+        raise foreign_peer
     reply = json.loads(answer["reply"])
     if problem := reply["problem"]:
-        raise config_error(f"node {meeting.rank}", problem, "start every node with the same command and its own rank")
+        fix = "start every node with the same command and its own --node-rank"
+        raise config_error(f"node {meeting.rank}", problem, fix)
     connection.settimeout(None)
     _keep_alive(connection)
 
 
 def _read_key(file: Path) -> bytes | None:
-    """Return the key in a file that only this user can read; None if no such file appears within seconds."""
-    deadline = time.monotonic() + _FILE_SECONDS
-    while True:
-        with contextlib.suppress(OSError), file.open("rb") as opened:
-            facts = os.fstat(opened.fileno())
-            if facts.st_uid == os.getuid() and stat.S_ISREG(facts.st_mode) and not facts.st_mode & 0o077:
-                return opened.read()
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(0.5)
+    """Return the key from a file that only this user can read; None if no such file appears within seconds."""
+
+    def read() -> bytes | None:
+        with contextlib.suppress(OSError), file.open("rb") as key_file:
+            status = os.fstat(key_file.fileno())
+            if status.st_uid == os.getuid() and stat.S_ISREG(status.st_mode) and not status.st_mode & 0o077:
+                return key_file.read()
+        return None
+
+    return wait_until(read, _FILE_SECONDS, pause=0.5)
 
 
 @contextlib.contextmanager
 def _key_file(folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """Write a new key that only this user can read, and remove it afterwards."""
+    """Write a new key to a file that only this user can read, and remove the file at the end of the block."""
     file, key = folder.absolute() / f"{_KEY_PREFIX}{secrets.token_hex(8)}", secrets.token_bytes(32)
 
-    def unwritable(error: OSError) -> ConfigError:
+    def to_config_error(error: OSError) -> ConfigError:
         return config_error(
             "run_root", f"cannot write in {display_path(folder)} ({error.strerror})", "set run_root: FOLDER"
         )
 
-    with translate(OSError, unwritable):
+    with translate(OSError, to_config_error):
         folder.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
-            opened.write(key)
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as key_file:
+            key_file.write(key)
     try:
         yield file, key
     finally:
@@ -291,20 +309,21 @@ def _key_file(folder: Path) -> Iterator[tuple[Path, bytes]]:
 
 
 def _listener(meeting: Meeting) -> socket.socket:
-    """Return the socket at which node 0 waits for the other nodes."""
+    """Return the socket on which node 0 waits for the other nodes."""
 
-    def busy(error: OSError) -> ConfigError:
-        what = f"cannot listen at {meeting.place} ({os.strerror(error.errno or 0)})"
-        return config_error("--master-port", what, "choose another --master-port on every node")
+    def to_config_error(error: OSError) -> ConfigError:
+        fault = f"cannot listen at {meeting.endpoint} ({os.strerror(error.errno or 0)})"
+        return config_error("--master-port", fault, "choose another --master-port on every node")
 
-    with translate(OSError, busy):
+    with translate(OSError, to_config_error):
         return socket.create_server((meeting.address, meeting.port), backlog=64)
 
 
-def _difference(rank: int, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """Describe the first option in which the commands of a node and of node 0 differ."""
-    name = next((name for name in ours if theirs.get(name) != ours[name]), "command")
-    return f"node {rank} was started with {name} {theirs.get(name)!r}, node 0 with {ours.get(name)!r}"
+def _difference(rank: int, command: Mapping[str, Any], command_of_node_0: Mapping[str, Any]) -> str:
+    """Describe the first option that differs between the commands of a node and node 0."""
+    name = next((name for name, value in command_of_node_0.items() if command.get(name) != value), "command")
+    values = f"{name} {command.get(name)!r}", repr(command_of_node_0.get(name))
+    return f"node {rank} was started with {values[0]}, node 0 with {values[1]}"
 
 
 def _proof(key: bytes, sender: str, nonce: str, text: str) -> str:
@@ -325,15 +344,15 @@ def _send(connection: socket.socket, message: Message) -> None:
 
 
 def _receive(connection: socket.socket, deadline: float) -> Message:
-    """Return the next message, one line of JSON; the deadline is for the whole line."""
+    """Return the next message, a line of JSON; the deadline limits the whole line."""
     line = b""
     while not line.endswith(b"\n"):
         connection.settimeout(max(0.001, deadline - time.monotonic()))
-        received = connection.recv(1)  # never more than the line: what follows belongs to the worker
+        received = connection.recv(1)  # one byte at a time, because the bytes after the line belong to the worker
         if not received:
             raise ConnectionResetError("the peer closed the connection")
         line += received
-        if len(line) > _LONGEST_MESSAGE:
+        if len(line) > _MAX_MESSAGE_BYTES:
             raise ValueError("the message is too long")
     message = json.loads(line)
     if not isinstance(message, dict):

@@ -1,4 +1,8 @@
-"""Which run a launch means, its recipe and its names, and whether it can go on from its newest checkpoint."""
+"""Find the run that a launch starts or resumes, with its recipe and names, and check that it can resume.
+
+A run resumes from its newest checkpoint only with the same code, data order and number of training processes. Each
+check raises a ConfigError before anything starts.
+"""
 
 import os
 import secrets
@@ -14,7 +18,7 @@ from grpo_recipes.paths import CODE_VARIABLE, display_path
 from grpo_recipes.plan.commands import LOGS, log_folder
 from grpo_recipes.plan.devices import Resources, rows_of_generation
 from grpo_recipes.plan.types import Names, Plan
-from grpo_recipes.process.reports import address_reachable, say
+from grpo_recipes.process.reports import can_reach, say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import check, choose_recipe, resolve_recipe
 from grpo_recipes.recipe.document import Value, as_words, read_flags
@@ -27,12 +31,12 @@ from grpo_recipes.runs import rundir
 from grpo_recipes.runs.checkpoints import newest_complete, step_of, verify_run_files, world_size_of
 from grpo_recipes.runs.rundir import FROZEN_CODE, Run, changed_code, find_run
 
-POINTERS = ".jobs"  # under run_root: a file for each job, ``<cluster>-<job>[_<task>]``, that names its run directory
+POINTERS = ".jobs"  # folder in run_root; its file ``<cluster>-<job>[_<task>]`` contains the run directory of the job
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command line of `grpo launch` beside the recipe's own flags."""
+    """The command line of `grpo launch`."""
 
     recipe: str | None = None
     task: str | None = None
@@ -42,28 +46,29 @@ class Options:
     dry_run: bool = False
     benchmark: bool = False
     keys: Mapping[str, Value] = field(default_factory=dict)  # recipe keys that an entry point sets
-    flags: tuple[str, ...] = ()
-    meeting: Meeting | None = None  # of nodes that the user starts by hand
+    flags: tuple[str, ...] = ()  # flags for recipe keys
+    meeting: Meeting | None = None  # the meeting of nodes that the user starts by hand
 
     def as_json(self) -> dict[str, Any]:
-        """Return what must be equal on all nodes as plain data."""
+        """Return the options that must be equal on all nodes, as plain data."""
         nodes = self.meeting.nodes if self.meeting else 1
         words = " ".join(self.words())
         return {**asdict(replace(self, keys={}, meeting=None)), "flags": words, "meeting": None, "--nodes": nodes}
 
     def words(self) -> list[str]:
-        """Return the recipe keys and flags as the command line of `grpo launch` has them."""
+        """Return the recipe keys and flags as words for the command line of `grpo launch`."""
         return [*as_words(self.keys), *self.flags]
 
 
 def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Recipe]:
-    """Return the run that is meant (None: a new one), and its recipe."""
-    # What the environment said when a run was submitted is in its frozen recipe.
+    """Return the run to resume (None: a new run) and its recipe; raise ConfigError if it can't resume."""
+    # The frozen recipe of a submitted run contains the environment of the submission.
     environment = {} if os.environ.get(CODE_VARIABLE) else os.environ
     if options.resume is not None and options.recipe:
-        raise config_error("--resume", "a resumed run goes on with its own recipe", "leave the recipe out")
+        raise config_error("--resume", "a resumed run uses its own recipe", "remove the recipe from the command")
     if options.resume is None and options.update_rewards:
-        raise config_error("--update-rewards", "a new run takes the files as they are", "leave it out, or add --resume")
+        problem = "a new run always uses the current files"
+        raise config_error("--update-rewards", problem, "remove --update-rewards, or add --resume")
     if options.resume is None:
         recipe = resolve_recipe(
             options.recipe, options.task, options.flags, environment, resources.device, options.keys
@@ -73,7 +78,7 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
             return None, recipe
         run = find_run(_run_root(recipe), pointer.read_text().strip())
     elif options.resume == "last":
-        # Flags are for the run's own recipe, with which they are checked: only run_root is read from this one.
+        # The flags change the run's own recipe and are checked with it. Only run_root is read from this recipe.
         task = requested_task(environment, options.task).task or GRPO
         path = choose_recipe(None, {DEFAULT_RECIPE: "1", **environment}, task, resources.device)
         recipe, problems = merge_recipe(path, options.flags, environment, keys=options.keys)
@@ -83,44 +88,45 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     else:
         run = find_run(Path(), options.resume)
     rundir.wait_for_end(run)
-    # Where another launch holds the run nothing is compared: it may be writing the files, and ``claim`` refuses us.
-    notes = [] if run.is_running() else verify_run_files(run.folder, options.allow_changed_code)
-    notes += [] if run.is_running() else need_rows(run, options.allow_changed_code)
+    notes = []
+    if not run.is_running():  # otherwise its files may change now, and ``claim`` rejects this launch
+        notes += verify_run_files(run.folder, options.allow_changed_code)
+        notes += require_rows(run, options.allow_changed_code)
     changed = changed_code(run)
     if changed and not options.allow_changed_code:
         raise config_error("--resume", changed, "go back to that code, or add --allow-changed-code")
     recipe = read_frozen(run.folder / "recipe.yaml", options.flags, environment, options.keys)
     if recipe.source("model_revision") == "--model_revision":
-        raise config_error("--model_revision", "a resumed run goes on with the commit it began with", "leave it out")
+        problem = "a resumed run uses the commit that it started with"
+        raise config_error("--model_revision", problem, "remove --model_revision")
     if contradictions := check(recipe, os.environ):
         raise ConfigError(*contradictions)
     if options.update_rewards:
-        _need_better_rewards(run, recipe)
-    if run.plan.get(rundir.RECIPE_HASH, current_hash := rundir.recipe_hash(run.folder)) != current_hash:
-        notes.append(
-            f"{display_path(run.folder / 'recipe.yaml')} was edited since the last attempt:"
-            " its keys are used as they are now"
-        )
+        _require_changed_rewards(run, recipe)
+    current_hash = rundir.recipe_hash(run.folder)
+    if run.plan.get(rundir.RECIPE_HASH, current_hash) != current_hash:
+        edited = display_path(run.folder / "recipe.yaml")
+        notes.append(f"{edited} was edited since the last attempt; the run uses the edited keys")
     for note in notes:
         say(f"note: {note}")
-    asked = requested_task(environment, options.task)
+    request = requested_task(environment, options.task)
     if run.plan:
-        same_task(recipe, asked, run.plan["task"])
-    return run, replace(recipe, entry=run.plan.get("entry", asked.entry))
+        same_task(recipe, request, run.plan["task"])
+    return run, replace(recipe, entry=run.plan.get("entry", request.entry))
 
 
-def need_rows(run: Run, allow_missing: bool) -> list[str]:
-    """Reject a resume if ``metrics.jsonl`` was removed; return a note if it lacks rows of steps that were trained.
+def require_rows(run: Run, allow_missing: bool) -> list[str]:
+    """Reject a resume if ``metrics.jsonl`` was removed; return a note if it does not have a row for each trained step.
 
-    Rewards, charts and the summary are computed from its rows, so they would describe another run.
+    Rewards, charts and the summary are computed from these rows, so they would describe another run.
     """
     path, checkpoint = run.folder / "metrics.jsonl", newest_complete(run.folder / "checkpoints")
     if checkpoint is None or step_of(checkpoint) == 0:
         return []
     if not path.exists() and not allow_missing:
-        what = f"not found, but {checkpoint.name} was saved after {step_of(checkpoint)} steps"
+        problem = f"not found, but {checkpoint.name} was saved after {step_of(checkpoint)} steps"
         fix = "restore the file, or add --allow-changed-code to continue without its rows"
-        raise config_error(display_path(path), what, fix)
+        raise config_error(display_path(path), problem, fix)
     steps = {row["step"] for row in rundir.read_metrics(run.folder, lenient=True)}
     missing = step_of(checkpoint) - sum(step <= step_of(checkpoint) for step in steps)
     if missing <= 0:
@@ -130,40 +136,43 @@ def need_rows(run: Run, allow_missing: bool) -> list[str]:
     ]
 
 
-def nothing_is_left(run: Run, recipe: Recipe, options: Options) -> bool:
-    """Say so if a run is completed and no further step or change is requested: a start could only lose results.
+def is_finished(run: Run, recipe: Recipe, options: Options) -> bool:
+    """Return whether a run is completed and no further step or change is requested, and print that.
 
-    In a chain of jobs that each resume, those after the end then end at once, without an error.
+    A restart could only lose results. In a chain of jobs that resume a run, the jobs after its end exit without error.
     """
     summary, newest = run.summary, newest_complete(run.folder / "checkpoints")
     flags = {*options.keys, *(key for key, _ in read_flags(options.flags, []))}
     limit = "max_steps" if recipe["max_steps"] > 0 else "num_train_epochs"
-    if recipe[limit] <= _done(run)[limit]:
-        flags -= {"max_steps", "num_train_epochs"}  # these steps are done; with max_steps, epochs do not count
-    asks = flags or options.update_rewards or "error" in (summary.get("published") or {})
-    cut = newest is not None and step_of(newest) < summary.get("steps", 0)  # later ones were removed, to go back
-    if asks or cut or summary.get("status") != "completed" or not (run.folder / "model").is_dir() or run.is_running():
+    if recipe[limit] <= _trained(run)[limit]:
+        flags -= {"max_steps", "num_train_epochs"}  # these steps are done, and max_steps takes precedence over epochs
+    requests_change = flags or options.update_rewards or "error" in (summary.get("published") or {})
+    is_rewound = newest is not None and step_of(newest) < summary.get("steps", 0)  # the user removed newer checkpoints
+    is_completed = summary.get("status") == "completed" and (run.folder / "model").is_dir()
+    if requests_change or is_rewound or not is_completed or run.is_running():
         return False
     say(f"{display_path(run.folder)} has completed its {summary.get('steps')} steps; raise --{limit} to train further")
     return True
 
 
-def _done(run: Run) -> dict[str, float]:
-    """Return how many steps and epochs a run has trained, by the keys that limit them."""
+def _trained(run: Run) -> dict[str, float]:
+    """Return the steps and epochs that a run has trained, by the recipe keys that limit them."""
     rows = rundir.read_metrics(run.folder, lenient=True)
     epochs = max((row["epoch"] for row in rows if isinstance(row.get("epoch"), int | float)), default=0.0)
     return {"max_steps": run.summary.get("steps", 0), "num_train_epochs": epochs}
 
 
-def _need_better_rewards(run: Run, recipe: Recipe) -> None:
-    """Refuse ``--update-rewards`` where no reward or environment has changed, or one has become no valid Python."""
-    where, files = "--update-rewards", [spec for spec in user_code(recipe.__getitem__) if ".py:" in spec]
-    changed = changed_copies(files, run.folder / REWARD_COPIES)
+def _require_changed_rewards(run: Run, recipe: Recipe) -> None:
+    """Reject ``--update-rewards`` if no reward or environment has changed, or a changed file is not valid Python."""
+    flag, specs = "--update-rewards", [spec for spec in user_code(recipe.__getitem__) if ".py:" in spec]
+    changed = changed_copies(specs, run.folder / REWARD_COPIES)
     if not changed:
-        named = ", ".join(split_spec(spec)[0] for spec in files) or "a file of yours"
-        what = f"no reward or environment of the run has changed since its copy ({named})"
-        raise config_error(where, what, "edit the file first, in the folder of the first launch, or leave it out")
-    if problems := [problem for spec in changed if (problem := spec_problem(spec, where))]:
+        files = ", ".join(split_spec(spec)[0] for spec in specs) or "the recipe names no file"
+        unchanged = f"no reward or environment of the run has changed since its copy ({files})"
+        raise config_error(
+            flag, unchanged, "edit the file in the folder of the first launch, or remove --update-rewards"
+        )
+    if problems := [problem for spec in changed if (problem := spec_problem(spec, flag))]:
         raise ConfigError(*problems)
 
 
@@ -172,17 +181,17 @@ def _run_root(recipe: Recipe) -> Path:
 
 
 def make_logs() -> None:
-    """Make the folder of Slurm's logs where the command is run, and that of the processes' logs, which LOGDIR names."""
-    what, fix = "cannot make the folder logs here", "launch or submit from a folder you may write to"
-    with translate(OSError, lambda error: config_error("working folder", f"{what} ({error.strerror})", fix)):
+    """Create the folder of Slurm's logs in the working folder, and LOGDIR, the folder of the processes' logs."""
+    problem, fix = f"cannot create the folder {LOGS} here", "launch or submit from a folder that you can write to"
+    with translate(OSError, lambda error: config_error("working folder", f"{problem} ({error.strerror})", fix)):
         Path(LOGS).mkdir(exist_ok=True)
-    folder, fix = log_folder(os.environ), "name a folder you may write to"
-    with translate(OSError, lambda error: config_error("LOGDIR", f"cannot make '{folder}' ({error.strerror})", fix)):
+    folder, fix = log_folder(os.environ), "set LOGDIR to a folder that you can write to"
+    with translate(OSError, lambda error: config_error("LOGDIR", f"cannot create '{folder}' ({error.strerror})", fix)):
         folder.mkdir(parents=True, exist_ok=True)
 
 
 def note_job(folder: Path, recipe: Recipe, job: str) -> None:
-    """Let the job ``<cluster>-<job>[_<task>]`` and its run directory be found from one another."""
+    """Write two files that connect the job ``<cluster>-<job>[_<task>]`` with its run directory."""
     pointers = _run_root(recipe) / POINTERS
     pointers.mkdir(parents=True, exist_ok=True)
     (pointers / job).write_text(str(folder))
@@ -190,15 +199,15 @@ def note_job(folder: Path, recipe: Recipe, job: str) -> None:
 
 
 def names_of(recipe: Recipe, run: Run | None = None) -> Names:
-    """Return the names of an attempt at ``run``, or at a new run that would begin now."""
+    """Return the names of an attempt at ``run``, or at a new run that would start now."""
     stamp = rundir.timestamp()
     name = run.name if run else (recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
     folder = run.folder if run else (_run_root(recipe) / f"{name}-{stamp}").absolute()
     return Names(folder, name, f"{name}-{secrets.token_hex(4)}", stamp)
 
 
-def make_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run, Names]:
-    """Make the run directory; take the next second's name where another launch has just taken this one's."""
+def create_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run, Names]:
+    """Create the run directory; if another launch has just used its name, wait for a name with another second."""
     for _ in range(60):
         if run := rundir.new_run(names.run_dir, names.run, names.timestamp, resources.facts()):
             return run, names
@@ -207,71 +216,71 @@ def make_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run, N
     raise config_error("run_root", f"no free name for a run directory of '{names.run}'", "set another run_name")
 
 
-def need_same_world(run: Run, plan: Plan) -> None:
-    """Refuse another number of training processes than that of the checkpoint, or with which the run was submitted."""
-    checkpoint, now = newest_complete(run.folder / "checkpoints"), plan.batch.world_size
+def require_same_world_size(run: Run, plan: Plan) -> None:
+    """Reject a resume if the number of training processes differs from the checkpoint or the submitted run."""
+    checkpoint, planned = newest_complete(run.folder / "checkpoints"), plan.batch.world_size
     if checkpoint is not None:
-        before, what = world_size_of(checkpoint), checkpoint.name  # a part of the generation window for each
-        fix = f"give it as many devices as before, or --num_processes {before}"
+        saved, subject = world_size_of(checkpoint), checkpoint.name  # each process has saved its own part
+        fix = f"use as many devices as before, or add --num_processes {saved}"
     elif (run.folder / FROZEN_CODE).is_dir():
-        before, what = int(run.plan["batch"]["world_size"]), "the submitted run"
-        fix = "look at what the job was given, and submit again"
+        saved, subject = int(run.plan["batch"]["world_size"]), "the submitted run"
+        fix = "check the resources of the job, and submit again"
     else:
         return
-    if before != now:
-        raise config_error("--resume", f"{what} is of {before} processes, the plan has {now}", fix)
+    if saved != planned:
+        raise config_error("--resume", f"{subject} has {saved} training processes, the plan has {planned}", fix)
 
 
-# Keys by which a run takes its prompts in another order, or others. The trainer compares what comes of all keys; these
-# are known before anything starts.
-_ORDER = (
+# Keys that determine the prompts of a run and their order. They are compared before anything starts; the trainer
+# compares the actual data.
+_ORDER_KEYS = (
     "seed", "shuffle_dataset", "num_iterations", "max_train_prompts", "max_prompt_length", "dataset_name",
     "dataset_config", "dataset_train_split", "dataset_mixture", "dataset_prompt_column",
 )  # fmt: skip
 
 
-def need_same_data(run: Run, recipe: Recipe, plan: Plan) -> str:
-    """Refuse what would move a run's place in its data, a number of steps; return a note of ``ignore_data_skip``."""
+def require_same_data_order(run: Run, recipe: Recipe, plan: Plan) -> str:
+    """Reject a resume that would continue at another position in the data; return a note on ``ignore_data_skip``."""
     checkpoint = newest_complete(run.folder / "checkpoints")
     if checkpoint is None or not run.plan:
         return ""
     if recipe["ignore_data_skip"]:
-        return "ignore_data_skip: the epoch begins again, now and whenever this run is resumed"
-    begin_again = "add --ignore_data_skip true: the epoch then begins again"
-    elsewhere = f"{checkpoint.name} would continue at another place in the data"
-    before = read_frozen(run.folder / "recipe.yaml")
-    for key in (*_ORDER, *keys_of_data("order_keys")):
-        if recipe[key] != before[key]:
-            what = f"{key} was {before[key]}: {elsewhere}"
-            raise config_error(recipe.location(key), what, f"leave it as it was, or {begin_again}")
-    was, now = _sizes(before, run.plan["batch"]), _sizes(recipe, asdict(plan.batch))
-    if was != now:
-        what = f"the run had {was}, now it has {now}: {elsewhere}"
-        raise config_error("--resume", what, f"leave the keys of the batch as they were, or {begin_again}")
+        return "ignore_data_skip: the epoch starts again, now and whenever this run is resumed"
+    restart_epoch = "add --ignore_data_skip true, which starts the epoch again"
+    effect = f"{checkpoint.name} would continue at another position in the data"
+    saved = read_frozen(run.folder / "recipe.yaml")
+    for key in (*_ORDER_KEYS, *keys_of_data("order_keys")):
+        if recipe[key] != saved[key]:
+            problem = f"{key} was {saved[key]}: {effect}"
+            raise config_error(recipe.location(key), problem, f"restore its value, or {restart_epoch}")
+    saved_sizes, sizes = _batch_sizes(saved, run.plan["batch"]), _batch_sizes(recipe, asdict(plan.batch))
+    if saved_sizes != sizes:
+        problem = f"the run had {saved_sizes}, now it has {sizes}: {effect}"
+        raise config_error("--resume", problem, f"restore the keys of the batch, or {restart_epoch}")
     return ""
 
 
-def _sizes(recipe: Recipe, batch: Mapping[str, int]) -> str:
-    """Return in words what a step and a generation take, of all processes."""
-    group, step = batch["num_generations"], batch["completions"] // batch["num_generations"]
-    return (
-        f"{step} prompts a step, {rows_of_generation(recipe, batch) // group} a generation, {group} completions of each"
-    )
+def _batch_sizes(recipe: Recipe, batch: Mapping[str, int]) -> str:
+    """Return the sizes of an optimizer step and of a generation over all processes, for a message."""
+    group_size = batch["num_generations"]
+    step_prompts = batch["completions"] // group_size
+    generation_prompts = rows_of_generation(recipe, batch) // group_size
+    return f"{step_prompts} prompts per step, {generation_prompts} per generation, {group_size} completions of each"
 
 
-OFFLINE_WANDB = "export WANDB_MODE=offline and run wandb sync later, or report_to: none"
+OFFLINE_WANDB = "export WANDB_MODE=offline and run wandb sync later, or set report_to: none"
 
 
 def needs_wandb(recipe: Recipe, environment: Mapping[str, str]) -> bool:
-    """Return whether a run would talk to W&B while it runs."""
+    """Return whether a run would send data to W&B while it runs."""
     offline = environment.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
     disabled = environment.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes")
     return "wandb" in (recipe["report_to"] or []) and not disabled and not offline
 
 
-def need_wandb_route(recipe: Recipe, environment: Mapping[str, str]) -> None:
-    """Refuse a run that reports to W&B where that is out of reach: W&B waits for minutes, and then ends the trainer."""
+def require_wandb_access(recipe: Recipe, environment: Mapping[str, str]) -> None:
+    """Reject a run that reports to W&B if W&B is unreachable: its client would end the trainer after minutes."""
     address = environment.get("WANDB_BASE_URL") or "https://api.wandb.ai"
-    if needs_wandb(recipe, environment) and not address_reachable(address, environment):
-        what = f"W&B does not answer at {address} from this machine"
-        raise config_error(recipe.source("report_to"), what, OFFLINE_WANDB)
+    if needs_wandb(recipe, environment) and not can_reach(address, environment):
+        problem = f"W&B does not answer at {address} from this machine"
+        raise config_error(recipe.source("report_to"), problem, OFFLINE_WANDB)

@@ -1,4 +1,8 @@
-"""A vLLM server for one model, for as long as a command runs: no plan, no trainers, nothing left behind."""
+"""Run a vLLM server for a model while a command runs, without a plan and trainers.
+
+with serving(recipe, "runs/my-run/model", os.environ) as server:
+    client = CompletionClient(server.url, model=server.name, token=server.token, owner=server.owner)
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from grpo_recipes.recipe import Recipe
 
 
 class ServerFailed(RuntimeError):
-    """The server did not start; the message has the last lines of its log."""
+    """The server did not start; the message contains the last lines of its log."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +39,16 @@ class Server:
     """A server that is ready."""
 
     url: str
-    name: str  # of its model
-    token: str  # that its requests need
-    owner: OwnListener  # tells whether this server listens at the url
+    name: str  # name of its model in requests
+    token: str  # token that requests need
+    owner: OwnListener  # checks that this server listens at the URL
 
 
 @contextmanager
 def serving(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Iterator[Server]:
-    """Serve ``model``, a folder or a hub id, on the loopback with the server's keys of ``recipe``.
+    """Serve ``model``, a folder or a hub id, on the loopback address with the server's keys of ``recipe``.
 
-    The server ends with the block, and with this process however that ends. Ctrl-C does not reach it.
+    The server ends with the block, or when this process dies. Ctrl-C does not reach it.
     """
     name, port = f"chat-{secrets.token_hex(4)}", _free_port()
     scratch = make_scratch(environment)
@@ -52,17 +56,17 @@ def serving(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Itera
     try:
         process = _start(recipe, model, name, port, environment, scratch, log)
         try:
-            limit, token = recipe["vllm_server_timeout"], scratch.token.read_text()
+            limit, token = recipe["vllm_server_timeout"], scratch.token_file.read_text()
             try:
                 wait_until_ready(lambda: process.poll() is None, process.pid, LOOPBACK, port, name, token, limit)
             except NotReady as error:
                 raise ServerFailed(f"{error}; the end of its log:\n{tail(log)}") from error
             yield Server(f"http://{LOOPBACK}:{port}", name, token, OwnListener(LOOPBACK, port, lambda: process.pid))
         finally:
-            everything = descendants(process.pid)  # before it ends: they would have another parent
+            server_processes = descendants(process.pid)  # listed first, because orphans get another parent
             if process.poll() is None:
-                everything.append(psutil.Process(process.pid))
-            end_all(everything)
+                server_processes.append(psutil.Process(process.pid))
+            end_all(server_processes)
             process.wait()
     finally:
         scratch.remove()
@@ -73,8 +77,8 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     resources, parallel = find_resources(environment), recipe["vllm_tensor_parallel_size"]
     if resources.device == "cuda" and len(resources.gpus) < parallel:
-        what = f"{parallel} GPUs are needed (vllm_tensor_parallel_size), {len(resources.gpus)} are visible here"
-        raise config_error("CUDA_VISIBLE_DEVICES", what, "run this where there are GPUs")
+        problem = f"vllm_tensor_parallel_size needs {parallel} GPUs, but {len(resources.gpus)} are visible"
+        raise config_error("CUDA_VISIBLE_DEVICES", problem, "run this command on a node with enough GPUs")
     folder = scratch.disk / "run"
     folder.mkdir()
     variables = {
@@ -92,6 +96,6 @@ def _start(
 
 
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind((LOOPBACK, 0))
-        return int(free.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])

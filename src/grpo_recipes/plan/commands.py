@@ -94,7 +94,7 @@ def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: P
         "TMPDIR": scratch.disk,
         "GRPO_RUN": mark,
         "GRPO_RUN_DIR": run_dir,
-        "GRPO_TOKEN_FILE": scratch.token,
+        "GRPO_TOKEN_FILE": scratch.token_file,
         "GRPO_SYNC_DIR": scratch.memory,
     }
     added = {name: value for name, value in defaults.items() if name not in environment}

@@ -20,7 +20,7 @@ import psutil
 
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.process.answers import get
-from grpo_recipes.process.listeners import ForeignListener, OwnListener, lingers
+from grpo_recipes.process.listeners import ForeignListener, OwnListener, has_closing_connections
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.extensions import load, merged
 from grpo_recipes.recipe.rules import starts_server
@@ -166,7 +166,7 @@ def reserve(port: int) -> bool:
         return True
     with contextlib.ExitStack() as abandoned:
         holder = abandoned.enter_context(socket.socket())
-        for reuse in (0, 1) if lingers(port) else (0,):  # ignore closed connections of an earlier run
+        for reuse in (0, 1) if has_closing_connections(port) else (0,):  # ignore closed connections of an earlier run
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
             with contextlib.suppress(OSError):
                 holder.bind(("0.0.0.0", port))

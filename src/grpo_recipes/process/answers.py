@@ -1,9 +1,9 @@
-"""Bounded HTTP: an answer has one deadline as a whole, a largest size after decompression, and is never redirected.
+"""Bounded HTTP: a response has one deadline as a whole and a maximum size after decompression. Redirects are errors.
 
-The timeouts of sockets and HTTP libraries limit each read, so that a byte a second holds a request forever.
-``TimedResponse`` limits all reads of an answer together, in any library that is built on ``http.client``;
-``get`` is one small request, and ``bounded_opener`` is for urllib, which finds proxies. ``sessions.py`` does the same
-for requests, ``async_sessions.py`` for httpx.
+Sockets and HTTP libraries limit each read, so a server that sends one byte per second can block a request forever.
+``TimedResponse`` limits all reads of a response together, in every library that is built on ``http.client``.
+``get`` sends one small request. ``bounded_opener`` is for urllib, which finds proxies. ``sessions.py`` does the same
+for requests, and ``async_sessions.py`` for httpx.
 """
 
 import contextlib
@@ -16,39 +16,39 @@ from collections.abc import Mapping
 
 from grpo_recipes.process.listeners import OwnListener
 
-MOST_BYTES = 64 << 20  # of an answer for which its caller has no other limit
+MAX_BYTES = 64 << 20  # maximum size of a response, unless the caller sets another limit
 
 
-class TooLarge(OSError):
-    """An answer has more bytes than any right one."""
+class ResponseTooLarge(OSError):
+    """A response is larger than any valid one."""
 
 
 class TimedResponse(http.client.HTTPResponse):
-    """An answer that must be whole within the timeout which its socket has when the answer begins."""
+    """A response that must be complete within the timeout that its socket has when the response starts."""
 
     def __init__(self, sock: socket.socket, *args: object, **options: object) -> None:
         super().__init__(sock, *args, **options)  # type: ignore[arg-type]
-        untimed, self.fp = self.fp, io.BufferedReader(_TimedFile(sock))
-        untimed.close()
+        untimed_file, self.fp = self.fp, io.BufferedReader(_TimedFile(sock))
+        untimed_file.close()
 
 
 class _TimedFile(io.RawIOBase):
-    """The bytes of a socket until a deadline."""
+    """The bytes that a socket receives before a deadline."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket, self._file = sock, sock.makefile("rb", buffering=0)
-        limit = sock.gettimeout()
-        self._deadline = None if limit is None else time.monotonic() + limit
+        timeout = sock.gettimeout()
+        self._deadline = None if timeout is None else time.monotonic() + timeout
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]
         if self._deadline is not None:
-            left = self._deadline - time.monotonic()
-            if left <= 0:
+            remaining = self._deadline - time.monotonic()
+            if remaining <= 0:
                 raise TimeoutError("timed out")
-            self._socket.settimeout(left)
+            self._socket.settimeout(remaining)
         return self._file.readinto(buffer)
 
     def close(self) -> None:
@@ -77,20 +77,20 @@ class _BoundedHTTPS(urllib.request.HTTPSHandler):
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: object) -> None:
-        """Follow no redirect: it is raised as an HTTPError."""
+        """Return no request, so that a redirect is raised as an HTTPError."""
 
 
 def bounded_opener() -> urllib.request.OpenerDirector:
-    """Return an opener whose answers are whole within the timeout of ``open``; it follows no redirect."""
+    """Return an opener that follows no redirect; the timeout of its ``open`` limits the whole response."""
     return urllib.request.build_opener(_BoundedHTTP, _BoundedHTTPS, _NoRedirect)
 
 
 def get(
     host: str, port: int, path: str, headers: Mapping[str, str], owner: OwnListener | None, seconds: float = 5.0
 ) -> tuple[int, bytes]:
-    """Return status and body of a GET, both there within ``seconds``; no proxy, no redirect.
+    """Send a GET without proxy and redirect, and return status and body within ``seconds``.
 
-    With ``owner`` nothing is sent to another process. OSError and HTTPException are what can go wrong.
+    With ``owner``, nothing is sent to the listener of another process. Raise OSError or HTTPException.
     """
     deadline = time.monotonic() + seconds
     connection = http.client.HTTPConnection(host, port, timeout=seconds)
@@ -100,8 +100,8 @@ def get(
             connection.connect()
         connection.request("GET", path, headers=dict(headers))
         connection.sock.settimeout(max(0.01, deadline - time.monotonic()))
-        answer = connection.getresponse()
-        body = answer.read(MOST_BYTES + 1)
-    if len(body) > MOST_BYTES:
-        raise TooLarge(f"the answer to {path} has more than {MOST_BYTES >> 20} MB")
-    return answer.status, body
+        response = connection.getresponse()
+        body = response.read(MAX_BYTES + 1)
+    if len(body) > MAX_BYTES:
+        raise ResponseTooLarge(f"the response to {path} is larger than {MAX_BYTES >> 20} MB")
+    return response.status, body

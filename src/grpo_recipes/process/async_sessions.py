@@ -1,96 +1,97 @@
-"""Bounded HTTP for openai's client, which is built on httpx2: see ``answers.py``.
+"""Bounded HTTP for openai's client, which uses httpx2 (see ``answers.py``).
 
 openai.AsyncOpenAI(http_client=bounded_client(600.0, owner), max_retries=0, ...)
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx2
 import openai
 
 from grpo_recipes.errors import translate
-from grpo_recipes.process.answers import MOST_BYTES
+from grpo_recipes.process.answers import MAX_BYTES
 from grpo_recipes.process.listeners import ForeignListener, OwnListener
 
 
 def bounded_client(
-    timeout: float, owner: OwnListener | None = None, most_bytes: int = MOST_BYTES
+    timeout: float, owner: OwnListener | None = None, max_bytes: int = MAX_BYTES
 ) -> openai.DefaultAsyncHttpxClient:
-    """Return a client whose answers are whole within ``timeout`` seconds; no proxy, no redirect.
+    """Return a client without proxies and redirects that receives each whole response within ``timeout`` seconds.
 
-    With ``owner`` it sends nothing to another process.
+    With ``owner``, it sends nothing to the listener of another process.
     """
-    transport = _BoundedTransport(timeout, owner, most_bytes)
+    transport = _BoundedTransport(timeout, owner, max_bytes)
     return openai.DefaultAsyncHttpxClient(trust_env=False, follow_redirects=False, transport=transport)
 
 
 class _BoundedTransport(httpx2.AsyncHTTPTransport):
-    def __init__(self, timeout: float, owner: OwnListener | None, most_bytes: int) -> None:
-        self._timeout, self._owner, self._most_bytes = timeout, owner, most_bytes
+    def __init__(self, timeout: float, owner: OwnListener | None, max_bytes: int) -> None:
+        self._timeout, self._owner, self._max_bytes = timeout, owner, max_bytes
         super().__init__(trust_env=False, limits=openai.DEFAULT_CONNECTION_LIMITS)
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send the request; its answer ends with an error at the deadline, or after too many bytes."""
+        """Send the request; its response raises an error at the deadline, or after too many bytes."""
         deadline = asyncio.get_running_loop().time() + self._timeout
-        request.headers["Accept-Encoding"] = "identity"  # httpx2 has no limit for what it decompresses
+        request.headers["Accept-Encoding"] = "identity"  # httpx2 cannot limit the decompressed size
         if self._owner is not None:
-            request.extensions = {**request.extensions, "trace": _connecting(self._owner)}
-        refused = translate(ConnectionError, lambda error: httpx2.ConnectError(str(error), request=request))
-        async with _within(deadline, self._timeout, request):
-            with refused:  # by ``_connecting``; openai only knows errors of httpx2
-                answer = await super().handle_async_request(request)
-        if answer.headers.get("Content-Encoding", "identity") != "identity":
-            await answer.aclose()
-            raise httpx2.DecodingError("the answer is compressed, though that was not accepted", request=request)
-        assert isinstance(answer.stream, httpx2.AsyncByteStream)
-        answer.stream = _BoundedStream(answer.stream, deadline, self._timeout, self._most_bytes, request)
-        return answer
+            request.extensions = {**request.extensions, "trace": _listener_trace(self._owner)}
+        # openai only handles errors of httpx2, and ``_listener_trace`` raises ConnectionError.
+        as_httpx2_error = translate(ConnectionError, lambda error: httpx2.ConnectError(str(error), request=request))
+        async with _time_limit(deadline, self._timeout, request):
+            with as_httpx2_error:
+                response = await super().handle_async_request(request)
+        if response.headers.get("Content-Encoding", "identity") != "identity":
+            await response.aclose()
+            raise httpx2.DecodingError("the response is compressed, but the request did not allow it", request=request)
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        response.stream = _BoundedStream(response.stream, deadline, self._timeout, self._max_bytes, request)
+        return response
 
 
 @contextlib.asynccontextmanager
-async def _within(deadline: float, seconds: float, request: httpx2.Request) -> AsyncIterator[None]:
+async def _time_limit(deadline: float, seconds: float, request: httpx2.Request) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout_at(deadline):
             yield
     except TimeoutError as error:
-        raise httpx2.ReadTimeout(f"no whole answer within {seconds:g} s", request=request) from error
+        raise httpx2.ReadTimeout(f"the response was not complete within {seconds:g} s", request=request) from error
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
     def __init__(
-        self, stream: httpx2.AsyncByteStream, deadline: float, seconds: float, most_bytes: int, request: httpx2.Request
+        self, stream: httpx2.AsyncByteStream, deadline: float, seconds: float, max_bytes: int, request: httpx2.Request
     ) -> None:
-        self._stream, self._most_bytes = stream, most_bytes
+        self._stream, self._max_bytes = stream, max_bytes
         self._limits = deadline, seconds, request
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        size, pieces = 0, aiter(self._stream)
+        size, chunks = 0, aiter(self._stream)
         while True:
-            async with _within(*self._limits):
-                piece = await anext(pieces, None)
-            if piece is None:
+            async with _time_limit(*self._limits):
+                chunk = await anext(chunks, None)
+            if chunk is None:
                 return
-            size += len(piece)
-            if size > self._most_bytes:
-                text = f"the answer has more than {self._most_bytes / 1e6:.0f} MB"
+            size += len(chunk)
+            if size > self._max_bytes:
+                text = f"the response is larger than {self._max_bytes / 1e6:.0f} MB"
                 raise httpx2.RemoteProtocolError(text, request=self._limits[2])
-            yield piece
+            yield chunk
 
     async def aclose(self) -> None:
         await self._stream.aclose()
 
 
-def _connecting(owner: OwnListener) -> Any:
-    """Return a trace of httpcore that compares the listener before and after each connection is made."""
-    before: list[frozenset[int]] = []
+def _listener_trace(owner: OwnListener) -> Callable[[str, dict[str, Any]], Awaitable[None]]:
+    """Return a trace function for httpcore that compares the listener before and after each connection attempt."""
+    sockets_before: list[frozenset[int]] = []
 
     async def trace(event: str, _: dict[str, Any]) -> None:
         if event == "connection.connect_tcp.started":
-            before[:] = [owner.sockets()]
-        elif event == "connection.connect_tcp.complete" and [owner.sockets()] != before:
+            sockets_before[:] = [owner.sockets()]
+        elif event == "connection.connect_tcp.complete" and [owner.sockets()] != sockets_before:
             raise ForeignListener("the listener changed: nothing was sent to it")
 
     return trace

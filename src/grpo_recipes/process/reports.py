@@ -1,4 +1,4 @@
-"""What a process reports (lines at the terminal, a rank's phase, stacks of its threads), and what hosts it reaches."""
+"""Reports of a process (lines for the terminal, the phase of a rank, stacks of threads) and checks of connections."""
 
 import contextlib
 import faulthandler
@@ -14,27 +14,27 @@ from urllib.parse import urlsplit
 
 from grpo_recipes.process.terminal import OUTPUT
 
-_PHASE_LENGTH = 120  # characters; longer than any content
+_PHASE_LENGTH = 120  # characters; longer than any text of a phase
 
 
 def run_folder() -> Path:
-    """Return the run directory that the launcher made; exit without one."""
+    """Return the run directory from the launcher's environment variable; exit if there is none."""
     folder = os.environ.get("GRPO_RUN_DIR")
     if not folder:
-        raise SystemExit("grpo: this script is started by the launcher; use: grpo launch RECIPE")
+        raise SystemExit("grpo: GRPO_RUN_DIR is not set: the launcher starts this script. Fix: run grpo launch RECIPE")
     return Path(folder)
 
 
 def say(text: str) -> None:
-    """Print a line of the launcher's own."""
+    """Print a line with the prefix ``grpo:``."""
     print_line(f"grpo: {text}")
 
 
-print_line = OUTPUT.line
+print_line = OUTPUT.print_line
 
 
 def gigabytes(number: float) -> str:
-    """Return a number of bytes as text, in units of 1000: ``1.5 GB``."""
+    """Format a number of bytes in decimal units, for example ``1.5 GB``."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if number >= size:
             return f"{number / size:.1f} {unit}"
@@ -42,15 +42,15 @@ def gigabytes(number: float) -> str:
 
 
 def plural(count: float, name: str) -> str:
-    """Return "1 step" or "2,000 steps"."""
+    """Format a count with its noun, for example ``1 step`` or ``2,000 steps``."""
     return f"{count:,.0f} {name}{'s' * (count != 1)}"
 
 
 class PhaseFile:
-    """``processes/phase_<rank>.json``, by which the launcher distinguishes a hung run from a slow one.
+    """The file ``processes/phase_<rank>.json``: with it the launcher distinguishes a hung run from a slow run.
 
-    A phase is start, connect (server and trainer form their group for the weights), sample, score, sync, update, save,
-    evaluate or end; ``since`` is ``time.time()``.
+    The phases are start, connect (server and trainer form their group for the weights), sample, score, sync, update,
+    save, evaluate and end. ``since`` is ``time.time()`` at the start of the phase.
     """
 
     def __init__(self, run_dir: Path, rank: int):
@@ -61,44 +61,44 @@ class PhaseFile:
         self.enter("start", 0)
 
     def enter(self, phase: str, step: int) -> str:
-        """Note that a phase begins, or goes on with the next batch, after ``step`` steps; return the phase before."""
-        before, self.phase = self.phase, phase
+        """Record that a phase, or its next batch, starts after ``step`` steps; return the previous phase."""
+        previous, self.phase = self.phase, phase
         text = json.dumps({"phase": phase, "since": time.time(), "step": step}).ljust(_PHASE_LENGTH)
-        # One write of one length over the last: on ext4 a rename over a file, or truncating it, flushes it to disk, a
-        # millisecond several times a step. Closed each time, for readers on other nodes.
+        # A single write of constant length replaces the old text. On ext4, a rename or a truncation would flush the
+        # file to disk, which takes a millisecond several times per step. Readers on other nodes need the close.
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
         os.write(descriptor, text.encode())
         os.close(descriptor)
-        return before
+        return previous
 
 
 def dump_stacks_on_signal(run_dir: Path, name: str) -> None:
-    """From now on SIGUSR2 adds the stacks of all threads to ``stacks/<name>.txt``, whatever Python is waiting for."""
+    """Append the stacks of all threads to ``stacks/<name>.txt`` on each SIGUSR2, even if Python code is blocked."""
     folder = run_dir / "stacks"
     folder.mkdir(mode=0o700, exist_ok=True)
     faulthandler.register(signal.SIGUSR2, file=(folder / f"{name}.txt").open("a"), all_threads=True)
 
 
 def aligned(rows: Sequence[Sequence[str]], numbers: bool = False) -> list[str]:
-    """Return the lines of a table; with ``numbers`` all columns but the first are flush right."""
+    """Return the lines of a table. With ``numbers``, all columns except the first are aligned to the right."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    sides = [str.ljust, *[str.rjust if numbers else str.ljust] * (len(columns) - 1)]
+    justify = [str.ljust, *[str.rjust if numbers else str.ljust] * (len(columns) - 1)]
     return [
-        "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip()
+        "  ".join(pad(cell, width) for pad, cell, width in zip(justify, row, widths, strict=True)).rstrip()
         for row in rows
     ]
 
 
-def reachable(host: str, port: int, timeout: float = 5.0) -> bool:
-    """Return whether a TCP connection to ``host:port`` opens within ``timeout`` seconds, name lookup included."""
+def can_connect(host: str, port: int, timeout: float = 5.0) -> bool:
+    """Return whether a TCP connection to ``host:port`` opens within ``timeout`` seconds, including the name lookup."""
     opened = threading.Event()
 
     def connect() -> None:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=timeout):
             opened.set()
 
-    # In a thread: on a node without a name server the lookup of the name alone can take half a minute.
+    # A thread limits the name lookup, too: without a name server it can take half a minute.
     attempt = threading.Thread(target=connect, daemon=True)
     attempt.start()
     attempt.join(timeout)
@@ -106,21 +106,22 @@ def reachable(host: str, port: int, timeout: float = 5.0) -> bool:
 
 
 def route_to(address: str, environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return host and port that a client of ``address`` (with its scheme) connects to.
+    """Return the host and port that a client of the URL ``address`` connects to.
 
-    These are the proxy's where ``HTTPS_PROXY`` or its like in ``environment`` names one for that address.
+    This is the proxy if ``environment`` specifies one for the address (``HTTPS_PROXY`` and similar variables).
     """
-    wanted = urlsplit(address)
-    host = wanted.hostname or ""
-    lower = {name.lower(): value for name, value in environment.items()}
-    proxy = lower.get(f"{wanted.scheme}_proxy") or lower.get("all_proxy")
-    direct = lower.get("no_proxy", "").split(",")
-    names = [entry.strip().partition(":")[0].removeprefix("*").removeprefix(".") for entry in direct]
-    if proxy and "*" not in direct and not any(name and (host == name or host.endswith(f".{name}")) for name in names):
-        wanted = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    return wanted.hostname or "", wanted.port or (80 if wanted.scheme == "http" else 443)
+    url = urlsplit(address)
+    host = url.hostname or ""
+    variables = {name.lower(): value for name, value in environment.items()}
+    proxy = variables.get(f"{url.scheme}_proxy") or variables.get("all_proxy")
+    no_proxy = variables.get("no_proxy", "").split(",")
+    domains = [entry.strip().partition(":")[0].removeprefix("*").removeprefix(".") for entry in no_proxy]
+    is_direct = "*" in no_proxy or any(name and (host == name or host.endswith(f".{name}")) for name in domains)
+    if proxy and not is_direct:
+        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    return url.hostname or "", url.port or (80 if url.scheme == "http" else 443)
 
 
-def address_reachable(address: str, environment: Mapping[str, str], timeout: float = 5.0) -> bool:
-    """Return whether a client of ``address`` would get a connection, to it or to its proxy."""
-    return reachable(*route_to(address, environment), timeout)
+def can_reach(address: str, environment: Mapping[str, str], timeout: float = 5.0) -> bool:
+    """Return whether a client of the URL ``address`` can connect to its host, or to the proxy for it."""
+    return can_connect(*route_to(address, environment), timeout)

@@ -1,15 +1,15 @@
-"""Node-local folders of one attempt, the shared memory of its processes, and the removal of what dead runs left.
+"""Node-local scratch folders of an attempt, its shared-memory segments, and their removal after a run was killed.
 
-A folder holds a marker file, on which the launcher (or node worker) that made it keeps a lock, and so do its process
-guards, which inherit it. The kernel drops the lock when the last of them dies, however they die, and it holds across
-containers, where process ids mean nothing. A folder without a marker is never removed: the marker appears under its
-name only once it is locked, so a folder that is being made has none, and neither has a user's own. On a file system
-without locks no folder gets a marker: what a killed run leaves there stays.
+A scratch folder contains a marker file. The launcher (or node worker) that created the folder keeps a lock on the
+marker, and its process guards inherit the lock. The kernel drops the lock when the last of these processes dies. Locks
+also work across containers, which number their processes separately. A folder without a marker is never removed,
+because a user may have created it: the marker gets its name only after it is locked, so an unfinished folder has no
+marker either. On a file system without locks, folders get no marker, and the scratch of a killed run is not removed.
 
-Python's ``multiprocessing`` draws the names of shared-memory segments at random (``psm_948e8e13`` of vLLM's message
-queues, ``sem.mp-kgh1xwy0`` of the trainers), and its helper process, which removes them, dies in a SIGKILL of the whole
-job too. So each process guard looks once a second which new segments the processes below it map, and records them in
-the run's folder in ``/dev/shm``. A segment that was made in the last second before a kill stays.
+Python's ``multiprocessing`` chooses random names for shared-memory segments: ``psm_948e8e13`` for vLLM's message
+queues, ``sem.mp-kgh1xwy0`` in the trainers. Its helper process removes them, but a SIGKILL of the whole job ends the
+helper, too. Therefore each process guard checks once per second which new segments its descendants map, and records
+them in the run's folder in ``/dev/shm``. A segment that was created within the last second before a kill remains.
 """
 
 import contextlib
@@ -38,35 +38,35 @@ from grpo_recipes.process.tree import descendants
 SHARED_MEMORY = Path("/dev/shm")
 _MARKER = ".grpo-scratch"
 _SEGMENT_RECORD = ".segments"
-_MOST_SECONDS = 20.0  # another node's worker must answer within a minute
-_MOST_TEXT = 80  # characters for the names of runs
-# Kinds of segments whose makers draw the name and remove them at their end; what a user keeps there has its own name.
+_MAX_SECONDS = 20.0  # limit of a removal, since another node's worker must answer within a minute
+_MAX_NAMES_LENGTH = 80  # characters for the names of the removed folders
+# Prefixes of segments that libraries name at random and remove at their end. Users choose other names.
 _SEGMENT_KINDS = ("psm_", "sem.mp-", "torch_", "nccl-", "vllm_dist_")
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0  # between two checks for new segments
 
 
 @dataclass(frozen=True)
 class Scratch:
     """Node-local folders of one attempt."""
 
-    disk: Path  # TMPDIR and compiled caches; a short path, since unix sockets end at 107 bytes
-    memory: Path  # where the file bridge writes, in shared memory where there is any
-    locks: list[int] = field(default_factory=list)  # descriptors that hold the folders' locks; children inherit them
+    disk: Path  # TMPDIR and compiled caches; the path is short, since paths of unix sockets have at most 107 bytes
+    memory: Path  # weights of the method "file"; in shared memory if possible
+    locks: list[int] = field(default_factory=list)  # descriptors of the folders' locks; children inherit them
 
     @property
-    def token(self) -> Path:
-        """The file that holds the run's token."""
+    def token_file(self) -> Path:
+        """The file that contains the run's token."""
         return self.disk / "token"
 
     def write_token(self, token: str) -> None:
-        """Write the token, readable by the user alone; a reader sees the old one or the new one."""
-        new = self.disk / ".token"
-        new.touch(mode=0o600)
-        new.write_text(token)
-        new.replace(self.token)
+        """Replace the token atomically; only the user can read its file."""
+        new_file = self.disk / ".token"
+        new_file.touch(mode=0o600)
+        new_file.write_text(token)
+        new_file.replace(self.token_file)
 
     def remove(self) -> None:
-        """Remove both folders, and the shared-memory segments that a killed process of the run left."""
+        """Remove both folders and the shared-memory segments that killed processes of the run left behind."""
         for folder in (self.memory, self.disk):
             with contextlib.suppress(OSError):
                 _remove(folder)
@@ -75,13 +75,14 @@ class Scratch:
 
 
 def make_scratch(environment: Mapping[str, str]) -> Scratch:
-    """Make the folders and a new token, readable by the user alone; a full disk is a ConfigError."""
-    node, fix = node_folder(environment), "make room there, or set TMPDIR to another disk of the node"
+    """Create the folders and a new token that only the user can read; raise ConfigError if the disk is full."""
+    node = node_folder(environment)
 
-    def failed(error: OSError) -> ConfigError:
-        return config_error("TMPDIR", f"cannot make the run's folder in {node} ({error.strerror})", fix)
+    def to_config_error(error: OSError) -> ConfigError:
+        fix = "free space there, or set TMPDIR to another disk of the node"
+        return config_error("TMPDIR", f"cannot create the run's folder in {node} ({error.strerror})", fix)
 
-    with translate(OSError, failed), contextlib.ExitStack() as undo:
+    with translate(OSError, to_config_error), contextlib.ExitStack() as undo:
         disk = Path(tempfile.mkdtemp(prefix="grpo-", dir=node))
         undo.callback(shutil.rmtree, disk, ignore_errors=True)
         memory = SHARED_MEMORY / disk.name
@@ -99,93 +100,94 @@ def make_scratch(environment: Mapping[str, str]) -> Scratch:
 
 
 def remove_dead_scratch(environment: Mapping[str, str]) -> str:
-    """Remove scratch that dead runs of this user left on this node, in seconds, and return one line on it, or none.
+    """Remove scratch that dead runs of this user left on this node; return one line about it, or an empty text.
 
-    It never fails the launch. Each folder is held while it is looked at, so that two launches remove none twice.
+    It takes at most seconds and never fails the launch. Each folder is locked while it is examined, so that two
+    launches do not remove it at the same time.
     """
     roots = dict.fromkeys([node_folder(environment), SHARED_MEMORY])
-    deadline = time.monotonic() + _MOST_SECONDS
-    removed: dict[str, int] = {}  # bytes of each run
-    failed = []
+    deadline = time.monotonic() + _MAX_SECONDS
+    removed: dict[str, int] = {}  # bytes by name of the folder
+    failures = []
     try:
-        found = [folder for root in roots for folder in sorted(root.glob("grpo-*"))]
-        for folder in found:
+        folders = [folder for root in roots for folder in sorted(root.glob("grpo-*"))]
+        for folder in folders:
             size = 0
-            with contextlib.ExitStack() as held:
-                if not _lock_dead(folder, held):
+            with contextlib.ExitStack() as lock:
+                if not _lock_dead(folder, lock):
                     continue
                 if time.monotonic() > deadline:
-                    failed.append("more is left for the next launch")
+                    failures.append("the next launch removes the rest")
                     break
-                if names_in_use([folder.name]):  # asked under the lock: its launcher may have died a moment ago
+                if names_in_use([folder.name]):  # checked under the lock: its launcher may have died a moment ago
                     continue
                 with contextlib.suppress(OSError):
                     size = size_of(folder)
                     _remove(folder)
             if folder.exists():
-                failed.append(f"could not remove {folder}")
+                failures.append(f"could not remove {folder}")
             else:
                 removed[folder.name] = removed.get(folder.name, 0) + size
     except OSError as error:
-        failed.append(f"could not look for scratch that dead runs left: {error}")
-    which = textwrap.shorten(", ".join(removed), _MOST_TEXT, placeholder=" ...")
-    done = f"removed scratch of runs that died on this node ({which}: {gigabytes(sum(removed.values()))})"
-    return "; ".join([done, *failed] if removed else failed)
+        failures.append(f"could not search for scratch of dead runs: {error}")
+    names = textwrap.shorten(", ".join(removed), _MAX_NAMES_LENGTH, placeholder=" ...")
+    removal = f"removed scratch of runs that died on this node ({names}: {gigabytes(sum(removed.values()))})"
+    return "; ".join([removal, *failures] if removed else failures)
 
 
 def names_in_use(names: Iterable[str]) -> set[str]:
-    """Return those of the folder names that a living process of this user has in its environment or command line.
+    """Return the folder names that occur in the environment or command line of a living process of this user.
 
-    Every process of a run has: a rank that outlived its launcher and process guards still works in the folder.
+    Every process of a run has the name there. A rank that outlived its launcher and guards may still use the folder.
     """
-    wanted, used = set(names), set[str]()
-    for process in psutil.process_iter() if wanted else ():
-        with contextlib.suppress(psutil.Error):  # another user's, or gone
+    unchecked, used = set(names), set[str]()
+    for process in psutil.process_iter() if unchecked else ():
+        with contextlib.suppress(psutil.Error):  # the process has ended, or belongs to another user
             text = "\0".join([*process.cmdline(), *process.environ().values()])
-            used.update(name for name in wanted if name in text)
+            used.update(name for name in unchecked if name in text)
     return used
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether the launcher or a process guard of a folder's run lives."""
+    """Return whether the launcher or a process guard of the folder's run is alive."""
     return is_locked(folder / _MARKER)
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of the files in a folder."""
+    """Return the total size of the files in a folder, in bytes."""
     size = 0
     for path in (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names):
-        with contextlib.suppress(OSError):  # removed meanwhile
+        with contextlib.suppress(OSError):  # removed since it was listed
             size += os.lstat(path).st_size
     return size
 
 
 def node_folder(environment: Mapping[str, str]) -> Path:
-    """Return where scratch is made: Slurm's node-local folder where it can be written, else the temporary folder."""
+    """Return the parent of scratch folders: SLURM_TMPDIR if it is writable, otherwise the temporary folder."""
     node = environment.get("SLURM_TMPDIR", "")
     return Path(node if os.access(node, os.W_OK) else tempfile.gettempdir())
 
 
 def _mark(folder: Path) -> int | None:
-    """Put the marker into a folder, locked before it is seen; return the lock's descriptor, None without file locks."""
-    new = folder / f"{_MARKER}.new"
-    descriptor = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    """Create a folder's marker, locked before it gets its name; return the lock, or None without file locks."""
+    new_file = folder / f"{_MARKER}.new"
+    descriptor = os.open(new_file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(descriptor, json.dumps(_identity(folder)).encode())
-        new.rename(folder / _MARKER)
+        new_file.rename(folder / _MARKER)
     except OSError:
         os.close(descriptor)
-        new.unlink(missing_ok=True)
+        new_file.unlink(missing_ok=True)
         return None
     return descriptor
 
 
-def _lock_dead(folder: Path, held: contextlib.ExitStack) -> bool:
-    """Return whether a folder is certainly ours and its owner is dead; then keep its lock until ``held`` is left.
+def _lock_dead(folder: Path, lock: contextlib.ExitStack) -> bool:
+    """Return whether a folder is certainly ours and its owner is dead; if so, ``lock`` holds its lock.
 
-    Its marker must be made for this very folder, not a copy of it, and on this machine. A network folder is seen by
-    nodes whose locks may be invisible here: there the marker must be of this boot.
+    The marker must have been created for this folder on this machine: a copy of a folder has a foreign marker. Locks of
+    other nodes may be invisible on a network file system, so there the marker must be from the current boot.
     """
     with contextlib.suppress(OSError, ValueError, TypeError), contextlib.ExitStack() as opened:
         status = folder.lstat()
@@ -196,29 +198,29 @@ def _lock_dead(folder: Path, held: contextlib.ExitStack) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         marker, identity = os.fstat(descriptor), json.loads(os.read(descriptor, 4096))
         if os.major(status.st_dev) != 0:  # a disk of this machine
-            identity = {**identity, "boot": _boot()}
-        # A marker without a link: another launch has just removed it.
-        ours = (status.st_uid, marker.st_uid, marker.st_nlink) == (os.geteuid(), os.geteuid(), 1)
-        if ours and identity == _identity(folder):
-            held.push(opened.pop_all())
+            identity = {**identity, "boot": _boot_id()}
+        # If the marker has no link, another launch has just removed it.
+        is_ours = (status.st_uid, marker.st_uid, marker.st_nlink) == (os.geteuid(), os.geteuid(), 1)
+        if is_ours and identity == _identity(folder):
+            lock.push(opened.pop_all())
             return True
     return False
 
 
 def _identity(folder: Path) -> dict[str, Any]:
-    return {"name": folder.name, "inode": folder.lstat().st_ino, "boot": _boot()}
+    return {"name": folder.name, "inode": folder.lstat().st_ino, "boot": _boot_id()}
 
 
-def _boot() -> str:
-    """Identify the running kernel: the same in all containers of a machine, another one after a restart."""
+def _boot_id() -> str:
+    """Return the id of the running kernel: equal in all containers of a machine, different after a restart."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder and the segments it records, its marker last: by it the next launch knows what is left."""
+    """Remove a folder and its recorded segments; the marker is last, so that the next launch can remove the rest."""
     remove_segments(folder)
     for path in (path for path in folder.iterdir() if path.name != _MARKER):
-        with contextlib.suppress(OSError):  # a folder
+        with contextlib.suppress(OSError):  # the path is a folder
             path.unlink()
         shutil.rmtree(path, ignore_errors=True)
     if all(path.name == _MARKER for path in folder.iterdir()):
@@ -226,36 +228,36 @@ def _remove(folder: Path) -> None:
 
 
 class SegmentRecorder:
-    """Record, in a run's folder in shared memory, the segments that descendants of this process make from now on."""
+    """Record the segments that descendants of this process create from now on, in the run's shared-memory folder."""
 
     def __init__(self, memory: Path) -> None:
         self._record = memory / _SEGMENT_RECORD
-        self._known = set(_segments())  # inodes that are recorded, or of another program
-        self._seen: set[int] = set()  # those that the last look found unknown
-        self._next_look = 0.0
+        self._known = set(_segments())  # inodes that are recorded, or belong to another program
+        self._unknown: set[int] = set()  # inodes that the last check could not assign
+        self._next_check = 0.0
 
-    def look(self) -> None:
-        """Record what is new; without anything new this lists one folder, once a second."""
-        if time.monotonic() < self._next_look:
+    def record_new(self) -> None:
+        """Record new segments, at most once per second; without new segments this lists one folder."""
+        if time.monotonic() < self._next_check:
             return
-        self._next_look = time.monotonic() + _LOOK_SECONDS
-        there = _segments()
-        unknown = there.keys() - self._known
+        self._next_check = time.monotonic() + _CHECK_SECONDS
+        segments = _segments()
+        unknown = segments.keys() - self._known
         mapped = unknown & _mapped(process.pid for process in descendants()) if unknown else set()
         if mapped:
             with contextlib.suppress(OSError), self._record.open("a") as record:  # shared memory may be full
-                record.writelines(f"{inode} {there[inode]}\n" for inode in mapped)
-        # A maker maps its segment at once: what nobody below us maps at two looks is of another program.
-        self._known = there.keys() & (self._known | mapped | self._seen)
-        self._seen = unknown
+                record.writelines(f"{inode} {segments[inode]}\n" for inode in mapped)
+        # A process maps its segment at once. A segment that no descendant maps in two checks is another program's.
+        self._known = segments.keys() & (self._known | mapped | self._unknown)
+        self._unknown = unknown
 
 
 def remove_segments(memory: Path) -> None:
-    """Remove the recorded segments of a run that has ended, but none that a living process maps."""
-    with contextlib.suppress(OSError):  # none was recorded, or the record cannot be read
+    """Remove the recorded segments of a run that has ended, except segments that a living process maps."""
+    with contextlib.suppress(OSError):  # there is no record, or it cannot be read
         text = (memory / _SEGMENT_RECORD).read_text(errors="replace")
         mapped = _mapped(psutil.pids())
-        # Whole lines only: a kill can tear the last one.
+        # Only complete lines count: a kill can truncate the last line.
         for inode, name in re.findall(r"^(\d+) ([^/\s]+)\n", text, re.MULTILINE):
             with contextlib.suppress(OSError):
                 status = os.lstat(SHARED_MEMORY / name)
@@ -264,18 +266,18 @@ def remove_segments(memory: Path) -> None:
 
 
 def _segments() -> dict[int, str]:
-    """Return inodes and names of the segments whose names are drawn."""
-    with contextlib.suppress(OSError), os.scandir(SHARED_MEMORY) as entries:  # no shared memory here
+    """Return the segments with random names: inode -> name."""
+    with contextlib.suppress(OSError), os.scandir(SHARED_MEMORY) as entries:  # this system has no shared memory
         return {entry.inode(): entry.name for entry in entries if entry.name.startswith(_SEGMENT_KINDS)}
     return {}
 
 
 def _mapped(pids: Iterable[int]) -> set[int]:
-    """Return inodes of the shared memory that processes map; glibc's semaphores are mapped under another name."""
+    """Return inodes of the shared memory that processes map; names differ, since glibc renames its semaphores."""
     device = SHARED_MEMORY.stat().st_dev
     pattern = re.compile(rb" %02x:%02x (\d+) " % (os.major(device), os.minor(device)))
     inodes: set[int] = set()
     for pid in pids:
-        with contextlib.suppress(OSError):  # another user's, or gone
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             inodes.update(map(int, pattern.findall(Path(f"/proc/{pid}/maps").read_bytes())))
     return inodes

@@ -1,4 +1,4 @@
-"""Bounded HTTP for requests: see ``answers.py``.
+"""Bounded HTTP for the library requests (see ``answers.py``).
 
 session.mount("http://", BoundedAdapter(30.0, owner=owner))
 """
@@ -10,74 +10,74 @@ import requests
 from requests.adapters import HTTPAdapter
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool, Timeout
 
-from grpo_recipes.process.answers import MOST_BYTES, TimedResponse
+from grpo_recipes.process.answers import MAX_BYTES, TimedResponse
 from grpo_recipes.process.listeners import OwnListener
 
 _CONNECT_SECONDS = 10.0
-_PIECE = 1 << 14  # compressed bytes at a time, which may be a thousand times as many afterwards
+_CHUNK_BYTES = 1 << 14  # compressed bytes per read; they may expand a thousandfold
 
 
-class UnwantedAnswer(requests.RequestException):
-    """An answer that is too large, or a redirect, which is not followed."""
+class RejectedResponse(requests.RequestException):
+    """A response that is too large or redirects."""
 
 
 class BoundedAdapter(HTTPAdapter):
-    """Read every answer whole within the request's time limit, at most ``timeout`` seconds.
+    """Receive each response completely within the request's time limit, at most ``timeout`` seconds.
 
-    ``connections`` are kept at most. Nothing is repeated.
+    The adapter keeps up to ``connections`` open and never repeats a request.
     """
 
     def __init__(
-        self, timeout: float, most_bytes: int = MOST_BYTES, owner: OwnListener | None = None, connections: int = 1
+        self, timeout: float, max_bytes: int = MAX_BYTES, owner: OwnListener | None = None, connections: int = 1
     ) -> None:
-        self._timeout, self._most_bytes, self.owner = timeout, most_bytes, owner
+        self._timeout, self._max_bytes, self.owner = timeout, max_bytes, owner
         super().__init__(pool_maxsize=connections, max_retries=0)
 
     def allow(self, size: int) -> None:
-        """Accept answers of so many bytes from now on."""
-        self._most_bytes = max(self._most_bytes, size)
+        """Accept responses of up to ``size`` bytes from now on."""
+        self._max_bytes = max(self._max_bytes, size)
 
     def limit_of(self, timeout: Any) -> float:
-        """Return the seconds that a request with this ``timeout`` may take in all."""
-        given = timeout[-1] if isinstance(timeout, tuple) else timeout
-        return min(self._timeout, given or self._timeout)
+        """Return the seconds that a request with this ``timeout`` of requests may take as a whole."""
+        read_timeout = timeout[-1] if isinstance(timeout, tuple) else timeout
+        return min(self._timeout, read_timeout or self._timeout)
 
     def init_poolmanager(self, *args: Any, **options: Any) -> None:
-        """Make connections that limit whole answers and look for their listener."""
+        """Create connections that limit whole responses and check their listener."""
         super().init_poolmanager(*args, **options)
         pools = {"http": HTTPConnectionPool, "https": HTTPSConnectionPool}
         self.poolmanager.pool_classes_by_scheme = {name: _bounded(pool, self.owner) for name, pool in pools.items()}
 
     def send(self, request: requests.PreparedRequest, *args: Any, **options: Any) -> requests.Response:
-        """Send the request and read the whole answer."""
+        """Send the request and read the whole response."""
         limit = self.limit_of(options.get("timeout"))
         options["timeout"] = Timeout(connect=min(limit, _CONNECT_SECONDS), read=limit, total=limit)
-        answer = super().send(request, *args, **options)
-        with contextlib.ExitStack() as refused:
-            refused.callback(answer.close)
-            if answer.is_redirect:
-                raise UnwantedAnswer(f"redirects to {answer.headers['location'][:200]}, which is not followed")
+        response = super().send(request, *args, **options)
+        with contextlib.ExitStack() as close_on_error:
+            close_on_error.callback(response.close)
+            if response.is_redirect:
+                raise RejectedResponse(f"redirects to {response.headers['location'][:200]}, which is not followed")
             body = bytearray()
-            for piece in answer.iter_content(_PIECE):
-                body += piece
-                if len(body) > self._most_bytes:
-                    raise UnwantedAnswer(f"sends more than {self._most_bytes / 1e6:.0f} MB")
-            answer._content = bytes(body)
-            refused.pop_all()
-        return answer
+            for chunk in response.iter_content(_CHUNK_BYTES):
+                body += chunk
+                if len(body) > self._max_bytes:
+                    raise RejectedResponse(f"sends more than {self._max_bytes / 1e6:.0f} MB")
+            response._content = bytes(body)
+            close_on_error.pop_all()
+        return response
 
 
 def _bounded(pool: Any, owner: OwnListener | None) -> Any:
-    """Return a class of urllib3's pools whose connections read with a deadline and send to ``owner`` only."""
+    """Subclass a connection pool of urllib3 so that connections have a deadline and only send to ``owner``."""
 
     class Connection(pool.ConnectionCls):
         response_class = TimedResponse
 
         def connect(self) -> None:
-            with contextlib.ExitStack() as refused:
-                refused.callback(self.close)
+            with contextlib.ExitStack() as close_on_error:
+                close_on_error.callback(self.close)
                 with owner.connecting() if owner else contextlib.nullcontext():
                     super().connect()
-                refused.pop_all()
+                close_on_error.pop_all()
 
     return type(f"Bounded{pool.__name__}", (pool,), {"ConnectionCls": Connection})

@@ -1,7 +1,7 @@
-"""What the launcher prints: lines on its terminal and in ``launch.log``, and a live line where a terminal shows one.
+"""Output of the launcher: lines for its terminal and ``launch.log``, and a live line at the end of a terminal.
 
-A terminal that is stopped (Ctrl-S), or a pipe that nobody reads (``| less``), must not hold up the launcher, which
-supervises processes. A line that it does not accept within a second is only in ``launch.log``.
+The launcher supervises processes, so a stopped terminal (Ctrl-S) or an unread pipe (``| less``) must not block it. A
+line that the terminal or pipe does not accept within a second is only written to ``launch.log``.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from typing import Any
 from grpo_recipes.secrets import masked
 
 LOG = "launch.log"
-WIDTH = 80  # columns of a line where there is no terminal
-_MOST_EARLY_LINES = 1000  # lines that are remembered until there is a run directory
-_WRITABLE_SECONDS = 1.0  # longest wait for room in a terminal or pipe
+WIDTH = 80  # columns of a line if there is no terminal
+_MAX_EARLY_LINES = 1000  # lines that are stored until there is a run directory
+_WRITABLE_SECONDS = 1.0  # longest wait until a terminal or pipe accepts text
 _FRAMES = re.compile(
     r'(?m)(?:^(?:\[rank\d+\]: ?)?  File "[^"\n]*/(?:site-packages|grpo_recipes|lib/python[\d.]+)/.*\n'
     r"(?:(?:\[rank\d+\]: ?)?    .*\n)*)+"
 )
-_NEW_LINE = "\r\x1b[K"  # over the live line
-_COLOURS = (  # parts of a line -> the terminal's codes: 1 bold, 2 dim, 31 red, 32 green, 33 yellow, 36 cyan
+_CLEAR_LINE = "\r\x1b[K"  # removes the live line
+_COLORS = (  # pattern in a line -> code of the terminal: 1 bold, 2 dim, 31 red, 32 green, 33 yellow, 36 cyan
     (r"^(step|eval\S*) .*?\d+/\d+", 1), (r"(?<=  reward )[-\d.]+", 36), (r"^grpo: note:", 33),
     (r"(unscored|unfinished|cut off|clipped) \d+%", 33), (r"^grpo: fix:", 1), (r"^grpo:.* failed with exit .*", 31),
     (r"^grpo:.* done:", 32), (r"^  [>|] .*", 2),
@@ -35,98 +35,98 @@ _COLOURS = (  # parts of a line -> the terminal's codes: 1 bold, 2 dim, 31 red, 
 
 
 def readable(text: str) -> str:
-    """Return text without colours and control characters, and of progress bars what they showed last."""
+    """Remove colors and control characters from a text, and keep only the last state of progress bars."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.replace("\r\n", "\n"))
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", re.sub(r"[^\n]*\r(?=[^\n])", "", text))
 
 
 def without_library_frames(text: str) -> str:
-    """Return a log with a count in place of the frames of libraries in its tracebacks: the user's own lines remain."""
-    return _FRAMES.sub(lambda found: f"  … {found[0].count('  File ')} frames of libraries\n", text)
+    """Replace frames of libraries in tracebacks by their number, so that only the user's own lines remain."""
+    return _FRAMES.sub(lambda frames: f"  … {frames[0].count('  File ')} frames of libraries\n", text)
 
 
 def columns() -> int:
-    """Return the width of the terminal, ``WIDTH`` where there is none."""
+    """Return the width of the terminal, or ``WIDTH`` if there is no terminal."""
     with contextlib.suppress(OSError):
         return os.get_terminal_size().columns or WIDTH
     return WIDTH
 
 
-def in_colour() -> bool:
-    """Return whether stdout takes colours: a terminal that is not dumb, and no NO_COLOR."""
+def use_color() -> bool:
+    """Return whether stdout is a terminal with colors, and NO_COLOR is not set."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
-def coloured(text: str) -> str:
-    """Return a line of the launcher in the colours of a terminal."""
-    for pattern, code in _COLOURS:
+def colored(text: str) -> str:
+    """Return a line of the launcher with color codes of a terminal."""
+    for pattern, code in _COLORS:
         text = re.sub(pattern, f"\x1b[{code}m\\g<0>\x1b[0m", text)
     return text
 
 
 class Output:
-    """Standard output of a launcher, and what it keeps of it in ``launch.log``."""
+    """Standard output of a launcher, which is also written to ``launch.log``."""
 
     def __init__(self) -> None:
         self._live = ""
-        self._said: deque[str] | None = None  # until there is a run directory to keep it in
+        self._early_lines: deque[str] | None = None  # printed before there is a run directory
         self._log = -1
-        self._full: set[int] = set()  # descriptors that had no room for the last text
+        self._full: set[int] = set()  # descriptors that did not accept the last text
 
-    def launch(self) -> contextlib.AbstractContextManager[Any]:
-        """Remember from now on what is printed, for the log of the run directory that is made inside."""
-        self._said = deque(maxlen=_MOST_EARLY_LINES)
+    def store_lines(self) -> contextlib.AbstractContextManager[Any]:
+        """Store all lines that are printed in the block, until ``start_log`` writes them to a log."""
+        self._early_lines = deque(maxlen=_MAX_EARLY_LINES)
         return contextlib.closing(self)
 
     def close(self) -> None:
-        """Remove the live line, and print no longer for a run."""
-        self.live("")
+        """Remove the live line and close the log."""
+        self.show_live("")
         if self._log >= 0:
             os.close(self._log)
-        self._said, self._log = None, -1
+        self._early_lines, self._log = None, -1
 
-    def keep(self, folder: Path) -> None:
-        """Write to the run's log what was printed in this launch, under its time and command, and all that follows."""
+    def start_log(self, folder: Path) -> None:
+        """Write time, command and the stored lines to the run's log; all further lines follow."""
         with contextlib.suppress(OSError):
             self._log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
-        self._note(f"grpo: {time.strftime('%Y-%m-%d %H:%M:%S')} {masked(command)}", -1)
-        said, self._said = self._said or (), None
-        for line in said:
-            self._note(line, 1)
+        self._log_line(f"grpo: {time.strftime('%Y-%m-%d %H:%M:%S')} {masked(command)}", -1)
+        lines, self._early_lines = self._early_lines or (), None
+        for line in lines:
+            self._log_line(line, 1)
 
-    def _note(self, line: str, stream: int) -> None:
-        """Add a line to the log, unless ``stream`` is that file, as in a sweep; a full disk loses the line."""
+    def _log_line(self, line: str, stream: int) -> None:
+        """Add a line to the log, unless ``stream`` is the same file, as in a sweep; a full disk loses the line."""
         if self._log >= 0:
             with contextlib.suppress(OSError):
                 if stream < 0 or not os.path.sameopenfile(stream, self._log):
                     os.write(self._log, f"{line}\n".encode(errors="replace"))
-        elif self._said is not None:
-            self._said.append(line)
+        elif self._early_lines is not None:
+            self._early_lines.append(line)
 
-    def line(self, text: str, error: bool = False) -> None:
-        """Print a line, of errors on stderr, secrets masked; a terminal or pipe that is gone must not end the run."""
-        stream, fd = (sys.stderr, 2) if error else (sys.stdout, 1)
+    def print_line(self, text: str, error: bool = False) -> None:
+        """Print a line without secrets, errors on stderr; a terminal or pipe that is gone does not end the run."""
+        stream, descriptor = (sys.stderr, 2) if error else (sys.stdout, 1)
         text = readable(masked(text))
-        self._note(text, fd)
+        self._log_line(text, descriptor)
         if stream.isatty():
-            shown = coloured(text) if in_colour() else text
-            start, again = (_NEW_LINE, self._live) if self._live else ("", "")
-            self._write(fd, f"{start}{shown}\n{again}")
+            line = colored(text) if use_color() else text
+            clear, live = (_CLEAR_LINE, self._live) if self._live else ("", "")
+            self._write(descriptor, f"{clear}{line}\n{live}")
         elif _is_pipe(stream):
-            self._write(fd, f"{text}\n")
+            self._write(descriptor, f"{text}\n")
         elif not _printed(text, stream):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
-    def live(self, text: str) -> None:
-        """Show ``text`` below all lines, on a terminal alone, until the next; an empty one removes it."""
+    def show_live(self, text: str) -> None:
+        """Show ``text`` on a terminal below all lines until the next call; an empty text removes it."""
         if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and text != self._live:
             text = text[: columns() - 1]
             self._live = text
-            self._write(1, _NEW_LINE + text)
+            self._write(1, _CLEAR_LINE + text)
 
     def _write(self, descriptor: int, text: str) -> None:
-        """Write to a terminal or pipe; drop the text if it has no room or is gone."""
+        """Write to a terminal or pipe; drop the text if it is full or gone."""
         content = text.encode(errors="replace")
         with contextlib.suppress(OSError):
             while content:
@@ -139,7 +139,7 @@ class Output:
 
 
 def _is_pipe(stream: Any) -> bool:
-    with contextlib.suppress(OSError, ValueError):  # of a test, without a file behind it
+    with contextlib.suppress(OSError, ValueError):  # a stream of a test has no file
         return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
     return False
 

@@ -25,7 +25,7 @@ def wait_until(
     while True:
         is_over = stopped is not None and stopped()
         value = condition()
-        left = deadline - time.monotonic()
-        if value or is_over or left <= 0:
+        remaining = deadline - time.monotonic()
+        if value or is_over or remaining <= 0:
             return value
-        time.sleep(min(pause, left))
+        time.sleep(min(pause, remaining))

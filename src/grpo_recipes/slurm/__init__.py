@@ -1,1 +1,1 @@
-"""Batch jobs: what a site wants of them, the script that is made of it, and Slurm's own commands."""
+"""Slurm: site profiles, the batch script that is rendered from a profile, and a client for Slurm's commands."""

@@ -1,4 +1,8 @@
-"""A site's profile, one YAML file about its Slurm and its nodes, and the batch script of a job rendered from it."""
+"""Site profiles: a YAML file that describes a site's Slurm and nodes, and the batch script rendered from it.
+
+profile = read_profile(Path("slurm/profiles/generic.yaml")).with_values({"gpus": "2"})
+script = render(profile, "my-run", ["grpo", "launch", "recipe.yaml"], {})
+"""
 
 from __future__ import annotations
 
@@ -23,89 +27,90 @@ GPU_FLAG_STYLES = ("none", "gpus", "gres")
 _FIND_MODULES = (
     "type module >/dev/null 2>&1 || source /etc/profile.d/modules.sh 2>/dev/null || source /etc/profile.d/lmod.sh"
 )
-_PATHS = ("run_root", "cache_root", "env_dir", "env_activate", "conda_sh")  # ~ in them is the home folder
+_PATHS = ("run_root", "cache_root", "env_dir", "env_activate", "conda_sh")  # keys in which ~ is the home folder
 
 
-def _option(kind: str, default: Any, about: str, **limits: Any) -> Any:
-    """Return a field of the profile: its type as in the catalogue of recipe keys, its default, and what it does."""
-    entry = {"type": kind, "optional": default is None, "help": about, **limits}
+def _option(kind: str, default: Any, help_text: str, **limits: Any) -> Any:
+    """Return a dataclass field for a key of the profile, with the same metadata as a recipe key."""
+    metadata = {"type": kind, "optional": default is None, "help": help_text, **limits}
     if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata=entry)
-    return field(default=default, metadata=entry)
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What is asked of Slurm and what its nodes are like; every key is optional."""
+    """The options of a job and the properties of a site's nodes; every key is optional."""
 
     name: str
-    job_name: str | None = _option("str", None, "name of the jobs; the run's name by default")
+    job_name: str | None = _option("str", None, "name of the jobs; by default the run's name")
     account: str | None = _option("str", None, "`--account`")
     partition: str | None = _option("str", None, "`--partition`")
     nodes: int = _option("int", 1, "`--nodes`", min=1)
     gpu_flag_style: str = _option(
-        "str", "gres", "how GPUs are asked for: `gres`, `gpus` (`--gpus-per-node`), or `none`", choices=GPU_FLAG_STYLES
+        "str", "gres", "how GPUs are requested: `gres`, `gpus` (`--gpus-per-node`), or `none`", choices=GPU_FLAG_STYLES
     )
-    gpu_kind: str | None = _option("str", None, "kind of GPU in that flag, e.g. `a100`")
-    gpus: int = _option("int", 0, "GPUs of a node; 0: the nodes train on CPU", min=0)
-    gpu_memory_gib: float | None = _option("float", None, "memory of a GPU in GiB, for the plan's estimate", min=1)
+    gpu_kind: str | None = _option("str", None, "type of GPU in that flag, e.g. `a100`")
+    gpus: int = _option("int", 0, "GPUs per node; 0: the nodes train on CPU", min=0)
+    gpu_memory_gib: float | None = _option("float", None, "memory of a GPU in GiB, for the estimate of the plan", min=1)
     cpus: int | None = _option("int", None, "`--cpus-per-task`", min=1)
-    mem: str | None = _option("str", None, "`--mem`, of a node")
+    mem: str | None = _option("str", None, "`--mem`, per node")
     time: str = _option("str", "72:00:00", "`--time`")
     exclusive: bool = _option("bool", False, "`--exclusive`")
     qos: str | None = _option("str", None, "`--qos`")
     constraint: str | None = _option("str", None, "`--constraint`")
     exclude: str | None = _option("str", None, "`--exclude`: nodes to avoid")
-    signal_lead: int = _option("int", 300, "seconds before the time limit at which a run has to save", min=30)
+    signal_lead: int = _option("int", 300, "seconds before the time limit at which a run must save", min=30)
     sbatch_options: list[str] = _option("list[str]", [], "further `#SBATCH` lines, e.g. `--container-image=...`")
     srun_options: list[str] = _option("list[str]", [], "options of the `srun` that reaches the other nodes of a job")
-    network_interface: str | None = _option("str", None, "interface by which nodes reach one another, e.g. `ib0`")
-    internet: bool = _option("bool", False, "whether the nodes reach the internet")
-    run_root: str | None = _option("str", None, "where run directories are made, unless recipe or command line say so")
-    cache_root: str | None = _option("str", None, "where downloads are, unless CACHE_ROOT says so")
+    network_interface: str | None = _option("str", None, "network interface between the nodes, e.g. `ib0`")
+    internet: bool = _option("bool", False, "whether the nodes can reach the internet")
+    run_root: str | None = _option("str", None, "folder of the run directories, unless recipe or command line set it")
+    cache_root: str | None = _option("str", None, "folder of downloads, unless CACHE_ROOT is set")
     modules: list[str] = _option("list[str]", [], "modules to load first")
-    env_dir: str | None = _option("str", None, "the environment: a venv or a conda prefix; the current one by default")
-    env_activate: str | None = _option("str", None, "a file to source instead, which activates the environment")
-    conda_env: str | None = _option("str", None, "a conda environment to activate instead")
-    conda_sh: str | None = _option("str", None, "conda's `etc/profile.d/conda.sh`, where `conda` is not set up")
+    env_dir: str | None = _option(
+        "str", None, "the environment: a venv or a conda prefix; by default the current environment"
+    )
+    env_activate: str | None = _option("str", None, "file to source that activates the environment, instead of env_dir")
+    conda_env: str | None = _option("str", None, "conda environment to activate, instead of env_dir")
+    conda_sh: str | None = _option("str", None, "conda's `etc/profile.d/conda.sh`, if the shell does not know `conda`")
     environment: dict[str, str] = _option("dict", {}, "further variables of the job")
 
-    def with_values(self, given: Mapping[str, str], where: str = "") -> Profile:
-        """Return the profile with values that are given as texts, by default by flags named as the keys."""
-        raws = [(key, Value(text, where or f"--{key}", from_text=True)) for key, text in given.items()]
-        return dataclasses.replace(self, **_checked(raws, []))
+    def with_values(self, texts: Mapping[str, str], source: str = "") -> Profile:
+        """Return the profile with values parsed from ``texts``; errors name ``source``, by default ``--KEY``."""
+        values = [(key, Value(text, source or f"--{key}", from_text=True)) for key, text in texts.items()]
+        return dataclasses.replace(self, **_checked(values, []))
 
 
-# Keys of a profile, as the catalogue describes keys of recipes.
-KEYS: dict[str, Mapping[str, Any]] = {one.name: one.metadata for one in dataclasses.fields(Profile) if one.metadata}
+# Keys of a profile with their metadata, in the format of the catalogue of recipe keys.
+KEYS: dict[str, Mapping[str, Any]] = {key.name: key.metadata for key in dataclasses.fields(Profile) if key.metadata}
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile, and the one it builds on by ``base`` as recipes do; report everything wrong with its line."""
+    """Read a profile and its ``base``, as for recipes; raise one ConfigError with all problems and their lines."""
     problems: list[Problem] = []
-    raws = [item for layer in read_document(path, problems) for item in layer.items()]
-    values, sources = _checked(raws, problems), {key: raw.source for key, raw in raws}
-    named = [key for key in ("env_dir", "env_activate", "conda_env") if values.get(key)]
-    if len(named) > 1:
-        what = f"{' and '.join(named)} name two environments"
-        raise ConfigError(Problem(sources[named[1]], what, "keep one of them"))
+    raw_values = [item for layer in read_document(path, problems) for item in layer.items()]
+    values, sources = _checked(raw_values, problems), {key: raw.source for key, raw in raw_values}
+    environments = [key for key in ("env_dir", "env_activate", "conda_env") if values.get(key)]
+    if len(environments) > 1:
+        conflict = f"{' and '.join(environments)} can't be combined"
+        raise ConfigError(Problem(sources[environments[1]], conflict, "remove one of them"))
     if values.get("gpu_kind") and not values.get("gpus"):
-        what = "gpu_kind is set, but not gpus"
-        raise ConfigError(Problem(sources["gpu_kind"], what, "write gpus: 8"))
+        raise ConfigError(Problem(sources["gpu_kind"], "gpu_kind is set, but gpus is not", "set gpus: 8"))
     return Profile(path.stem, **values)
 
 
-def _checked(raws: Iterable[tuple[str, Value]], problems: list[Problem]) -> dict[str, Any]:
-    """Return the values, of each key the last; with any problem, add those of the values and raise them all."""
+def _checked(raw_values: Iterable[tuple[str, Value]], problems: list[Problem]) -> dict[str, Any]:
+    """Return typed values, the last for each key; raise ConfigError with ``problems`` and new ones if there are any."""
     values: dict[str, Any] = {}
-    for key, raw in raws:
+    for key, raw in raw_values:
         if key not in KEYS:
             close = nearest_of(key, list(KEYS))
-            fix = f"write '{close}'" if close else "remove it"
-            problems.append(Problem(raw.source, f"unknown key '{key}' of a profile", fix))
+            fix = f"use '{close}'" if close else "remove it"
+            problems.append(Problem(raw.source, f"unknown profile key '{key}'", fix))
             continue
-        values[key], found = convert_value(key, KEYS[key], raw)
-        problems += found or _problems(key, values[key], raw)
+        values[key], type_problems = convert_value(key, KEYS[key], raw)
+        problems += type_problems or _problems(key, values[key], raw)
         if key in _PATHS and values[key]:
             values[key] = os.path.expanduser(values[key])
     if problems:
@@ -116,30 +121,32 @@ def _checked(raws: Iterable[tuple[str, Value]], problems: list[Problem]) -> dict
 
 
 def _problems(key: str, value: Any, raw: Value) -> Iterator[Problem]:
-    """Yield what is wrong with a value of the right type: of each text in it the first fault."""
+    """Yield the first problem of each text in a value that has the right type."""
     if isinstance(value, dict):
         for name, text in value.items():
-            where = raw.lines.get(("environment", name), raw.source)
+            source = raw.lines.get(("environment", name), raw.source)
             if not re.fullmatch(r"[A-Za-z_]\w*", str(name)):
-                yield Problem(where, f"'{name}' is not the name of a variable", "write NAME: value")
+                yield Problem(source, f"'{name}' is not a valid variable name", "set NAME: value")
             elif not isinstance(text, str | int | float) or isinstance(text, bool):
-                yield Problem(where, f"'{name}' is {text!r} where a text belongs", "write it in quotes")
+                yield Problem(source, f"{name}: expected a string, got {text!r}", "put the value in quotes")
             elif secret_name(name) or secret_value(text):
-                yield Problem(where, f"'{name}' holds a secret", "export it in your shell instead: jobs inherit it")
+                yield Problem(source, f"'{name}' contains a secret", "export it in your shell, since jobs inherit it")
         return
     for text in map(str, value if isinstance(value, list) else [value]):
-        assigned = re.findall(r"(\w+)=", text) if isinstance(value, list) else []  # as in --export=NAME=text
-        if secret_value(text) or any(map(secret_name, assigned)):
-            yield Problem(raw.source, f"'{key}' holds what looks like a secret", "export it as a variable instead")
+        names = re.findall(r"(\w+)=", text) if isinstance(value, list) else []  # e.g. of --export=NAME=text
+        if secret_value(text) or any(map(secret_name, names)):
+            yield Problem(raw.source, f"'{key}' contains a possible secret", "export it as a variable instead")
         elif "\n" in text:
-            yield Problem(raw.source, f"'{key}' has more than one line", "write it in one line")
+            yield Problem(raw.source, f"'{key}' must be a single line", "remove the line breaks")
         elif key in _PATHS and "$" in text:
-            yield Problem(raw.source, f"variables in '{key}' are not read", "write the whole path; ~ is your home")
+            yield Problem(
+                raw.source, f"variables in '{key}' are not expanded", "use the full path; ~ is your home folder"
+            )
         elif key == "time" and not walltime_seconds(text):
-            fix = "write hours:minutes:seconds, e.g. 72:00:00, or days-hours, e.g. 3-0"
-            yield Problem(raw.source, f"'{text}' is not a time limit as Slurm writes it", fix)
+            fix = "use hours:minutes:seconds, e.g. 72:00:00, or days-hours, e.g. 3-0"
+            yield Problem(raw.source, f"'{text}' is not a time limit in Slurm's format", fix)
         elif key in ("sbatch_options", "srun_options") and text[:1] != "-":
-            yield Problem(raw.source, f"'{text}' is not an option", "write --name=value")
+            yield Problem(raw.source, f"'{text}' is not an option", "use --name=value")
 
 
 def render(
@@ -151,18 +158,18 @@ def render(
     array: str | None = None,
     log: str = "%j",
 ) -> str:
-    """Return the batch script, which ``bash -n`` and shellcheck accept.
+    """Return the text of a batch script; ``bash -n`` and shellcheck accept it.
 
-    In the end it runs ``command`` in place of the shell, with the variables of ``environment`` beside the profile's, in
-    the absolute folder ``chdir``, by default where it is submitted. ``array`` are the indices of an array job, e.g.
-    0-5%2; ``log`` is what follows slurm_ in the names of its logs: %j is the job, %A_%a a job of an array.
+    At its end the script executes ``command`` with the variables of the profile and of ``environment``. It runs in the
+    absolute folder ``chdir``, by default in the folder of the submission. ``array`` contains the indices of an array
+    job, e.g. 0-5%2. The logs are ``logs/slurm_<log>.out`` and ``.err``: %j is the job, %A_%a a task of an array.
     """
     kind = f"{profile.gpu_kind}:" if profile.gpu_kind else ""
     gpus = f"{kind}{profile.gpus}" if profile.gpus else ""
     options = {
         "--job-name": job_name, "--account": profile.account, "--partition": profile.partition, "--qos": profile.qos,
         "--constraint": profile.constraint, "--exclude": profile.exclude, "--nodes": profile.nodes,
-        "--ntasks": profile.nodes,  # Slurm gives one node to a job of one task, however many nodes it names
+        "--ntasks": profile.nodes,  # a job with one task gets only one node, even if it requests more
         "--ntasks-per-node": 1 if profile.nodes > 1 else None,
         "--gpus-per-node": gpus if profile.gpu_flag_style == "gpus" else None,
         "--gres": f"gpu:{gpus}" if gpus and profile.gpu_flag_style == "gres" else None,
@@ -185,12 +192,12 @@ def render(
         "#!/bin/bash",
         *(f"#SBATCH {line}" for line in header),
         "",
-        "# Slurm announces the end of the time limit with USR1; the launcher takes it over.",
+        "# Slurm sends USR1 before the time limit; the launcher handles it.",
         "trap '' USR1",
         "fail() { printf 'grpo: %s\\n' \"$*\" >&2; exit 2; }",
         "",
         *_environment_lines(profile),
-        "# Packages of the login shell must not reach into the environment.",
+        "# Packages of the login shell must not be visible in the environment.",
         "unset PYTHONPATH PYTHONHOME",
         "export PYTHONNOUSERSITE=1",
         *(f"export {name}={shlex.quote(text)}" for name, text in variables.items()),
@@ -200,7 +207,7 @@ def render(
 
 
 def _word(line: str) -> str:
-    """Return an option as sbatch reads it: spaces, quotes, backslashes and number signs mean something to it."""
+    """Quote the value of an option for a ``#SBATCH`` line if it contains spaces, quotes, backslashes or ``#``."""
     name, equals, text = line.partition("=")
     if not re.search(r"[\s'\"\\#]", text):
         return line
@@ -209,12 +216,12 @@ def _word(line: str) -> str:
 
 
 def _environment_lines(profile: Profile) -> list[str]:
-    """Return lines that load modules and the environment, each of which must exist; by default the current one."""
+    """Return lines that load the modules and the environment (by default the current one), or fail."""
     lines = ["# shellcheck disable=SC1091", _FIND_MODULES] if profile.modules else []
     for name in map(shlex.quote, profile.modules):
         lines.append(f"module load {name} || fail module load {name} failed")
-    sourced = [file for file in (profile.conda_sh, profile.env_activate) if file]
-    for file in map(shlex.quote, sourced):
+    files = [file for file in (profile.conda_sh, profile.env_activate) if file]
+    for file in map(shlex.quote, files):
         lines += ["# shellcheck disable=SC1090,SC1091", f"source {file} || fail {file} could not be sourced"]
     if profile.conda_env:
         name = shlex.quote(profile.conda_env)

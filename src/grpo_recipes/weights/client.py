@@ -22,7 +22,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.attributes import replaced
 from grpo_recipes.errors import translate
-from grpo_recipes.process.answers import MOST_BYTES
+from grpo_recipes.process.answers import MAX_BYTES
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import SYNC_METHODS
 from grpo_recipes.runs.rundir import SERVER_STATE, Run, json_mapping
@@ -419,7 +419,7 @@ class BridgeClient(VLLMClient):
         if (regex := sampling.pop("structured_outputs_regex", None)) is not None:
             sampling.setdefault("structured_outputs", {"regex": regex})
         asked = {"model": self.model, "prompt": prompt, "n": n, **_TRL_SAMPLING, **sampling}
-        self._adapter.allow(MOST_BYTES + BYTES_PER_TOKEN * n * asked["max_tokens"])
+        self._adapter.allow(MAX_BYTES + BYTES_PER_TOKEN * n * asked["max_tokens"])
         answer = self.session.post(f"{self.base_url}{COMPLETIONS_PATH}", json=asked)
         if answer.status_code != 200:
             raise self._refused(COMPLETIONS_PATH, answer)

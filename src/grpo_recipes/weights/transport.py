@@ -11,7 +11,7 @@ import requests
 from urllib3.exceptions import ProtocolError
 
 from grpo_recipes.errors import translate
-from grpo_recipes.process.sessions import BoundedAdapter, UnwantedAnswer
+from grpo_recipes.process.sessions import BoundedAdapter, RejectedResponse
 from grpo_recipes.server.wire import Completions
 
 # Steps of a weight transfer meet the trainer in a collective: a second one would find nobody there.
@@ -60,7 +60,7 @@ class ServerAdapter(BoundedAdapter):
             return kind(f"lost the connection to the vLLM server in {path} ({error})")
 
         broken = (requests.ReadTimeout, requests.ConnectionError, requests.exceptions.ChunkedEncodingError)
-        unwanted = translate(UnwantedAnswer, lambda error: BadAnswer(f"the vLLM server {error} (in {path})"))
+        unwanted = translate(RejectedResponse, lambda error: BadAnswer(f"the vLLM server {error} (in {path})"))
         with translate(broken, lost), unwanted:
             response = self._send(request, kwargs)
         if response.status_code >= 500 and not self._healthy(request):
@@ -88,7 +88,7 @@ class ServerAdapter(BoundedAdapter):
         return False
 
     def _fresh(self) -> BoundedAdapter:
-        return BoundedAdapter(self._timeout, self._most_bytes, self.owner)
+        return BoundedAdapter(self._timeout, self._max_bytes, self.owner)
 
 
 def check_completions(found: Completions, count: int, longest: int, vocabulary: int | None, scored: Any) -> None:

@@ -124,7 +124,7 @@ def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys, monk
         (("seed=1..4", "--search", "optuna", "--trials", "2"), "finds the luckiest one"),
         (("train.lr=5e-6,1e-5", "--slurm"), "--slurm: no site is named"),
         (("train.lr=5e-6,1e-5", "--profile", "cpu"), "--profile: changes nothing without --slurm"),
-        (("train.lr=5e-6,1e-5", "--slurm", "--profile", "nowhere"), "--profile: there is no profile 'nowhere'"),
+        (("train.lr=5e-6,1e-5", "--slurm", "--profile", "nowhere"), "--profile: profile 'nowhere' not found"),
         (("train.lr=5e-6,1e-5", "--resume", "last"), "--resume: changes nothing with -m"),
         (("train.lr=5e-6,1e-5", "--cfg", "job"), "--cfg: changes nothing with -m"),
         (("train.lr=5e-6,1e-5", "--benchmark"), "--benchmark: changes nothing with -m"),

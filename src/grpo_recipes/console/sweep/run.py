@@ -81,14 +81,16 @@ def start(
         if grouped := next((trial.recipe for trial in trials if trial.recipe["atropos_api_url"] is not None), None):
             fix = f"{removal(grouped, 'atropos_api_url')}: each run starts its own run-api; or leave out --slurm"
             raise config_error(grouped.location("atropos_api_url"), "the runs of an array can't share a run-api", fix)
-        submission.need_environment(profile)
+        submission.require_environment(profile)
         # As `grpo submit` does: models, data and rewards are loaded once for all trials that differ in numbers alone.
         unlike: dict[tuple[str, ...], Trial] = {}
         for trial in trials:
             unlike.setdefault(tuple(text for key, text in trial.values.items() if not is_number(key)), trial)
         flags = {trial.name: spec.flags_of(trial.values) for trial in unlike.values()}
-        for_each(flags, lambda given: submission.prepare(profile, spec.recipe, spec.task, given, environment))
-        trials = [replace(trial, recipe=submission.on_scratch(trial.recipe, profile)) for trial in trials]
+        for_each(
+            flags, lambda given: submission.prepare_submission(profile, spec.recipe, spec.task, given, environment)
+        )
+        trials = [replace(trial, recipe=submission.with_site_run_root(trial.recipe, profile)) for trial in trials]
     elif not dry_run:
         for_each(recipes, need_named_ports)
     if spec.search:

@@ -31,7 +31,7 @@ from grpo_recipes.launch.run import launch
 from grpo_recipes.paths import display_path, home
 from grpo_recipes.plan.devices import Resources, find_resources, format_trainers, rows_of_generation
 from grpo_recipes.plan.plan import make_plan
-from grpo_recipes.process.reports import address_reachable
+from grpo_recipes.process.reports import can_reach
 from grpo_recipes.recipe import Recipe, merge_recipe
 from grpo_recipes.recipe.check import choose_recipe, resolve_recipe
 from grpo_recipes.recipe.converters import ALIASES
@@ -96,7 +96,7 @@ def read(arguments: list[str]) -> AtroposLaunch:
 def _launch(request: AtroposLaunch) -> int:
     reject_other_launchers(f"{COMMAND} --num_processes", os.environ)
     request.announce()
-    if request.api_url and not request.options.dry_run and not address_reachable(request.api_url, os.environ):
+    if request.api_url and not request.options.dry_run and not can_reach(request.api_url, os.environ):
         fix = "start it with run-api --port PORT, or leave --atropos-url out: the launch starts one"
         raise config_error("--atropos-url", f"Atropos API not reachable at {request.api_url}", fix)
     with translate(ConfigError, lambda error: _with_our_flags(error, request.options.keys)):
