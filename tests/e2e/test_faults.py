@@ -70,7 +70,7 @@ def test_memory_that_runs_out_is_told_with_what_to_ask_for(launch: Callable[...,
 
     assert ended_within(run, 30) == 1, run.output
     assert "can't allocate memory" in run.output
-    assert "grpo: fix: ask for more memory, or lower per_device_train_batch_size" in run.output
+    assert "grpo: fix: request more memory, or lower per_device_train_batch_size" in run.output
 
 
 def ended_within(run: Launch, seconds: float) -> int:

@@ -133,16 +133,16 @@ def test_update_rewards_takes_the_changed_file(launched, tmp_path, capsys):
     ("said", "fix"),
     [
         ("OSError: [Errno 28] No space left on device", "find it with grpo doctor, then free space"),
-        ("Bus error (core dumped)", "make /dev/shm larger"),
-        ("OSError: [Errno 24] Too many open files", "ulimit -n 65536"),
+        ("Bus error (core dumped)", "enlarge /dev/shm"),
+        ("OSError: [Errno 24] Too many open files", "run ulimit -n 65536"),
         ('zmq.error.ZMQError: ipc path "/x" is longer than 107 characters', "set TMPDIR to a short path"),
-        ("ValueError: a model of another kind", "its last lines are above; grpo check --deep RECIPE"),
+        ("ValueError: a model of another kind", "read its last lines above; grpo check --deep RECIPE"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("cause", [DIED, "the vLLM API server (pid 7) exited with code 1"])
 def test_what_a_server_that_died_said_of_the_machine_is_the_fix(launched, capsys, cause, said, fix):
     if cause != DIED and "another kind" in said:
-        fix = "its log has the reason"
+        fix = "read the reason in its log"
     code, _ = launched(ending=Ending(1, cause), server_log=f"INFO loading\n{said}\n")
     assert code == 1 and f"grpo: fix: {fix}" in capsys.readouterr().out
 

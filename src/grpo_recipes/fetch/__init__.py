@@ -1,5 +1,5 @@
 """Find and download the models and datasets of a recipe.
 
-``assets`` lists what a recipe needs and finds it on this machine, ``download`` uses the hub's clients, and ``hub``
-checks whether the hub answers.
+``assets`` lists the models and datasets of a recipe and finds them on this machine. ``download`` fetches missing ones.
+``hub`` tests the connection to the hub.
 """

@@ -48,14 +48,14 @@ _MOST_RIGHT = 3  # right answers tried per problem with several
 _MOST_FAILURES = 5  # timeouts or unanswered calls after which the test may end early
 _QUIET_SECONDS, _LINE_SECONDS = 2.0, 5.0  # before the first progress line, and between two lines
 _FIRST = 40  # completions that are scored to measure the reward's speed
-_MOST_SECONDS = 10.0  # for one reward
+_MOST_SECONDS = 10.0  # per reward
 _EXAMPLE = 60  # characters of a prompt or completion in a message
 _LONG = 200  # characters; a longer answer is unlikely to be repeated exactly by a completion
 
 
 @dataclass(frozen=True)
 class ProbeCompletion:
-    """One completion shown to a reward, and its score."""
+    """A completion that a reward scored in the test, with its score."""
 
     prompt: str
     answer: str  # the reference solution
@@ -68,11 +68,11 @@ class ProbeCompletion:
 
 @dataclass
 class ProbeResult:
-    """The scores of a reward for the completions it was shown."""
+    """The result of testing a reward."""
 
     reward: str  # its name in the recipe
-    right: int  # right completions shown
-    wrong: int  # wrong completions shown
+    right: int  # right completions scored
+    wrong: int  # wrong completions scored
     # Mean rewards of right and wrong completions, None without scores. For a user reward, they come from the format
     # with the largest difference.
     right_mean: float | None

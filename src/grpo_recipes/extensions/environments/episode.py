@@ -4,7 +4,7 @@ No torch: ``grpo play`` and ``check`` play episodes too.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -157,7 +157,9 @@ def turns_of(recipe: Recipe, index: int, seed: int, act: Callable[[Turn], str]) 
     """
     spec, arguments, _ = environments_of(recipe.__getitem__)[index]
     episode = Episode(0, spec, json.dumps(arguments, sort_keys=True), seed)
-    columns = {"environment": [spec], "arguments": [episode.arguments], "seed": [seed], "episode": ["played/0"]}
+    columns: dict[str, Sequence[Any]] = {
+        "environment": [spec], "arguments": [episode.arguments], "seed": [seed], "episode": ["played/0"],
+    }  # fmt: skip
     with environment_pool(recipe.__getitem__, None, workers=1) as pool:
         while not episode.done and len(episode.own_actions) < recipe["environment_max_turns"]:
             episode.actions += [act(episode.own_turns[-1])] if episode.turns else []
