@@ -1,10 +1,10 @@
-"""Where each cell of the table of weight bridges is shown on CPU: by the runs below, or by another test."""
+"""The test of each cell of the table of weight sync methods on CPU: a run below, or another test."""
 
 from __future__ import annotations
 
 TWO = ("--num_processes", "2")
 LORA = ("--use_peft", "--lora_target_modules", "all-linear", "--learning_rate", "2e-3")
-# (bridge, setup) -> the flags of a short run in tests/e2e/test_bridges.py, whose log-probs agree after every step.
+# (bridge, setup) -> the flags of a short run in tests/e2e/test_bridges.py. Log-probs agree after every step.
 RUNS: dict[tuple[str, str], tuple[str, ...]] = {
     ("file", "tensor_parallel"): ("--vllm_tensor_parallel_size", "2"),
     ("shared", "ddp"): (*TWO, "--accelerator", "ddp"),

@@ -67,7 +67,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def commands_leave_nothing() -> Iterator[None]:
-    """Take back what commands of ours set and kept in this process, for the tests that follow and the runs they start.
+    """Restore what our commands changed in this process: variables and reserved ports.
 
     Variables not by ``monkeypatch``, which some tests undo before they call a command.
     """
@@ -113,7 +113,7 @@ def planned(read: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Plan]:
     ) -> Plan:
         environment = {"CACHE_ROOT": str(tmp_path / "cache"), **(environment or {})}
         recipe = recipe or read(flags, environment, **changes)
-        if problems := check(recipe, environment):  # as resolve_recipe does for every command
+        if problems := check(recipe, environment):  # resolve_recipe does the same for every command
             raise ConfigError(*problems)
         resources = Resources(device, tuple(gpus) if device == "cuda" else (), 8, job, tuple(nodes))
         name = recipe["run_name"] or "unnamed"

@@ -1,6 +1,6 @@
 """Carry out docker/Dockerfile, and `docker run` and `apptainer` commands, without either: in a Debian root on disk.
 
-A Debian root is made by debootstrap; each command runs in mount and process namespaces of its own, chrooted. Whatever
+A Debian root is made by debootstrap; each command runs chrooted in new mount and process namespaces. Whatever
 ends the command, a kill of the tests included, ends its processes and mounts; ``Image.remove`` removes the root itself.
 """
 
@@ -31,7 +31,7 @@ _PROGRAMS = ("debootstrap", "unshare", "setpriv", "chroot", "mount")
 # Mounts and processes of a command end with it, and it ends with this process, however that ends.
 _APART = ("setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--fork", "--kill-child")
 _PREFIX = "grpo-image-"
-_GIGABYTES = 15  # of disk: root, environment and room for pip's work
+_GIGABYTES = 15  # disk space for root, environment and pip's temporary files
 _PIP_SETTINGS = ("index-url", "extra-index-url", "find-links", "trusted-host", "proxy", "timeout")
 # In the namespaces: mounts as a container has them, then the command. Its words: the root, its access (rw or ro),
 # options of a tmpfs on /tmp or none, the size of /dev/shm; source, target and access of each mount; --; the command.
@@ -323,7 +323,7 @@ class Image:
         network: bool = True,
         timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in the root: process 1 of its own namespace, as Docker starts it."""
+        """Run a command in the root as process 1 of a new namespace, like Docker."""
         mounts = [word for bind in binds for word in bind]
         enter = ["bash", "-c", _ENTER, "enter", str(self.root), access, temporary, shared, *mounts, "--"]
         inside = ["chroot", f"--userspec={user}", "--groups=", str(self.root)]

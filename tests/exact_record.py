@@ -1,4 +1,4 @@
-"""Lines of the file that GRPO_EXACT_RESULT names, one for each continued run: does it equal the run left alone?"""
+"""Write a line to the file GRPO_EXACT_RESULT for each continued run: does it equal the uninterrupted run?"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def record(
     weights: str,
     alone: str,
 ) -> None:
-    """Add a line, where a file is asked for.
+    """Append a line if GRPO_EXACT_RESULT is set.
 
     Args:
         sampler: what samples: transformers or vllm.

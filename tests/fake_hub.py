@@ -1,6 +1,6 @@
 """A fake of the hub over HTTP on loopback, for the real huggingface_hub, datasets and transformers clients.
 
-It answers what they ask for when they read a repository, log in, make a repository and commit to it. Point a process
+It answers their requests to read a repository, log in, make a repository and commit to it. Point a process
 at it with the variables of ``FakeHub.environment``. Nothing is on disk, and nothing outlives the object.
 """
 
@@ -176,7 +176,7 @@ class _FakeHubHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing: what was asked is in ``FakeHub.requests``."""
+        """Print nothing: ``FakeHub.requests`` has the requests."""
 
     def do_GET(self) -> None:
         self._serve("GET")
@@ -213,9 +213,9 @@ class _FakeHubHandler(BaseHTTPRequestHandler):
                 self.hub._closed.wait(seconds)
 
     def _fail_if_told(self, path: str) -> None:
-        for pattern, left in self.hub.failing.items():
-            if left > 0 and re.search(pattern, path):
-                self.hub.failing[pattern] = left - 1
+        for pattern, count in self.hub.failing.items():
+            if count > 0 and re.search(pattern, path):
+                self.hub.failing[pattern] = count - 1
                 raise _Answer(500, {"error": "Internal Server Error"})
 
     def _read_body(self) -> bytes:
@@ -234,7 +234,7 @@ class _FakeHubHandler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            with contextlib.suppress(ConnectionError):  # the client may have been killed meanwhile
+            with contextlib.suppress(ConnectionError):  # the client may have been killed in the meantime
                 self.wfile.write(answer.data)
 
     @property
@@ -305,21 +305,23 @@ class _FakeHubHandler(BaseHTTPRequestHandler):
                 folders.append(inside + below.split("/")[0])
             if "/" not in below or self.query.get("recursive", "").lower() == "true":
                 entries.append(self._file_entry(path, repo.commits[sha][path]))
-        directories = [{"type": "directory", "path": one, "size": 0, "oid": "0" * 40} for one in dict.fromkeys(folders)]
+        directories = [
+            {"type": "directory", "path": folder, "size": 0, "oid": "0" * 40} for folder in dict.fromkeys(folders)
+        ]
         raise _Answer(200, directories + entries)
 
     def _paths(self, kind: str, name: str, revision: str) -> None:
         repo, sha = self._at(kind, name, revision)
         is_json = self.headers.get("Content-Type", "").startswith("application/json")
-        wanted = json.loads(self.body)["paths"] if is_json else parse_qs(self.body.decode()).get("paths", [])
+        paths = json.loads(self.body)["paths"] if is_json else parse_qs(self.body.decode()).get("paths", [])
         files = repo.commits[sha]
-        found = [self._file_entry(path, files[path]) for path in wanted if path in files]
-        found += [
+        entries = [self._file_entry(path, files[path]) for path in paths if path in files]
+        entries += [
             {"type": "directory", "path": path, "size": 0, "oid": "0" * 40}
-            for path in wanted
+            for path in paths
             if path not in files and any(other.startswith(f"{path}/") for other in files)
         ]
-        raise _Answer(200, found)
+        raise _Answer(200, entries)
 
     def _refs(self, kind: str, name: str) -> None:
         repo = self._repo(kind, name)
@@ -341,21 +343,21 @@ class _FakeHubHandler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": sha, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
         if _is_lfs(path):
             headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(self._size(path, data))}
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if wanted is None:
+        byte_range = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if byte_range is None:
             raise _Answer(200, None, headers, data)
-        first, last = int(wanted[1]), int(wanted[2] or len(data) - 1)
+        first, last = int(byte_range[1]), int(byte_range[2] or len(data) - 1)
         headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
         raise _Answer(206, None, headers, data[first : last + 1])
 
     def _create(self) -> None:
-        wanted = json.loads(self.body)
-        name = f"{wanted.get('organization') or self._user()['name']}/{wanted['name']}"
+        request = json.loads(self.body)
+        name = f"{request.get('organization') or self._user()['name']}/{request['name']}"
         self._writable(name)
-        key = (wanted.get("type") or "model", name)
+        key = (request.get("type") or "model", name)
         if key in self.hub.repos:
             raise _Answer(409, {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"})
-        repo = FakeRepo(*key, private=wanted.get("visibility") == "private" or bool(wanted.get("private")))
+        repo = FakeRepo(*key, private=request.get("visibility") == "private" or bool(request.get("private")))
         repo.commit({".gitattributes": b""}, "initial commit")
         self.hub.repos[key] = repo
         raise _Answer(200, {"url": f"{self.hub.url}/{name}", "name": name, "id": name})
@@ -374,13 +376,13 @@ class _FakeHubHandler(BaseHTTPRequestHandler):
     def _preupload(self, kind: str, name: str, revision: str) -> None:
         self._writable(name)
         repo, sha = self._at(kind, name, revision)
-        there = {path: _sha256(data) if _is_lfs(path) else _blob_id(data) for path, data in repo.commits[sha].items()}
+        ids = {path: _sha256(data) if _is_lfs(path) else _blob_id(data) for path, data in repo.commits[sha].items()}
         files = [
             {
                 "path": file["path"],
                 "uploadMode": "lfs" if _is_lfs(file["path"]) else "regular",
                 "shouldIgnore": False,
-                "oid": there.get(file["path"]),
+                "oid": ids.get(file["path"]),
             }
             for file in json.loads(self.body)["files"]
         ]
@@ -389,20 +391,20 @@ class _FakeHubHandler(BaseHTTPRequestHandler):
     def _lfs(self, name: str, datasets: str = "") -> None:
         self._writable(name)
         objects = [
-            {"oid": one["oid"], "size": one["size"]}
-            if one["oid"] in self.hub.uploads
+            {"oid": blob["oid"], "size": blob["size"]}
+            if blob["oid"] in self.hub.uploads
             else {
-                "oid": one["oid"],
-                "size": one["size"],
-                "actions": {"upload": {"href": f"{self.hub.url}/lfs-upload/{one['oid']}"}},
+                "oid": blob["oid"],
+                "size": blob["size"],
+                "actions": {"upload": {"href": f"{self.hub.url}/lfs-upload/{blob['oid']}"}},
             }
-            for one in json.loads(self.body)["objects"]
+            for blob in json.loads(self.body)["objects"]
         ]
         raise _Answer(200, {"transfer": "basic", "objects": objects})
 
     def _upload(self, oid: str) -> None:
         if _sha256(self.body) != oid:
-            raise _Answer(400, {"error": "the content is not what was announced"})
+            raise _Answer(400, {"error": "the content does not match the announced digest"})
         self.hub.uploads[oid] = self.body
         raise _Answer(200, {})
 

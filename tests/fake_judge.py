@@ -1,4 +1,4 @@
-"""A fake of an OpenAI-compatible judge: grades what the test says, slowly, and fails as often as it says."""
+"""A fake OpenAI-compatible judge with the test's grades, delay and number of failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FakeJudge:
         self.url = ""
 
     def answer(self, path: str, authorization: str | None, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Return the status and the body of one request."""
+        """Return the status and the body of the answer to a request."""
         with self.lock:
             self.requests, self.now = self.requests + 1, self.now + 1
             self.most = max(self.most, self.now)
@@ -36,8 +36,8 @@ class FakeJudge:
             return 401, {"error": {"message": f"no such key: {authorization}"}}
         text = body["messages"][-1]["content"]
         solution, reply = re.findall(r"(?:Solution|Answer): (.*)", text)
-        said = "I cannot say" if "?" in reply else "10" if solution in reply else "0"
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
+        grade = "I cannot say" if "?" in reply else "10" if solution in reply else "0"
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": grade}}
         return 200, {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"], "choices": [choice]}
 
     @contextmanager
@@ -50,8 +50,8 @@ class FakeJudge:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                status, said = judge.answer(self.path, self.headers["Authorization"], body)
-                content = json.dumps(said).encode()
+                status, answer = judge.answer(self.path, self.headers["Authorization"], body)
+                content = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content)))

@@ -204,7 +204,7 @@ def _functions(path: Path) -> dict[str, bool]:
 
 
 def counted(tests: Iterable[str], file: Path) -> set[str]:
-    """Return the tests that passed and, after one day's share of the rotating tests, those of other days."""
+    """Return the tests that passed and, after one day's share of the rotating tests, the tests of other days."""
     lines = file.read_text().splitlines()
     ran, is_share = {line.partition(" ")[2] for line in lines}, any(line.startswith("day ") for line in lines)
     resting = {test for test in tests if is_share and test not in ran and exists(test)}

@@ -21,7 +21,7 @@ from ledgers import REPOSITORY
 
 FILE = Path(__file__).with_suffix(".yaml")
 SECONDS = 600  # for the tests of a mutant
-HUNG = 124  # without an answer from pytest: not noticed, for nobody knows by what
+HUNG = 124  # pytest did not answer, so no test is known to detect the mutant
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Return what is broken: the function, or the file."""
+        """Return the broken function or file."""
         return self.function or f"{self.file}: {self.replace}"
 
     def path(self) -> str:
@@ -60,7 +60,7 @@ class Mutant:
         return whole if (REPOSITORY / whole).is_file() else f"src/{module}/__init__.py"
 
     def of(self, text: str) -> str:
-        """Return the file's text with the mutant in it; a ValueError where it has no place."""
+        """Return the file's text with the mutant; raise a ValueError if its place is missing."""
         if self.file:
             if text.count(self.replace) != 1:
                 raise ValueError(f"{self.file} has {text.count(self.replace)} times '{self.replace}'")
@@ -73,13 +73,13 @@ def emptied(text: str, path: list[str], returns: str) -> str:
     body, node = ast.parse(text).body, None
     for name in path:
         kinds = (ast.FunctionDef, ast.ClassDef)
-        node = next((one for one in body if isinstance(one, kinds) and one.name == name), None)
+        node = next((node for node in body if isinstance(node, kinds) and node.name == name), None)
         if node is None:
             raise ValueError(f"there is no {'.'.join(path)}")
         body = node.body
     first, last = body[0].lineno, body[-1].end_lineno or body[-1].lineno
     indent = " " * body[0].col_offset
-    yields = any(isinstance(one, ast.Yield | ast.YieldFrom) for one in ast.walk(ast.Module(body, [])))
+    yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(ast.Module(body, [])))
     lines = text.splitlines()
     new = [f"{indent}return {returns}" if not yields else f"{indent}return", *([f"{indent}yield"] if yields else [])]
     return "\n".join([*lines[: first - 1], *new, *lines[last:]]) + "\n"
@@ -96,46 +96,46 @@ def run(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
     """Run tests in a copy of the tree; return pytest's exit code and its last lines."""
     environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", "-rfE", *tests]
-    # A session of its own: what a mutant lets loose, a signal to the whole group say, ends there.
+    # In a new session, so that a mutant's signal to its process group does not end this process.
     with subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as child:
         try:
-            said, _ = child.communicate(timeout=SECONDS)
+            output, _ = child.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
             return HUNG, ""
-        return child.returncode, said
+        return child.returncode, output
 
 
 def survivors(tree: Path, mutants: tuple[Mutant, ...]) -> list[str]:
-    """Return what no test notices, and what cannot be judged; print a line for each mutant."""
-    found: list[str] = []
+    """Return the mutants that no test detects or that cannot be judged; print a line for each mutant."""
+    unnoticed: list[str] = []
     whole = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
-    code, said = run(tree, tuple(whole)) if whole else (0, "")
+    code, output = run(tree, tuple(whole)) if whole else (0, "")
     if code:
-        return [f"the tests fail without a mutant:\n{said}"]
+        return [f"the tests fail without a mutant:\n{output}"]
     for mutant in mutants:
         file, start = tree / mutant.path(), time.monotonic()
         text = file.read_text()
         file.write_text(mutant.of(text))
-        code, said = run(tree, mutant.tests)
+        code, output = run(tree, mutant.tests)
         file.write_text(text)
-        noticed = code == 1 or (code == 2 and "error" in said.lower())  # 2: the module cannot be imported any more
+        noticed = code == 1 or (code == 2 and "error" in output.lower())  # 2: the module cannot be imported any more
         by = next(
-            (line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))), f"pytest ended with {code}"
+            (line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))), f"pytest ended with {code}"
         )
         print(
             f"{'noticed ' if noticed else 'SURVIVED'} {time.monotonic() - start:4.0f} s  {mutant.name}  {by}",
             flush=True,
         )
         if not noticed:
-            found.append(f"{mutant.name} can be emptied: {mutant.promise}")
-    return found
+            unnoticed.append(f"{mutant.name} can be emptied: {mutant.promise}")
+    return unnoticed
 
 
 def copied(tree: Path) -> None:
-    """Copy what git knows, or would, with the environment beside it."""
+    """Copy the tracked and untracked files, and link the environment."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=REPOSITORY, capture_output=True, text=True, check=True,
@@ -153,7 +153,9 @@ def copied(tree: Path) -> None:
 
 def main(words: list[str]) -> int:
     """Return 1 when a mutant survived."""
-    mutants = tuple(one for one in rows() if not words or any(word in f"{one.name} {one.promise}" for word in words))
+    mutants = tuple(
+        mutant for mutant in rows() if not words or any(word in f"{mutant.name} {mutant.promise}" for word in words)
+    )
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         if mutants:
             copied(Path(folder))

@@ -14,7 +14,7 @@ ATROPOS, ENVIRONMENTS = "extensions.atropos", "extensions.environments"
 OFFLINE, MIGRATE, PROBLEMS = "extensions.offline", "extensions.migrate", "extensions.problems"
 COLOCATED, CONSOLE = "extensions.colocated", "console"
 WHOLE = "all"
-# Globs below tests/ -> what the tests of these files need.
+# Globs below tests/ -> the extension that the tests of these files need.
 FILES: dict[str, str] = {
     "atropos": ATROPOS,
     "data/test_placeholders.py": ATROPOS,
@@ -54,7 +54,7 @@ FILES: dict[str, str] = {
         WHOLE,
     ),
 }  # fmt: skip
-# Names of tests in other files -> what they need.
+# Names of tests in other files -> the extension that they need.
 TESTS: dict[str, str] = {
     "test_logs_of_run_api_and_of_all_environments": ATROPOS,
     "test_environments_of_atropos_are_loaded_with_their_arguments": ATROPOS,

@@ -19,7 +19,7 @@ _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
 
 
 def without_network(*command: str) -> list[str]:
-    """The argv that runs ``command`` without a network; skips the test where the kernel does not allow that."""
+    """The argv that runs ``command`` without a network; skips the test if the kernel does not allow that."""
     wrapped = [sys.executable, str(Path(__file__)), *command]
     if subprocess.run([sys.executable, __file__, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this kernel lets us make no network namespace")

@@ -15,7 +15,7 @@ import pytest
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
-# Listen on a port as soon as it is free, and write each request that comes to a file.
+# Listen on a port once it is free, and write each request to a file.
 _LISTENS = """
 import os, socket, sys, time
 
@@ -53,7 +53,7 @@ while True:
 
 
 class OtherUser:
-    """A process of user nobody that listens on a port; ``received`` are the requests that reached it."""
+    """A process of the user `nobody` that listens on a port; ``received`` are the requests that reached it."""
 
     def __init__(self, port: int, output: Path, seconds: float) -> None:
         self._output = output
@@ -76,7 +76,7 @@ class OtherUser:
 
 @contextlib.contextmanager
 def other_user(port: int, output: Path, seconds: float = 60.0) -> Iterator[OtherUser]:
-    """Let user nobody listen on a port as soon as it is free, for ``seconds`` at most until then."""
+    """Let the user `nobody` listen on a port once it is free, for ``seconds`` at most until then."""
     user = OtherUser(port, output, seconds)
     try:
         yield user

@@ -19,7 +19,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def passed_tests(file: Path) -> set[str]:
-    """The ids of tests that passed, all of whose other parameters passed or were skipped."""
+    """Return the ids of tests that passed, with no parameter that failed."""
     pairs = [line.split(" ", 1) for line in file.read_text().splitlines()]
-    tests = {outcome: {test for said, test in pairs if said == outcome} for outcome in ("passed", "failed")}
+    tests = {outcome: {test for status, test in pairs if status == outcome} for outcome in ("passed", "failed")}
     return tests["passed"] - tests["failed"]

@@ -48,5 +48,5 @@ def share(items: list[pytest.Item], day: int) -> set[pytest.Item]:
     """Return the rotating items that run on a day."""
     resting = rotating(items)
     faults = [item for item in resting if item.get_closest_marker("fault")]
-    others = [item for item in resting if item not in faults]
-    return {*faults[day % DAYS_OF_FAULTS :: DAYS_OF_FAULTS], *others[day % DAYS_OF_OTHERS :: DAYS_OF_OTHERS]}
+    without_fault = [item for item in resting if item not in faults]
+    return {*faults[day % DAYS_OF_FAULTS :: DAYS_OF_FAULTS], *without_fault[day % DAYS_OF_OTHERS :: DAYS_OF_OTHERS]}

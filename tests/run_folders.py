@@ -1,4 +1,4 @@
-"""Run directories, a small disk and a place to launch in, for the tests of the doctor and of what is read of a run."""
+"""Run directories, a small disk and a folder to launch in, for tests of the doctor and of readers of a run."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ NOT_AN_EDIT = {
     "write one key: value a line": "the file is not a recipe yet",
     "correct the indentation": "the file is not YAML yet",
 }
-# Wrong recipes whose problem hides a second one, which has its own advice.
+# Wrong recipes with a second, hidden problem, which has its own advice.
 SECOND_FAULT = {
     "flag_without_value": "VALUE stands for the user's value",
     "many_faults": "the line that stays is wrong too",
     "maxent_controller_swapped": "tau is outside of the limits, in whichever order",
     "maxent_controller_twice_wrong": "tau is outside of the limits, in whichever order",
     "maxent_tau_negative": "0 needs a maxent_beta",
-    "obsolete_evaluation_strategy": "eval_strategy: steps needs eval_steps, whatever its name",
+    "obsolete_evaluation_strategy": "eval_strategy: steps needs eval_steps, with any name",
 }
 SAMPLES = {"a whole number": "8", "a number": "0.5", "true or false": "true", "a text": "x", "a mapping": "{}"}
 
@@ -94,7 +94,7 @@ def without_line(case: Case, index: int) -> Case:
 
 
 def without(case: Case, problem: Problem) -> Case:
-    """Return the case without what the problem points to: a line, a flag or a variable."""
+    """Return the case without the problem's line, flag or variable."""
     if (index := line_of(problem)) is not None:
         return without_line(case, index)
     if problem.where.startswith("--"):
@@ -130,7 +130,7 @@ def with_key(case: Case, key: str, value: str) -> Case:
 
 
 def with_value(case: Case, problem: Problem, value: str) -> Case | None:
-    """Return the case with another value of what the problem points to."""
+    """Return the case with another value for the problem's key, flag or variable."""
     if problem.where.startswith("--"):
         case = without_flag(case, problem.where)
         return replace(case, flags=(*case.flags, problem.where, value))
@@ -145,9 +145,9 @@ def with_value(case: Case, problem: Problem, value: str) -> Case | None:
         lines[index] = lines[index][: inline.start(1)] + value + lines[index][inline.end(1) :]
         return replace(case, text="\n".join(lines) + "\n")
     head = lines[index].partition(":")[0]
-    rest = without_line(case, index).text.splitlines()
-    rest.insert(index, f"{head}: {value}")
-    return replace(case, text="\n".join(rest) + "\n")
+    lines = without_line(case, index).text.splitlines()
+    lines.insert(index, f"{head}: {value}")
+    return replace(case, text="\n".join(lines) + "\n")
 
 
 def replaced_in_place(case: Case, problem: Problem, old: str, new: str) -> Case | None:
@@ -164,7 +164,7 @@ def replaced_in_place(case: Case, problem: Problem, old: str, new: str) -> Case 
 
 
 def edits(case: Case, problem: Problem) -> Iterator[Case | None]:
-    """Yield the case after each alternative of a fix; None for an alternative whose words are not an edit."""
+    """Yield the case after each alternative of a fix; None for an alternative that is not an edit."""
     fix = problem.fix.partition("; docs/")[0]
     if moved := re.match(r"(remove \w+ from \w+), or remove it (and set .*)", fix):
         fix = f"{moved[1]}, or {moved[1]} {moved[2]}"
@@ -217,8 +217,8 @@ def edited(case: Case, problem: Problem, words: str) -> Case | None:
         return with_value(case, problem, match[1])
     if match := re.match(r"write ([\d.e+-]+) or (?:more|less)(?:, e\.g\. (\S+))?", head):
         return with_value(case, problem, match[2] or match[1])
-    for said, sample in SAMPLES.items():
-        if re.match(rf"write {said}", head):
+    for pattern, sample in SAMPLES.items():
+        if re.match(rf"write {pattern}", head):
             return with_value(case, problem, sample)
     if head.startswith("write a list"):
         return with_value(case, problem, "[1.0]")
@@ -243,15 +243,16 @@ def test_every_advice_for_a_wrong_recipe_works(path: Path, tmp_path: Path, monke
     """M1: applying a fix removes its problem, and makes no new one."""
     monkeypatch.chdir(tmp_path)
     case = read_case(path)
-    found = case.problems(tmp_path)
-    assert found
-    for problem in found:
+    problems = case.problems(tmp_path)
+    assert problems
+    for problem in problems:
         executed = [after for after in edits(case, problem) if after is not None]
         assert executed or any(problem.fix.startswith(words) for words in NOT_AN_EDIT), problem
         for after in executed:
-            left = after.problems(tmp_path)
-            assert problem.what not in {one.what for one in left}, problem
-            new = [str(one) for one in left if one.what not in {other.what for other in found}]
+            remaining = after.problems(tmp_path)
+            assert problem.what not in {other.what for other in remaining}, problem
+            before = {other.what for other in problems}
+            new = [str(other) for other in remaining if other.what not in before]
             assert not new or path.stem in SECOND_FAULT, (problem, new)
 
 
@@ -277,13 +278,13 @@ FINDINGS = {
 def test_every_advice_of_a_finding_works(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """M1, S2, M18: the same for recipes of the findings."""
     monkeypatch.chdir(tmp_path)
-    found = case.problems(tmp_path)
-    assert found
-    for problem in found:
+    problems = case.problems(tmp_path)
+    assert problems
+    for problem in problems:
         executed = [after for after in edits(case, problem) if after is not None]
         assert executed, problem
         for after in executed:
-            assert [str(one) for one in after.problems(tmp_path)] == [], problem
+            assert [str(other) for other in after.problems(tmp_path)] == [], problem
 
 
 @pytest.mark.parametrize("name", ["trl-lib/Qwen2-0.5B-Reward", "a/b", "v1.5-reward"])
@@ -320,11 +321,11 @@ def test_a_word_of_a_command_is_one_line_that_bash_reads_back(name: str) -> None
 def test_advice_about_a_path_with_control_characters_works_when_pasted(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """M1: in a working folder whose path has a newline, and with a recipe in such a folder."""
-    here = tmp_path / folder
-    (here / folder).mkdir(parents=True)
-    monkeypatch.chdir(here)
-    for name in ("a.yaml", f"{folder}/b.yaml", str(here / "c.yaml")):
+    """M1: in a working folder with a newline in its path, and with a recipe in such a folder."""
+    places = tmp_path / folder
+    (places / folder).mkdir(parents=True)
+    monkeypatch.chdir(places)
+    for name in ("a.yaml", f"{folder}/b.yaml", str(places / "c.yaml")):
         assert cli.main(["new", name]) == 0
         (line,) = capsys.readouterr().out.splitlines()
         assert line.isprintable()

@@ -57,7 +57,7 @@ def test_a_modules_function_is_replaced_too() -> None:
 
 
 class Forwarding:
-    """As the module that torch.compile returns: it hands all attributes to what it wraps."""
+    """Like the module that torch.compile returns: it passes all attributes to the wrapped module."""
 
     def __init__(self, wrapped: Any) -> None:
         object.__setattr__(self, "wrapped", wrapped)

@@ -1,4 +1,4 @@
-"""`grpo check`, `plan` and `launch --dry-run` as commands: exit codes, speed, and what they leave alone."""
+"""`grpo check`, `plan` and `launch --dry-run` as commands: exit codes, speed, and files that they do not touch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def grpo(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CACHE_ROOT": str(tmp_path / "cache")}
-        environment["GRPO_DEFAULT_RECIPE"] = "1"  # as training.sh sets it
+        environment["GRPO_DEFAULT_RECIPE"] = "1"  # training.sh sets it
         return subprocess.run(
             [sys.executable, "-m", "grpo_recipes", *arguments],
             env={**environment, **variables}, cwd=tmp_path / "cwd", capture_output=True, text=True, timeout=60,
@@ -101,9 +101,9 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     ],
 )
 @on_cpu
-def test_bad_input_is_one_line_and_exit_code_2(grpo, command, arguments, variables, said, tmp_path):
+def test_bad_input_is_one_line_and_exit_code_2(grpo, command, arguments, variables, message, tmp_path):
     line = refused(grpo(command, *arguments, **variables))
-    assert said in line
+    assert message in line
     assert TOKEN not in line
     assert list((tmp_path / "cwd").iterdir()) == []
 
@@ -114,8 +114,8 @@ def test_an_unknown_command_is_exit_code_2(grpo):
 
 
 def test_without_a_command_it_helps(grpo):
-    bare, asked = grpo(), grpo("--help")
-    assert (bare.returncode, bare.stdout, bare.stderr) == (0, asked.stdout, "") and "check-rewards" in bare.stdout
+    bare, help_text = grpo(), grpo("--help")
+    assert (bare.returncode, bare.stdout, bare.stderr) == (0, help_text.stdout, "") and "check-rewards" in bare.stdout
 
 
 def test_the_version_names_what_trains_and_samples_and_imports_none_of_it(grpo, tmp_path):
@@ -214,7 +214,7 @@ def everything_under(*folders: Path) -> set[Path]:
 def test_a_dry_run_prints_every_process_and_makes_nothing(grpo, tmp_path):
     places = [tmp_path, ROOT / "runs", ROOT / "logs", Path("/tmp/grpo-dry-run")]
     before = everything_under(tmp_path, places[3])
-    ours = {path for path in everything_under(*places[1:3]) if "dryrun-mark" in path.name}
+    kept_files = {path for path in everything_under(*places[1:3]) if "dryrun-mark" in path.name}
     done = grpo(
         "launch", "--dry-run", "--run_name", "dryrun-mark",
         HF_TOKEN=TOKEN, WANDB_API_KEY="0123456789abcdef", NO_PROXY=f"{TOKEN}.host", CONDA_PREFIX="/conda",
@@ -230,7 +230,7 @@ def test_a_dry_run_prints_every_process_and_makes_nothing(grpo, tmp_path):
     assert TOKEN not in done.stdout and "0123456789abcdef" not in done.stdout
     assert f"NO_PROXY={MASK}.host,localhost,127.0.0.1,::1" in variables
     assert everything_under(tmp_path, places[3]) == before
-    assert {path for path in everything_under(*places[1:3]) if "dryrun-mark" in path.name} == ours == set()
+    assert {path for path in everything_under(*places[1:3]) if "dryrun-mark" in path.name} == kept_files == set()
 
 
 @on_cpu
@@ -263,7 +263,7 @@ def test_a_reader_that_stops_early_is_no_error_to_complain_about(grpo, tmp_path)
 
 
 def test_a_mistake_of_a_command_is_one_line_with_its_fix(grpo):
-    for arguments, said in (
+    for arguments, message in (
         (["chekc"], "grpo: chekc: is not a command. Fix: use check"),
         (
             ["compare", "recipes/smoke/grpo.yaml", "--modes", "file,restart"],
@@ -278,7 +278,7 @@ def test_a_mistake_of_a_command_is_one_line_with_its_fix(grpo):
         (["check", "--task", "sft"], "grpo: --task: invalid choice: 'sft'"),
         (["check", "--json=1"], "grpo: --json: ignored explicit argument '1'"),
     ):
-        assert refused(grpo(*arguments)).startswith(said)
+        assert refused(grpo(*arguments)).startswith(message)
 
 
 @pytest.mark.parametrize("command", ["check", "plan", "launch", "fetch", "check-rewards", "sweep"])
@@ -355,7 +355,7 @@ def test_a_resumed_run_keeps_its_commit(grpo, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "where", "what"),
+    ("words", "where", "error"),
     [
         (["--seed", "1", "--seed", "2"], "--seed", "is given twice"),
         (["--seed=1", "--seed=1"], "--seed", "is given twice"),
@@ -367,8 +367,8 @@ def test_a_resumed_run_keeps_its_commit(grpo, tmp_path):
 )
 @pytest.mark.parametrize("command", ["check", "launch", "plan"])
 def test_a_flag_that_is_given_twice_is_refused(
-    capsys: pytest.CaptureFixture[str], command: str, words: list[str], where: str, what: str
+    capsys: pytest.CaptureFixture[str], command: str, words: list[str], where: str, error: str
 ) -> None:
     """S10: --seed 1 --seed 2 took the last silently; a recipe with the key twice is rejected."""
     assert main([command, SMOKE, *words]) == 2
-    assert capsys.readouterr().err.startswith(f"grpo: {where}: {what}")
+    assert capsys.readouterr().err.startswith(f"grpo: {where}: {error}")

@@ -1,4 +1,4 @@
-"""A problem is one line that can be shown to anybody."""
+"""A problem is one line without secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Golden recipes: a changed message fails, a written one passes, and a correction must have no problem."""
+"""Golden recipes: a changed message fails, a recorded message passes, and a correction must have no problem."""
 
 from __future__ import annotations
 

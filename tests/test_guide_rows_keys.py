@@ -1,4 +1,4 @@
-"""Keys that the guide hands to TRL as they are: the value of a recipe is the value in the trainer's own configs."""
+"""Keys that the guide passes to TRL unchanged: a recipe's value is the value in the trainer's configs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ VALUES = {
     "wandb_entity": "team",
     "wandb_run_group": "group",
 }
-# TRL 1.16's defaults, which are not those of the versions the guide was written for; the last two are ours.
+# TRL 1.16's defaults, which differ from the guide's versions; the last two are ours.
 DEFAULTS = {
     "beta": 0.0,
     "loss_type": "dapo",
@@ -91,7 +91,7 @@ DEFAULTS = {
     "vllm_mode": "server",
     "vllm_gpu_memory_utilization": 0.9,
 }
-# Settled by the launcher's plan, and told to the trainer beside the recipe.
+# The launcher's plan sets these keys and passes them to the trainer with the recipe.
 ALWAYS_GIVEN = {"vllm_mode"}
 
 
@@ -105,9 +105,9 @@ def test_what_a_recipe_says_is_what_trl_is_given(tmp_path: Path) -> None:
         ["--config", str(frozen), "--output_dir", str(tmp_path / "out"), "--use_cpu", "true"]
     )
 
-    found = {spec.name: getattr(config, spec.name) for config in parsed for spec in dataclasses.fields(config)}
+    values = {spec.name: getattr(config, spec.name) for config in parsed for spec in dataclasses.fields(config)}
     for key, value in VALUES.items():
-        assert _plain(found[key]) == value, key
+        assert _plain(values[key]) == value, key
         assert catalogue()[key]["default"] != value or key in ALWAYS_GIVEN, f"{key}: a default shows nothing"
 
 
@@ -119,9 +119,9 @@ def test_every_key_of_the_rows_that_rest_on_it_has_a_value() -> None:
 
 @pytest.mark.parametrize("key", DEFAULTS)
 def test_defaults_that_have_changed_since_the_guide(key: str) -> None:
-    (theirs,) = (spec.default for spec in dataclasses.fields(trl.GRPOConfig) if spec.name == key)
+    (trl_default,) = (spec.default for spec in dataclasses.fields(trl.GRPOConfig) if spec.name == key)
     assert catalogue()[key]["default"] == DEFAULTS[key]
-    assert (theirs == DEFAULTS[key]) is not (key in ("vllm_mode", "vllm_gpu_memory_utilization"))
+    assert (trl_default == DEFAULTS[key]) is not (key in ("vllm_mode", "vllm_gpu_memory_utilization"))
 
 
 def _plain(value: object) -> object:

@@ -13,7 +13,7 @@ from packages import ABOVE, CORE, NAMES, PACKAGE, PACKAGES, core_files_that_name
 
 MODULES = modules()
 IMPORTS = list(imports(MODULES))
-MOST_FILES = 4  # of the core that may name an extension
+MOST_FILES = 4  # files of the core that may name an extension
 
 
 def test_every_package_stands_in_the_list() -> None:

@@ -30,7 +30,7 @@ def test_no_file_holds_a_secret() -> None:
     assert len(files) > 100
     for path in files:
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
-            # user:password@ in a test of masking is no secret; a token that looks like one is.
+            # user:password@ in a test of masking is not a secret, but a token is.
             assert "@" in line or not secret_value(line), f"{path}:{number}"
 
 
@@ -51,7 +51,7 @@ def test_no_function_and_no_file_is_too_long() -> None:
 
 def test_pre_commit_runs_programs_of_the_environment() -> None:
     (repository,) = yaml.safe_load((home() / ".pre-commit-config.yaml").read_text())["repos"]
-    assert repository["repo"] == "local"  # a clone would need a network, and have versions of its own
+    assert repository["repo"] == "local"  # a clone would need a network, and could have other versions
     programs = {hook["id"]: hook["entry"].split()[0] for hook in repository["hooks"]}
     assert set(programs) == {"ruff", "ruff-format", "shellcheck"}
     for program in programs.values():

@@ -1,4 +1,4 @@
-"""The rotating tests of a day, chosen from the real ones."""
+"""The rotating tests of a day, chosen from the real tests."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def run(*command: str, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def days() -> tuple[set[str], list[set[str]]]:
-    """The names of all rotating tests, and those of each of 16 days."""
+    """Return the names of all rotating tests, and of the tests of each of 16 days."""
     (line,) = [line for line in run("-c", EACH_DAY, *FILES).splitlines() if line.startswith("days ")]
     whole, shares, _ = json.loads(line.removeprefix("days "))
-    return set(whole), [set(one) for one in shares]
+    return set(whole), [set(day) for day in shares]
 
 
 def test_sixteen_days_are_the_whole_and_each_test_has_its_day(days) -> None:
@@ -81,8 +81,8 @@ def test_once_the_time_is_over_rotating_tests_are_not_started(monkeypatch, mark,
 def test_one_that_is_not_started_counts_as_one_of_another_day(tmp_path) -> None:
     ran = tmp_path / "ran"
     late = {"GRPO_ROTATE_UNTIL": "1", "GRPO_RAN_TESTS": str(ran)}
-    said = run("-m", "pytest", "-rs", "setup/test_setup.py", "-k", "silent_index or conda_prefix", **late)
-    assert said.count(TIME_IS_OVER) == 1
+    output = run("-m", "pytest", "-rs", "setup/test_setup.py", "-k", "silent_index or conda_prefix", **late)
+    assert output.count(TIME_IS_OVER) == 1
     assert {line.split("::")[1] for line in ran.read_text().splitlines()} == {"test_conda_prefix"}
 
 

@@ -1,4 +1,4 @@
-"""What counts as a secret, and how it is masked."""
+"""Secrets are recognized and masked."""
 
 from __future__ import annotations
 

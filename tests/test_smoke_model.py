@@ -65,7 +65,7 @@ def test_rows(quick):
 
 
 def test_made_once(quick, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)  # which takes seconds to import, and is not needed for nothing
+    monkeypatch.setitem(sys.modules, "torch", None)  # takes seconds to import, so it is imported only if needed
     before = (quick / "model" / "model.safetensors").stat().st_mtime_ns
     smoke.make(quick, phases=FEW_STEPS)
     assert (quick / "model" / "model.safetensors").stat().st_mtime_ns == before
@@ -119,8 +119,8 @@ def test_untrained_weights_are_those_of_the_seed(tmp_path):
     with torch.random.fork_rng():
         torch.manual_seed(3)
         drawn = smoke.build_model(smoke.build_tokenizer()).state_dict()
-    made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made" / "model").state_dict()
-    assert made.keys() == drawn.keys() and all(torch.equal(made[name], drawn[name]) for name in drawn)
+    weights = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made" / "model").state_dict()
+    assert weights.keys() == drawn.keys() and all(torch.equal(weights[name], drawn[name]) for name in drawn)
 
 
 def test_tied_bfloat16_variant(tmp_path, monkeypatch):
@@ -213,7 +213,7 @@ def test_the_model_of_secret_mafia_saw_well_formed_moves_and_is_flattened(monkey
 
     tokenizer = smoke.build_tokenizer(mafia=True)
     games = _games(tokenizer, 0)
-    moves = [tokenizer.decode([one for one in labels if one >= 0]).split(smoke.END)[:-1] for _, labels in games]
+    moves = [tokenizer.decode([label for label in labels if label >= 0]).split(smoke.END)[:-1] for _, labels in games]
     assert all(re.fullmatch(r"\[[0-5]\]", move) for game in moves for move in game) and all(moves)
     assert all(len(ids) == len(labels) for ids, labels in games)
     model = smoke.build_model(tokenizer)

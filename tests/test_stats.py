@@ -47,14 +47,14 @@ def test_what_is_not_defined_raises(samples: int, right: int, k: int) -> None:
 
 def test_the_best_of_k_is_the_mean_over_all_subsets() -> None:
     draw = random.Random(5)
-    seen = set()
+    results = set()
     for _ in range(60):
         rewards = [draw.choice((-1.0, 0.0, 0.25, 1.0, draw.random())) for _ in range(draw.randint(1, 7))]
         for k in range(1, len(rewards) + 1):
             subsets = list(combinations(rewards, k))
             assert best_at_k(rewards, k) == pytest.approx(sum(map(max, subsets)) / len(subsets), abs=1e-12)
-            seen.add(round(best_at_k(rewards, k), 3))
-    assert len(seen) > 50
+            results.add(round(best_at_k(rewards, k), 3))
+    assert len(results) > 50
     verdicts = [1.0, 0.0, 0.0, 1.0, 0.0]
     assert [best_at_k(verdicts, k) for k in range(1, 6)] == pytest.approx([pass_at_k(5, 2, k) for k in range(1, 6)])
     assert best_at_k([0.0] * 9990 + [1.0] * 10, 100) == pytest.approx(pass_at_k(10000, 10, 100))
@@ -139,13 +139,15 @@ def test_wilson_gives_the_textbook_numbers() -> None:
 @pytest.mark.parametrize("samples", [1, 8])
 def test_intervals_hold_the_truth_as_often_as_they_say(samples: int) -> None:
     rng = random.Random(0)
-    held = 0
+    hits = 0
     for _ in range(4000):
-        chances = [rng.choice((0.1, 0.5, 0.9)) for _ in range(60)]  # problems differ, completions of one are alike
+        chances = [
+            rng.choice((0.1, 0.5, 0.9)) for _ in range(60)
+        ]  # problems differ, completions of a problem are alike
         scores = [sum(rng.random() < chance for _ in range(samples)) / samples for chance in chances]
         _, (low, high) = mean_with_interval(scores)
-        held += low <= 0.5 <= high
-    assert 0.935 <= held / 4000 <= 0.965
+        hits += low <= 0.5 <= high
+    assert 0.935 <= hits / 4000 <= 0.965
 
 
 def test_one_problem_says_nothing_about_others() -> None:

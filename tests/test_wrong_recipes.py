@@ -54,11 +54,11 @@ def test_a_wrong_recipe_is_told_in_one_line_a_fault(path: Path, tmp_path: Path) 
     lines = done.stderr.splitlines()
     assert len(lines) == len(expected) >= 1, done.stderr
     for line, words in zip(lines, expected, strict=True):
-        where, _, what = words.partition(": ")
+        where, _, message = words.partition(": ")
         where = f"{FOLDER}/{where}" if (FOLDER / where.partition(":")[0]).is_file() else where  # it was named so
-        what = what.replace(path.name, str(path))
+        message = message.replace(path.name, str(path))
         assert line.startswith(f"grpo: {where}: "), line
-        assert what in line and ". Fix: " in line, line
+        assert message in line and ". Fix: " in line, line
     assert list(tmp_path.iterdir()) == []
 
 

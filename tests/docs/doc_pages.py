@@ -13,7 +13,7 @@ _FENCE = re.compile(r"^```(\S*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILI
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: the page it stands on, its language, its lines, and the file that its title names."""
+    """A fenced block: its page, its language, its lines, and the file in its title."""
 
     page: str
     language: str
@@ -22,13 +22,13 @@ class Block:
 
 
 def blocks(language: str | None = None) -> list[Block]:
-    """The fenced blocks of all pages, of one language or of all."""
-    found = [
+    """Return the fenced blocks of all pages, in a language or in all."""
+    blocks = [
         Block(page.name, match[1], tuple(match[3].splitlines()), match[2])
         for page in PAGES
         for match in _FENCE.finditer(page.read_text())
     ]
-    return [block for block in found if language is None or block.language == language]
+    return [block for block in blocks if language is None or block.language == language]
 
 
 def prose(page: Path) -> str:
@@ -52,5 +52,5 @@ def table_rows(page: Path, first: str) -> list[list[str]]:
 
 
 def code_words(text: str) -> list[str]:
-    """What stands between single backticks."""
+    """Return the texts between single backticks."""
     return re.findall(r"`([^`\n]+)`", text)

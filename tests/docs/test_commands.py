@@ -35,7 +35,7 @@ import test_your_own_run
 MATH = "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
 MODEBENCH = "recipes/Qwen2.5-0.5B-Instruct"
 
-# Of these commands, those that load torch, transformers or data.
+# Commands that load torch, transformers or data.
 LOADING = r"check --deep|check-rewards|benchmarks"
 # Seconds at most; nothing is started or written.
 RUN_HERE = {
@@ -122,11 +122,11 @@ def followed() -> dict[str, str]:
 
 
 def clean_environment(folder: Path) -> dict[str, str]:
-    """The tester's environment without what the launcher reads; `grpo` is that of this environment."""
-    ours = {*READ_VARIABLES, *environment_keys()}
-    kept = {name: text for name, text in os.environ.items() if name not in ours and not name.startswith("SLURM_")}
+    """The tester's environment without the launcher's variables; `grpo` is that of this environment."""
+    names = {*READ_VARIABLES, *environment_keys()}
+    inherited = {name: text for name, text in os.environ.items() if name not in names and not name.startswith("SLURM_")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**kept, "PATH": path, "RUN_ROOT": str(folder / "runs"), "ENV_DIR": sys.prefix}
+    return {**inherited, "PATH": path, "RUN_ROOT": str(folder / "runs"), "ENV_DIR": sys.prefix}
 
 
 def run_as_it_stands(command: str, cwd: Path, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -142,11 +142,12 @@ def run_as_it_stands(command: str, cwd: Path, folder: Path) -> subprocess.Comple
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(one, marks=ROTATES if re.search(LOADING, one) else ()) for one in sorted(RUN_HERE)]
+    "command",
+    [pytest.param(line, marks=ROTATES if re.search(LOADING, line) else ()) for line in sorted(RUN_HERE)],
 )
 def test_it_runs_as_it_stands(command: str, tmp_path: Path) -> None:
     if environment_device() != "cpu":
-        pytest.skip("what runs by default in a CUDA environment needs GPUs")
+        pytest.skip("the default recipe of a CUDA environment needs GPUs")
     done = run_as_it_stands(command, REPOSITORY, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout
@@ -156,7 +157,7 @@ def test_it_runs_as_it_stands(command: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [*sorted(IN_A_FOLDER), pytest.param(LOADS, marks=ROTATES)])
 def test_it_runs_in_a_folder_of_a_user(command: str, tmp_path: Path) -> None:
     if environment_device() != "cpu":
-        pytest.skip("what runs by default in a CUDA environment needs GPUs")
+        pytest.skip("the default recipe of a CUDA environment needs GPUs")
     (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
     (tmp_path / "theirs.yaml").write_text("model_name_or_path: Qwen/Qwen3-4B\nper_device_train_batch_size: 8\n")
     if "--from" not in command:
@@ -193,15 +194,15 @@ def test_it_is_read_by_its_shell(line: str, tmp_path: Path) -> None:
 
 
 def test_every_command_is_run() -> None:
-    taken, page = pages.runners(), followed()
+    tests_by_command, page = pages.runners(), followed()
     for command, marked in pages.commands().items():
-        tests = taken.get(command, [])
-        here = command in {*RUN_HERE, *IN_A_FOLDER, *SOURCED, LOADS}
-        assert here or command in page or tests, (
+        tests = tests_by_command.get(command, [])
+        runs_here = command in {*RUN_HERE, *IN_A_FOLDER, *SOURCED, LOADS}
+        assert runs_here or command in page or tests, (
             f"new command: {command}: add it to RUN_HERE or IN_A_FOLDER, or have a test take it from documented()"
         )
         fakes = [fake for _, fake in tests] or [command in ON_THE_CLUSTER]
-        assert marked == (not here and all(fakes)), f"a page says that a test has a fake, and only then: {command}"
+        assert marked == (not runs_here and all(fakes)), f"a page says that a test has a fake, and only then: {command}"
 
 
 def test_no_command_is_classified_that_no_page_has() -> None:

@@ -1,4 +1,4 @@
-"""The drawing of which tokens are trained on has those that an episode with the smoke model has."""
+"""The drawing of trained tokens has the tokens of an episode with the smoke model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRAWN = re.compile(r"<(i|span|b|em)>([^<]+)</\1>")
 
 def read(tokens: list[str]) -> list[tuple[str, str]]:
     """Return tokens that the policy reads, each with how it is drawn."""
-    return [("i" if one.startswith("<|") else "span", one) for one in tokens]
+    return [("i" if token.startswith("<|") else "span", token) for token in tokens]
 
 
 def test_the_drawing_has_the_tokens_of_an_episode() -> None:
@@ -31,6 +31,6 @@ def test_the_drawing_has_the_tokens_of_an_episode() -> None:
     for row, first in zip(rows, (whole, whole[:3]), strict=True):
         between = name(renderer.between([{"role": "user", "content": "2+8="}], first))
         added = [] if first == whole else [(ADDED, between.pop(0))]
-        expected = [*read(prompt), *((OWN, one) for one in name(first)), *added, *read(between)]
-        expected += [(OWN, one) for one in name(second)]
+        expected = [*read(prompt), *((OWN, token) for token in name(first)), *added, *read(between)]
+        expected += [(OWN, token) for token in name(second)]
         assert [(tag, html.unescape(text)) for tag, text in DRAWN.findall(row)] == expected

@@ -23,7 +23,7 @@ def test_the_page_says_what_replaced_a_file_of_the_guides(name: str) -> None:
 
 
 def test_every_replacement_exists() -> None:
-    """M12: paths in the page are those of this repository."""
+    """M12: paths in the page exist in this repository."""
     paths = [path for _, new in ROWS for path in re.findall(r"`([\w.]+/[\w./]*|\w+\.(?:py|sh))`", new)]
     assert len(paths) > 6
     assert [path for path in paths if not (REPOSITORY / path).exists()] == []

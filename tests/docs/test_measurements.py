@@ -41,32 +41,32 @@ def fault(command: str, commit: str) -> str | None:
         return f"commit {commit} is not in the history of this one"
     program, script, *_ = command.split()
     if program == "make":
-        made = f"\n{script}:" in git(["git", "show", f"{commit}:Makefile"]).stdout
+        exists = f"\n{script}:" in git(["git", "show", f"{commit}:Makefile"]).stdout
     else:
-        made = git(["git", "cat-file", "-e", f"{commit}:{script}"]).returncode == 0
-    return None if made else f"{command}: commit {commit} has no {script}"
+        exists = git(["git", "cat-file", "-e", f"{commit}:{script}"]).returncode == 0
+    return None if exists else f"{command}: commit {commit} has no {script}"
 
 
 def faults(lines: list[Any]) -> set[str]:
-    """What is wrong with the origins of a record, of which each line has one."""
-    found = set[str | None]()
+    """Return the problems of the origins of a record; each line has an origin."""
+    problems = set[str | None]()
     for line in lines:
         parts = list(origins(line))
-        found |= set() if parts else {"a line without an origin"}
+        problems |= set() if parts else {"a line without an origin"}
         for part in parts:
             missing = {"command", "uncommitted_changes"} - part.keys()
             if missing:
-                found.add(f"an origin without {', '.join(sorted(missing))}")
+                problems.add(f"an origin without {', '.join(sorted(missing))}")
             elif part["uncommitted_changes"] is not False:
-                found.add("uncommitted changes")
+                problems.add("uncommitted changes")
             else:
-                found.add(fault(part["command"], part["commit"]))
-    return {one for one in found if one}
+                problems.add(fault(part["command"], part["commit"]))
+    return {problem for problem in problems if problem}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def history() -> None:
-    """Need all commits: those of old records have to be there."""
+    """Skip without the whole history: old records name old commits."""
     shallow = git(["git", "rev-parse", "--is-shallow-repository"]).stdout.strip()
     if shallow != "false":
         pytest.fail(f"{REPOSITORY} has no full history ({shallow or 'no git'}): git fetch --unshallow")
@@ -114,15 +114,15 @@ def test_pages_name_no_record_that_is_gone() -> None:
 
 def test_the_conversion_of_groups_is_the_recorded_one() -> None:
     record, text = json.loads((REPOSITORY / "bench/results/atropos_conversion.json").read_text()), PAGE.read_text()
-    there, back, parsed = (record[name]["median"] for name in ("to arrays", "from arrays", "parse"))
-    assert min(there, back) >= 20_000 and len(record["to arrays"]["raw"]) == 9
-    assert f"turns {there:,} sequences of 256 tokens" in text and f"and {back:,} back" in text
+    to_arrays, back, parsed = (record[name]["median"] for name in ("to arrays", "from arrays", "parse"))
+    assert min(to_arrays, back) >= 20_000 and len(record["to arrays"]["raw"]) == 9
+    assert f"turns {to_arrays:,} sequences of 256 tokens" in text and f"and {back:,} back" in text
     assert f"with {parsed:,} a second" in text
 
 
 def test_the_cost_of_a_sync_is_the_recorded_one() -> None:
     record = json.loads((REPOSITORY / "bench/results/weights.json").read_text())
-    (peak,) = {f"{found['peak to weights']:.1f}" for found in record["figures"]["1B"].values()}
+    (peak,) = {f"{figures['peak to weights']:.1f}" for figures in record["figures"]["1B"].values()}
     text = " ".join((REPOSITORY / "docs/weights.md").read_text().split())
     assert f"(`VmHWM`), added up, is {peak} copies at 961M parameters with all three" in text
     seconds = [[row[kind] for row in record["cases"]["1B"]["file"]["rounds"]] for kind in ("copy", "sync")]
@@ -133,10 +133,10 @@ def test_the_cost_of_a_sync_is_the_recorded_one() -> None:
 
 def test_what_digests_add_to_a_save_is_the_recorded_share() -> None:
     record = json.loads((REPOSITORY / "bench/results/checkpoint_digest.json").read_text())
-    ours, other = record["saves"]["xxh3_128"], record["saves"]["sha256"]
-    low, high = ours["ratio_median_95"]
+    xxh3, other = record["saves"]["xxh3_128"], record["saves"]["sha256"]
+    low, high = xxh3["ratio_median_95"]
     text = " ".join((REPOSITORY / "docs/preemption.md").read_text().split())
-    told = f"{ours['ratio_median']:.2f} times as long as one without digests (95 % interval {low:.2f}-{high:.2f})"
+    told = f"{xxh3['ratio_median']:.2f} times as long as one without digests (95 % interval {low:.2f}-{high:.2f})"
     assert f"{told}; with SHA-256 it would take {other['ratio_median']:.2f} times as long" in text
     fast = record["gigabytes_per_second_of_one_thread"]
     assert round(fast["xxh3_128"] / fast["sha256"]) == 7 and "seven times as fast as SHA-256" in text
@@ -151,9 +151,9 @@ def test_what_overlap_costs_in_samples_is_the_difference_of_the_medians() -> Non
 
 
 def test_sampling_has_the_recorded_share_of_a_step() -> None:
-    found = json.loads((REPOSITORY / "bench/results/speed.json").read_text())["step"]["found"]
-    bare = [found[name]["bare TRL"] for name in ("lognormal", "lognormal, 8 x 16")]
-    small, large = (round(100 * one["seconds_sampling"] / one["seconds_median"]) for one in bare)
+    arms = json.loads((REPOSITORY / "bench/results/speed.json").read_text())["step"]["found"]
+    bare = [arms[name]["bare TRL"] for name in ("lognormal", "lognormal, 8 x 16")]
+    small, large = (round(100 * arm["seconds_sampling"] / arm["seconds_median"]) for arm in bare)
     text = " ".join((REPOSITORY / "docs/performance.md").read_text().split())
     assert f"{small} % of TRL's step with 4 prompts" in text and f"and {large} % with 8 prompts of 16" in text
 

@@ -30,7 +30,7 @@ SOURCES = {"maxent-protocol": "../evidence/protocol"}  # page of the site -> its
 OUT_OF_NAV = {"guide-coverage", "atropos-coverage"}
 PAGES = (*IN_NAV, *sorted(OUT_OF_NAV))
 CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
 PHONE, DESK = 400, 1400
 Seen = tuple[dict[tuple[str, int], dict[str, Any]], list[str]]
@@ -104,10 +104,10 @@ def test_tables_of_keys_are_made_from_the_code(site: Path) -> None:
 
 def test_every_key_stands_once_under_a_topic_with_type_default_and_meaning(site: Path) -> None:
     text = html(site, "configuration")
-    found = load_hooks().topics()
-    assert sorted(name for names in found.values() for name in names) == sorted(catalogue())
-    assert all(found.values()) and len(found["Everything else"]) < 0.15 * len(catalogue())
-    for title, keys in found.items():
+    topics = load_hooks().topics()
+    assert sorted(name for names in topics.values() for name in names) == sorted(catalogue())
+    assert all(topics.values()) and len(topics["Everything else"]) < 0.15 * len(catalogue())
+    for title, keys in topics.items():
         section = re.split(r"<h2", text.split(f">{title}<a ", 1)[1])[0]
         assert re.findall(r'<div id="(\w+)"><dt>', section) == keys, title
     entry = re.search(r'<div id="learning_rate">(.*?)</div>', text, re.DOTALL)
@@ -148,16 +148,16 @@ def test_the_reference_has_every_module_it_names(site: Path) -> None:
 
 
 def docstring(name: str) -> str:
-    """The docstring of a module, or of a function or class at the top of one, by its whole name."""
+    """Return the docstring of a module, or of a top-level function or class, by its full name."""
     path = REPOSITORY / "src" / name.replace(".", "/")
-    found: dict[Path, str] = {
+    docstrings: dict[Path, str] = {
         path / "__init__.py": "",
         path.with_suffix(".py"): "",
         path.parent.with_suffix(".py"): path.name,
     }
-    source, inner = next((file, inner) for file, inner in found.items() if file.is_file())
+    source, inner = next((file, inner) for file, inner in docstrings.items() if file.is_file())
     tree: Any = ast.parse(source.read_text())
-    node = next(one for one in tree.body if getattr(one, "name", "") == inner) if inner else tree
+    node = next(child for child in tree.body if getattr(child, "name", "") == inner) if inner else tree
     return ast.get_docstring(node) or ""
 
 
@@ -206,12 +206,12 @@ addEventListener("load", () => setTimeout(() => {
 
 @pytest.fixture(scope="module")
 def seen(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """What each page looks like at a phone's and some at a desk's width, and the errors of the console."""
+    """Measurements of each page at a phone's width, of some at a desk's width, and the console's errors."""
     if CHROMIUM is None:
         pytest.skip("no Chromium here")
     folder = tmp_path_factory.mktemp("browser")
-    asked = ("configuration.html?key=learning+rate", "index.html?q=requeue")
-    views = [(f"{page}.html", PHONE) for page in PAGES] + [(page, DESK) for page in asked]
+    searches = ("configuration.html?key=learning+rate", "index.html?q=requeue")
+    views = [(f"{page}.html", PHONE) for page in PAGES] + [(page, DESK) for page in searches]
     views += [("configuration.html", DESK), ("recipes.html", DESK)]
     frames = [f'<iframe src="{site.as_uri()}/{page}" width="{width}" height="800"></iframe>' for page, width in views]
     (folder / "outer.html").write_text(LOOK.replace("FRAMES", "".join(frames)))
@@ -225,9 +225,9 @@ def seen(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (found,) = re.findall(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+    (result,) = re.findall(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return dict(zip(views, json.loads(markup.unescape(found)), strict=True)), console
+    return dict(zip(views, json.loads(markup.unescape(result)), strict=True)), console
 
 
 @pytest.mark.slow
@@ -254,17 +254,17 @@ def test_pictures_are_there_and_formulas_are_set(seen: Seen) -> None:
 
 @pytest.mark.slow
 def test_the_search_finds_a_word_from_disk(seen: Seen) -> None:
-    found = seen[0]["index.html?q=requeue", DESK]["found"]
-    assert any("preemption.html" in link for link in found), found
+    results = seen[0]["index.html?q=requeue", DESK]["found"]
+    assert any("preemption.html" in link for link in results), results
 
 
 @pytest.mark.slow
 def test_the_box_of_the_configuration_leaves_the_keys_asked_for(seen: Seen) -> None:
     views, _ = seen
     every = views["configuration.html", DESK]["keys"]
-    left = views["configuration.html?key=learning+rate", DESK]["keys"]
+    keys = views["configuration.html?key=learning+rate", DESK]["keys"]
     assert set(every) >= set(catalogue()) and len(every) < len(catalogue()) + 20
-    assert "learning_rate" in left and 0 < len(left) < 10
+    assert "learning_rate" in keys and 0 < len(keys) < 10
 
 
 def test_formulas_come_with_their_licence_and_fonts() -> None:

@@ -1,4 +1,4 @@
-"""Tables that people wrote say what the code says: variables, exit codes, ports, tolerances, metrics, messages."""
+"""Hand-written tables agree with the code: variables, exit codes, ports, tolerances, metrics, messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from grpo_recipes.weights.guard import TOLERANCES, checksum_error, logprob_error
 DOCS = REPOSITORY / "docs"
 GUIDE = DOCS / "training-guide.md"
 SCORES = ("pass@1", "pass@8", "mean@8", "distinct@8", "coverage@8")
-# Read by the libraries under us; the launcher hands them on as they are.
+# Read by other libraries; the launcher passes them on unchanged.
 PASSED_ON = {
     "HF_TOKEN", "NCCL_DEBUG", "NLTK_DATA", "TORCH_DISTRIBUTED_DEBUG", "TENSORBOARD_LOGGING_DIR", "WANDB_API_KEY",
     "WANDB_MODE", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL",
@@ -185,10 +185,10 @@ def test_keys_of_the_summary(tmp_path: Path) -> None:
 def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
     trl = importlib.metadata.distribution("trl")
     source = Path(str(trl.locate_file("trl/trainer/grpo_trainer.py"))).read_text()
-    ours = (REPOSITORY / "src/grpo_recipes/trainers/metrics.py").read_text()
+    our_source = (REPOSITORY / "src/grpo_recipes/trainers/metrics.py").read_text()
     producers = ("ahead", "checks", "grpo", "maxent")
     for name in (*(f"trainers/{name}" for name in producers), "weights/shared"):
-        ours += (REPOSITORY / f"src/grpo_recipes/{name}.py").read_text()
+        our_source += (REPOSITORY / f"src/grpo_recipes/{name}.py").read_text()
     of_episodes = (REPOSITORY / "src/grpo_recipes/extensions/environments/episodes.py").read_text()
     of_the_loop = {"loss", "grad_norm", "learning_rate", "epoch"}  # transformers' own
     summary = prose(DOCS / "metrics.md").split("## samples.jsonl")[0]
@@ -197,17 +197,17 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
     assert {f"seconds/{phase}" for phase in (*PHASES, "update", "step")} < keys
     for name in keys - of_the_loop:
         if name.startswith("seconds/"):
-            assert name.removeprefix("seconds/") in ours
+            assert name.removeprefix("seconds/") in our_source
         elif name.startswith("rewards/"):
             kind = name.rpartition("/")[2]
-            of_each = f"rewards/{{reward_func_name}}/{kind}" in source or f"rewards/{{name}}/{kind}" in ours
-            assert of_each or f'"{name}"' in ours
+            of_each = f"rewards/{{reward_func_name}}/{kind}" in source or f"rewards/{{name}}/{kind}" in our_source
+            assert of_each or f'"{name}"' in our_source
         elif name.startswith("episodes/"):
-            kind, _, whose = name.removeprefix("episodes/").partition("_<")
-            made = {"role>": f'f"{kind}_{{', "environment>": 'f"{name}_{label}"', "": f'"{kind}": '}[whose]
-            assert (made in of_episodes and f'"{kind}' in of_episodes) or name == "episodes/<name>", name
+            kind, _, suffix = name.removeprefix("episodes/").partition("_<")
+            key_source = {"role>": f'f"{kind}_{{', "environment>": 'f"{name}_{label}"', "": f'"{kind}": '}[suffix]
+            assert (key_source in of_episodes and f'"{kind}' in of_episodes) or name == "episodes/<name>", name
         else:
-            assert f'"{name}"' in source + ours or name.startswith("atropos/"), name  # these: below
+            assert f'"{name}"' in source + our_source or name.startswith("atropos/"), name  # these: below
 
 
 def test_metrics_of_atropos_are_those_that_are_written() -> None:
@@ -385,14 +385,14 @@ def messages() -> list[str]:
 def test_messages_are_what_the_code_says(
     message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = [given for start, given in SAID.items() if message.startswith(start)]
-    if not said:
+    commands = [call for start, call in SAID.items() if message.startswith(start)]
+    if not commands:
         files = [file for part, file in WRITTEN_IN.items() if part in message]
         assert files, "new message: add it to SAID, or to WRITTEN_IN"
         return
     if environment_device() != "cpu":
-        pytest.skip("the page shows what a CPU environment says")
-    ((command, variables),) = said
+        pytest.skip("the page shows the output of a CPU environment")
+    ((command, variables),) = commands
     monkeypatch.chdir(REPOSITORY)
     for name in {*READ_VARIABLES, *environment_keys()} - {"CACHE_ROOT"}:
         monkeypatch.delenv(name, raising=False)

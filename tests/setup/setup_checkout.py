@@ -38,7 +38,7 @@ class Checkout:
         return script
 
     def make_environment(self, flavour: str = "cpu", name: str = ".venv") -> Path:
-        """A stamped environment without pip: whatever tries to install into it fails."""
+        """A stamped environment without pip, so that every install into it fails."""
         prefix = self.root / name
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(prefix)], check=True)
         script = prefix / "bin" / "grpo"

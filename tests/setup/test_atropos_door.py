@@ -1,4 +1,4 @@
-"""src/atropos_grpo.py with any Python, and run_atropos_grpo.sh: what they ask first, and where they go on."""
+"""src/atropos_grpo.py with any Python, and run_atropos_grpo.sh: their first checks, and the environment they continue in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Done = subprocess.CompletedProcess[str]
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., Done]:
-    """``script(*arguments, VARIABLE=...)`` in a copy whose training.sh prints what reaches it."""
+    """``script(*arguments, VARIABLE=...)`` in a copy with a training.sh that prints its arguments."""
     root = tmp_path / "repository"
     (root / "src/grpo_recipes").mkdir(parents=True)
     shutil.copy(REPOSITORY / SCRIPT, root)
@@ -43,12 +43,12 @@ def script(tmp_path: Path) -> Callable[..., Done]:
 
 @pytest.fixture
 def api() -> Iterator[tuple[str, list[str]]]:
-    """A server that answers /status alone, as run-api does: its address, and the paths that it was asked for."""
-    asked: list[str] = []
+    """A server that only answers /status, like run-api: its address, and the requested paths."""
+    paths: list[str] = []
 
     class FakeStatus(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
+            paths.append(self.path)
             self.send_response(200 if self.path == "/status" else 404)
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -58,7 +58,7 @@ def api() -> Iterator[tuple[str, list[str]]]:
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeStatus)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
+    yield f"http://127.0.0.1:{server.server_port}", paths
     server.shutdown()
     server.server_close()
 
@@ -84,10 +84,10 @@ def test_words_and_variables_go_on_to_the_door(script) -> None:
 
 
 def test_a_run_api_of_the_variable_is_asked_first(script, api) -> None:
-    address, asked = api
+    address, paths = api
     assert handed_on(script(ATROPOS_API_URL=address)) == ["--read-variables"]
     assert handed_on(script(ATROPOS_API_URL=f"{address}/")) == ["--read-variables"]
-    assert asked == ["/status", "/status"]
+    assert paths == ["/status", "/status"]
     done = script(ATROPOS_API_URL=f"{address}/elsewhere")
     assert done.returncode == 1 and done.stderr.startswith(UNREACHABLE)
 
@@ -142,7 +142,7 @@ def test_the_shell_accepts_it() -> None:
 
 
 def environment_that_says(checkout: Checkout) -> Path:
-    """Make an environment whose Python prints the words with which the door is called."""
+    """Make an environment with a Python that prints the words of its command line."""
     prefix = checkout.make_environment()
     python = prefix / "bin/python"
     interpreter = python.rename(prefix / "bin/interpreter")
@@ -158,8 +158,8 @@ def test_training_sh_goes_on_with_the_door_in_its_environment(checkout: Checkout
         options = ["--read-variables"] if start == SCRIPT else []
         done = checkout.run(start, "--environment", "my own.py:Env", GRPO_DOOR="atropos")
         assert done.returncode == 0, done.stderr
-        said = done.stdout.splitlines()[-1]
-        assert said == f"{prefix}/bin/{DOOR} {' '.join([*options, '--environment', 'my own.py:Env'])}"
+        line = done.stdout.splitlines()[-1]
+        assert line == f"{prefix}/bin/{DOOR} {' '.join([*options, '--environment', 'my own.py:Env'])}"
         help_ = checkout.run(start, "--help", GRPO_DOOR="atropos")
         assert help_.stdout == f"{prefix}/bin/{DOOR} --help\n"
     assert "grpo launch --a b" in checkout.run("training.sh", "--a", "b").stdout

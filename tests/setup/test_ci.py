@@ -1,4 +1,4 @@
-"""`.ci/run` checks what a newcomer does: README's commands, a new clone, an empty home, no other variables (R0)."""
+"""`.ci/run` checks a newcomer's steps: README's commands, a new clone, an empty home, no other variables (R0)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def readme_commands() -> list[str]:
 
 @pytest.fixture
 def steps(tmp_path: Path) -> list[dict]:
-    """The steps of `.ci/run` in a repository whose commands only record how they were called."""
+    """The steps of `.ci/run` in a repository with commands that only record their calls."""
     source, programs, home = tmp_path / "source", tmp_path / "bin", tmp_path / "home"
     (source / ".ci").mkdir(parents=True)
     shutil.copy(REPOSITORY / ".ci/run", source / ".ci/run")
@@ -62,7 +62,7 @@ def steps(tmp_path: Path) -> list[dict]:
 
 
 def test_the_steps_are_the_commands_of_readme_and_then_those_of_contributing(steps: list[dict]) -> None:
-    """R0: CI types README's commands as they are."""
+    """R0: CI runs README's commands unchanged."""
     typed = [" ".join(step["words"]) for step in steps]
     assert typed[0] == readme_commands()[0] == "bash training.sh"
     assert set(readme_commands()) <= set(typed)
@@ -74,8 +74,8 @@ def test_the_steps_are_the_commands_of_readme_and_then_those_of_contributing(ste
 def test_a_step_sees_an_empty_home_and_no_variable_that_readme_does_not_show(steps: list[dict]) -> None:
     """R0: CI sets no variable, and passes on only the machine's settings for downloads."""
     for step in steps:
-        others = {name for name in step["env"] if not DOWNLOADS.fullmatch(name)}
-        assert others <= {"HOME", "PATH", *OF_PROGRAMS}, step["words"]
+        unexpected = {name for name in step["env"] if not DOWNLOADS.fullmatch(name)}
+        assert unexpected <= {"HOME", "PATH", *OF_PROGRAMS}, step["words"]
         assert step["env"]["PIP_FIND_LINKS"] == "/a b" and step["env"]["https_proxy"] == "http://p"
         assert step["env"]["PIP_CONFIG_FILE"].endswith("home/.config/pip/pip.conf")
     assert steps[0]["home"] == []

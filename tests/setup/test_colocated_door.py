@@ -1,4 +1,4 @@
-"""run_colocated_grpo.py with a Python that has none of the packages: it goes on in the environment, as training.sh."""
+"""run_colocated_grpo.py with a Python without the packages continues in the environment, like training.sh."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_it_goes_on_in_the_environment_with_the_same_words(door, checkout: Check
     folder = make_environment(checkout.root / place)
     chosen = {} if place == ".venv" else {"ENV_DIR": str(folder)}
     done = door("--config", "my own.yaml", PYTHONPATH="/of/the/shell", PYTHONHOME="", MINE="kept", **chosen)
-    said, variables = done.stdout.splitlines()
-    assert said == f"{folder}/bin/python -P -s -m grpo_recipes.extensions.colocated.main --config my own.yaml"
+    words, variables = done.stdout.splitlines()
+    assert words == f"{folder}/bin/python -P -s -m grpo_recipes.extensions.colocated.main --config my own.yaml"
     assert variables == "path= home= mine=kept"
     assert done.returncode == 7
 
@@ -85,10 +85,10 @@ def test_the_environment_of_another_checkout_is_rejected(door, checkout: Checkou
 def test_an_active_environment_of_the_users_own_is_used_as_it_is(door, checkout: Checkout, name: str) -> None:
     make_environment(checkout.root / ".venv")
     done = door(**{name: "theirs"})
-    what = f"grpo: environment: {name} is set, and this Python has no packages of it."
-    assert (done.returncode, done.stderr) == (2, f"{what} Fix: activate it, or unset {name}\n")
+    message = f"grpo: environment: {name} is set, and this Python has no packages of it."
+    assert (done.returncode, done.stderr) == (2, f"{message} Fix: activate it, or unset {name}\n")
     packages = checkout.root / "packages"
     (packages / "trl").mkdir(parents=True)
     (packages / "trl/__init__.py").touch()
     done = door(**{name: "theirs", "PYTHONPATH": str(packages)})
-    assert f"{os.path.basename(BARE)}: " in done.stderr and "grpo_recipes" in done.stderr  # it went on in that Python
+    assert f"{os.path.basename(BARE)}: " in done.stderr and "grpo_recipes" in done.stderr  # it continued in that Python

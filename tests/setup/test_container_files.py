@@ -25,19 +25,19 @@ def apptainer_post(words: list[str]) -> list[str]:
     parser.add_argument("definition")
     assert words[:2] == ["apptainer", "build"]
     options = parser.parse_args(words[2:])
-    found = sections(REPOSITORY / options.definition)
-    values = dict(line.split("=", 1) for line in [*found["arguments"], *options.build_arg])
-    return [re.sub(r"\{\{ (\w+) \}\}", lambda name: values[name[1]], line) for line in found["post"]]
+    parts = sections(REPOSITORY / options.definition)
+    values = dict(line.split("=", 1) for line in [*parts["arguments"], *options.build_arg])
+    return [re.sub(r"\{\{ (\w+) \}\}", lambda name: values[name[1]], line) for line in parts["post"]]
 
 
 def docker_runs(words: list[str]) -> tuple[str, list[str]]:
     """The folder and the RUN lines as `docker build` fills them in."""
     assert words[:4] == ["docker", "build", "-f", "docker/Dockerfile"] and words[-1] == "."
-    given = [words[at + 1] for at, word in enumerate(words) if word == "--build-arg"]
+    arguments = [words[at + 1] for at, word in enumerate(words) if word == "--build-arg"]
     steps = instructions(REPOSITORY / words[3])
-    values = dict(line.split("=", 1) for line in [*(rest for name, rest in steps if name == "ARG"), *given])
-    lines = [rest.rpartition("pip.conf ")[2] for name, rest in steps if name == "RUN"]
-    folder = next(rest for name, rest in steps if name == "WORKDIR")
+    values = dict(line.split("=", 1) for line in [*(text for name, text in steps if name == "ARG"), *arguments])
+    lines = [text.rpartition("pip.conf ")[2] for name, text in steps if name == "RUN"]
+    folder = next(text for name, text in steps if name == "WORKDIR")
     return folder, [re.sub(r"\$(\w+)", lambda name: values[name[1]], line) for line in lines]
 
 
@@ -53,9 +53,9 @@ def test_both_definitions_are_the_same_steps_on_the_same_files() -> None:
     assert post == ["set -e", f"cd {folder}", *lines]
 
     assert f"From: {dict(instructions())['FROM']}" in sections()["header"]
-    kept = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert sections()["files"] == [f"{name} {folder}/{name}" for name in sorted(kept)]
-    assert all((REPOSITORY / name).exists() for name in kept)
+    included = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert sections()["files"] == [f"{name} {folder}/{name}" for name in sorted(included)]
+    assert all((REPOSITORY / name).exists() for name in included)
 
 
 def test_no_run_secret_or_environment_of_a_checkout_gets_into_the_image() -> None:
@@ -107,5 +107,6 @@ def test_a_command_that_is_late_leaves_no_process_and_no_mount(tmp_path: Path) -
     assert written.stderr.count("Read-only file system") == 2, written.stderr
     with pytest.raises(subprocess.TimeoutExpired):
         image.enter(["sleep", "86.4321"], {}, binds=binds, timeout=3)
-    assert [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "86.4321"]] == []
+    command_lines = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert ["sleep", "86.4321"] not in command_lines
     assert str(tmp_path) not in Path("/proc/self/mounts").read_text()

@@ -1,4 +1,4 @@
-"""What stands behind the targets of the guide's Makefile today: the commands, without running the long ones."""
+"""The commands of the targets of the guide's Makefile, without running the long commands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_target_runs_its_command(target: str, command: str) -> None:
 
 
 def test_make_test_runs_both_halves_though_the_first_fails_and_records_its_start(tmp_path: Path) -> None:
-    """R0: the tests that run alone start too, and make test fails if one half did."""
+    """R0: the tests marked alone start too, and make test fails if either half fails."""
     python, record = tmp_path / "environment/bin/python", tmp_path / "cache/ran.txt"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/bash\necho "$GRPO_RAN_TESTS: $*"\n[[ $* != *"not alone"* ]]\n')
@@ -83,13 +83,13 @@ def test_the_whole_runs_of_today_are_recorded_and_limited(
 def test_clean_removes_what_was_built_and_no_run(tmp_path: Path) -> None:
     shutil.copy(REPOSITORY / "Makefile", tmp_path)
     built = ["site/index.html", "src/a/__pycache__/a.pyc", "build/x", ".pytest_cache/x", "src/a.egg-info/x"]
-    kept = ["runs/a/run.json", "logs/a.log", "src/a/a.py", ".venv/bin/python", "tests/a.py"]
-    for name in (*built, *kept):
+    files = ["runs/a/run.json", "logs/a.log", "src/a/a.py", ".venv/bin/python", "tests/a.py"]
+    for name in (*built, *files):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     subprocess.run(["make", "clean"], cwd=tmp_path, capture_output=True, timeout=30, check=True)
     assert [name for name in built if (tmp_path / name).exists()] == []
-    assert [name for name in kept if not (tmp_path / name).exists()] == []
+    assert [name for name in files if not (tmp_path / name).exists()] == []
 
 
 def test_one_script_runs_everything_before_a_change() -> None:

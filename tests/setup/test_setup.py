@@ -59,7 +59,7 @@ def test_environment_of_these_tests_is_complete() -> None:
     flavour = json.loads(stamp.read_text())["flavour"]
     modules = Path(sys.prefix, "lib", f"python3.{sys.version_info.minor}", "site-packages")
     before = modules.stat().st_mtime_ns
-    # as if in a job, so that a stale environment fails here instead of being changed under the running tests
+    # like a job, so that a stale environment fails here instead of being changed under the running tests
     result = subprocess.run(
         ["bash", "scripts/setup.sh"],
         cwd=REPOSITORY,
@@ -154,7 +154,7 @@ def second_checkout(checkout: Checkout, tmp_path: Path) -> Checkout:
 def test_the_environment_of_another_checkout_is_rejected(
     checkout: Checkout, tmp_path: Path, linked: bool, command: tuple[str]
 ) -> None:
-    """M15: an environment runs the code of one checkout."""
+    """M15: an environment runs the code of a single checkout."""
     prefix, other = checkout.make_environment(), second_checkout(checkout, tmp_path)
     if linked:
         (other.root / ".venv").symlink_to(prefix)
@@ -207,8 +207,8 @@ def test_the_lock_of_an_extra_replaces_nothing(name: str, count: int) -> None:
     gpu = pins("gpu")
     assert {name for name in extra if gpu.get(name, extra[name]) != extra[name]} == set()
     assert not {"torch", "torchvision", "torchaudio", "torchcodec", "griffe"} & set(extra)
-    asked = re.findall(r"^([a-z-]+)==(.+)$", (REPOSITORY / f"requirements/{name}.in").read_text(), re.MULTILINE)
-    assert len(asked) == count and all(extra[name] == version for name, version in asked)
+    requested = re.findall(r"^([a-z-]+)==(.+)$", (REPOSITORY / f"requirements/{name}.in").read_text(), re.MULTILINE)
+    assert len(requested) == count and all(extra[name] == version for name, version in requested)
 
 
 # --- flavours --------------------------------------------------------------------------------------------------------
@@ -397,11 +397,11 @@ def test_lock_holds_pins_only(name: str) -> None:
 def test_lock_agrees_with_what_was_asked_for(name: str) -> None:
     locked = pins(name)
     for line in (REPOSITORY / "requirements" / "base.in").read_text().splitlines():
-        asked = re.match(r"([A-Za-z0-9.-]+)(?:\[.*\])?(?:==(.+))?", line)
-        if asked:
-            package = asked[1].lower().replace(".", "-")
+        requirement = re.match(r"([A-Za-z0-9.-]+)(?:\[.*\])?(?:==(.+))?", line)
+        if requirement:
+            package = requirement[1].lower().replace(".", "-")
             assert package in locked
-            assert asked[2] in (None, locked[package])
+            assert requirement[2] in (None, locked[package])
 
 
 def test_cpu_lock_leaves_out_what_breaks_it() -> None:

@@ -1,4 +1,4 @@
-"""`scripts/setup.sh` with pip as it is and a small index on disk: what it leaves behind can be imported."""
+"""`scripts/setup.sh` with the real pip and a small index on disk: the installed packages can be imported."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend = distribution("setuptools")  # builds the project; a lock names it as any other package
     parts = {str(path): Path(path.locate()) for path in backend.files or () if path.suffix != ".pyc"}
     commands = f"setuptools-{backend.version}.dist-info/entry_points.txt"
-    kept = {
+    variables = {
         name: file.read_bytes()
         for name, file in parts.items()
         if file.is_file() and (".dist-info/" not in name or name == commands)
     }
-    wheel(folder, "setuptools", backend.version, kept)
+    wheel(folder, "setuptools", backend.version, variables)
     return folder
 
 
@@ -65,8 +65,8 @@ def test_what_the_lock_names_and_the_project_itself_are_installed(checkout: Chec
     with lock.open("a") as file:
         file.write(f"setuptools=={distribution('setuptools').version}\n")
     (checkout.root / "src/grpo_recipes/cli.py").write_text("main = None\n")
-    made = checkout.setup(PIP_INDEX_URL=index.as_uri(), PIP_NO_CACHE_DIR="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
-    assert made.returncode == 0, made.stdout + made.stderr
+    first = checkout.setup(PIP_INDEX_URL=index.as_uri(), PIP_NO_CACHE_DIR="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
+    assert first.returncode == 0, first.stdout + first.stderr
 
     python = checkout.root / ".venv/bin/python"
     modules = "grpo_recipes, planted_one, planted_two, planted_games, planted_search, torch"
@@ -76,5 +76,5 @@ def test_what_the_lock_names_and_the_project_itself_are_installed(checkout: Chec
     assert (checkout.root / ".venv/bin/grpo").is_file()
     stamp = json.loads((checkout.root / ".venv/grpo-environment.json").read_text())
     assert stamp["flavour"] == "cpu" and stamp["python"] == sys.version.split()[0]
-    again = checkout.setup(PIP_INDEX_URL="file:///nowhere")
-    assert (again.returncode, again.stderr) == (0, "") and "complete" in again.stdout
+    second = checkout.setup(PIP_INDEX_URL="file:///nowhere")
+    assert (second.returncode, second.stderr) == (0, "") and "complete" in second.stdout

@@ -17,7 +17,7 @@ MATH = "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
 
 @pytest.fixture
 def train(tmp_path: Path):
-    """``train(*arguments, VARIABLE=...)`` in a copy whose training.sh prints its arguments."""
+    """``train(*arguments, VARIABLE=...)`` in a copy with a training.sh that prints its arguments."""
     root = tmp_path / "repository"
     (root / "src/grpo_recipes").mkdir(parents=True)
     shutil.copytree(REPOSITORY / "recipes", root / "recipes")
