@@ -141,9 +141,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(samples: int) -> None:
     rng = random.Random(0)
     hits = 0
     for _ in range(4000):
-        chances = [
-            rng.choice((0.1, 0.5, 0.9)) for _ in range(60)
-        ]  # problems differ, completions of a problem are alike
+        chances = [rng.choice((0.1, 0.5, 0.9)) for _ in range(60)]  # problems differ, their completions are alike
         scores = [sum(rng.random() < chance for _ in range(samples)) / samples for chance in chances]
         _, (low, high) = mean_with_interval(scores)
         hits += low <= 0.5 <= high

@@ -1,4 +1,4 @@
-"""src/atropos_grpo.py with any Python, and run_atropos_grpo.sh: their first checks, and the environment they continue in."""
+"""src/atropos_grpo.py with any Python, and run_atropos_grpo.sh: their first checks, and their environment."""
 
 from __future__ import annotations
 
