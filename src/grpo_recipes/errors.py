@@ -1,6 +1,8 @@
 """Config errors: each problem has a place, a fault and a fix, and is printed as ``WHERE: WHAT IS WRONG. Fix: FIX``.
 
-raise config_error("recipe.yaml:12", "max_steps: expected an integer, got 'many'", "set max_steps: 100")
+The fix is one imperative sentence with a value. All problems of an input are reported at once.
+
+    raise config_error("recipe.yaml:12", "max_steps: expected an integer, got 'many'", "set max_steps: 100")
 """
 
 import contextlib

@@ -218,7 +218,7 @@ def is_same_choice(answer: str, gold: str, equal: Callable[[str, str], bool]) ->
         return letter == gold_letter and (not wording or not gold_wording or equal(wording, gold_wording))
     if answer_option and answer_option[1]:
         return equal(answer_option[1], gold)
-    return bool(gold_option and gold_option[1]) and equal(gold_option[1], answer)
+    return gold_option is not None and gold_option[1] != "" and equal(gold_option[1], answer)
 
 
 @functools.lru_cache(maxsize=8192)

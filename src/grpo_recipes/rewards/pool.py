@@ -1,9 +1,11 @@
 """Call rewards in child processes with limits: a call that hangs, dies or fills the memory costs a single score.
 
-from grpo_recipes.rewards.pool import RewardPool
+The pool sends rows to child processes, and replaces a child that exceeds a limit. ``child`` has the protocol.
 
-with RewardPool("math_verify", workers=2, timeout=5, memory_gib=4) as pool:
-    scores = pool.score("math_verify", completions, {"answer": answers})
+    from grpo_recipes.rewards.pool import RewardPool
+
+    with RewardPool("math_verify", workers=2, timeout=5, memory_gib=4) as pool:
+        scores = pool.score("math_verify", completions, {"answer": answers})
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Report a run's progress: its phase, and one line per step, evaluation and sampled completion.
 
-progress = Progress(run_dir)
-for row in progress.rows.read_new():
-    print(progress.line(row))
+Ranks write their phases to ``processes/``. The lines are made from the rows of ``metrics.jsonl`` and similar files.
+
+    progress = Progress(run_dir)
+    for row in progress.rows.read_new():
+        print(progress.line(row))
 """
 
 import contextlib

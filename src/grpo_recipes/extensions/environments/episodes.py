@@ -220,7 +220,7 @@ class Episodes(Source):
             "seen": [one.seen for one in episodes],
         }
         keys = [key_of(self._identity(one), {"actions": one.actions}) for one in episodes]
-        known = {place: self._records.known(key, 0) for place, key in enumerate(keys)}
+        known = {place: self._records.find(key, 0) for place, key in enumerate(keys)}
         called = [place for place in range(len(episodes)) if known[place] is None]
         asked = {name: [values[place] for place in called] for name, values in columns.items()}
         actions = [episodes[place].actions for place in called]
