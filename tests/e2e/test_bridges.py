@@ -122,7 +122,7 @@ def test_a_killed_server_and_a_stop_change_nothing(
         run.wait_for(lambda: third.items() <= read_json(run.run_dir / SERVER_STATE).items(), "third server")
     places.note(run)
     psutil.Process(engine_of(run)).kill()
-    run.wait_for(lambda: "the server alone is started again (1 of 2)" in run.output, "another server")
+    run.wait_for(lambda: "only the server is started again (1 of 2)" in run.output, "another server")
     run.wait_for_step(len(run.rows()) + 1)
     run.process.terminate()
 

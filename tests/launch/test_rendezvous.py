@@ -148,7 +148,7 @@ def test_a_node_that_does_not_see_the_files_of_node_0_is_rejected(start_node, no
     thread.join()
     code, output = results[0]
     assert code == 2 and f"run_root: node 1 does not see {runs}/.nodes-" in output
-    assert "Fix: start every node in the same folder of a file system that all nodes share" in output
+    assert "Fix: start every node in the same shared folder" in output
     assert f"rejected a connection from 127.0.0.1: node 1 does not see {runs}/.nodes-" in capsys.readouterr().out
 
 

@@ -108,7 +108,7 @@ def test_a_launch_without_a_route_starts_nothing(tmp_path):
     assert done.returncode == 2
     assert done.stderr == (
         f"grpo: --report_to: W&B does not answer at {NOWHERE} from this machine. Fix: export WANDB_MODE=offline and "
-        "run wandb sync later, or report_to: none\n"
+        "run wandb sync later, or set report_to: none\n"
     )
     assert list(tmp_path.iterdir()) == []
 

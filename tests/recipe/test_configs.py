@@ -141,5 +141,5 @@ def test_an_entry_script_refuses_to_run_without_the_launcher_and_before_it_impor
     script = Path(__file__).parents[2] / "src" / name
     argv = [sys.executable, "-X", "importtime", script]
     done = subprocess.run(argv, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, timeout=120)
-    assert done.returncode == 1 and "use: grpo launch RECIPE" in done.stderr
+    assert done.returncode == 1 and "run grpo launch RECIPE" in done.stderr
     assert "grpo_recipes.process" in done.stderr and "torch" not in done.stderr

@@ -389,7 +389,7 @@ class NodeWorker:
         """Start a process of the plan under its guard; ``name`` identifies this start."""
         assert self._scratch is not None
         planned = Process.of_json(process)
-        for record in rank_records(self._run_dir, self._node):  # records of its predecessor
+        for record in rank_records(self._run_dir, self._node):  # records of the predecessor
             (self._run_dir / "processes" / f"rank_{record['rank']}.json").unlink(missing_ok=True)
         self._children[name] = Child(planned, self._environment, self._run_dir, self._scratch)
 

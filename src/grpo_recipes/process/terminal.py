@@ -19,7 +19,7 @@ from typing import Any
 from grpo_recipes.secrets import masked
 
 LOG = "launch.log"
-WIDTH = 80  # columns of a line if there is no terminal
+WIDTH = 80  # columns of a line without a terminal
 _MAX_EARLY_LINES = 1000  # lines that are stored until there is a run directory
 _WRITABLE_SECONDS = 1.0  # longest wait until a terminal or pipe accepts text
 _FRAMES = re.compile(
@@ -46,7 +46,7 @@ def without_library_frames(text: str) -> str:
 
 
 def columns() -> int:
-    """Return the width of the terminal, or ``WIDTH`` if there is no terminal."""
+    """Return the width of the terminal, or ``WIDTH`` without a terminal."""
     with contextlib.suppress(OSError):
         return os.get_terminal_size().columns or WIDTH
     return WIDTH

@@ -27,7 +27,7 @@ GPU_FLAG_STYLES = ("none", "gpus", "gres")
 _FIND_MODULES = (
     "type module >/dev/null 2>&1 || source /etc/profile.d/modules.sh 2>/dev/null || source /etc/profile.d/lmod.sh"
 )
-_PATHS = ("run_root", "cache_root", "env_dir", "env_activate", "conda_sh")  # keys in which ~ is the home folder
+_PATHS = ("run_root", "cache_root", "env_dir", "env_activate", "conda_sh")  # keys with paths, which may start with ~
 
 
 def _option(kind: str, default: Any, help_text: str, **limits: Any) -> Any:
@@ -60,7 +60,7 @@ class Profile:
     qos: str | None = _option("str", None, "`--qos`")
     constraint: str | None = _option("str", None, "`--constraint`")
     exclude: str | None = _option("str", None, "`--exclude`: nodes to avoid")
-    signal_lead: int = _option("int", 300, "seconds before the time limit at which a run must save", min=30)
+    signal_lead: int = _option("int", 300, "time for a run to save before the time limit, in seconds", min=30)
     sbatch_options: list[str] = _option("list[str]", [], "further `#SBATCH` lines, e.g. `--container-image=...`")
     srun_options: list[str] = _option("list[str]", [], "options of the `srun` that reaches the other nodes of a job")
     network_interface: str | None = _option("str", None, "network interface between the nodes, e.g. `ib0`")
@@ -169,7 +169,7 @@ def render(
     options = {
         "--job-name": job_name, "--account": profile.account, "--partition": profile.partition, "--qos": profile.qos,
         "--constraint": profile.constraint, "--exclude": profile.exclude, "--nodes": profile.nodes,
-        "--ntasks": profile.nodes,  # a job with one task gets only one node, even if it requests more
+        "--ntasks": profile.nodes,  # a job with a single task gets only a single node
         "--ntasks-per-node": 1 if profile.nodes > 1 else None,
         "--gpus-per-node": gpus if profile.gpu_flag_style == "gpus" else None,
         "--gres": f"gpu:{gpus}" if gpus and profile.gpu_flag_style == "gres" else None,
@@ -216,7 +216,7 @@ def _word(line: str) -> str:
 
 
 def _environment_lines(profile: Profile) -> list[str]:
-    """Return lines that load the modules and the environment (by default the current one), or fail."""
+    """Return lines that load the modules and the environment (by default the current environment), or fail."""
     lines = ["# shellcheck disable=SC1091", _FIND_MODULES] if profile.modules else []
     for name in map(shlex.quote, profile.modules):
         lines.append(f"module load {name} || fail module load {name} failed")
