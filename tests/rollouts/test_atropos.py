@@ -24,19 +24,30 @@ def source(folder: Path, **keys: Any) -> AtroposRollouts:
     return AtroposRollouts(script_args, GRPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, **keys), folder)
 
 
+class FakeGeneration:
+    """As much of a generation as a source uses."""
+
+    def __init__(self, client: Any, sync: Any) -> None:
+        self.vllm_client, self.sync_weights = client, sync
+
+    def wrap_sync(self, wrapper: Any) -> None:
+        self.sync_weights = wrapper(self.sync_weights)
+
+
 def trainer_with_server(main: bool = True) -> Any:
     """As much of a trainer as the server concerns; ``calls`` has what was asked of it, with the number it had."""
     calls: list[Any] = []
     client = SimpleNamespace(policy_version=None, reconnect=lambda: calls.append("reconnect"))
+    client.expect_other_clients = lambda expected: setattr(client, "has_other_clients", expected)
+    client.set_policy_version = lambda step: setattr(client, "policy_version", step)
+    generation = FakeGeneration(client, lambda: calls.append(("sync", client.policy_version)))
     return SimpleNamespace(
         use_vllm=True,
         calls=calls,
         accelerator=SimpleNamespace(is_main_process=main),
         state=SimpleNamespace(global_step=0),
         preemption=SimpleNamespace(stop=SimpleNamespace(cuts=lambda: len(calls) > 1)),
-        vllm_generation=SimpleNamespace(
-            vllm_client=client, sync_weights=lambda: calls.append(("sync", client.policy_version))
-        ),
+        vllm_generation=generation,
     )
 
 

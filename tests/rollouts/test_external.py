@@ -85,13 +85,13 @@ def client(answers: list[bool], backend: str = "vllm_server") -> tuple[Any, list
         paths.append(path)
         return {"success": answers[min(len(paths), len(answers)) - 1]}
 
-    found._post, found._bad, found._stops = post, lambda path, what: BadAnswer(what), False
+    found._post, found._bad_answer, found._stopping = post, lambda path, what: BadAnswer(what), False
     return found, paths
 
 
 def test_a_cache_that_is_not_emptied_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM answers 200 though a request of somebody else's holds the cache of the weights before."""
-    monkeypatch.setattr("grpo_recipes.weights.client._AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("grpo_recipes.weights.client._RETRY_SECONDS", 0.0)
     emptied, paths = client([False, True])
     emptied.reset_prefix_cache()
     assert paths == ["/reset_prefix_cache", "/reset_prefix_cache?reset_running_requests=true"]

@@ -12,6 +12,7 @@ import pytest
 from grpo_recipes.extensions.environments.load import load_environment
 from grpo_recipes.rollouts.backends import ServerRollouts
 from grpo_recipes.rollouts.turns import Turn
+from grpo_recipes.weights.lora import LoraClient
 
 from .played import named_last, play, written
 
@@ -78,12 +79,11 @@ def test_each_seat_reads_what_is_new_to_it() -> None:
 
 
 def test_the_base_model_is_asked_of_the_server_that_has_it() -> None:
-    client = SimpleNamespace(samples_base=False)
-    embeddings = SimpleNamespace(num_embeddings=300)
+    client = object.__new__(LoraClient)
+    client.samples_base = False
     trainer = SimpleNamespace(
         args=SimpleNamespace(weight_guard=True, weight_sync="lora"),
         vllm_generation=SimpleNamespace(vllm_client=client),
-        model=SimpleNamespace(get_input_embeddings=lambda: embeddings),
     )
     with ServerRollouts(trainer).using_base_model():
         assert client.samples_base

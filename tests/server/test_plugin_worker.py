@@ -70,7 +70,7 @@ def test_a_load_gives_the_folder_to_vllm_and_counts() -> None:
     class FakeLoader(WeightReport):
         loaded: list[str] = []
 
-        def _copied(self, folder: str) -> bool:
+        def _copy_weights(self, folder: str) -> bool:
             return False
 
         def reload_weights(self, weights_path: str) -> None:

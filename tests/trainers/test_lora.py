@@ -28,6 +28,7 @@ from grpo_recipes.trainers.checks import trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 from grpo_recipes.trainers.model import check_adapter, load_lora_config, merged_parameters, reject_shards, save_model
+from grpo_recipes.weights.generation import Generation
 
 from .resumed_ranks import StopAt
 from .tiny_training import SUMS, as_dataset, different_characters
@@ -180,16 +181,13 @@ def test_trl_streams_through_the_method_that_is_replaced() -> None:
     assert inspect.getsource(VLLMGeneration.sync_weights).count("self._iter_named_params()") == 4
 
 
-class FakeGeneration:
+class FakeGeneration(Generation):
     """Stands where TRL builds what holds the server's client."""
 
     mode = "colocate"
 
     def __init__(self, model: PeftModel, **_: Any):
         self.model = model
-
-    def _iter_named_params(self) -> Any:
-        raise AssertionError("TRL's own, which merges in place")
 
     def sync_weights(self) -> list[tuple[str, torch.Tensor]]:
         return list(self._iter_named_params())

@@ -11,12 +11,15 @@ pytest.importorskip("trl")
 
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
 
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.registry import SYNC_METHODS
 from grpo_recipes.weights.bridges import CLIENTS, trl_building_client
 from grpo_recipes.weights.client import BridgeClient
+from grpo_recipes.weights.generation import Generation
 from grpo_recipes.weights.nccl import NcclClient
 
 SIGNATURES = {
@@ -61,17 +64,35 @@ def test_trls_generation_gives_the_client_keywords_only():
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_a_bridge_stands_in_trls_place_only_inside(name):
+def test_trl_builds_our_generation_and_client_only_inside(name, monkeypatch):
+    built = []
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda _: built.append(vllm_generation.VLLMClient))
+    monkeypatch.setattr(VLLMGeneration, "__init__", lambda generation: generation._init_vllm())
     with trl_building_client(CLIENTS[name], seed=7):
-        inside = vllm_generation.VLLMClient
-        assert inside.func is CLIENTS[name] and inside.keywords == {"seed": 7}
-    assert vllm_generation.VLLMClient is VLLMClient
+        grpo_trainer.VLLMGeneration()
+    (client,) = built
+    assert client.func is CLIENTS[name] and client.keywords == {"seed": 7}
+    assert vllm_generation.VLLMClient is VLLMClient and grpo_trainer.VLLMGeneration is VLLMGeneration
 
 
-def test_trls_client_is_back_after_an_exception():
+def test_trls_generation_is_back_after_an_exception():
     with pytest.raises(RuntimeError, match="inside"), trl_building_client(CLIENTS["file"]):
         raise RuntimeError("inside")
-    assert vllm_generation.VLLMClient is VLLMClient
+    assert grpo_trainer.VLLMGeneration is VLLMGeneration
+
+
+def test_wrappers_run_around_a_sync_and_the_last_one_is_the_outermost(monkeypatch):
+    calls = []
+    monkeypatch.setattr(VLLMGeneration, "sync_weights", lambda _: calls.append("sync"))
+
+    def around(name):
+        return lambda sync: lambda: (calls.append(name), sync())
+
+    generation = object.__new__(Generation)
+    for name in ("inner", "outer"):
+        generation.wrap_sync(around(name))
+    generation.sync_weights()
+    assert calls == ["outer", "inner", "sync"]
 
 
 def test_every_bridge_is_a_choice_of_the_key_and_says_its_name():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,13 @@ class FakeEngine:
         self.llm_engine = SimpleNamespace(model_executor=executor, engine_core=core)
         torch.manual_seed(arguments["seed"])  # as vLLM seeds the whole process
 
+    def stop_if(self, stops: Any) -> None:
+        self.stops = stops
+
+    def seeding_rows(self, seeds: Any) -> Any:
+        self.seeds = seeds
+        return nullcontext()
+
     def sleep(self, level: int) -> None:
         self.calls.append(f"sleep {level}")
 
@@ -84,7 +92,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr("grpo_recipes.weights.engine.Engine", lambda **arguments: FakeEngine(made, **arguments))
     monkeypatch.setattr(f"{RELOAD}.initialize_layerwise_reload", lambda _: made.append("initialize"))
     monkeypatch.setattr(f"{RELOAD}.finalize_layerwise_reload", lambda *_: made.append("finalize"))
-    monkeypatch.setattr(colocated, "_meet_alone", lambda _: None)
+    monkeypatch.setattr(colocated, "_init_process_group", lambda _: None)
     monkeypatch.setattr("trl.generation.vllm_generation.empty_cache", lambda: None)
     return made
 
@@ -100,7 +108,7 @@ def make(tmp_path: Path, calls: list[Any]) -> Any:
             device=torch.device("cpu"),
         )  # fmt: skip
         generation = ColocatedGeneration.__new__(ColocatedGeneration)
-        generation._iter_named_params = lambda: iter(MODEL.named_parameters())
+        generation.stream_parameters_from(lambda: iter(MODEL.named_parameters()))
         MODEL.name_or_path = "the/model"
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("trl.generation.vllm_generation.DistributedBackend", lambda _: None)
@@ -154,13 +162,14 @@ def test_without_the_guard_nothing_is_reported(make: Any, calls: list[Any]) -> N
 @pytest.mark.parametrize("guard", [True, False])
 def test_the_error_of_any_process_is_that_of_all(monkeypatch: pytest.MonkeyPatch, guard: bool) -> None:
     monkeypatch.setattr(backends, "gather_object", lambda own: [*own, "of rank 1", None])
-    generation = SimpleNamespace(mode="colocate", checksum_error=None, transfers=3, generation_name="")
+    names: list[str] = []
+    generation = SimpleNamespace(mode="colocate", checksum_error=None, transfers=3, name_generation=names.append)
     trainer = SimpleNamespace(use_vllm=True, vllm_generation=generation, args=SimpleNamespace(weight_guard=guard))
     rollouts = backends.make_rollouts(trainer)
     assert rollouts.checksum_error() == "of rank 1"
     assert (rollouts.guarded, rollouts.bridge, rollouts.transfers) == (guard, "colocate", 3)
     rollouts.name_generation("4/0")
-    assert generation.generation_name == "4/0"
+    assert names == ["4/0"]
 
 
 def test_every_rank_draws_what_the_server_would_draw_for_its_rows(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +185,9 @@ def test_every_rank_draws_what_the_server_would_draw_for_its_rows(make: Any, mon
         monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts, *_: trl_generates(self, prompts))
 
         def trl_generates(self: Any, prompts: list[Any]) -> tuple[()]:
-            engine.seeds = getattr(self.llm, "seeds", None)
-            engine.generate(prompts, sampling_params=sampling)
+            seeds = getattr(self.llm, "seeds", None)
+            with engine.seeding_rows(seeds) if seeds else nullcontext():
+                engine.generate(prompts, sampling_params=sampling)
             return ()
 
         generation.generate([[5]] * 6, None, 4)
@@ -216,7 +226,7 @@ def test_a_generation_is_given_up_when_the_run_is_asked_to_stop(
     engine.llm_engine = SimpleNamespace(step=take_step, output_processor=processor, abort_request=abort)
     monkeypatch.setattr(LLM, "generate", generate)
     stop = StopRequest(tmp_path)
-    engine.stops = stop.cuts
+    engine.stop_if(stop.cuts)
     monkeypatch.setattr("grpo_recipes.runs.stop_request.POLL_SECONDS", 0.0)
 
     with stop.cutting_short():
@@ -236,10 +246,11 @@ def test_the_engine_is_what_the_server_would_be(make: Any) -> None:
     shared = {"use_cpu": False, "model_init_kwargs": None, "bf16": True, "fp16": False}
     for eager in (False, True):  # R13
         args = SimpleNamespace(**shared, vllm_enforce_eager=eager)
-        on_gpu = colocated._engine(args, seed=0).arguments
+        on_gpu = colocated._make_engine(args, None, seed=0).arguments
         assert on_gpu["dtype"] == "auto" and on_gpu["enforce_eager"] is eager
     keys = {"use_cpu": False, "model_init_kwargs": {"dtype": "float32"}, "fp16": False, "vllm_enforce_eager": False}
-    dtypes = [colocated._engine(SimpleNamespace(bf16=low, **keys), seed=0).arguments["dtype"] for low in (True, False)]
+    arguments = [SimpleNamespace(bf16=low, **keys) for low in (True, False)]
+    dtypes = [colocated._make_engine(one, None, seed=0).arguments["dtype"] for one in arguments]
     assert dtypes == ["bfloat16", "float32"]  # G4
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.server.plugin import held_name
+from grpo_recipes.server.plugin import matching_name
 from grpo_recipes.weights.guard import TOLERANCES, calibrated, checksum_error, differing, logprob_error
 
 WRAP = 1 << 64
@@ -54,7 +54,7 @@ def without(mapping, *names):
     ],
 )
 def test_where_the_server_holds_a_parameter(name, held):
-    assert held_name(name, HELD, PACKED) == held
+    assert matching_name(name, HELD, PACKED) == held
 
 
 def test_equal_weights_do_not_differ_fused_and_wrapped_around_ones_included():

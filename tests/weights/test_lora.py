@@ -106,7 +106,7 @@ class LocalClient(LoraClient):
         self.worker, self.asked, self.names, self.refuses = worker, [], ["run"], ""
         self._model, self._sync, self._lora_id, self._proven, self._epoch = None, 0, 0, 0, 1
         self._args, self.checksum_error = SimpleNamespace(use_cpu=True, weight_guard=True), None
-        self._stops, self.stop = False, SimpleNamespace(may_cut=False)
+        self._stopping, self.stop = False, SimpleNamespace(may_cut=False)
         self._state_file, self._run_dir = folder / "state.json", folder
         self.base_url, self.model, self.session = "http://here", "run", SimpleNamespace(post=self._post_adapter)
 
@@ -114,7 +114,7 @@ class LocalClient(LoraClient):
         self.asked.append(method)
         return [getattr(self.worker, method)(**kwargs)]
 
-    def _served_names(self) -> list[str]:
+    def served_names(self) -> list[str]:
         return self.names
 
     def _post_adapter(self, url: str, json):

@@ -64,7 +64,11 @@ def sync(client: RestartClient, weights: torch.Tensor) -> None:
 
 def joined(connect) -> RestartClient:
     client = connect(client=RestartClient)
-    model = SimpleNamespace(config=Part("config.json"), generation_config=Part("generation_config.json"))
+    model = SimpleNamespace(
+        config=Part("config.json"),
+        generation_config=Part("generation_config.json"),
+        get_input_embeddings=lambda: SimpleNamespace(num_embeddings=97),
+    )
     accelerator = SimpleNamespace(unwrap_model=lambda wrapped: wrapped)
     client.attach(SimpleNamespace(accelerator=accelerator, model=model, processing_class=Part("tokenizer.json")))
     return client

@@ -46,7 +46,7 @@ class LocalClient(SharedClient):
     def __init__(self, worker: Worker, folder: Path, weight_guard: bool = True):
         self.worker, self.asked, self._model, self._apart, self._epoch = worker, [], None, [], 1
         self._gpu = None
-        self._args, self.checksum_error, self._sync, self._stops = (
+        self._args, self.checksum_error, self._sync, self._stopping = (
             SimpleNamespace(
                 weight_guard=weight_guard, use_cpu=True, weight_sync_timeout=600.0, server_request_timeout=1800.0
             ),
@@ -66,6 +66,16 @@ class LocalClient(SharedClient):
 
     def resume(self, timeout: float | None = None) -> None:
         self.asked.append("resume")
+
+
+def fake_trainer(callbacks: list[Any], metrics: dict[str, list[float]]) -> Any:
+    """Return a trainer that collects callbacks and metrics."""
+    embeddings = SimpleNamespace(num_embeddings=97)
+    return SimpleNamespace(
+        model=SimpleNamespace(get_input_embeddings=lambda: embeddings),
+        add_callback=callbacks.append,
+        add_metric=lambda name, value: metrics[name].append(value),
+    )
 
 
 @pytest.fixture
@@ -197,7 +207,7 @@ def test_a_new_server_gets_the_weights_of_now_and_shares_them(client):
 def test_the_server_finishes_its_requests_before_a_step_and_waits_for_its_end(client):
     callbacks = []
     metrics = defaultdict(list)
-    client.attach(SimpleNamespace(add_callback=callbacks.append, _metrics={"train": metrics}))
+    client.attach(fake_trainer(callbacks, metrics))
     (callback,) = callbacks
     callback.on_pre_optimizer_step(None, None, None)
     callback.on_optimizer_step(None, None, None)
@@ -230,7 +240,7 @@ def test_a_request_that_does_not_end_ends_the_run_within_the_limit_of_a_sync(con
 
 def test_a_row_tells_how_long_the_server_was_waited_for(client, monkeypatch):
     callbacks, metrics = [], defaultdict(list)
-    client.attach(SimpleNamespace(add_callback=callbacks.append, _metrics={"train": metrics}))
+    client.attach(fake_trainer(callbacks, metrics))
     clock = 0.0
 
     def passes(seconds: float) -> None:

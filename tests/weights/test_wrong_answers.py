@@ -61,7 +61,7 @@ answers |= st.sampled_from([(204, b""), (200, None)])  # nothing follows a 204; 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr(client_module, "_RETRY_SECONDS", 0.001)
     monkeypatch.setattr(client_module, "_QUEUE_SECONDS", 0.001)
 
 
@@ -128,12 +128,12 @@ def test_completions_that_are_not_what_was_asked_for_are_never_trained_on(health
     ("answer", "said"),
     [
         (body(token=97), "token 97, and the model has 97"),
-        (body(tokens=5), "a completion of 5 tokens where at most 4 were asked for"),
-        (body(count=1), "1 completions where 2 were asked for"),
+        (body(tokens=5), "expected 1 to 4 tokens in a completion, got 5"),
+        (body(count=1), "expected 2 completions, got 1"),
         (body(logprob=float("nan")), "2 log-probs that are not finite"),
         (body(logprob=None), "not one log-prob for each token"),
         (RIGHT[:-1], "bytes that are no completions"),
-        (body(ids=int32(5, 6, 7)), "3 tokens where the lengths say 2"),
+        (body(ids=int32(5, 6, 7)), "expected 2 tokens by the lengths, got 3"),
         (body(ids=np.array([5, 5])), "arrays of other kinds: .*int64"),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_request_of_another_client_does_not_keep_the_cache_of_old_weights(heal
     assert server.calls == [FORCED]  # the fake records what it answered itself
 
     server.wrong = {RESET: kept, FORCED: kept}
-    with pytest.raises(BadAnswer, match="did not empty its prefix cache, which is of the weights before"):
+    with pytest.raises(BadAnswer, match="did not empty its prefix cache, which belongs to the previous weights"):
         client.reset_prefix_cache()
 
 

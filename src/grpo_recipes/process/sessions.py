@@ -1,6 +1,9 @@
 """Bounded HTTP for the library requests (see ``answers.py``).
 
-session.mount("http://", BoundedAdapter(30.0, owner=owner))
+    session = secure_session(requests.Session(), BoundedAdapter(30.0, owner=owner), token)
+
+Clients of the run's vLLM server, of an external server and of run-api all build their session here. Clients that are
+built on openai's package use ``async_sessions.bounded_client``, which has the same limits.
 """
 
 import contextlib
@@ -15,6 +18,19 @@ from grpo_recipes.process.listeners import OwnListener
 
 _CONNECT_SECONDS = 10.0
 _CHUNK_BYTES = 1 << 14  # compressed bytes per read; they may expand a thousandfold
+
+
+def secure_session(session: requests.Session, adapter: "BoundedAdapter", token: str | None = None) -> requests.Session:
+    """Let all requests of a session use ``adapter`` and the bearer ``token``, and no proxy; return the session.
+
+    A proxy of the environment (``http_proxy``) must not see, or swallow, requests to our own hosts.
+    """
+    session.trust_env = False
+    if token:
+        session.headers["Authorization"] = f"Bearer {token}"
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, adapter)
+    return session
 
 
 class RejectedResponse(requests.RequestException):

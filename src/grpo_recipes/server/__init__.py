@@ -1,1 +1,1 @@
-"""What of ours runs inside the vLLM server: the token check, the weight report, the CPU plug-in."""
+"""Our code inside the vLLM server: token check, sampling endpoint, weight reports, and the CPU plug-in."""

@@ -1,7 +1,7 @@
-"""The endpoint of the run's server that the trainer samples by: the request of ``/v1/completions``, answered in arrays.
+"""The trainer's sampling endpoint of the run's server: requests as for ``/v1/completions``, answers as arrays.
 
-Everything but the answer is vLLM's own: how a request is read and validated, adapters, priorities, seeds, errors, and
-that a request whose client has gone is aborted. No text is made of the tokens.
+Everything except the answer is vLLM's own: parsing and validation, adapters, priorities, seeds, errors, and the end of
+requests after their client has disconnected. Tokens are not converted to text.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ router = APIRouter()
 
 
 class AnswerInArrays:
-    """Add our endpoints, this one and ``/generate``, when vLLM's application starts: earlier there is none."""
+    """Middleware that adds our endpoints and those of extensions when vLLM's application starts, not before."""
 
-    def __init__(self, app: ASGIApp):
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on."""
+        """Pass every request on."""
         if scope["type"] == "lifespan":
             for endpoints in (router, *parts("server_routes")):
                 scope["app"].include_router(endpoints)
@@ -42,10 +42,10 @@ class AnswerInArrays:
 
 
 class TokensRequest(CompletionRequest):
-    """A request for tokens alone."""
+    """A request for tokens without text."""
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
-        """Return vLLM's; a text is made only where texts end a completion, since they are looked for in it."""
+        """Return vLLM's parameters; tokens are decoded only if stop strings must be found in the text."""
         parameters = super().to_sampling_params(*args, **kwargs)
         parameters.detokenize, parameters.flat_logprobs = bool(parameters.stop), True
         return parameters
@@ -55,22 +55,22 @@ class _ServingTokens(OpenAIServingCompletion):
     def request_output_to_completion_response(  # type: ignore[override]
         self, final_res_batch: list[RequestOutput], request: CompletionRequest, request_id: str, *_: Any
     ) -> bytes:
-        """Return the completions, prompt by prompt; of each token the log-prob that comes first, which is its own."""
-        every = [output for result in final_res_batch for output in result.outputs]
-        for output in every:
+        """Return the completions of all prompts. The first log-prob of each position belongs to the sampled token."""
+        outputs = [output for result in final_res_batch for output in result.outputs]
+        for output in outputs:
             self._raise_if_error(output.finish_reason, request_id)
-        scored = None
+        logprobs_BT = None
         if request.logprobs is not None:
-            flat = [output.logprobs for output in every]
-            scored = [[one.logprobs[begin] for begin in one.start_indices] for one in flat]  # type: ignore[union-attr]
-        return packed(completions_of([output.token_ids for output in every], scored))
+            flat: list[Any] = [output.logprobs for output in outputs]
+            logprobs_BT = [[row.logprobs[start] for start in row.start_indices] for row in flat]
+        return packed(completions_of([output.token_ids for output in outputs], logprobs_BT))
 
 
 @router.post(COMPLETIONS_PATH, dependencies=[Depends(validate_json_request)])
 @with_cancellation
 @load_aware_call
 async def complete(request: TokensRequest, raw_request: Request) -> Response:
-    """Answer as ``/v1/completions`` does, in arrays."""
+    """Answer as ``/v1/completions`` does, but with arrays."""
     serving = copy.copy(raw_request.app.state.openai_serving_completion)
     serving.__class__ = _ServingTokens
     request.stream = False

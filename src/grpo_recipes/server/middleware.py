@@ -1,10 +1,10 @@
 """ASGI middleware of the run's server: it checks tokens, and reports pending requests and the step of the weights.
 
-vLLM's own ``--api-key`` does not cover the development endpoints that change weights. The engine's own metrics do not
-change while it hangs, so activity is counted in the process that accepts requests.
+vLLM's own ``--api-key`` does not protect the development endpoints that change weights. The engine's metrics do not
+change while the engine hangs, so activity is counted in the process that accepts requests.
 
-Two tokens exist. The run's token (``GRPO_TOKEN_FILE``) opens everything. Environments that a user starts in other
-terminals have their own token (``ENVIRONMENT_TOKEN_VARIABLE``), which only samples.
+Two tokens exist. The run's token (``GRPO_TOKEN_FILE``) opens every path. Environments that a user starts in other
+terminals have their own token (``ENVIRONMENT_TOKEN_VARIABLE``), which only opens sampling.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ACTIVITY_PATH = "/grpo/activity"
-# The optimizer step of the server's weights: the trainer sends it with the request that ends a sync, and from then on
-# every answer has it, as it was when the request came. An answer of a server that was never told does not.
+# Header with the optimizer step of the server's weights. The trainer sends it with the request that ends a sync. From
+# then on every answer carries the step that was current when its request arrived.
 POLICY_HEADER = "X-Grpo-Policy"
-SYNCED_PATH = "/reset_prefix_cache"  # of the request that ends a sync
-_POLICY = POLICY_HEADER.lower().encode()  # as ASGI has names of headers
-GENERATE_PATH = "/generate"  # where environments in other terminals sample with token ids
+SYNCED_PATH = "/reset_prefix_cache"  # a request to this path ends a sync
+_POLICY = POLICY_HEADER.lower().encode()  # ASGI uses lower-case bytes for names of headers
+GENERATE_PATH = "/generate"  # environments in other terminals sample here with token ids
 ENVIRONMENT_PATHS = ("/health", GENERATE_PATH, "/v1/models", "/v1/completions", "/v1/chat/completions")
-# Variables of a server that environments in other terminals sample from: the file of their token, and the recipe's
-# sampling parameters as JSON, for requests that do not give them.
+# Variables of a server for environments in other terminals: the file of their token, and the recipe's sampling
+# parameters as JSON, which are defaults for their requests.
 ENVIRONMENT_TOKEN_VARIABLE = "GRPO_ENVIRONMENT_TOKEN_FILE"
 SAMPLING_VARIABLE = "GRPO_SAMPLING"
-_FROM_ENVIRONMENT = "grpo_from_environment"  # in the scope of a request with the environments' token
+_FROM_ENVIRONMENT = "grpo_from_environment"  # scope key that marks a request with the environments' token
 
 
 async def _answer(send: Send, status: int, kind: bytes, body: bytes) -> None:
@@ -41,9 +41,9 @@ async def _answer(send: Send, status: int, kind: bytes, body: bytes) -> None:
 
 
 class RequireToken:
-    """Answer 401 unless the request has ``Authorization: Bearer TOKEN``, with a token that opens its path."""
+    """Answer 401 unless the request has ``Authorization: Bearer TOKEN`` with a token that opens its path."""
 
-    def __init__(self, app: ASGIApp):
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._run = _bearer(os.environ["GRPO_TOKEN_FILE"])
         file = os.environ.get(ENVIRONMENT_TOKEN_VARIABLE)
@@ -62,10 +62,10 @@ class RequireToken:
             await _answer(send, 401, b"text/plain", b"this server belongs to a run; its token is missing or wrong")
 
     def _admits(self, scope: Scope) -> bool:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if hmac.compare_digest(given, self._run):
+        authorization = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if hmac.compare_digest(authorization, self._run):
             return True
-        if self._environment is None or not hmac.compare_digest(given, self._environment):
+        if self._environment is None or not hmac.compare_digest(authorization, self._environment):
             return False
         scope[_FROM_ENVIRONMENT] = True
         return scope["type"] == "http" and scope["path"] in ENVIRONMENT_PATHS
@@ -76,27 +76,27 @@ def _bearer(token_file: str) -> bytes:
 
 
 class ReportActivity:
-    """Answer ``GET /grpo/activity`` with what is under way: ``requests`` by POST, weight loads and pauses included.
+    """Answer ``GET /grpo/activity``, and add the step of the weights (``POLICY_HEADER``) to every answer.
 
-    ``completions`` are those that the engine was given and has not finished; while it is paused, its queue, which
-    vLLM's metrics do not show. ``refused`` counts requests with a missing or wrong token. Every answer has the step of
-    the weights (``POLICY_HEADER``). Before the first sync, environments in other terminals get 503: the server has
-    other weights than the trainer, for example after a restart.
+    The activity has three counts. ``requests`` are unfinished POST requests, including weight loads and pauses.
+    ``completions`` are unfinished completions of the engine, including the queue of a paused engine, which vLLM's
+    metrics do not contain. ``refused`` are requests with a missing or wrong token. Before the first sync, environments
+    in other terminals get 503, since the server may have other weights than the trainer, for example after a restart.
     """
 
-    def __init__(self, app: ASGIApp):
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._requests = 0
-        self._policy: bytes | None = None  # the number of the last sync that was completed
+        self._policy: bytes | None = None  # optimizer step of the last completed sync
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer that question; pass on and count everything else."""
+        """Answer requests for the activity; pass on and count all others."""
         kind, method = scope["type"], scope.get("method")
         if kind == "http" and self._policy is not None:
             send = _with_header(send, self._policy)
         if kind == "http" and method == "GET" and scope["path"] == ACTIVITY_PATH:
-            # Counted before a completion is sent to the engine, in one go with sending it: what is counted here reaches
-            # the engine before a request that comes later.
+            # The engine client counts a completion in the same call that sends it to the engine. So each counted
+            # completion reaches the engine before any later request.
             state = scope["app"].state
             completions = state.engine_client.get_num_unfinished_requests()
             refused = getattr(state, "refused", 0)
@@ -107,15 +107,16 @@ class ReportActivity:
             await _answer(send, 503, b"text/plain", b"the server waits for the trainer's weights")
             return
         counted = kind == "http" and method == "POST"
-        told = dict(scope.get("headers", ())).get(_POLICY) if counted and scope["path"] == SYNCED_PATH else None
-        answer = _Answer(send)
+        ends_sync = counted and scope["path"] == SYNCED_PATH
+        step = dict(scope.get("headers", ())).get(_POLICY) if ends_sync else None
+        answer = _RecordedAnswer(send)
         self._requests += counted
         try:
-            await self._app(scope, receive, answer.send if told else send)
+            await self._app(scope, receive, answer.send if step else send)
         finally:
             self._requests -= counted
-        if told and told.isdigit() and answer.says_success():
-            self._policy = told
+        if step and step.isdigit() and answer.is_success():
+            self._policy = step
 
 
 def _with_header(send: Send, policy: bytes) -> Send:
@@ -127,21 +128,18 @@ def _with_header(send: Send, policy: bytes) -> Send:
     return send_with_header
 
 
-class _Answer:
-    """Pass a small answer on and keep it."""
+class _RecordedAnswer:
+    """Pass a small answer on and record its body."""
 
-    def __init__(self, send: Send):
+    def __init__(self, send: Send) -> None:
         self._send, self._body = send, b""
 
     async def send(self, message: Message) -> None:
         self._body += message.get("body", b"")
         await self._send(message)
 
-    def says_success(self) -> bool:
-        """Return whether the cache is empty now: it is not while a request has a part of it, and then stays as it was.
-
-        An answer that is not vLLM's own tells nothing about it.
-        """
+    def is_success(self) -> bool:
+        """Return whether vLLM emptied the cache. It does not while a request uses a part of the cache."""
         with contextlib.suppress(ValueError, AttributeError):
             return json.loads(self._body).get("success") is True
         return False

@@ -1,7 +1,7 @@
-"""vLLM's API server, as ``python -m vllm.entrypoints.openai.api_server`` runs it, started sooner.
+"""Start vLLM's API server faster than ``python -m vllm.entrypoints.openai.api_server``.
 
-Its engine and its workers are processes of their own, which each import vLLM anew after this module. A sixth of that
-time goes into garbage collections among objects that stay, so that here there are fewer.
+The engine and the workers are separate processes, and each imports vLLM after this module. Garbage collections take a
+sixth of the import time and free nothing, so this module makes them rare.
 """
 
 import gc

@@ -182,7 +182,7 @@ class OverlappedRollouts(ServerRollouts):
             return
         lost_at = time.monotonic() + _LOST_SECONDS
         while not (is_done := bool(wait([pending.answer], POLL_SECONDS).done)) and time.monotonic() < lost_at:
-            if not stop.requested() or self._client._served_names() is not None:
+            if not stop.requested() or self._client.served_names() is not None:
                 lost_at = time.monotonic() + _LOST_SECONDS
         if not is_done or (pending.answer.exception() is not None and stop.requested()):
             print("grpo: the generation sampled ahead was lost with the server; sampling it again", flush=True)

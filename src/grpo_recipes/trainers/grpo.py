@@ -40,7 +40,7 @@ from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters,
 from grpo_recipes.trainers.passes import Computed, in_trimmed_passes
 from grpo_recipes.trainers.rank import keep_outputs_as_computed
 from grpo_recipes.trainers.temperatures import at_own_temperatures
-from grpo_recipes.weights.bridges import CLIENTS, attach_client, trl_building_client
+from grpo_recipes.weights.bridges import CLIENTS, trl_building_client
 from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.colocated import trl_building_colocated
 from grpo_recipes.weights.guard import WeightsDiffer
@@ -102,15 +102,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.micro_batches = MicroBatches(self)
         self.rollouts = OverlappedRollouts(self) if args.overlap_generation else make_rollouts(self)
         if self.use_vllm:
-            if self.vllm_generation.mode == "server":
-                attach_client(self, client_of(args))
-            generation: Any = self.vllm_generation  # TRL builds it and has no hook for a transfer
-            generation.sync_weights = self.rows.phase("sync")(generation.sync_weights)
+            self.vllm_generation.attach(self)
+            self.vllm_generation.wrap_sync(self.rows.phase("sync"))
         if is_peft_model(self.model):
             reject_shards(self.accelerator)
             if self.use_vllm:
-                generation = self.vllm_generation
-                generation._iter_named_params = partial(merged_parameters, generation.model)
+                self.vllm_generation.stream_parameters_from(partial(merged_parameters, self.vllm_generation.model))
         if source is not None:
             source.attach(self)
 

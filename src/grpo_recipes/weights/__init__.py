@@ -1,1 +1,1 @@
-"""How new weights reach the server: the bridges, and the guard that proves they arrived."""
+"""Weight synchronization: one module per method, and the guard that proves that the weights arrived."""

@@ -1,14 +1,21 @@
-"""All bridges by name, and the one place where a bridge takes the place of TRL's client."""
+"""All weight sync methods by name, and the generation class that uses one of them with TRL's trainer.
+
+with trl_building_client(CLIENTS["file"], args=args, run_dir=run_dir, seed=seed, stop=stop):
+    trl.GRPOTrainer.__init__(trainer, ...)
+"""
 
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from trl.generation import vllm_generation
+from trl.trainer import grpo_trainer
 
 from grpo_recipes.attributes import replaced
+from grpo_recipes.trainer_protocol import Trainer
 from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.file import FileClient
+from grpo_recipes.weights.generation import Generation
 from grpo_recipes.weights.lora import LoraClient
 from grpo_recipes.weights.nccl import NcclClient
 from grpo_recipes.weights.restart import RestartClient
@@ -19,23 +26,34 @@ CLIENTS: dict[str, type[BridgeClient]] = {
 }
 
 
-def trl_building_client(client: type[BridgeClient], **settings: Any) -> AbstractContextManager[Any]:
-    """Let TRL's ``VLLMGeneration`` build this bridge as its client inside."""
-    return replaced(vllm_generation, VLLMClient=partial(client, **settings))
+class ServerGeneration(Generation):
+    """TRL's generation with a server. Rank 0 holds ``client``, which is built with ``settings``."""
+
+    def __init__(self, *, client: type[BridgeClient], settings: dict[str, Any], **kwargs: Any) -> None:
+        self._client_class, self._client_settings = client, settings
+        super().__init__(**kwargs)
+
+    def _init_vllm(self) -> None:
+        """Connect as TRL does, with our client: TRL builds the class that its module calls ``VLLMClient``."""
+        with replaced(vllm_generation, VLLMClient=partial(self._client_class, **self._client_settings)):
+            super()._init_vllm()
+
+    def attach(self, trainer: Trainer) -> None:
+        """Attach rank 0's client to the trainer."""
+        if self.accelerator.is_main_process:
+            self.vllm_client.attach(trainer)
+
+    def _send_weights(self) -> None:
+        """Stream the parameters as TRL does, or let rank 0's client send the model while the other ranks wait."""
+        if self._client_class.streams:
+            super()._send_weights()
+            return
+        if self.accelerator.is_main_process:
+            self.vllm_client.sync_model(self.accelerator.unwrap_model(self.model))
+            self.vllm_client.reset_prefix_cache()
+        self.accelerator.wait_for_everyone()
 
 
-def attach_client(trainer: Any, client: type[BridgeClient]) -> None:
-    """Let a bridge that streams nothing take the trained model at a sync, and rank 0's client join the trainer."""
-    generation = trainer.vllm_generation
-    if not client.streams:
-        generation.sync_weights = partial(_hand_over, generation)
-    if trainer.accelerator.is_main_process:
-        generation.vllm_client.attach(trainer)
-
-
-def _hand_over(generation: vllm_generation.VLLMGeneration) -> None:
-    """Give rank 0's model to the bridge; the other ranks wait for it."""
-    if generation.accelerator.is_main_process:
-        generation.vllm_client.sync_model(generation.accelerator.unwrap_model(generation.model))
-        generation.vllm_client.reset_prefix_cache()
-    generation.accelerator.wait_for_everyone()
+def trl_building_client(client: type[BridgeClient], **settings: Any) -> AbstractContextManager[None]:
+    """Let TRL's trainer build a ``ServerGeneration`` with this client inside the block."""
+    return replaced(grpo_trainer, VLLMGeneration=partial(ServerGeneration, client=client, settings=settings))

@@ -1,9 +1,9 @@
-"""vLLM inside the training processes: TRL's, with weights that also load on CPU, the guard, and a seed per prompt."""
+"""vLLM inside the training processes: TRL's generation with the guard, a seed per prompt, and CPU weight loads."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import set_seed
@@ -15,52 +15,57 @@ from grpo_recipes.attributes import replaced
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.learning import served_dtype
 from grpo_recipes.runs.stop_request import StopRequest
+from grpo_recipes.weights.generation import Generation, Tensors
 from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
 from grpo_recipes.weights.sampling import sampling_seed
 
-BRIDGE = "colocate"  # its name in messages of the guard
-Tensors = Iterator[tuple[str, torch.Tensor]]
+if TYPE_CHECKING:
+    from grpo_recipes.weights.engine import Engine
+
+BRIDGE = "colocate"  # the name in messages of the guard
 
 
-class ColocatedGeneration(vllm_generation.VLLMGeneration):
-    """TRL's generation with vLLM in this process, which every rank has.
+class ColocatedGeneration(Generation):
+    """TRL's generation with a vLLM engine in each training process.
 
-    ``run_seed`` is the run's, for a sampling seed per prompt, or None for vLLM's own. When the run is asked to stop, a
-    generation is given up.
+    Sampling seeds of prompts derive from ``run_seed``. ``None`` leaves sampling to vLLM's own seed. If the run is asked
+    to stop, the generation under way is given up.
     """
 
-    def __init__(self, *, args: GRPOConfig, run_seed: int | None, stop: StopRequest, **kwargs: Any):
-        self._guards, self._run_seed = args.weight_guard, run_seed
-        self.generation_name = ""  # what the next sampling seeds are derived from, set by the trainer
-        self.seed_numbers: list[int] | None = (
-            None  # of all ranks, by which each prompt's seed is derived; None: by its place
-        )
-        self.transfers = 0  # weights that were loaded so far
-        self.checksum_error: str | None = None  # why the last load failed the checksum, here
-        self._held: dict[str, Any] = {}  # the first report of what vLLM holds
-        self._sent: dict[str, torch.Tensor] = {}
+    def __init__(self, *, args: GRPOConfig, run_seed: int | None, stop: StopRequest, **kwargs: Any) -> None:
+        self._args, self._guards, self._run_seed, self._stop = args, args.weight_guard, run_seed, stop
+        self.generation_name = ""  # the next sampling seeds derive from it
+        self.seed_numbers: list[int] | None = None  # numbers of all ranks' prompts; None: their indices
+        self.transfers = 0  # number of weight loads so far
+        self.checksum_error: str | None = None  # why the last load failed the checksum in this process
+        self._held: dict[str, Any] = {}  # vLLM's first report of its parameters
+        self._sent: dict[str, torch.Tensor] = {}  # fingerprint of each parameter sent last
         if args.vllm_max_num_seqs is not None:
             kwargs["max_num_seqs"] = args.vllm_max_num_seqs
-        _meet_alone(args.device)
-        with replaced(vllm_generation, LLM=partial(_engine, args)):
-            super().__init__(**kwargs)
-        if self.tensor_parallel_size == 1:  # else processes that sample together would not stop at the same token
-            self.llm.stops = stop.cuts
-        # vLLM has seeded this whole process, whatever the seed of the run. Ranks that hold one model together need
-        # the same random states.
+        _init_process_group(args.device)
+        super().__init__(**kwargs)
+        # vLLM has seeded the whole process with a fixed seed. Ranks that share one model need equal random states.
         set_seed(args.seed + self.accelerator.process_index // self.tensor_parallel_size)
 
-    def sync_weights(self) -> None:
-        """Load the weights as TRL does, but layer by layer; with the guard, compare what vLLM then holds."""
-        with replaced(self, _iter_named_params=partial(self._loading, self._iter_named_params)):
-            super().sync_weights()
+    def _init_vllm(self) -> None:
+        """Build the engine as TRL does, with our class: TRL builds the class that its module calls ``LLM``."""
+        # Processes that sample together would not stop at the same token.
+        stops = self._stop.cuts if self.tensor_parallel_size == 1 else None
+        with replaced(vllm_generation, LLM=partial(_make_engine, self._args, stops)):
+            super()._init_vllm()
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def _send_weights(self) -> None:
+        """Load the weights as TRL does, but layer by layer; with the guard, compare vLLM's parameters afterwards."""
+        super()._send_weights()
         self.transfers += 1
         if self._guards:
             sent = {name: int(value) for name, value in self._sent.items()}
             self.checksum_error = checksum_error(BRIDGE, differing(sent, self._reports()))
 
-    def _loading(self, stream: Callable[[], Tensors]) -> Tensors:
-        """Yield what is streamed, inside the bracket of vLLM's own reloads: on CPU its parameters have no loaders."""
+    def _iter_named_params(self) -> Tensors:
+        """Yield the parameters inside vLLM's own layerwise reload: on CPU its parameters have no weight loaders."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -70,70 +75,93 @@ class ColocatedGeneration(vllm_generation.VLLMGeneration):
             self._held = self._reports()[0]
         with set_current_vllm_config(worker.vllm_config):
             initialize_layerwise_reload(model)
-            for name, tensor in stream():
+            for name, tensor in super()._iter_named_params():
                 if self._guards:
                     self._sent[name] = sent_fingerprint(name, tensor, self._held)
                 yield name, tensor
             finalize_layerwise_reload(model, worker.model_runner.model_config)
 
     def _reports(self) -> list[dict[str, Any]]:
-        """Return what each rank holds of the model that this one has a part of, as ``grpo_weights`` reports it."""
-        (own,) = self.llm.collective_rpc("grpo_weights")
+        """Return ``grpo_weights`` of each rank that holds a part of this rank's model."""
+        (report,) = self.llm.collective_rpc("grpo_weights")
         if self.tensor_parallel_size == 1:
-            return [own]
+            return [report]
         reports: list[Any] = [None] * self.tensor_parallel_size
-        torch.distributed.all_gather_object(reports, own, group=self.tp_group)
+        torch.distributed.all_gather_object(reports, report, group=self.tp_group)
         return reports
 
+    # --- completions -----------------------------------------------------------------------------------------------
+
     def generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
-        """Generate as TRL does; with a run seed, row ``r`` of all ranks draws what the server would draw for it."""
+        """Generate as TRL does. With a run seed, each row of all ranks gets the seed that a server would use."""
         if self._run_seed is None:
             return tuple(super().generate(prompts, images, num_generations, profiler))
         group = self.accelerator.process_index // self.tensor_parallel_size
 
-        def seeds(rows: int) -> list[int]:
-            every = range(group * rows, (group + 1) * rows)
+        def seeds(count: int) -> list[int]:
+            rows = range(group * count, (group + 1) * count)
             if self.seed_numbers is not None:
-                return [self._seed(self.seed_numbers[row]) for row in every]
-            return [self._seed(row // num_generations) + row % num_generations for row in every]
+                return [self._sampling_seed(self.seed_numbers[row]) for row in rows]
+            return [self._sampling_seed(row // num_generations) + row % num_generations for row in rows]
 
-        with replaced(self.llm, seeds=seeds):
+        with self.llm.seeding_rows(seeds):
             return tuple(super().generate(prompts, images, num_generations, profiler))
 
-    def using_seed(self, seed: int) -> AbstractContextManager[None]:
-        """Derive sampling seeds inside from this one; a run without them still has none."""
-        return replaced(self, _run_seed=self._run_seed if self._run_seed is None else seed)
+    def name_generation(self, name: str) -> None:
+        """Derive the next sampling seeds from this name."""
+        self.generation_name = name
 
-    def _seed(self, prompt: int) -> int:
+    @contextmanager
+    def named_generation(self, name: str, numbers: list[int] | None) -> Iterator[None]:
+        """Derive sampling seeds inside from this name and a number for each prompt of all ranks."""
+        outside = self.generation_name, self.seed_numbers
+        self.generation_name, self.seed_numbers = name, numbers
+        try:
+            yield
+        finally:
+            self.generation_name, self.seed_numbers = outside
+
+    @contextmanager
+    def using_seed(self, seed: int) -> Iterator[None]:
+        """Derive sampling seeds inside from this seed instead of the run's. A run without seeds stays without."""
+        run_seed = self._run_seed
+        self._run_seed = None if run_seed is None else seed
+        try:
+            yield
+        finally:
+            self._run_seed = run_seed
+
+    def _sampling_seed(self, number: int) -> int:
         assert self._run_seed is not None
-        return sampling_seed(self._run_seed, self.generation_name, prompt)
+        return sampling_seed(self._run_seed, self.generation_name, number)
 
 
 def trl_building_colocated(**settings: Any) -> AbstractContextManager[None]:
-    """Let TRL's trainer build our generation inside."""
+    """Let TRL's trainer build a ``ColocatedGeneration`` with these settings inside the block."""
     return replaced(grpo_trainer, VLLMGeneration=partial(ColocatedGeneration, **settings))
 
 
-def _engine(args: GRPOConfig, **kwargs: Any) -> Any:
-    """Build the engine with what TRL asks for, and what our server is started with."""
-    from grpo_recipes.weights.engine import Engine  # only here: a run without it needs no vLLM
+def _make_engine(args: GRPOConfig, stops: Any, **kwargs: Any) -> "Engine":
+    """Build the engine with TRL's arguments and the options of our server."""
+    from grpo_recipes.weights.engine import Engine  # imported here: runs with a server need no vLLM in the trainer
 
     mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     kwargs["dtype"] = served_dtype((args.model_init_kwargs or {}).get("dtype"), mixed)
     kwargs["worker_extension_cls"] = "grpo_recipes.server.plugin.WeightReport"
     kwargs["enforce_eager"] = args.vllm_enforce_eager
     if args.use_cpu:
-        # As for the server: a prompt prefilled in parts ends vLLM's CPU worker where its request has a seed. Without
-        # parts a batch of the scheduler must hold the longest prompt: vLLM's own size, not TRL's 4096.
+        # As for the server: vLLM's CPU worker dies if a prompt is prefilled in chunks and its request has a seed.
+        # Without chunks, a scheduler batch must hold the longest prompt: vLLM's default size, not TRL's 4096.
         kwargs |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": None}
     engine = Engine(**kwargs)
-    # The process ends torch.distributed itself; vLLM would then fail to leave groups that are gone.
+    engine.stop_if(stops)
+    # The process shuts down torch.distributed itself; afterwards vLLM could not leave its groups.
     engine.llm_engine.engine_core._finalizer.atexit = False
     return engine
 
 
-def _meet_alone(device: torch.device) -> None:
-    """Give a process without others its own group: vLLM would open a port on every interface to make one."""
+def _init_process_group(device: torch.device) -> None:
+    """Create a process group for a single process: vLLM would open a port on every interface to create one."""
     if not torch.distributed.is_initialized():
         backend = "gloo" if device.type == "cpu" else "nccl"
         torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

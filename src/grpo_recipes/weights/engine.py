@@ -1,6 +1,7 @@
-"""vLLM's engine as the training processes hold it."""
+"""vLLM's engine inside the training processes, with a seed per row and batches that can be given up."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,24 +11,37 @@ from grpo_recipes.attributes import replaced
 
 
 class Engine(LLM):
-    """vLLM's engine, which can draw each row of a batch with a seed of its own, and give a batch up."""
+    """vLLM's engine, which can sample each row of a batch with its own seed and give up a batch."""
 
-    seeds: Callable[[int], Sequence[int]] | None = None  # of the rows of a batch, by their number
-    stops: Callable[[], bool] | None = None  # whether to give up the batch under way, of which rows are then missing
+    _row_seeds: Callable[[int], Sequence[int]] | None = None
+    _stops: Callable[[], bool] | None = None
+
+    def stop_if(self, stops: Callable[[], bool] | None) -> None:
+        """Give up the batch under way as soon as ``stops()`` is true. Its unfinished rows are then missing."""
+        self._stops = stops
+
+    @contextmanager
+    def seeding_rows(self, seeds: Callable[[int], Sequence[int]]) -> Iterator[None]:
+        """Sample a batch of ``n`` rows inside with the seeds ``seeds(n)``."""
+        self._row_seeds = seeds
+        try:
+            yield
+        finally:
+            self._row_seeds = None
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
-        """Generate as vLLM does; one set of parameters without a seed is given a seed for each prompt."""
-        if self.seeds and isinstance(sampling_params, SamplingParams) and sampling_params.seed is None:
+        """Generate as vLLM does. Inside ``seeding_rows``, parameters without a seed get one for each prompt."""
+        if self._row_seeds and isinstance(sampling_params, SamplingParams) and sampling_params.seed is None:
             rows = [sampling_params.clone() for _ in prompts]
-            for row, seed in zip(rows, self.seeds(len(rows)), strict=True):
+            for row, seed in zip(rows, self._row_seeds(len(rows)), strict=True):
                 row.seed = seed
             sampling_params = rows
-            self.reset_prefix_cache()  # a hit, which a resumed run would not have, changes the last bits
+            self.reset_prefix_cache()  # a cache hit changes the last bits, and a resumed run would not have it
         with replaced(self.llm_engine, step=partial(self._step, self.llm_engine.step)):
             return super().generate(prompts, sampling_params=sampling_params, **kwargs)
 
     def _step(self, step: Callable[[], Any]) -> Any:
-        if self.stops and self.stops():
+        if self._stops and self._stops():
             self.llm_engine.abort_request(list(self.llm_engine.output_processor.request_states), internal=True)
             return []
         return step()

@@ -1,4 +1,4 @@
-"""The bridge ``file``: safetensors in a folder that trainer and server both see, usually shared memory."""
+"""``weight_sync: file``: safetensors in a folder that trainer and server both see, usually shared memory."""
 
 import errno
 import json
@@ -6,6 +6,7 @@ import os
 import shutil
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,16 +16,16 @@ from grpo_recipes.weights.client import BridgeClient, Metadata, NamedTensors
 
 # Names of dtypes in the format of safetensors (https://huggingface.co/docs/safetensors).
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
-_ALIGNMENT = 8  # bytes: where the format lets the tensors begin
+_ALIGNMENT = 8  # bytes; the format requires that tensors start at a multiple
 
 
 class FileClient(BridgeClient):
-    """Safetensors in a folder that trainer and server both see, usually shared memory; the server reloads them."""
+    """Write safetensors to a folder that trainer and server both see, and let the server reload them."""
 
     bridge = "file"
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Do nothing: the server reads files, so there is no channel to open."""
+        """Do nothing: the server reads files, so no channel is needed."""
 
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
         self._sync += 1
@@ -36,35 +37,37 @@ class FileClient(BridgeClient):
 
 
 def write_weights(folder: Path, metadata: Metadata, named_params: NamedTensors, sync: int = 0) -> None:
-    """Write ``model.safetensors``, which a reader finds whole or not at all; OSError where there is no room for it.
+    """Write ``model.safetensors`` atomically; raise OSError if there is not enough space.
 
-    ``sync`` is the number of the sync, which the file says beside the weights.
-    The file before, which the server has loaded, is written over: memory that is new takes most of the time of a write.
-    Each tensor is written as it comes, so that none is copied: under ZeRO-3 and FSDP a gathered one is gone when the
-    next one comes. The library of the format takes all of them at once.
+    ``sync`` is the number of the sync, which is stored in the file's metadata. The previous file, which the server has
+    loaded, is overwritten: allocating new memory takes most of the time of a write. Each tensor is written as it
+    arrives, since under ZeRO-3 and FSDP a gathered tensor is freed when the next one arrives. The safetensors library
+    would need all of them at once.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    header, size = {}, 0
+    header: dict[str, Any] = {}
+    size = 0
     for name, dtype, shape in metadata:
-        begins, size = size, size + prod(shape) * getattr(torch, dtype).itemsize
-        header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [begins, size]}
+        start, size = size, size + prod(shape) * getattr(torch, dtype).itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [start, size]}
     file, temporary = folder / "model.safetensors", folder / ".model.safetensors"
     if file.exists():
         file.replace(temporary)
     reused = temporary.stat().st_size if temporary.exists() else 0
     if size > (free := shutil.disk_usage(folder).free + reused):
-        what = f"{gigabytes(size)} of weights do not fit into {folder}, {gigabytes(free)} free"
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {what}. Fix: make room there, or make it larger")
+        problem = f"{gigabytes(size)} of weights do not fit into {folder}, {gigabytes(free)} free"
+        fix = "free space there, or make it larger"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {problem}. Fix: {fix}")
     text = json.dumps({**header, "__metadata__": {"format": "pt", SYNC: str(sync)}}).encode()
     text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
     temporary.touch()
     with temporary.open("r+b", buffering=0) as out:
         out.write(len(text).to_bytes(8, "little") + text)
-        for (name, dtype, _), (given, tensor) in zip(metadata, named_params, strict=True):
-            assert name == given, f"{given} came in the place of {name}"
+        for (name, dtype, _), (streamed_name, tensor) in zip(metadata, named_params, strict=True):
+            assert name == streamed_name, f"expected {name}, got {streamed_name}"
             flat = tensor.detach().to("cpu", getattr(torch, dtype)).contiguous().view(-1)
-            rest = memoryview(flat.view(torch.uint8).numpy())
-            while rest:  # the system writes at most 2 GiB at once
-                rest = rest[out.write(rest) :]
+            unwritten = memoryview(flat.view(torch.uint8).numpy())
+            while unwritten:  # the system writes at most 2 GiB at once
+                unwritten = unwritten[out.write(unwritten) :]
         out.truncate()
     temporary.replace(file)

@@ -1,8 +1,8 @@
-"""The proof that the server serves the trainer's weights (a checksum, and its log-probs), or the run stops.
+"""Prove that the server serves the trainer's weights, by a checksum and by its log-probs; otherwise the run stops.
 
-Servers that answer 200 and serve other weights exist. At RL learning rates about 99 % of bf16 weights do not change in
-a step, so log-probs cannot see weights one step old in bf16; the checksum can. The checksum cannot see a server that
-holds the right weights and computes with others; the log-probs can.
+Servers exist that answer 200 and serve other weights. At RL learning rates, about 99 % of bf16 weights do not change in
+a step, so log-probs cannot detect bf16 weights that are one step old; the checksum can. The checksum cannot detect a
+server that holds the right weights and computes with others; the log-probs can.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,45 +10,45 @@ from typing import Any
 
 import torch
 
-from grpo_recipes.server.plugin import fingerprint, held_name, unit_of
+from grpo_recipes.server.plugin import fingerprint, matching_name, unit_of
 
 _WRAP = 1 << 64
 
 # Largest mean |log p_trainer - log p_server| over the tokens of a batch. Healthy runs of a small model on CPU
-# (bench/results/guard_tolerance.json) give 3e-7 in float32 and 2e-3 in bfloat16; another model's weights give 0.1 and
-# more. Nobody has measured larger models, GPUs, or float16: there the first healthy syncs of a run say what is usual.
+# (bench/results/guard_tolerance.json) give 3e-7 in float32 and 2e-3 in bfloat16. Another model's weights give 0.1 and
+# more. Larger models, GPUs and float16 are not measured: there the first healthy syncs of a run set the tolerance.
 TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}
-CALIBRATING_SYNCS = 3  # of a run, by which the tolerance of its dtype is lowered
-_MARGIN, _LOWEST = 10.0, 0.1  # times the largest difference of those; share of the dtype's tolerance
+CALIBRATING_SYNCS = 3  # first syncs of a run that lower the tolerance of its dtype
+_MARGIN, _LOWEST = 10.0, 0.1  # multiple of the largest calibrating difference; lowest fraction of the dtype's tolerance
 
 
 class WeightsDiffer(RuntimeError):
-    """The server does not serve the trainer's weights; no update was computed from what it sampled."""
+    """The server does not serve the trainer's weights; no update was computed from its samples."""
 
 
 def sent_fingerprint(name: str, tensor: torch.Tensor, report: Mapping[str, Any]) -> torch.Tensor:
-    """Return the fingerprint of a tensor, on its device, in dtype and units of a worker's ``grpo_weights()``."""
-    place = held_name(name, report["parameters"], report["packed"])
-    if place is None:
+    """Return the fingerprint of a tensor on its device, in the dtype and units of a worker's ``grpo_weights()``."""
+    server_name = matching_name(name, report["parameters"], report["packed"])
+    if server_name is None:
         return fingerprint(tensor, unit_of(tensor))
-    _, dtype, *unit = report["parameters"][place]
+    _, dtype, *unit = report["parameters"][server_name]
     return fingerprint(tensor.to(getattr(torch, dtype)), *unit)
 
 
 def differing(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the server's parameters that hold something else than was streamed.
+    """Return the server's parameters that differ from the trainer's.
 
     ``streamed`` has the trainer's fingerprints in the server's dtype, ``reports`` every worker's ``grpo_weights()``.
     """
-    held, packed = reports[0]["parameters"], reports[0]["packed"]
+    parameters, packed = reports[0]["parameters"], reports[0]["packed"]
     expected: dict[str, int] = {}
-    unplaced = 0
+    unmatched_sum = 0
     for name, value in streamed.items():
-        place = held_name(name, held, packed)
-        if place is None:
-            unplaced += value
+        server_name = matching_name(name, parameters, packed)
+        if server_name is None:
+            unmatched_sum += value
         else:
-            expected[place] = expected.get(place, 0) + value
+            expected[server_name] = expected.get(server_name, 0) + value
 
     def holds(value: int, names: Sequence[str]) -> bool:
         """Return whether the workers' shards add up to ``value``, or every worker has a copy of it."""
@@ -56,10 +56,10 @@ def differing(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]])
         return sum(values) % _WRAP == value % _WRAP or set(values) == {value % _WRAP}
 
     wrong = [name for name, value in expected.items() if not holds(value, [name])]
-    # Models whose names vLLM changes otherwise: what found no place must add up to what was not accounted for.
-    rest = [name for name in held if name not in expected]
-    if not holds(unplaced, rest):
-        wrong += rest or ["(no parameter of the server matches)"]
+    # vLLM renames parameters of some models in other ways. The unmatched parameters of both sides must have equal sums.
+    unmatched = [name for name in parameters if name not in expected]
+    if not holds(unmatched_sum, unmatched):
+        wrong += unmatched or ["(no parameter of the server matches)"]
     return wrong
 
 
@@ -68,21 +68,23 @@ def checksum_error(
 ) -> str | None:
     """Return the message for a failed checksum, or for workers with another sync than ``sync``, or None.
 
-    ``sync`` is the number of the one that was sent last; 0: none was, and the workers' own are not looked at.
+    ``sync`` is the number of the last sync. With 0, the workers' numbers are not compared.
     """
-    some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-    found = [f"after the sync it holds other values than the trainer in {some}"] if wrong else []
-    held = sorted({report["sync"] for report in reports} - {sync}) if sync else []
-    if held:
-        numbers = ", ".join(map(str, held))
-        found.append(f"it has the weights of sync {numbers}, and the trainer sent sync {sync}")
-    return f"weights did not reach the server through the '{bridge}' bridge: {'; '.join(found)}" if found else None
+    names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    problems = [f"after the sync it holds other values than the trainer in {names}"] if wrong else []
+    other_syncs = sorted({report["sync"] for report in reports} - {sync}) if sync else []
+    if other_syncs:
+        numbers = ", ".join(map(str, other_syncs))
+        problems.append(f"it has the weights of sync {numbers}, and the trainer sent sync {sync}")
+    if not problems:
+        return None
+    return f"weights did not reach the server through the '{bridge}' bridge: {'; '.join(problems)}"
 
 
 def calibrated(tolerance: float, healthy: Sequence[float]) -> float:
-    """Return the tolerance of a dtype, lowered to ten times the largest difference of a run's first healthy syncs.
+    """Return a dtype's tolerance, lowered to ten times the largest difference of a run's first healthy syncs.
 
-    Never below a tenth of it, and never above it: a first sync that is wrong must not allow the rest.
+    The result is at least a tenth of the tolerance. It is never larger: a wrong first sync must not allow later ones.
     """
     if len(healthy) < CALIBRATING_SYNCS:
         return tolerance

@@ -1,4 +1,4 @@
-"""The bridge ``restart``: a complete model on disk, and a new server that is started with it."""
+"""``weight_sync: restart``: write a complete model to disk, and start a new server with it."""
 
 import os
 import shutil
@@ -8,31 +8,33 @@ from typing import Any
 import torch
 
 from grpo_recipes.runs.rundir import NEWEST_MODEL, read_json
+from grpo_recipes.trainer_protocol import Trainer
 from grpo_recipes.weights.client import BridgeClient, Metadata, NamedTensors
 from grpo_recipes.weights.file import write_weights
 from grpo_recipes.weights.guard import differing
 
 
 class RestartClient(BridgeClient):
-    """The launcher ends the server and starts it with the model that a link names, whenever that link is another.
+    """Point a link to the new model. When the link changes, the launcher restarts the server with that model.
 
-    It needs nothing from the server but that it loads a model: for a vLLM, or an architecture, that cannot take weights
-    while it runs. With the guard, a server that has the weights already is not started again.
+    The server only has to load a model, so this works for vLLM versions and architectures that cannot reload weights.
+    With the guard, a server that already has the weights is not restarted.
     """
 
     bridge = "restart"
 
-    def __init__(self, **kwargs: Any):
-        self._files: list[Any] = []  # what writes the other files of a model: configuration, tokenizer
+    def __init__(self, **kwargs: Any) -> None:
+        self._saved_parts: list[Any] = []  # objects with ``save_pretrained``: configurations and tokenizer
         super().__init__(**kwargs)
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Do nothing: the server reads files, when it is started."""
+        """Do nothing: the server reads files when it starts."""
 
-    def attach(self, trainer: Any) -> None:
-        """Remember what is to stand beside the weights."""
+    def attach(self, trainer: Trainer) -> None:
+        """Note the objects that are saved next to the weights."""
+        super().attach(trainer)
         model = trainer.accelerator.unwrap_model(trainer.model)
-        self._files = [model.config, model.generation_config, trainer.processing_class]
+        self._saved_parts = [model.config, model.generation_config, trainer.processing_class]
 
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
         folder = self._folder(self._sync + 1)
@@ -41,7 +43,7 @@ class RestartClient(BridgeClient):
             shutil.rmtree(folder)
             return
         self._sync += 1
-        for part in self._files:
+        for part in self._saved_parts:
             part.save_pretrained(str(folder))
         link = folder.with_name(f".{NEWEST_MODEL}")
         link.unlink(missing_ok=True)
@@ -54,10 +56,9 @@ class RestartClient(BridgeClient):
         return Path(os.environ["GRPO_SYNC_DIR"]).resolve() / f"model-{number}"
 
     def _resend(self) -> None:
-        """Wait for the server that was started with the newest model."""
+        """Wait for the server that is started with the newest model."""
         self._wait_for_server(self._has_newest)
 
     def _has_newest(self) -> bool:
-        return self._server_ready() and (read_json(self._state_file) or {}).get("model") == str(
-            self._folder(self._sync)
-        )
+        newest = str(self._folder(self._sync))
+        return self._server_ready() and (read_json(self._state_file) or {}).get("model") == newest

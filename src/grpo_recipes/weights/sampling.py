@@ -1,11 +1,11 @@
-"""The seed of each prompt's completions."""
+"""Sampling seeds: one for each prompt of each generation."""
 
 import hashlib
 
 
 def sampling_seed(run_seed: int, generation: str, prompt: int) -> int:
-    """Return the seed of a prompt, by its place in a generation; vLLM gives completion k of it this seed + k.
+    """Return the seed of the prompt with this number in a generation. vLLM gives completion k the seed + k.
 
-    A hash: the completions of prompts with neighbouring seeds would share noise.
+    The seed is a hash: completions of prompts with neighboring seeds would share noise.
     """
     return int.from_bytes(hashlib.sha256(f"{run_seed}/{generation}/{prompt}".encode()).digest()[:6], "big")

@@ -1,4 +1,4 @@
-"""The bridge ``shared``: one copy of the weights, which the trainer's optimizer writes and the server computes with."""
+"""``weight_sync: shared``: one copy of the weights, which the optimizer writes and the server computes with."""
 
 import os
 import time
@@ -12,94 +12,96 @@ from torch import nn
 from transformers import TrainerCallback
 
 from grpo_recipes.errors import translate
-from grpo_recipes.server.plugin import gpu_of, imported, mapped_memory, own_rows, tensor_in
+from grpo_recipes.server.plugin import gpu_of, imported, mapped_memory, matching_rows, tensor_in
+from grpo_recipes.trainer_protocol import Trainer
 from grpo_recipes.weights.client import BridgeClient, run_in_thread
 from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
 from grpo_recipes.weights.transport import ServerError, ServerLate
 
-PAUSE = "shared/pause_seconds"  # in metrics.jsonl
+PAUSE = "shared/pause_seconds"  # metric in metrics.jsonl
 
 
 class SharedClient(BridgeClient):
-    """The trained model's parameters are views of the server's memory, of fused ones (q, k and v) the rows.
+    """Make the trained model's parameters views of the server's memory: rows of fused parameters (q, k and v).
 
-    Nothing travels. The server answers no request while the optimizer writes: it finishes those in flight before, and
-    forgets their prefixes after.
+    No weights are transferred. While the optimizer writes, the server answers no request: it first finishes the
+    requests under way, and afterwards it empties its prefix cache.
     """
 
     bridge = "shared"
     streams = False
 
-    def __init__(self, **kwargs: Any):
+    def __init__(self, **kwargs: Any) -> None:
         self._model: nn.Module | None = None  # the trained model, once it shares the server's memory
-        self._gpu: torch.device | None = None  # whose memory is shared; None on CPU
-        self._apart: list[str] = []  # parameters of the server that did not show what was written into them
+        self._gpu: torch.device | None = None  # the GPU with the shared memory; None on CPU
+        self._apart: list[str] = []  # the server's parameters that did not show values written by the trainer
         super().__init__(**kwargs)
 
-    def attach(self, trainer: Any) -> None:
-        """Be called around each optimizer step, and have its row tell how long the server was waited for."""
-        trainer.add_callback(_Drained(self, lambda seconds: trainer._metrics["train"][PAUSE].append(seconds)))
+    def attach(self, trainer: Trainer) -> None:
+        """Pause the server around each optimizer step, and log the time of the pauses."""
+        super().attach(trainer)
+        trainer.add_callback(_PauseAroundStep(self, partial(trainer.add_metric, PAUSE)))
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Do nothing: the memory is shared at the first sync."""
 
     def sync_model(self, model: nn.Module) -> None:
-        """Share the memory with the server if that is to be done, and compare what both have in it."""
-        with self._excused_when_stopping():
+        """Share the memory at the first call, and verify its contents."""
+        with self._ignoring_failures_while_stopping():
             if self._model is None:
                 self._model = model
-                self._sync = 1  # the only one: afterwards nothing travels
+                self._sync = 1  # the only sync: afterwards nothing is transferred
                 self._through_restarts(self._resend)
             self._through_restarts(self._verify)
 
     def _resend(self) -> None:
-        """Have the server give its parameters' memory, and the trained model move in with it."""
+        """Get access to the memory of the server's parameters, and move the trained model into it."""
         folder, parameters = Path(os.environ["GRPO_SYNC_DIR"]), self._parameters()
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"weights_of_server_{self._epoch}_{os.urandom(4).hex()}"
         try:
             (layout,) = self.call_workers("grpo_share", file=str(file), sync=self._sync)
-            with self._reading("/collective_rpc"):
-                held = _held(layout, str(file), next(iter(parameters.values())))
-                views = dict(_views(parameters, held, layout["packed"]))
+            with self._parsing("/collective_rpc"):
+                tensors = _server_tensors(layout, str(file), next(iter(parameters.values())))
+                views = dict(_views(parameters, tensors, layout["packed"]))
         finally:
-            file.unlink(missing_ok=True)  # the memory stays while one of the two has it
+            file.unlink(missing_ok=True)  # the memory stays while one of the two processes has it mapped
         self._gpu = next(iter(parameters.values())).device if layout["gpu"] else None
-        if self._args.weight_guard:  # what is written here must be read there, before the first step as well
+        if self._args.weight_guard:  # before the first step, check that the server reads the values written here
             for view in views.values():
                 view.zero_()
             self._finish_writing()
-            self._held, *others = self._reports()
-            self._apart = differing(dict.fromkeys(views, 0), [self._held, *others])
+            self._held, *other_reports = self._reports()
+            self._apart = differing(dict.fromkeys(views, 0), [self._held, *other_reports])
         for name, parameter in parameters.items():
             parameter.data = views[name].copy_(parameter.data)
         self._finish_writing()
 
     def _finish_writing(self) -> None:
-        """Wait until a GPU has written what it was told to: the server's reads do not wait for this process's work."""
+        """Wait until the GPU has finished its writes: the server's reads do not wait for this process."""
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         assert self._model is not None
-        return dict(self._model.named_parameters())  # tied ones once, as vLLM has them
+        return dict(self._model.named_parameters())  # tied parameters once, as in vLLM
 
     def _verify(self) -> None:
         if self._args.weight_guard:
-            reports = run_in_thread(self._reports)  # while the server takes its fingerprints, ours are taken here
-            own = {name: sent_fingerprint(name, one, self._held) for name, one in self._parameters().items()}
-            held = reports.result()
-            wrong = self._apart or differing({name: int(value) for name, value in own.items()}, held)
-            self.checksum_error = checksum_error(self.bridge, wrong, self._sync, held)
+            reports = run_in_thread(self._reports)  # the server and this process compute fingerprints at the same time
+            sent = {name: sent_fingerprint(name, tensor, self._held) for name, tensor in self._parameters().items()}
+            server_reports = reports.result()
+            wrong = self._apart or differing({name: int(value) for name, value in sent.items()}, server_reports)
+            self.checksum_error = checksum_error(self.bridge, wrong, self._sync, server_reports)
 
     def drain(self) -> None:
-        """Let the server finish what it has, and hold back what comes."""
+        """Let the server finish its requests and hold back new ones."""
         if self._model is not None:
-            with self._excused_when_stopping():
+            with self._ignoring_failures_while_stopping():
                 self._through_restarts(self._finish_requests)
 
     def _finish_requests(self) -> None:
-        """Pause the server once it has no request left; ServerError where that takes longer than a sync may."""
+        """Pause the server once it has no request left; raise ServerError if that takes longer than a sync may."""
         keys = ("weight_sync_timeout", "server_request_timeout")
         limit, key = min((getattr(self._args, key), key) for key in keys)
         cause = "'shared' waits before each step until the server has no request left, and one does not end"
@@ -107,53 +109,55 @@ class SharedClient(BridgeClient):
             self.pause("wait", timeout=limit)
 
     def release(self) -> None:
-        """Let the server continue, with the new weights and without prefixes computed with the old ones."""
+        """Let the server continue with the new weights and with an empty prefix cache."""
         if self._model is not None:
             self._finish_writing()
-            with self._excused_when_stopping():
+            with self._ignoring_failures_while_stopping():
                 self._through_restarts(partial(self.resume, timeout=self._args.weight_sync_timeout))
 
 
-class _Drained(TrainerCallback):
-    """No request is under way at the server while the optimizer writes into its memory."""
+class _PauseAroundStep(TrainerCallback):
+    """Keep the server idle while the optimizer writes into its memory."""
 
-    def __init__(self, client: SharedClient, note: Callable[[float], None]):
-        self._client, self._note = client, note
+    def __init__(self, client: SharedClient, add_seconds: Callable[[float], None]) -> None:
+        self._client, self._add_seconds = client, add_seconds
         self._seconds = 0.0
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        began = time.perf_counter()
+        start = time.perf_counter()
         self._client.drain()
-        self._seconds = time.perf_counter() - began
+        self._seconds = time.perf_counter() - start
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        began = time.perf_counter()
+        start = time.perf_counter()
         self._client.release()
-        self._note(self._seconds + time.perf_counter() - began)
+        self._add_seconds(self._seconds + time.perf_counter() - start)
 
 
-def _held(layout: Mapping[str, Any], file: str, own: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the server's parameters as tensors of this process: in the mapped ``file``, or on the GPU of ``own``."""
-    places, gpu = layout["parameters"], gpu_of(own)
+def _server_tensors(layout: Mapping[str, Any], file: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the server's parameters as tensors of this process: in the mapped ``file``, or on the parameter's GPU."""
+    locations, gpu = layout["parameters"], gpu_of(parameter)
     if layout["gpu"] != gpu:
-        what = f"weight_sync: shared: the server computes on {layout['gpu'] or 'the CPU'}, rank 0 on {gpu or 'the CPU'}"
-        raise ServerError(f"{what}, and they share the memory of one device. Fix: write weight_sync: file")
+        devices = f"the server computes on {layout['gpu'] or 'the CPU'}, rank 0 on {gpu or 'the CPU'}"
+        problem = f"weight_sync: shared needs one device, and {devices}"
+        raise ServerError(f"{problem}. Fix: write weight_sync: file")
     if gpu:
-        return {name: imported(place, own.device) for name, place in places.items()}
+        return {name: imported(location, parameter.device) for name, location in locations.items()}
     memory = mapped_memory(file)
-    return {name: tensor_in(memory, place) for name, place in places.items()}
+    return {name: tensor_in(memory, location) for name, location in locations.items()}
 
 
 def _views(
-    parameters: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor], packed: Mapping[str, Any]
+    parameters: Mapping[str, torch.Tensor], server_tensors: Mapping[str, torch.Tensor], packed: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a view of the server's memory for each of the trainer's parameters, by its name."""
-    for name, place, view in own_rows(parameters, held, packed):
+    for name, server_name, view in matching_rows(parameters, server_tensors, packed):
         if view is None:
-            ours = f"{list(parameters[name].shape)} of {parameters[name].dtype}"
-            what = f"weight_sync: shared: the server has no parameter for the trainer's {name}"
-            if place is not None:
-                theirs = f"{list(held[place].shape)} of {held[place].dtype}"
-                what = f"weight_sync: shared: {name} is {ours}, which is not a part of the server's {place}, {theirs}"
-            raise ServerError(f"{what}. Fix: write weight_sync: file")
+            shape = f"{list(parameters[name].shape)} of {parameters[name].dtype}"
+            problem = f"weight_sync: shared: the server has no parameter for the trainer's {name}"
+            if server_name is not None:
+                server_shape = f"{list(server_tensors[server_name].shape)} of {server_tensors[server_name].dtype}"
+                part = f"which is not a part of the server's {server_name}, {server_shape}"
+                problem = f"weight_sync: shared: {name} is {shape}, {part}"
+            raise ServerError(f"{problem}. Fix: write weight_sync: file")
         yield name, view

@@ -1,4 +1,8 @@
-"""One request to the server: its limits, what is repeated, what counts as lost, which answers are whole."""
+"""One request to the vLLM server: which failures are repeated, which mean a lost server, which answers are complete.
+
+adapter = ServerAdapter(600.0, owner=server_listener(state_file, url))
+secure_session(session, adapter, token)
+"""
 
 import contextlib
 import math
@@ -14,10 +18,10 @@ from grpo_recipes.errors import translate
 from grpo_recipes.process.sessions import BoundedAdapter, RejectedResponse
 from grpo_recipes.server.wire import Completions
 
-# Steps of a weight transfer meet the trainer in a collective: a second one would find nobody there.
+# Steps of a weight transfer meet the trainer in a collective: a repeated request would wait without a partner.
 NOT_REPEATED = {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
-ADAPTER = "grpo-adapter"  # name of the adapter that is trained, at the server: the model of a request
-QUICK_SECONDS = 5.0  # for an answer that a healthy server gives at once
+ADAPTER = "grpo-adapter"  # the trained adapter's name at the server, used as the model of a request
+QUICK_SECONDS = 5.0  # limit for an answer that a healthy server gives immediately
 
 
 class ServerError(RuntimeError):
@@ -25,7 +29,7 @@ class ServerError(RuntimeError):
 
 
 class ServerLost(ServerError):
-    """The server died, hangs or lost its engine; the request may be repeated to the next one."""
+    """The server died, hangs or lost its engine; the request may be repeated to the next server."""
 
 
 class ServerLate(ServerLost):
@@ -33,35 +37,35 @@ class ServerLate(ServerLost):
 
 
 class BadAnswer(ServerError):
-    """A living server answered with an error, with nonsense, or not at all; asked again it may do better."""
+    """A running server gave an error, an invalid answer, or no answer; a repeated request may succeed."""
 
 
 class ServerAdapter(BoundedAdapter):
-    """Requests to a vLLM server: which of their failures are a lost server, and which a bad answer.
+    """Send requests to a vLLM server, and distinguish a lost server from a bad answer.
 
-    TRL's calls have no time limit, and retry for a minute on a dead server.
+    TRL's own calls have no time limit, and retry for a minute if the server is dead.
     """
 
     def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
         """Send the request and read the whole answer.
 
-        Without one, or from a server whose engine is dead, raise ServerLost, at the deadline ServerLate. If a living
-        server closed the connection, or its answer is too large or a redirect, raise BadAnswer.
+        Raise ServerLost if no answer comes or the engine is dead, and ServerLate at the deadline. Raise BadAnswer if a
+        running server closes the connection, redirects, or sends an answer that is too large.
         """
         limit, path = self.limit_of(kwargs.get("timeout")), request.path_url
 
-        def lost(error: BaseException) -> ServerError:
+        def failure(error: BaseException) -> ServerError:
             connected = not isinstance(error, requests.ConnectTimeout)
-            while cause := error.__cause__ or error.__context__:  # the operating system's own error comes last
+            while cause := error.__cause__ or error.__context__:  # the last cause is the operating system's error
                 error = cause
             if isinstance(error, TimeoutError) and connected:
                 return ServerLate(f"the vLLM server did not answer {path} within {limit:g} s")
             kind = BadAnswer if self._healthy(request) else ServerLost
             return kind(f"lost the connection to the vLLM server in {path} ({error})")
 
-        broken = (requests.ReadTimeout, requests.ConnectionError, requests.exceptions.ChunkedEncodingError)
+        connection_errors = (requests.ReadTimeout, requests.ConnectionError, requests.exceptions.ChunkedEncodingError)
         unwanted = translate(RejectedResponse, lambda error: BadAnswer(f"the vLLM server {error} (in {path})"))
-        with translate(broken, lost), unwanted:
+        with translate(connection_errors, failure), unwanted:
             response = self._send(request, kwargs)
         if response.status_code >= 500 and not self._healthy(request):
             raise ServerLost(f"the engine of the vLLM server is dead: {response.status_code} in {path}")
@@ -76,36 +80,38 @@ class ServerAdapter(BoundedAdapter):
             unanswered = isinstance(cause, ProtocolError) and isinstance(cause.args[-1], closed)
             if request.path_url in NOT_REPEATED or not unanswered:
                 raise
-        # The server may close a kept connection at the very moment it is used again. A new adapter: others in the pool
-        # may be as old.
-        return self._fresh().send(request, **kwargs)
+        # The server may close an idle connection when it is reused. Other connections of the pool may be as old, so
+        # the retry uses a new adapter.
+        return self._new_adapter().send(request, **kwargs)
 
     def _healthy(self, request: requests.PreparedRequest) -> bool:
         headers = {name: value for name, value in request.headers.items() if name == "Authorization"}
-        question = requests.Request("GET", urljoin(str(request.url), "/health"), headers=headers)
+        health = requests.Request("GET", urljoin(str(request.url), "/health"), headers=headers)
         with contextlib.suppress(requests.RequestException):
-            return self._fresh().send(question.prepare(), timeout=QUICK_SECONDS).ok
+            return self._new_adapter().send(health.prepare(), timeout=QUICK_SECONDS).ok
         return False
 
-    def _fresh(self) -> BoundedAdapter:
+    def _new_adapter(self) -> BoundedAdapter:
         return BoundedAdapter(self._timeout, self._max_bytes, self.owner)
 
 
-def check_completions(found: Completions, count: int, longest: int, vocabulary: int | None, scored: Any) -> None:
-    """Raise ValueError unless there are ``count`` completions of known tokens.
+def check_completions(
+    completions: Completions, count: int, max_tokens: int, vocabulary: int | None, requested_logprobs: int | None
+) -> None:
+    """Raise ValueError unless there are ``count`` completions of at most ``max_tokens`` known tokens.
 
-    With ``scored``, the ``logprobs`` that were asked for or None, each token must have a finite log-prob.
+    Unless ``requested_logprobs`` is None, each token must have a finite log-prob.
     """
-    lengths, ids, logprobs = found
+    lengths, ids, logprobs = completions
     if len(lengths) != count:
-        raise ValueError(f"{len(lengths)} completions where {count} were asked for")
-    if len(wrong := lengths[(lengths <= 0) | (lengths > longest)]):
-        raise ValueError(f"a completion of {wrong[0]} tokens where at most {longest} were asked for")
-    if len(strange := ids[(ids < 0) | (ids >= (math.inf if vocabulary is None else vocabulary))]):
-        raise ValueError(f"token {strange[0]}, and the model has {vocabulary}")
-    if scored is None:
+        raise ValueError(f"expected {count} completions, got {len(lengths)}")
+    if len(wrong_lengths := lengths[(lengths <= 0) | (lengths > max_tokens)]):
+        raise ValueError(f"expected 1 to {max_tokens} tokens in a completion, got {wrong_lengths[0]}")
+    if len(unknown_ids := ids[(ids < 0) | (ids >= (math.inf if vocabulary is None else vocabulary))]):
+        raise ValueError(f"token {unknown_ids[0]}, and the model has {vocabulary}")
+    if requested_logprobs is None:
         return
     if logprobs is None or len(logprobs) != len(ids):
         raise ValueError("not one log-prob for each token")
-    if broken := int((~np.isfinite(logprobs)).sum()):
-        raise ValueError(f"{broken} log-probs that are not finite")
+    if infinite := int((~np.isfinite(logprobs)).sum()):
+        raise ValueError(f"{infinite} log-probs that are not finite")

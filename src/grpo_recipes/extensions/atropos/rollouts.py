@@ -95,17 +95,19 @@ class AtroposRollouts(Source):
         if not trainer.use_vllm:
             return
         generation = trainer.vllm_generation
-        send = generation.sync_weights
         if trainer.accelerator.is_main_process:
             planned = {one.get("role") for one in Run(self._run_dir).plan.get("processes", [])}
-            generation.vllm_client.has_other_clients = "run-api" not in planned
+            generation.vllm_client.expect_other_clients("run-api" not in planned)
 
-        def sync_weights() -> None:
-            if trainer.accelerator.is_main_process:
-                generation.vllm_client.policy_version = trainer.state.global_step
-            send()
+        def with_policy_version(sync: Callable[[], None]) -> Callable[[], None]:
+            def sync_weights() -> None:
+                if trainer.accelerator.is_main_process:
+                    generation.vllm_client.set_policy_version(trainer.state.global_step)
+                sync()
 
-        generation.sync_weights = sync_weights
+            return sync_weights
+
+        generation.wrap_sync(with_policy_version)
 
     def start_generation(self, rows: list[dict[str, Any]], name: str) -> None:
         """Take the rank's placeholders of the batch, whose prompts the groups' take the place of."""
