@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from grpo_recipes.data import read_rows
-from grpo_recipes.data.problems import column_names, need_columns
+from grpo_recipes.data.problems import list_columns, require_columns
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.datafiles import data_files
 
@@ -20,13 +20,13 @@ TEN = [{"problem": str(n), "answer": str(n), "level": n} for n in range(10)]
 def test_every_kind_is_read_whole_or_as_a_stream(write, kind, streaming):
     rows = read_rows(write(TEN, kind), None, "train", streaming=streaming)
     assert isinstance(rows, datasets.IterableDataset) == (streaming and kind != "saved")
-    assert column_names(rows) == ["problem", "answer", "level"]
+    assert list_columns(rows) == ["problem", "answer", "level"]
     assert [row["answer"] for row in rows] == [str(n) for n in range(10)]
 
 
 def test_a_missing_column_names_those_that_exist(write):
     with pytest.raises(ConfigError, match=r"has no column 'gold'.*problem, answer, level"):
-        need_columns("rows", read_rows(write(TEN), None, "train").features, {"problem": "key", "gold": "key"})
+        require_columns("rows", read_rows(write(TEN), None, "train").features, {"problem": "key", "gold": "key"})
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "saved"])

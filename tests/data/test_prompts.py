@@ -50,7 +50,7 @@ def test_a_chats_own_system_message_stays_and_is_counted(load):
     rows = [{"problem": [SYSTEM, *CHAT], "answer": "4"}, {"problem": CHAT, "answer": "4"}]
     prompts = load(rows, system_prompt="Ours.")
     assert [messages[0]["content"] for messages in prompts.dataset["prompt"]] == ["Theirs.", "Ours."]
-    assert "1 with a system message of their own" in str(prompts)
+    assert "1 with their own system message" in str(prompts)
     assert "system message" not in str(load(rows))
 
 

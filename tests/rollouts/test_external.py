@@ -52,7 +52,7 @@ def test_a_server_that_takes_weights_is_taken(monkeypatch: pytest.MonkeyPatch, r
     [
         (
             None,
-            "takes no new weights: all samples would be of the first ones. Fix: start it with VLLM_SERVER_DEV_MODE=1",
+            "can't load new weights. Fix: start it with VLLM_SERVER_DEV_MODE=1",
         ),
         (RAW, "are raw_logprobs, without the temperature. Fix: start it with --logprobs-mode processed_logprobs"),
         ({"vllm_config": None}, "does not say how it was started (TypeError"),

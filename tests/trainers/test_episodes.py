@@ -298,7 +298,7 @@ def test_a_turn_ends_with_the_templates_own_token_where_sampling_stops_at_it() -
     assert renderer.between(asked, [65, 66]) == renderer.between(asked, []) == [end, *follows]
     assert renderer.between(asked, [65, tokenizer.eos_token_id]) == [end, *follows]  # as the template has it
     assert renderer.text([*TEXT("4").input_ids, end]) == "4"
-    with pytest.raises(ConfigError, match=r"ends a turn with '</answer>\\n', at which sampling does not stop"):
+    with pytest.raises(ConfigError, match=r"ends a turn with '</answer>\\n', but sampling does not stop there"):
         Renderer(tokenizer, None).between(asked, [65])
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_recipes import smoke
 from grpo_recipes.extensions.environments.episode import Episode
-from grpo_recipes.rollouts.turns import Turn, derived
+from grpo_recipes.rollouts.turns import Turn, derive_seed
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 from .played_episodes import GROUP, generation, make_trainer
@@ -37,7 +37,7 @@ def make_player(folder: Path, model: str, opponents: str, **keys: Any) -> tuple[
 
     trainer._generate_single_turn = last_free
     args = f'{{"opponents": "{opponents}", "player": "seed"}}'
-    seats = [next(seed for seed in range(99) if derived("seat", seed) % 2 == seat) for seat in (0, 1)]
+    seats = [next(seed for seed in range(99) if derive_seed("seat", seed) % 2 == seat) for seat in (0, 1)]
     trainer.train_dataset = trainer.train_dataset.map(
         lambda _, place: {"environment": "textarena:TicTacToe-v0", "arguments": args, "seed": seats[place % 2]},
         with_indices=True,

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
+from trl.trainer import grpo_trainer
 
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers.grpo import weight_bridge
 from grpo_recipes.weights import client as module
+from grpo_recipes.weights.bridges import ServerGeneration
 from grpo_recipes.weights.file import FileClient
 from grpo_recipes.weights.transport import BadAnswer, ServerError
 from weights.fake_server import WEIGHT
@@ -149,6 +150,6 @@ def test_the_recipe_and_its_seed_reach_the_client(tmp_path, keys, expected) -> N
     )
     stop = StopRequest(tmp_path)
     with weight_bridge(args, tmp_path, stop):
-        built = vllm_generation.VLLMClient
-    assert built.func is FileClient
-    assert built.keywords == {"args": args, "run_dir": tmp_path, "seed": expected, "stop": stop}
+        built = grpo_trainer.VLLMGeneration
+    assert built.func is ServerGeneration and built.keywords["client"] is FileClient
+    assert built.keywords["settings"] == {"args": args, "run_dir": tmp_path, "seed": expected, "stop": stop}

@@ -227,10 +227,10 @@ class _Talk:
     def _pieces(self, asked: list[dict[str, str]]) -> Any:
         from dataclasses import replace
 
-        from grpo_recipes.rollouts.turns import derived
+        from grpo_recipes.rollouts.turns import derive_seed
 
         system = [{"role": "system", "content": self.system}] if self.system else []
-        seed = None if self.sampling.seed is None else derived(self.sampling.seed, self.replies) >> 1
+        seed = None if self.sampling.seed is None else derive_seed(self.sampling.seed, self.replies) >> 1
         self.replies += 1
         pieces: Iterator[str] = self.client.stream(
             [*system, *asked], replace(self.sampling, seed=seed), self.template_kwargs

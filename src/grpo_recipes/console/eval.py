@@ -269,7 +269,7 @@ def _prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
     """Return the rows that training is evaluated on, their prompts as it renders them, and the tokenizer."""
     from datasets import disable_progress_bars
 
-    from grpo_recipes.data.prompts import load_eval_prompts, renderer_of
+    from grpo_recipes.data.prompts import load_eval_prompts, make_renderer
 
     disable_progress_bars()
     recipe = subject.recipe
@@ -283,7 +283,7 @@ def _prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
     found = load_eval_prompts(arguments_of(recipe), tokenizer, recipe["seed"], kwargs, fetched)
     say(str(found))
     rows = found.dataset.to_list()
-    ids = rendered(renderer_of(recipe["chat_template"], tokenizer, kwargs), rows)
+    ids = rendered(make_renderer(recipe["chat_template"], tokenizer, kwargs), rows)
     longest, limit = max(map(len, ids)) + _longest(recipe), recipe["vllm_max_model_length"]
     if limit is not None and longest > limit:
         what = f"a prompt and a completion have up to {longest} tokens, vllm_max_model_length is {limit}"

@@ -150,14 +150,14 @@ def _prompts(recipe: Recipe, limit: int | None) -> tuple[list[dict[str, Any]], l
     """Return the rows of the dataset as training reads them, and each prompt as training renders it."""
     from datasets import disable_progress_bars
 
-    from grpo_recipes.data.prompts import load_prompts, renderer_of
+    from grpo_recipes.data.prompts import load_prompts, make_renderer
 
     disable_progress_bars()
     sources, kwargs = find_assets(recipe, os.environ), recipe["chat_template_kwargs"]
     tokenizer = tokenizer_of(recipe, sources.model.path if sources.model else recipe["model_name_or_path"])
     found = load_prompts(arguments_of(recipe), tokenizer, 1, recipe["seed"], kwargs, sources.lookup)
     rows = found.dataset.select(range(min(limit or len(found.dataset), len(found.dataset)))).to_list()
-    return rows, rendered(renderer_of(recipe["chat_template"], tokenizer, kwargs), rows)
+    return rows, rendered(make_renderer(recipe["chat_template"], tokenizer, kwargs), rows)
 
 
 def arguments_of(recipe: Recipe) -> Any:

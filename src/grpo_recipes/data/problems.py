@@ -1,4 +1,4 @@
-"""Read datasets, wherever they are, and shape their rows into problems; several datasets joined.
+"""Read datasets from files, folders or the hub, convert their rows to problems, and join several datasets.
 
 A problem has ``prompt`` (a chat), ``answer`` (a text), and other columns for rewards.
 """
@@ -42,46 +42,46 @@ Batch = dict[str, list[Any]]
 BATCH_ROWS = 1000
 MESSAGES = List({"role": Value("string"), "content": Value("string")})
 Rows = Dataset | IterableDataset
-# (hub id, configuration, split) -> folder of `save_to_disk` that an earlier `grpo fetch` left, or None.
+# (hub id, configuration, split) -> folder that an earlier `grpo fetch` saved with `save_to_disk`, or None.
 Fetched = Callable[[str, str | None, str], Path | None]
 
 
 def train_source(args: ScriptArguments) -> DataSource:
-    """Return what ``dataset_name`` names."""
+    """Return the source of the training prompts, ``dataset_name``."""
     prompt, solution = (getattr(args, key) for key in COLUMN_KEYS)
     return DataSource(args.dataset_name, args.dataset_config, args.dataset_train_split, prompt, solution)
 
 
 def eval_source(args: ScriptArguments) -> DataSource:
-    """Return ``eval_dataset_name``, else ``dataset_test_split`` of ``dataset_name``, unless it is one file."""
+    """Return ``eval_dataset_name``, or ``dataset_test_split`` of ``dataset_name`` unless that is a single file."""
     first, second = (f"eval_{key}" if getattr(args, f"eval_{key}") else key for key in COLUMN_KEYS)
     name, config, split = args.eval_dataset_name, args.eval_dataset_config, args.eval_dataset_split
     if not name:
         name, config, split = args.dataset_name, args.dataset_config, args.dataset_test_split
         path = Path(os.path.expanduser(name))
         if os.path.exists(path) and not datafiles.has_splits(path):
-            what = f"'{name}' has no split '{split}' to evaluate on"
-            raise config_error("eval_strategy", what, "add eval_dataset_name")
+            problem = f"'{name}' has no split '{split}' to evaluate on"
+            raise config_error("eval_strategy", problem, "add eval_dataset_name")
     return DataSource(name, config, split, getattr(args, first), getattr(args, second), (first, second))
 
 
 def read_rows(
     source: str, config: str | None, split: str, streaming: bool = False, fetched: Fetched | None = None
 ) -> Rows:
-    """Read a dataset: a hub id, a local file or a local folder; a ConfigError says why it cannot be read.
+    """Read a dataset from a hub id, a local file or a local folder; raise ConfigError if that fails.
 
-    ``split`` may be a slice such as ``train[:10%]``; a single file is whatever split is asked for. A stream is left
-    unread, and what ``fetched`` finds on this machine is mapped, never streamed.
+    ``split`` may be a slice such as ``train[:10%]``. A single file has any split. A stream is not read yet. A dataset
+    that ``fetched`` finds on this machine is memory-mapped, never streamed.
     """
     if fetched and (folder := fetched(source, config, split)):
         return load_from_disk(str(folder))
     path = Path(os.path.expanduser(source))
-    with reading(source):
+    with describing_read_errors(source):
         if path.is_dir() and datafiles.is_saved(path):
             loaded = load_from_disk(str(path))
             parts = loaded if isinstance(loaded, DatasetDict) else {datafiles.split_name(split): loaded}
             ranges = ReadInstruction.from_spec(split).to_absolute({name: len(part) for name, part in parts.items()})
-            return concatenate_datasets([parts[one.splitname].select(range(one.from_, one.to)) for one in ranges])
+            return concatenate_datasets([parts[part.splitname].select(range(part.from_, part.to)) for part in ranges])
         options: dict[str, Any] = {"split": split, "streaming": streaming}
         if path.is_dir():
             kind, files = datafiles.data_files(path)
@@ -94,26 +94,26 @@ def read_rows(
         if config is not None:
             raise ValueError(f"a file has no configuration '{config}'")
         _check_fields([path])
-        file = glob.escape(str(path))  # datasets reads brackets in a name as a pattern
+        file = glob.escape(str(path))  # datasets would interpret brackets in a name as a pattern
         kind, files_of_split = datafiles.BUILDERS[path.suffix], {datafiles.split_name(split): file}
         return load_dataset(kind, data_files=files_of_split, **options, **_text_options(kind, path))
 
 
-def rows_of(source: DataSource, args: ScriptArguments, fetched: Fetched | None = None) -> Rows:
-    """Return the rows of a dataset of a recipe: read, or generated from keys of the recipe."""
+def load_rows(source: DataSource, args: ScriptArguments, fetched: Fetched | None = None) -> Rows:
+    """Return the rows of a recipe's dataset, either read or generated from the recipe's keys."""
     if data := generated(source.id):
         return Dataset.from_list(data.rows(partial(getattr, args), source.split))
     return read_rows(source.id, source.config, source.split, args.dataset_streaming, fetched)
 
 
-def column_names(rows: Rows) -> list[str]:
-    """Return the columns of rows; those of a stream without a schema show in its first row."""
+def list_columns(rows: Rows) -> list[str]:
+    """Return the columns of rows. For a stream without a schema, read them from its first row."""
     return rows.column_names or list(next(iter(rows), {}))
 
 
-def need_columns(source: str, features: Any, wanted: dict[str, str]) -> None:
-    """Reject a dataset of these columns that lacks one; ``wanted`` has the recipe key that names each."""
-    for column, key in wanted.items():
+def require_columns(source: str, features: Any, keys: dict[str, str]) -> None:
+    """Raise ConfigError if a column is missing; ``keys`` maps each required column to the recipe key that sets it."""
+    for column, key in keys.items():
         if _feature_at(features, column) is None:
             inside = features.get(column.partition(".")[0])
             paths = [f"{column.partition('.')[0]}.{name}" for name in inside] if isinstance(inside, dict) else []
@@ -122,8 +122,8 @@ def need_columns(source: str, features: Any, wanted: dict[str, str]) -> None:
 
 
 @contextmanager
-def reading(source: str) -> Iterator[None]:
-    """Raise a ConfigError with the dataset and the reason, in one line, in place of what ``datasets`` raises."""
+def describing_read_errors(source: str) -> Iterator[None]:
+    """Convert errors of ``datasets`` to a ConfigError with the dataset and the reason in one line."""
     try:
         yield
     except (DatasetsError, OSError, ValueError, RuntimeError, StopIteration) as error:
@@ -136,12 +136,12 @@ def reading(source: str) -> Iterator[None]:
         if isinstance(error, DatasetNotFoundError):
             fix = "check the id; a private or gated dataset needs HF_TOKEN, and its terms accepted on its page"
         elif isinstance(error, ConnectionError):
-            fix = "run grpo fetch RECIPE where there is a network, or name a local file"
+            fix = "run grpo fetch RECIPE on a machine with a network, or name a local file"
         raise config_error(f"'{source}'", f"the dataset cannot be read: {reason}", fix) from error
 
 
 def _check_fields(files: list[Path]) -> None:
-    """Raise a ValueError with the line of a .csv or .tsv file whose number of fields is not the header's."""
+    """Raise ValueError with the first line of a .csv or .tsv file that has more or fewer fields than the header."""
     for file in files:
         if datafiles.BUILDERS[file.suffix] == "csv":
             for _ in datafiles.csv_rows(file):
@@ -149,7 +149,7 @@ def _check_fields(files: list[Path]) -> None:
 
 
 def _text_options(kind: str, file: Path) -> dict[str, Any]:
-    """Return how to read a .csv or .tsv file. Guessing types makes 7 of the answer 007, and a gap of the answer NA."""
+    """Return options that read a .csv or .tsv file as text: type guessing would turn 007 into 7, and NA into None."""
     if kind != "csv":
         return {}
     texts = dict.fromkeys(datafiles.csv_columns(file), str)
@@ -160,68 +160,79 @@ def _text_options(kind: str, file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Problems:
-    """Problems not yet read."""
+    """Problems that are read lazily."""
 
-    features: Features  # of ``prompt``, ``answer`` and the other columns
-    batches: Iterator[Batch]  # each made when it is asked for
+    features: Features
+    """Types of ``prompt``, ``answer`` and the other columns."""
+    batches: Iterator[Batch]
+    """Each batch is made when it is requested."""
 
 
 @dataclass
 class Counts:
-    """What became of the rows."""
+    """Counts of read, dropped and unusual rows."""
 
     read: int = 0
-    empty: int = 0  # dropped, without a prompt or a solution
-    duplicates: int = 0  # dropped, since prompt and answer equal an earlier row's
-    too_long: int = 0  # dropped, longer than ``max_prompt_length``
-    other_answers: int = 0  # kept, though the prompt came before with another answer
-    own_system: int = 0  # kept, with a system message of their own in place of ``system_prompt``
-    unmarked: int = 0  # kept, whole solutions without ``dataset_solution_marker``
-    longest: int = 0  # tokens of the longest prompt kept
-    left_out: dict[str, str] = field(default_factory=dict)  # columns that rewards do not get, and why
-    notes: list[str] = field(default_factory=list)  # what else the user should know
+    empty: int = 0
+    """Rows dropped since they have no prompt or no solution."""
+    duplicates: int = 0
+    """Rows dropped since prompt and answer equal an earlier row."""
+    too_long: int = 0
+    """Rows dropped since they are longer than ``max_prompt_length``."""
+    other_answers: int = 0
+    """Rows kept although the prompt appeared before with another answer."""
+    own_system: int = 0
+    """Rows kept with their own system message instead of ``system_prompt``."""
+    unmarked: int = 0
+    """Rows kept with the whole solution, which has no ``dataset_solution_marker``."""
+    longest: int = 0
+    """Tokens of the longest kept prompt."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Columns that rewards do not receive, with the reason."""
+    notes: list[str] = field(default_factory=list)
+    """Further notes for the user."""
 
     def lines(self) -> list[str]:
-        """Return one text for each count that is not 0, but for the rows read and those too long."""
-        said = {
+        """Return a line for each count above 0, except the rows that were read or too long."""
+        texts = {
             "without a prompt or a solution dropped": self.empty,
             "equal to an earlier prompt and answer dropped": self.duplicates,
             "with the prompt of an earlier one and another answer kept": self.other_answers,
-            "with a system message of their own, which stays": self.own_system,
+            "with their own system message, which stays": self.own_system,
             "without dataset_solution_marker in the solution, which is kept whole": self.unmarked,
         }
         longest = [f"longest prompt {self.longest} tokens"] if self.longest else []
         columns = ", ".join(f"{name} ({reason})" for name, reason in self.left_out.items())
         named = [f"columns not passed to rewards: {columns}"] if columns else []
-        return [*longest, *(f"{count} {text}" for text, count in said.items() if count), *named, *self.notes]
+        return [*longest, *(f"{count} {text}" for text, count in texts.items() if count), *named, *self.notes]
 
 
-def problems(
+def make_problems(
     rows: Rows, source: DataSource, args: ScriptArguments, counts: Counts, batch_rows: int = BATCH_ROWS
 ) -> Problems:
-    """Shape rows into problems, ``batch_rows`` at a time, and count; refuse what is neither a text nor a chat."""
-    names = column_names(rows)
+    """Convert rows to problems, ``batch_rows`` at a time, and count them; reject prompts that are not text or chat."""
+    names = list_columns(rows)
     if not names:
         raise config_error(f"'{source.id}'", "the dataset has no rows", "name a dataset with rows")
     needed = {source.prompt: source.keys[0], source.solution: source.keys[1]}
     known = rows.features or Dataset.from_dict(next(rows.iter(BATCH_ROWS))).features
-    need_columns(source.id, known, needed | dict.fromkeys(source.others or (), source.keys[0]))
-    others = source.others
-    if others is None:
+    require_columns(source.id, known, needed | dict.fromkeys(source.others or (), source.keys[0]))
+    extra_columns = source.others
+    if extra_columns is None:
         columns = [name for name in known if name not in (source.prompt, source.solution)]
         left_out = {name: reason for name in columns if (reason := _left_out(name, known[name]))}
         counts.left_out |= left_out
-        others = tuple(name for name in columns if name not in left_out)
-    passed = {datafiles.last_part(name): _common_type(_feature_at(known, name)) for name in others}
-    # Unselected columns are not decoded: reading images takes most of the time in datasets that have some.
-    read = [source.prompt, source.solution, *others]
+        extra_columns = tuple(name for name in columns if name not in left_out)
+    passed = {datafiles.last_part(name): _common_type(_feature_at(known, name)) for name in extra_columns}
+    # Unselected columns are not decoded. In datasets with images, decoding them takes most of the time.
+    read = [source.prompt, source.solution, *extra_columns]
     rows = rows.select_columns(list(dict.fromkeys(root_of(column, names) for column in read)))
 
     def shaped() -> Iterator[Batch]:
-        """Yield chats and answers of a batch of rows at a time."""
+        """Yield a batch of problems for each batch of rows."""
         unread, marker, system = rows.iter(batch_rows), args.dataset_solution_marker, args.system_prompt
         while True:
-            with reading(source.id):
+            with describing_read_errors(source.id):
                 batch = next(unread, None)
             if batch is None:
                 return
@@ -235,8 +246,9 @@ def problems(
             counts.unmarked += sum(unmarked for _, unmarked in answers)
             if system:
                 counts.own_system += sum(prompt[0]["content"] != system for prompt in prompts if prompt)
-            columns = {"prompt": prompts, "answer": [answer for answer, _ in answers]}
-            yield chosen(columns | {datafiles.last_part(name): values[name] for name in others}, usable)
+            columns: Batch = {"prompt": prompts, "answer": [answer for answer, _ in answers]}
+            columns |= {datafiles.last_part(name): values[name] for name in extra_columns}
+            yield select_rows(columns, usable)
 
     return Problems(Features({"prompt": MESSAGES, "answer": Value("string"), **passed}), shaped())
 
@@ -265,7 +277,7 @@ def _feature_at(features: Any, column: str) -> Any:
 
 
 def _left_out(name: str, feature: Any) -> str:
-    """Return why rewards do not get a column, or an empty text."""
+    """Return why rewards do not receive a column, or an empty text."""
     if name in datafiles.RESERVED_COLUMNS:
         return "reserved name"
     return "media" if _has_media(feature) else ""
@@ -279,7 +291,7 @@ def _has_media(feature: Any) -> bool:
 
 
 def _common_type(feature: Any) -> Any:
-    """Return a column's type without the large texts and lists of pandas and polars, so that datasets can be joined."""
+    """Return a column's type with plain texts and lists instead of large ones, so that datasets can be joined."""
     if isinstance(feature, List | LargeList):
         return List(_common_type(feature.feature))
     if isinstance(feature, dict):
@@ -288,19 +300,19 @@ def _common_type(feature: Any) -> Any:
 
 
 def _as_written(values: list[Any], feature: Any) -> list[Any]:
-    """Return numbers of narrow columns as they were written: float32 stores 0.1 as 0.10000000149011612."""
+    """Return numbers of narrow columns as the file shows them: float32 stores 0.1 as 0.10000000149011612."""
     narrow = {"float16": numpy.float16, "float32": numpy.float32}.get(getattr(feature, "dtype", ""))
     if narrow is None:
         return values
     return [value if value is None else float(str(narrow(value))) for value in values]
 
 
-def distinct(found: Problems, counts: Counts) -> Problems:
-    """Drop what equals an earlier row in prompt and answer."""
-    seen: dict[bytes, set[bytes]] = {}
+def drop_duplicates(source: Problems, counts: Counts) -> Problems:
+    """Drop rows with the prompt and answer of an earlier row."""
+    answers_by_prompt: dict[bytes, set[bytes]] = {}
 
     def is_new(prompt: list[Message], answer: str) -> bool:
-        answers, digest = seen.setdefault(prompt_key(prompt), set()), _digest(answer)
+        answers, digest = answers_by_prompt.setdefault(prompt_key(prompt), set()), _digest(answer)
         new = digest not in answers
         counts.duplicates += not new
         counts.other_answers += new and bool(answers)
@@ -308,19 +320,19 @@ def distinct(found: Problems, counts: Counts) -> Problems:
         return new
 
     def batches() -> Iterator[Batch]:
-        for batch in found.batches:
+        for batch in source.batches:
             pairs = enumerate(zip(batch["prompt"], batch["answer"], strict=True))
-            yield chosen(batch, [index for index, (prompt, answer) in pairs if is_new(prompt, answer)])
+            yield select_rows(batch, [index for index, (prompt, answer) in pairs if is_new(prompt, answer)])
 
-    return Problems(found.features, batches())
+    return Problems(source.features, batches())
 
 
-def collected(found: Problems, limit: int | None = None) -> Dataset:
-    """Return a dataset in memory, of the first ``limit`` rows or of all, and read no more batches than that takes."""
-    parts = [Dataset.from_dict({name: [] for name in found.features}, features=found.features)]
+def collect_rows(source: Problems, limit: int | None = None) -> Dataset:
+    """Return a dataset in memory with all rows or the first ``limit``, and read no more batches than necessary."""
+    parts = [Dataset.from_dict({name: [] for name in source.features}, features=source.features)]
     total = 0
-    for batch in found.batches:
-        parts.append(Dataset.from_dict(batch, features=found.features))
+    for batch in source.batches:
+        parts.append(Dataset.from_dict(batch, features=source.features))
         total += len(parts[-1])
         if limit is not None and total >= limit:
             break
@@ -328,13 +340,13 @@ def collected(found: Problems, limit: int | None = None) -> Dataset:
     return whole if limit is None else whole.select(range(min(limit, total)))
 
 
-def chosen(batch: Batch, indices: list[int]) -> Batch:
-    """Return some rows of a batch."""
+def select_rows(batch: Batch, indices: list[int]) -> Batch:
+    """Return the rows of a batch with these indices."""
     return {name: [values[index] for index in indices] for name, values in batch.items()}
 
 
 def prompt_key(prompt: list[Message]) -> bytes:
-    """Return what equal prompts have in common."""
+    """Return a digest that is the same for equal prompts."""
     return _digest(json.dumps([[message["role"], message["content"]] for message in prompt]))
 
 
@@ -342,51 +354,53 @@ def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def mixed(args: ScriptArguments, counts: Counts, fetched: Fetched | None = None) -> tuple[Dataset, Dataset | None]:
+def load_mixture(
+    args: ScriptArguments, counts: Counts, fetched: Fetched | None = None
+) -> tuple[Dataset, Dataset | None]:
     """Join, shuffle and split the datasets of a mixture. The same recipe gives the same rows in the same order.
 
-    Return problems to train on, and those held out, or None without ``test_split_size``; no prompt is in both. Beside
-    ``prompt`` and ``answer`` they have ``source``, the id of the dataset, and the columns that all datasets have.
+    Return training problems, and held-out problems or None without ``test_split_size``. No prompt is in both. Besides
+    ``prompt`` and ``answer``, problems have ``source``, the id of their dataset, and the columns of all datasets.
     """
     mixture = DatasetMixtureConfig(**(args.dataset_mixture or {}))
     seed = int(mixture.seed)
     parts = [_part(DatasetConfig(**entry), seed, args, counts, fetched) for entry in mixture.datasets]
-    every = dict.fromkeys(name for part in parts for name in part.column_names)
+    names = dict.fromkeys(name for part in parts for name in part.column_names)
     first = parts[0].features
-    common = [name for name in every if all(part.features.get(name) == first.get(name) for part in parts)]
-    counts.left_out |= {name: "not in every dataset of the mixture" for name in every if name not in common}
+    common = [name for name in names if all(part.features.get(name) == first.get(name) for part in parts)]
+    counts.left_out |= {name: "not in every dataset of the mixture" for name in names if name not in common}
     joined = concatenate_datasets([part.select_columns(common) for part in parts])
     shuffled = joined.shuffle(seed=seed, keep_in_memory=True)
-    joined = collected(distinct(Problems(shuffled.features, shuffled.iter(BATCH_ROWS)), counts))
+    joined = collect_rows(drop_duplicates(Problems(shuffled.features, shuffled.iter(BATCH_ROWS)), counts))
     if mixture.test_split_size is None:
         return joined, None
-    size = float(mixture.test_split_size)  # a share, or a number of rows; all rows of a prompt are on one side
-    wanted = max(1, round(size * len(joined))) if size < 1 else int(size)
-    groups: dict[bytes, list[int]] = {}
+    size = float(mixture.test_split_size)  # a fraction, or a number of rows
+    held_out_size = max(1, round(size * len(joined))) if size < 1 else int(size)
+    groups: dict[bytes, list[int]] = {}  # rows by prompt; all rows of a prompt are in the same part
     for index, prompt in enumerate(joined["prompt"]):
         groups.setdefault(prompt_key(prompt), []).append(index)
-    held: list[int] = []
-    kept: list[int] = []
+    held_out: list[int] = []
+    training: list[int] = []
     for group in groups.values():
-        (held if len(held) < wanted else kept).extend(group)
-    if not kept:
-        what = f"test_split_size {size:g} of {len(joined)} rows leaves none to train on"
-        raise config_error("dataset_mixture", what, "hold out fewer rows")
-    return joined.select(sorted(kept)), joined.select(held)
+        (held_out if len(held_out) < held_out_size else training).extend(group)
+    if not training:
+        problem = f"test_split_size {size:g} of {len(joined)} rows leaves none to train on"
+        raise config_error("dataset_mixture", problem, "hold out fewer rows")
+    return joined.select(sorted(training)), joined.select(held_out)
 
 
 def _part(entry: DatasetConfig, seed: int, args: ScriptArguments, counts: Counts, fetched: Fetched | None) -> Dataset:
-    """Return the problems of one dataset, its weight's share of them, with their source."""
+    """Return the problems of a dataset in the mixture with their source; ``weight`` is a fraction of its rows."""
     rows = read_rows(entry.id, entry.config, entry.split, fetched=fetched)
     if entry.weight is not None:
-        share = max(1, round(float(entry.weight) * len(rows)))
-        rows = rows.shuffle(seed=seed, keep_in_memory=True).select(range(min(share, len(rows))))
-    prompt, solution, *others = entry.columns or [getattr(args, key) for key in COLUMN_KEYS]
-    keys, kept = ("dataset_mixture", "dataset_mixture"), tuple(others) if entry.columns else None
-    source = DataSource(entry.id, entry.config, entry.split, prompt, solution, keys, kept)
-    found = problems(rows, source, args, counts)
-    if "source" in found.features:
+        count = max(1, round(float(entry.weight) * len(rows)))
+        rows = rows.shuffle(seed=seed, keep_in_memory=True).select(range(min(count, len(rows))))
+    prompt, solution, *listed = entry.columns or [getattr(args, key) for key in COLUMN_KEYS]
+    keys, extra_columns = ("dataset_mixture", "dataset_mixture"), tuple(listed) if entry.columns else None
+    source = DataSource(entry.id, entry.config, entry.split, prompt, solution, keys, extra_columns)
+    part = make_problems(rows, source, args, counts)
+    if "source" in part.features:
         counts.notes.append(f"column 'source' of '{entry.id}' replaced by the dataset's id")
-    features = Features({**found.features, "source": Value("string")})
-    batches = ({**batch, "source": [entry.id] * len(batch["prompt"])} for batch in found.batches)
-    return collected(Problems(features, batches))
+    features = Features({**part.features, "source": Value("string")})
+    batches = ({**batch, "source": [entry.id] * len(batch["prompt"])} for batch in part.batches)
+    return collect_rows(Problems(features, batches))

@@ -1,4 +1,7 @@
-"""The prompts a run trains on and those it evaluates on: read, shaped, rendered, filtered, counted."""
+"""Load the prompts for training and evaluation: read, convert, render, filter and count them.
+
+prompts = load_prompts(script_args, tokenizer, least=args.prompts_per_step, seed=args.seed)
+"""
 
 import math
 import os
@@ -23,15 +26,15 @@ from grpo_recipes.data.problems import (
     Fetched,
     Message,
     Problems,
-    chosen,
-    collected,
-    distinct,
+    collect_rows,
+    describing_read_errors,
+    drop_duplicates,
     eval_source,
-    mixed,
-    problems,
+    load_mixture,
+    load_rows,
+    make_problems,
     prompt_key,
-    reading,
-    rows_of,
+    select_rows,
     train_source,
 )
 from grpo_recipes.errors import ConfigError, config_error, translate
@@ -39,15 +42,17 @@ from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.generated import GeneratedData, generated
 from grpo_recipes.recipe.rendering import missing_fix, missing_message, rendering_notes
 
-_MOST_SHOWN = 4000  # characters of a text that is shown
+_MAX_SHOWN = 4000  # characters of a shown text
 
 
 @dataclass(frozen=True)
 class Renderer:
-    """Render prompts as TRL's trainer does, which sends the server token ids and no messages."""
+    """Render prompts as TRL's trainer does, which sends token ids to the server."""
 
-    tokenizer: PreTrainedTokenizerBase  # with its chat template
-    template_kwargs: dict[str, Any]  # the recipe's ``chat_template_kwargs``
+    tokenizer: PreTrainedTokenizerBase
+    """The tokenizer with its chat template."""
+    template_kwargs: dict[str, Any]
+    """The recipe's ``chat_template_kwargs``."""
 
     def text(self, prompt: list[Message]) -> str:
         """Return a prompt as text."""
@@ -58,41 +63,41 @@ class Renderer:
         rendered = self._render(prompts, tokenize=True, return_dict=True)["input_ids"] if prompts else []
         return [list(ids) for ids in rendered]
 
-    def check(self, prompts: list[list[Message]], seen: set[tuple[str, ...]], system: str | None) -> None:
-        """Reject a prompt in which the template leaves out a message; each sequence of roles is rendered once.
+    def check(self, prompts: list[list[Message]], checked: set[tuple[str, ...]], system: str | None) -> None:
+        """Raise ConfigError if the template omits a message of a prompt. Each sequence of roles is checked once.
 
-        ``seen`` has the sequences of roles that are known to be right. ``system`` is the recipe's system prompt.
+        ``checked`` collects the sequences of roles that were checked. ``system`` is the recipe's system prompt.
         """
         for prompt in prompts:
             roles = tuple(message["role"] for message in prompt)
-            if prompt and roles not in seen:
-                seen.add(roles)
+            if prompt and roles not in checked:
+                checked.add(roles)
                 if message := missing_message(self.text, prompt):
-                    ours = message == {"role": "system", "content": system}
-                    what = f"the chat template leaves out the {message['role']} message of a prompt"
-                    where = "system_prompt" if ours else "chat_template"
-                    raise config_error(where, what, missing_fix(message, not ours))
+                    is_recipes = message == {"role": "system", "content": system}
+                    problem = f"the chat template leaves out the {message['role']} message of a prompt"
+                    where = "system_prompt" if is_recipes else "chat_template"
+                    raise config_error(where, problem, missing_fix(message, not is_recipes))
 
     def notes(self, prompt: list[Message]) -> list[str]:
-        """Return what a user should know of rendered prompts."""
+        """Return notes for the user about rendered prompts."""
         template = self.tokenizer.get_chat_template(tools=None)
         return rendering_notes(self.text, prompt, template, self.template_kwargs)
 
     def lengths(self, prompts: list[list[Message]]) -> list[int]:
-        """Return the tokens of each prompt."""
+        """Return the number of tokens of each prompt."""
         return [len(ids) for ids in self.ids(prompts)]
 
-    def _render(self, prompts: Any, **how: Any) -> Any:
-        fix = "write a chat_template that can, or leave out what it cannot (a system prompt, the roles of a chat)"
-        what = "the template cannot render a prompt"
-        with translate(TemplateError, lambda error: config_error("chat_template", f"{what}: {error}", fix)):
+    def _render(self, prompts: Any, **options: Any) -> Any:
+        fix = "write a chat_template that can, or remove the part that it cannot render (a system prompt, a role)"
+        problem = "the template cannot render a prompt"
+        with translate(TemplateError, lambda error: config_error("chat_template", f"{problem}: {error}", fix)):
             return self.tokenizer.apply_chat_template(
-                prompts, add_generation_prompt=True, **how, **self.template_kwargs
+                prompts, add_generation_prompt=True, **options, **self.template_kwargs
             )
 
 
-def renderer_of(template: str | None, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None) -> Renderer:
-    """Give the tokenizer the recipe's chat template, which is saved with the model, and return what renders with it."""
+def make_renderer(template: str | None, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None) -> Renderer:
+    """Set the recipe's chat template in the tokenizer, which is saved with the model, and return a renderer."""
     if template is not None:
         tokenizer.chat_template = template
     if tokenizer.chat_template is None:
@@ -100,11 +105,11 @@ def renderer_of(template: str | None, tokenizer: PreTrainedTokenizerBase, kwargs
     return Renderer(tokenizer, kwargs or {})
 
 
-def shortened(text: str) -> str:
-    """Return a text to show; of a very long one the beginning, the number of characters left out, and the end."""
-    if len(text) <= _MOST_SHOWN:
+def shorten(text: str) -> str:
+    """Return a text for display: for a very long text its start, the number of omitted characters, and its end."""
+    if len(text) <= _MAX_SHOWN:
         return text
-    head, tail = _MOST_SHOWN * 3 // 4, _MOST_SHOWN // 4
+    head, tail = _MAX_SHOWN * 3 // 4, _MAX_SHOWN // 4
     left_out = f"… {len(text) - head - tail:,} of {len(text):,} characters are left out …"
     return f"{text[:head]}\n{left_out}\n{text[-tail:]}"
 
@@ -113,10 +118,13 @@ def shortened(text: str) -> str:
 class Prompts:
     """A prepared dataset."""
 
-    dataset: Dataset  # ``prompt`` (chat messages), ``answer`` (a text), and the source's other scalar columns
+    dataset: Dataset
+    """Columns ``prompt`` (chat messages), ``answer`` (a text), and the source's other columns."""
     counts: Counts
-    example: str  # the first prompt as the model sees it
-    title: str = ""  # what the prompts are for, when they are not to train on
+    example: str
+    """The first prompt in the rendering for the model."""
+    title: str = ""
+    """The purpose of the prompts, unless they are for training."""
 
     def __str__(self) -> str:
         title = self.title or f"{len(self.dataset)} prompts"
@@ -128,13 +136,13 @@ def load_prompts(
     args: ScriptArguments, tokenizer: PreTrainedTokenizerBase, least: int = 1, seed: int = 0,
     template_kwargs: dict[str, Any] | None = None, fetched: Fetched | None = None,
 ) -> Prompts:  # fmt: skip
-    """Read, render and filter the training prompts; with several ranks, one does and the others wait.
+    """Read, render and filter the training prompts. With several ranks, rank 0 does it and the others wait.
 
-    The tokenizer gets ``args.chat_template`` where the recipe has one. ``least`` is the number of prompts that a step
-    needs, ``seed`` that of the shuffle of which ``max_train_prompts`` takes the first. A ConfigError says why the
-    source cannot be read, which column is missing, that the template fails, or that too few prompts are left.
+    ``args.chat_template``, if set, is stored in the tokenizer. ``least`` is the number of prompts of a step. ``seed``
+    shuffles the rows before ``max_train_prompts`` selects the first ones. Raise ConfigError if the source cannot be
+    read, a column is missing, the template fails, or too few prompts remain.
     """
-    renderer = renderer_of(args.chat_template, tokenizer, template_kwargs)
+    renderer = make_renderer(args.chat_template, tokenizer, template_kwargs)
 
     def prepare() -> Prompts:
         """Read, render and filter the rows."""
@@ -142,44 +150,46 @@ def load_prompts(
         if (data := generated(args.dataset_name)) and data.ordered:
             return _repeated_in_order(args, renderer, counts, least)
         if args.dataset_mixture:
-            kept, held_out = mixed(args, counts, fetched)
+            training, held_out = load_mixture(args, counts, fetched)
             if held_out is not None:
                 counts.notes.append(f"{len(held_out)} rows held out for evaluation (test_split_size)")
-            found = Problems(kept.features, kept.iter(BATCH_ROWS))
+            candidates = Problems(training.features, training.iter(BATCH_ROWS))
         else:
             source = train_source(args)
-            rows = rows_of(source, args, fetched)
+            rows = load_rows(source, args, fetched)
             if limit and not args.dataset_streaming:
                 rows = rows.shuffle(seed=seed, keep_in_memory=True)
-            found = distinct(problems(rows, source, args, counts, min(BATCH_ROWS, limit or BATCH_ROWS)), counts)
-        dataset = _fitting(found, renderer, args, counts, limit)
+            batch_rows = min(BATCH_ROWS, limit or BATCH_ROWS)
+            candidates = drop_duplicates(make_problems(rows, source, args, counts, batch_rows), counts)
+        dataset = _drop_too_long(candidates, renderer, args, counts, limit)
         if len(dataset) == limit:
             order = "stream" if args.dataset_streaming else "shuffle by the seed"
             counts.notes.append(f"the first {limit} of the {order} (max_train_prompts)")
         if len(dataset) < least:
             key = "max_train_prompts" if len(dataset) == limit else "max_prompt_length" if counts.too_long else None
-            what = f"{len(dataset)} of {counts.read} prompts are left, one step needs {least}"
+            problem = f"{len(dataset)} of {counts.read} prompts are left, one step needs {least}"
             long = [f"{counts.too_long} longer than max_prompt_length"] if counts.too_long else []
             fix = f"raise {key} or lower prompts_per_step"
             fix = fix if key else "lower prompts_per_step, or name a larger dataset"
-            raise config_error(key or "prompts_per_step", "; ".join([what, *long, *counts.lines()]), fix)
+            raise config_error(key or "prompts_per_step", "; ".join([problem, *long, *counts.lines()]), fix)
         counts.notes += renderer.notes(dataset[0]["prompt"])
         return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]))
 
-    return _prepared("train", prepare)
+    return _prepare_on_main("train", prepare)
 
 
 def load_eval_prompts(
     args: ScriptArguments, tokenizer: PreTrainedTokenizerBase, seed: int,
     template_kwargs: dict[str, Any] | None = None, fetched: Fetched | None = None,
 ) -> Prompts:  # fmt: skip
-    """Read, draw, render and filter the prompts that training is evaluated on, as ``load_prompts`` does.
+    """Read, sample, render and filter the evaluation prompts, as ``load_prompts`` does for training.
 
-    They are ``eval_dataset_name``, else what the mixture holds out, else ``dataset_test_split`` of ``dataset_name``:
-    of these the share ``eval_subsample``, at least one and at most ``eval_max_prompts``, drawn by ``seed``. For
-    ``ordered`` generated data, they are all its problems to evaluate on, except those that equal a problem to train on.
+    They come from ``eval_dataset_name``, the held-out part of the mixture, or ``dataset_test_split`` of
+    ``dataset_name``. ``seed`` selects the fraction ``eval_subsample`` of them, at least 1 and at most
+    ``eval_max_prompts``. ``ordered`` generated data uses all its evaluation problems, except copies of training
+    problems.
     """
-    renderer = renderer_of(args.chat_template, tokenizer, template_kwargs)
+    renderer = make_renderer(args.chat_template, tokenizer, template_kwargs)
 
     def prepare() -> Prompts:
         """Read, render and filter the rows."""
@@ -187,92 +197,94 @@ def load_eval_prompts(
         source = eval_source(args) if args.eval_dataset_name or not args.dataset_mixture else None
         if source and (data := generated(source.id)) and data.ordered:
             return _all_held_out(data, source, args, renderer, counts)
-        rows = rows_of(source, args, fetched) if source else mixed(args, counts, fetched)[1]
+        rows = load_rows(source, args, fetched) if source else load_mixture(args, counts, fetched)[1]
         if rows is None:
             raise config_error("dataset_mixture", "nothing is held out to evaluate on", "add test_split_size to it")
-        if source and isinstance(rows, IterableDataset):  # no more of a stream than eval_max_prompts can need
-            most = math.ceil(args.eval_max_prompts / args.eval_subsample)
-            with reading(source.id):
-                rows = Dataset.from_list(list(rows.take(most)), features=rows.features)
-        wanted = min(args.eval_max_prompts, max(1, round(args.eval_subsample * len(rows))))
+        if source and isinstance(rows, IterableDataset):  # read no more of a stream than eval_max_prompts can need
+            max_rows = math.ceil(args.eval_max_prompts / args.eval_subsample)
+            with describing_read_errors(source.id):
+                rows = Dataset.from_list(list(rows.take(max_rows)), features=rows.features)
+        limit = min(args.eval_max_prompts, max(1, round(args.eval_subsample * len(rows))))
         shuffled = rows.shuffle(seed=seed, keep_in_memory=True)
-        found = Problems(rows.features, shuffled.iter(BATCH_ROWS))
+        candidates = Problems(rows.features, shuffled.iter(BATCH_ROWS))
         if source is not None:
-            found = distinct(problems(shuffled, source, args, counts, min(BATCH_ROWS, wanted)), counts)
-        dataset = _fitting(found, renderer, args, counts, wanted)
+            candidates = make_problems(shuffled, source, args, counts, min(BATCH_ROWS, limit))
+            candidates = drop_duplicates(candidates, counts)
+        dataset = _drop_too_long(candidates, renderer, args, counts, limit)
         if len(dataset) == 0:
-            what = "; ".join(["no evaluation prompt is left", *counts.lines()])
-            raise config_error("eval_strategy", what, "name another set")
+            problem = "; ".join(["no evaluation prompt is left", *counts.lines()])
+            raise config_error("eval_strategy", problem, "choose another set")
         limits = f"eval_max_prompts {args.eval_max_prompts}"
         limits += f", eval_subsample {args.eval_subsample:g}" if args.eval_subsample < 1 else ""
         title = f"evaluating on {len(dataset)} of {len(rows)} rows ({limits})"
         return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]), title)
 
-    return _prepared("eval", prepare)
+    return _prepare_on_main("eval", prepare)
 
 
 def _repeated_in_order(args: ScriptArguments, renderer: Renderer, counts: Counts, least: int) -> Prompts:
-    """Return all problems to train on, again and again, so that an epoch is whole steps of ``least``.
+    """Return all training problems, repeated until an epoch consists of whole steps of ``least``.
 
-    TRL's sampler drops what is left of an epoch beyond whole steps. With a multiple of both numbers of rows, step i
-    of an unshuffled run has the problems at (i * least + j) mod their number, also where the epoch ends.
+    TRL's sampler drops an incomplete step at the end of an epoch. With a common multiple of both numbers, step i of an
+    unshuffled run has the problems at (i * least + j) mod their number, in every epoch.
     """
     source = train_source(args)
-    every = _every_problem(source, args, renderer, counts)
-    dataset = every.select([row % len(every) for row in range(math.lcm(len(every), least))])
-    return Prompts(dataset, counts, renderer.text(every[0]["prompt"]), f"{len(every)} problems of {source.id}")
+    problems = _load_all(source, args, renderer, counts)
+    dataset = problems.select([row % len(problems) for row in range(math.lcm(len(problems), least))])
+    return Prompts(dataset, counts, renderer.text(problems[0]["prompt"]), f"{len(problems)} problems of {source.id}")
 
 
 def _all_held_out(
     data: GeneratedData, source: DataSource, args: ScriptArguments, renderer: Renderer, counts: Counts
 ) -> Prompts:
-    """Return all problems to evaluate on, except those that equal a problem to train on."""
-    every = _every_problem(source, args, renderer, counts)
-    trained: set[bytes] = set()
+    """Return all evaluation problems, except copies of training problems."""
+    problems = _load_all(source, args, renderer, counts)
+    training_keys: set[bytes] = set()
     if args.dataset_name == source.id:
-        training = _every_problem(train_source(args), args, renderer, Counts())
-        trained = set(map(prompt_key, training["prompt"]))
-    rows = [row for row, prompt in enumerate(every["prompt"]) if prompt_key(prompt) not in trained]
+        training = _load_all(train_source(args), args, renderer, Counts())
+        training_keys = set(map(prompt_key, training["prompt"]))
+    rows = [row for row, prompt in enumerate(problems["prompt"]) if prompt_key(prompt) not in training_keys]
     if not rows:
         size_key, eval_size_key = data.size_keys
-        what = f"every problem of {eval_size_key} of '{source.id}' is also one to train on"
-        raise config_error(eval_size_key, what, f"write more of them, or fewer {size_key}")
-    if len(rows) < len(every):
-        counts.notes.append(f"{len(every) - len(rows)} that equal a problem to train on left out")
-    dataset = every.select(rows)
+        problem = f"every problem of {eval_size_key} of '{source.id}' is also a training problem"
+        raise config_error(eval_size_key, problem, f"set a larger {eval_size_key}, or a smaller {size_key}")
+    if len(rows) < len(problems):
+        counts.notes.append(f"{len(problems) - len(rows)} copies of training problems left out")
+    dataset = problems.select(rows)
     title = f"evaluating on {len(dataset)} problems of {source.id}"
     return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]), title)
 
 
-def _every_problem(source: DataSource, args: ScriptArguments, renderer: Renderer, counts: Counts) -> Dataset:
-    """Return all problems of a generated dataset; reject a long one: without it, the others would move up."""
-    dataset = _fitting(problems(rows_of(source, args), source, args, counts), renderer, args, counts, None)
+def _load_all(source: DataSource, args: ScriptArguments, renderer: Renderer, counts: Counts) -> Dataset:
+    """Return all problems of a generated dataset; reject problems that are too long, since the order must not shift."""
+    candidates = make_problems(load_rows(source, args), source, args, counts)
+    dataset = _drop_too_long(candidates, renderer, args, counts, None)
     if counts.too_long:
-        what = f"{counts.too_long} of {counts.read} problems of '{source.id}' are longer than max_prompt_length"
-        raise config_error("max_prompt_length", what, "raise it")
+        problem = f"{counts.too_long} of {counts.read} problems of '{source.id}' are longer than max_prompt_length"
+        raise config_error("max_prompt_length", problem, "raise it")
     return dataset
 
 
-def _prepared(name: str, prepare: Callable[[], Prompts]) -> Prompts:
-    """Call ``prepare`` in rank 0 alone; every rank maps the dataset that it left under ``<run>/prompts``.
+def _prepare_on_main(name: str, prepare: Callable[[], Prompts]) -> Prompts:
+    """Call ``prepare`` only on rank 0; every rank memory-maps the dataset that rank 0 writes to ``<run>/prompts``.
 
-    The run directory is on a file system that all nodes share. With one process nothing is written. A ConfigError of
-    ``prepare`` is raised on every rank; where it fails in another way, the other ranks raise a RuntimeError.
+    All nodes share the file system of the run directory. A single process writes nothing. A ConfigError of ``prepare``
+    is raised on every rank. After another error, the other ranks raise a RuntimeError.
     """
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return prepare()
     failure: Exception | None = None
-    outcome: dict[str, Any] = {}  # what rank 0 sends the others
+    outcome: dict[str, Any] = {}  # rank 0's message to the other ranks
     if torch.distributed.get_rank() == 0:
         try:
             prompts, home = prepare(), Path(os.environ["GRPO_RUN_DIR"]) / "prompts"
             home.mkdir(exist_ok=True)
-            for old in home.glob(f"{name}-*"):  # of an earlier attempt
+            for old in home.glob(f"{name}-*"):  # written by an earlier attempt
                 shutil.rmtree(old)
-            folder = home / f"{name}-{uuid.uuid4().hex[:8]}"  # that no rank has looked for before
+            folder = home / f"{name}-{uuid.uuid4().hex[:8]}"  # a new name, which no file system cache can contain
             prompts.dataset.save_to_disk(folder)
             outcome = {"folder": str(folder), "rest": replace(prompts, dataset=None)}
-        except Exception as error:  # the other ranks wait: they must hear of it, whatever it is
+        except Exception as error:  # the other ranks wait for a message
             problems = error.problems if isinstance(error, ConfigError) else []
             failure, outcome = error, {"problems": problems, "failure": f"{type(error).__name__}: {error}"}
     outcomes = [outcome]
@@ -288,30 +300,31 @@ def _prepared(name: str, prepare: Callable[[], Prompts]) -> Prompts:
 
 
 def first_problems(
-    args: ScriptArguments, most: int, fetched: Fetched | None = None
+    args: ScriptArguments, limit: int, fetched: Fetched | None = None
 ) -> tuple[list[dict[str, Any]], Counts]:
-    """Return the first problems a recipe trains on, before any shuffle, as ``problems`` shapes them."""
+    """Return the first ``limit`` training problems of a recipe, before any shuffle, with the counts."""
     counts = Counts()
     if args.dataset_mixture:
-        joined, _ = mixed(args, counts, fetched)
-        return joined.select(range(min(most, len(joined)))).to_list(), counts
+        training, _ = load_mixture(args, counts, fetched)
+        return training.select(range(min(limit, len(training)))).to_list(), counts
     source = train_source(args)
-    shaped = problems(rows_of(source, args, fetched), source, args, counts, batch_rows=most)
-    return collected(shaped, most).to_list(), counts
+    problems = make_problems(load_rows(source, args, fetched), source, args, counts, batch_rows=limit)
+    return collect_rows(problems, limit).to_list(), counts
 
 
-def _fitting(found: Problems, renderer: Renderer, args: ScriptArguments, counts: Counts, limit: int | None) -> Dataset:
-    """Return the problems of at most ``max_prompt_length`` tokens, the first ``limit`` of them."""
-
-    seen: set[tuple[str, ...]] = set()
+def _drop_too_long(
+    candidates: Problems, renderer: Renderer, args: ScriptArguments, counts: Counts, limit: int | None
+) -> Dataset:
+    """Return the first ``limit`` problems with at most ``max_prompt_length`` tokens."""
+    checked_roles: set[tuple[str, ...]] = set()
 
     def batches() -> Iterator[Batch]:
-        for batch in found.batches:
-            renderer.check(batch["prompt"], seen, args.system_prompt)
+        for batch in candidates.batches:
+            renderer.check(batch["prompt"], checked_roles, args.system_prompt)
             lengths, longest = renderer.lengths(batch["prompt"]), args.max_prompt_length
-            kept = [index for index, length in enumerate(lengths) if longest is None or length <= longest]
-            counts.too_long += len(lengths) - len(kept)
-            counts.longest = max([counts.longest, *(lengths[index] for index in kept)])
-            yield chosen(batch, kept)
+            fitting = [index for index, length in enumerate(lengths) if longest is None or length <= longest]
+            counts.too_long += len(lengths) - len(fitting)
+            counts.longest = max([counts.longest, *(lengths[index] for index in fitting)])
+            yield select_rows(batch, fitting)
 
-    return collected(Problems(found.features, batches()), limit)
+    return collect_rows(Problems(candidates.features, batches()), limit)

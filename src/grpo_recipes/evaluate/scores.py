@@ -1,4 +1,4 @@
-"""Score completions as an evaluation does, in a training and alone: rewards, right or wrong, and what k samples reach.
+"""Score completions in evaluations and in `grpo eval`: rewards, correctness, and scores of k samples.
 
 rewards_BR, reasons = call_rewards(rewards, rows, ids, texts)
 group_scores(rewards_BR, names, weights_R, answers, repeats)  # {"pass@1": (0.5, (0.4, 0.6)), ...}
@@ -17,18 +17,18 @@ from grpo_recipes.rewards.answers import final_text, is_same_answer, last_answer
 from grpo_recipes.rewards.score import Reward, RewardWrapper
 from grpo_recipes.stats import Interval, scores_at_k
 
-RIGHT = 1.0 - 1e-6  # least accuracy reward of a right answer
-_TRLS_OWN = ("prompt", "completion", "completion_ids")  # columns that TRL hands rewards under names of its own
+RIGHT = 1.0 - 1e-6  # lowest accuracy reward of a right answer
+_TRL_COLUMNS = ("prompt", "completion", "completion_ids")  # TRL passes these columns to rewards under other names
 
 
 def weighted_rewards(rewards_BR: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of each completion's rewards as TRL does, (B,); NaN where no reward scored it."""
+    """Return the weighted sum of each completion's rewards as TRL does, (B,); NaN if no reward scored it."""
     sums_B = (rewards_BR * weights_R.to(rewards_BR.device)).nansum(dim=1)
     return sums_B.masked_fill(rewards_BR.isnan().all(dim=1), torch.nan)
 
 
 def accuracy(rewards_BR: torch.Tensor, names: list[str]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return which completions an accuracy reward judged, and which of them are right, (B,); None without such one."""
+    """Return which completions an accuracy reward judged and which are right, (B,); None without such a reward."""
     known = rewards()
     columns = [index for index, name in enumerate(names) if name in known and known[name].accuracy]
     if not columns:
@@ -38,10 +38,10 @@ def accuracy(rewards_BR: torch.Tensor, names: list[str]) -> tuple[torch.Tensor, 
 
 
 def verdicts(rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Tensor) -> list[bool | None]:
-    """Return whether each completion is right, (B,), None where that is unknown.
+    """Return for each completion whether it is right, or None if that is unknown, (B,).
 
-    An accuracy reward decides. In a recipe without one, a weighted reward of at least 1 is right. If such rewards are
-    graded and none reaches 1, nothing tells which completions are right.
+    An accuracy reward decides. In a recipe without one, completions with a weighted reward of at least 1 are right. If
+    such rewards are graded and none reaches 1, the right completions are unknown.
     """
     totals_B = weighted_rewards(rewards_BR, weights_R)
     known_B = torch.zeros_like(totals_B, dtype=torch.bool) if _only_graded(totals_B) else ~totals_B.isnan()
@@ -61,22 +61,22 @@ def answer_in(completion: str | list[dict[str, Any]]) -> str | None:
 
 
 def answer_labels(answers: list[str | None]) -> list[int | None]:
-    """Return a number for each answer of a prompt, that of the first one which is the same; None without an answer."""
+    """Return for each answer of a prompt the index of the first equal answer; None without an answer."""
     firsts: list[int] = []
     labels: list[int | None] = []
-    for place, answer in enumerate(answers):
+    for index, answer in enumerate(answers):
         if answer is None:
             labels.append(None)
             continue
-        label = next((one for one in firsts if is_same_answer(answer, str(answers[one]))), place)
-        if label == place:
-            firsts.append(place)
+        label = next((first for first in firsts if is_same_answer(answer, str(answers[first]))), index)
+        if label == index:
+            firsts.append(index)
         labels.append(label)
     return labels
 
 
 def reward_means(rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Tensor) -> dict[str, float]:
-    """Return TRL's reward metrics, of the weighted reward and of each: mean and standard deviation; NaN is unscored."""
+    """Return TRL's metrics, mean and standard deviation, of the weighted reward and of each reward; NaN is unscored."""
     weighted_B = weighted_rewards(rewards_BR, weights_R)
     means = {"reward": weighted_B.nanmean(), "reward_std": _nanstd(weighted_B)}
     for name, column_B in zip(names, rewards_BR.T, strict=True):
@@ -93,7 +93,7 @@ def group_scores(
     rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Tensor, answers: Sequence[str | None], repeats: int,
     ks: Sequence[int] | None = None,
 ) -> dict[str, tuple[float, Interval | None]]:  # fmt: skip
-    """Return ``scores_at_k`` of whole groups of ``repeats`` completions, B = P * G, whose ``answers`` are given."""
+    """Return ``scores_at_k`` of groups of ``repeats`` completions with these ``answers``, B = P * G."""
 
     def groups(values: Sequence[Any]) -> list[list[Any]]:
         return [list(values[start : start + repeats]) for start in range(0, len(rewards_BR), repeats)]
@@ -106,17 +106,18 @@ def group_scores(
 def call_rewards(
     rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], ids: Sequence[list[int]], texts: Sequence[str]
 ) -> tuple[torch.Tensor, list[str | None]]:
-    """Call rewards on completions as the trainer does, and return their rewards, (B, R), and why one is unscored, (B,).
+    """Call rewards as the trainer does; return rewards, (B, R), and for each unscored completion the reason, (B,).
 
-    ``rows`` has the problem of each completion, ``ids`` its tokens, ``texts`` what they say. All rewards of a
-    completion are NaN where one of them should have scored it and could not. RewardFailed where one cannot be called.
+    ``rows`` contains the problem of each completion, ``ids`` its tokens, ``texts`` its text. All rewards of a
+    completion are NaN if one of them should have scored it and could not. Raise RewardFailed if a reward cannot
+    be called.
     """
-    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _TRLS_OWN}
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _TRL_COLUMNS}
     completions = [[{"role": "assistant", "content": text}] for text in texts]
-    asked = {"prompts": [row["prompt"] for row in rows], "completions": completions, "completion_ids": list(ids)}
-    found = [reward(**asked, **columns) for reward in rewards]
-    given = [[math.nan if score is None else score for score in scores] for scores in found]
-    rewards_BR = torch.tensor(given, dtype=torch.float32).T.contiguous()
+    arguments = {"prompts": [row["prompt"] for row in rows], "completions": completions, "completion_ids": list(ids)}
+    returned = [reward(**arguments, **columns) for reward in rewards]
+    scores_RB = [[math.nan if score is None else score for score in scores] for scores in returned]
+    rewards_BR = torch.tensor(scores_RB, dtype=torch.float32).T.contiguous()
     by_reward = [reward.scores for reward in rewards if isinstance(reward, RewardWrapper)]
     by_row = zip(*by_reward, strict=True) if by_reward else ([] for _ in rows)
     reasons = [next((score.reason for score in scores if score.unscored), None) for scores in by_row]

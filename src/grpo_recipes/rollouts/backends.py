@@ -70,7 +70,7 @@ class Rollouts:
     """A source of completions that has the trainer's weights. This class samples with transformers."""
 
     guarded = False
-    """Whether the weights are sent to another process, where the guard verifies them."""
+    """Whether the weights are sent to another process and verified there by the guard."""
     probes = False
     """Whether the guard compares completions of ``probe`` instead of the training's completions."""
     only_main_rank_samples = False
@@ -89,7 +89,7 @@ class Rollouts:
         return 0
 
     def name_generation(self, name: str) -> None:
-        """Set the name from which sampling seeds of the next generation derive, if the sampler has seeds."""
+        """Derive sampling seeds of the next generation from this name, if the sampler has seeds."""
 
     def named_generation(self, name: str, numbers: list[int]) -> AbstractContextManager[None]:
         """Derive the sampling seeds of the generation inside from this name and a number for each prompt of the rank.
@@ -103,7 +103,7 @@ class Rollouts:
         return nullcontext()
 
     def begin_epoch(self, epoch: int, micro_steps: int) -> None:
-        """Start an epoch of which so many micro-steps were taken before a resume. Called by every rank."""
+        """Start an epoch; a resumed run has already taken ``micro_steps`` of it. Called by every rank."""
 
     def using_base_model(self) -> AbstractContextManager[None]:
         """Sample from the untrained model inside. Only a server with LoRA adapters has it."""
@@ -293,7 +293,7 @@ class ServerRollouts(VllmRollouts):
         return error
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Tokens]]:
-        """Send the server one request and one seed per prompt."""
+        """Send the server a request with its own seed for each prompt."""
         ids, seeds = [prompt.ids for prompt in prompts], [prompt.seed for prompt in prompts]
         keys = {"n": sampling.samples, "temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
         client = self._trainer.vllm_generation.vllm_client

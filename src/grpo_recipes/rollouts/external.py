@@ -1,7 +1,8 @@
-"""A server that somebody started, in the place of the one that a launch starts: vLLM or SGLang.
+"""An external server: a vLLM or SGLang that the launch did not start.
 
-It is asked through its OpenAI-compatible API, and loads new weights from files that it can read. It has none of ours in
-it, so nothing can be called there for a checksum: the guard compares log-probs of a completion, drawn for that alone.
+The client uses its OpenAI-compatible API, and it loads new weights from files that it can read. It does not run our
+code, so no checksum of its weights is possible. Instead the guard compares the log-probs of a completion that is
+sampled only for this purpose.
 """
 
 import os
@@ -15,7 +16,7 @@ import requests
 import torch
 
 from grpo_recipes.errors import ConfigError, config_error, translate
-from grpo_recipes.process.sessions import BoundedAdapter
+from grpo_recipes.process.sessions import BoundedAdapter, secure_session
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import EXTERNAL
 from grpo_recipes.rollouts.openai import VLLM, CompletionClient, Failed, Sample, SamplingParameters
@@ -25,18 +26,18 @@ from grpo_recipes.weights.file import write_weights
 from grpo_recipes.weights.transport import ServerAdapter, ServerError
 
 KEY = "vllm_server_base_url"
-_PROBED_TOKENS = 32  # of the completion that the guard looks at
+_PROBED_TOKENS = 32  # length of the guard's completion
 _READY_SECONDS = 60.0
-_FAILED = ([0], [0.0])  # ids and log-probs in the place of a completion that failed; nothing is learned from them
+_PLACEHOLDER = ([0], [0.0])  # ids and log-probs of a failed completion; the loss does not use them
 
 
 def connect(recipe: Recipe, model: str, environment: Mapping[str, str]) -> CompletionClient:
-    """Return a client of the recipe's server, once it serves the model; ConfigError where it cannot train with us.
+    """Return a client of the recipe's server once it serves the model; raise ConfigError if training can't use it.
 
-    ``model`` is where the launch found the recipe's model; the server may call it by either name.
+    ``model`` is the path of the recipe's model on this machine. The server may use either name.
     """
 
-    def of_key(error: ConfigError) -> ConfigError:
+    def at_key(error: ConfigError) -> ConfigError:
         return ConfigError(*(replace(problem, where=recipe.location(KEY)) for problem in error.problems))
 
     client = CompletionClient(
@@ -46,58 +47,52 @@ def connect(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Compl
         aliases=(model,),
         token=environment.get("OPENAI_API_KEY"),
     )
-    with translate(ConfigError, of_key):
+    with translate(ConfigError, at_key):
         client.ready(_READY_SECONDS)
     if client.backend == VLLM:
-        _need_development_mode(recipe, client)
+        _check_vllm_options(recipe, client)
     return client
 
 
-def _need_development_mode(recipe: Recipe, client: CompletionClient) -> None:
-    """Refuse a vLLM that loads no weights, or whose log-probs the trainer's correction could not use."""
-    session = requests.Session()
-    session.trust_env = False
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, BoundedAdapter(_READY_SECONDS))
-    key = {"Authorization": f"Bearer {client.token}"} if client.token else {}
+def _check_vllm_options(recipe: Recipe, client: CompletionClient) -> None:
+    """Raise ConfigError if a vLLM can't load weights, or if its log-probs don't fit the trainer's correction."""
+    session = secure_session(requests.Session(), BoundedAdapter(_READY_SECONDS), client.token)
 
-    def strange(error: Exception) -> ConfigError:
-        what = f"the server at {client.root} does not say how it was started ({type(error).__name__}: {error})"
-        return config_error(recipe.location(KEY), what, "name a vLLM of the version that is installed here")
+    def unknown_version(error: Exception) -> ConfigError:
+        problem = f"the server at {client.root} does not say how it was started ({type(error).__name__}: {error})"
+        return config_error(recipe.location(KEY), problem, "name a vLLM of the version that is installed here")
 
-    with translate(requests.RequestException, strange):
-        answer = session.get(f"{client.root}/server_info", params={"config_format": "json"}, headers=key)
+    with translate(requests.RequestException, unknown_version):
+        answer = session.get(f"{client.root}/server_info", params={"config_format": "json"})
     if not answer.ok:
-        what = f"the vLLM server at {client.root} takes no new weights: all samples would be of the first ones"
+        problem = f"the vLLM server at {client.root} can't load new weights"
         fix = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, or remove the key: the launch starts a server"
-        raise config_error(recipe.location(KEY), what, fix)
-    with translate((LookupError, TypeError, ValueError), strange):
+        raise config_error(recipe.location(KEY), problem, fix)
+    with translate((LookupError, TypeError, ValueError), unknown_version):
         mode = answer.json()["vllm_config"]["model_config"]["logprobs_mode"]
     if recipe["vllm_importance_sampling_correction"] and recipe["temperature"] != 1 and mode != "processed_logprobs":
-        what = f"the log-probs of the vLLM server at {client.root} are {mode}, without the temperature"
+        problem = f"the log-probs of the vLLM server at {client.root} are {mode}, without the temperature"
         fix = "start it with --logprobs-mode processed_logprobs, or write vllm_importance_sampling_correction: false"
-        raise config_error(recipe.location(KEY), what, fix)
+        raise config_error(recipe.location(KEY), problem, fix)
 
 
 class ExternalClient(BridgeClient):
-    """TRL's client of a server that somebody started.
+    """The client of an external server.
 
-    ``failed`` says of each completion of the last generation whether the server did not give it.
+    ``failed`` contains for each completion of the last generation whether it is missing.
     """
 
     bridge = EXTERNAL
     cache_path = "/reset_prefix_cache"
     failed: Sequence[bool] = ()
+    first_failure = ""
+    """The reason of the first missing completion of the last generation."""
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
-        """Wait until it answers, and see that it serves the run's model."""
-        args, run = self._args, Run(self._run_dir)
-        if token := os.environ.get("OPENAI_API_KEY"):
-            self.session.headers["Authorization"] = f"Bearer {token}"
-        self.session.trust_env = False
-        for scheme in ("http://", "https://"):
-            self.session.mount(scheme, ServerAdapter(args.server_request_timeout))
-        self._asked = CompletionClient(
+        """Wait until the server answers, and check that it serves the run's model."""
+        args, run, token = self._args, Run(self._run_dir), os.environ.get("OPENAI_API_KEY")
+        secure_session(self.session, ServerAdapter(args.server_request_timeout), token)
+        self._sampler = CompletionClient(
             self.base_url,
             backend=args.server_backend,
             model=run.recipe["model_name_or_path"],
@@ -106,28 +101,28 @@ class ExternalClient(BridgeClient):
             batch_size=args.max_concurrent_requests,
             timeout=args.server_request_timeout,
         )
-        self._asked.ready(total_timeout)
-        self.base_url = self._asked.root
+        self._sampler.ready(total_timeout)
+        self.base_url = self._sampler.root
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return what TRL warns of: the launch has refused log-probs that the correction cannot use."""
+        """Return the mode of log-probs that TRL checks. The launch has rejected servers with an unusable mode."""
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Do nothing: the server reads files, so there is no channel to open."""
+        """Do nothing: the server reads files, so no channel is needed."""
 
-    def _through_restarts(self, ask: Callable[[], Answer]) -> Answer:
-        """Ask the server, which nobody here starts again."""
-        return self._repeated(ask)
+    def _through_restarts(self, request: Callable[[], Answer]) -> Answer:
+        """Make a request. The launcher does not restart an external server."""
+        return self._retried(request)
 
     def update_named_params(self, metadata: Metadata, named_params: NamedTensors) -> None:
-        """Write the weights, and have the server load them."""
-        with self._excused_when_stopping():
+        """Write the weights to a file, and let the server load it."""
+        with self._ignoring_failures_while_stopping():
             folder = Path(os.environ["GRPO_SYNC_DIR"])
             self._sync += 1
             write_weights(folder, metadata, named_params, self._sync)
-            self._repeated(partial(self._load, str(folder)))
-        for _ in named_params:  # nothing is left unless the run stops: the other ranks gather all of them
+            self._retried(partial(self._load, str(folder)))
+        for _ in named_params:  # only if the run stops: the other ranks still gather the remaining tensors
             pass
 
     def _load(self, folder: str) -> None:
@@ -137,58 +132,61 @@ class ExternalClient(BridgeClient):
         path = "/update_weights_from_disk"
         answer = self._post(f"{self.base_url}{path}", json={"model_path": folder, "flush_cache": True})
         if answer.get("success") is not True:
-            raise self._bad(path, f"did not load the weights: {answer.get('message')}")
+            raise self._bad_answer(path, f"did not load the weights: {answer.get('message')}")
 
     def reset_prefix_cache(self) -> None:
-        """Empty it, which is of the weights before; SGLang has done so with the load."""
+        """Empty vLLM's prefix cache of the previous weights. SGLang has emptied its cache with the load."""
         if self._args.server_backend == VLLM:
             super().reset_prefix_cache()
 
     def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
-        """Generate as TRL does, with a request for each completion; ``failed`` says which were not given."""
+        """Generate as TRL does, with one request per completion; ``failed`` marks the missing completions."""
         if features is not None:
-            raise ServerError("images are not sent to a server that somebody started")
+            raise ServerError("images can't be sent to an external server")
         sample = partial(self._sample, prompts, self._seeds(len(prompts)), n, kwargs)
         return self._unless_stopping(sample, prompts, n)
 
     def generate_seeded(
-        self, prompts: Sequence[Any], seeds: Sequence[int], n: int = 1, **kwargs: Any
+        self, prompts: Sequence[Any], seeds: Sequence[int] | None, n: int = 1, **kwargs: Any
     ) -> dict[str, list[Any]]:
-        """Generate for a benchmark, in which every completion counts: one that failed is a ServerError."""
-        found = self._unless_stopping(partial(self._sample, prompts, seeds, n, kwargs), prompts, n)
+        """Generate for a benchmark, which needs every completion; raise ServerError if one is missing."""
+        answer = self._unless_stopping(partial(self._sample, prompts, seeds, n, kwargs), prompts, n)
         if any(self.failed):
-            raise ServerError(f"{sum(self.failed)} of {len(self.failed)} completions failed: {self.reason}")
-        return found
+            raise ServerError(f"{sum(self.failed)} of {len(self.failed)} completions failed: {self.first_failure}")
+        return answer
 
     def _sample(
         self, prompts: Sequence[Any], seeds: Sequence[int] | None, n: int, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         sampling = SamplingParameters(**{name: kwargs[name] for name in names})
-        every = [one for drawn in self._asked.sample(prompts, n, sampling, seeds) for one in drawn]
-        self.failed = [isinstance(one, Failed) for one in every]
-        self.reason = next((one.reason for one in every if isinstance(one, Failed)), "")
+        outcomes = [outcome for group in self._sampler.sample(prompts, n, sampling, seeds) for outcome in group]
+        reasons = [outcome.reason for outcome in outcomes if isinstance(outcome, Failed)]
+        self.failed = [isinstance(outcome, Failed) for outcome in outcomes]
+        self.first_failure = reasons[0] if reasons else ""
         if all(self.failed):
-            raise self._bad("its completions", f"gave none of {len(every)}: {self.reason}")
-        parts = [(one.ids, one.logprobs) if isinstance(one, Sample) else _FAILED for one in every]
+            raise self._bad_answer("its completions", f"gave none of {len(outcomes)}: {self.first_failure}")
+        rows = [
+            (outcome.ids, outcome.logprobs) if isinstance(outcome, Sample) else _PLACEHOLDER for outcome in outcomes
+        ]
         return {
             "prompt_ids": list(prompts),
-            "completion_ids": [ids for ids, _ in parts],
-            "logprobs": [[[logprob] for logprob in logprobs] for _, logprobs in parts],
-            "logprob_token_ids": [[[token] for token in ids] for ids, _ in parts],
+            "completion_ids": [ids for ids, _ in rows],
+            "logprobs": [[[logprob] for logprob in logprobs] for _, logprobs in rows],
+            "logprob_token_ids": [[[token] for token in ids] for ids, _ in rows],
         }
 
     def probe(self, prompt: list[int]) -> tuple[list[int], list[float]]:
-        """Draw a completion from the plain distribution, whose log-probs mean the same at every server."""
+        """Sample from the unmodified distribution, which has the same log-probs at every server."""
         sampling = SamplingParameters(max_tokens=_PROBED_TOKENS, seed=self._sync)
 
         def draw() -> tuple[list[int], list[float]]:
-            ((found,),) = self._asked.sample([prompt], 1, sampling)
-            if isinstance(found, Failed):
-                raise self._bad("its completions", found.reason)
-            return found.ids, found.logprobs
+            ((outcome,),) = self._sampler.sample([prompt], 1, sampling)
+            if isinstance(outcome, Failed):
+                raise self._bad_answer("its completions", outcome.reason)
+            return outcome.ids, outcome.logprobs
 
-        return self._repeated(draw)
+        return self._retried(draw)
 
     def _abort(self, generation: Any) -> None:
-        """Leave the generation in flight: the engine may have work of others."""
+        """Do not abort: the engine may have requests of other clients."""

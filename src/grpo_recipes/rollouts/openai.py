@@ -4,10 +4,9 @@
     client.ready()
     completions = client.sample([[1, 2, 3]], n=4, sampling=SamplingParameters(max_tokens=64, seed=0))
 
-Nothing is decoded and tokenised again, which would lose the token that ends a completion and could split words in
-another way than the model did. A completion that the server could not give is a ``Failed``, never an empty text. Each
-completion is a request of its own with a seed of its own, so that it depends neither on the order of the requests nor
-on how many completions are asked for.
+Completions are never decoded and tokenized again: that would lose their end token and could split words differently. A
+missing completion is a ``Failed``, never an empty text. Each completion is a separate request with its own seed, so it
+depends neither on the order of the requests nor on their number.
 """
 
 from __future__ import annotations
@@ -27,132 +26,164 @@ from grpo_recipes.errors import config_error, translate
 from grpo_recipes.numbers import is_logprob
 from grpo_recipes.process.async_sessions import bounded_client
 from grpo_recipes.process.listeners import OwnListener
+from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.recipe.registry import SERVER_BACKENDS
-from grpo_recipes.rollouts.turns import derived
+from grpo_recipes.rollouts.turns import derive_seed
 from grpo_recipes.secrets import masked
 
 VLLM, SGLANG = SERVER_BACKENDS
 Message = dict[str, str]
 Prompt = Sequence[int] | Sequence[Message]  # token ids, or a chat
-_MODELS_SECONDS = 10.0  # for the list of the served models
-_LOOK_SECONDS = 0.5  # between two looks at a server that starts
-_ENDS = ("stop", "length", "tool_calls")  # other endings ("abort", "error") are no completion
+_MODELS_SECONDS = 10.0  # limit for the list of served models
+_POLL_SECONDS = 0.5  # pause between two requests to a server that starts
+_FINISH_REASONS = ("stop", "length", "tool_calls")  # with others ("abort", "error") the completion is incomplete
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParameters:
-    """How completions are drawn. All of them are sent: a server would take others from the model's own files."""
+    """Sampling parameters. All of them are sent, since a server would read defaults from the model's files."""
 
     max_tokens: int
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0
+    """0 is greedy."""
     top_p: float = 1.0
-    top_k: int = 0  # 0 keeps all tokens
+    top_k: int = 0
+    """0 allows all tokens."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int | None = None  # of a call; each completion gets one that is derived from it
-    stop: tuple[str, ...] = ()  # texts that end a completion
+    seed: int | None = None
+    """Seed of a call. The seed of each completion derives from it."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion."""
 
 
 @dataclass(frozen=True)
 class Sample:
     """A completion."""
 
-    ids: list[int]  # with the token that ended it
-    logprobs: list[float]  # of each token
+    ids: list[int]
+    """Token ids, including the end token."""
+    logprobs: list[float]
+    """Log-prob of each token."""
     text: str
-    finish_reason: str  # stop or length
+    finish_reason: str
+    """``stop`` or ``length``."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A completion that the server did not give."""
+    """A missing completion."""
 
     reason: str
-    lost: bool = False  # whether the server did not answer at all, or not in time
+    lost: bool = False
+    """Whether the server did not answer in time."""
 
 
 class NoCompletion(RuntimeError):
-    """The server gave no reply, or broke it off."""
+    """The server gave no reply, or an incomplete one."""
 
 
 class _Job(NamedTuple):
-    """One completion to be drawn."""
+    """A completion to sample."""
 
-    index: int  # of its prompt
-    number: int  # among those of the prompt
+    index: int
+    """Index of its prompt."""
+    number: int
+    """Number among the completions of the prompt."""
     prompt: Prompt
     seed: int | None
 
 
 @dataclass
 class CompletionClient:
-    """A client of one server. ``ready`` finds out which model it serves; ``sample`` does so where nobody did before."""
+    """A client of a server. ``ready`` checks the served model; ``sample`` calls ``ready`` if necessary."""
 
-    base_url: str  # with or without /v1
+    base_url: str
+    """Address, with or without /v1."""
     backend: str = VLLM
-    model: str | None = None  # the model that must be served; None takes the one that is, which ``ready`` enters here
-    token: str | None = None  # that the server wants as its API key
-    batch_size: int = 32  # completions in flight at most
-    timeout: float = 600.0  # seconds for a request
-    attempts: int = 4  # for each completion, with pauses of 0.5 s to 8 s that double; a 4xx but 408, 409, 429 has one
-    say: Callable[[str], None] = print  # gets a line where the server has to be waited for
-    aliases: Sequence[str] = ()  # other names of the model
-    owner: OwnListener | None = None  # of our own server: nothing is sent to another process on its port
+    model: str | None = None
+    """The model that must be served. With None, ``ready`` sets the served model."""
+    token: str | None = None
+    """The server's API key."""
+    batch_size: int = 32
+    """Largest number of requests at the same time."""
+    timeout: float = 600.0
+    """Seconds for a request."""
+    attempts: int = 4
+    """Attempts for each completion, with pauses of 0.5 s to 8 s that double. Errors 4xx except 408, 409 and 429 are
+    final."""
+    say: Callable[[str], None] = print
+    """Receives a line if the client has to wait for the server."""
+    aliases: Sequence[str] = ()
+    """Other names of the model."""
+    owner: OwnListener | None = None
+    """The process of the run's server. Nothing is sent to another process on its port."""
     _ready: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.root = self.base_url.rstrip("/").removesuffix("/v1")
         parts = urlsplit(self.root)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise config_error("base_url", f"'{self.base_url}' is no address", "write http://HOST:PORT")
+            raise config_error("base_url", f"'{self.base_url}' is not an address", "write http://HOST:PORT")
         if self.backend not in SERVER_BACKENDS:
             raise config_error(
-                "backend", f"there is no backend '{self.backend}'", f"write {' or '.join(SERVER_BACKENDS)}"
+                "backend",
+                f"expected one of {', '.join(SERVER_BACKENDS)}, got '{self.backend}'",
+                f"write {' or '.join(SERVER_BACKENDS)}",
             )
         for name in ("batch_size", "attempts", "timeout"):
             if getattr(self, name) <= 0:
                 raise config_error(name, f"is {getattr(self, name)}", "write 1 or more")
 
     def ready(self, wait: float = 60.0) -> str:
-        """Wait until the server answers, ``wait`` seconds at most; check that it serves the model, and return its name.
+        """Wait at most ``wait`` seconds until the server answers; check that it serves the model, and return its name.
 
-        A model may be named as the server calls it, or by the folder or hub id that it was loaded from. A ConfigError
-        says that the server does not answer, refuses the token, or serves another model.
+        The model may be given by its name at the server, or by the loaded folder or hub id. Raise ConfigError if the
+        server does not answer, rejects the token, or serves another model.
         """
-        served = self._served(wait)
-        known = {self.model, *self.aliases}
-        fits = (one for one, origin in served.items() if None in known or known & {one, origin} or self._is_at(origin))
-        name = next(fits, None)
+        served = self._served_models(wait)
+        accepted = {self.model, *self.aliases}
+        name = next(
+            (
+                name
+                for name, origin in served.items()
+                if None in accepted or accepted & {name, origin} or self._is_model_folder(origin)
+            ),
+            None,
+        )
         if name is None:
-            names = " and ".join(f"'{one}'" for one in served) or "no model"
+            names = " and ".join(f"'{served_name}'" for served_name in served) or "no model"
             fix = f"start it with {self.model}, or name the model that is served"
             raise config_error("base_url", f"{self.root} serves {names}, not '{self.model}'", fix)
         self.model, self._ready = name, True
         return name
 
-    def _is_at(self, origin: str | None) -> bool:
-        """Return whether the model that must be served is this folder, under another name."""
+    def _is_model_folder(self, origin: str | None) -> bool:
+        """Return whether this path is the folder of the required model, possibly through a link."""
         return bool(
             origin and self.model and os.path.isdir(origin) and os.path.realpath(origin) == os.path.realpath(self.model)
         )
 
-    def _served(self, wait: float) -> dict[str, str | None]:
-        """Return the names of the models that the server serves, each with what it was loaded from."""
-        deadline, told = time.monotonic() + wait, False
-        while True:
+    def _served_models(self, wait: float) -> dict[str, str | None]:
+        """Return the names of the served models, each with the path or id that it was loaded from."""
+        errors: list[openai.APIError] = []
+
+        def request_models() -> tuple[dict[str, str | None]] | None:
             try:
-                return asyncio.run(self._models())
+                return (asyncio.run(self._models()),)
             except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
                 fix = "export OPENAI_API_KEY with the key that the server was started with"
-                raise config_error("base_url", f"{self.root} refuses us ({_said(error)})", fix) from error
+                raise config_error("base_url", f"{self.root} refuses us ({_describe(error)})", fix) from error
             except openai.APIError as error:
-                if time.monotonic() >= deadline:
-                    what = f"no server answers at {self.root}/v1/models within {wait:g} s ({_said(error)})"
-                    raise config_error("base_url", what, "start the server, or write its address") from error
-            if not told:
-                self.say(f"waiting for the server at {self.root}")
-                told = True
-            time.sleep(_LOOK_SECONDS)
+                if not errors and wait > 0:
+                    self.say(f"waiting for the server at {self.root}")
+                errors.append(error)
+                return None
+
+        if models := wait_until(request_models, wait, _POLL_SECONDS):
+            return models[0]
+        problem = f"no server answers at {self.root}/v1/models within {wait:g} s ({_describe(errors[-1])})"
+        raise config_error("base_url", problem, "start the server, or write its address") from errors[-1]
 
     async def _models(self) -> dict[str, str | None]:
         async with self._async(min(self.timeout, _MODELS_SECONDS), retries=0) as client:
@@ -161,30 +192,30 @@ class CompletionClient:
     def sample(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParameters, seeds: Sequence[int] | None = None
     ) -> list[list[Sample | Failed]]:
-        """Draw ``n`` completions of each prompt, ``(prompts, n)``; see ``completed``."""
-        found = dict(self.completed(prompts, n, sampling, seeds))
-        return [found[index] for index in range(len(prompts))]
+        """Sample ``n`` completions of each prompt, ``(prompts, n)``; see ``completed``."""
+        groups = dict(self.completed(prompts, n, sampling, seeds))
+        return [groups[index] for index in range(len(prompts))]
 
     def completed(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParameters, seeds: Sequence[int] | None = None
     ) -> Iterator[tuple[int, list[Sample | Failed]]]:
-        """Yield the place of each prompt with its ``n`` completions, as soon as it has all of them.
+        """Yield the index of each prompt with its ``n`` completions, as soon as all of them are complete.
 
-        ``seeds`` has one for each prompt; without it they follow from ``sampling.seed`` and the prompt's place.
-        SGLang heeds seeds where it was started with ``--enable-deterministic-inference``.
+        ``seeds`` contains a seed for each prompt. By default they derive from ``sampling.seed`` and the prompt's index.
+        SGLang only uses seeds if it was started with ``--enable-deterministic-inference``.
         """
         if self.backend == SGLANG and any(_is_chat(prompt) for prompt in prompts):
             raise ValueError("SGLang answers a chat without token ids: render it, and send token ids")
         if not self._ready:
             self.ready()
         if seeds is None and sampling.seed is not None:
-            seeds = [derived(sampling.seed, index) for index in range(len(prompts))]
+            seeds = [derive_seed(sampling.seed, index) for index in range(len(prompts))]
         jobs = (
-            _Job(index, number, prompt, None if seeds is None else derived(seeds[index], number) >> 1)  # 31 bits
+            _Job(index, number, prompt, None if seeds is None else derive_seed(seeds[index], number) >> 1)  # 31 bits
             for index, prompt in enumerate(prompts)
             for number in range(n)
         )
-        drawn: dict[int, dict[int, Sample | Failed]] = {}
+        outcomes: dict[int, dict[int, Sample | Failed]] = {}
         with asyncio.Runner() as runner:
             done: asyncio.Queue[tuple[_Job, Sample | Failed] | Exception] = asyncio.Queue()
             client = self._async(self.timeout, self.attempts - 1)
@@ -192,14 +223,14 @@ class CompletionClient:
             tasks = [runner.get_loop().create_task(worker) for worker in workers]
             try:
                 for _ in range(len(prompts) * n):
-                    news = runner.run(done.get())
-                    if isinstance(news, Exception):
-                        raise news
-                    (index, number, *_), outcome = news
-                    drawn.setdefault(index, {})[number] = outcome
-                    if len(drawn[index]) == n:
-                        found = drawn.pop(index)
-                        yield index, [found[number] for number in range(n)]
+                    result = runner.run(done.get())
+                    if isinstance(result, Exception):
+                        raise result
+                    (index, number, *_), outcome = result
+                    outcomes.setdefault(index, {})[number] = outcome
+                    if len(outcomes[index]) == n:
+                        group = outcomes.pop(index)
+                        yield index, [group[number] for number in range(n)]
             finally:
                 for task in tasks:
                     task.cancel()
@@ -208,37 +239,37 @@ class CompletionClient:
     async def _work(
         self, client: openai.AsyncOpenAI, jobs: Iterator[_Job], sampling: SamplingParameters, done: asyncio.Queue[Any]
     ) -> None:
-        """Draw one completion after the other of those that no other worker has taken."""
+        """Sample jobs until no job is left. All workers share the iterator of jobs."""
         try:
             for job in jobs:
-                done.put_nowait((job, await self._draw(client, job, sampling)))
-        except Exception as error:  # whatever it is: who reads the queue would wait for this completion
+                done.put_nowait((job, await self._sample_job(client, job, sampling)))
+        except Exception as error:  # the reader of the queue would wait forever for this completion
             done.put_nowait(error)
 
-    async def _draw(self, client: openai.AsyncOpenAI, job: _Job, sampling: SamplingParameters) -> Sample | Failed:
-        path, body, read = self._request(job, sampling)
+    async def _sample_job(self, client: openai.AsyncOpenAI, job: _Job, sampling: SamplingParameters) -> Sample | Failed:
+        path, body, parse = self._request(job, sampling)
         kinds = (AttributeError, LookupError, TypeError, ValueError)
         try:
             with translate(kinds, lambda error: NoCompletion(f"an answer without token ids and log-probs ({error!r})")):
-                return _whole(*read(await client.post(path, cast_to=object, body=body)))
+                return _checked_sample(*parse(await client.post(path, cast_to=object, body=body)))
         except NoCompletion as error:
             return Failed(str(error))
         except openai.APIError as error:
             lost = isinstance(error, openai.APIConnectionError | openai.InternalServerError)
-            return Failed(_said(error), lost)
+            return Failed(_describe(error), lost)
 
     def _request(
         self, job: _Job, sampling: SamplingParameters
     ) -> tuple[str, dict[str, Any], Callable[[Any], tuple[Any, Any, Any, Any]]]:
-        """Return the address of a request, its JSON, and what reads its answer."""
+        """Return the path of a request, its JSON body, and a function that parses its answer."""
         if self.backend == SGLANG:
-            # Its /v1/completions takes token ids and gives none back, and does not pass seeds on.
+            # SGLang's /v1/completions accepts token ids but returns none, and it ignores seeds.
             body = {"input_ids": list(job.prompt), "sampling_params": _native_fields(sampling, job.seed)}
-            return f"{self.root}/generate", {**body, "return_logprob": True}, _of_sglang
+            return f"{self.root}/generate", {**body, "return_logprob": True}, _parse_sglang
         body = {"model": self.model, "return_token_ids": True, **_fields(sampling, job.seed, self.backend)}
         if _is_chat(job.prompt):
-            return "/chat/completions", {**body, "messages": list(job.prompt), "logprobs": True}, _of_chat
-        return "/completions", {**body, "prompt": list(job.prompt), "logprobs": 0}, _of_completions
+            return "/chat/completions", {**body, "messages": list(job.prompt), "logprobs": True}, _parse_chat
+        return "/completions", {**body, "prompt": list(job.prompt), "logprobs": 0}, _parse_completions
 
     def stream(
         self,
@@ -246,18 +277,18 @@ class CompletionClient:
         sampling: SamplingParameters,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[str]:
-        """Yield the reply to a chat in pieces, as the server renders and samples it; raise NoCompletion without one.
+        """Yield the reply to a chat in pieces while the server samples it; raise NoCompletion if it is incomplete.
 
-        ``template_kwargs`` are handed to the chat template. Closing the iterator ends the reply at the server too.
+        ``template_kwargs`` are arguments of the chat template. Closing the iterator stops the server too.
         """
         if not self._ready:
             self.ready()
         body = _fields(sampling, sampling.seed, self.backend)
         if template_kwargs:
             body["chat_template_kwargs"] = dict(template_kwargs)
-        ended, deadline = None, time.monotonic() + self.timeout
-        failures = (openai.APIError, httpx2.HTTPError)  # openai raises those of httpx2 as they are inside a stream
-        with translate(failures, lambda error: NoCompletion(_said(error))), asyncio.Runner() as runner:
+        finish_reason, deadline = None, time.monotonic() + self.timeout
+        failures = (openai.APIError, httpx2.HTTPError)  # inside a stream, openai does not convert errors of httpx2
+        with translate(failures, lambda error: NoCompletion(_describe(error))), asyncio.Runner() as runner:
             client = runner.run(self._opened(self.timeout, self.attempts - 1))
             try:
                 chunks = runner.run(
@@ -267,15 +298,16 @@ class CompletionClient:
                 )
                 while (chunk := runner.run(_next(chunks))) is not None:
                     if time.monotonic() > deadline:
-                        raise NoCompletion(f"the reply is not whole within {self.timeout:g} s")
+                        raise NoCompletion(f"the reply is incomplete after {self.timeout:g} s")
                     for choice in chunk.choices:
-                        ended = choice.finish_reason or ended
+                        finish_reason = choice.finish_reason or finish_reason
                         if choice.delta.content:
                             yield choice.delta.content
             finally:
                 runner.run(client.close())  # the server stops too
-        if ended not in _ENDS:
-            raise NoCompletion(f"the reply ended by '{ended}'" if ended else "the server broke the reply off")
+        if finish_reason not in _FINISH_REASONS:
+            problem = f"the reply ended by '{finish_reason}'" if finish_reason else "the server broke the reply off"
+            raise NoCompletion(problem)
 
     async def _opened(self, timeout: float, retries: int) -> openai.AsyncOpenAI:
         return self._async(timeout, retries)
@@ -298,46 +330,47 @@ def _is_chat(prompt: Prompt) -> bool:
 
 
 def _fields(sampling: SamplingParameters, seed: int | None, backend: str) -> dict[str, Any]:
-    """Return the fields of the OpenAI-compatible requests, which SGLang takes for chats alone."""
-    off = 0 if backend == VLLM else -1
+    """Return the fields of an OpenAI-compatible request. SGLang accepts them only for chats."""
+    all_tokens = 0 if backend == VLLM else -1
     return {
         "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
-        "top_k": sampling.top_k or off, "min_p": sampling.min_p, "repetition_penalty": sampling.repetition_penalty,
+        "top_k": sampling.top_k or all_tokens, "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
         **({"stop": list(sampling.stop)} if sampling.stop else {}), **({} if seed is None else {"seed": seed}),
     }  # fmt: skip
 
 
 def _native_fields(sampling: SamplingParameters, seed: int | None) -> dict[str, Any]:
-    """Return the ``sampling_params`` of SGLang's own /generate, two of which have other names."""
+    """Return the ``sampling_params`` of SGLang's own /generate, which renames two of them."""
     fields = _fields(sampling, seed, SGLANG)
     names = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
     return {names.get(name, name): value for name, value in fields.items()}
 
 
-def _of_completions(answer: Any) -> tuple[Any, Any, Any, Any]:
+def _parse_completions(answer: Any) -> tuple[Any, Any, Any, Any]:
     (choice,) = answer["choices"]
     return choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["text"], choice["finish_reason"]
 
 
-def _of_chat(answer: Any) -> tuple[Any, Any, Any, Any]:
+def _parse_chat(answer: Any) -> tuple[Any, Any, Any, Any]:
     (choice,) = answer["choices"]
-    logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
+    logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
     return choice["token_ids"], logprobs, choice["message"]["content"] or "", choice["finish_reason"]
 
 
-def _of_sglang(answer: Any) -> tuple[Any, Any, Any, Any]:
-    # Not ``output_ids``: versions of SGLang begin them with tokens of the prompt.
+def _parse_sglang(answer: Any) -> tuple[Any, Any, Any, Any]:
+    # Not ``output_ids``: in some versions of SGLang they start with tokens of the prompt.
     meta = answer["meta_info"]
-    scored = meta["output_token_logprobs"]
+    tokens = meta["output_token_logprobs"]
     reason = meta["finish_reason"]
-    return [one[1] for one in scored], [one[0] for one in scored], answer["text"], reason and reason["type"]
+    return [token[1] for token in tokens], [token[0] for token in tokens], answer["text"], reason and reason["type"]
 
 
-def _whole(ids: Any, logprobs: Any, text: Any, reason: Any) -> Sample:
-    """Return a completion; NoCompletion where it was broken off, ValueError unless each token has its log-prob."""
-    if reason not in _ENDS:
+def _checked_sample(ids: Any, logprobs: Any, text: Any, reason: Any) -> Sample:
+    """Return a completion; raise NoCompletion if it is incomplete, ValueError unless each token has a log-prob."""
+    if reason not in _FINISH_REASONS:
         raise NoCompletion(f"the completion ended by '{reason}'")
-    ids, logprobs = [int(one) for one in ids], [float(one) for one in logprobs]
+    ids, logprobs = [int(token) for token in ids], [float(logprob) for logprob in logprobs]
     if not ids or len(ids) != len(logprobs):
         raise ValueError(f"{len(ids)} tokens, {len(logprobs)} log-probs")
     if wrong := [logprob for logprob in logprobs if not is_logprob(logprob)]:
@@ -345,8 +378,8 @@ def _whole(ids: Any, logprobs: Any, text: Any, reason: Any) -> Sample:
     return Sample(ids, logprobs, str(text), str(reason))
 
 
-def _said(error: Exception) -> str:
-    """Return an error in a line, without secrets."""
+def _describe(error: Exception) -> str:
+    """Return an error as one line without secrets."""
     if isinstance(error, openai.APIConnectionError) and error.__cause__ is not None:
         error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     return masked(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".removesuffix(": "))

@@ -1,4 +1,4 @@
-"""What a training takes the place of TRL's sampler with: episodes that it plays, or groups that others sampled."""
+"""Sources of completions that replace TRL's sampler: episodes played here, or groups sampled elsewhere."""
 
 from typing import Any, Protocol
 
@@ -12,47 +12,51 @@ from grpo_recipes.trainer_protocol import Trainer
 
 
 class Source:
-    """Where the completions of a training come from, and the steps of a generation at which it has a say.
+    """A source of completions for training, with hooks for each stage of a generation.
 
-    The trainer calls them in this order, on every rank: ``join`` once; then for each generation ``begin``, the source
-    itself (TRL's ``rollout_func``), ``completions``, ``mark``, ``token_advantages`` and ``settle``.
+    The trainer calls the hooks on every rank in this order: ``attach`` once; then for each generation
+    ``start_generation``, the source itself (TRL's ``rollout_func``), ``completions``, ``annotate``,
+    ``token_advantages`` and ``finish_generation``.
     """
 
-    records: list[dict[str, Any]]  # of the last batch to train on, over all ranks, for samples.jsonl; may be empty
-    brings_advantages = False  # whether rows of the last batch have advantages of their own, which rewards do not give
-    temperatures: torch.Tensor | None = None  # (B,) of the rank's rows where they are not the recipe's; else None
+    records: list[dict[str, Any]]
+    """A record per row of the last training batch, over all ranks, for samples.jsonl; may be empty."""
+    brings_advantages = False
+    """Whether rows of the last batch come with advantages that are not computed from rewards."""
+    temperatures: torch.Tensor | None = None
+    """Temperatures of the rank's rows, (B,), if they differ from the recipe's temperature."""
 
     @classmethod
     def training_prompts(cls, args: ScriptArguments, seed: int, least: int) -> Prompts:
-        """Return the rows to train on, at least ``least``; ``seed`` is the run's."""
+        """Return the training prompts, at least ``least`` of them; ``seed`` is the run's seed."""
         raise NotImplementedError
 
     @classmethod
     def evaluation_prompts(cls, args: ScriptArguments) -> Prompts:
-        """Return the rows of evaluations."""
+        """Return the evaluation prompts."""
         raise NotImplementedError
 
     def run_benchmark(self, runner: Any, name: str, rows: list[dict[str, Any]]) -> None:
-        """Run a benchmark of this source on every rank, and give its rows to ``runner.keep``."""
+        """Run a benchmark of this source on every rank, and pass its rows to ``runner.add_rows``."""
         raise NotImplementedError
 
     def benchmark_settings(self) -> dict[str, Any]:
-        """Return what decides the results of its benchmarks, beside the settings of every benchmark."""
+        """Return the source's own settings that change the results of its benchmarks."""
         return {}
 
-    def attach(self, trainer: Any) -> None:
-        """Take the trainer, whose sampler and weights are in place."""
+    def attach(self, trainer: "SamplingTrainer") -> None:
+        """Connect the source to the trainer, which now has its sampler and weights."""
 
     def start_generation(self, rows: list[dict[str, Any]], name: str) -> None:
-        """Take the rank's rows of the batch that TRL will ask for next; ``name`` is its generation's."""
+        """Receive the rank's rows of the next batch and the name of its generation."""
         raise NotImplementedError
 
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Return what TRL's ``rollout_func`` returns: lists with an entry for each of the rank's rows.
+    def __call__(self, prompts: list[Any], trainer: "SamplingTrainer") -> dict[str, Any]:
+        """Return the result of TRL's ``rollout_func``: lists with an entry for each of the rank's rows.
 
-        ``prompt_ids`` and ``completion_ids`` are token ids, ``logprobs`` those of the completions, or None. The reward
-        ``environment`` reads ``episode_reward``, and ``episode_failed``: None, or why the row has no reward. The server
-        has the weights of the new step already.
+        ``prompt_ids`` and ``completion_ids`` are token ids; ``logprobs`` belong to the completions, or are None. The
+        reward ``environment`` reads ``episode_reward`` and ``episode_failed``, which is None or the reason why the row
+        has no reward. The server already has the weights of the new step.
         """
         raise NotImplementedError
 
@@ -60,18 +64,20 @@ class Source:
         """Return the rank's completions of the last batch as messages, for rewards and tables."""
         raise NotImplementedError
 
-    def annotate(self, trainer: Any, output: dict[str, Any]) -> None:
-        """Add to TRL's ``output`` what else distinguishes its rows, before they are weighed."""
+    def annotate(self, trainer: "SamplingTrainer", output: dict[str, Any]) -> None:
+        """Add columns to TRL's ``output`` before advantages are computed."""
 
-    def token_advantages(self, trainer: Any, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return advantages in the place of TRL's: of the rank's rows, (B,) or (B, T), and of the rows of all ranks.
+    def token_advantages(
+        self, trainer: "SamplingTrainer", output: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return advantages that replace TRL's, or None: for the rank's rows, (B,) or (B, T), and for all ranks' rows.
 
-        The latter are for people: a row's is the mean over its tokens. None leaves TRL's.
+        The second tensor is only shown in tables: the mean over the tokens of each row.
         """
         return None
 
     def finish_generation(self, output: dict[str, Any]) -> None:
-        """Change what the loss reads of ``output``, once the weights that it was sampled with are checked."""
+        """Change the loss inputs in ``output``, after the guard has checked the weights that sampled it."""
 
 
 class SamplingTrainer(Trainer, Protocol):

@@ -1,6 +1,6 @@
-"""What an environment of several turns gives: a turn, the protocol of all environments, and noise that repeats.
+"""Multi-turn environments: a turn, the protocol of all environments, and reproducible noise.
 
-No torch, and no library of environments.
+This module imports neither torch nor a library of environments.
 """
 
 import contextlib
@@ -14,21 +14,27 @@ from grpo_recipes.errors import config_error
 from grpo_recipes.numbers import LARGEST_REWARD, reward_problem
 
 Message = dict[str, str]  # role, content
-POLICY, BASE = "policy", "base"  # models that play opponents: the one that is trained, and what it began as
-SCRIPTED = ("random", "crowd")  # opponents that are no model
+POLICY, BASE = "policy", "base"  # models that play opponents: the trained model, and its untrained base model
+SCRIPTED = ("random", "crowd")  # opponents without a model
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy reads next, and what its last action was worth."""
+    """The messages that the policy reads next, and the reward of its last action."""
 
-    messages: list[Message]  # empty at the end
-    reward: float = 0.0  # of the action before it
+    messages: list[Message]
+    """Empty at the end."""
+    reward: float = 0.0
+    """Reward of the previous action."""
     done: bool = False
-    info: dict[str, float | str] = field(default_factory=dict)  # numbers are averaged, texts shown in transcripts
-    tools: list[dict[str, Any]] = field(default_factory=list)  # that the policy may call, with the first turn
-    opponent: str = ""  # the model that is to answer in the policy's place: "policy" untrained, or "base"
-    seat: int = 0  # of that opponent
+    info: dict[str, float | str] = field(default_factory=dict)
+    """Numbers are averaged over episodes, texts are shown in transcripts."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Tools that the policy may call, given with the first turn."""
+    opponent: str = ""
+    """The model that answers instead of the policy: "policy" without training on its answer, or "base"."""
+    seat: int = 0
+    """The seat of that opponent."""
 
     def __post_init__(self) -> None:
         if problem := reward_problem(self.reward):
@@ -36,52 +42,53 @@ class Turn:
 
 
 class Environment(Protocol):
-    """One episode at a time: ``reset`` starts it, each ``step`` takes the text of whoever's turn it is."""
+    """An environment that plays one episode at a time: ``reset`` starts it, ``step`` receives the text of a turn."""
 
-    tools: list[dict[str, Any]]  # for the chat template, in OpenAI's schema; read it after reset
+    tools: list[dict[str, Any]]
+    """Tools for the chat template, in OpenAI's schema; valid after ``reset``."""
 
     def reset(self, seed: int) -> Turn:
-        """Begin the episode of this seed, and return what the policy reads first."""
+        """Start the episode of this seed, and return the first turn."""
 
     def step(self, action: str) -> Turn:
-        """Take the text of the policy's turn, and return what it reads next with the reward of the action."""
+        """Apply the text of the policy's turn, and return the next turn with the reward of the action."""
 
     def close(self) -> None:
-        """Give back what the episode holds, finished or not; nothing is asked of it after that."""
+        """Release the resources of the episode, finished or not. No method is called afterwards."""
         return
 
 
 class Noise:
-    """The global generators of ``random`` and NumPy, which belong to one episode while its environment runs.
+    """The state of the global generators of ``random`` and NumPy for one episode.
 
-    Libraries draw from them, so that episodes played in turns in one process would change each other.
+    Libraries draw from the global generators, so episodes that alternate in one process would change each other.
     """
 
     def __init__(self) -> None:
         self._state: tuple[Any, Any] | None = None
 
     def seed(self, *parts: int | str) -> None:
-        """Begin again, with a stream of these parts."""
+        """Restart the noise with a seed derived from these parts."""
         import numpy
 
-        number = derived(*parts)
-        self._state = random.Random(number).getstate(), numpy.random.RandomState(number).get_state()
+        seed = derive_seed(*parts)
+        self._state = random.Random(seed).getstate(), numpy.random.RandomState(seed).get_state()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Put the episode's generators in place, and go on from there the next time."""
-        with kept():
+        """Use the episode's noise inside, and continue with it the next time."""
+        with restoring_noise():
             if self._state is not None:
-                _put(self._state)
+                _set_noise(self._state)
             try:
                 yield
             finally:
-                self._state = _taken()
+                self._state = _current_noise()
 
 
 @contextlib.contextmanager
-def seeded(*parts: int | str) -> Iterator[None]:
-    """Have the global generators begin with a stream of these parts, and leave them as they were."""
+def seeded_noise(*parts: int | str) -> Iterator[None]:
+    """Seed the global generators from these parts inside, and restore them afterwards."""
     noise = Noise()
     noise.seed(*parts)
     with noise.running():
@@ -89,28 +96,28 @@ def seeded(*parts: int | str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """Leave the global generators as they were."""
-    before = _taken()
+def restoring_noise() -> Iterator[None]:
+    """Restore the global generators after the block."""
+    state = _current_noise()
     try:
         yield
     finally:
-        _put(before)
+        _set_noise(state)
 
 
-def _taken() -> tuple[Any, Any]:
+def _current_noise() -> tuple[Any, Any]:
     import numpy
 
     return random.getstate(), numpy.random.get_state()
 
 
-def _put(state: tuple[Any, Any]) -> None:
+def _set_noise(state: tuple[Any, Any]) -> None:
     import numpy
 
     random.setstate(state[0])
     numpy.random.set_state(state[1])
 
 
-def derived(*parts: int | str) -> int:
-    """Return a seed below 2**32 that these parts alone decide, in every process."""
+def derive_seed(*parts: int | str) -> int:
+    """Return a seed below 2**32 that depends only on these parts, in every process."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4], "big")

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from trl import TrlParser, get_peft_config
 
 from grpo_recipes import smoke
-from grpo_recipes.data.prompts import renderer_of, shortened
+from grpo_recipes.data.prompts import make_renderer, shorten
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.fetch.assets import MODEL, Assets, find_assets
 from grpo_recipes.paths import cache_root, shell_path
@@ -177,7 +177,7 @@ def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model
         problem = "the dataset has no rows with a prompt and a solution"
         raise config_error(recipe.path.name, problem, "check its columns")
     tokenizer = _tokenizer(recipe, args, model_args)
-    renderer = renderer_of(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
+    renderer = make_renderer(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
     prompts = [row["prompt"] for row in rows]
     characters = sum(len(message["content"]) for prompt in prompts for message in prompt)
     if characters > _MANY_CHARACTERS:
@@ -203,7 +203,7 @@ def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model
         f"prompts    {fitting} of the first {len(lengths)} fit; {min(lengths)} to {max(lengths)} tokens",
         f"answers    end with {end}" if end else note,
         *(f"note: {note}" for note in renderer.notes(prompts[0])),
-        f"first prompt, {lengths[0]} tokens:\n{shortened(renderer.text(prompts[0]))}",
+        f"first prompt, {lengths[0]} tokens:\n{shorten(renderer.text(prompts[0]))}",
     ]
 
 

@@ -13,7 +13,7 @@ from trl import TrlParser
 
 from grpo_recipes.data import load_eval_prompts, load_prompts
 from grpo_recipes.data.problems import Fetched
-from grpo_recipes.data.prompts import Prompts, renderer_of, shortened
+from grpo_recipes.data.prompts import Prompts, make_renderer, shorten
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.evaluate.benchmarks import UntrainedBenchmarks, run_benchmarks
 from grpo_recipes.fetch.assets import fetched_datasets
@@ -73,7 +73,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         rank.check_updates(distributed_type, trainer.accelerator.mixed_precision, trained_names, args)
         checkpoint = newest_complete(run / "checkpoints")
         if trainer.accelerator.is_main_process:
-            print(f"grpo: {prompts}; first prompt:\n{shortened(prompts.example)}")
+            print(f"grpo: {prompts}; first prompt:\n{shorten(prompts.example)}")
             if held_out:
                 print(f"grpo: {held_out}")
             summaries = [str(dataset) for dataset in (prompts, held_out) if dataset]
@@ -100,7 +100,7 @@ def _load_datasets(
         common = args.seed, args.chat_template_kwargs, fetched
         prompts = load_prompts(script_args, tokenizer, least, *common)
         return prompts, load_eval_prompts(script_args, tokenizer, *common) if evaluates else None
-    renderer_of(script_args.chat_template, tokenizer, args.chat_template_kwargs)
+    make_renderer(script_args.chat_template, tokenizer, args.chat_template_kwargs)
     prompts = source_class.training_prompts(script_args, args.seed, least)
     return prompts, source_class.evaluation_prompts(script_args) if evaluates else None
 

@@ -50,7 +50,7 @@ def test_a_problem_that_is_trained_on_is_not_evaluated_on(tokenizer: Any) -> Non
     trained = {str(prompt) for prompt in load_prompts(args, tokenizer, 4).dataset["prompt"]}
     held_out = load_eval_prompts(args, tokenizer, seed=3)
     assert 0 < len(held_out.dataset) < 20 and not trained & {str(prompt) for prompt in held_out.dataset["prompt"]}
-    assert f"{20 - len(held_out.dataset)} that equal a problem to train on left out" in str(held_out)
+    assert f"{20 - len(held_out.dataset)} copies of training problems left out" in str(held_out)
 
 
 def test_a_problem_too_long_is_refused_and_not_left_out(tokenizer: Any) -> None:

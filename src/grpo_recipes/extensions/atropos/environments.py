@@ -352,8 +352,8 @@ def problems_of(config: DatasetEnvConfig, fetched: Fetched | None = None) -> Any
         raise config_error("dataset_name", "the environment 'dataset' names no dataset", fix)
     args, counts = _recipe(config.model_dump()), data.Counts()
     source = data.train_source(args)
-    rows = data.rows_of(source, args, fetched)
-    found = data.collected(data.distinct(data.problems(rows, source, args, counts), counts))
+    rows = data.load_rows(source, args, fetched)
+    found = data.collect_rows(data.drop_duplicates(data.make_problems(rows, source, args, counts), counts))
     if len(found) == 0:
         what = "; ".join([f"no problem of '{config.dataset_name}' is left", *counts.lines()])
         raise config_error("dataset_name", what, "name another dataset, or other columns")

@@ -78,7 +78,7 @@ def play_benchmark(source: Any, runner: Any, name: str, rows: list[dict[str, Any
         source.go_on([one for one in played if one.active], [one for (one,) in sampled], trainer)
 
     def keep(chunk: list[list[Episode]]) -> None:
-        runner.keep(name, list(result_rows(chunk, source.reward, runner.args.benchmark_solved)), rows)
+        runner.add_rows(name, list(result_rows(chunk, source.reward, runner.args.benchmark_solved)), rows)
 
     for start in range(0, len(problems), step):
         chunk = problems[start : start + step]
@@ -91,5 +91,5 @@ def play_benchmark(source: Any, runner: Any, name: str, rows: list[dict[str, Any
             drawn = None if rollouts.only_main_rank_samples or not asked else rollouts.sample(asked, how)
             runner.on_main(partial(turn, played, asked, drawn))
         else:
-            raise StoppedInBenchmarks(name, runner.stage.left)
+            raise StoppedInBenchmarks(name, runner.stage.progress)
         runner.on_main(partial(keep, chunk))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any
 
-from grpo_recipes.data.prompts import renderer_of, shortened
+from grpo_recipes.data.prompts import make_renderer, shorten
 from grpo_recipes.extensions.environments.episode import turns_of
 from grpo_recipes.extensions.environments.games import Game
 from grpo_recipes.extensions.environments.recipe import environments_of
@@ -22,7 +22,7 @@ _MOVE = re.compile(r"\[(?!GAME\]|Player )[^\[\]\n]{1,60}\]")  # as games list mo
 def play_episodes(check: DeepCheck) -> list[str]:
     """Play an episode of each environment, render it and its roles as the model reads them, and show it."""
     recipe, tokenizer = check.recipe, check.tokenizer()
-    renderer_of(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
+    make_renderer(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
     renderer, seen = Renderer(tokenizer, recipe["chat_template_kwargs"], check.stops()), []
     several = recipe["environment_max_turns"] > 1
     end = [renderer.end()] if several else []
@@ -37,7 +37,7 @@ def play_episodes(check: DeepCheck) -> list[str]:
         told = f"{ended} after {len(actions)} turn{'s' if len(actions) != 1 else ''}"
         seen.append(f"episode    of {spec}: {tokens} tokens of its own, reward {reward:g}, {told}")
         for turn, action in zip_longest(turns, actions):
-            seen += [f"  [{one['role']}] {shortened(one['content'])}" for one in turn.messages]
+            seen += [f"  [{one['role']}] {shorten(one['content'])}" for one in turn.messages]
             seen += [f"  [policy] {action}"] if action is not None else []
     return seen
 

@@ -16,7 +16,7 @@ from typing import Any
 from grpo_recipes.errors import config_error
 from grpo_recipes.extensions.environments import secret_mafia
 from grpo_recipes.numbers import reward_problem
-from grpo_recipes.rollouts.turns import BASE, POLICY, SCRIPTED, Environment, Noise, Turn, derived, kept
+from grpo_recipes.rollouts.turns import BASE, POLICY, SCRIPTED, Environment, Noise, Turn, derive_seed, restoring_noise
 
 _BRACKETED = re.compile(r"\[[^\[\]\n]{1,60}\]")
 _SPEAKER = re.compile(r"\[(GAME|Player \d+)\]")
@@ -93,15 +93,15 @@ class Game(Environment):
 
     def reset(self, seed: int) -> Turn:
         """Deal a game, and let the others play until it is the policy's turn."""
-        self._random = random.Random(derived("opponents", seed))
+        self._random = random.Random(derive_seed("opponents", seed))
         self._noise.seed("game", seed)
         self._turns, self._told, self._others = 0, "", 0
         self._heard: dict[int, list[Any]] = {seat: [] for seat in range(self._players)}
         self._read = dict.fromkeys(self._heard, 0)  # how much of it the policy, or a model, was shown
         with self._noise.running():
             self._env = self._make()
-            self._env.reset(num_players=self._players, seed=derived("game", seed))
-            self._seat = self._dealt(derived("seat", seed))
+            self._env.reset(num_players=self._players, seed=derive_seed("game", seed))
+            self._seat = self._dealt(derive_seed("seat", seed))
             return self._until_policy(0.0, {}, False)
 
     def _dealt(self, number: int) -> int:
@@ -225,7 +225,7 @@ class Game(Environment):
         """Return whether the move is valid, tried on a copy of the game."""
         if self._mafia:
             return not secret_mafia.problem_with(move, self._state.game_state, seat)
-        with kept():
+        with restoring_noise():
             return not self._play(copy.deepcopy(self._env), move)[1]
 
     def _candidates(self, seat: int) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.numbers import reward_problem
-from grpo_recipes.rollouts.turns import Environment, Noise, Turn, derived
+from grpo_recipes.rollouts.turns import Environment, Noise, Turn, derive_seed
 
 _LONGEST = 200  # characters of arguments in a message
 INSTALL = "EXTRAS=environments bash scripts/setup.sh"
@@ -128,7 +128,7 @@ class _Task(Environment):
 
         self._noise.seed("reasoning_gym", seed)
         with self._noise.running():
-            self._dataset = create_dataset(self._name, seed=derived("reasoning_gym", seed), size=1, **self._config)
+            self._dataset = create_dataset(self._name, seed=derive_seed("reasoning_gym", seed), size=1, **self._config)
             self._entry = self._dataset[0]
 
     def reset(self, seed: int) -> Turn:

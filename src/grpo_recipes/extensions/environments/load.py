@@ -10,7 +10,7 @@ from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.extensions.environments.libraries import LIBRARIES, load_library, need_arguments
 from grpo_recipes.numbers import LARGEST_REWARD, reward_problem
 from grpo_recipes.recipe.user_code import load_object, split_spec
-from grpo_recipes.rollouts.turns import Environment, Message, Noise, Turn, seeded
+from grpo_recipes.rollouts.turns import Environment, Message, Noise, Turn, seeded_noise
 
 ROLES = ("system", "user", "assistant", "tool")
 _WANTED = "return a text or a list of {role, content} from reset, (observation, reward, done[, info]) from step"
@@ -89,12 +89,12 @@ def _informs(value: Any) -> bool:
 
 def _own(spec: str, args: Mapping[str, Any], copies: Path | None) -> Environment:
     name = split_spec(spec)[1]
-    with seeded("read", name):  # in every process the same, as episodes of one group are in several
+    with seeded_noise("read", name):  # in every process the same, as episodes of one group are in several
         made = load_object(spec, copies)
     missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
     if missing:
         what = f"'{spec}' has no {' and no '.join(missing)}"
         raise config_error("environment", what, "name a class with reset(seed) and step(action)")
     need_arguments(spec, made, args)
-    with seeded("made", name, json.dumps(args, sort_keys=True)):
+    with seeded_noise("made", name, json.dumps(args, sort_keys=True)):
         return _Own(made(**args))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.rollouts.turns import Environment, Message, Noise, Turn, derived, seeded
+from grpo_recipes.rollouts.turns import Environment, Message, Noise, Turn, derive_seed, seeded_noise
 
 _HELD_OUT = 10  # of so many rows one is evaluated on, where all are of one dataset
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -58,7 +58,7 @@ class VerifiersTask(Environment):
         train, evaluation = self._env.build_dataset() or [], self._env.build_eval_dataset() or []
         if train and evaluation:
             rows = evaluation if seed % 2 else train
-            return dict(rows[derived("row", seed) % len(rows)])
+            return dict(rows[derive_seed("row", seed) % len(rows)])
         rows = train or evaluation
         return dict(rows[place(seed, len(rows), bool(seed % 2))])
 
@@ -112,7 +112,7 @@ def _loaded(name: str, arguments: str) -> Any:
     import verifiers
 
     # The library sets handlers that end the process; what is drawn here has to be the same in every process.
-    with _signals_kept(), seeded("verifiers", name, arguments):
+    with _signals_kept(), seeded_noise("verifiers", name, arguments):
         try:
             own, args = own_class(name), json.loads(arguments)
             env = own(**args) if own else verifiers.load_environment(name, **args)
@@ -131,7 +131,7 @@ def _loaded(name: str, arguments: str) -> Any:
 
 def place(seed: int, rows: int, held_out: bool) -> int:
     """Return which row of a dataset is of this seed: with ten or more, each tenth one is held out of training."""
-    number, tenths = derived("row", seed), rows // _HELD_OUT
+    number, tenths = derive_seed("row", seed), rows // _HELD_OUT
     if not tenths:
         return number % rows
     if held_out:
