@@ -190,7 +190,7 @@ def refused(words: list[str], capsys) -> str:
         (["my.yaml", "--out", "o", "--timeout", "nan"], "--timeout: is nan"),
         (["my.yaml", "--out", "o", "--public"], "--public: changes nothing without --push"),
         (["my.yaml", "--out", "o", "--backend", "hf"], "invalid choice: 'hf'"),
-        (["my.yaml", "--out", "o", "--base-url", "localhost"], "--base-url: 'localhost' is no address"),
+        (["my.yaml", "--out", "o", "--base-url", "localhost"], "--base-url: 'localhost' is not an address"),
         (["my.yaml", "--out", "o", "--base-url", "http://127.0.0.1:9", "--wait", "0"], "--base-url: no server answers"),
         (["my.yaml", "--out", "o", "--outt", "x"], "--outt"),
         (["none.yaml", "--out", "o"], "recipe 'none.yaml' not found"),

@@ -233,7 +233,7 @@ def test_a_template_that_ends_turns_where_sampling_does_not_is_refused_for_sever
     keys = {**SMOKE, "dataset_name": None, "reward_funcs": ["environment"], "chat_template": template}
     keys |= {"environment": f"{game}:Sums", "environment_args": {"exactly": 1}}
     (problem,) = refused(read(**keys, environment_max_turns=2), tmp_path)
-    assert "the template ends a turn with '</answer>', at which sampling does not stop" in problem
+    assert "the template ends a turn with '</answer>', but sampling does not stop there" in problem
     assert "add a chat_template that ends it with <|im_end|>" in problem
     assert "ended after 1 turn" in seen(read(**keys), tmp_path)
 
@@ -253,7 +253,7 @@ def test_sampling_stops_where_the_generation_config_says(read, tmp_path):
     assert "ended after" in seen(read(**keys, environment_args={"exactly": 2}), tmp_path)
     (tmp_path / "model/generation_config.json").unlink()
     (problem,) = refused(read(**keys), tmp_path)
-    assert "at which sampling does not stop" in problem
+    assert "sampling does not stop there" in problem
 
 
 @pytest.mark.parametrize(

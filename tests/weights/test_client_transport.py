@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import requests
 
+from grpo_recipes.process.sessions import secure_session
 from grpo_recipes.weights.transport import BadAnswer, ServerAdapter, ServerLate, ServerLost
 
 pytestmark = pytest.mark.alone
@@ -79,10 +80,15 @@ def server() -> Iterator[FakeClosingServer]:
 
 @pytest.fixture
 def session() -> requests.Session:
-    session = requests.Session()
-    session.trust_env = False
-    session.mount("http://", ServerAdapter(timeout=1.0))
-    return session
+    return secure_session(requests.Session(), ServerAdapter(timeout=1.0), "the-token")
+
+
+def test_every_request_has_the_token_the_limits_and_no_proxy(session, monkeypatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert session.headers["Authorization"] == "Bearer the-token"
+    assert session.merge_environment_settings("http://127.0.0.1:2", {}, None, None, None)["proxies"] == {}
+    for url in ("http://127.0.0.1:2", "https://127.0.0.1:2"):
+        assert isinstance(session.get_adapter(url), ServerAdapter)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/collective_rpc"])

@@ -221,12 +221,12 @@ class Progress:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _PROGRESS_SECONDS
             failed = f", {outcome.failed.total()} failed" if outcome.failed else ""
-            say(f"{outcome.before + outcome.made} of {self._prompts} prompts{failed}")
+            say(f"{outcome.before + outcome.completed} of {self._prompts} prompts{failed}")
 
 
 def _report(outcome: "Generated", options: argparse.Namespace, prompts: int, repo: str | None) -> int:
     """Print what became of the prompts, publish a complete file, and return the exit code."""
-    there = outcome.before + outcome.made
+    there = outcome.before + outcome.completed
     say(f"{_times(there, options.num_generations)} in {display_path(options.out)}")
     if not outcome.complete:
         report_failures(outcome)
@@ -251,7 +251,7 @@ def report_failures(outcome: "Generated") -> None:
     """Print why prompts have no completions, and what to do."""
     reasons = [f"{count} prompts failed: {reason}" for reason, count in outcome.failed.most_common(3)]
     more = [f"{len(outcome.failed) - 3} other reasons"] if len(outcome.failed) > 3 else []
-    left = [f"the server is gone, and {outcome.left} were not tried"] if outcome.left else []
+    left = [f"the server is gone, and {outcome.skipped} were not tried"] if outcome.skipped else []
     for line in [*reasons, *more, *left, "run the same command again, which tries what is missing"]:
         print(f"grpo: {line}", file=sys.stderr)
 

@@ -33,17 +33,17 @@ class Generated:
 
     before: int = 0
     """Prompts that an earlier call had completed."""
-    made: int = 0
+    completed: int = 0
     """Prompts that this call completed."""
     failed: Counter[str] = field(default_factory=Counter)
     """Failed prompts by the reason of their first failure."""
-    left: int = 0
+    skipped: int = 0
     """Prompts that were not tried, since the server is gone."""
 
     @property
     def complete(self) -> bool:
         """Return whether every prompt has its completions."""
-        return not self.failed and not self.left
+        return not self.failed and not self.skipped
 
 
 class CompletionsFile:
@@ -177,11 +177,11 @@ def generate(
             outcome.failed[failures[0].reason] += 1
         else:
             file.add(missing[position], [completion for completion in group if isinstance(completion, Sample)])
-            outcome.made += 1
+            outcome.completed += 1
         on_progress(outcome)
         lost_rows = lost_rows + 1 if any(failure.lost for failure in failures) else 0
         if lost_rows >= _MAX_LOST_ROWS:
             break
     file.sort()
-    outcome.left = len(missing) - outcome.made - outcome.failed.total()
+    outcome.skipped = len(missing) - outcome.completed - outcome.failed.total()
     return outcome
