@@ -223,7 +223,7 @@ def test_a_completion_needs_a_log_prob_for_each_token_and_an_end(server: FakeSer
 
 
 def test_a_server_that_starts_is_waited_for(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_recipes.rollouts.openai._LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("grpo_recipes.rollouts.openai._POLL_SECONDS", 0.02)
     said: list[str] = []
     server.starting = 3
     assert client(server, say=said.append).ready() == "tiny"

@@ -152,9 +152,9 @@ def test_a_trainer_that_samples_in_a_training_makes_the_client_stop(connect, run
     preemption = Preemption(trainer, StopRequest(run_dir))
     client = connect(stop=preemption.stop)
     stop_file(run_dir).touch()
-    assert not client.stops()
+    assert not client.is_stopping()
     with preemption.sampling():
-        assert client.stops() == training
+        assert client.is_stopping() == training
 
 
 def test_outside_a_training_a_request_does_not_touch_the_server(connect, server, run_dir) -> None:

@@ -132,7 +132,7 @@ def test_completions_that_are_not_what_was_asked_for_are_never_trained_on(health
         (body(count=1), "expected 2 completions, got 1"),
         (body(logprob=float("nan")), "2 log-probs that are not finite"),
         (body(logprob=None), "not one log-prob for each token"),
-        (RIGHT[:-1], "bytes that are no completions"),
+        (RIGHT[:-1], "bytes that are not completions"),
         (body(ids=int32(5, 6, 7)), "expected 2 tokens by the lengths, got 3"),
         (body(ids=np.array([5, 5])), "arrays of other kinds: .*int64"),
     ],

@@ -188,13 +188,15 @@ class BridgeClient(VLLMClient):
 
         def holds() -> tuple[Answer] | None:
             value = condition()
-            return None if value is None or value is False else (value,)
+            if value is not None and value is not False:
+                return (value,)
+            if self.is_stopping():
+                raise GenerationAborted
+            return None
 
-        if (result := wait_until(holds, seconds, pause, stopped=self.is_stopping)) is not None:
-            return result[0]
-        if self.is_stopping():
-            raise GenerationAborted
-        raise error
+        if (result := wait_until(holds, seconds, pause)) is None:
+            raise error
+        return result[0]
 
     def served_names(self) -> list[str] | None:
         """Return the names of the served models, or None if no vLLM server answers."""
