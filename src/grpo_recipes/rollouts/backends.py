@@ -71,8 +71,6 @@ class Rollouts:
 
     guarded = False
     """Whether the weights are sent to another process and verified there by the guard."""
-    probes = False
-    """Whether the guard compares completions of ``probe`` instead of the training's completions."""
     only_main_rank_samples = False
     """Whether only rank 0 calls ``sample``. Otherwise all ranks call it with the same arguments."""
     bridge = ""
@@ -82,6 +80,11 @@ class Rollouts:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+
+    @property
+    def probes(self) -> bool:
+        """Whether the guard compares completions of ``probe`` instead of the training's completions."""
+        return False
 
     @property
     def transfers(self) -> int:
@@ -309,11 +312,13 @@ class ServerRollouts(VllmRollouts):
 class ExternalRollouts(ServerRollouts):
     """A server that the run did not start, through rank 0's client from ``rollouts.external``."""
 
-    probes = True
-
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self.bridge = EXTERNAL
+
+    @property
+    def probes(self) -> bool:
+        return True
 
     def generate(self, draw: Callable[[], Sampled]) -> Sampled:
         """Generate, and note on every rank which completions are missing."""
