@@ -150,7 +150,7 @@ def test_nothing_is_learned_from_what_stands_for_a_failed_completion(server: Fak
 
 def test_too_many_failures_end_the_run(server: FakeSglang, tmp_path: Path) -> None:
     server.failing = 12
-    with pytest.raises(TooManyWithoutVerdict, match="did not give 75% of the completions of step 1"):
+    with pytest.raises(TooManyWithoutVerdict, match="did not return 75% of the completions of step 1"):
         run(server, tmp_path, max_steps=1, max_concurrent_requests=1)
 
 

@@ -253,9 +253,9 @@ def test_the_server_makes_room_for_the_rank(planned, option, rank, room):
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"use_dora": True}, "does not carry 'use_dora'"),
-        ({"lora_modules_to_save": ["norm"]}, "does not carry 'lora_modules_to_save'"),
-        ({"lora_r": 513}, "lora_r 513 exceeds the rank that vLLM serves. Fix: write 512"),
+        ({"use_dora": True}, "can't be combined with use_dora"),
+        ({"lora_modules_to_save": ["norm"]}, "can't be combined with lora_modules_to_save"),
+        ({"lora_r": 513}, "lora_r 513 exceeds 512, the largest rank that vLLM serves. Fix: set lora_r: 512"),
     ],
 )
 def test_adapters_that_vllm_does_not_serve_are_refused(read, keys, said):
