@@ -71,7 +71,8 @@ class Command:
 
     def add_to(self, commands: "argparse._SubParsersAction[Any]") -> None:
         """Add the command to argparse's subparsers, under the name of its function."""
-        name, texts = self.run.__name__.replace("_", "-"), {"help": self.help, "description": self.help}
+        name = self.run.__name__.replace("_", "-")
+        texts: dict[str, Any] = {"help": self.help, "description": self.help}
         if self.takes_recipe:
             texts |= {"usage": f"grpo {name} {self.usage}", "epilog": self.epilog}
         parser = commands.add_parser(name, allow_abbrev=False, **texts)

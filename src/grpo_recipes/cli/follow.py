@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 from grpo_recipes.cli import command, option, switch
 from grpo_recipes.cli.jobs import BareJob, SlurmPoll, find_bare_job, without_runs
@@ -370,6 +370,11 @@ def find_jobs(target: Run | RunGroup) -> JobState:
     return _find_group_jobs(target) if isinstance(target, RunGroup) else _find_run_job(target)
 
 
+def group_jobs(jobs: JobState) -> dict[str, Job] | None:
+    """Return the result of ``find_jobs`` for a group of runs."""
+    return None if isinstance(jobs, Job) else jobs
+
+
 def _find_group_jobs(group: RunGroup) -> dict[str, Job] | None:
     return my_jobs() if group.record["jobs"] else {}
 
@@ -382,8 +387,8 @@ def _find_run_job(run: Run) -> Job | None:
 def target_state(target: Run | RunGroup, jobs: JobState) -> tuple[str, bool]:
     """Describe the state of a run or a group, given the result of ``find_jobs``, and return whether it has ended."""
     if isinstance(target, RunGroup):
-        return group_state(target, cast("dict[str, Job] | None", jobs))
-    return _state(Run(target.folder), cast("Job | None", jobs))
+        return group_state(target, group_jobs(jobs))
+    return _state(Run(target.folder), jobs if isinstance(jobs, Job) else None)
 
 
 @command(

@@ -333,6 +333,7 @@ def plan(options: argparse.Namespace) -> int:
     names = names_of(recipe)
     assets = find_assets(recipe, os.environ)
     run_plan = make_plan(recipe, resources, os.environ, names, assets)
+    walltime: float | None
     if options.time is not None:
         walltime = walltime_seconds(options.time)
     else:

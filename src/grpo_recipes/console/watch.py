@@ -15,6 +15,7 @@ from grpo_recipes.cli.follow import (
     GROUP_HELP,
     find_jobs,
     find_target,
+    group_jobs,
     group_lines,
     is_silent,
     target_state,
@@ -138,7 +139,7 @@ def watch(options: argparse.Namespace) -> int:
             return state, over
 
         if isinstance(watched, RunGroup):
-            _watch(lambda width: group_lines(watched, slurm.answer()), look, lambda: [])
+            _watch(lambda width: group_lines(watched, group_jobs(slurm.answer())), look, lambda: [])
         else:
             picture, steps = Picture(watched.folder), Progress(watched.folder)
             _watch(lambda width: picture.lines(width, *look()), look, lambda: [*map(steps.line, steps.rows.read_new())])

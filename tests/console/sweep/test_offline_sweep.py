@@ -96,7 +96,7 @@ def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys, monk
     monkeypatch.setattr(sys, "argv", ["grpo_recipes/cli/offline.py", "-m", "train.lr=log:1e-6..1e-4"])
     pytest.importorskip("optuna", reason="EXTRAS=search bash scripts/setup.sh")
     words = ("train.lr=log:1e-6..1e-4", "train.batch_size=1..5", "--search", "optuna", "--trials", "3")
-    refused = "per_device_train_batch_size=5 and 1 more: train.batch_size: an iteration has 16 completions"
+    refused = "per_device_train_batch_size=5 and 1 more: train.batch_size: steps of 5 x 1 completions"
     assert multirun(FREE, *words) == 2 and refused in capsys.readouterr().err  # an end of a range cannot run
     words = ("train.lr=log:1e-6..1e-4", "train.batch_size=1..8", "--search", "optuna", "--trials", "3")
     assert multirun(FREE, *words, "--metric", "reward") == 0
@@ -114,21 +114,21 @@ def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys, monk
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("train.lr=5e-6,fast",), "learning_rate=fast: train.lr: learning_rate: expected a number, got 'fast'"),
-        (("train.batch_size=4,5",), "per_device_train_batch_size=5: train.batch_size: an iteration has 16 completions"),
+        (("train.lr=5e-6,fast",), "learning_rate=fast: train.lr: expected a number, got 'fast'"),
+        (("train.batch_size=4,5",), "per_device_train_batch_size=5: train.batch_size: steps of 5 x 1 completions"),
         (("train.lr=5e-6,0.000005",), "are the same learning_rate"),
-        (("train.lr=interval(1e-6,1e-4)",), "does not name its values. Fix: write LOW..HIGH or log:LOW..HIGH"),
-        (("train.lr=1e-6..1e-4",), "-m: nothing is varied"),
+        (("train.lr=interval(1e-6,1e-4)",), "does not list its values. Fix: write values between commas, or LOW..HIGH"),
+        (("train.lr=1e-6..1e-4",), "-m: no key has several values"),
         (("train.lr=1e-6..1e-4", "--search", "optuna"), "--search: does not say how many runs"),
         (("train.lr=1e-4..1e-6", "--search", "optuna", "--trials", "2"), "1e-4 is not below 1e-6"),
         (("seed=1..4", "--search", "optuna", "--trials", "2"), "finds the luckiest one"),
         (("train.lr=5e-6,1e-5", "--slurm"), "--slurm: no site is named"),
         (("train.lr=5e-6,1e-5", "--profile", "cpu"), "--profile: changes nothing without --slurm"),
         (("train.lr=5e-6,1e-5", "--slurm", "--profile", "nowhere"), "--profile: profile 'nowhere' not found"),
-        (("train.lr=5e-6,1e-5", "--resume", "last"), "--resume: changes nothing with -m"),
-        (("train.lr=5e-6,1e-5", "--cfg", "job"), "--cfg: changes nothing with -m"),
-        (("train.lr=5e-6,1e-5", "--benchmark"), "--benchmark: changes nothing with -m"),
-        (("train.lr=5e-6,1e-5", "model.device=cuda:3"), "model.device: 'cuda:3' is not there"),
+        (("train.lr=5e-6,1e-5", "--resume", "last"), "--resume: has no effect with -m"),
+        (("train.lr=5e-6,1e-5", "--cfg", "job"), "--cfg: has no effect with -m"),
+        (("train.lr=5e-6,1e-5", "--benchmark"), "--benchmark: has no effect with -m"),
+        (("train.lr=5e-6,1e-5", "model.device=cuda:3"), "model.device: 'cuda:3' is not available"),
         (("train.lr=5e-6,1e-5", "--trails", "3"), "is not an option of run_offline_grpo.py. Fix: use --trials"),
     ],
 )  # fmt: skip
@@ -141,7 +141,7 @@ def test_what_is_wrong_is_said_and_nothing_is_made(folder, capsys, words, said):
 @pytest.mark.parametrize("words", [("--slurm", "--profile", "cpu"), ("--trials", "3"), ("--new",), ("--name", "x")])
 def test_options_of_a_sweep_need_m(folder, capsys, words):
     assert offline.main([*SMOKE, *words]) == 2
-    assert f"grpo: {words[0]}: changes nothing without -m. Fix: add -m, or remove it" in capsys.readouterr().err
+    assert f"grpo: {words[0]}: has no effect without -m. Fix: add -m, or remove it" in capsys.readouterr().err
     assert list(folder.iterdir()) == []
 
 

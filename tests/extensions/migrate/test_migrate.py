@@ -165,12 +165,12 @@ def test_a_setting_becomes_what_does_the_same(text, key, value, tmp_path) -> Non
         ("hub_model_id: acme/base-${VERSION}\npush_to_hub: true", "expected the name of a repository"),
         ("packing: true", "supervised fine-tuning"),
         ("lora_r: 8\nuse_peft: false", "does nothing without use_peft"),
-        ("hub_token: abc", "no recipe holds a secret"),
+        ("hub_token: abc", "recipes contain no secrets"),
         ("report_to: []", "it is empty"),
         ("objective: maxent_entropy", "write maxent_objective for MaxEnt, remove it for GRPO"),
         ("hint_ratio: 0.5", "no key here has this meaning"),
         ("deepspeed: auto", "use accelerator"),
-        ("dataset_mixture: {datasets: [{id: a/b}]}", "dataset_mixture is given"),
+        ("dataset_mixture: {datasets: [{id: a/b}]}", "dataset_mixture is set"),
     ],
 )
 def test_what_is_left_out_stays_as_a_comment_with_its_reason(text, why, tmp_path) -> None:
@@ -190,14 +190,14 @@ def test_what_other_versions_read_is_not_added(tmp_path) -> None:
 
 def test_a_recipe_of_supervised_fine_tuning_is_named_as_one(tmp_path) -> None:
     sft = "model_name_or_path: a/b\ndataset_name: a/b\npacking: true\nmax_length: 512\n"
-    said = "theirs.yaml is not a GRPO recipe: packing belongs to supervised fine-tuning, and no reward is named"
+    said = "theirs.yaml is not a GRPO recipe: packing belongs to supervised fine-tuning, and no reward is set"
     assert said in translate(tmp_path, sft).report()[0]
     assert not any("is not a GRPO recipe" in line for line in translate(tmp_path, f"{TRL}packing: true\n").report())
 
 
 def test_what_must_be_filled_in_is_named_at_the_top_of_the_file(tmp_path) -> None:
     lines = translate(tmp_path, "torch_dtype: auto\nnum_generations: 8\n").text().splitlines()
-    named = ["# not translated: the file names none, name yours", "#   model_name_or_path: null"]
+    named = ["# not translated: the file does not set it, set your own", "#   model_name_or_path: null"]
     assert lines[2:4] == named and lines[5] == "#   dataset_name: null"
 
 
@@ -206,7 +206,7 @@ def test_one_setting_by_two_names_says_which_counts(tmp_path) -> None:
         tmp_path, f"{TRL}max_completion_length: 64\nmax_completion_len: 32\nvllm_host: x\nreward_mode: a\n"
     )
     said = made.report()
-    assert "grpo: max_completion_len is left out: the file gives max_completion_length: 64 too" in said
+    assert "grpo: max_completion_len is left out: the file also sets max_completion_length: 64" in said
     assert "grpo: reward_mode is left out: no key here has this meaning" in said, "no key is called reward_model"
 
 

@@ -88,7 +88,7 @@ def test_a_command_of_the_guide_is_planned(command: str, tmp_path: Path, checkpo
 def test_a_gpu_that_is_not_there_is_refused_and_never_replaced(command: str, tmp_path: Path, checkpoint: str) -> None:
     done = dry_run(command, tmp_path, checkpoint)
     assert done.returncode == 2
-    assert "model.device: 'cuda:2' is not there: this environment has the CPU build" in done.stderr
+    assert "model.device: 'cuda:2' is not available: this environment has the CPU build" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

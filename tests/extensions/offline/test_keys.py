@@ -167,14 +167,14 @@ def test_a_server_that_somebody_started_is_asked(url: str, backend: str, answers
 @pytest.mark.parametrize(
     ("changes", "where", "fix"),
     [
-        ({"train.batch_size": 3}, "train.batch_size: an iteration has 16 completions", "among 1, 2, 4, 8, 16"),
+        ({"train.batch_size": 3}, "train.batch_size: steps of 3 x 1 completions do not", "to one of 1, 2, 4, 8, 16"),
         ({"train.iterations": 0}, "train.iterations: must be an integer of at least 1, got 0", "train.iterations=4"),
         ({"data.problems": "chess"}, "data.problems: 'chess' has no equivalent here", "arithmetic, sums"),
         ({"generation.backend": "hf", "eval.backend": "hf"}, "generation.backend: 'hf' is unknown", "vllm"),
-        ({"eval.backend": "sglang_server"}, "eval.backend: another server", "leave it out"),
-        ({"eval.base_url": "http://127.0.0.1:1"}, "eval.base_url: another server", "leave it out"),
+        ({"eval.backend": "sglang_server"}, "eval.backend: evaluations need the training's server", "remove it"),
+        ({"eval.base_url": "http://127.0.0.1:1"}, "eval.base_url: evaluations need the training's server", "remove it"),
         ({"generation.base_url": "far:1", "eval.base_url": "far:1"}, "generation.base_url: 'far:1' is", "http"),
-        ({"eval.do_sample": False}, "eval.do_sample: greedy completions of a problem are all the same", "replicates=1"),
+        ({"eval.do_sample": False}, "eval.do_sample: greedy completions of a problem are identical", "replicates=1"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused(changes: dict[str, Any], where: str, fix: str) -> None:

@@ -19,10 +19,10 @@ from grpo_recipes.extensions.problems.seeded import (
     Settings,
     assignments,
     clauses_of,
+    format_assignment,
     row,
     rows,
     satisfies,
-    written,
 )
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.smoke import split
@@ -130,7 +130,7 @@ def test_any_assignment_that_satisfies_is_right(answer: str, right: bool) -> Non
 def test_an_assignment_is_judged_as_the_clauses_say() -> None:
     clauses = clauses_of(row("seeded:sat", 1001, DEFAULTS)["clauses"])
     for (text, satisfied), values in zip(assignments(clauses), itertools.product((False, True), repeat=6), strict=True):
-        assert text == written(values)
+        assert text == format_assignment(values)
         assert satisfied == all(any(values[abs(part) - 1] == (part > 0) for part in clause) for clause in clauses)
 
 
@@ -157,4 +157,4 @@ def test_draws_are_even() -> None:
     counts = [0] * 5
     for _ in range(5000):
         counts[draws.between(3, 7) - 3] += 1
-    assert min(counts) > 900 and sorted(draws.some(4, range(4))) == [0, 1, 2, 3]
+    assert min(counts) > 900 and sorted(draws.sample(4, range(4))) == [0, 1, 2, 3]

@@ -85,8 +85,8 @@ def space(case: Case) -> Finding:
     disk = case.estimates.disk
     if disk is None:
         return ok(f"not estimated: {case.estimates.unknown}")
-    free = gigabytes(disk.available or 0)
-    what = f"about {gigabytes(disk.total)} for {disk.checkpoints_text} and the model, {free} free"
+    size, free_size = gigabytes(disk.total), gigabytes(disk.available or 0)
+    what = f"about {size} for {disk.checkpoints_text} and the model, {free_size} free"
     full = f"make room, or write {disk.fix}"
     endless = "write save_total_limit: 2: without it the disk fills with every save_steps"
     findings = [judge(what, (not disk.fits, PROBLEM, full), (disk.checkpoints is None, WARNING, endless))]

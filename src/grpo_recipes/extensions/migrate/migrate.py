@@ -1,7 +1,11 @@
-"""``grpo new --from``: a recipe of another project becomes one of ours, and every change says its reason.
+"""Translate a recipe of another project for ``grpo new --from``, with a reason for every change.
 
-Names come from ``names.yaml``. What has no key here, and what ``grpo check`` would refuse, stays as a comment. A reward
-that nothing here replaces becomes a function to write, so that no run learns something else than was asked for.
+* The tables of the config converters (``names.yaml``) map foreign names to recipe keys.
+* Settings without a key, and settings that ``grpo check`` would reject, stay in the recipe as comments.
+* A reward without a replacement becomes a stub function, so that no run optimizes a different objective by accident.
+
+    translation = translate_recipe(Path("open_r1.yaml"), Path("my.yaml"))
+    print(*translation.report(), sep="\n")
 """
 
 import re
@@ -29,18 +33,18 @@ from grpo_recipes.recipe.tasks import requested_task, with_task
 from grpo_recipes.recipe.user_code import source_path
 from grpo_recipes.secrets import masked, secret_value
 
-_NEEDED = ("model_name_or_path", "dataset_name", "dataset_mixture", "reward_funcs")  # never left out for being wrong
-_LOADERS = ("json", "csv", "parquet", "text")  # named in place of a dataset, whose files another setting has
+_NEEDED = ("model_name_or_path", "dataset_name", "dataset_mixture", "reward_funcs")  # kept even if their value is wrong
+_LOADERS = ("json", "csv", "parquet", "text")  # loaders instead of a dataset name; another setting has the files
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _LOGIN = re.compile(r"(hf|hub|api|auth|access|wandb)_?(token|key)|^token$|password|secret")
 _VISION = re.compile(r"(?i)[-_.]vl\b|[-_]vl[-_]|vision|llava|pixtral|smolvlm|internvl|paligemma")
-_TEACHES = re.compile(r"(?:use|write) (\w+)$")
-# Defaults that older versions of TRL had otherwise.
-_MOVED = {"beta": "0.04", "temperature": "0.9", "loss_type": "grpo or bnpo", "max_prompt_length": "512"}
+_SUGGESTED_KEY = re.compile(r"(?:use|write|set) (\w+)$")
+# Defaults of older versions of TRL that have changed.
+_OLD_DEFAULTS = {"beta": "0.04", "temperature": "0.9", "loss_type": "grpo or bnpo", "max_prompt_length": "512"}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Write a text of several lines as one."""
+    """Write a text with several lines as a literal block."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
@@ -51,58 +55,58 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 @dataclass
 class Line:
-    """A setting of the translated recipe, or one that is left out of it."""
+    """A setting of the translated recipe, or a setting that is left out of it."""
 
-    key: str  # here, or as it was named where there is none
-    value: Any
-    name: str = ""  # as it was named; empty where it is added
-    why: str = ""  # why it is changed, added or left out
-    kept: bool = True
+    key: str  # recipe key, or the original name without a key
+    value: Any  # value in the recipe, or the original value if it is left out
+    name: str = ""  # original name; empty for an added setting
+    why: str = ""  # reason for changing, adding or leaving it out
+    kept: bool = True  # whether the recipe has it
 
     def text(self) -> str:
-        """Return the line of the recipe, under the reason of a change."""
+        """Return the YAML of the setting, below a comment with the reason for its change."""
         if not self.kept and (_LOGIN.search(self.name) or secret_value(self.value)):
             return f"# not translated: {self.name}: {self.why}\n"
-        plain = {self.key if self.kept else self.name: self.value}
-        yaml_text = yaml.dump(plain, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=10**6)
+        setting = {self.key if self.kept else self.name: self.value}
+        yaml_text = yaml.dump(setting, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=10**6)
         why = f"# {'' if self.kept else 'not translated: '}{' '.join(self.why.split())}\n" if self.why else ""
         return why + (yaml_text if self.kept else "".join(f"#   {line}\n" for line in yaml_text.splitlines()))
 
-    def said(self) -> str:
-        """Return what `grpo new` prints of a change."""
-        what = f"{self.key} is {'changed' if self.name else 'added'}" if self.kept else f"{self.name} is left out"
-        return f"{what}: {' '.join(self.why.split())}"
+    def report(self) -> str:
+        """Describe the change in one line for `grpo new`."""
+        change = f"{self.key} is {'changed' if self.name else 'added'}" if self.kept else f"{self.name} is left out"
+        return f"{change}: {' '.join(self.why.split())}"
 
 
 @dataclass
 class Migration:
     """A translated recipe."""
 
-    source: Path
-    target: Path
-    lines: list[Line] = field(default_factory=list)
-    unwritten: list[str] = field(default_factory=list)  # rewards to write
-    notes: list[str] = field(default_factory=list)  # on how the file is written
-    problems: list[Problem] = field(default_factory=list)  # what must be filled in
+    source: Path  # file of the other project
+    target: Path  # recipe to write
+    lines: list[Line] = field(default_factory=list)  # settings in their order
+    unwritten: list[str] = field(default_factory=list)  # names of reward functions that the user must write
+    notes: list[str] = field(default_factory=list)  # notes about the whole file
+    problems: list[Problem] = field(default_factory=list)  # problems that the user must fix
 
     @property
     def rewards_file(self) -> Path:
-        """Where the rewards to write are."""
+        """Path of the Python file for the rewards that the user must write."""
         return self.target.with_name(f"{self.target.stem}_rewards.py")
 
     def text(self) -> str:
-        """Return the recipe."""
-        head = f"# Translated from {self.source.name}; what is changed or left out says why.\n"
+        """Return the recipe as YAML."""
+        head = f"# Translated from {self.source.name}. Comments give the reasons for changes.\n"
         return f"{schema_line(self.target)}\n{head}" + "".join(line.text() for line in self.lines)
 
     def rewards_text(self) -> str:
         """Return a Python file with a function for each reward to write."""
-        made = [f'"""Rewards of {self.source.name} that nothing replaces: write each one."""\n']
+        parts = [f'"""Rewards of {self.source.name} without a replacement. Write their functions."""\n']
         for name in self.unwritten:
-            about = '"""Return a score for each completion; columns holds the other columns of the data."""'
-            raised = f'raise NotImplementedError("write the reward {name}")'
-            made.append(f"\n\ndef {name}(completions, **columns):\n    {about}\n    {raised}\n")
-        return "".join(made)
+            docstring = '"""Return a score for each completion; columns has the other columns of the data."""'
+            body = f'raise NotImplementedError("write the reward {name}")'
+            parts.append(f"\n\ndef {name}(completions, **columns):\n    {docstring}\n    {body}\n")
+        return "".join(parts)
 
     def files(self) -> dict[Path, str]:
         """Return the text of each file to write."""
@@ -110,94 +114,97 @@ class Migration:
         return {self.target: self.text(), **rewards}
 
     def report(self) -> list[str]:
-        """Return what `grpo new` prints: every change, and what is to be done."""
-        said = [*self.notes, *(line.said() for line in self.lines if line.why)]
-        moved = [f"{key} ({old})" for key, old in _MOVED.items() if self.get(key) is None]
-        if moved:
-            said.append(f"not given, and once another default in TRL: {', '.join(moved)}")
-        said += [f"write {display_path(self.rewards_file)}: {', '.join(self.unwritten)}"] if self.unwritten else []
-        said += [f"to fill in: {problem.what} ({problem.fix})" for problem in self.problems]
-        return [f"grpo: {masked(one)}" for one in said]
+        """Return the output of `grpo new`: every change, and the remaining work for the user."""
+        messages = [*self.notes, *(line.report() for line in self.lines if line.why)]
+        old_defaults = [f"{key} ({value})" for key, value in _OLD_DEFAULTS.items() if self.get(key) is None]
+        if old_defaults:
+            messages.append(f"not set, and older versions of TRL had other defaults: {', '.join(old_defaults)}")
+        if self.unwritten:
+            messages.append(f"write {display_path(self.rewards_file)}: {', '.join(self.unwritten)}")
+        messages += [f"to fill in: {problem.what} ({problem.fix})" for problem in self.problems]
+        return [f"grpo: {masked(message)}" for message in messages]
 
     def get(self, key: str) -> Line | None:
-        """Return the line that gives ``key`` its value."""
+        """Return the line that sets ``key``; None if no line does."""
         return next((line for line in self.lines if line.kept and line.key == key), None)
 
 
 def translate_recipe(source: Path, target: Path) -> Migration | None:
-    """Translate a recipe of another project, or return None if the file is a recipe of this package."""
+    """Translate a recipe of another project; return None if the file is a recipe of this package."""
     return migrate(source, target) if is_translated(source) else None
 
 
 def is_translated(source: Path) -> bool:
-    """Return whether a file must be translated: it has names that are not ours, or is no YAML."""
+    """Return whether a file needs a translation: it has names that are not recipe keys, or it is TOML."""
     if source.suffix == ".toml":
         return True
     layer = read_file(source, [])
-    ours = {BASE_KEY, *converters.ALIASES, *catalogue()}
-    asked = layer.get("reward_funcs")
+    recipe_keys = {BASE_KEY, *converters.ALIASES, *catalogue()}
+    reward_funcs = layer.get("reward_funcs")
     foreign = {*converters.reward_names(), *converters.other_rewards(True), *converters.other_rewards(False)}
     foreign -= set(rewards())
-    return not set(layer) <= ours or bool(foreign & set(map(str, _list(asked and asked.value))))
+    names = set(map(str, _list(reward_funcs and reward_funcs.value)))
+    return not set(layer) <= recipe_keys or bool(foreign & names)
 
 
 def migrate(source: Path, target: Path) -> Migration:
-    """Return the recipe of another project as one of ours, to be written to ``target``."""
-    made = Migration(source, target)
-    traps: list[Problem] = []
-    read = _read(source, traps)
-    file = {name: Value(value, source.name) for name, value in read.items()}
+    """Translate the recipe of another project to a recipe that is to be written to ``target``."""
+    migration = Migration(source, target)
+    problems: list[Problem] = []
+    settings = _read_settings(source, problems)
+    file = {name: Value(value, source.name) for name, value in settings.items()}
     if converter := converter_of(file):
-        made.lines += _converted(converter, file)
-        read = {name: value for name, value in read.items() if name not in converter.sections}
-    flat = [setting for name, value in read.items() for setting in _flat(name, value)]
-    made.notes = [f"{problem.where}: {problem.what}" for problem in traps]
+        migration.lines += _convert(converter, file)
+        settings = {name: value for name, value in settings.items() if name not in converter.sections}
+    flat = [pair for name, value in settings.items() for pair in _flatten(name, value)]
+    migration.notes = [f"{problem.where}: {problem.what}" for problem in problems]
     for name, value in flat:
-        made.lines += _translated(name, value)
-    _once(made.lines)
-    foreign = next((line for line in made.lines if line.why.startswith("it belongs to ")), None)
-    if (model := made.get("model_name_or_path")) and _VISION.search(str(model.value)):
-        made.notes.insert(0, f"{model.value} reads pictures; only its text part can be trained here")
-    if foreign and made.get("reward_funcs") is None and made.get("num_generations") is None:
-        why = f"{foreign.name} {foreign.why.removeprefix('it ')}, and no reward is named"
-        made.notes.insert(0, f"{source.name} is not a GRPO recipe: {why}. The recipe written here trains with GRPO")
-    _keep_rewards(made)
-    _add(made, {name for name, _ in flat})
-    made.problems = _leave_out_refused(made)
-    return made
+        migration.lines += _translate_setting(name, value)
+    _leave_out_duplicates(migration.lines)
+    foreign = next((line for line in migration.lines if line.why.startswith("it belongs to ")), None)
+    if (model := migration.get("model_name_or_path")) and _VISION.search(str(model.value)):
+        migration.notes.insert(0, f"{model.value} reads pictures; only its text part can be trained here")
+    if foreign and migration.get("reward_funcs") is None and migration.get("num_generations") is None:
+        why = f"{foreign.name} {foreign.why.removeprefix('it ')}, and no reward is set"
+        migration.notes.insert(0, f"{source.name} is not a GRPO recipe: {why}. The new recipe trains with GRPO")
+    _translate_rewards(migration)
+    _add_settings(migration, {name for name, _ in flat})
+    migration.problems = _leave_out_rejected(migration)
+    return migration
 
 
-def _read(source: Path, problems: list[Problem]) -> dict[str, Any]:
+def _read_settings(source: Path, problems: list[Problem]) -> dict[str, Any]:
     if source.suffix == ".toml":
-        wrong = config_error(source.name, "is not valid TOML", "correct it there")
-        with translate((tomllib.TOMLDecodeError, UnicodeDecodeError), lambda _: wrong):
+        error = config_error(source.name, "is not valid TOML", "correct it there")
+        with translate((tomllib.TOMLDecodeError, UnicodeDecodeError), lambda _: error):
             return tomllib.loads(source.read_text(encoding="utf-8"))
-    return _joined({name: given.value for name, given in read_file(source, problems).items()})
+    return _join_settings({name: setting.value for name, setting in read_file(source, problems).items()})
 
 
-def _joined(read: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with those joined that mean one key together: TRL's datasets, and verl's reward function."""
-    entries, size = read.get("datasets"), read.get("test_split_size")
-    names = {"path": "id", "name": "config"}
-    known = {*names, *nested_catalogue()["dataset_mixture.datasets"]}  # other projects have more, such as `type`
+def _join_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Join settings that form one recipe key together: TRL's datasets, and verl's reward function."""
+    entries, size = settings.get("datasets"), settings.get("test_split_size")
+    part_names = {"path": "id", "name": "config"}
+    known = {*part_names, *nested_catalogue()["dataset_mixture.datasets"]}  # other projects use more, such as `type`
     if (
         isinstance(entries, list)
         and entries
         and all(isinstance(entry, dict) and entry.keys() <= known for entry in entries)
     ):
-        mixed = [{names.get(part, part): value for part, value in entry.items()} for entry in entries]
-        more = {} if size is None else {"test_split_size": size}
-        left = {name: value for name, value in read.items() if name not in ("datasets", "test_split_size", "streaming")}
-        read = {**left, "dataset_mixture": {"datasets": mixed, **more}}
-    reward = read.get("custom_reward_function")
+        mixture = {"datasets": [{part_names.get(part, part): entry[part] for part in entry} for entry in entries]}
+        mixture |= {} if size is None else {"test_split_size": size}
+        joined = ("datasets", "test_split_size", "streaming")
+        settings = {name: value for name, value in settings.items() if name not in joined}
+        settings["dataset_mixture"] = mixture
+    reward = settings.get("custom_reward_function")
     if isinstance(reward, dict) and reward.get("path"):
-        read = {**read, "reward_funcs": [f"{reward['path']}:{reward.get('name') or 'compute_score'}"]}
-        del read["custom_reward_function"]
-    return read
+        settings = {**settings, "reward_funcs": [f"{reward['path']}:{reward.get('name') or 'compute_score'}"]}
+        del settings["custom_reward_function"]
+    return settings
 
 
-def _converted(converter: FileConverter, file: Mapping[str, Value]) -> list[Line]:
-    """Return the lines of a file that a config converter reads, whose settings mean what its own table says."""
+def _convert(converter: FileConverter, file: Mapping[str, Value]) -> list[Line]:
+    """Translate the settings of a file that a config converter reads, by the converter's own table."""
     around = Surroundings({name: raw.value for name, raw in file.items()})
     lines = [
         Line(key, value, "", f"{reason} {in_words({key: value})}")
@@ -213,13 +220,13 @@ def _converted(converter: FileConverter, file: Mapping[str, Value]) -> list[Line
     return lines
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the settings inside mappings, with dots between the names, as far as no key takes the mapping itself."""
-    known = converters.meaning_of(name)
-    takes = known is not None and any(catalogue()[key]["type"] == "dict" for key in known.sets)
-    if isinstance(value, dict) and value and not takes:
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield nested settings with dotted names, unless a recipe key accepts the whole mapping."""
+    meaning = converters.meaning_of(name)
+    accepts_mapping = meaning is not None and any(catalogue()[key]["type"] == "dict" for key in meaning.sets)
+    if isinstance(value, dict) and value and not accepts_mapping:
         for part, inner in value.items():
-            yield from _flat(f"{name}.{part}", inner)
+            yield from _flatten(f"{name}.{part}", inner)
     else:
         yield name, value
 
@@ -228,44 +235,44 @@ def _list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
-def _translated(name: str, value: Any) -> list[Line]:
-    """Return the lines of one setting: those that replace it, or the one that says why it is left out."""
+def _translate_setting(name: str, value: Any) -> list[Line]:
+    """Return the lines that replace one setting, or one line with the reason for leaving it out."""
     last = name.rpartition(".")[2]
     if _LOGIN.search(last) or secret_value(value):
-        return [Line(name, None, name, "export it as a variable, no recipe holds a secret", kept=False)]
-    known = converters.meaning_of(name)
+        return [Line(name, None, name, "export it as a variable, because recipes contain no secrets", kept=False)]
+    meaning = converters.meaning_of(name)
     left_out = partial(Line, name, value, name, kept=False)
-    if known is None:
-        close = converters.meaning_of(converters.nearest(name) or "")
-        guess = " and ".join(close.sets) if close else ""
+    if meaning is None:
+        similar = converters.meaning_of(converters.nearest(name) or "")
+        guess = " and ".join(similar.sets) if similar else ""
         return [left_out(f"unknown here; did you mean {guess}?" if guess else "no key here has this meaning")]
     if why := converters.harmless(last, value):
         return [left_out(why)]
-    writes, instead = known.filled(value), known.fix.removeprefix("remove it; ")
-    if last in OWNED_KEYS and (taught := _TEACHES.match(OWNED_KEYS[last])):
-        writes = {taught[1]: value} if taught[1] in catalogue() else {}
-    writes = converters.by_value(last, value) or writes
-    if "dataset_name" in writes and len(_list(value)) > 1:
-        writes = {"dataset_mixture": {"datasets": [{"id": one} for one in value]}}
+    keys, replacement = meaning.filled(value), meaning.fix.removeprefix("remove it; ")
+    if last in OWNED_KEYS and (suggestion := _SUGGESTED_KEY.match(OWNED_KEYS[last])):
+        keys = {suggestion[1]: value} if suggestion[1] in catalogue() else {}
+    keys = converters.by_value(last, value) or keys
+    if "dataset_name" in keys and len(_list(value)) > 1:
+        keys = {"dataset_mixture": {"datasets": [{"id": dataset} for dataset in value]}}
     lines = []
-    for key, given in writes.items():
-        final, why = _VALUES[key](given) if key in _VALUES else (given, "")
-        final = _plain(key, final)
+    for key, raw in keys.items():
+        final, why = _VALUES[key](raw) if key in _VALUES else (raw, "")
+        final = _recipe_value(key, final)
         if key != name:
             why = "; ".join(filter(None, (f"was {name}{short(value)}", why)))
         elif final != value and not why:
-            why = f"was {short(value)[2:] or 'written otherwise'}"
+            why = f"was {short(value)[2:] or 'written differently'}"
         if isinstance(final, str) and "${" in final and not why:
-            why = "as it is written: nothing replaces ${...} here"
-        # A null that says something is one of a key with another default.
-        says_none = value is None and catalogue()[key]["optional"] and catalogue()[key]["default"] is not None
-        empty = final in (None, {}, []) and not says_none
+            why = "copied unchanged: recipes do not replace ${...}"
+        # A null only has a meaning if the key's default is not null.
+        sets_none = value is None and catalogue()[key]["optional"] and catalogue()[key]["default"] is not None
+        empty = final in (None, {}, []) and not sets_none
         lines.append(Line(key, value if empty else final, name, why or ("it is empty" if empty else ""), not empty))
-    return lines or [left_out(instead or "no key here has this meaning")]
+    return lines or [left_out(replacement or "no key here has this meaning")]
 
 
-def _plain(key: str, value: Any) -> Any:
-    """Return a value as a recipe has it: YAML reads ``no`` as false and ``1e-7`` in a mapping as a text."""
+def _recipe_value(key: str, value: Any) -> Any:
+    """Return a value in a recipe's form: YAML reads ``no`` as false, and ``1e-7`` in a mapping as a text."""
     entry = catalogue()[key]
     if isinstance(value, bool):
         value = converters.SAME_VALUES.get(key, {}).get(value, value)
@@ -284,165 +291,182 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 
 
-def _only(value: Any, takes: Callable[[str], bool], why: str) -> tuple[Any, str]:
-    """Return the items of a list that are taken, and which are left out."""
-    taken: list[str] = []
-    left: list[str] = []
+def _filter_items(value: Any, accepts: Callable[[str], bool], why: str) -> tuple[Any, str]:
+    """Return the accepted items of a list, and a text with the other ones."""
+    accepted: list[str] = []
+    rejected: list[str] = []
     for item in map(str, _list(value)):
-        (taken if takes(item) else left).append(item)
-    return (taken or None, f"without {', '.join(left)}: {why}") if left else (taken or value, "")
+        (accepted if accepts(item) else rejected).append(item)
+    return (accepted or None, f"without {', '.join(rejected)}: {why}") if rejected else (accepted or value, "")
 
 
-def _installed(key: str, value: Any) -> tuple[Any, str]:
-    """Return a value that may need a package, each of which saves time or memory alone."""
+def _need_installed(key: str, value: Any) -> tuple[Any, str]:
+    """Drop a value if its package is not installed. These packages only save time or memory."""
     package = missing_package(key, value)
     return (None, f"the package {package} is not installed; the default trains the same") if package else (value, "")
 
 
-def _mixture(value: Any) -> tuple[Any, str]:
-    """Return a mixture without ``columns``, whose order is that of prompt and solution here."""
+def _drop_columns(value: Any) -> tuple[Any, str]:
+    """Return a mixture without ``columns``, which has another meaning in a recipe: prompt and solution."""
     entries = value.get("datasets") if isinstance(value, dict) else None
     if not any(isinstance(entry, dict) and "columns" in entry for entry in _list(entries)):
         return value, ""
-    plain = [{name: part for name, part in entry.items() if name != "columns"} for entry in _list(entries)]
-    return {**value, "datasets": plain}, "without columns: the recipe's two and all scalar ones are kept"
+    datasets = [{name: part for name, part in entry.items() if name != "columns"} for entry in _list(entries)]
+    reason = "without columns: the recipe's prompt and solution and all scalar columns are kept"
+    return {**value, "datasets": datasets}, reason
 
 
-def _tex(value: Any) -> tuple[Any, str]:
-    """Return a text with the TeX that double quotes took from it, whose backslash and b YAML reads as a backspace."""
+def _restore_tex(value: Any) -> tuple[Any, str]:
+    r"""Restore TeX commands in a text: in double quotes, YAML reads ``\b`` as a backspace and ``\f`` as a form feed."""
     text = value.replace("\b", r"\b").replace("\f", r"\f") if isinstance(value, str) else value
     return text, "" if text == value else r"\b and \f in double quotes were control characters"
 
 
-def _host(value: Any) -> tuple[Any, str]:
-    local = value in ("127.0.0.1", "localhost")
-    return ("127.0.0.1", "") if local else (None, "the launcher starts the server where the run is")
+def _local_host(value: Any) -> tuple[Any, str]:
+    is_local = value in ("127.0.0.1", "localhost")
+    return ("127.0.0.1", "") if is_local else (None, "the launcher starts the server on the run's machine")
 
 
-# Keys whose values elsewhere may have no meaning here -> what is kept of a value, None for nothing, and why.
+# Recipe key -> function from a foreign value to the recipe's value (None to leave it out) and the reason.
 _VALUES: dict[str, Callable[[Any], tuple[Any, str]]] = {
-    **{key: partial(_installed, key) for key in PACKAGE_KEYS},
-    "benchmarks": lambda value: _only(value, lambda name: not benchmark_problem(name, ""), "no benchmark here"),
-    "callbacks": lambda value: _only(value, lambda name: source_path(name) is not None,
+    **{key: partial(_need_installed, key) for key in PACKAGE_KEYS},
+    "benchmarks": lambda value: _filter_items(value, lambda name: not benchmark_problem(name, ""), "no benchmark here"),
+    "callbacks": lambda value: _filter_items(value, lambda name: source_path(name) is not None,
         "no callback here; push_to_hub publishes the final model"),
     "dataset_config": lambda value: (value[0], "") if isinstance(value, list) and value else (value, ""),
-    "dataset_mixture": _mixture,
+    "dataset_mixture": _drop_columns,
     "hub_strategy": lambda value: (value if value == "end" else None, "the model is pushed once, at the end"),
-    "lora_target_modules": lambda value: _only(value, lambda name: name.rpartition(".")[2] not in EMBEDDINGS,
+    "lora_target_modules": lambda value: _filter_items(value, lambda name: name.rpartition(".")[2] not in EMBEDDINGS,
         "embeddings get no adapter"),
-    "report_to": lambda value: _only(value, lambda name: name in REPORTERS, "not supported"),
-    "system_prompt": _tex,
+    "report_to": lambda value: _filter_items(value, lambda name: name in REPORTERS, "not supported"),
+    "system_prompt": _restore_tex,
     "top_k": lambda value: (0 if value == -1 else value, ""),
-    "vllm_server_host": _host,
+    "vllm_server_host": _local_host,
 }  # fmt: skip
 
 
-def _once(lines: Iterable[Line]) -> None:
-    """Leave out what gives a key a second value; one given by its own name and at its default counts for less."""
-    given: dict[str, Line] = {}
+def _leave_out_duplicates(lines: Iterable[Line]) -> None:
+    """Leave out all but one of the lines that set the same key.
 
-    def later(line: Line) -> tuple[bool, bool]:
-        return line.key != line.name, not line.name.endswith("use_kl_loss")  # which decides over a coefficient
+    A line whose original name is the key wins, unless it only has the default value. ``use_kl_loss`` wins over a
+    coefficient.
+    """
+    winners: dict[str, Line] = {}
 
-    for line in sorted((line for line in lines if line.kept), key=later):
-        other = given.setdefault(line.key, line)
-        if other is not line:
-            idle = other.key == other.name and other.value in (catalogue()[line.key]["default"], None, *_LOADERS)
-            loser, winner = (other, line) if idle else (line, other)
-            why = f"the file gives {winner.name}{short(winner.value)} too"
-            loser.kept, loser.why, given[line.key] = False, why, winner
+    def priority(line: Line) -> tuple[bool, bool]:
+        return line.key != line.name, not line.name.endswith("use_kl_loss")
+
+    for line in sorted((line for line in lines if line.kept), key=priority):
+        earlier = winners.setdefault(line.key, line)
+        if earlier is not line:
+            has_default = earlier.value in (catalogue()[line.key]["default"], None, *_LOADERS)
+            loser, winner = (earlier, line) if earlier.key == earlier.name and has_default else (line, earlier)
+            loser.kept, loser.why = False, f"the file also sets {winner.name}{short(winner.value)}"
+            winners[line.key] = winner
 
 
-def _keep_rewards(made: Migration) -> None:
-    """Name our rewards for those of the recipe, each with its weight; leave out the others, or have them written."""
-    line = made.get("reward_funcs")
+def _translate_rewards(migration: Migration) -> None:
+    """Replace the recipe's rewards and their weights; leave out rewards, or let the user write a function.
+
+    A reward of the output's form is left out. A reward that reads the answer is left out if another reward does so.
+    """
+    line = migration.get("reward_funcs")
     if line is None:
         default = catalogue()["reward_funcs"]["default"]
-        why = "the file names no reward: this is the default, name yours"
-        made.lines.append(Line("reward_funcs", default, "", why))
+        why = "the file sets no reward: this is the default, set your own"
+        migration.lines.append(Line("reward_funcs", default, "", why))
         return
-    known, asked, weights = rewards(), [str(name) for name in _list(line.value)], made.get("reward_weights")
-    given = _list(weights.value) if weights else []
-    judging, of_form = converters.other_rewards(True), converters.other_rewards(False)
-    chosen: dict[str, Any] = {}
-    left: dict[str, tuple[str, Any]] = {}
-    for index, name in enumerate(asked):
-        weight = given[index] if index < len(given) else 1.0
-        own = name if ":" in name else ":".join(name.rsplit(".", 1))
-        ours = own if ":" in own and source_path(own) else converters.reward_names().get(name.rpartition(".")[2], name)
-        if ours in chosen:
-            left[name] = f"{ours} is there already", weight
-        elif ours in known or ":" in ours:
-            chosen[ours] = weight
+    registered, original = rewards(), [str(name) for name in _list(line.value)]
+    weights_line = migration.get("reward_weights")
+    weights = _list(weights_line.value) if weights_line else []
+    answer_rewards, form_rewards = converters.other_rewards(True), converters.other_rewards(False)
+    weight_of: dict[str, Any] = {}  # translated reward -> weight
+    left_out: dict[str, tuple[str, Any]] = {}  # original name -> reason, weight
+    for index, name in enumerate(original):
+        weight = weights[index] if index < len(weights) else 1.0
+        function = name if ":" in name else ":".join(name.rsplit(".", 1))
+        if ":" in function and source_path(function):
+            reward = function
         else:
-            left[name] = {**judging, **of_form}.get(name, "no reward here does that"), weight
-    judged = any(":" in name or known[name].reads_answer for name in chosen)
-    spared = {*of_form, *converters.reward_names(), *(judging if judged else ())} if chosen else set()
-    for name in [name for name in left if name not in spared]:
+            reward = converters.reward_names().get(name.rpartition(".")[2], name)
+        if reward in weight_of:
+            left_out[name] = f"{reward} is already used", weight
+        elif reward in registered or ":" in reward:
+            weight_of[reward] = weight
+        else:
+            left_out[name] = {**answer_rewards, **form_rewards}.get(name, "no reward here does that"), weight
+    reads_answer = any(":" in reward or registered[reward].reads_answer for reward in weight_of)
+    not_needed: set[str] = set()
+    if weight_of:
+        not_needed = {*form_rewards, *converters.reward_names(), *(answer_rewards if reads_answer else ())}
+    for name in [name for name in left_out if name not in not_needed]:
         function = re.sub(r"\W", "_", f"_{name}" if not name or name[0].isdigit() else name)
-        made.unwritten.append(function)
-        chosen[f"{display_path(made.rewards_file)}:{function}"] = left.pop(name)[1]
-    if list(chosen) != asked:
-        why = "".join(f"; without {name}: {reason}" for name, (reason, _) in left.items())
-        why += f"; write those of {made.rewards_file.name}" if made.unwritten else ""
-        line.value, line.why = list(chosen), f"was {line.name}: {', '.join(asked)}{why}"
-    if weights and list(chosen.values()) != given:
-        weights.value, weights.why = list(chosen.values()), "one for each of reward_funcs"
+        migration.unwritten.append(function)
+        weight_of[f"{display_path(migration.rewards_file)}:{function}"] = left_out.pop(name)[1]
+    if list(weight_of) != original:
+        why = "".join(f"; without {name}: {reason}" for name, (reason, _) in left_out.items())
+        why += f"; write the functions in {migration.rewards_file.name}" if migration.unwritten else ""
+        line.value, line.why = list(weight_of), f"was {line.name}: {', '.join(original)}{why}"
+    if weights_line and list(weight_of.values()) != weights:
+        weights_line.value, weights_line.why = list(weight_of.values()), "one for each of reward_funcs"
 
 
-def _add(made: Migration, names: set[str]) -> None:
-    """Add what other projects do without saying so, and what keeps their sampling."""
+def _add_settings(migration: Migration, names: set[str]) -> None:
+    """Add settings that reproduce implicit behavior of other projects; ``names`` are the original names."""
 
     def add(key: str, value: Any, why: str) -> None:
-        if made.get(key) is None:
-            made.lines.append(Line(key, value, "", why))
+        if migration.get(key) is None:
+            migration.lines.append(Line(key, value, "", why))
 
-    if len(names & {name for name, entry in catalogue().items() if entry["config"] == "GRPOConfig"}) > 2:  # of TRL
+    trl_names = {name for name, entry in catalogue().items() if entry["config"] == "GRPOConfig"}
+    if len(names & trl_names) > 2:
         add("dataset_solution_column", "solution", "the column that TRL's and open-r1's rewards read")
-        if not names & {"dataset_configs", "vllm_device"}:  # of an older open-r1, which reads problem
+        if not names & {"dataset_configs", "vllm_device"}:  # older versions of open-r1 read the column problem
             add("dataset_prompt_column", "prompt", "the column that TRL and newer versions of open-r1 read")
-    truncated = [key for key, neutral in NEUTRAL_SAMPLING.items() if (line := made.get(key)) and line.value != neutral]
+    truncated = [
+        key for key, neutral in NEUTRAL_SAMPLING.items() if (line := migration.get(key)) and line.value != neutral
+    ]
     if truncated:
         add("vllm_importance_sampling_correction", False, f"{', '.join(truncated)} would bias it")
-    rank = made.get("lora_r")
+    rank = migration.get("lora_r")
     if rank and rank.value and "use_peft" not in names:
-        add("use_peft", True, f"{rank.name} asks for LoRA; remove both to train all weights")
-    mixture = made.get("dataset_mixture")
-    held_out = not mixture or "test_split_size" in mixture.value or made.get("eval_dataset_name")
-    if held_out and (steps := made.get("eval_steps")) and steps.value and "do_eval" not in names:
-        add("eval_strategy", "steps", "eval_steps asks for evaluations; remove both to train without")
-    evaluates = made.get("eval_strategy")
-    logged = next((line.value for line in made.lines if line.key == "logging_steps"), None)
-    if evaluates and evaluates.value == "steps" and isinstance(logged, int) and logged > 1:
-        add("eval_steps", logged, "TRL evaluates as often as it logs")
-    if (alone := made.get("dataset_name")) and made.get("dataset_mixture"):
-        alone.kept, alone.name, alone.why = False, alone.name or alone.key, "dataset_mixture is given"
-    grouped = made.get("atropos_api_url")  # environments have the problems
+        add("use_peft", True, f"{rank.name} enables LoRA; remove both to train all weights")
+    mixture = migration.get("dataset_mixture")
+    held_out = not mixture or "test_split_size" in mixture.value or migration.get("eval_dataset_name")
+    if held_out and (steps := migration.get("eval_steps")) and steps.value and "do_eval" not in names:
+        add("eval_strategy", "steps", "eval_steps enables evaluations; remove both to train without evaluations")
+    eval_strategy = migration.get("eval_strategy")
+    logging_steps = next((line.value for line in migration.lines if line.key == "logging_steps"), None)
+    if eval_strategy and eval_strategy.value == "steps" and isinstance(logging_steps, int) and logging_steps > 1:
+        add("eval_steps", logging_steps, "TRL evaluates as often as it logs")
+    if (dataset := migration.get("dataset_name")) and mixture:
+        dataset.kept, dataset.name, dataset.why = False, dataset.name or dataset.key, "dataset_mixture is set"
+    has_data = migration.get("dataset_mixture") or migration.get("atropos_api_url")
     for key in ("dataset_name", "model_name_or_path"):
-        if made.get(key) is None and not (key == "dataset_name" and (made.get("dataset_mixture") or grouped)):
-            made.lines.insert(0, Line(key, None, key, "the file names none, name yours", kept=False))
+        if migration.get(key) is None and not (key == "dataset_name" and has_data):
+            migration.lines.insert(0, Line(key, None, key, "the file does not set it, set your own", kept=False))
 
 
-def _leave_out_refused(made: Migration) -> list[Problem]:
-    """Leave out what `grpo check` refuses, until nothing is left to; return what is to be filled in."""
+def _leave_out_rejected(migration: Migration) -> list[Problem]:
+    """Leave out settings that `grpo check` rejects, until none remains; return the problems for the user to fix."""
     with tempfile.TemporaryDirectory() as folder:
         while True:
-            found = _refused(made, Path(folder, made.target.name))
-            wrong = [(line, problem) for line, problem in found if line and line.key not in _NEEDED]
-            if not wrong:
-                return [problem for _, problem in found]
-            for line, problem in reversed(wrong):  # the first one of a line is its reason
+            pairs = _check(migration, Path(folder, migration.target.name))
+            rejected = [(line, problem) for line, problem in pairs if line and line.key not in _NEEDED]
+            if not rejected:
+                return [problem for _, problem in pairs]
+            for line, problem in reversed(rejected):  # so that the first problem of a line is its reason
                 line.kept, line.name = False, line.name or line.key
                 line.why = f"{problem.what}; {problem.fix.removeprefix('remove it; ')}"
 
 
-def _refused(made: Migration, path: Path) -> list[tuple[Line | None, Problem]]:
-    """Return what `grpo check` refuses in the recipe as it is now, each with its setting where one is wrong."""
-    path.write_text(made.text(), encoding="utf-8")
-    written = [line for line in made.lines for _ in range(line.text().count("\n"))]
-    places = {f"{display_path(path)}:{number}": line for number, line in enumerate(written, 3)}
+def _check(migration: Migration, path: Path) -> list[tuple[Line | None, Problem]]:
+    """Check the current recipe, and return each problem with the line that causes it, if there is one."""
+    path.write_text(migration.text(), encoding="utf-8")
+    text_lines = [line for line in migration.lines for _ in range(line.text().count("\n"))]
+    places = {f"{display_path(path)}:{number}": line for number, line in enumerate(text_lines, 3)}
     recipe, problems = merge_recipe(path)
-    recipe, more = with_task(recipe, requested_task({}, None))
-    unwritten = made.rewards_file.name if made.unwritten else "\0"
-    found = sort_problems([*problems, *more, *check(recipe, {})])
-    return [(places.get(problem.where), problem) for problem in found if unwritten not in problem.what]
+    recipe, task_problems = with_task(recipe, requested_task({}, None))
+    rewards_file = migration.rewards_file.name if migration.unwritten else "\0"
+    problems = sort_problems([*problems, *task_problems, *check(recipe, {})])
+    return [(places.get(problem.where), problem) for problem in problems if rewards_file not in problem.what]

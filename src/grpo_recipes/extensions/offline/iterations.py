@@ -1,12 +1,12 @@
-"""Metrics and checkpoints by iteration, where an offline trainer is expected to leave them: beside the run directory.
+"""Write the metrics and checkpoints of each iteration in the layout of an offline trainer.
 
-In a sweep, where run directories lie side by side, they are inside each.
+They are in the parent of the run directory, or for a trial of a sweep, in the run directory itself:
 
     metrics/train_iter_000.json    means over the optimizer steps of the iteration
-    metrics/eval_iter_000.json     the evaluation after it
-    checkpoints/iter_000           a link to the complete checkpoint of its last step
+    metrics/eval_iter_000.json     the evaluation after the iteration
+    checkpoints/iter_000           link to the complete checkpoint of the last step
 
-They are made from ``metrics.jsonl``, ``eval.jsonl`` and ``checkpoints/`` of the run, so a continued run makes the same.
+Their sources are ``metrics.jsonl``, ``eval.jsonl`` and ``checkpoints/``. A resumed run writes the same files.
 """
 
 import math
@@ -27,26 +27,26 @@ from grpo_recipes.runs.checkpoints import complete_checkpoints, step_of
 from grpo_recipes.runs.rundir import CELLS, read_rows, write_json
 from grpo_recipes.trainers.callbacks import Compute, LossCallback
 
-_OF_EVALUATION = re.compile(r"(pass|mean|best|majority)@\d+|reward|prompts|.*_interval")
+_EVAL_METRIC = re.compile(r"(pass|mean|best|majority)@\d+|reward|prompts|.*_interval")
 
 
 class Iterations(LossCallback):
-    """Write what is complete before the next step, so a stop leaves nothing half written."""
+    """Write complete iterations before the next step, so that a stopped run leaves no partial iteration."""
 
     @cached_property
     def _run(self) -> Path:
-        return run_folder()  # the launch names it, and `grpo check --deep` makes callbacks without one
+        return run_folder()  # read late, because `grpo check --deep` makes callbacks without a run
 
     @property
     def _root(self) -> Path:
         return self._run if self._run.parent.name == CELLS else self._run.parent
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write what an earlier attempt was stopped before."""
+        """Write iterations that an earlier attempt completed but did not write."""
         self._flush(args, state)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write the iteration that the last step has ended."""
+        """Write the iteration that ended with the last step."""
         self._flush(args, state)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -54,38 +54,38 @@ class Iterations(LossCallback):
         self._flush(args, state)
 
     def loss(self, trainer: Any, compute: Compute, model: Any, rows: dict[str, Any]) -> torch.Tensor:
-        """Return the loss, and note its policy-gradient term."""
+        """Return the loss, and record its policy-gradient term."""
         return loss_with_term(trainer, compute, model, rows)
 
     def _flush(self, args: Any, state: TrainerState) -> None:
         steps = steps_of_iteration(args)
         if not state.is_world_process_zero or state.global_step % steps:
             return
-        metrics = self._root / "metrics"
-        metrics.mkdir(parents=True, exist_ok=True)
+        folder = self._root / "metrics"
+        folder.mkdir(parents=True, exist_ok=True)
         rows = {int(row["step"]): row for row in read_rows(self._run / "metrics.jsonl")}
         evaluations = {int(row["step"]): row for row in read_rows(self._run / "eval.jsonl")}
         for iteration in range(state.global_step // steps):
-            last = (iteration + 1) * steps
-            trained = metrics / f"train_iter_{iteration:03}.json"
-            if not trained.exists() or last == state.global_step:
-                own = [rows[step] for step in range(last - steps + 1, last + 1) if step in rows]
-                write_json(trained, train_metrics(iteration, own, args))
-            evaluated = metrics / f"eval_iter_{iteration:03}.json"
-            if last in evaluations and (not evaluated.exists() or last == state.global_step):
-                write_json(evaluated, {"iteration": iteration, **eval_metrics(evaluations[last])})
-        self._link(steps)
+            last_step = (iteration + 1) * steps
+            train_file = folder / f"train_iter_{iteration:03}.json"
+            if not train_file.exists() or last_step == state.global_step:
+                iteration_rows = [rows[step] for step in range(last_step - steps + 1, last_step + 1) if step in rows]
+                write_json(train_file, train_metrics(iteration, iteration_rows, args))
+            eval_file = folder / f"eval_iter_{iteration:03}.json"
+            if last_step in evaluations and (not eval_file.exists() or last_step == state.global_step):
+                write_json(eval_file, {"iteration": iteration, **eval_metrics(evaluations[last_step])})
+        self._link_checkpoints(steps)
 
-    def _link(self, steps: int) -> None:
-        """Let ``iter_NNN`` be the checkpoints that are complete, and no others."""
+    def _link_checkpoints(self, steps: int) -> None:
+        """Make the links ``iter_NNN`` match the complete checkpoints."""
         folder = self._root / "checkpoints"
         folder.mkdir(exist_ok=True)
         complete = complete_checkpoints(self._run / "checkpoints")
-        found = {step_of(path) // steps - 1: path for path in complete if step_of(path) % steps == 0}
+        checkpoints = {step_of(path) // steps - 1: path for path in complete if step_of(path) % steps == 0}
         for link in folder.glob("iter_*"):
-            if link.is_symlink() and int(link.name.removeprefix("iter_")) not in found:
+            if link.is_symlink() and int(link.name.removeprefix("iter_")) not in checkpoints:
                 link.unlink()
-        for iteration, path in found.items():
+        for iteration, path in checkpoints.items():
             link = folder / f"iter_{iteration:03}"
             target = os.path.relpath(path, folder)
             if not link.is_symlink() or os.readlink(link) != target:
@@ -94,16 +94,16 @@ class Iterations(LossCallback):
 
 
 def steps_of_iteration(args: Any) -> int:
-    """Return the optimizer steps for which the completions of a generation are used."""
+    """Return the number of optimizer steps that use the completions of one generation."""
     return max(1, int(args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps))
 
 
 def train_metrics(iteration: int, rows: Sequence[dict[str, Any]], args: Any) -> dict[str, Any]:
     """Return means over the steps of an iteration.
 
-    ``loss_total`` is the minimized loss. ``loss_pg`` is its policy-gradient term, computed by itself (see
+    ``loss_total`` is the minimized loss, the sum of three terms: ``loss_pg`` is the policy-gradient term (see
     ``policy_gradient``), ``loss_kl`` is ``beta`` times ``kl_divergence``, and ``loss_entropy`` is minus
-    ``entropy_coef`` times the entropy. The three add up to ``loss_total``.
+    ``entropy_coef`` times the entropy.
     """
     kl_terms = [row.get("beta", args.beta) * row.get("kl", 0.0) for row in rows]
     entropy_terms = [row.get("entropy_coef", args.entropy_coef) * row.get("entropy", 0.0) for row in rows]
@@ -128,9 +128,9 @@ def train_metrics(iteration: int, rows: Sequence[dict[str, Any]], args: Any) -> 
 
 
 def eval_metrics(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what an evaluation found, under the names of its definitions."""
-    plain = {name.removeprefix("eval_"): value for name, value in row.items()}
-    return {name: value for name, value in plain.items() if _OF_EVALUATION.fullmatch(name)}
+    """Return the scores of an evaluation without the prefix ``eval_``."""
+    metrics = {name.removeprefix("eval_"): value for name, value in row.items()}
+    return {name: value for name, value in metrics.items() if _EVAL_METRIC.fullmatch(name)}
 
 
 def _mean(rows: Sequence[dict[str, Any]], name: str) -> float | None:

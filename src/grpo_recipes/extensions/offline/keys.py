@@ -1,7 +1,7 @@
-"""The Hydra keys of an offline trainer become recipe keys, as ``keys.yaml`` describes them. Pure: no Hydra, no torch.
+"""Translate the Hydra keys of an offline trainer to recipe keys, by the table ``keys.yaml``. Pure: no Hydra, no torch.
 
-An iteration samples ``problems_per_iteration`` times ``rollouts_per_problem`` completions, and takes an optimizer step
-for every ``batch_size`` times ``grad_accum_steps`` of them.
+An iteration samples ``problems_per_iteration`` x ``rollouts_per_problem`` completions and makes an optimizer step for
+every ``batch_size`` x ``grad_accum_steps`` of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from grpo_recipes.recipe.rules import is_url
 
 TABLE = read_table(Path(__file__).with_suffix(".yaml"), "settings", __name__)
 KEYS = tuple(TABLE.by_name)
-# Hydra key -> the recipe key that has the same value; a sweep may vary these.
+# Hydra key -> recipe key with the same value. Sweeps can vary these keys.
 SAME = {row.name: next(iter(row.sets)) for row in TABLE.rows if row.sets and not row.convert and not row.unless}
 LISTS = ("eval.ids",)  # keys with a list as the value, in a sweep too
 VLLM, _ = SERVER_BACKENDS
@@ -28,15 +28,15 @@ _SIZES = ("data.problems_per_iteration", "data.rollouts_per_problem", "train.bat
 
 @dataclass
 class OfflineKeys:
-    """The recipe keys that a configuration sets, and its problems."""
+    """A translated configuration."""
 
-    keys: dict[str, Value] = field(default_factory=dict)
-    device: str = "auto"  # of the training
-    problems: list[Problem] = field(default_factory=list)
+    keys: dict[str, Value] = field(default_factory=dict)  # recipe keys
+    device: str = "auto"  # device of the training
+    problems: list[Problem] = field(default_factory=list)  # problems of the configuration
 
 
 def translate(config: Mapping[str, Any], answers: Callable[[str], bool]) -> OfflineKeys:
-    """Translate a configuration, composed and flat, with every key of ``KEYS``.
+    """Translate a composed, flat configuration with every key of ``KEYS``.
 
     ``answers`` returns whether a server answers at an address.
     """
@@ -51,16 +51,15 @@ def translate(config: Mapping[str, Any], answers: Callable[[str], bool]) -> Offl
     if sizes and _steps(sizes) is None:
         problems, rollouts, size, accumulated = sizes
         fits = ", ".join(str(count) for count in range(1, problems * rollouts + 1) if problems * rollouts % count == 0)
-        problem = f"an iteration has {problems * rollouts} completions"
-        problem += f", which steps of {size} x {accumulated} do not divide"
-        fix = f"choose batch_size times grad_accum_steps among {fits}"
+        problem = f"steps of {size} x {accumulated} completions do not divide the {problems * rollouts} of an iteration"
+        fix = f"set batch_size x grad_accum_steps to one of {fits}"
         translation.problems.append(Problem("train.batch_size", problem, fix))
     _server(config, translation, answers)
     return translation
 
 
 def _sizes(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return problems, rollouts, batch size and accumulation; None if one is wrong, which its own row reports."""
+    """Return problems, rollouts, batch size and accumulation; None if one is wrong (its key reports the problem)."""
     sizes = tuple(whole_number(config[name]) or 0 for name in _SIZES)
     return sizes if all(sizes) else None
 
@@ -102,37 +101,36 @@ def problem_ids(setting: Setting, settings: Settings) -> None:
     """Read the seeds of the evaluation's problems, if they are listed."""
     ids = settings.values[setting.name] or []
     if not isinstance(ids, list) or not all(type(number) is int for number in ids):
-        problem = f"is {ids!r} where a list of whole numbers belongs"
-        setting.reject(problem, f"write e.g. {setting.name}=[5000,5001]")
+        setting.reject(f"expected a list of integers, got {ids!r}", f"set e.g. {setting.name}=[5000,5001]")
     elif ids:
         setting.write({"eval_problem_ids": ids})
 
 
 def greedy(setting: Setting, settings: Settings) -> None:
-    """Read evaluations without sampling, which have one completion of each problem."""
+    """Read evaluations without sampling, which allow only one completion of each problem."""
     if setting.value is False:
         setting.write({"eval_temperature": 0})
         if (count := settings.values["eval.replicates"]) != 1:
-            problem = f"greedy completions of a problem are all the same, and eval.replicates is {count}"
-            setting.reject(problem, "write eval.replicates=1")
+            problem = f"greedy completions of a problem are identical, but eval.replicates is {count}"
+            setting.reject(problem, "set eval.replicates=1")
 
 
 def same_server(setting: Setting, settings: Settings) -> None:
-    """Accept only the server of the training, which has the current weights."""
+    """Accept only the training's server, because only that server has the current weights."""
     name = setting.name.replace("eval.", "generation.")
     if settings.values[setting.name] != settings.values[name]:
-        problem = "another server than the training's would have the weights of the beginning"
-        setting.reject(problem, f"leave it out: evaluations ask the server of {name}")
+        problem = "evaluations need the training's server, because other servers have only the initial weights"
+        setting.reject(problem, f"remove it: evaluations use the server of {name}")
 
 
 def _server(config: Mapping[str, Any], translation: OfflineKeys, answers: Callable[[str], bool]) -> None:
-    """Set the address of the server. The launch starts a vLLM on this machine if no server answers there yet."""
+    """Set the address of the server. If no server answers at a local address, the launch starts a vLLM there."""
     backend, url = config["generation.backend"], str(config["generation.base_url"])
     if backend not in SERVER_BACKENDS:
-        fix = f"write one of {', '.join(SERVER_BACKENDS)}"
+        fix = f"set one of {', '.join(SERVER_BACKENDS)}"
         translation.problems.append(Problem("generation.backend", f"'{backend}' is unknown", fix))
     elif not is_url(url):
-        fix = "write e.g. http://127.0.0.1:30000"
+        fix = "set e.g. http://127.0.0.1:30000"
         translation.problems.append(Problem("generation.base_url", f"'{url}' is not an address", fix))
     elif backend == VLLM and urlsplit(url).hostname in _LOCAL and not answers(url):
         if port := urlsplit(url).port:

@@ -1,4 +1,4 @@
-"""What the extension registers: generated datasets, the rewards that judge them, and ModeBench's benchmarks."""
+"""The datasets, rewards and benchmarks that this extension registers."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +24,7 @@ def _modebench_fingerprint(task: str, keys: Lookup) -> str:
 
 
 def _mode_scores(modes: Sequence[Sequence[str | None]], answers: Sequence[str]) -> dict[str, Any]:
-    """Return the scores of ModeBench from the mode of each completion, (problems, samples)."""
+    """Return ModeBench's scores from the mode of each completion, (problems, samples)."""
     return dataset.mode_scores(modes, [dataset.problem_of(answer)["modes"] for answer in answers])
 
 
@@ -73,7 +73,7 @@ REWARDS = (
 _SCORES = "pass@k, mean@k, distinct@k, coverage@k; needs no network"
 BENCHMARKS = {
     "modebench:countdown": Benchmark(
-        f"test split: make a target of three or four numbers: {_SCORES}", "modebench:countdown", "test"),
+        f"test split: make a target from three or four numbers: {_SCORES}", "modebench:countdown", "test"),
     "modebench:graph_coloring": Benchmark(
-        f"test split: complete a colouring of a graph: {_SCORES}", "modebench:graph_coloring", "test"),
+        f"test split: complete the coloring of a graph: {_SCORES}", "modebench:graph_coloring", "test"),
 }  # fmt: skip

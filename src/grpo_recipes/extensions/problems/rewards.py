@@ -1,7 +1,7 @@
-r"""The rewards ``modebench`` and ``satisfiability``, which accept any of a problem's right answers.
+r"""The rewards ``modebench`` and ``satisfiability``, which accept any correct answer of a problem.
 
-Their arguments are those of ``grpo_recipes.rewards.functions``. For `grpo check-rewards`, ``modebench_answers`` and
-``satisfiability_answers`` return right and wrong answers of a row.
+They have the same arguments as the rewards in ``grpo_recipes.rewards.functions``. For `grpo check-rewards`,
+``modebench_answers`` and ``satisfiability_answers`` return correct and incorrect answers of a row.
 """
 
 from collections.abc import Mapping
@@ -11,11 +11,11 @@ from grpo_recipes.extensions.problems.modebench.dataset import is_problem, mode_
 from grpo_recipes.extensions.problems.seeded import assignments, clauses_of, satisfies
 from grpo_recipes.rewards.answers import final_text, last_answer
 
-_WRONG = 3  # wrong assignments of all variables that are tried
+_WRONG = 3  # number of incorrect assignments of all variables to try
 
 
 def modebench(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
-    r"""Return 1.0 if the last ``\boxed{...}`` gives any right answer of a ModeBench problem, else 0.0.
+    r"""Return 1.0 if the last ``\boxed{...}`` has any correct answer of a ModeBench problem, else 0.0.
 
     ``answer`` has the problems as JSON; the reward of a row without a ModeBench problem is None.
     """
@@ -40,16 +40,16 @@ def satisfiability(completions: list[Any], clauses: list[Any], **_: Any) -> list
 
 
 def modebench_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
-    """Return a right answer for each mode, and wrong answers near them; None if a row is not a ModeBench problem."""
+    """Return a correct answer for each mode, and similar incorrect ones; None if a row has no ModeBench problem."""
     answer = row["answer"]
     return (right_answers(answer), wrong_answers(answer)) if is_problem(answer) else None
 
 
 def satisfiability_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
-    """Return right assignments, the reference first, and wrong ones, the incomplete last; None without clauses."""
+    """Return correct assignments, the reference first, and incorrect ones; None without clauses."""
     if not row.get("clauses"):
         return None
-    answer, every = row["answer"], list(assignments(clauses_of(row["clauses"])))
-    right = [answer, *(text for text, satisfied in every if satisfied and text != answer)]
-    wrong = [text for text, satisfied in every if not satisfied][:_WRONG]
+    answer, candidates = row["answer"], list(assignments(clauses_of(row["clauses"])))
+    right = [answer, *(text for text, satisfied in candidates if satisfied and text != answer)]
+    wrong = [text for text, satisfied in candidates if not satisfied][:_WRONG]
     return right, [*wrong, answer.partition(",")[0], ""]

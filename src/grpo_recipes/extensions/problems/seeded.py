@@ -1,10 +1,8 @@
-"""Problems made from a seed, the same on every machine: ``dataset_name: seeded:arithmetic`` and the like. Pure.
+"""Problems generated from a seed, the same on every machine, for example ``dataset_name: seeded:arithmetic``. Pure.
 
-A generator of ``GENERATORS`` turns the draws of a seed into a row. The draws come from ``random.Random`` of a hash of
-the generator's name and the seed, by ``random()`` alone: the one method whose numbers no version of Python changes.
-Graphs are then drawn as ModeBench draws them.
-
-It also judges whether an assignment satisfies the clauses of a ``seeded:sat`` problem: any that does is right.
+* A generator in ``GENERATORS`` turns the random draws of a seed into a row. The draws only use ``random()`` of
+  ``random.Random``, the only method with the same results in every version of Python. Graphs are drawn as in ModeBench.
+* ``satisfies`` judges answers of ``seeded:sat``. Any assignment that satisfies the clauses is correct.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Any, NamedTuple
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.extensions.problems.modebench import countdown, dataset, graph_coloring
 
-VERSION = "1"  # raise it whenever anything here changes a row
+VERSION = "1"  # increase it with every change of this module that changes a row
 
 SCHEME = "seeded:"
 SEED_COLUMN = "problem_seed"
@@ -32,7 +30,7 @@ _SAT = (
     f"least one of its parts is. The clauses are: {{clauses}}. {_ANSWER}, a value for every variable; of two variables "
     "it would be <answer>x1=true, x2=false</answer>."
 )
-_VARIABLES, _CLAUSES, _WIDTH = (6, 8), (8, 12), 3  # least and most of a problem; variables of a clause
+_VARIABLES, _CLAUSES, _WIDTH = (6, 8), (8, 12), 3  # limits of variables and of clauses; variables in a clause
 _PAIR = re.compile(r"(?<!\w)x_?(\d{1,3})\s*[=:]\s*(true|false|[tf10])(?!\w)", re.IGNORECASE)
 _BETWEEN_PAIRS = re.compile(r"(?:[\s,;(){}\[\]]|and)*")
 _LONGEST_ASSIGNMENT = 2000  # characters
@@ -42,7 +40,7 @@ Clauses = Sequence[Sequence[int]]  # 3 is the variable x3, -3 its negation
 
 @dataclass(frozen=True)
 class Settings:
-    """The recipe keys of seeds, by their names, and those of ModeBench."""
+    """The recipe keys of seeds, and the settings of ModeBench."""
 
     problem_seed_start: int
     problem_seeds: int
@@ -53,9 +51,9 @@ class Settings:
 
     @classmethod
     def read(cls, value: Callable[[str], Any]) -> Settings:
-        """Return the settings from the value of each key; ``value`` may be ``recipe.__getitem__``."""
-        own = [name for name in cls.__dataclass_fields__ if name != "modebench"]
-        return cls(**{name: value(name) for name in own}, modebench=dataset.Settings.read(value))
+        """Read the settings with a function that returns the value of a key, for example ``recipe.__getitem__``."""
+        seed_keys = [name for name in cls.__dataclass_fields__ if name != "modebench"]
+        return cls(**{name: value(name) for name in seed_keys}, modebench=dataset.Settings.read(value))
 
     def seeds(self, split: str) -> Sequence[int]:
         """Return the seeds of ``train`` or ``test``."""
@@ -67,14 +65,14 @@ class Settings:
 
     @property
     def shared(self) -> list[int]:
-        """Return the seeds that are both to train on and to evaluate on."""
+        """Return the seeds that are used in training and in evaluations."""
         trained = self.seeds("train")
         return [seed for seed in self.seeds("test") if seed in trained]
 
     def fingerprint(self, name: str) -> str:
-        """Return a short hash of what decides the rows of a generator: both splits are the same where it is."""
-        decided = (VERSION, dataset.VERSION, name, sorted(asdict(self).items(), key=str))
-        return hashlib.sha256(repr(decided).encode()).hexdigest()[:16]
+        """Return a short hash of everything that affects the rows of a generator."""
+        inputs = (VERSION, dataset.VERSION, name, sorted(asdict(self).items(), key=str))
+        return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
 
 
 class Draws:
@@ -85,29 +83,29 @@ class Draws:
         self._random = random.Random(int.from_bytes(digest, "big"))
 
     def below(self, count: int) -> int:
-        """Return a whole number from 0 to below ``count``."""
+        """Return an integer from 0 to ``count - 1``."""
         return int(self._random.random() * count)
 
     def between(self, least: int, most: int) -> int:
-        """Return a whole number between two, both included."""
+        """Return an integer from ``least`` to ``most``."""
         return least + self.below(most - least + 1)
 
-    def some(self, count: int, of: Sequence[int]) -> list[int]:
-        """Return ``count`` different ones, in the order drawn."""
-        left = list(of)
-        return [left.pop(self.below(len(left))) for _ in range(count)]
+    def sample(self, count: int, items: Sequence[int]) -> list[int]:
+        """Return ``count`` different items, in the order of the draws."""
+        remaining = list(items)
+        return [remaining.pop(self.below(len(remaining))) for _ in range(count)]
 
 
 class Generator(NamedTuple):
     """One kind of problem."""
 
-    make: Callable[[Draws, Settings], dict[str, str]]  # a row without its seed
-    columns: tuple[str, ...] = COLUMNS
-    task: str | None = None  # of ModeBench, whose keys and reward it has
+    make: Callable[[Draws, Settings], dict[str, str]]  # makes a row without its seed
+    columns: tuple[str, ...] = COLUMNS  # columns of its rows
+    task: str | None = None  # ModeBench task with the same keys and reward
 
 
 def row(name: str, seed: int, settings: Settings) -> dict[str, Any]:
-    """Return the problem of a seed: ``problem``, ``answer``, what else its reward needs, and ``problem_seed``."""
+    """Return the row of a seed: ``problem``, ``answer``, other columns for its reward, and ``problem_seed``."""
     return {**GENERATORS[name].make(Draws(name, seed), settings), SEED_COLUMN: seed}
 
 
@@ -117,7 +115,7 @@ def rows(name: str, split: str, settings: Settings) -> list[dict[str, Any]]:
 
 
 def is_seeded(name: str | None) -> bool:
-    """Return whether a dataset's name is that of a generator."""
+    """Return whether a dataset's name is the name of a generator."""
     return (name or "").startswith(SCHEME)
 
 
@@ -125,37 +123,37 @@ def is_seeded(name: str | None) -> bool:
 
 
 def _arithmetic(draws: Draws, _: Settings) -> dict[str, str]:
-    """Return two operations on numbers of two digits, two digits and one; multiplication comes first."""
+    """Make two operations on two two-digit numbers and a one-digit number, with the usual precedence."""
     first, second, third = draws.between(10, 99), draws.between(10, 99), draws.between(2, 9)
-    one, other = "+-*"[draws.below(3)], "+-*"[draws.below(3)]
+    operator, next_operator = "+-*"[draws.below(3)], "+-*"[draws.below(3)]
     apply: dict[str, Callable[[int, int], int]] = {
         "+": lambda left, right: left + right,
         "-": lambda left, right: left - right,
         "*": lambda left, right: left * right,
     }
-    if other == "*" and one != "*":
-        result = apply[one](first, second * third)
+    if next_operator == "*" and operator != "*":
+        result = apply[operator](first, second * third)
     else:
-        result = apply[other](apply[one](first, second), third)
-    text = f"What is {first} {one} {second} {other} {third}? {_ANSWER}."
+        result = apply[next_operator](apply[operator](first, second), third)
+    text = f"What is {first} {operator} {second} {next_operator} {third}? {_ANSWER}."
     return {"problem": text, "answer": str(result)}
 
 
 def _sums(draws: Draws, _: Settings) -> dict[str, str]:
-    """Return a one-digit sum as the model ``smoke:sums`` has learned to read it; there are a hundred."""
+    """Make one of a hundred one-digit sums, in the format of the model ``smoke:sums``."""
     first, second = draws.below(10), draws.below(10)
     return {"problem": f"{first}+{second}=", "answer": str(first + second)}
 
 
 def _sat(draws: Draws, _: Settings) -> dict[str, str]:
-    """Return clauses that a drawn assignment, which is the answer, satisfies."""
+    """Make clauses that a drawn assignment satisfies; this assignment is the answer."""
     count = draws.between(*_VARIABLES)
     values = [bool(draws.below(2)) for _ in range(count)]
     clauses: list[list[int]] = []
     for _clause in range(draws.between(*_CLAUSES)):
-        variables = sorted(draws.some(_WIDTH, range(1, count + 1)))
+        variables = sorted(draws.sample(_WIDTH, range(1, count + 1)))
         signs = [True] * _WIDTH
-        while True:  # the drawn assignment satisfies seven of eight choices of signs
+        while True:  # the assignment satisfies seven of eight choices of signs
             signs = [bool(draws.below(2)) for _ in variables]
             if any(values[variable - 1] == sign for variable, sign in zip(variables, signs, strict=True)):
                 break
@@ -165,35 +163,32 @@ def _sat(draws: Draws, _: Settings) -> dict[str, str]:
         variables=", ".join(f"x{variable}" for variable in range(1, count + 1)),
         clauses="; ".join(f"({clause})" for clause in parts),
     )
-    return {"problem": text, "answer": written(values), "clauses": json.dumps(clauses)}
+    return {"problem": text, "answer": format_assignment(values), "clauses": json.dumps(clauses)}
 
 
 def _countdown(draws: Draws, settings: Settings) -> dict[str, str]:
-    """Return one of all puzzles of ModeBench that the recipe's keys allow."""
+    """Draw one of ModeBench's countdown puzzles that the recipe's keys allow."""
     keys = settings.modebench
     pool = [puzzle for puzzle in countdown.puzzles(keys.numbers, keys.largest) if puzzle.modes in keys.modes]
     if not pool:
-        raise _none()
-    return _of_modebench(dataset.countdown_row(pool[draws.below(len(pool))]))
-
-
-def _graph_coloring(draws: Draws, settings: Settings) -> dict[str, str]:
-    """Return a puzzle of ModeBench, drawn as there."""
-    keys = settings.modebench
-    found = graph_coloring.puzzles(keys.vertices, keys.hidden, keys.modes, 1, draws.below(2**53))
-    if not found:
-        raise _none()
-    return _of_modebench(dataset.graph_row(found[0]))
-
-
-def _of_modebench(made: tuple[str, str, int]) -> dict[str, str]:
-    problem, answer, _ = made
+        raise _no_problem()
+    problem, answer, _ = dataset.countdown_row(pool[draws.below(len(pool))])
     return {"problem": problem, "answer": answer}
 
 
-def _none() -> ConfigError:
-    what = "no problem has as many right answers as these keys ask for"
-    return config_error("modebench_min_modes", what, "widen modebench_min_modes to modebench_max_modes")
+def _graph_coloring(draws: Draws, settings: Settings) -> dict[str, str]:
+    """Draw a graph puzzle of ModeBench."""
+    keys = settings.modebench
+    puzzles = graph_coloring.puzzles(keys.vertices, keys.hidden, keys.modes, 1, draws.below(2**53))
+    if not puzzles:
+        raise _no_problem()
+    problem, answer, _ = dataset.graph_row(puzzles[0])
+    return {"problem": problem, "answer": answer}
+
+
+def _no_problem() -> ConfigError:
+    problem = "no problem has a number of correct answers within these limits"
+    return config_error("modebench_min_modes", problem, "widen modebench_min_modes to modebench_max_modes")
 
 
 GENERATORS: dict[str, Generator] = {
@@ -209,26 +204,26 @@ SAT = "seeded:sat"
 # --- satisfiability ---------------------------------------------------------------------------------------------------
 
 
-def written(values: Sequence[bool]) -> str:
-    """Return an assignment of the variables x1, x2, ... as an answer holds it."""
-    return ", ".join(f"x{place}={'true' if value else 'false'}" for place, value in enumerate(values, start=1))
+def format_assignment(values: Sequence[bool]) -> str:
+    """Return the values of the variables x1, x2, ... in the format of an answer."""
+    return ", ".join(f"x{number}={'true' if value else 'false'}" for number, value in enumerate(values, start=1))
 
 
 def clauses_of(text: Any) -> Clauses:
-    """Return the clauses in a row's column; raise ValueError where there are none."""
+    """Return the clauses in a row's column; raise ValueError if it has none."""
     try:
         clauses = json.loads(text)
         if clauses and all(clause and all(type(part) is int and part for part in clause) for clause in clauses):
             return [list(clause) for clause in clauses]
     except TypeError:
         pass
-    raise ValueError("the column clauses does not hold the clauses of a satisfiability problem")
+    raise ValueError("the column clauses has no clauses of a satisfiability problem")
 
 
 def satisfies(answer: str, clauses: Clauses) -> bool:
-    """Return whether an answer gives each variable of the clauses one value, says nothing else, and satisfies them.
+    """Return whether an answer consists of one value for each variable of the clauses, and satisfies them.
 
-    A value is ``x3=true`` or ``x3: 0``, in whatever order and case; the work is bounded by the answer's length.
+    A value has the form ``x3=true`` or ``x3: 0``, in any order and case. The answer's length bounds the time.
     """
     if len(answer) > _LONGEST_ASSIGNMENT or not _BETWEEN_PAIRS.fullmatch(_PAIR.sub(" ", answer)):
         return False
@@ -243,7 +238,8 @@ def satisfies(answer: str, clauses: Clauses) -> bool:
 
 
 def assignments(clauses: Clauses) -> Iterator[tuple[str, bool]]:
-    """Yield every assignment of the variables up to the greatest, and whether it satisfies the clauses."""
+    """Yield every assignment of the variables, and whether it satisfies the clauses."""
     count = max(abs(part) for clause in clauses for part in clause)
     for values in product((False, True), repeat=count):
-        yield written(values), satisfies(written(values), clauses)
+        answer = format_assignment(values)
+        yield answer, satisfies(answer, clauses)

@@ -16,7 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_recipes.extensions.problems.modebench.countdown import NotAnExpression, _trees, parsed, puzzles, ways, written
+from grpo_recipes.extensions.problems.modebench.countdown import (
+    NotAnExpression,
+    _all_forms,
+    count_expressions,
+    count_modes,
+    parse,
+    puzzles,
+)
 
 # Pools of the origin of ModeBench with 2 to 8 modes, where a mode is a syntax tree of which only the operands of + and
 # * are sorted: sha256 of the sorted [[numbers, target, modes], ...]. And ours, of all puzzles, by algebra.
@@ -41,7 +48,7 @@ def as_rows(count: int, largest: int) -> list[list[object]]:
 
 
 @cache
-def syntax_trees(numbers: tuple[int, ...]) -> dict[str, tuple[int, int]]:
+def syntax_all_forms(numbers: tuple[int, ...]) -> dict[str, tuple[int, int]]:
     """The origin's keys of every expression -> its value as a fraction."""
     if len(numbers) == 1:
         return {str(numbers[0]): (numbers[0], 1)}
@@ -49,8 +56,8 @@ def syntax_trees(numbers: tuple[int, ...]) -> dict[str, tuple[int, int]]:
     for size in range(1, len(numbers)):
         for left in combinations(numbers, size):
             right = tuple(number for number in numbers if number not in left)
-            for one, (a, b) in syntax_trees(left).items():
-                for other, (c, d) in syntax_trees(right).items():
+            for one, (a, b) in syntax_all_forms(left).items():
+                for other, (c, d) in syntax_all_forms(right).items():
                     first, second = sorted([one, other])
                     found[f"add({first},{second})"] = (a * d + b * c, b * d)
                     found[f"mul({first},{second})"] = (a * c, b * d)
@@ -64,7 +71,7 @@ def origin_pool(count: int) -> list[list[object]]:
     rows: list[list[object]] = []
     for numbers in combinations(range(2, 13), count):
         modes: Counter[int] = Counter()
-        for above, below in syntax_trees(numbers).values():
+        for above, below in syntax_all_forms(numbers).values():
             if above % below == 0 and 0 < above // below <= 12 * count and above // below not in numbers:
                 modes[above // below] += 1
         rows += [[list(numbers), target, modes[target]] for target in sorted(modes)]
@@ -101,9 +108,9 @@ def test_the_pool_of_the_default_keys() -> None:
 def test_as_many_modes_as_there_are_inequivalent_expressions() -> None:
     """OEIS A140606."""
     numbers = (7, 101, 10007, 1000003)
-    assert [len(_trees(numbers[:count])) for count in (1, 2, 3, 4)] == [1, 6, 68, 1170]
+    assert [len(_all_forms(numbers[:count])) for count in (1, 2, 3, 4)] == [1, 6, 68, 1170]
     for count in (2, 3, 4):
-        assert sum(how_often for _, how_often in _trees(numbers[:count]).values()) == written(count)
+        assert sum(how_often for _, how_often in _all_forms(numbers[:count]).values()) == count_expressions(count)
 
 
 def test_a_mode_is_what_is_equal_whatever_the_numbers_are() -> None:
@@ -115,7 +122,7 @@ def test_a_mode_is_what_is_equal_whatever_the_numbers_are() -> None:
     for order in permutations(names):
         for expression in every_expression(order):
             values = tuple(value_at(expression, point) for point in points)
-            key = parsed(expression).key
+            key = parse(expression).key
             meant.setdefault(values, set()).add(key)
             keys.setdefault(key, set()).add(values)
     assert all(len(one) == 1 for one in meant.values()) and all(len(one) == 1 for one in keys.values())
@@ -133,19 +140,19 @@ def test_ways_are_counted_as_they_can_be_written(numbers: tuple[int, ...], targe
     for order in permutations(map(str, numbers)):
         for expression in every_expression(order):
             try:
-                found = parsed(expression)
+                found = parse(expression)
             except NotAnExpression:
                 continue
             counted[found.key] += found.value == target
-    assert {key: count for key, count in counted.items() if count} == ways(numbers, target)
+    assert {key: count for key, count in counted.items() if count} == count_modes(numbers, target)
 
 
 def test_every_mode_of_every_puzzle_is_an_expression_that_makes_the_target() -> None:
     for puzzle in random.Random(0).sample(puzzles(3, 12), 300) + random.Random(0).sample(puzzles(4, 8), 100):
-        keys = list(ways(puzzle.numbers, puzzle.target))
+        keys = list(count_modes(puzzle.numbers, puzzle.target))
         assert len(keys) == puzzle.modes
         for key in keys:
-            found = parsed(key)
+            found = parse(key)
             assert (found.numbers, found.value, found.key) == (puzzle.numbers, puzzle.target, key)
 
 
@@ -167,13 +174,13 @@ def test_every_mode_of_every_puzzle_is_an_expression_that_makes_the_target() -> 
     ],
 )
 def test_what_only_looks_different_is_one_mode(one: str, other: str) -> None:
-    assert parsed(one).key == parsed(other).key
-    assert parsed(one).value == parsed(other).value
+    assert parse(one).key == parse(other).key
+    assert parse(one).value == parse(other).value
 
 
 @pytest.mark.parametrize(("one", "other"), [("2+8-4", "2*8-4"), ("8/4+2", "8/(4+2)"), ("8-(4-2)", "8-4-2")])
 def test_what_is_different_is_not(one: str, other: str) -> None:
-    assert parsed(one).key != parsed(other).key
+    assert parse(one).key != parse(other).key
 
 
 @pytest.mark.parametrize(
@@ -187,24 +194,24 @@ def test_what_is_different_is_not(one: str, other: str) -> None:
 )  # fmt: skip
 def test_what_is_no_expression(text: str) -> None:
     with pytest.raises(NotAnExpression):
-        parsed(text)
+        parse(text)
 
 
 def test_many_brackets_and_signs_are_read() -> None:
-    assert parsed("(" * 99 + "2" + ")" * 99).key == "2"
-    assert parsed("-" * 198 + "2").value == 2
+    assert parse("(" * 99 + "2" + ")" * 99).key == "2"
+    assert parse("-" * 198 + "2").value == 2
 
 
 @given(st.text("0123456789+-*/() ", max_size=210))
 @settings(max_examples=200)
 def test_whatever_is_read_is_what_python_computes(text: str) -> None:
     try:
-        found = parsed(text)
+        found = parse(text)
     except NotAnExpression:
         return
     exact = "".join(f"Fraction({part})" if part.isdecimal() else part for part in tokens(text))
     assert eval(exact, {"Fraction": Fraction}) == found.value
-    assert parsed(found.key).value in (found.value, -found.value)
+    assert parse(found.key).value in (found.value, -found.value)
 
 
 def tokens(text: str) -> list[str]:

@@ -117,11 +117,11 @@ def test_too_many_are_refused_with_how_many_there_are() -> None:
 @pytest.mark.parametrize(
     ("changes", "key", "fix"),
     [
-        ({"prompts": 598}, "modebench_prompts", "write modebench_prompts: 597 or less"),
+        ({"prompts": 598}, "modebench_prompts", "set modebench_prompts: 597 or less"),
         (
             {"test_prompts": 725},
             "modebench_test_prompts",
-            "write modebench_test_prompts: 181 and modebench_prompts: 544",
+            "set modebench_test_prompts: 181 and modebench_prompts: 544",
         ),
         ({"min_modes": 999, "max_modes": 999}, "modebench_test_prompts", "widen modebench_min_modes to modebench_max"),
     ],
@@ -154,7 +154,7 @@ def test_a_recipe_trains_and_is_evaluated_on_them(tokenizer: Any) -> None:
 
 
 def test_too_many_are_refused_where_they_are_loaded(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match=r"only 725 exist\. Fix: write modebench_prompts: 597 or less"):
+    with pytest.raises(ConfigError, match=r"only 725 exist\. Fix: set modebench_prompts: 597 or less"):
         load_prompts(arguments(modebench_prompts=9999), tokenizer)
 
 

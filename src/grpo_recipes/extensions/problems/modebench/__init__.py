@@ -1,5 +1,5 @@
-"""ModeBench: problems with several right answers, made on the spot, to see whether training keeps more than one.
+"""ModeBench: generated problems with several correct answers, to measure whether training keeps more than one of them.
 
-Read ``countdown`` and ``graph_coloring`` (the two tasks), ``dataset`` (rows, splits, right or wrong,
-which answer it is, the scores of many); ``evaluate.benchmarks`` compares. No torch.
+``countdown`` and ``graph_coloring`` are the two tasks. ``dataset`` makes rows and splits, judges completions and scores
+them. ``evaluate.benchmarks`` compares models. No torch.
 """

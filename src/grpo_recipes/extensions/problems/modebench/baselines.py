@@ -1,8 +1,8 @@
-"""Scores of ModeBench without a model: a random guesser and the best constant answer, exact without sampling.
+"""ModeBench scores without a model: a random guesser and the best constant answer, computed exactly without sampling.
+
+Print them for the test splits of the default keys:
 
     python -m grpo_recipes.extensions.problems.modebench.baselines
-
-prints them for the test splits of the default keys.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_recipes.extensions.problems.modebench import countdown, dataset, graph_coloring
-from grpo_recipes.extensions.problems.modebench.dataset import TASKS, Settings, problem_of, right_answers, summed_up
+from grpo_recipes.extensions.problems.modebench.dataset import TASKS, Settings, problem_of, right_answers, summarize
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.stats import reported_ks, score_names
 
@@ -21,13 +21,16 @@ def baselines(answers: Sequence[str], samples: int) -> dict[str, dict[str, Any]]
 
 
 def random_guesser(answers: Sequence[str], samples: int) -> dict[str, Any]:
-    """Return the mean scores over all guesses, each as likely: of orders, brackets and operators, or of colours."""
-    chances = [_chances(answer) for answer in answers]
-    estimates = {f"pass@{k}": [1 - (1 - sum(one)) ** k for one in chances] for k in reported_ks(samples)}
-    distinct = [sum(1 - (1 - chance) ** samples for chance in one) for one in chances]
-    estimates |= {f"mean@{samples}": [sum(one) for one in chances], f"distinct@{samples}": distinct}
-    estimates[f"coverage@{samples}"] = [count / len(one) for count, one in zip(distinct, chances, strict=True)]
-    return summed_up(estimates)
+    """Return the expected scores of uniform guesses: of orders, brackets and operators, or of colors."""
+    mode_chances = [_chances(answer) for answer in answers]
+    right = [sum(chances) for chances in mode_chances]
+    estimates = {f"pass@{k}": [1 - (1 - chance) ** k for chance in right] for k in reported_ks(samples)}
+    distinct = [sum(1 - (1 - chance) ** samples for chance in chances) for chances in mode_chances]
+    estimates |= {f"mean@{samples}": right, f"distinct@{samples}": distinct}
+    estimates[f"coverage@{samples}"] = [
+        count / len(chances) for count, chances in zip(distinct, mode_chances, strict=True)
+    ]
+    return summarize(estimates)
 
 
 def constant_answer(answers: Sequence[str], samples: int) -> dict[str, Any]:
@@ -39,22 +42,22 @@ def constant_answer(answers: Sequence[str], samples: int) -> dict[str, Any]:
     estimates = {f"pass@{k}": hits for k in reported_ks(samples)}
     estimates |= {f"mean@{samples}": hits, f"distinct@{samples}": hits}
     estimates[f"coverage@{samples}"] = [hit / len(texts) for hit, texts in zip(hits, right, strict=True)]
-    return {**summed_up(estimates), "answer": best}
+    return {**summarize(estimates), "answer": best}
 
 
 def _chances(answer: str) -> list[float]:
-    """Return the chance of each mode."""
+    """Return the chance of each mode for one uniform guess."""
     problem = problem_of(answer)
     if problem["task"] == "countdown":
         numbers = tuple(problem["numbers"])
-        every = countdown.written(len(numbers))
-        return [count / every for count in countdown.ways(numbers, problem["target"]).values()]
+        total = countdown.count_expressions(len(numbers))
+        return [count / total for count in countdown.count_modes(numbers, problem["target"]).values()]
     hidden = problem["partial"].count(graph_coloring.HIDDEN)
     return [float(len(graph_coloring.COLORS)) ** -hidden] * problem["modes"]
 
 
 def main(samples: int = 8) -> None:
-    """Print what both score on the test splits of the default keys, up to pass@``samples``."""
+    """Print the scores of both baselines on the test splits of the default keys, up to pass@``samples``."""
     settings = Settings.read(lambda key: catalogue()[key]["default"])
     for task in TASKS:
         answers = [row["answer"] for row in dataset.rows(task, "test", settings)]

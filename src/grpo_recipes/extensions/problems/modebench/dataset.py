@@ -1,11 +1,11 @@
-r"""The rows of ``modebench:countdown`` and ``modebench:graph_coloring``: made from their keys, the same everywhere.
+r"""Rows of ``modebench:countdown`` and ``modebench:graph_coloring``, and scores of completions.
 
-Problems are sorted, then drawn by ``random.Random(seed)``, so that no row depends on the version of Python.
-The test split comes first: it stays the same whatever ``modebench_prompts`` is, and shares no problem with training.
-
-It also judges whether a completion answers a problem and with which right answer (its mode), and scores many. The
-answer is the last ``\boxed{...}`` whose braces match; without one, a completion that is a single short line. Nothing of
-a completion is executed, and judging one takes time bounded by its length.
+* **Rows** depend only on the recipe keys, not on the machine or the version of Python: problems are sorted, then drawn
+  by ``random.Random(seed)``. The test split comes first. It does not depend on ``modebench_prompts`` and shares no
+  problem with the training split.
+* **Judging** finds the correct answer that a completion gives (its mode). The answer is the last ``\boxed{...}`` with
+  matching braces, or else a completion of a single short line. Nothing is executed, and the time is bounded by the
+  length.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from grpo_recipes.errors import config_error
 from grpo_recipes.extensions.problems.modebench import countdown, graph_coloring
 from grpo_recipes.stats import mean_with_interval
 
-VERSION = "1"  # raise it whenever anything of this package changes a row
+VERSION = "1"  # increase it with every change of this package that changes a row
 
 SCHEME = "modebench:"
 TASKS = ("modebench:countdown", "modebench:graph_coloring")
 SPLITS = ("train", "test")
 COLUMNS = ("problem", "answer", "modes")
-# Recipe keys that one task alone reads.
+# Recipe keys that only one task reads.
 TASK_KEYS = {
     "modebench:countdown": ("modebench_numbers", "modebench_largest_number"),
     "modebench:graph_coloring": ("modebench_vertices", "modebench_hidden"),
@@ -51,7 +51,7 @@ _GRAPH = (
 _BOX = r"\boxed{"
 _LONGEST_LINE = 160  # characters
 _BEFORE_ANSWER = re.compile(r"\A(?:(?:the )?(?:final )?answer(?: is)?)? ?[:=]? ?", re.IGNORECASE)
-_WRITTEN_OTHERWISE = {
+_OPERATOR_SYMBOLS = {
     r"\times": "*", "\N{MULTIPLICATION SIGN}": "*", r"\cdot": "*", "\N{MIDDLE DOT}": "*",
     r"\div": "/", "\N{DIVISION SIGN}": "/", "\N{MINUS SIGN}": "-",
 }  # fmt: skip
@@ -59,7 +59,7 @@ _WRITTEN_OTHERWISE = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The recipe keys ``modebench_*``, by their names."""
+    """The recipe keys ``modebench_*``, without the prefix."""
 
     prompts: int
     test_prompts: int
@@ -73,147 +73,147 @@ class Settings:
 
     @classmethod
     def read(cls, value: Callable[[str], Any]) -> Settings:
-        """Return the settings from the value of each key; ``value`` may be ``recipe.__getitem__``."""
+        """Read the settings with a function that returns the value of a key, for example ``recipe.__getitem__``."""
         return cls(**{name: value(f"modebench_{name}") for name in cls.__dataclass_fields__})
 
     @property
     def largest(self) -> int:
-        """Return the largest number of a countdown; by default both splits take at most 3 in 4 of its problems."""
+        """Return the largest number in countdown; with the default, both splits use at most 3/4 of all problems."""
         return self.largest_number or {3: 24, 4: 12}[self.numbers]
 
     def fingerprint(self, name: str) -> str:
-        """Return a short hash of what decides the rows of a task: both splits are the same where it is."""
+        """Return a short hash of everything that affects the rows of a task."""
         return hashlib.sha256(repr((VERSION, name, self)).encode()).hexdigest()[:16]
 
     @property
     def modes(self) -> range:
-        """Return how many right answers a problem may have."""
+        """Return the allowed numbers of correct answers of a problem."""
         return range(self.min_modes, self.max_modes + 1)
 
 
 def rows(name: str, split: str, settings: Settings) -> list[dict[str, Any]]:
-    """Return the rows of ``train`` or ``test`` of one of ``TASKS``; raise ConfigError where both splits need more.
+    """Return the rows of ``train`` or ``test`` for one of ``TASKS``; raise ConfigError if too few problems exist.
 
-    A row has ``problem`` (the prompt), ``answer`` (the problem as JSON, for ``mode_of``) and ``modes`` (how many right
-    answers there are).
+    A row has ``problem`` (the prompt), ``answer`` (the problem as JSON, for ``mode_of``) and ``modes`` (the number of
+    correct answers).
     """
-    made = _problems(name, settings)
-    chosen = made[: settings.test_prompts] if split == "test" else made[settings.test_prompts :]
-    return [{"problem": prompt, "answer": answer, "modes": modes} for prompt, answer, modes in chosen]
+    problems = _problems(name, settings)
+    split_problems = problems[: settings.test_prompts] if split == "test" else problems[settings.test_prompts :]
+    return [{"problem": prompt, "answer": answer, "modes": modes} for prompt, answer, modes in split_problems]
 
 
 @lru_cache(maxsize=8)
 def _problems(name: str, settings: Settings) -> list[tuple[str, str, int]]:
-    """Return prompt, answer and modes of the test split, then of the training split."""
-    wanted = settings.test_prompts + settings.prompts
+    """Return prompt, answer and number of modes of the test problems, then of the training problems."""
+    requested = settings.test_prompts + settings.prompts
     if name == "modebench:countdown":
-        every = countdown.puzzles(settings.numbers, settings.largest)
-        pool = [puzzle for puzzle in every if puzzle.modes in settings.modes]
+        puzzles = countdown.puzzles(settings.numbers, settings.largest)
+        pool = [puzzle for puzzle in puzzles if puzzle.modes in settings.modes]
         random.Random(settings.seed).shuffle(pool)
-        made = [countdown_row(puzzle) for puzzle in pool]
-    else:  # drawn one by one, since nobody can list them all
+        problems = [countdown_row(puzzle) for puzzle in pool]
+    else:  # drawn one by one, because there are too many to list
         shape = (settings.vertices, settings.hidden, settings.modes)
-        made = [graph_row(puzzle) for puzzle in graph_coloring.puzzles(*shape, wanted, settings.seed)]
-    found = len(made)
-    if found >= wanted:
-        return made[:wanted]
-    what = f"modebench_prompts and modebench_test_prompts ask for {wanted} problems, but only {found} exist"
-    if (left := found - settings.test_prompts) > 0:
-        fix = f"write modebench_prompts: {left} or less, or ask for easier ones"
-        raise config_error("modebench_prompts", what, fix)
-    fix = f"write modebench_test_prompts: {found // 4} and modebench_prompts: {found - found // 4}"
-    fix = fix if found > 1 else "widen modebench_min_modes to modebench_max_modes"
-    raise config_error("modebench_test_prompts", what, fix)
+        problems = [graph_row(puzzle) for puzzle in graph_coloring.puzzles(*shape, requested, settings.seed)]
+    count = len(problems)
+    if count >= requested:
+        return problems[:requested]
+    problem = f"modebench_prompts and modebench_test_prompts request {requested} problems, but only {count} exist"
+    if (remaining := count - settings.test_prompts) > 0:
+        fix = f"set modebench_prompts: {remaining} or less, or change modebench_min_modes or modebench_max_modes"
+        raise config_error("modebench_prompts", problem, fix)
+    fix = f"set modebench_test_prompts: {count // 4} and modebench_prompts: {count - count // 4}"
+    fix = fix if count > 1 else "widen modebench_min_modes to modebench_max_modes"
+    raise config_error("modebench_test_prompts", problem, fix)
 
 
 def countdown_row(puzzle: countdown.CountdownPuzzle) -> tuple[str, str, int]:
-    """Return prompt, answer and modes of a puzzle."""
+    """Return prompt, answer and number of modes of a puzzle."""
     numbers = list(puzzle.numbers)
     answer = {"task": "countdown", "numbers": numbers, "target": puzzle.target, "modes": puzzle.modes}
     return _COUNTDOWN.format(numbers=numbers, target=puzzle.target), json.dumps(answer), puzzle.modes
 
 
 def graph_row(puzzle: graph_coloring.ColoringPuzzle) -> tuple[str, str, int]:
-    """Return prompt, answer and modes of a puzzle."""
+    """Return prompt, answer and number of modes of a puzzle."""
     answer = {"task": "graph_coloring", "edges": puzzle.edges, "partial": puzzle.partial, "modes": puzzle.modes}
-    edges = ", ".join(f"({one},{other})" for one, other in puzzle.edges)
+    edges = ", ".join(f"({left},{right})" for left, right in puzzle.edges)
     hidden = puzzle.partial.count(graph_coloring.HIDDEN)
     prompt = _GRAPH.format(vertices=puzzle.vertices, edges=edges, partial=puzzle.partial, hidden=hidden)
     return prompt, json.dumps(answer), puzzle.modes
 
 
 def mode_of(text: str, answer: str) -> str | None:
-    """Return the mode that a completion answers with, None where it is wrong; ``answer`` is the problem as JSON.
+    """Return the mode that a completion gives, None if it is incorrect; ``answer`` is the problem as JSON.
 
-    Raise ValueError where ``answer`` is not a problem of ModeBench.
+    Raise ValueError if ``answer`` is not a ModeBench problem.
     """
-    problem, given = problem_of(answer), answer_in(text)
-    if given is None:
+    problem, reply = problem_of(answer), answer_in(text)
+    if reply is None:
         return None
     if problem["task"] == "graph_coloring":
-        return graph_coloring.mode(problem["edges"], problem["partial"], given)
-    for written, plain in _WRITTEN_OTHERWISE.items():
-        given = given.replace(written, plain)
-    # The answer may be an equation, either way round; several attempts in one do not count.
-    sides = [part.strip() for part in given.split("=")]
+        return graph_coloring.mode(problem["edges"], problem["partial"], reply)
+    for symbol, operator in _OPERATOR_SYMBOLS.items():
+        reply = reply.replace(symbol, operator)
+    # The answer may be an equation with the target on either side. Several attempts in one answer do not count.
+    sides = [part.strip() for part in reply.split("=")]
     if len(sides) == 2 and str(problem["target"]) in sides:
         sides.remove(str(problem["target"]))
     with contextlib.suppress(countdown.NotAnExpression):
-        found = countdown.parsed("=".join(sides))
-        right = found.numbers == tuple(sorted(problem["numbers"])) and found.value == problem["target"]
-        return found.key if right else None
+        expression = countdown.parse("=".join(sides))
+        is_right = expression.numbers == tuple(sorted(problem["numbers"])) and expression.value == problem["target"]
+        return expression.key if is_right else None
     return None
 
 
 @lru_cache(maxsize=4096)
 def problem_of(answer: str) -> dict[str, Any]:
-    """Return the problem in a row's answer; raise ValueError where there is none."""
-    wanted = {"countdown": ("numbers", "target"), "graph_coloring": ("edges", "partial")}
+    """Return the problem in a row's answer; raise ValueError if it has none."""
+    keys_of_task = {"countdown": ("numbers", "target"), "graph_coloring": ("edges", "partial")}
     with contextlib.suppress(ValueError, TypeError, LookupError):
         problem = dict(json.loads(answer))
-        if all(key in problem for key in (*wanted[problem["task"]], "modes")):
+        if all(key in problem for key in (*keys_of_task[problem["task"]], "modes")):
             return problem
     raise ValueError("the reference solution is not a problem of ModeBench")
 
 
 def is_problem(answer: str) -> bool:
-    """Return whether a reference solution is a problem of ModeBench."""
+    """Return whether a reference solution is a ModeBench problem."""
     with contextlib.suppress(ValueError):
         return bool(problem_of(answer))
     return False
 
 
 def right_answers(answer: str) -> list[str]:
-    """Return an answer for each mode of a problem, as a completion writes it in the box."""
+    """Return an answer for each mode of a problem, in the form of a completion's box."""
     problem = problem_of(answer)
     if problem["task"] == "countdown":
-        return list(countdown.ways(tuple(problem["numbers"]), problem["target"]))
+        return list(countdown.count_modes(tuple(problem["numbers"]), problem["target"]))
     return graph_coloring.completions(problem["edges"], problem["partial"])
 
 
 def wrong_answers(answer: str) -> list[str]:
-    """Return wrong answers near the right ones: other numbers, one missing, two ends of an edge alike."""
+    """Return incorrect answers close to correct ones: another or a missing number, or an edge with one color."""
     problem, right = problem_of(answer), right_answers(answer)
     if problem["task"] == "countdown":
         other = max(problem["numbers"]) + 1
         return [f"{right[0]}+{other}-{other}", f"{right[0]}+{other}", str(problem["target"]), ""]
     hidden = problem["partial"].count(graph_coloring.HIDDEN)
-    every = map("".join, product(graph_coloring.COLORS, repeat=hidden))
-    taken = set(right)
-    return [*islice((colors for colors in every if colors not in taken), 2), "4" * hidden, ""]
+    colorings = map("".join, product(graph_coloring.COLORS, repeat=hidden))
+    proper = set(right)
+    return [*islice((colors for colors in colorings if colors not in proper), 2), "4" * hidden, ""]
 
 
 def answer_in(text: str) -> str | None:
-    """Return the answer in a completion, None where there is none."""
+    """Return the answer in a completion; None if it has no answer."""
     open_braces: list[int] = []
     begin = end = -1
-    for place, character in enumerate(text):  # the box that begins last, of those whose braces match
+    for index, character in enumerate(text):  # find the last box with matching braces
         if character == "{":
-            open_braces.append(place + 1)
+            open_braces.append(index + 1)
         elif character == "}" and open_braces:
             inside = open_braces.pop()
             if inside > begin and text.endswith(_BOX, 0, inside):
-                begin, end = inside, place
+                begin, end = inside, index
     line = text.strip()
     if begin >= 0:
         return text[begin:end].strip()
@@ -223,25 +223,27 @@ def answer_in(text: str) -> str | None:
 
 
 def mode_scores(modes: Sequence[Sequence[str | None]], totals: Sequence[int]) -> dict[str, Any]:
-    """Return the scores beside ``pass@k``, each with ``_ci``, the 95 % interval over problems.
+    """Return the scores other than ``pass@k``, each with ``_ci``, the 95 % interval over problems.
 
-    ``mean@k`` is the right share of the k completions of a problem, ``distinct@k`` the number of different modes among
-    them, ``coverage@k`` that number over the modes there are, at most 1. ``modes`` (problems, k) holds the mode of each
-    completion, None where it is wrong, and ``totals`` (problems,) how many modes each problem has.
+    ``mean@k`` is the correct fraction of a problem's k completions. ``distinct@k`` is the number of different modes in
+    them. ``coverage@k`` is that number divided by the problem's number of modes, at most 1.
+
+    ``modes`` (problems, k) has the mode of each completion, None if it is incorrect, and ``totals`` (problems,) the
+    number of modes of each problem.
     """
     samples = max(len(row) for row in modes)
     distinct = [float(len({mode for mode in row if mode is not None})) for row in modes]
-    return summed_up({
+    return summarize({
         f"mean@{samples}": [sum(mode is not None for mode in row) / len(row) for row in modes],
         f"distinct@{samples}": distinct,
         f"coverage@{samples}": [min(1.0, count / total) for count, total in zip(distinct, totals, strict=True)],
     })  # fmt: skip
 
 
-def summed_up(estimates: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return mean over problems and 95 % interval of each score.
+def summarize(estimates: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return the mean over problems and the 95 % interval of each score.
 
-    ``estimates`` has (problems,) values for each name; those of ``distinct@k`` are counts up to k, the others shares.
+    ``estimates`` has (problems,) values for each name: counts up to k for ``distinct@k``, fractions for other scores.
     """
     scores: dict[str, Any] = {}
     for name, values in estimates.items():

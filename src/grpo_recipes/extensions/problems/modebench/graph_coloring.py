@@ -1,6 +1,6 @@
-"""Graph 3-colouring completion: colour the hidden vertices of a graph so that no edge has two ends of one colour.
+"""Complete the 3-coloring of a graph: color the hidden vertices so that both ends of each edge have different colors.
 
-An answer has a digit for each hidden vertex; every proper completion is a mode.
+An answer has a digit for each hidden vertex. Every proper coloring is a mode.
 """
 
 import random
@@ -10,79 +10,79 @@ from itertools import combinations
 
 COLORS = "123"
 HIDDEN = "?"
-_TRIES = 50  # graphs drawn for each that is wanted, before there seem to be no more
+_TRIES = 50  # failed draws for each wanted puzzle before giving up
 
 Edges = Sequence[Sequence[int]]  # pairs of vertices
 
 
 @dataclass(frozen=True)
 class ColoringPuzzle:
-    """One problem."""
+    """One graph with a partial coloring."""
 
-    vertices: int  # how many; they are called 1, 2, ...
+    vertices: int  # number of vertices, which are called 1, 2, ...
     edges: Edges  # pairs of vertices, the smaller first, in ascending order
-    partial: str  # a colour or ``?`` for each vertex
-    modes: int  # how many completions are proper
+    partial: str  # a color or ``?`` for each vertex
+    modes: int  # number of proper colorings
 
 
 def completions(edges: Edges, partial: str) -> list[str]:
-    """Return the colours of the hidden vertices, from left to right, in every proper completion, in ascending order."""
-    neighbours: list[list[int]] = [[] for _ in partial]
-    for one, other in edges:
-        neighbours[one - 1].append(other - 1)
-        neighbours[other - 1].append(one - 1)
+    """Return the colors of the hidden vertices, from left to right, in every proper coloring, in ascending order."""
+    neighbors: list[list[int]] = [[] for _ in partial]
+    for left, right in edges:
+        neighbors[left - 1].append(right - 1)
+        neighbors[right - 1].append(left - 1)
     hidden = [vertex for vertex, color in enumerate(partial) if color == HIDDEN]
-    if any(partial[one - 1] == partial[other - 1] != HIDDEN for one, other in edges):
+    if any(partial[left - 1] == partial[right - 1] != HIDDEN for left, right in edges):
         return []
-    return list(_filled(list(partial), hidden, neighbours))
+    return list(_complete(list(partial), hidden, neighbors))
 
 
-def _filled(colors: list[str], hidden: list[int], neighbours: list[list[int]]) -> Iterator[str]:
-    open_now = next((vertex for vertex in hidden if colors[vertex] == HIDDEN), None)
-    if open_now is None:
+def _complete(colors: list[str], hidden: list[int], neighbors: list[list[int]]) -> Iterator[str]:
+    uncolored = next((vertex for vertex in hidden if colors[vertex] == HIDDEN), None)
+    if uncolored is None:
         yield "".join(colors[vertex] for vertex in hidden)
         return
     for color in COLORS:
-        if all(colors[other] != color for other in neighbours[open_now]):
-            colors[open_now] = color
-            yield from _filled(colors, hidden, neighbours)
-    colors[open_now] = HIDDEN
+        if all(colors[neighbor] != color for neighbor in neighbors[uncolored]):
+            colors[uncolored] = color
+            yield from _complete(colors, hidden, neighbors)
+    colors[uncolored] = HIDDEN
 
 
 def mode(edges: Edges, partial: str, answer: str) -> str | None:
-    """Return the colours of all vertices if an answer is right, else None.
+    """Return the colors of all vertices if an answer is correct, else None.
 
-    An answer has a digit for each hidden vertex, or one for each vertex with the shown ones as they are.
+    An answer has a digit for each hidden vertex, or for each vertex, without changing the shown ones.
     """
     if len(answer) == partial.count(HIDDEN):
-        given = iter(answer)
-        answer = "".join(next(given) if color == HIDDEN else color for color in partial)
+        digits = iter(answer)
+        answer = "".join(next(digits) if color == HIDDEN else color for color in partial)
     if len(answer) != len(partial) or not set(answer) <= set(COLORS):
         return None
     if any(shown not in (HIDDEN, color) for shown, color in zip(partial, answer, strict=True)):
         return None
-    return None if any(answer[one - 1] == answer[other - 1] for one, other in edges) else answer
+    return None if any(answer[left - 1] == answer[right - 1] for left, right in edges) else answer
 
 
 def puzzles(vertices: int, hidden: int, modes: range, count: int, seed: int) -> list[ColoringPuzzle]:
-    """Draw different puzzles, one after the other: a larger ``count`` begins with the same ones.
+    """Draw different puzzles, one after the other: a larger ``count`` starts with the same puzzles.
 
-    A graph has between ``vertices`` and twice as many edges (or all there can be); colours of the shown vertices and
-    which are shown are drawn alike. ``modes`` is how many completions a puzzle may have. Fewer than ``count`` are
-    returned when no others are found.
+    A graph has between ``vertices`` and twice as many edges, or all possible edges. The shown vertices and their colors
+    are drawn uniformly. ``modes`` are the allowed numbers of proper colorings. The result is shorter than ``count`` if
+    no other puzzle is found.
     """
     rng = random.Random(seed)
-    possible = list(combinations(range(1, vertices + 1), 2))
-    most = min(2 * vertices, len(possible))
-    found: dict[tuple[Edges, str], ColoringPuzzle] = {}
-    missed = 0
-    while len(found) < count and missed < _TRIES * (len(found) + 100):
-        edges = tuple(sorted(rng.sample(possible, rng.randint(min(vertices, most), most))))
-        shut = rng.sample(range(vertices), hidden)
-        partial = "".join(HIDDEN if vertex in shut else rng.choice(COLORS) for vertex in range(vertices))
+    possible_edges = list(combinations(range(1, vertices + 1), 2))
+    most = min(2 * vertices, len(possible_edges))
+    drawn: dict[tuple[Edges, str], ColoringPuzzle] = {}
+    failures = 0
+    while len(drawn) < count and failures < _TRIES * (len(drawn) + 100):
+        edges = tuple(sorted(rng.sample(possible_edges, rng.randint(min(vertices, most), most))))
+        hidden_vertices = rng.sample(range(vertices), hidden)
+        partial = "".join(HIDDEN if vertex in hidden_vertices else rng.choice(COLORS) for vertex in range(vertices))
         answers = len(completions(edges, partial))
-        if answers not in modes or (edges, partial) in found:
-            missed += 1
+        if answers not in modes or (edges, partial) in drawn:
+            failures += 1
             continue
-        found[edges, partial] = ColoringPuzzle(vertices, edges, partial, answers)
-    return list(found.values())
+        drawn[edges, partial] = ColoringPuzzle(vertices, edges, partial, answers)
+    return list(drawn.values())
