@@ -338,7 +338,7 @@ SAID = {
     "grpo: --vllm_tensor_parallel_size:": (f"plan {MATH} --gpus 2 --vllm_tensor_parallel_size 2", {}),
     "grpo: --vllm_enable_sleep_mode:": (f"plan {SMOKE} --vllm_mode colocate --vllm_enable_sleep_mode", {}),
     "grpo: --weight_sync:": (f"plan {SMOKE} --weight_sync nccl", {}),
-    "grpo: --resume: there is no run": ("launch --resume last", {}),
+    "grpo: --resume: no runs found": ("launch --resume last", {}),
 }
 # Messages that need a run, a cluster or a broken machine: fixed parts of them -> the file that says them.
 WRITTEN_IN = {
@@ -400,7 +400,7 @@ def test_messages_are_what_the_code_says(
         monkeypatch.setenv(name, value)
     if "--resume" in command:
         monkeypatch.setenv("RUN_ROOT", "no-such-folder")
-        message = message.replace("no run in runs", "no run in no-such-folder")
+        message = message.replace("no runs found in runs", "no runs found in no-such-folder")
 
     assert cli.main(command.split()) == errors.EXIT_CONFIG_ERROR
 
