@@ -24,14 +24,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {name: part["found"] for name, part in record.items() if isinstance(part, dict) and "found" in part}
 
 
-def test_no_part_fails_and_gradients_are_those_of_trl(found) -> None:
-    assert all("failed" not in found[part] for part in ("gradients", "memory", "updates", "lognormal", "equal"))
-    apart = [one for loss in found["gradients"]["float32"].values() for one in loss.values()]
+def test_no_part_fails_and_gradients_are_those_of_trl(record) -> None:
+    assert all("failed" not in record[part] for part in ("gradients", "memory", "updates", "lognormal", "equal"))
+    apart = [norm for loss in record["gradients"]["float32"].values() for norm in loss.values()]
     assert len(apart) == 9 and max(apart) < 1e-5
-    assert found["updates"]["bfloat16"] < 0.2 and found["updates"]["float32"] > 0.8
+    assert record["updates"]["bfloat16"] < 0.2 and record["updates"]["float32"] > 0.8
 
 
-def test_the_estimate_is_that_of_the_micro_batch(found) -> None:
-    held = {arm: one["estimated"] for arm, one in found["memory"]["equal"].items()}
-    half, whole, theirs = (held[arm]["activations"] for arm in ("ours, half of the micro-batch", "ours", "bare TRL"))
-    assert half < whole == theirs
+def test_the_estimate_is_that_of_the_micro_batch(record) -> None:
+    estimates = {arm: figures["estimated"] for arm, figures in record["memory"]["equal"].items()}
+    arms = ("ours, half of the micro-batch", "ours", "bare TRL")
+    half, whole, bare_trl = (estimates[arm]["activations"] for arm in arms)
+    assert half < whole == bare_trl

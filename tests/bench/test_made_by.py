@@ -38,10 +38,10 @@ def test_a_record_of_code_without_a_commit_is_refused(made_by: ModuleType, capfd
     (made_by.home() / changed).write_text("2\n")
     with pytest.raises(SystemExit, match="2"):
         made_by.begin(made_by.home() / "bench/results/new.json")
-    said = capfd.readouterr().err
-    assert said.startswith("script.py: bench/results/new.json: ")
+    errors = capfd.readouterr().err
+    assert errors.startswith("script.py: bench/results/new.json: ")
     why = "is not committed, so that the record could not name the code that ran"
-    assert said.endswith(f"{changed} {why}; commit or remove it, or write elsewhere with --out\n")
+    assert errors.endswith(f"{changed} {why}; commit or remove it, or write elsewhere with --out\n")
 
 
 def test_a_record_of_the_study_needs_a_commit_too(made_by: ModuleType, capfd) -> None:

@@ -19,8 +19,8 @@ def figure() -> Iterator[ModuleType]:
 
 
 def runs(task: str, overlap: bool, *rewards: list[float]) -> list[dict[str, Any]]:
-    found = {"part": "curves", "task": task, "overlap": overlap}
-    return [{**found, "seed": seed, "reward": one} for seed, one in enumerate(rewards)]
+    row = {"part": "curves", "task": task, "overlap": overlap}
+    return [{**row, "seed": seed, "reward": reward} for seed, reward in enumerate(rewards)]
 
 
 def record() -> list[dict[str, Any]]:

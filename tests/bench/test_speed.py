@@ -25,10 +25,10 @@ def speed() -> Iterator[ModuleType]:
 
 
 def test_a_ratio_is_of_neighbouring_steps(speed: ModuleType) -> None:
-    theirs = [1.0, 10.0, 2.0, 4.0]
-    assert speed.ratio([0.5 * one for one in theirs], theirs) == {"median": 0.5, "low": 0.5, "high": 0.5}
-    found = speed.ratio([float(one) for one in range(1, 101)], [1.0] * 100)
-    assert found == {"median": 50.5, "low": 41.0, "high": 60.0}
+    seconds = [1.0, 10.0, 2.0, 4.0]
+    assert speed.ratio([0.5 * value for value in seconds], seconds) == {"median": 0.5, "low": 0.5, "high": 0.5}
+    interval = speed.ratio([float(number) for number in range(1, 101)], [1.0] * 100)
+    assert interval == {"median": 50.5, "low": 41.0, "high": 60.0}
 
 
 def test_lengths_are_those_that_the_page_tells(speed: ModuleType) -> None:
@@ -41,25 +41,25 @@ def test_lengths_are_those_that_the_page_tells(speed: ModuleType) -> None:
 
 
 def test_each_key_of_an_arm_is_a_recipe_key(speed: ModuleType) -> None:
-    known = {one.name for one in fields(GRPOConfig)}
+    known = {entry.name for entry in fields(GRPOConfig)}
     for arms in (speed.ARMS, speed.ADDED, speed.OVERLAP, speed.MAXENT):
         assert {key for keys in arms.values() for key in keys or {}} <= known
 
 
-def arm(ratio: float, **more: Any) -> dict[str, Any]:
+def arm(ratio: float, **figures: Any) -> dict[str, Any]:
     return {
         "ratio": {"median": ratio, "low": ratio - 0.05, "high": ratio + 0.1}, "seconds_median": 2.0,
-        "fed_per_real_token": 1.1, "seconds": [2.0] * 3, **more,
+        "fed_per_real_token": 1.1, "seconds": [2.0] * 3, **figures,
     }  # fmt: skip
 
 
-def part(found: dict[str, Any]) -> dict[str, Any]:
-    return {"found": found, "load_before": [0.1, 0.1, 0.1], "commit": "a" * 40, "uncommitted_changes": False}
+def part(findings: dict[str, Any]) -> dict[str, Any]:
+    return {"found": findings, "load_before": [0.1, 0.1, 0.1], "commit": "a" * 40, "uncommitted_changes": False}
 
 
 def record(**parts: dict[str, Any]) -> dict[str, Any]:
     arms = {"bare TRL": arm(1.0), "bare TRL again": arm(1.01), "ours": arm(0.4)}
-    return {name: part(found) for name, found in ({"update": {"lognormal": arms}} | parts).items()}
+    return {name: part(findings) for name, findings in ({"update": {"lognormal": arms}} | parts).items()}
 
 
 def of_class(drawn: str, kind: str) -> list[str]:
@@ -68,7 +68,7 @@ def of_class(drawn: str, kind: str) -> list[str]:
 
 
 def words(drawn: str) -> list[str]:
-    return [found.text or "" for found in ElementTree.fromstring(drawn).iter(f"{SVG}text")]
+    return [node.text or "" for node in ElementTree.fromstring(drawn).iter(f"{SVG}text")]
 
 
 def test_the_figure_has_each_ratio_with_its_interval_and_its_goal(speed: ModuleType) -> None:
@@ -87,18 +87,18 @@ def test_the_figure_has_each_ratio_with_its_interval_and_its_goal(speed: ModuleT
 
 def test_growth_is_drawn_once_it_is_recorded(speed: ModuleType) -> None:
     figure = importlib.import_module("speed_figure")
-    cases = {what: [str(getattr(shape, what)) for shape in several] for what, several in speed.GROWTH.items()}
-    ratios = {what: {case: 0.3 + 0.1 * place for place, case in enumerate(found)} for what, found in cases.items()}
+    cases = {name: [str(getattr(shape, name)) for shape in shapes] for name, shapes in speed.GROWTH.items()}
+    ratios = {name: {case: 0.3 + 0.1 * index for index, case in enumerate(labels)} for name, labels in cases.items()}
     growth = {
-        what: {case: {"bare TRL": arm(1.0), "ours": arm(one)} for case, one in found.items()}
-        for what, found in ratios.items()
+        parameter: {case: {"bare TRL": arm(1.0), "ours": arm(value)} for case, value in values.items()}
+        for parameter, values in ratios.items()
     }
     drawn = figure.figure(record(growth=growth))
-    assert set(words(drawn)) > {*figure.GROWTH.values(), *(case for found in cases.values() for case in found)}
+    assert set(words(drawn)) > {*figure.GROWTH.values(), *(case for labels in cases.values() for case in labels)}
     points = of_class(drawn, "c1 point")[2:]  # a path for each frame
     up = [[float(point.split()[1].removesuffix("h0")) for point in path.split("M")[1:]] for path in points]
     assert [len(frame) for frame in up] == [3, 3, 2]
-    heights = [[figure.GROWTH_HEIGHT * (1 - one / 1.5) for one in found.values()] for found in ratios.values()]
+    heights = [[figure.GROWTH_HEIGHT * (1 - value / 1.5) for value in values.values()] for values in ratios.values()]
     assert up == [pytest.approx(frame, abs=0.1) for frame in heights]
 
 
@@ -110,12 +110,12 @@ def test_the_page_shows_every_part_of_a_record(speed: ModuleType) -> None:
         "check": {"seconds": [0.4], "cpu": [0.3]}, "plan": {"seconds": [0.5], "cpu": [0.4]},
         "launch": [{"step 1": 20.04}],
     }  # fmt: skip
-    found = page.tables(record(step=step, growth=growth, commands=commands))
-    assert found.startswith(f"\n{page.FIGURE}\n")
-    assert "| lognormal | ours | 0.40 | 0.35\u00a0to\u00a00.50 | 0.50 | 2.00 | 1.10 |\n" in f"{found}\n"
-    assert "| lognormal, 8 x 16 | ours | 0.60 | 0.55\u00a0to\u00a00.70 | 0.60 | 2.00 | 1.10 | 0.75 |\n" in found
-    assert "| prompts 2 | ours | 0.55 | 0.50\u00a0to\u00a00.65 |  | 2.00 | 1.10 |\n" in found
-    assert "| `grpo launch` to its first step | 20.0 | | 25 |" in found
+    tables = page.tables(record(step=step, growth=growth, commands=commands))
+    assert tables.startswith(f"\n{page.FIGURE}\n")
+    assert "| lognormal | ours | 0.40 | 0.35\u00a0to\u00a00.50 | 0.50 | 2.00 | 1.10 |\n" in f"{tables}\n"
+    assert "| lognormal, 8 x 16 | ours | 0.60 | 0.55\u00a0to\u00a00.70 | 0.60 | 2.00 | 1.10 | 0.75 |\n" in tables
+    assert "| prompts 2 | ours | 0.55 | 0.50\u00a0to\u00a00.65 |  | 2.00 | 1.10 |\n" in tables
+    assert "| `grpo launch` to its first step | 20.0 | | 25 |" in tables
 
 
 def test_sampling_is_clocked_also_where_it_fails(speed: ModuleType) -> None:
@@ -123,4 +123,4 @@ def test_sampling_is_clocked_also_where_it_fails(speed: ModuleType) -> None:
     assert speed._clocked(seconds, max, 2, 3) == 3
     with pytest.raises(ZeroDivisionError):
         speed._clocked(seconds, lambda: 1 / 0)
-    assert len(seconds) == 2 and all(0 <= one < 1 for one in seconds)
+    assert len(seconds) == 2 and all(0 <= second < 1 for second in seconds)

@@ -36,23 +36,23 @@ def case(weights: int, moved: int, pss: tuple[int, int], *rounds: tuple[float, f
 def test_a_ratio_is_that_of_one_round_and_memory_is_beyond_the_idle_pair(bench):
     idle = case(10, 10, (100, 200), (1, 1, 1))
     large = case(110, 55, (160, 250), (1, 2, 1.5), (10, 40, 30), (2, 6, 4))
-    found = bench.figures({"1B": {"file": large}, "1M": {"file": idle}})
-    assert list(found) == ["1M", "1B"]
-    assert found["1B"]["file"] == {
+    figures = bench.figures({"1B": {"file": large}, "1M": {"file": idle}})
+    assert list(figures) == ["1M", "1B"]
+    assert figures["1B"]["file"] == {
         "sync to copy": 3,
         "sync without guard to copy": 2,
         "moved to weights": 0.5,
         "pss to weights": 1.1,
         "peak to weights": 2.2,
     }
-    assert "pss to weights" not in found["1M"]["file"]
+    assert "pss to weights" not in figures["1M"]["file"]
 
 
 def test_a_ratio_is_to_the_mean_of_the_copies_before_and_after(bench):
-    one = case(10, 10, (100, 200), (1, 6, 3))
-    one["rounds"][0]["copy after"] = 3
-    found = bench.figures({"1M": {"file": one}})["1M"]["file"]
-    assert (found["sync to copy"], found["sync without guard to copy"]) == (3, 1.5)
+    single_case = case(10, 10, (100, 200), (1, 6, 3))
+    single_case["rounds"][0]["copy after"] = 3
+    figures = bench.figures({"1M": {"file": single_case}})["1M"]["file"]
+    assert (figures["sync to copy"], figures["sync without guard to copy"]) == (3, 1.5)
 
 
 def test_the_sync_of_a_round_is_between_two_copies(bench, tmp_path, monkeypatch):
@@ -69,17 +69,17 @@ def test_the_sync_of_a_round_is_between_two_copies(bench, tmp_path, monkeypatch)
 
 
 def test_memory_is_that_of_living_processes(bench):
-    own, held, size = [os.getpid()], bench.pss([os.getpid()]), 64 << 20
-    with mmap.mmap(-1, size) as kept:  # not from the heap, which may have as much left of earlier tests
-        kept.write(b"1" * size)
-        assert bench.pss(own) - held > 0.9 * size and bench.peak(own) >= bench.pss(own)
+    pids, before, size = [os.getpid()], bench.pss([os.getpid()]), 64 << 20
+    with mmap.mmap(-1, size) as memory:  # not from the heap, which may have as much left of earlier tests
+        memory.write(b"1" * size)
+        assert bench.pss(pids) - before > 0.9 * size and bench.peak(pids) >= bench.pss(pids)
 
 
 def test_the_plain_copy_has_every_byte(bench, tmp_path):
     model = torch.nn.Linear(3, 5).to(torch.bfloat16)
     (tmp_path / "copy").write_bytes(b"an older one")
     bench.plain_copy(model, tmp_path / "copy")
-    parts = [one.detach().view(-1).view(torch.uint8).numpy().tobytes() for one in model.parameters()]
+    parts = [parameter.detach().view(-1).view(torch.uint8).numpy().tobytes() for parameter in model.parameters()]
     assert (tmp_path / "copy").read_bytes() == b"".join(parts)
 
 

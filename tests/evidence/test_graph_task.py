@@ -27,23 +27,23 @@ def test_no_graph_and_no_prompt_is_in_two_parts(bench: ModuleType) -> None:
     parts = bench.split(0)
     assert (len(parts.trained), len(parts.held_out)) == (24, 24) and len(parts.others) > 3800
     every = [*parts.trained, *parts.held_out, *parts.others]
-    assert len({bench.prompt(one) for one in every}) == len(every)
-    assert len({repr(problem_of(one)["edges"]) for one in every}) == len(every)
-    assert all(4 <= len(right_answers(one)) <= 12 for one in every)
+    assert len({bench.prompt(problem) for problem in every}) == len(every)
+    assert len({repr(problem_of(problem)["edges"]) for problem in every}) == len(every)
+    assert all(4 <= len(right_answers(problem)) <= 12 for problem in every)
 
 
 def test_a_draw_is_the_same_each_time_and_changes_every_part(bench: ModuleType) -> None:
-    one, other = bench.split(0), bench.split(1)
+    first, second = bench.split(0), bench.split(1)
     bench.split.cache_clear()
-    assert bench.split(0) == one
-    assert not {*one.trained, *one.held_out} & {*other.trained, *other.held_out}
-    assert len({*one.others} & {*other.others}) < 100
+    assert bench.split(0) == first
+    assert not {*first.trained, *first.held_out} & {*second.trained, *second.held_out}
+    assert len({*first.others} & {*second.others}) < 100
 
 
 def test_the_prompt_says_all_that_the_answer_needs(bench: ModuleType) -> None:
     for problem in bench.split(0).trained:
         text = bench.prompt(problem)
-        shown, before = [[int(one, 16) for one in text[start::2]] for start in (0, 1)]
+        shown, before = [[int(digit, 16) for digit in text[start::2]] for start in (0, 1)]
         fitting = [
             answer
             for answer in bench.ANSWERS
@@ -55,7 +55,7 @@ def test_the_prompt_says_all_that_the_answer_needs(bench: ModuleType) -> None:
 
 def test_metrics_are_those_of_many_samples_of_a_fixed_table(bench: ModuleType) -> None:
     table, end = [[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.4, 0.5, 0.1], [0.2, 0.6, 0.2], [0.3, 0.3, 0.4]], 0.9
-    problem = max(bench.split(0).trained, key=lambda one: len(right_answers(one)))
+    problem = max(bench.split(0).trained, key=lambda candidate: len(right_answers(candidate)))
     chances = {
         text: end * math.prod(row[int(color) - 1] for row, color in zip(table, text, strict=True))
         for text in bench.ANSWERS
@@ -64,12 +64,12 @@ def test_metrics_are_those_of_many_samples_of_a_fixed_table(bench: ModuleType) -
     right = [text for text, reward in zip(chances, rewards, strict=True) if reward]
     rng = random.Random(0)
     draws = [rng.choices([*chances, "cut"], [*chances.values(), 1 - end], k=8) for _ in range(20000)]
-    found = [collections.Counter(text for text in draw if text in right) for draw in draws]
+    counts = [collections.Counter(text for text in draw if text in right) for draw in draws]
     scores = bench.Measure([problem])(_Table(bench, table, end))
     assert scores["mean@8"] == pytest.approx(math.fsum(chances[text] for text in right), abs=1e-12)
-    assert scores["mean@8"] == pytest.approx(sum(one.total() for one in found) / 8 / len(found), abs=0.003)
-    assert scores["pass@8"] == pytest.approx(sum(map(bool, found)) / len(found), abs=0.01)
-    assert scores["distinct@8"] == pytest.approx(sum(map(len, found)) / len(found), abs=0.02)
+    assert scores["mean@8"] == pytest.approx(sum(count.total() for count in counts) / 8 / len(counts), abs=0.003)
+    assert scores["pass@8"] == pytest.approx(sum(map(bool, counts)) / len(counts), abs=0.01)
+    assert scores["distinct@8"] == pytest.approx(sum(map(len, counts)) / len(counts), abs=0.02)
     assert scores["coverage@8"] == pytest.approx(scores["distinct@8"] / len(right))
     of_right = [chances[text] / scores["mean@8"] for text in right]
     assert scores["modes"] == pytest.approx(math.exp(-sum(share * math.log(share) for share in of_right)))
@@ -99,7 +99,7 @@ def test_the_right_share_is_what_a_model_samples_and_the_reward_takes(bench: Mod
     model = bench.smoke.build_model(tokenizer)
     parts, plan = bench.split(0), bench.Pretraining(steps=25, batch=64)
     bench.pretrain(model, tokenizer, parts.others[:200], plan)
-    problem = max(parts.trained, key=lambda one: len(right_answers(one)))
+    problem = max(parts.trained, key=lambda candidate: len(right_answers(candidate)))
     prompt = bench.encoded([(problem, "11111")])[:, :-6]
     sampled = model.generate(prompt, do_sample=True, max_new_tokens=6, num_return_sequences=3000, top_k=0)
     texts = tokenizer.batch_decode(sampled[:, prompt.shape[1] :], skip_special_tokens=True)
@@ -127,12 +127,12 @@ def test_guessers(bench: ModuleType) -> None:
     right, partial = right_answers(problem), problem_of(problem)["partial"]
     rng, hits = random.Random(0), 0
     near = {vertex: set() for vertex, color in enumerate(partial, 1) if color == "?"}
-    for one, other in problem_of(problem)["edges"]:
-        for vertex, neighbour in ((one, other), (other, one)):
+    for first, second in problem_of(problem)["edges"]:
+        for vertex, neighbor in ((first, second), (second, first)):
             if vertex in near:
-                near[vertex].add(partial[neighbour - 1])
+                near[vertex].add(partial[neighbor - 1])
     for _ in range(20000):
-        hits += "".join(rng.choice(sorted(set("123") - taken)) for taken in near.values()) in right
+        hits += "".join(rng.choice(sorted(set("123") - colors)) for colors in near.values()) in right
     assert scores["colours that no shown neighbour has"]["mean@8"] == pytest.approx(hits / 20000, abs=0.015)
     assert scores["uniform over all answers"]["mean@8"] == pytest.approx(len(right) / 243)
     assert scores["best constant"]["mean@8"] == 1 and scores["best constant"]["modes"] == 1
@@ -144,15 +144,16 @@ def test_guessers(bench: ModuleType) -> None:
 def test_the_model_is_made_once_and_depends_on_draw_and_plan(bench: ModuleType, tmp_path: Path) -> None:
     plan = bench.Pretraining(steps=2, batch=4)
     task = bench.graph(tmp_path / "one", 0, plan)
-    again = bench.graph(tmp_path / "other", 0, plan)
-    assert task.model.name == again.model.name and torch.equal(_weights(task.model), _weights(again.model))
-    made = task.model.stat().st_mtime_ns
-    assert bench.graph(tmp_path / "one", 0, plan).model.stat().st_mtime_ns == made
+    repeated = bench.graph(tmp_path / "other", 0, plan)
+    assert task.model.name == repeated.model.name and torch.equal(_weights(task.model), _weights(repeated.model))
+    modified = task.model.stat().st_mtime_ns
+    assert bench.graph(tmp_path / "one", 0, plan).model.stat().st_mtime_ns == modified
     longer = bench.Pretraining(steps=3, batch=4)
-    others = [bench.pretrained(tmp_path / "one", *changed) for changed in ((1, plan), (0, longer))]
-    assert all(not torch.equal(_weights(task.model), _weights(one)) for one in others)
+    changed_models = [bench.pretrained(tmp_path / "one", *changed) for changed in ((1, plan), (0, longer))]
+    assert all(not torch.equal(_weights(task.model), _weights(model)) for model in changed_models)
     assert list(task.dataset["answer"]) == list(bench.split(0).trained)
-    assert task.reward([[{"content": right_answers(one)[0]}] for one in task.dataset["answer"]], task.dataset["answer"])
+    completions = [[{"content": right_answers(answer)[0]}] for answer in task.dataset["answer"]]
+    assert task.reward(completions, task.dataset["answer"])
     model = AutoModelForCausalLM.from_pretrained(task.model)
     assert {name: 0 < part(model)["pass@8"] < 0.5 for name, part in task.parts.items()} == {
         "trained on": True, "held out": True
@@ -160,4 +161,4 @@ def test_the_model_is_made_once_and_depends_on_draw_and_plan(bench: ModuleType, 
 
 
 def _weights(folder: Path) -> torch.Tensor:
-    return torch.cat([one.flatten() for one in AutoModelForCausalLM.from_pretrained(folder).parameters()])
+    return torch.cat([parameter.flatten() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters()])

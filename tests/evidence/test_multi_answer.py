@@ -35,11 +35,12 @@ def test_equations_have_several_answers_and_every_draw_splits_them_anew(task: Mo
     for draw in range(8):
         parts = task.split(draw)
         assert [len(parts[part]) for part in ("trained on", "held out", "never seen")] == [16, 5, 5]
-        assert len({one for some in parts.values() for one in some}) == 26
-        for one in parts["trained on"]:
-            assert 4 <= len(one.solutions) <= 10
-            assert all(eval(f"{text[0]}{'+' if one.sign > 0 else '-'}{text[1]}") == one.n for text in one.solutions)
-            assert math.isclose(sum(one.shares(draw)), 1.0) and max(one.shares(draw)) > 3 * min(one.shares(draw))
+        assert len({equation for some in parts.values() for equation in some}) == 26
+        for equation in parts["trained on"]:
+            assert 4 <= len(equation.solutions) <= 10
+            sign, shares = "+" if equation.sign > 0 else "-", equation.shares(draw)
+            assert all(eval(f"{text[0]}{sign}{text[1]}") == equation.n for text in equation.solutions)
+            assert math.isclose(sum(shares), 1.0) and max(shares) > 3 * min(shares)
     assert len({task.split(draw)["trained on"] for draw in range(8)}) == 8
     assert task.split(0)["held out"][0].shares(0) != task.split(0)["held out"][0].shares(1)
 
@@ -58,12 +59,12 @@ def test_metrics_are_the_expectation_over_8_samples(task: ModuleType) -> None:
     chances = {"a": 0.3, "b": 0.1, "wrong": 0.6}
     expected = dict.fromkeys(("mean@8", "pass@8", "distinct@8", "coverage@8"), 0.0)
     for draw in itertools.product(chances, repeat=8):
-        found = [answer for answer in draw if answer != "wrong"]
+        right = [answer for answer in draw if answer != "wrong"]
         chance = math.prod(chances[answer] for answer in draw)
-        expected["mean@8"] += chance * len(found) / 8
-        expected["pass@8"] += chance * bool(found)
-        expected["distinct@8"] += chance * len(set(found))
-        expected["coverage@8"] += chance * len(set(found)) / 2
+        expected["mean@8"] += chance * len(right) / 8
+        expected["pass@8"] += chance * bool(right)
+        expected["distinct@8"] += chance * len(set(right))
+        expected["coverage@8"] += chance * len(set(right)) / 2
     scores = task.scores([0.3, 0.1])
     assert {name: scores[name] for name in expected} == pytest.approx(expected)
     assert scores["modes"] == pytest.approx(math.exp(-0.75 * math.log(0.75) - 0.25 * math.log(0.25)))
@@ -76,15 +77,15 @@ def test_measured_mass_is_what_the_model_samples(task: ModuleType, tokens: int) 
     torch.manual_seed(0)
     tokenizer = task.smoke.build_tokenizer()
     model = task.smoke.build_model(tokenizer)
-    one = task.split(0)["trained on"][0]
+    equation = task.split(0)["trained on"][0]
     task._pretrain(model, tokenizer, task.Pretraining(steps=20 * (tokens - 2)), 0, tokens)
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": one.prompt}], add_generation_prompt=True)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": equation.prompt}], add_generation_prompt=True)
     prompt = torch.tensor([chat["input_ids"]])
     sampled = model.generate(prompt, do_sample=True, max_new_tokens=tokens, num_return_sequences=4000, top_k=0)
     texts = tokenizer.batch_decode(sampled[:, prompt.shape[1] :])
     end = "." * (tokens - 3) + task.smoke.END
-    share = sum(text[2:] == end and one.solved_by(text[:2]) for text in texts) / len(texts)
-    mass = task.Measure((one,), tokens)(model)["mean@8"]
+    share = sum(text[2:] == end and equation.solved_by(text[:2]) for text in texts) / len(texts)
+    mass = task.Measure((equation,), tokens)(model)["mean@8"]
     assert 0.005 < mass == pytest.approx(share, abs=4 * math.sqrt(mass / len(texts)))
 
 
@@ -92,8 +93,8 @@ def test_every_arm_is_tuned_with_as_many_settings(bench: ModuleType) -> None:
     grids = bench.grids()
     assert set(grids) == {bench.GRPO, *bench.report.BASELINES, bench.ENTROPY, *bench.report.CANDIDATES}
     for settings in grids.values():
-        assert len({json.dumps(one) for one in settings}) == 18
-        assert len({one["learning_rate"] for one in settings}) > 1
+        assert len({json.dumps(setting) for setting in settings}) == 18
+        assert len({setting["learning_rate"] for setting in settings}) > 1
     assert len(list(bench.tuning())) == 18 * len(grids) * 3
 
 
@@ -104,9 +105,9 @@ def row(arm: str, curve: list[float], coverage: list[float], draw: int = 3, seed
 
 
 def test_runs_are_read_where_their_reward_reaches_the_level(bench: ModuleType) -> None:
-    one = row("GRPO", [0.4, 0.6, 0.8, 0.6, 0.9], [0.5, 0.4, 0.2, 0.9, 0.9])
-    assert bench.report.at_level(one, "trained on", "coverage@8") == pytest.approx(0.3)
-    assert bench.report.step_of_level(one) == pytest.approx(15)
+    run = row("GRPO", [0.4, 0.6, 0.8, 0.6, 0.9], [0.5, 0.4, 0.2, 0.9, 0.9])
+    assert bench.report.at_level(run, "trained on", "coverage@8") == pytest.approx(0.3)
+    assert bench.report.step_of_level(run) == pytest.approx(15)
     never = row("GRPO", [0.4, 0.6], [0.5, 0.4])
     assert bench.report.at_level(never, "trained on", "coverage@8") == 0
     assert bench.report.at_level(never, "never seen", "pass@8") == 0.4
@@ -157,7 +158,7 @@ def test_an_objective_earns_the_default_only_where_it_beats_both_baselines(bench
 def test_a_default_is_what_both_reports_give(bench: ModuleType) -> None:
     listwise, tempered = bench.report.CANDIDATES
     ends = {**BASE, listwise: noise, tempered: noise}
-    reports = [arms(ends | more) for more in ({}, {listwise: better}, {tempered: better})]
+    reports = [arms(ends | changes) for changes in ({}, {listwise: better}, {tempered: better})]
     nothing, first, second = bench.report.given_by(reports)
     assert (nothing, first, second) == (None, listwise, tempered)
     assert bench.report.settled([first, first]) == listwise
@@ -168,7 +169,7 @@ def test_a_default_is_what_both_reports_give(bench: ModuleType) -> None:
 
 def test_readme_says_what_the_recorded_reports_settle(bench: ModuleType) -> None:
     recorded = [bench.report.rows_of(part) for part in bench.report.REPORTS]
-    first, second = ({one["machine"]["cpu"] for one in rows} for rows in recorded)
+    first, second = ({record["machine"]["cpu"] for record in rows} for rows in recorded)
     assert not first & second and recorded[0][0]["known_by"] == recorded[1][0]["known_by"]
     assert bench.report.settled(bench.report.given_by(recorded)) is None
     told = (Path(__file__).parents[2] / "README.md").read_text()
@@ -178,9 +179,9 @@ def test_readme_says_what_the_recorded_reports_settle(bench: ModuleType) -> None
 def test_more_coverage_at_the_price_of_what_was_never_seen_is_no_default(bench: ModuleType) -> None:
     listwise, tempered = bench.report.CANDIDATES
     rows = arms({**BASE, listwise: lambda draw, seed: 0.6, tempered: BASE["MaxRL"]})
-    for one in rows:
-        if one["arm"] == listwise:
-            one["curve"]["never seen"] = {"pass@8": [0.1, 0.1]}
+    for record in rows:
+        if record["arm"] == listwise:
+            record["curve"]["never seen"] = {"pass@8": [0.1, 0.1]}
     assert bench.report.verdict(bench.report.contrasts(rows)) is None
 
 
@@ -201,14 +202,14 @@ def test_contrasts_are_corrected_in_holms_order(bench: ModuleType) -> None:
     listwise, tempered = report.CANDIDATES
     near = lambda draw, seed: BASE["MaxRL"](draw, seed) + seed / 90 - 0.03  # noqa: E731
     rows = arms({**BASE, listwise: lambda draw, seed: 0.9 + seed / 100, tempered: near})
-    found = report.contrasts(rows)
-    for place, one in enumerate(found):
-        at = partial(report._at, report.PRIMARY[one["measure"]])
-        difference = report.values_of(rows, one["arm"], at) - report.values_of(rows, one["minus"], at)
-        expected = report.interval(difference, 0.05 / (6 - place))
-        assert {name: one[name] for name in expected} == expected, place
-        assert place == 5 or expected != report.interval(difference), "wider than without the correction"
-    assert found[0]["clear"] and not found[-1]["clear"]
+    contrasts = report.contrasts(rows)
+    for index, contrast in enumerate(contrasts):
+        at = partial(report._at, report.PRIMARY[contrast["measure"]])
+        difference = report.values_of(rows, contrast["arm"], at) - report.values_of(rows, contrast["minus"], at)
+        expected = report.interval(difference, 0.05 / (6 - index))
+        assert {name: contrast[name] for name in expected} == expected, index
+        assert index == 5 or expected != report.interval(difference), "wider than without the correction"
+    assert contrasts[0]["clear"] and not contrasts[-1]["clear"]
 
 
 def test_what_is_clear_of_0_at_5_percent_alone_is_not_clear_among_six(bench: ModuleType) -> None:
@@ -224,7 +225,8 @@ def test_what_is_clear_of_0_at_5_percent_alone_is_not_clear_among_six(bench: Mod
         name: lambda draw, seed: BASE["MaxRL"](draw, seed) + small[draw - 3, seed],
         "tempered": BASE["MaxRL"],
     }
-    of = next(one for one in report.contrasts(arms(ends)) if (one["arm"], one["minus"]) == (name, "MaxRL"))
+    contrasts = {(row["arm"], row["minus"]): row for row in report.contrasts(arms(ends))}
+    of = contrasts[name, "MaxRL"]
     assert not of["clear"]
 
 
@@ -233,7 +235,8 @@ def test_five_draws_that_differ_are_no_evidence_though_a_bootstrap_of_them_is_cl
     name = report.CANDIDATES[0]
     of_draw = {3: 0.01, 4: 0.3, 5: 0.02, 6: 0.01, 7: 0.25}
     ends = {**BASE, name: lambda draw, seed: BASE["MaxRL"](draw, seed) + of_draw[draw], "tempered": BASE["MaxRL"]}
-    of = next(one for one in report.contrasts(arms(ends)) if (one["arm"], one["minus"]) == (name, "MaxRL"))
+    contrasts = {(row["arm"], row["minus"]): row for row in report.contrasts(arms(ends))}
+    of = contrasts[name, "MaxRL"]
     assert of["low"] > 0 > of["t_low"] and not of["clear"]
     assert [round(report.t_quantile(1 - 0.025 / k), 3) for k in (1, 6)] == [2.776, 4.851]
 
@@ -283,10 +286,11 @@ def test_each_part_in_small_and_where_it_was_stopped(
         )
         bench.main()
     rows = bench.report.read(out)
-    assert [one["known_by"] for one in rows] == [list(job.known_by) for job in itertools.islice(bench.PARTS[part](), 2)]
-    for one in rows:
-        assert one["curve"]["steps"] == [0, 2] and one["commit"] and one["cpu_seconds"] > 0
-        assert all(len(values) == 2 for values in one["curve"]["trained on"].values())
+    jobs = itertools.islice(bench.PARTS[part](), 2)
+    assert [record["known_by"] for record in rows] == [list(job.known_by) for job in jobs]
+    for record in rows:
+        assert record["curve"]["steps"] == [0, 2] and record["commit"] and record["cpu_seconds"] > 0
+        assert all(len(values) == 2 for values in record["curve"]["trained on"].values())
 
 
 @pytest.mark.slow
@@ -313,8 +317,8 @@ def test_a_table_waits_for_all_runs_of_the_protocol(bench: ModuleType, monkeypat
     tuned = [row(arm, [0.4, 0.8], [0.5, 0.5], **keys) for arm, some in bench.grids().items() for keys in some]
     report = bench.report
     monkeypatch.setattr(report, "rows_of", lambda _: 3 * tuned)
-    made = {part: len(list(jobs())) for part, jobs in bench.PARTS.items()}
-    assert made | {"replication": made["report"]} == report.RUNS
+    counts = {part: len(list(jobs())) for part, jobs in bench.PARTS.items()}
+    assert counts | {"replication": counts["report"]} == report.RUNS
     monkeypatch.setattr(report, "rows_of", lambda _: tuned)
     assert (
         report.TABLES["tuning"]() == "*108 of 324 runs are recorded so far; the table follows with the last of them.*"
@@ -333,10 +337,10 @@ def test_every_table_and_figure_is_made_from_rows_such_as_the_runs_leave(
     metrics = {"mean@8": [0.4, 0.8], "pass@8": [0.9, 1.0], "coverage@8": [0.5, 0.3], "modes": [4.0, 2.0]}
 
     def made(part: str) -> list[dict]:
-        found = []
+        lines = []
         for job in bench.PARTS[part]():
             curve = {"steps": [0, 80], **{place: metrics for place in parts}}
-            found.append(
+            lines.append(
                 {
                     "arm": job.arm,
                     "keys": job.keys,
@@ -347,7 +351,7 @@ def test_every_table_and_figure_is_made_from_rows_such_as_the_runs_leave(
                     "machine": {"cpu": "a CPU"},
                 }
             )
-        return found
+        return lines
 
     rows = {"tuning": made("tuning")}
     monkeypatch.setattr(report, "rows_of", lambda part: rows[part])

@@ -54,12 +54,12 @@ def test_listwise_per_token_comes_to_the_advantage_of_maxrl(bench):
 @pytest.mark.rotating
 @pytest.mark.parametrize("kappa", [1, 3])
 def test_listwise_rests_at_the_policy_of_most_entropy(bench, kappa):
-    found = bench.rests(kappa, steps=1500)
+    result = bench.rests(kappa, steps=1500)
     rights_P = bench.make_task(8, answers=24).right_PK.sum(1) * math.exp(kappa / 0.5)
     wrong_P = 24 - bench.make_task(8, answers=24).right_PK.sum(1)
-    assert found["reward"] == pytest.approx(float((rights_P / (rights_P + wrong_P)).mean()), abs=5e-3)
-    assert found["sampled_distance"] < 0.03 and found["expected_distance"] < 0.03
-    assert found["step_at_rest"] < 1e-4 < 0.1 < found["step_at_start"]
+    assert result["reward"] == pytest.approx(float((rights_P / (rights_P + wrong_P)).mean()), abs=5e-3)
+    assert result["sampled_distance"] < 0.03 and result["expected_distance"] < 0.03
+    assert result["step_at_rest"] < 1e-4 < 0.1 < result["step_at_start"]
 
 
 def test_per_token_prefers_the_shorter_right_answer(bench):
@@ -79,11 +79,13 @@ def test_advantages_of_maxrl(policy):
 
 def test_advantages_of_pass_at_k_are_those_of_all_sets(policy):
     rewards_PG = torch.tensor([[0.0, 1, 0, 0, 1, 0], [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 1]])
-    for rewards, found in zip(rewards_PG.tolist(), policy.pass_at_k_advantages(rewards_PG, 3).tolist(), strict=True):
-        sets = [(set(members), max(rewards[one] for one in members)) for members in itertools.combinations(range(6), 3)]
+    advantages_PG = policy.pass_at_k_advantages(rewards_PG, 3)
+    for rewards, advantages in zip(rewards_PG.tolist(), advantages_PG.tolist(), strict=True):
+        combinations = list(itertools.combinations(range(6), 3))
+        sets = [(set(members), max(rewards[member] for member in members)) for members in combinations]
         mean, deviation = (of([best for _, best in sets]) for of in (statistics.fmean, statistics.pstdev))
-        own = [statistics.fmean(best for members, best in sets if one in members) - mean for one in range(6)]
-        assert found == pytest.approx([gain / deviation if deviation else 0.0 for gain in own], abs=1e-6)
+        expected = [statistics.fmean(best for members, best in sets if member in members) - mean for member in range(6)]
+        assert advantages == pytest.approx([gain / deviation if deviation else 0.0 for gain in expected], abs=1e-6)
 
 
 def test_kappa_follows_the_spread_of_the_group_and_has_a_floor(policy):

@@ -32,8 +32,8 @@ def test_a_step_is_the_gradient_of_advantage_times_log_probability(bench, policy
     task = bench.make_task(3)
     start = policy.Policy.of(task.start_PK)
     draws_PG = torch.rand(3, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    others = [arm for kind in bench.TAUS for arm in bench.grid(kind)[:1]]
-    for arm in [*bench.SHOWN, bench.Arm("listwise", 0.2, beta=0.3), *others]:
+    arms = [arm for kind in bench.TAUS for arm in bench.grid(kind)[:1]]
+    for arm in [*bench.SHOWN, bench.Arm("listwise", 0.2, beta=0.3), *arms]:
         logits_PK = task.start_PK.clone().requires_grad_()
         logps_PK = logits_PK.log_softmax(1)
         answers_PG = torch.searchsorted(logps_PK.detach().exp().cumsum(1), draws_PG)
