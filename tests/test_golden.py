@@ -10,7 +10,7 @@ from golden import compare_messages, matches
 
 from grpo_recipes.recipe import Recipe
 
-MESSAGE = "recipe.yaml:5: top_p 0.9 ... Fix: write top_p: 1.0, or ..."
+MESSAGE = "recipe.yaml:5: top_p 0.9 ... Fix: set top_p: 1.0, or ..."
 
 
 @pytest.fixture
