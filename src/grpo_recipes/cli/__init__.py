@@ -178,7 +178,7 @@ class _Version(argparse.Action):
 
 
 def commands() -> dict[str, str]:
-    """Return the import path of each command: the core's commands, then those of extensions."""
+    """Return the import path of each command: the core's commands, then the commands of extensions."""
     return {**_COMMANDS, **merged("commands")}
 
 
@@ -264,7 +264,7 @@ def _is_stdout_error(error: OSError) -> bool:
 
 
 def meant_option(flag: str, options: list[str], takes_recipe: bool) -> str | None:
-    """Return the option of which an unknown flag is a prefix or a misspelling; None if a recipe key is nearer."""
+    """Return the option that an unknown flag abbreviates or misspells; None if a recipe key is nearer."""
     name, key = flag.partition("=")[0], flag.partition("=")[0].lstrip("-").replace("-", "_")
     problem = key_problem(key.removeprefix("no_"), flag) if takes_recipe else None
     if not name.startswith("--") or (takes_recipe and not (problem and problem.what.startswith("unknown"))):

@@ -48,7 +48,7 @@ POLL_SECONDS = 1.0  # between two reads of the files
 _MOST_BYTES = 1 << 20  # read from one file at a time
 
 Target: TypeAlias = Run | RunGroup | BareJob
-JobState: TypeAlias = Job | dict[str, Job] | None  # of a run, or of all trials of a group; see find_jobs
+JobState: TypeAlias = Job | dict[str, Job] | None  # the job of a run, or all jobs for a group; see find_jobs
 
 
 def find_target(name: str) -> Target:
@@ -295,8 +295,8 @@ class LogFollower:
             with path.open("rb") as file:
                 file.seek(start)
                 content = file.read(_MOST_BYTES)
-            # Print complete lines, because masking would miss a secret in two parts. Very long lines and the last line
-            # of a dead process are printed in any case.
+            # Print complete lines, because masking would miss a secret in two parts. Exceptions are very long lines and
+            # the last line of a dead process.
             end = content.rfind(b"\n") + 1
             content = content[:end] if run.is_running() and (end or len(content) < _MOST_BYTES) else content
             self._offsets[path] = start + len(content)

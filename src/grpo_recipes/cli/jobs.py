@@ -22,9 +22,9 @@ from grpo_recipes.slurm.client import NO_ANSWER, Job, find_job
 
 T = TypeVar("T")
 SLURM_SECONDS = 15.0  # between two queries of Slurm
-SILENCE_SECONDS = 300.0  # without an answer from Slurm, after which a command that follows a run ends
+SILENCE_SECONDS = 300.0  # a command that follows a run ends after this time without an answer from Slurm
 SCRIPTS = ("training.sh", "run_atropos_grpo.sh", "train.slurm")
-# Lines by which our scripts and Slurm end a job early.
+# Lines of our scripts and of Slurm that give the reason for an early end of a job.
 _CAUSE = re.compile(r"^(?:[\w.]+\.sh|setup|grpo|ERROR|slurmstepd|sbatch|srun)\b.*:|error", re.IGNORECASE)
 _TAIL_BYTES = 1 << 16
 
@@ -126,7 +126,7 @@ def is_ours(job: Job) -> bool:
 
 
 def without_runs(jobs: Iterable[Job], job_ids: set[str]) -> list[BareJob]:
-    """Return the jobs of our batch scripts whose ids are not in ``job_ids``, the jobs of runs."""
+    """Return the jobs of our batch scripts, except the jobs of runs (``job_ids``)."""
     return [
         BareJob(job.id, job, _logs_of(job.id, job), Path(f"job-{job.id}"))
         for job in jobs

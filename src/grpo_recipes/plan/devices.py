@@ -139,7 +139,7 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
 def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
     """Return the ids to use, given the output of ``nvidia-smi -L`` and the value of CUDA_VISIBLE_DEVICES.
 
-    A shortened UUID becomes the full one: CUDA accepts both, but NVML, which vLLM uses, needs the full one.
+    A shortened UUID becomes the full one: CUDA accepts both, but vLLM uses NVML, which needs the full UUID.
     """
     indices, uuids = re.findall(r"^GPU (\d+):", listing, re.MULTILINE), re.findall(r"\(UUID: (.*)\)", listing)
     if visible is None:
@@ -191,7 +191,7 @@ def need_shareable_gpu(recipe: Recipe, resources: Resources, mode: str, bridge: 
 
 
 def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the server's GPUs and the training GPUs of each node, those of rank 0 first.
+    """Return the server's GPUs and the training GPUs of each node. Rank 0 gets the first training GPU.
 
     The server gets the first GPUs of the first node. A GPU that the server and rank 0 share is in both results.
     """
@@ -202,16 +202,16 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
         raise config_error(recipe.source("vllm_node"), f"vllm_node: own, but {conflict}", "set vllm_node: shared")
     if mode != "server" or resources.device == "cpu":
         return (), node_gpus
-    first, *others = node_gpus
+    first, *later_nodes = node_gpus
     parallel, shared = recipe["vllm_tensor_parallel_size"], share_gpu(recipe, resources, mode)
-    most = len(first) - (1 if not others and not shared else 0)
+    most = len(first) - (1 if not later_nodes and not shared else 0)
     if parallel > most:
         no_trainer = f"leaves no GPU to train on ({len(first)} visible)"
-        problem = f"exceeds the {len(first)} GPUs of the first node" if others else no_trainer
+        problem = f"exceeds the {len(first)} GPUs of the first node" if later_nodes else no_trainer
         fix = f"set vllm_tensor_parallel_size: {most} or less, or request more GPUs"
         source = recipe.source("vllm_tensor_parallel_size")
         raise config_error(source, f"vllm_tensor_parallel_size {parallel} {problem}", fix)
-    return first[:parallel], [() if separate_node else first[0 if shared else parallel :], *others]
+    return first[:parallel], [() if separate_node else first[0 if shared else parallel :], *later_nodes]
 
 
 def need_exportable_memory(environment: Mapping[str, str]) -> None:
@@ -223,7 +223,7 @@ def need_exportable_memory(environment: Mapping[str, str]) -> None:
 
 
 def count_trainers(recipe: Recipe, resources: Resources, training_gpus: Sequence[tuple[str, ...]]) -> int:
-    """Return the most training processes: ``num_processes``, or one for each GPU, on CPU one for each training node.
+    """Return the most training processes: ``num_processes``, or the number of GPUs, on CPU of training nodes.
 
     ``training_gpus`` has the GPUs of each node.
     """

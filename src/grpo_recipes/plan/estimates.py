@@ -33,7 +33,7 @@ from grpo_recipes.recipe.registry import EXTERNAL, SYNC_METHODS
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Memory of processes without a model: bench/results/memory_estimate.json, case "constant".
 _TRAINER_IMPORTS = 780_000_000
-_SERVER_IMPORTS = 1_950_000_000  # API server, engine and one worker, each with torch and vLLM
+_SERVER_IMPORTS = 1_950_000_000  # API server, engine and a worker, each with torch and vLLM
 # CUDA's context with its libraries: measured 0.76 to 0.78 GiB in addition to torch's allocator. docs/gpu.md,
 # bench/results/gpu_step.json, "memory", "beside torch".
 _CUDA_CONTEXT = GIB * 4 // 5
@@ -44,7 +44,7 @@ _GAPS = 0.16
 _NCCL, _CUDA_GRAPHS = GIB - _CUDA_CONTEXT, GIB
 # trl/kernels/chunked_logprob.py computes the output layer in tiles of this many tokens and words.
 _TILE_TOKENS, _TILE_WORDS = 4096, 32768
-_TILE_COPIES_ON_CPU = 8  # in _backward_tile, torch stores every intermediate result and Triton works in place
+_TILE_COPIES_ON_CPU = 8  # in _backward_tile, torch stores every intermediate result, unlike Triton
 # DeepSpeed's defaults in elements. TRL's accelerate files do not change them.
 _ZERO_BUCKET, _ZERO3_LIVE = 500_000_000, 1_000_000_000
 # vLLM's default of sequences at the same time (for GPUs, the smallest: L40S and A100) and of tokens per batch on a GPU.
@@ -61,7 +61,7 @@ _SHARING_MORE = {"ddp": ("zero2", "zero3"), "zero2": ("zero3",)}
 class Workload(dict[str, Any]):
     """All values that affect the memory of a run, by recipe keys and a few other names. Properties are bytes.
 
-    Properties named ``*element``, ``computed`` and ``served`` are the bytes of one value.
+    Properties named ``*element``, ``computed`` and ``served`` are the bytes of a single value.
     """
 
     @classmethod
@@ -320,7 +320,7 @@ def find_needs(work: Workload, gpu: int | None) -> dict[str, Need]:
     """Return the need of a training process and of the server, if any, compared with their parts of a GPU.
 
     ``gpu`` is the memory of one GPU. On a GPU with a trainer, vLLM takes its share first, or with sleep mode only
-    during generations. A server needs at least the KV cache of one sequence of maximal length.
+    during generations. A server needs at least the KV cache of a sequence of maximal length.
     """
     share = work["vllm_gpu_memory_utilization"]
     trainer_share = 1 - (share if work.one_gpu and not work.sleeps else 0)
@@ -339,7 +339,7 @@ def find_needs(work: Workload, gpu: int | None) -> dict[str, Need]:
 
 
 def suggest(role: str, recipe: Recipe, work: Workload, gpu: int | None) -> str:
-    """Suggest the first change with which the role fits; it costs the least speed."""
+    """Suggest the first change that makes the role fit; it costs the least speed."""
     for change in _changes(role, recipe, work):
         if _is_rejected(work, change):
             continue
@@ -399,7 +399,7 @@ def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Disk:
     checkpoint = work.checkpoint() + (model_size if recipe["sync_ref_model"] else 0)
     final_model = model_size + (4 * work.trained if recipe["use_peft"] else 0)  # model/ and adapter/
     steps, every, limit = recipe["max_steps"], recipe["save_steps"], recipe["save_total_limit"]
-    counts = [] if limit is None else [limit + 1]  # an old checkpoint is removed after a new one is complete
+    counts = [] if limit is None else [limit + 1]  # an old checkpoint is removed after a new checkpoint is complete
     if recipe["save_strategy"] == "no":
         counts = [1]  # a stopped run saves in any case
     elif steps > 0 and recipe["save_strategy"] == "steps":
@@ -413,7 +413,9 @@ def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Disk:
     need = Disk({"checkpoints": checkpoint * (most or 2), "model": final_model}, free, checkpoints=most)
     if need.fits:
         return need
-    fitting = ((free or 0) - final_model) // max(1, checkpoint) - 1  # a new one is written before an old one goes
+    fitting = ((free or 0) - final_model) // max(
+        1, checkpoint
+    ) - 1  # a new checkpoint is written before an old checkpoint goes
     larger_disk = f"run_root: a folder with {in_gib(2 * checkpoint + final_model)} GiB free, and save_total_limit: 1"
     return replace(need, fix=f"save_total_limit: {fitting}" if fitting >= 1 else larger_disk)
 

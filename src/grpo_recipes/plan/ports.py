@@ -146,12 +146,12 @@ def _no_free_port(key: str, first: int) -> ConfigError:
     return config_error(key, problem, f"set {key} to a free port (ss -ltn lists the ports in use)")
 
 
-def reserve_other_port(host: str, taken: int) -> int:
+def reserve_other_port(host: str, old_port: int) -> int:
     """Reserve a free port for a server if another process took its port; raise ConfigError if none is free."""
-    for port in _candidates(taken):
-        if port != taken and is_free(host, port) and reserve(port):
+    for port in _candidates(old_port):
+        if port != old_port and is_free(host, port) and reserve(port):
             return port
-    raise _no_free_port("vllm_server_port", taken)
+    raise _no_free_port("vllm_server_port", old_port)
 
 
 def reserve(port: int) -> bool:
@@ -252,7 +252,7 @@ def _wait_for_listener(
     unit: str = " s",
 ) -> float:  # fmt: skip
     start = time.monotonic()
-    # Count in a row: our own process may start to listen in the middle of one inspection, which then looks foreign.
+    # Consecutive inspections: if our own process starts to listen during an inspection, it looks foreign once.
     foreign_listeners = 0
     while time.monotonic() - start < timeout:
         is_alive = alive()

@@ -80,7 +80,7 @@ class Process:
 
     @property
     def trains(self) -> bool:
-        """Whether it runs ranks, which save if the run is stopped and whose end is the end of the run."""
+        """Whether it runs ranks. They save if the run is stopped, and the run ends when they end."""
         return self.role == "trainer"
 
 
@@ -139,7 +139,7 @@ class Plan:
     eval_batch: int | None  # completions of one evaluation batch on one process, None without evaluation
     ports: Ports  # port numbers of all processes
     nodes: tuple[str, ...]  # address of each node, by index; the loopback for a single node
-    server_host: str  # address at which the server listens
+    server_host: str  # address of the server
     server_gpus: tuple[str, ...]  # the server's GPUs, on the first node
     placement: tuple[Placement, ...]  # trainers of each training node; the first entry has rank 0
     server_apart: bool  # whether rank 0 and the server are on different nodes and share no memory

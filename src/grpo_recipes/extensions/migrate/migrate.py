@@ -292,7 +292,7 @@ def _number(value: Any) -> Any:
 
 
 def _filter_items(value: Any, accepts: Callable[[str], bool], why: str) -> tuple[Any, str]:
-    """Return the accepted items of a list, and a text with the other ones."""
+    """Return the accepted items of a list, and a text with the other items."""
     accepted: list[str] = []
     rejected: list[str] = []
     for item in map(str, _list(value)):
@@ -346,9 +346,9 @@ _VALUES: dict[str, Callable[[Any], tuple[Any, str]]] = {
 
 
 def _leave_out_duplicates(lines: Iterable[Line]) -> None:
-    """Leave out all but one of the lines that set the same key.
+    """Keep only one of the lines that set the same key.
 
-    A line whose original name is the key wins, unless it only has the default value. ``use_kl_loss`` wins over a
+    A line with the key as its original name wins, unless it only has the default value. ``use_kl_loss`` wins over a
     coefficient.
     """
     winners: dict[str, Line] = {}

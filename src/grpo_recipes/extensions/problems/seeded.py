@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
+from operator import add, mul, sub
 from typing import Any, NamedTuple
 
 from grpo_recipes.errors import ConfigError, config_error
@@ -126,11 +127,7 @@ def _arithmetic(draws: Draws, _: Settings) -> dict[str, str]:
     """Make two operations on two two-digit numbers and a one-digit number, with the usual precedence."""
     first, second, third = draws.between(10, 99), draws.between(10, 99), draws.between(2, 9)
     operator, next_operator = "+-*"[draws.below(3)], "+-*"[draws.below(3)]
-    apply: dict[str, Callable[[int, int], int]] = {
-        "+": lambda left, right: left + right,
-        "-": lambda left, right: left - right,
-        "*": lambda left, right: left * right,
-    }
+    apply: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
     if next_operator == "*" and operator != "*":
         result = apply[operator](first, second * third)
     else:

@@ -38,16 +38,18 @@ class CountdownPuzzle:
     modes: int  # number of algebraically distinct expressions with this value
 
 
-def combine(operator: str, left: Signed, right: Signed) -> Signed:
-    """Return the form of ``left operator right``, one of + - * /."""
+def combine(operator: str, left_form: Signed, right_form: Signed) -> Signed:
+    """Return the form of two forms with one of the operators + - * / between them."""
     if operator in "+-":
-        terms = sorted((*_parts(left, _SUM), *_parts(right if operator == "+" else negated(right), _SUM)))
+        terms = sorted(
+            (*_parts(left_form, _SUM), *_parts(right_form if operator == "+" else negated(right_form), _SUM))
+        )
         first = terms[0][1]
         return first, (_SUM, tuple((form, sign * first) for form, sign in terms))
     exponent = -1 if operator == "/" else 1
-    factors = _parts((1, left[1]), _PRODUCT)
-    factors += [(form, power * exponent) for form, power in _parts((1, right[1]), _PRODUCT)]
-    return left[0] * right[0], (_PRODUCT, tuple(sorted(factors)))
+    factors = _parts((1, left_form[1]), _PRODUCT)
+    factors += [(form, power * exponent) for form, power in _parts((1, right_form[1]), _PRODUCT)]
+    return left_form[0] * right_form[0], (_PRODUCT, tuple(sorted(factors)))
 
 
 def negated(signed: Signed) -> Signed:
@@ -115,11 +117,11 @@ def _make_forms(numbers: tuple[int, ...], accepts: Callable[[Value], bool]) -> F
     forms: Forms = {}
     for left_numbers in [part for size in range(1, len(numbers)) for part in combinations(numbers, size)]:
         right_numbers = tuple(number for number in numbers if number not in left_numbers)
-        for left, (left_value, left_count) in _all_forms(left_numbers).items():
-            for right, (right_value, right_count) in _all_forms(right_numbers).items():
+        for left_form, (left_value, left_count) in _all_forms(left_numbers).items():
+            for right_form, (right_value, right_count) in _all_forms(right_numbers).items():
                 for operator, value in _results(left_value, right_value):
                     if accepts(value):
-                        form = combine(operator, left, right)
+                        form = combine(operator, left_form, right_form)
                         forms[form] = (value, forms.get(form, (value, 0))[1] + left_count * right_count)
     return forms
 
@@ -131,9 +133,9 @@ def _all_forms(numbers: tuple[int, ...]) -> Forms:
     return _make_forms(numbers, lambda _: True)
 
 
-def _results(left: Value, right: Value) -> list[tuple[str, Value]]:
-    """Return each operator with the result of ``left operator right``, without a division by 0."""
-    (a, b), (c, d) = left, right
+def _results(left_value: Value, right_value: Value) -> list[tuple[str, Value]]:
+    """Return the result of each operator between two values, without a division by 0."""
+    (a, b), (c, d) = left_value, right_value
     results = [("+", _reduce(a * d + c * b, b * d)), ("-", _reduce(a * d - c * b, b * d)), ("*", _reduce(a * c, b * d))]
     return [*results, ("/", _reduce(a * d, b * c))] if c else results
 

@@ -136,7 +136,7 @@ def countdown_row(puzzle: countdown.CountdownPuzzle) -> tuple[str, str, int]:
 def graph_row(puzzle: graph_coloring.ColoringPuzzle) -> tuple[str, str, int]:
     """Return prompt, answer and number of modes of a puzzle."""
     answer = {"task": "graph_coloring", "edges": puzzle.edges, "partial": puzzle.partial, "modes": puzzle.modes}
-    edges = ", ".join(f"({left},{right})" for left, right in puzzle.edges)
+    edges = ", ".join(f"({start},{end})" for start, end in puzzle.edges)
     hidden = puzzle.partial.count(graph_coloring.HIDDEN)
     prompt = _GRAPH.format(vertices=puzzle.vertices, edges=edges, partial=puzzle.partial, hidden=hidden)
     return prompt, json.dumps(answer), puzzle.modes

@@ -28,11 +28,11 @@ class ColoringPuzzle:
 def completions(edges: Edges, partial: str) -> list[str]:
     """Return the colors of the hidden vertices, from left to right, in every proper coloring, in ascending order."""
     neighbors: list[list[int]] = [[] for _ in partial]
-    for left, right in edges:
-        neighbors[left - 1].append(right - 1)
-        neighbors[right - 1].append(left - 1)
+    for start, end in edges:
+        neighbors[start - 1].append(end - 1)
+        neighbors[end - 1].append(start - 1)
     hidden = [vertex for vertex, color in enumerate(partial) if color == HIDDEN]
-    if any(partial[left - 1] == partial[right - 1] != HIDDEN for left, right in edges):
+    if any(partial[start - 1] == partial[end - 1] != HIDDEN for start, end in edges):
         return []
     return list(_complete(list(partial), hidden, neighbors))
 
@@ -52,7 +52,7 @@ def _complete(colors: list[str], hidden: list[int], neighbors: list[list[int]]) 
 def mode(edges: Edges, partial: str, answer: str) -> str | None:
     """Return the colors of all vertices if an answer is correct, else None.
 
-    An answer has a digit for each hidden vertex, or for each vertex, without changing the shown ones.
+    An answer has a digit for each hidden vertex, or for each vertex, without changing shown colors.
     """
     if len(answer) == partial.count(HIDDEN):
         digits = iter(answer)
@@ -61,7 +61,7 @@ def mode(edges: Edges, partial: str, answer: str) -> str | None:
         return None
     if any(shown not in (HIDDEN, color) for shown, color in zip(partial, answer, strict=True)):
         return None
-    return None if any(answer[left - 1] == answer[right - 1] for left, right in edges) else answer
+    return None if any(answer[start - 1] == answer[end - 1] for start, end in edges) else answer
 
 
 def puzzles(vertices: int, hidden: int, modes: range, count: int, seed: int) -> list[ColoringPuzzle]:
