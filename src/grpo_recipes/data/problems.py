@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy
 from datasets import (
@@ -41,7 +41,7 @@ Batch = dict[str, list[Any]]
 
 BATCH_ROWS = 1000
 MESSAGES = List({"role": Value("string"), "content": Value("string")})
-Rows = Dataset | IterableDataset
+Rows: TypeAlias = Dataset | IterableDataset
 # (hub id, configuration, split) -> folder that an earlier `grpo fetch` saved with `save_to_disk`, or None.
 Fetched = Callable[[str, str | None, str], Path | None]
 

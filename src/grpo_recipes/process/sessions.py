@@ -2,8 +2,8 @@
 
     session = secure_session(requests.Session(), BoundedAdapter(30.0, owner=owner), token)
 
-Clients of the run's vLLM server, of an external server and of run-api all build their session here. Clients that are
-built on openai's package use ``async_sessions.bounded_client``, which has the same limits.
+All clients that use requests build their session here. Clients that use openai's package build theirs with
+``async_sessions.bounded_client``, which has the same limits.
 """
 
 import contextlib

@@ -86,8 +86,7 @@ class NoCompletion(RuntimeError):
 class _Job(NamedTuple):
     """A completion to sample."""
 
-    index: int
-    """Index of its prompt."""
+    prompt_index: int
     number: int
     """Number among the completions of the prompt."""
     prompt: Prompt
@@ -264,8 +263,9 @@ class CompletionClient:
         """Return the path of a request, its JSON body, and a function that parses its answer."""
         if self.backend == SGLANG:
             # SGLang's /v1/completions accepts token ids but returns none, and it ignores seeds.
-            body = {"input_ids": list(job.prompt), "sampling_params": _native_fields(sampling, job.seed)}
-            return f"{self.root}/generate", {**body, "return_logprob": True}, _parse_sglang
+            native: dict[str, Any] = {"input_ids": list(job.prompt)}
+            native["sampling_params"] = _native_fields(sampling, job.seed)
+            return f"{self.root}/generate", {**native, "return_logprob": True}, _parse_sglang
         body = {"model": self.model, "return_token_ids": True, **_fields(sampling, job.seed, self.backend)}
         if _is_chat(job.prompt):
             return "/chat/completions", {**body, "messages": list(job.prompt), "logprobs": True}, _parse_chat
@@ -286,16 +286,13 @@ class CompletionClient:
         body = _fields(sampling, sampling.seed, self.backend)
         if template_kwargs:
             body["chat_template_kwargs"] = dict(template_kwargs)
+        arguments: dict[str, Any] = {"model": self.model, "messages": list(messages)}
         finish_reason, deadline = None, time.monotonic() + self.timeout
         failures = (openai.APIError, httpx2.HTTPError)  # inside a stream, openai does not convert errors of httpx2
         with translate(failures, lambda error: NoCompletion(_describe(error))), asyncio.Runner() as runner:
             client = runner.run(self._opened(self.timeout, self.attempts - 1))
             try:
-                chunks = runner.run(
-                    client.chat.completions.create(
-                        model=self.model, messages=list(messages), stream=True, extra_body=body
-                    )
-                )
+                chunks = runner.run(client.chat.completions.create(**arguments, stream=True, extra_body=body))
                 while (chunk := runner.run(_next(chunks))) is not None:
                     if time.monotonic() > deadline:
                         raise NoCompletion(f"the reply is incomplete after {self.timeout:g} s")

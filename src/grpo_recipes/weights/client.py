@@ -81,6 +81,8 @@ class BridgeClient(VLLMClient):
 
     bridge = ""  # the name in recipes (weight_sync) and messages
     cache_path = SYNCED_PATH  # endpoint that empties the server's prefix cache
+    base_url: str
+    session: requests.Session
     streams = True  # whether a sync streams every parameter; otherwise it calls ``sync_model`` with the trained model
 
     def __init__(self, *, args: GRPOConfig, run_dir: Path, seed: int | None, stop: StopRequest, **kwargs: Any) -> None:
@@ -104,7 +106,8 @@ class BridgeClient(VLLMClient):
 
     def attach(self, trainer: Trainer) -> None:
         """Read the trainer's other properties that the client needs. Called once, on rank 0."""
-        self.vocabulary = trainer.model.get_input_embeddings().num_embeddings
+        embeddings: Any = trainer.model.get_input_embeddings()
+        self.vocabulary = embeddings.num_embeddings
 
     def sync_model(self, model: nn.Module) -> None:
         """Make the server serve this model's weights, if ``streams`` is false."""
@@ -155,11 +158,11 @@ class BridgeClient(VLLMClient):
     @contextlib.contextmanager
     def answering_with(self, generate: Callable[..., dict[str, Any]]) -> Iterator[None]:
         """Let ``generate`` answer the calls of ``self.generate`` inside."""
-        vars(self)["generate"] = generate
+        self.__dict__["generate"] = generate
         try:
             yield
         finally:
-            del vars(self)["generate"]
+            del self.__dict__["generate"]
 
     # --- connection and requests -----------------------------------------------------------------------------------
 
@@ -459,7 +462,10 @@ class BridgeClient(VLLMClient):
             at_once, answers = self._args.max_concurrent_requests, dict[int, Rows]()
             for start in range(0, len(prompts), at_once if ordered else len(prompts)):
                 part = range(start, min(start + at_once, len(prompts)) if ordered else len(prompts))
-                with self._engine_paused(len(part) * n) if ordered else contextlib.nullcontext([]) as futures:
+                scope: contextlib.AbstractContextManager[list[Future[None]]] = contextlib.nullcontext([])
+                if ordered:
+                    scope = self._engine_paused(len(part) * n)
+                with scope as futures:
                     futures += self._in_window(sample, part, answers)
                 for future in futures:
                     future.result()

@@ -66,7 +66,7 @@ def write_weights(folder: Path, metadata: Metadata, named_params: NamedTensors, 
         for (name, dtype, _), (streamed_name, tensor) in zip(metadata, named_params, strict=True):
             assert name == streamed_name, f"expected {name}, got {streamed_name}"
             flat = tensor.detach().to("cpu", getattr(torch, dtype)).contiguous().view(-1)
-            unwritten = memoryview(flat.view(torch.uint8).numpy())
+            unwritten = flat.view(torch.uint8).numpy().data
             while unwritten:  # the system writes at most 2 GiB at once
                 unwritten = unwritten[out.write(unwritten) :]
         out.truncate()

@@ -142,6 +142,7 @@ def _served_adapter(model: PeftModel, dtype: torch.dtype) -> Iterator[tuple[str,
     """Yield both factors of each adapted layer as vLLM stores them: in its dtype, the second with the scaling."""
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
-            first, second = (side[_PEFT_NAME].weight.detach().to(dtype) for side in (layer.lora_A, layer.lora_B))
+            factors: Any = (layer.lora_A[_PEFT_NAME], layer.lora_B[_PEFT_NAME])
+            first, second = (factor.weight.detach().to(dtype) for factor in factors)
             yield f"{base_name(name)}.lora_a", first
             yield f"{base_name(name)}.lora_b", second * layer.scaling[_PEFT_NAME]
