@@ -40,11 +40,11 @@ _TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema by which editors complete and check keys: every key of the catalogue, and nothing else."""
+    """Return the JSON schema with which editors complete and check keys."""
     properties = {name: _property(name, entry) for name, entry in catalogue().items()}
     properties[BASE_KEY] = {
         "type": "string",
-        "description": "A recipe whose keys this one takes over: a file beside this one or in the repository.",
+        "description": "A recipe that this one builds on: a file next to it or in the repository.",
     }
     for alias, key in ALIASES.items():
         properties[alias] = {**properties[key], "description": f"Another name of {key}."}

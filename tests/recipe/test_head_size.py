@@ -37,7 +37,7 @@ def test_the_size_of_a_head_is_read(tmp_path: Path, config: dict, size: int | No
 def test_a_head_that_the_cpu_lacks_is_rejected_there_only(tmp_path: Path, read) -> None:
     recipe = read(model_name_or_path=model(tmp_path / "model"))
     (problem,) = [one for one in check(recipe, {}, "cpu") if "head_dim" in one.what]
-    assert problem.what.startswith("head_dim is 16, and vLLM's attention on CPU has 32, 64, ")
+    assert problem.what.startswith("head_dim is 16, but vLLM's attention on CPU supports only 32, 64, ")
     assert problem.fix == "use a model with one of these, or set use_vllm: false"
     assert not [one for one in check(recipe, {}, "cuda") if "head_dim" in one.what]
     for fixed in (

@@ -190,7 +190,7 @@ def test_the_recipe_is_named_where_a_variable_overrides_its_objective_and_grpo_i
     read: Callable[..., Recipe],
 ) -> None:
     _, (problem,) = with_task(read([], {"MAXENT_OBJECTIVE": "listwise"}, maxent_objective="tempered"), GRPO)
-    assert problem.what.startswith("asks for GRPO, recipe.yaml:") and problem.fix.endswith("use a GRPO recipe")
+    assert problem.what.startswith("requests GRPO, but recipe.yaml:") and problem.fix.endswith("use a GRPO recipe")
 
 
 def test_the_variable_of_the_objective_alone_chooses_nothing(read: Callable[..., Recipe]) -> None:
@@ -210,9 +210,9 @@ def test_a_frozen_recipe_says_its_task_by_itself(read: Callable[..., Recipe], tm
     assert task_of(again) == "maxent" and again.source("maxent_objective") == "MAXENT_OBJECTIVE"
     same_task(again, RequestedTask(), "maxent")
     same_task(again, MAXENT, "maxent")
-    with pytest.raises(ConfigError, match="--task: asks for GRPO, but this run is MaxEnt"):
+    with pytest.raises(ConfigError, match="--task: requests GRPO, but this run is MaxEnt"):
         same_task(again, GRPO, "maxent")
-    with pytest.raises(ConfigError, match="MAXENT: asks for MaxEnt, but this run is GRPO"):
+    with pytest.raises(ConfigError, match="MAXENT: requests MaxEnt, but this run is GRPO"):
         same_task(read(), MAXENT, "grpo")
     with pytest.raises(ConfigError, match="--maxent_objective: 'maxent_objective' would turn this run into"):
         same_task(read(["--maxent_objective", "listwise"]), RequestedTask(), "grpo")
@@ -311,7 +311,7 @@ def test_every_command_refuses_a_maxent_recipe_with_maxent_off(
     monkeypatch.setenv("MAXENT", "0")
     assert cli.main([command, str(SMOKE / "maxent.yaml")]) == 2
     told = capsys.readouterr()
-    assert f"MAXENT: asks for GRPO, {SMOKE}/maxent.yaml:5 for MaxEnt-GRPO" in told.out + told.err
+    assert f"MAXENT: requests GRPO, but {SMOKE}/maxent.yaml:5 requests MaxEnt-GRPO" in told.out + told.err
 
 
 @pytest.mark.parametrize("task", ["grpo", "maxent"])
@@ -328,7 +328,7 @@ def test_a_resumed_run_keeps_its_task(
     resume = ["launch", "--resume", str(run.folder), "--allow-changed-code", "--dry-run"]
     other = "maxent" if task == "grpo" else "grpo"
     assert cli.main([*resume, "--task", other]) == 2
-    assert "a resumed run goes on as it began" in capsys.readouterr().err
+    assert "a resumed run keeps its task" in capsys.readouterr().err
     assert cli.main([*resume, "--use_vllm", "false"]) == 0
     assert f"({task}, src/mine.py)" in capsys.readouterr().out
 

@@ -1,6 +1,7 @@
-"""Whether the model's chat template carries the roles and the tools of a recipe's environments.
+"""Read, compile and check the chat template of a model without importing transformers.
 
-Pure: the template is rendered as transformers does, and read from the recipe or from a tokenizer's files that are here.
+The template comes from the recipe or from the tokenizer's files on this machine. It is rendered as in transformers. The
+check finds messages and tools of an environment that the template leaves out.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from grpo_recipes import smoke
 from grpo_recipes.paths import cache_root, newest_first
 from grpo_recipes.recipe import Recipe
 
-# A template is code, which fails in other ways than by ``raise_exception`` too.
+# A template is code, so it can fail in other ways than ``raise_exception``.
 FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 TOKENS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 _PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "description": "one"}}, "required": ["a"]}
@@ -28,50 +29,59 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Add one.
 
 
 def find_left_out_part(templates: Mapping[str, str], roles: list[str], tools: bool, kwargs: dict[str, Any]) -> str:
-    """Return the first role that has no part in what the templates render, or that tools have none."""
+    """Return a message about the first role, or the tools, that the templates leave out or reject; otherwise "".
+
+    ``templates`` has at least the template "default". ``kwargs`` are the recipe's ``chat_template_kwargs``.
+    """
 
     def render(template: str, role: str, text: str, **more: Any) -> str:
-        given = {"tools": None, "documents": None, "add_generation_prompt": True, **TOKENS, **kwargs, **more}
-        return read[template].render(messages=conversation(role, text), **given)
+        variables = {"tools": None, "documents": None, "add_generation_prompt": True, **TOKENS, **kwargs, **more}
+        return by_name[template].render(messages=conversation(role, text), **variables)
 
-    tried = ""
+    part = ""
     try:
-        read = {name: compiled(text) for name, text in templates.items()}
+        by_name = {name: compiled(text) for name, text in templates.items()}
         for role in roles:
-            tried = f"messages of the role {role}"
+            part = f"messages of the role {role}"
             if render("default", role, "1") == render("default", role, "2"):
-                return f"the template leaves out {tried}"
-        tried = "the tools of an environment"
-        with_tools = "tool_use" if "tool_use" in read else "default"
+                return f"the template leaves out {part}"
+        part = "the tools of an environment"
+        with_tools = "tool_use" if "tool_use" in by_name else "default"
         if tools and render(with_tools, "user", "1", tools=[TOOL]) == render("default", "user", "1"):
-            return f"the template leaves out {tried}"
+            return f"the template leaves out {part}"
     except TemplateSyntaxError as error:
         return f"the template cannot be read: {error}"
     except FAILURES as error:
-        return f"the template refuses {tried}: {error}"
+        return f"the template refuses {part}: {error}"
     return ""
 
 
 def conversation(role: str, text: str) -> list[dict[str, str]]:
-    """Return a conversation in which a message of this role stands where environments have it."""
-    user, answer, said = ({"role": one, "content": "0"} for one in ("user", "assistant", role))
-    said["content"] = text
-    return {"user": [said], "assistant": [user, said, user], "system": [said, user], "tool": [user, answer, said]}[role]
+    """Return a conversation with a message of this role at its usual position in an environment."""
+    user, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
+    message = {"role": role, "content": text}
+    conversations = {
+        "user": [message],
+        "assistant": [user, message, user],
+        "system": [message, user],
+        "tool": [user, answer, message],
+    }
+    return conversations[role]
 
 
 class _Generation(Extension):
-    """Read the tag ``generation``, which transformers has to mark what the assistant says."""
+    """Parse the tag ``generation``, with which templates mark the assistant's text in transformers."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return what is inside, in a scope of its own."""
+        """Return the content of the tag in its own scope."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
 def variables_of(templates: Iterable[str]) -> set[str] | None:
-    """Return the variables that chat templates read, without those that transformers defines; None if one is broken."""
+    """Return the variables that chat templates read, except transformers' own; None if a template is broken."""
     defined = {*TOKENS, "raise_exception", "strftime_now"}
     with contextlib.suppress(TemplateSyntaxError):
         return set().union(*(meta.find_undeclared_variables(_sandbox().parse(text)) for text in templates)) - defined
@@ -79,21 +89,21 @@ def variables_of(templates: Iterable[str]) -> set[str] | None:
 
 
 def compiled(template: str, clock: datetime | None = None) -> Template:
-    """Compile a template as transformers does (``chat_template_utils``), which takes seconds to import.
+    """Compile a template like ``chat_template_utils`` of transformers, which takes seconds to import.
 
-    ``clock`` is the time that the template reads, the current time by default.
+    ``clock`` is the time that the template reads, by default the current time.
     """
     return _sandbox(clock).from_string(template)
 
 
 def _sandbox(clock: datetime | None = None) -> ImmutableSandboxedEnvironment:
-    """Return an environment of Jinja with the functions and tags that transformers gives chat templates."""
+    """Return a Jinja environment with the functions and tags of transformers."""
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -107,7 +117,7 @@ def _sandbox(clock: datetime | None = None) -> ImmutableSandboxedEnvironment:
     return sandbox
 
 
-# --- what a model's files and an environment's code say ---------------------------------------------------------------
+# --- the files of a model on this machine -----------------------------------------------------------------------------
 
 
 def templates_of(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, str] | None:
@@ -123,25 +133,25 @@ def templates_of(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, st
         return None
     files = [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]
     named = {"default" if file.parent == folder else file.stem: file.read_text() for file in files if file.is_file()}
-    found: Any = []
+    entries: Any = []
     with contextlib.suppress(ValueError):  # a damaged file is reported when the tokenizer is loaded
-        found = json.loads(config.read_text()).get("chat_template") or []
-    found = [{"name": "default", "template": found}] if isinstance(found, str) else found
-    return named or {one["name"]: one["template"] for one in found}
+        entries = json.loads(config.read_text()).get("chat_template") or []
+    entries = [{"name": "default", "template": entries}] if isinstance(entries, str) else entries
+    return named or {entry["name"]: entry["template"] for entry in entries}
 
 
 def model_folder(recipe: Recipe, environment: Mapping[str, str]) -> Path:
-    """Return where the model's files are on this machine: its folder or the hub client's; it need not exist."""
+    """Return the folder of the model's files on this machine, which may be in the hub's cache; it need not exist."""
     model = recipe["model_name_or_path"] or ""
     folder = Path(os.path.expanduser(model))
     return folder if folder.is_dir() else _snapshot(model, recipe["model_revision"], environment)
 
 
 def _snapshot(model: str, revision: str, environment: Mapping[str, str]) -> Path:
-    """Return the folder where the hub's client keeps a model, the newest where it has no name for the revision."""
+    """Return the folder of a model in the hub's cache: the revision, or the newest one if the revision is missing."""
     home = environment.get("HF_HOME") or cache_root(environment) / "huggingface"
-    kept = Path(environment.get("HF_HUB_CACHE") or Path(home, "hub"), f"models--{model.replace('/', '--')}")
-    named = kept / "refs" / revision
-    commit = kept / "snapshots" / (named.read_text().strip() if named.is_file() else revision)
-    newest = newest_first(kept.glob("snapshots/*"))
+    cache = Path(environment.get("HF_HUB_CACHE") or Path(home, "hub"), f"models--{model.replace('/', '--')}")
+    reference = cache / "refs" / revision
+    commit = cache / "snapshots" / (reference.read_text().strip() if reference.is_file() else revision)
+    newest = newest_first(cache.glob("snapshots/*"))
     return commit if commit.is_dir() else next(iter(newest), commit)

@@ -20,8 +20,8 @@ def head_size_problems(recipe: Recipe, _: Mapping[str, str], device: str | None 
     size = head_size(Path(os.path.expanduser(recipe["model_name_or_path"] or "")))
     if size is not None and size not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        what = f"head_dim is {size}, and vLLM's attention on CPU has {sizes}"
-        yield recipe.problem("model_name_or_path", what, "use a model with one of these, or set use_vllm: false")
+        message = f"head_dim is {size}, but vLLM's attention on CPU supports only {sizes}"
+        yield recipe.problem("model_name_or_path", message, "use a model with one of these, or set use_vllm: false")
 
 
 def head_size(folder: Path) -> int | None:

@@ -1,32 +1,32 @@
-"""How low precision and warm-up can keep a run from learning anything. Pure: no torch, no socket."""
+"""Detect recipes that can't learn: updates that low precision rounds away, and a warm-up that never ends. No torch."""
 
 import math
 
 from grpo_recipes.recipe import Recipe
 
-# One step of AdamW changes a weight by about the learning rate; neighbouring bfloat16 numbers near 0.02 are 1e-4 apart.
-# Of weights with that spread a step at 1e-6 changes 2 %, at 1e-5 15 %, at 3e-5 30 %, at 1e-4 88 %, and what is rounded
-# away once is rounded away in every step: tests/recipe/test_learning.py measures it.
+# One step of AdamW changes a weight by about the learning rate. Neighboring bfloat16 numbers near 0.02 are 1e-4 apart.
+# A step with learning rate 1e-6 changes 2 % of such weights, 1e-5 15 %, 3e-5 30 %, and 1e-4 88 %. An update that is
+# rounded away once is rounded away in every step (measured in tests/recipe/test_learning.py).
 LEAST_BFLOAT16_RATE = 1e-4
-# Optimizers whose step is the learning rate times the gradient; that of all others is about the learning rate itself.
+# Optimizers with a step of the learning rate times the gradient. The step of all others is about the learning rate.
 GRADIENT_OPTIMIZERS = ("sgd", "schedule_free_sgd", "lomo", "adalomo", "adagrad")
-# DeepSpeed updates float32 copies and rounds them into the model; accelerate's FSDP2 casts the model up first, but only
-# under mixed precision.
+# DeepSpeed updates float32 copies and rounds them into the model. accelerate's FSDP2 casts the model to float32 first,
+# but only under mixed precision.
 _KEEPS_COPIES = ("zero2", "zero3")
 _NOT_FROM_ZERO = ("constant", "reduce_lr_on_plateau", "greedy", "cosine_warmup_with_min_lr")
-MIN_FRACTION = 0.01  # of learning_rate; a run that never gets so far learns nothing
+MIN_FRACTION = 0.01  # smallest useful fraction of learning_rate; a run that stays below it learns nothing
 
 
 def mixed_precision(recipe: Recipe) -> str:
-    """Return what accelerate calls the precision of the computation: TRL turns bf16 on by default."""
+    """Return accelerate's name for the precision of the computation. TRL uses bf16 by default."""
     return "fp16" if recipe["fp16"] else "no" if recipe["bf16"] is False else "bf16"
 
 
 def served_dtype(dtype: str | None, mixed: str, shared: bool = False) -> str:
-    """Return the dtype that vLLM computes in: the trainer's precision; ``mixed`` as ``mixed_precision``.
+    """Return the dtype of vLLM: the trainer's precision. ``mixed`` is the result of ``mixed_precision``.
 
     In float32, a GPU has no FlashAttention and needs twice the memory for weights and KV cache. With ``weight_sync:
-    shared`` (``shared``) the server's weights are the trainer's own.
+    shared`` (``shared``), the server uses the trainer's weights, and therefore their dtype.
     """
     if dtype != "float32" or shared:
         return dtype or "auto"
@@ -34,18 +34,18 @@ def served_dtype(dtype: str | None, mixed: str, shared: bool = False) -> str:
 
 
 def updates_float32(accelerator: str, mixed: str) -> bool:
-    """Return whether a run updates float32 weights, whatever the model's dtype is; ``mixed`` as ``mixed_precision``."""
+    """Return whether the run updates float32 weights for every dtype of the model."""
     return accelerator in _KEEPS_COPIES or (accelerator == "fsdp2" and mixed != "no")
 
 
 def trains_weights_as_loaded(recipe: Recipe) -> bool:
-    """Return whether weights are trained in the dtype they are loaded in; PEFT keeps adapters in float32."""
+    """Return whether weights are trained in the dtype in which they are loaded; PEFT keeps adapters in float32."""
     return not recipe["use_peft"] or bool(recipe["lora_modules_to_save"])
 
 
 def lost_updates(dtype: str, learning_rate: float, optim: str, optim_args: str | None) -> str:
-    """Return why updates of weights of this dtype are lost at the run's highest learning rate, or an empty text."""
-    # Kahan summation keeps what is rounded away.
+    """Return why updates of weights of this dtype are lost at the highest learning rate, or an empty string."""
+    # Kahan summation keeps the rounding errors.
     if optim == "adamw_anyprecision" and "use_kahan_summation=True" in (optim_args or "").replace(" ", ""):
         return ""
     if dtype == "float16":
@@ -58,15 +58,15 @@ def lost_updates(dtype: str, learning_rate: float, optim: str, optim_args: str |
 
 
 def float32_fix(mixed: str) -> str:
-    """Return the edit after which float32 weights are updated."""
-    computed = " (bf16: true keeps the computation in bfloat16)" if mixed == "bf16" else ""
-    return f"write accelerator: zero2, or dtype: float32{computed}"
+    """Return the edit that makes the run update float32 weights."""
+    hint = " (bf16: true keeps the computation in bfloat16)" if mixed == "bf16" else ""
+    return f"write accelerator: zero2, or dtype: float32{hint}"
 
 
 def reached_fraction(recipe: Recipe) -> float:
-    """Return the largest share of ``learning_rate`` that a step takes, 1 where the number of steps is not known."""
-    steps, warm = recipe["max_steps"], recipe["warmup_steps"]
+    """Return the largest fraction of ``learning_rate`` in any step; 1 if the number of steps is not known."""
+    steps, warmup = recipe["max_steps"], recipe["warmup_steps"]
     if steps < 1 or recipe["lr_scheduler_type"] in _NOT_FROM_ZERO:
         return 1.0
-    warm = int(warm) if warm >= 1 else math.ceil(warm * steps)
-    return 1.0 if warm < steps else (steps - 1) / warm  # the first step is step 0 of the schedule
+    warmup = int(warmup) if warmup >= 1 else math.ceil(warmup * steps)
+    return 1.0 if warmup < steps else (steps - 1) / warmup  # the first step is step 0 of the schedule

@@ -1,4 +1,7 @@
-"""Rules of MaxEnt-GRPO, of its controllers and of the reference, as a table beside that of ``rules``."""
+"""Rules of MaxEnt-GRPO, its controllers and the reference, as a second table next to ``rules``.
+
+``limit_note`` also tells the user if the settings make an objective almost equal to another method.
+"""
 
 import math
 from collections.abc import Callable
@@ -9,14 +12,16 @@ from grpo_recipes.recipe.rules import Rule, matching_keys, removal, set_by_user
 from grpo_recipes.recipe.tasks import MAXENT, task_of
 
 _MOST = 700.0  # nats; exp of more is no float
-# Ratios of weights: all alike, wrong answers with so little that w is r / sum r, and with none.
-_LIKE_EQUAL, _FEW, _LIKE_NONE = 1.2, 100.0, 1000.0
-# Tokens from which listwise is MaxRL per token, and has one completion of a group in s by a fixed temperature
-# (docs/maxent.md, The length law).
+# Ratios of a right answer's weight to a wrong answer's weight. Below the first, all weights are practically equal.
+# Above the second, w is practically r / sum r. Above the third, wrong answers have practically no weight.
+_EQUAL_RATIO, _PROPORTIONAL_RATIO, _RIGHT_ONLY_RATIO = 1.2, 100.0, 1000.0
+# Tokens per completion. From the first, listwise with temperature 0 is MaxRL per token. From the second, a fixed
+# temperature puts nearly all of s on one completion of a group (docs/maxent.md, The length law).
 _LONG, _VERY_LONG = 30, 100
 
 _RATIO = "maxent_target_ratio"
-# Targets of tau's controller that a group's size limits: the name of the largest value, the smallest, and the largest.
+# Target of tau's controller that the group size limits -> the name of the largest value, the smallest value, and a
+# function (num_generations) that returns the largest value.
 _LIMITED: dict[str, tuple[str, int, Callable[[int], float]]] = {
     "maxent_target_weight_entropy": ("log(num_generations)", 0, math.log),
     "maxent_target_eff_rollouts": ("num_generations", 1, float),
@@ -24,7 +29,7 @@ _LIMITED: dict[str, tuple[str, int, Callable[[int], float]]] = {
 
 
 def objective_of(recipe: Recipe) -> Objective | None:
-    """Return the objective of a MaxEnt recipe; None of another, and where it names none."""
+    """Return the objective of a MaxEnt recipe; None for GRPO recipes, and if no objective is set."""
     return OBJECTIVES.get(recipe["maxent_objective"]) if task_of(recipe) == MAXENT else None
 
 
@@ -40,10 +45,10 @@ def _tau(recipe: Recipe) -> float | None:
 
 
 def weight_ratio(recipe: Recipe, tau: float | None = None) -> float:
-    """Return how many times a wrong answer's weight a right one has, where rewards are 0 and 1.
+    """Return the weight of a right answer divided by the weight of a wrong answer, for rewards of 0 and 1.
 
-    Half of the group is right, all completions are as likely under the reference, and have max_completion_length.
-    ``tau`` is the temperature; by default that of the start, or what holds the recipe's maxent_target_ratio.
+    Half of the group is right. All completions have max_completion_length and the same probability under the reference.
+    ``tau`` is by default the temperature at the start, or the temperature that reaches maxent_target_ratio.
     """
     if tau is None and _target(recipe) == [_RATIO]:
         return float(recipe[_RATIO])
@@ -53,8 +58,9 @@ def weight_ratio(recipe: Recipe, tau: float | None = None) -> float:
     if not targets_q(recipe):
         return _exp(1 / tau) if tau else math.inf
     group, epsilon = recipe["num_generations"], recipe["maxent_q_epsilon"]
-    wrong = 1 / (1 + _exp(1 / recipe["maxent_q_temperature"])) * 2 / group  # of the softmax, before its floor
-    q_wrong, q_right = (one * (1 - group * epsilon) + epsilon for one in (wrong, 2 / group - wrong))
+    softmax_wrong = 1 / (1 + _exp(1 / recipe["maxent_q_temperature"])) * 2 / group
+    softmax_right = 2 / group - softmax_wrong
+    q_wrong, q_right = (mass * (1 - group * epsilon) + epsilon for mass in (softmax_wrong, softmax_right))
     pull = tau + recipe["maxent_beta"]
     return _exp(math.log(q_right / q_wrong) / pull) if q_wrong and pull else math.inf
 
@@ -64,9 +70,9 @@ def _exp(power: float) -> float:
 
 
 def limit_note(recipe: Recipe) -> str | None:
-    """Return which other method a MaxEnt recipe all but is, and what makes it another; None for any other recipe.
+    """Return a note if a MaxEnt recipe is practically another method, with the setting that changes this; or None.
 
-    Where a controller moves tau there is no saying.
+    There is no note if a controller moves tau.
     """
     name, ratio, tau = recipe["maxent_objective"], weight_ratio(recipe), _tau(recipe)
     if task_of(recipe) != MAXENT or tau is None or _targets(recipe):
@@ -74,51 +80,51 @@ def limit_note(recipe: Recipe) -> str | None:
     weight = (
         f"maxent_objective: {name} with tau {tau:g}: a right answer weighs {format_ratio(ratio)} what a wrong one does"
     )
-    if ratio < _LIKE_EQUAL:
-        others = {"tempered": "this is Dr.GRPO", "weighted_mle": "this is training on the policy's own samples"}
-        lower = "maxent_beta" if targets_q(recipe) and weight_ratio(recipe, 0.0) < _LIKE_EQUAL else "maxent_tau"
-        return f"{weight}, so {others.get(name, 'it hardly learns from rewards')}; a lower {lower} changes that"
+    if ratio < _EQUAL_RATIO:
+        methods = {"tempered": "this is Dr.GRPO", "weighted_mle": "this is training on the policy's own samples"}
+        key = "maxent_beta" if targets_q(recipe) and weight_ratio(recipe, 0.0) < _EQUAL_RATIO else "maxent_tau"
+        return f"{weight}, so {methods.get(name, 'it hardly learns from rewards')}; a lower {key} changes that"
     if name == "listwise":
-        return _limit_of_listwise(recipe, ratio)
-    if ratio > _LIKE_NONE:
-        other = "this is training on right answers alone"
+        return _listwise_note(recipe, ratio)
+    if ratio > _RIGHT_ONLY_RATIO:
+        method = "this is training only on right answers"
         if name == "tempered":
-            other = "wrong ones are not pushed down: this is the positive half of MaxRL (maxent_objective: maxrl)"
-        return f"{weight}, so {other}"
+            method = "wrong answers are not pushed down: this is the positive half of MaxRL (maxent_objective: maxrl)"
+        return f"{weight}, so {method}"
     return None
 
 
-def _limit_of_listwise(recipe: Recipe, ratio: float) -> str | None:
+def _listwise_note(recipe: Recipe, ratio: float) -> str | None:
     longest, temperature = recipe["max_completion_length"], recipe["maxent_policy_temperature"]
     length = f"max_completion_length is {longest}"
     if temperature and longest >= _VERY_LONG and not recipe["maxent_policy_spread"]:
         return (
             f"maxent_objective: listwise with maxent_policy_temperature {temperature:g}: completions of {_VERY_LONG} "
-            f"tokens and more ({length}) differ by many more nats than that, so the one likeliest of a group has "
-            "nearly all of the policy's distribution over it; maxent_policy_spread: 1 widens that"
+            f"tokens or more ({length}) differ by many more nats, so the most likely completion has nearly all of the "
+            "policy's distribution over a group; maxent_policy_spread: 1 widens it"
         )
     if policy_per_token(recipe.__getitem__) and longest >= _LONG:
-        right_only = ratio > _FEW and recipe["maxent_beta"] == 0
-        what = "this is MaxRL" if right_only else "it draws right answers no closer to each other"
+        right_only = ratio > _PROPORTIONAL_RATIO and recipe["maxent_beta"] == 0
+        effect = "this is MaxRL" if right_only else "it does not make right answers equally likely"
         return (
-            f"maxent_policy_temperature: 0 divides log-probs by the length: at {_LONG} tokens a completion and more "
-            f"({length}) {what}; a value above 0 does not weaken with the length"
+            f"maxent_policy_temperature: 0 divides log-probs by the length: at {_LONG} tokens a completion or more "
+            f"({length}) {effect}; a value above 0 does not weaken with the length"
         )
     return None
 
 
 def format_ratio(ratio: float) -> str:
-    """Return a ratio of weights for a person."""
+    """Return a ratio of weights as text, e.g. ``3.5 times``."""
     return "infinitely many times" if ratio == math.inf else f"{ratio:.3g} times"
 
 
 def _targets(recipe: Recipe) -> list[str]:
-    """Return the keys by which a MaxEnt recipe gives the controller of tau a target."""
+    """Return the keys with which a MaxEnt recipe gives tau's controller a target."""
     return tau_targets(recipe.__getitem__) if task_of(recipe) == MAXENT else []
 
 
 def _target(recipe: Recipe) -> list[str]:
-    """Return the one target of a MaxEnt recipe that has one."""
+    """Return the target of a MaxEnt recipe as a list, empty if there is none or more than one."""
     return targets if len(targets := _targets(recipe)) == 1 else []
 
 
@@ -126,14 +132,14 @@ def _equal_weights(recipe: Recipe, target: str) -> float:
     return _LIMITED[target][2](recipe["num_generations"])
 
 
-def _outside_of_groups(recipe: Recipe) -> list[str]:
-    """Return the target that no weights of a group have."""
+def _unreachable_targets(recipe: Recipe) -> list[str]:
+    """Return the target if no weights of a group can reach it."""
     limited = [key for key in _target(recipe) if key in _LIMITED]
     return [key for key in limited if not _LIMITED[key][1] < recipe[key] <= _equal_weights(recipe, key)]
 
 
-def _outside(recipe: Recipe) -> list[str]:
-    """Return the key by which the controller's tau starts outside of its limits; swapped limits have a rule."""
+def _start_outside_limits(recipe: Recipe) -> list[str]:
+    """Return the key to change if tau starts outside the controller's limits; another rule checks swapped limits."""
     low, high, tau = recipe["maxent_tau_min"], recipe["maxent_tau_max"], _tau(recipe)
     if tau is None or not _target(recipe) or low <= tau <= high or (low > high and 0 < tau < math.inf):
         return []
@@ -142,20 +148,20 @@ def _outside(recipe: Recipe) -> list[str]:
 
 
 def _within_limits(recipe: Recipe, _: str) -> str:
-    """Return the fix of a tau that starts outside of its controller's limits."""
+    """Return the fix for a tau that starts outside the controller's limits."""
     low, high = sorted((recipe["maxent_tau_min"], recipe["maxent_tau_max"]))
     middle = f"set maxent_tau: {math.sqrt(low * high):.3g}"
     return f"{middle}, or other limits" if low < high else f"remove maxent_tau_max, or {middle}"
 
 
 def _unread(recipe: Recipe) -> list[str]:
-    """Return the maxent keys that a MaxEnt recipe gives and its objective does not read."""
+    """Return the maxent keys that a MaxEnt recipe sets, but its objective does not read."""
     objective = objective_of(recipe)
     return [key for key in matching_keys(" ".join(objective.unread)) if recipe.is_set(key)] if objective else []
 
 
 def _fixed(recipe: Recipe) -> dict[str, str]:
-    """Return the keys of TRL that the objective fixes, with their values."""
+    """Return TRL's keys with the values that the objective needs."""
     objective = objective_of(recipe)
     return objective.fixed_keys(recipe.__getitem__) if objective else {}
 
@@ -196,7 +202,7 @@ RULES = (
         "'{item}' changes nothing without a target: tau is fixed", f"{{removal}}, or add {next(iter(TAU_TARGETS))}"),
     Rule("{item}", lambda r: _targets(r)[1:],
         lambda r, key: f"{key} stands beside {_targets(r)[0]}, and tau can follow only one target", "keep one of them"),
-    Rule("{item}", _outside_of_groups,
+    Rule("{item}", _unreachable_targets,
         lambda r, key: f"{key} {r[key]:g} is not between {_LIMITED[key][1]}, that of all weight on one completion, and "
         f"{_LIMITED[key][0]} ({_equal_weights(r, key):g}), that of equal weights", 
         lambda r, key: f"set {key}: {(_LIMITED[key][1] + _equal_weights(r, key)) / 2:.3g}"),
@@ -210,7 +216,7 @@ RULES = (
     Rule("maxent_tau_min", lambda r: _target(r) and r["maxent_tau_min"] > r["maxent_tau_max"],
         "maxent_tau_min {maxent_tau_min:g} is above maxent_tau_max {maxent_tau_max:g}",
         "set maxent_tau_min: {maxent_tau_max:g} and maxent_tau_max: {maxent_tau_min:g}"),
-    Rule("{item}", _outside,
+    Rule("{item}", _start_outside_limits,
         lambda r, _: f"tau starts at {_tau(r):g}, outside of maxent_tau_min {r['maxent_tau_min']:g} and maxent_tau_max "
         f"{r['maxent_tau_max']:g}", _within_limits),
     Rule("{item}", lambda r: r["kl_target"] is None and set_by_user(r, "kl_horizon kl_ctl_step_size kl_beta_min"),

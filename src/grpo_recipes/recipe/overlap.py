@@ -1,10 +1,10 @@
-"""What ``overlap_generation`` does not work with, as a table. No torch, no socket."""
+"""Rules of ``overlap_generation``: the settings that it can't be combined with. No torch, no socket."""
 
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.rules import COLOCATED, Rule, starts_server, uses_external_server
 from grpo_recipes.recipe.sources import requested_source
 
-# How a text says in a plan, a report and in messages how old the weights are that sampled a completion.
+# Describes the age of the sampling weights in plans, reports and messages.
 OFF_POLICY = "one step off-policy: the server samples the next generation while the trainers update"
 
 

@@ -18,9 +18,9 @@ Lookup = Callable[[str], Any]  # returns the value of a recipe key
 class PromptSource:
     """A source of prompts and completions; an extension subclasses it and names one object as ``prompt_source``."""
 
-    title = ""  # what it is called in messages, with its article, e.g. "an environment"
-    keys: tuple[str, ...] = ()  # the recipe keys of which one chooses it; the first is offered in messages
-    # Why `grpo check-rewards` has no rows to try, and what to run instead.
+    title = ""  # its name in messages, with the article, e.g. "an environment"
+    keys: tuple[str, ...] = ()  # recipe keys that select it; messages suggest the first
+    # Why `grpo check-rewards` has no rows for it, and the command to use instead.
     unchecked_rewards: tuple[str, str] = ("", "")
 
     def chosen(self, lookup: Lookup) -> bool:
@@ -28,23 +28,23 @@ class PromptSource:
         return any(lookup(key) is not None for key in self.keys)
 
     def requested(self, recipe: Recipe) -> bool:
-        """Return whether a recipe that is being checked means to use this source."""
+        """Return whether a recipe requests this source, before the recipe is checked."""
         return self.chosen(recipe.__getitem__)
 
     def user_code(self, lookup: Lookup) -> list[str]:
-        """Return the user's code that it runs, as ``module:name`` or ``file.py:name``; a run keeps a copy of files."""
+        """Return the user's code that the source runs, as ``module:name`` or ``file.py:name``."""
         return []
 
     def uses_reward_variables(self, lookup: Lookup) -> bool:
-        """Return whether its processes get the variables that ``reward_environment`` lists."""
+        """Return whether the processes of the source get the variables in ``reward_environment``."""
         return True
 
     def benchmarks(self, lookup: Lookup) -> list[str]:
-        """Return the names in ``benchmarks`` that it runs itself."""
+        """Return the names in ``benchmarks`` that the source runs itself."""
         return []
 
     def benchmark_problem(self, name: str, where: str, lookup: Lookup) -> Problem | None:
-        """Return what is wrong with a benchmark that could be one of this source's; None if it can't be one."""
+        """Return the problem of a benchmark of this source; None if it has none, or does not belong to the source."""
         return None
 
 
@@ -71,16 +71,16 @@ def rollout_class(lookup: Lookup) -> Any:
 
 
 def requested_source(recipe: Recipe) -> PromptSource | None:
-    """Return the source that a recipe means to use while it is being checked; None if it reads datasets."""
+    """Return the source that a recipe requests, before the recipe is checked; None if it reads datasets."""
     return next((source for source in parts("prompt_source") if source.requested(recipe)), None)
 
 
 def source_keys() -> list[str]:
-    """Return a key that chooses a source, for every installed source."""
+    """Return one key that selects the source, for each installed source."""
     return [source.keys[0] for source in parts("prompt_source")]
 
 
 def user_code(lookup: Lookup) -> list[str]:
-    """Return the rewards and the other code of the user that a recipe names, of which a run keeps the files."""
+    """Return the user's rewards and other user code of a recipe. A run keeps copies of the files."""
     source = source_of(lookup)
     return [*lookup("reward_funcs"), *(source.user_code(lookup) if source else ())]

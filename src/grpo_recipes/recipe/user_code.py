@@ -1,7 +1,7 @@
-"""The user's own functions and classes, named in a recipe as ``module:name`` or ``file.py:name``.
+"""Find, check and load the user's functions and classes, which a recipe names as ``module:name`` or ``file.py:name``.
 
-Paths are relative to the folder of the launch, whose modules are found too. Only ``load_object`` runs the user's code;
-what ``grpo check`` needs is read from the source. No torch.
+Paths are relative to the folder of the launch, and modules in that folder are found too. Only ``load_object`` runs the
+user's code. The checks of `grpo check` read the source. No torch.
 """
 
 import ast
@@ -26,9 +26,9 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import LIVE_OBJECTS, RESERVED_COLUMNS, solution_names
 
 REWARD_COPIES = "rewards"  # folder of the run directory with copies of the user's rewards
-_LIVE = ("completions", "prompts", "completion_ids", "answer")  # what the trainer hands every reward
-# Functions of a whole list.
-_OVER_ALL = (
+_LIVE = ("completions", "prompts", "completion_ids", "answer")  # arguments that the trainer passes to every reward
+# Functions that compare the items of a list.
+_COMPARING_FUNCTIONS = (
     "min", "max", "sum", "sorted", "set", "Counter", "mean", "fmean", "median", "std", "stdev", "pstdev", "var",
     "argsort", "rankdata", "softmax",
 )  # fmt: skip
@@ -36,26 +36,26 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """Return ``file.py`` or module, and the name in it, empty where there is none."""
-    place, _, name = spec.rpartition(":")
-    return (place, name) if place else (spec, "")
+    """Split ``file.py:name`` or ``module:name`` at the colon; the name is empty if there is no colon."""
+    module, _, name = spec.rpartition(":")
+    return (module, name) if module else (spec, "")
 
 
 def spec_problem(spec: str, where: str) -> Problem | None:
-    """Return what keeps ``module:name`` or ``file.py:name``, written at ``where``, from being loaded; do not run it."""
-    place, name = split_spec(spec)
+    """Return the reason why ``spec``, set at ``where``, can't be loaded, without running its code; or None."""
+    module, name = split_spec(spec)
     if not name.isidentifier():
         return Problem(where, f"'{spec}' names no function or class", "write module:name or file.py:name")
     path = source_path(spec)
     if path is None:
-        return _not_found(place, where)
+        return _not_found(module, where)
     try:
         source = path.read_bytes()
         tree = ast.parse(source)
         symbols = symtable.symtable(source, str(path), "exec").get_symbols()  # type: ignore[arg-type]  # takes bytes too
     except OSError as error:
         return Problem(where, f"'{path}' cannot be read ({error.strerror})", "make it readable")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two of what is nested too deeply
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # deep nesting raises the last two
         reason = error.args[0] if isinstance(error, SyntaxError | ValueError) else "too deeply nested"
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         return Problem(where, f"'{display_path(path)}{line}' is not valid Python ({reason})", "correct it there")
@@ -68,19 +68,19 @@ def spec_problem(spec: str, where: str) -> Problem | None:
     if name in names or any(node.names[0].name == "*" for node in imports):
         return None
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    own = sorted(node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_"))
-    fix = f"write one of {', '.join(own[:8])}" if own else f"define {name} there"
+    public = sorted(node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_"))
+    fix = f"write one of {', '.join(public[:8])}" if public else f"define {name} there"
     return Problem(where, f"'{display_path(path)}' has no '{name}'", fix)
 
 
 def _missing_import(tree: ast.Module, path: Path) -> tuple[str, int] | None:
-    """Return the first package that a file imports when it is loaded and that is not there, with the line."""
+    """Return the first missing package that a file imports at its top level, with the line."""
     search = [*sys.path, os.getcwd(), str(path.parent)]
     for node in tree.body:
-        names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            names = [node.module]
-        for name in (one.partition(".")[0] for one in names):
+            modules = [node.module]
+        for name in (module.partition(".")[0] for module in modules):
             known = name in sys.builtin_module_names or name in sys.modules
             if not known and PathFinder.find_spec(name, search) is None and importlib.util.find_spec(name) is None:
                 return name, node.lineno
@@ -88,38 +88,42 @@ def _missing_import(tree: ast.Module, path: Path) -> tuple[str, int] | None:
 
 
 def function_source(spec: str, path: Path | None = None) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Return the function that ``spec`` names as its file (or the one at ``path``) defines it, plainly and once."""
+    """Parse the function that ``spec`` names, from its file or from ``path``.
+
+    Return None if the source does not show it: it is missing, decorated, defined twice, or not a function.
+    """
     path, name = path or source_path(spec), split_spec(spec)[1]
     with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         body = ast.parse(path.read_bytes()).body if path else []
-        (found,) = (node for node in body if name in _names_given(node))
-        return found if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) and not found.decorator_list else None
+        (node,) = (node for node in body if name in _defined_names(node))
+        return node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list else None
     return None
 
 
-def _names_given(node: ast.AST) -> set[str]:
+def _defined_names(node: ast.AST) -> set[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)}
 
 
 def required_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     """Return the names of a function's parameters without a default."""
-    given = function.args
-    places = [*given.posonlyargs, *given.args]
-    names = [one.arg for one in places[: len(places) - len(given.defaults)]]
-    return names + [one.arg for one, usual in zip(given.kwonlyargs, given.kw_defaults, strict=True) if usual is None]
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    names = [parameter.arg for parameter in positional[: len(positional) - len(arguments.defaults)]]
+    keyword_only = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return names + [parameter.arg for parameter, default in keyword_only if default is None]
 
 
 def call_parameters(spec: str) -> dict[str, bool] | None:
-    """Return the parameters of a user's class or function, each with whether it is required.
+    """Return the parameters of a user's class or function: name -> whether it is required.
 
-    Return None if the source does not show them: a base class, a decorator or ``**kwargs`` may add others.
+    Return None if the source does not show all of them: a base class, a decorator or ``**kwargs`` may add others.
     """
     path, name = source_path(spec), split_spec(spec)[1]
     function: ast.AST | None = function_source(spec)
     with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        classes = [node for node in ast.parse(path.read_bytes()).body if name in _names_given(node)] if path else []
+        classes = [node for node in ast.parse(path.read_bytes()).body if name in _defined_names(node)] if path else []
         if len(classes) == 1 and isinstance(classes[0], ast.ClassDef) and not classes[0].decorator_list:
             methods = {node.name: node for node in classes[0].body if isinstance(node, ast.FunctionDef)}
             plain = not classes[0].bases and not classes[0].keywords and "__new__" not in methods
@@ -127,40 +131,44 @@ def call_parameters(spec: str) -> dict[str, bool] | None:
     if not isinstance(function, ast.FunctionDef) or function.args.kwarg or function.decorator_list:
         return None
     arguments, required = function.args, required_parameters(function)
-    names = [one.arg for one in (*arguments.args, *arguments.kwonlyargs)]
-    names = names[1:] if function_source(spec) is None else names  # without self
+    names = [parameter.arg for parameter in (*arguments.args, *arguments.kwonlyargs)]
+    names = names[1:] if function_source(spec) is None else names  # a class: without self
     return {parameter: parameter in required for parameter in names}
 
 
 def names_read_by(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    """Return the names of a function's parameters, and the texts in it: columns["answer"] reads a column too."""
-    given = function.args
-    parameters = {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+    """Return a function's parameters and the constants in its body, since ``columns["answer"]`` also reads a column."""
+    arguments = function.args
+    parameters = {parameter.arg for parameter in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
     return parameters | {str(node.value) for node in ast.walk(function) if isinstance(node, ast.Constant)}
 
 
 def missing_argument_problems(
     recipe: Recipe, sets: Sequence[Mapping[str, str] | None], copies: Path, live: Sequence[str] | None
 ) -> Iterator[Problem]:
-    """Reject a reward of the user's that needs an argument which neither the trainer nor one of the datasets has.
+    """Yield the problem of each user's reward with a required argument that it does not get.
 
-    ``sets`` has the columns of each dataset with the reason why rewards do not get one, None if they are unknown;
-    ``live`` the objects that a trainer passes, None without one; ``copies`` the run's copies of the files, if any.
+    Arguments:
+        sets: for each dataset, its columns -> the reason why rewards do not get the column, or an empty string; None if
+            the columns are unknown.
+        copies: folder with the run's copies of the reward files; it need not exist.
+        live: objects that the trainer passes to rewards; None if there is no trainer.
     """
     names = [recipe["dataset_solution_column"], recipe["eval_dataset_solution_column"]]
-    trainers = {*_LIVE, *(live or ())}
-    trainers |= {*solution_names(names, recipe["dataset_mixture"]), *(["source"] if recipe["dataset_mixture"] else [])}
+    trainer_arguments = {*_LIVE, *(live or ()), *solution_names(names, recipe["dataset_mixture"])}
+    trainer_arguments |= {"source"} if recipe["dataset_mixture"] else set()
     for name in filter(lambda name: ":" in name, recipe["reward_funcs"]):
         copy = copy_path(name, copies)
         function = function_source(name, copy if copy.exists() else None)
-        wanted = [one for one in required_parameters(function) if one not in trainers] if function else []
-        for parameter, columns in ((one, columns) for one in wanted for columns in sets):
-            known = {column for column, reason in (columns or {}).items() if not reason}
-            known -= {*RESERVED_COLUMNS, recipe["dataset_prompt_column"]}
-            if columns is not None and parameter not in known:
-                here = [*_LIVE, "solution", *sorted(known)]
-                what = f"'{name}' needs '{parameter}', which no reward gets"
-                fix = f"take one of {', '.join(dict.fromkeys(here))}, or give it a default"
+        required = required_parameters(function) if function else []
+        from_columns = [parameter for parameter in required if parameter not in trainer_arguments]
+        for parameter, columns in itertools.product(from_columns, sets):
+            passed = {column for column, reason in (columns or {}).items() if not reason}
+            passed -= {*RESERVED_COLUMNS, recipe["dataset_prompt_column"]}
+            if columns is not None and parameter not in passed:
+                available = [*_LIVE, "solution", *sorted(passed)]
+                message = f"'{name}' needs '{parameter}', which no reward gets"
+                fix = f"take one of {', '.join(dict.fromkeys(available))}, or give it a default"
                 if parameter in LIVE_OBJECTS and live is None:
                     fix = "give it a default: an evaluation alone has no trainer"
                 elif parameter in LIVE_OBJECTS:
@@ -169,52 +177,53 @@ def missing_argument_problems(
                     fix = "take prompts: the prompt column comes under this name, as chat messages"
                 elif parameter in columns:
                     reason = columns[parameter] or "reserved name"
-                    what = f"'{name}' needs '{parameter}', a column that is not passed to rewards ({reason})"
+                    message = f"'{name}' needs '{parameter}', a column that is not passed to rewards ({reason})"
                     fix = f"rename column '{parameter}' in the data and in the function, or give it a default"
                     fix = "give it a default" if reason == "media" else fix
-                yield recipe.problem("reward_funcs", what, fix)
+                yield recipe.problem("reward_funcs", message, fix)
                 break
 
 
 def find_comparison(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, int] | None:
-    """Return the call, with its line, in which a reward looks at what it has of all completions at once, or None."""
-    lists = {"completions"}  # and what is made of all of them
+    """Return (name, line) of the first call in which a reward compares all completions, e.g. ``max``; or None."""
+    lists = {"completions"}  # variables with one value per completion
 
-    def of_all(node: ast.AST) -> bool:
-        picked = {id(one.value) for one in ast.walk(node) if isinstance(one, ast.Subscript)}
-        return any(isinstance(one, ast.Name) and one.id in lists and id(one) not in picked for one in ast.walk(node))
+    def uses_list(node: ast.AST) -> bool:
+        indexed = {id(child.value) for child in ast.walk(node) if isinstance(child, ast.Subscript)}
+        variables = [child for child in ast.walk(node) if isinstance(child, ast.Name) and child.id in lists]
+        return any(id(variable) not in indexed for variable in variables)
 
     for node in sorted(ast.walk(function), key=lambda node: getattr(node, "lineno", 0)):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and of_all(node.value):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and uses_list(node.value):
             lists.add(node.targets[0].id)
-        called = node.func if isinstance(node, ast.Call) else None
-        name = called.id if isinstance(called, ast.Name) else getattr(called, "attr", "")
-        if isinstance(node, ast.Call) and name in _OVER_ALL:
-            sources = [one.generators[0].iter if isinstance(one, _COMPREHENSIONS) else one for one in node.args]
-            if any(isinstance(one, ast.Name) and one.id in lists for one in sources):
+        callee = node.func if isinstance(node, ast.Call) else None
+        name = callee.id if isinstance(callee, ast.Name) else getattr(callee, "attr", "")
+        if isinstance(node, ast.Call) and name in _COMPARING_FUNCTIONS:
+            arguments = [arg.generators[0].iter if isinstance(arg, _COMPREHENSIONS) else arg for arg in node.args]
+            if any(isinstance(argument, ast.Name) and argument.id in lists for argument in arguments):
                 return name, node.lineno
     return None
 
 
 def source_path(spec: str) -> Path | None:
-    """Return the file that ``spec`` names something in, or None; the parents of a module are not imported."""
-    place = split_spec(spec)[0]
-    if place.endswith(".py"):
-        path = Path(os.path.expanduser(place)).absolute()
-        return path if os.path.isfile(path) else None  # False too for a name that is too long
+    """Return the file of the module or path in ``spec``, or None; the parents of a module are not imported."""
+    module = split_spec(spec)[0]
+    if module.endswith(".py"):
+        path = Path(os.path.expanduser(module)).absolute()
+        return path if os.path.isfile(path) else None  # isfile also returns False for a name that is too long
     search: list[str] | None = [*sys.path, os.getcwd()]
-    found: ModuleSpec | None = None
-    for name in itertools.accumulate(place.split("."), "{}.{}".format):
-        found = PathFinder.find_spec(name, search) if search and not name.endswith(".") and name else None
-        if found is None:
+    module_spec: ModuleSpec | None = None
+    for name in itertools.accumulate(module.split("."), "{}.{}".format):
+        module_spec = PathFinder.find_spec(name, search) if search and not name.endswith(".") and name else None
+        if module_spec is None:
             return None
-        search = found.submodule_search_locations
-    origin = (found and found.origin) or ""
+        search = module_spec.submodule_search_locations
+    origin = (module_spec and module_spec.origin) or ""
     return Path(origin) if origin.endswith(".py") else None
 
 
 def source_file(spec: str) -> Path:
-    """Return the file that ``spec`` names something in; a ConfigError where there is none."""
+    """Return the file of the module or path in ``spec``; a ConfigError if there is none."""
     path = source_path(spec)
     if path is None:
         raise ConfigError(_not_found(split_spec(spec)[0], spec))
@@ -222,14 +231,14 @@ def source_file(spec: str) -> Path:
 
 
 def copy_path(spec: str, folder: Path) -> Path:
-    """Return where ``copy_source`` keeps the spec's file: ``my/rewards.py`` as ``my__rewards.py``."""
-    place = split_spec(spec)[0].removesuffix(".py")
-    parts = [part for part in place.split("/") if part not in ("", ".", "~")]
+    """Return the path of the copy that ``copy_source`` makes, e.g. ``my__rewards.py`` for ``my/rewards.py``."""
+    module = split_spec(spec)[0].removesuffix(".py")
+    parts = [part for part in module.split("/") if part not in ("", ".", "~")]
     return folder / ("__".join("up" if part == ".." else part for part in parts) + ".py")
 
 
 def copy_source(spec: str, folder: Path) -> Path:
-    """Copy the spec's file into the run directory unless it is there, so that a resumed run goes on with that code."""
+    """Copy the file of ``spec`` into the run directory unless it is there, so that a resumed run uses the same code."""
     copy = copy_path(spec, folder)
     if not copy.exists():
         folder.mkdir(exist_ok=True)
@@ -238,63 +247,63 @@ def copy_source(spec: str, folder: Path) -> Path:
 
 
 def changed_copies(specs: Iterable[str], folder: Path) -> list[str]:
-    """Return those of ``file.py:name`` whose file differs from its copy in ``folder``; a missing file does not."""
+    """Return the specs ``file.py:name`` with a file that differs from its copy in ``folder``; skip missing files."""
     pairs = [(spec, source_path(spec), copy_path(spec, folder)) for spec in specs if ".py:" in spec]
     present = [(spec, path, copy) for spec, path, copy in pairs if path is not None and copy.is_file()]
     return [spec for spec, path, copy in present if path.read_bytes() != copy.read_bytes()]
 
 
 def load_object(spec: str, copies: Path | None = None) -> Any:
-    """Import what ``spec`` names; a ConfigError where it is not there, while what the code itself raises passes.
+    """Import the object that ``spec`` names; a ConfigError if it is missing. Errors of the user's code are not caught.
 
-    A file that ``copy_source`` copied to ``copies`` is run in place of the original. Modules are imported by name:
+    If ``copies`` has a copy of the file, the copy runs instead of the original. Modules are imported by name, because
     they may be part of a package.
     """
-    place, name = split_spec(spec)
-    if place.endswith(".py"):
+    module_name, name = split_spec(spec)
+    if module_name.endswith(".py"):
         copy = copy_path(spec, copies) if copies else None
-        module = _load_file(place, copy if copy is not None and copy.exists() else source_file(spec))
+        module = _load_file(module_name, copy if copy is not None and copy.exists() else source_file(spec))
     else:
-        source_file(spec)  # refuse a missing one in our words
-        _let_import_from(Path.cwd())
-        module = importlib.import_module(place)
+        source_file(spec)  # raises a ConfigError if the module is missing
+        _allow_imports_from(Path.cwd())
+        module = importlib.import_module(module_name)
     if not hasattr(module, name):
-        raise config_error(spec, f"'{place}' has no '{name}'", "name a function or class of it")
+        raise config_error(spec, f"'{module_name}' has no '{name}'", "name a function or class of it")
     return getattr(module, name)
 
 
-def _load_file(place: str, path: Path) -> ModuleType:
-    """Import the file at ``path``, the copy of ``place`` or that file itself."""
-    original = Path(os.path.expanduser(place)).absolute()
-    # The name is one that pickle finds again, and that neither an installed module nor another file has.
+def _load_file(user_path: str, path: Path) -> ModuleType:
+    """Import ``path`` as a module: the user's file ``user_path`` or its copy."""
+    original = Path(os.path.expanduser(user_path)).absolute()
+    # This module name is unique, and pickle finds it again.
     alias = f"grpo_user_{original.stem}_{hashlib.sha256(os.fsencode(original)).hexdigest()[:8]}"
     if alias in sys.modules:
         return sys.modules[alias]
-    _let_import_from(original.parent)
+    _allow_imports_from(original.parent)
     source = path.read_bytes()
-    found = importlib.util.spec_from_file_location(alias, path)
-    assert found is not None
-    module = importlib.util.module_from_spec(found)
+    module_spec = importlib.util.spec_from_file_location(alias, path)
+    assert module_spec is not None
+    module = importlib.util.module_from_spec(module_spec)
     if original.is_file():
-        module.__file__ = str(original)  # by which code finds the data beside it
-    # Tracebacks name the user's own file while it is the one that runs.
-    named = original if original.is_file() and original.read_bytes() == source else path
+        module.__file__ = str(original)  # the code may read data next to its file
+    # Tracebacks show the user's file if it equals the code that runs.
+    traceback_path = original if original.is_file() and original.read_bytes() == source else path
     sys.modules[alias] = module
     try:
-        exec(compile(source, str(named), "exec", dont_inherit=True), module.__dict__)
+        exec(compile(source, str(traceback_path), "exec", dont_inherit=True), module.__dict__)
     except BaseException:
         del sys.modules[alias]
         raise
     return module
 
 
-def _let_import_from(folder: Path) -> None:
-    # At the end: a user's random.py must not take the place of Python's.
+def _allow_imports_from(folder: Path) -> None:
+    # The folder comes last, so that a user's random.py does not replace Python's module.
     if folder.is_dir() and str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
-def _not_found(place: str, where: str) -> Problem:
-    if place.endswith(".py"):
-        return Problem(where, f"no file '{place}'", "name an existing file, relative to the folder of the launch")
-    return Problem(where, f"no module '{place}'", "install it into the environment, or write file.py:name")
+def _not_found(module: str, where: str) -> Problem:
+    if module.endswith(".py"):
+        return Problem(where, f"no file '{module}'", "name an existing file, relative to the folder of the launch")
+    return Problem(where, f"no module '{module}'", "install it into the environment, or write file.py:name")
