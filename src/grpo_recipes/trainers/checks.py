@@ -300,7 +300,7 @@ def _rows(reward: RewardWrapper, prompts: list[Any], completions: list[Any]) -> 
         {
             "reward": reward.spec,
             "seconds": round(scores[row].seconds, 3),
-            "reason": masked(scores[row].reason) if scores[row].unscored else None,
+            "reason": masked(scores[row].reason or "") if scores[row].unscored else None,
             "replayed": scores[row].replayed,
             "prompt": masked(completion_text(prompts[row]))[:_LONGEST_TEXT],
             "completion": masked(completion_text(completions[row]))[:_LONGEST_TEXT],

@@ -134,20 +134,20 @@ class GRPOTrainer(trl.GRPOTrainer):
     @contextmanager
     def at_temperatures(self, temperature_B: torch.Tensor | None) -> Iterator[None]:
         """Compute log-probs inside with a temperature per row, or with the recipe's temperature for ``None``."""
-        before, self.temperature_B = self.temperature_B, temperature_B
+        outer_B, self.temperature_B = self.temperature_B, temperature_B
         try:
             yield
         finally:
-            self.temperature_B = before
+            self.temperature_B = outer_B
 
     @contextmanager
     def generating_with(self, config: GenerationConfig) -> Iterator[None]:
         """Let transformers sample with this configuration inside."""
-        before, self.generation_config = self.generation_config, config
+        outer_config, self.generation_config = self.generation_config, config
         try:
             yield
         finally:
-            self.generation_config = before
+            self.generation_config = outer_config
 
     @contextmanager
     def sampling_with(
@@ -160,17 +160,20 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Sample with these settings inside. ``None`` keeps the setting of the training."""
         settings = {"temperature": temperature, "top_p": top_p, "max_completion_length": max_completion_length}
         settings = {name: value for name, value in settings.items() if value is not None}
+        if not settings:
+            yield
+            return
         if not self.use_vllm:
             with self.generating_with(_changed(self.generation_config, settings)):
                 yield
             return
-        before = {name: getattr(self.vllm_generation, name) for name in settings}
+        training_settings = {name: getattr(self.vllm_generation, name) for name in settings}
         try:
             for name, value in settings.items():
                 setattr(self.vllm_generation, name, value)
             yield
         finally:
-            for name, value in before.items():
+            for name, value in training_settings.items():
                 setattr(self.vllm_generation, name, value)
 
     # --- a training: epochs of steps -------------------------------------------------------------------------------
