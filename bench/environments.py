@@ -39,8 +39,8 @@ OUT = home() / "bench/results/environments.jsonl"
 TIMES = 16  # that --scripted plays each episode
 BASELINES: dict[str, Callable[[Game, random.Random], str]] = {
     "blind": lambda game, generator: _blind_move(generator),
-    "drawn": lambda game, generator: game.scripted(generator, plan=False),
-    "scripted": lambda game, generator: game.scripted(generator),
+    "drawn": lambda game, generator: game.scripted_move(generator, plan=False),
+    "scripted": lambda game, generator: game.scripted_move(generator),
 }
 
 

@@ -63,7 +63,7 @@ def test_an_environment_of_a_mixture_is_chosen_by_its_place(tmp_path: Path) -> N
     own = recipe(tmp_path, "environment: null", f"environment_mixture: {{environments: [{', '.join(entries)}]}}")
     for place, turns in (("1", 1), ("2", 2)):
         assert played(own, "--entry", place, said="abc\n" * 4).count("reward 0.75  letters 3") == turns
-    assert "Fix: write 1 (" in played(own, "--entry", "3", code=2)
+    assert "Fix: use 1 (" in played(own, "--entry", "3", code=2)
 
 
 def test_what_hangs_dies_or_raises_ends_by_its_limit_with_one_error(tmp_path: Path) -> None:
@@ -107,12 +107,12 @@ def test_who_expects_a_model_is_told_that_moves_are_drawn(tmp_path: Path) -> Non
     pytest.importorskip("textarena")
     for opponents, told in (("policy", True), ("random", False)):
         lines = f"environment: textarena:TicTacToe-v0\nenvironment_args: {{opponents: {opponents}}}"
-        assert ("; opponents' moves are drawn" in played(recipe(tmp_path, lines), "--seed", "1")) == told
+        assert ("; opponents play random moves" in played(recipe(tmp_path, lines), "--seed", "1")) == told
 
 
 def test_wrong_recipes_and_options_are_refused() -> None:
     assert "has no environment to play" in played("recipes/smoke/grpo.yaml", code=2)
-    assert "--seed: is -1" in played(EXAMPLE, "--seed", "-1", code=2)
+    assert "--seed: expected 0 or more, got -1" in played(EXAMPLE, "--seed", "-1", code=2)
 
 
 def test_a_terminal_is_not_controlled_by_what_an_environment_says(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ REPLY = {"role": "assistant", "content": "hello"}
 def test_a_conversation_is_sent_whole_until_it_is_reset(talk, server: FakeServer) -> None:
     code, said = talk([server.url], "hi", "", "how?", "/reset", "again", "/system Be kind.", "now", "/system", "/what")
     assert code == 0
-    assert said[0].startswith("grpo: tiny answers; /reset forgets")
+    assert said[0].startswith("grpo: tiny is ready; /reset starts")
     assert said[1:5] == ["> hi", "hello", "> ", "> how?"]
     assert [body["messages"] for _, body in server.asked] == [
         [user("hi")],
@@ -77,7 +77,7 @@ def test_a_conversation_is_sent_whole_until_it_is_reset(talk, server: FakeServer
         [user("again")],
         [{"role": "system", "content": "Be kind."}, user("now")],
     ]
-    assert "grpo: system prompt: Be kind." in said and said[-2].startswith("grpo: /reset forgets")
+    assert "grpo: system prompt: Be kind." in said and said[-2].startswith("grpo: /reset starts")
     assert all(path == "/v1/chat/completions" and body["temperature"] == 1.0 for path, body in server.asked)
 
 
@@ -119,7 +119,7 @@ def test_ctrl_c_in_a_reply_cuts_it_off_and_at_the_prompt_ends(talk, server: Fake
 
     monkeypatch.setattr(module, "readable", show)
     code, said = talk([server.url], "hi", "there")
-    assert code == 0 and "grpo: the reply was cut off, and is forgotten" in said
+    assert code == 0 and "grpo: reply interrupted and dropped" in said
     assert server.asked[1][1]["messages"] == [user("there")]
 
     def interrupted(_: str) -> str:
@@ -179,9 +179,9 @@ def test_what_is_wrong_is_named(talk, server: FakeServer, run: Path) -> None:
     assert "grpo: nothing: is not a run directory" in talk(["nothing"])[1][0]
     assert "the URL of a server" in talk(["nothing"])[1][0]
     (run / "model" / "config.json").unlink()
-    assert "has no model/: a run writes it at its end, and this one is completed" in talk(["last"])[1][0]
-    assert "--temperature: is -1" in talk([server.url, "--temperature", "-1"])[1][0]
-    assert "--max-tokens: is 0" in talk([server.url, "--max-tokens", "0"])[1][0]
-    assert "--model: names what a running server serves" in talk(["last", "--model", "x"])[1][0]
+    assert "has no model/: a run writes it at its end, and this run is completed" in talk(["last"])[1][0]
+    assert "--temperature: expected 0 or more, got -1" in talk([server.url, "--temperature", "-1"])[1][0]
+    assert "--max-tokens: expected 1 or more, got 0" in talk([server.url, "--max-tokens", "0"])[1][0]
+    assert "--model: needs --base-url" in talk(["last", "--model", "x"])[1][0]
     assert "serves 'tiny', not 'large'" in talk([server.url, "--model", "large"])[1][0]
     assert "--base-url: no server answers" in talk([server.url.replace("127.0.0.1", "127.0.0.9")])[1][0]

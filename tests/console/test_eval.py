@@ -176,7 +176,7 @@ def test_another_reward_scores_the_same_completions(evaluate, server: Answers, c
 def test_k_is_chosen_up_to_the_completions_there_are(evaluate, capsys) -> None:
     assert evaluate("my.yaml", "--k", "5") == 2
     said = capsys.readouterr().err
-    assert "--k: pass@5 needs as many completions of a prompt, not 4. Fix: write --num-generations 5" in said
+    assert "--k: pass@5 needs 5 completions per prompt, got 4. Fix: use --num-generations 5" in said
     assert not OUT.exists()
     assert evaluate("my.yaml", "--k", "3", "1") == 0
     assert [name for name in result() if name.startswith("pass@")] == ["pass@1", "pass@3", "pass@1_ci", "pass@3_ci"]
@@ -204,7 +204,7 @@ def test_ctrl_c_keeps_what_is_there(evaluate, monkeypatch, capsys) -> None:
 
     monkeypatch.setattr(generate.CompletionsFile, "add", interrupt)
     assert evaluate("my.yaml") == 130 and len(lines(OUT / "completions.jsonl")) == 1
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "Continue with the same command" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("change", [["--temperature", "0.5"], ["--num-generations", "2"], ["--seed", "7"]])
@@ -268,10 +268,10 @@ def test_a_checkpoint_is_evaluated_by_the_recipe_of_its_run(run: Path, server: A
     assert main(["eval", str(checkpoint), *command]) == 0
     assert result(Path(f"evals/{run.name}-checkpoint-2"))["model"] == str(checkpoint)
     assert main(["eval", str(run / "checkpoints" / "checkpoint-3"), *command]) == 2
-    assert "checkpoint-3: is not a complete checkpoint. Fix: name one of checkpoint-2" in capsys.readouterr().err
+    assert "checkpoint-3: not a complete checkpoint. Fix: use checkpoint-2" in capsys.readouterr().err
     (checkpoint / "COMPLETE").unlink()
     assert main(["eval", str(checkpoint), *command]) == 2
-    assert "is not a complete checkpoint" in capsys.readouterr().err
+    assert "not a complete checkpoint" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_an_adapter_is_refused(run: Path, capsys) -> None:
@@ -280,7 +280,7 @@ def test_a_checkpoint_of_an_adapter_is_refused(run: Path, capsys) -> None:
     (staged / "adapter_model.safetensors").write_bytes(b"adapter")
     publish_checkpoint(staged, run / "checkpoints", 4, 1)
     assert main(["eval", str(run / "checkpoints" / "checkpoint-4")]) == 2
-    assert "has no model that a server can load: an adapter alone" in capsys.readouterr().err
+    assert "no model that a server can load: only an adapter" in capsys.readouterr().err
     shutil.rmtree(run / "model")
     assert main(["eval", str(run)]) == 2
     assert "has no model/" in capsys.readouterr().err and not Path("evals").exists()
@@ -293,9 +293,9 @@ def test_a_bare_model_is_told_its_dataset_and_reward(tmp_path: Path, evaluate, s
     found = result(Path("evals/base"))
     assert found["prompts"] == 3 and found["samples"] == 4 and server.asked[0][1]["max_tokens"] == 7
     assert evaluate("base", *words[:2]) == 2
-    assert "base' is a model, and has no recipe" in capsys.readouterr().err
+    assert "base' is a model without a recipe" in capsys.readouterr().err
     assert evaluate("base", *words[2:]) == 2
-    assert "--dataset: is missing" in capsys.readouterr().err
+    assert "--dataset: missing" in capsys.readouterr().err
 
 
 def test_another_model_dataset_and_split_are_taken(tmp_path: Path, evaluate) -> None:
@@ -350,12 +350,12 @@ def test_a_deleted_file_of_completions_is_not_scored_by_old_scores(evaluate, mon
     ("words", "said"),
     [
         (["none.yaml"], "recipe 'none.yaml' not found"),
-        (["nowhere"], "nowhere: is not a run directory (no run.json). Fix: name a recipe (.yaml)"),
-        (["my.yaml", "--num-generations", "0"], "--num-generations: is 0"),
-        (["my.yaml", "--limit", "0"], "--limit: is 0"),
-        (["my.yaml", "--k", "0"], "--k: is 0. Fix: write 1 or more"),
-        (["my.yaml", "--split", "test"], "--split: changes nothing without --dataset"),
-        (["my.yaml", "--served-model-name", "x"], "--served-model-name: changes nothing without --base-url"),
+        (["nowhere"], "nowhere: is not a run directory (no run.json). Fix: use a recipe (.yaml)"),
+        (["my.yaml", "--num-generations", "0"], "--num-generations: expected 1 or more, got 0"),
+        (["my.yaml", "--limit", "0"], "--limit: expected 1 or more, got 0"),
+        (["my.yaml", "--k", "0"], "--k: expected 1 or more, got 0. Fix: use 1 or more"),
+        (["my.yaml", "--split", "test"], "--split: does nothing without --dataset"),
+        (["my.yaml", "--served-model-name", "x"], "--served-model-name: does nothing without --base-url"),
         (["my.yaml", "--temperature", "0", "--num-generations", "2"], "--num-generations: 2 greedy completions"),
         (["my.yaml", "--dataset", "none.jsonl"], "--dataset: no file 'none.jsonl'"),
         (
@@ -372,14 +372,14 @@ def test_a_deleted_file_of_completions_is_not_scored_by_old_scores(evaluate, mon
         (["my.yaml", "--num-generation", "2"], "--num-generation"),
         (
             ["my.yaml", "--eval_temperature=0", "--num_generations_eval=1", "--num-generations", "4"],
-            "--num-generations: 4 greedy completions of a prompt are the same",
+            "--num-generations: 4 greedy completions of a prompt are equal",
         ),
         (["base", "--model_name_or_path=x"], "--model_name_or_path: 'base' is the model. Fix: remove it"),
         (
             ["base", "--dataset", "rows.jsonl", "--reward", "pure_accuracy_math", "--dataset_name=z"],
-            "--dataset_name: --dataset and --split say it",
+            "--dataset_name: --dataset and --split set it",
         ),
-        (["base", "--model", "x"], "--model: takes the place of a recipe's model, and 'base' is one"),
+        (["base", "--model", "x"], "--model: replaces the model of a recipe, but 'base' is a model or a run"),
     ],
 )
 def test_what_is_wrong_is_named_and_leaves_nothing(
@@ -402,7 +402,7 @@ def test_what_is_wrong_is_named_and_leaves_nothing(
 def test_prompts_must_come_from_a_dataset(tmp_path: Path, capsys) -> None:
     (tmp_path / "recipes").symlink_to(Path(__file__).resolve().parents[2] / "recipes")
     assert main(["eval", "recipes/examples/two_sums.yaml"]) == 2
-    assert "its prompts come from an environment" in capsys.readouterr().err
+    assert "the prompts come from an environment" in capsys.readouterr().err
 
 
 def test_the_key_comes_from_the_environment(evaluate, server: Answers, monkeypatch) -> None:

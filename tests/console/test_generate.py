@@ -82,7 +82,7 @@ def test_a_file_that_was_cut_off_is_continued_and_equals_a_whole_one(generate, s
     server.asked.clear()
     assert generate() == 0
     assert Path("out.jsonl").read_bytes() == whole and len(server.asked) == 4
-    assert "2 are there already" in capsys.readouterr().out
+    assert "(2 already done)" in capsys.readouterr().out
     server.asked.clear()
     assert generate() == 0 and not server.asked
     assert sorted(path.name for path in Path().iterdir()) == [
@@ -121,7 +121,7 @@ def test_a_server_that_is_gone_ends_the_command(generate, server: FakeServer, mo
     server.fails = [200, *[500] * 20]
     assert generate("--batch-size", "1", "--attempts", "1") == 1
     assert len(read()) == 1 and len(server.asked) <= 5
-    assert "the server is gone, and 3 were not tried" in capsys.readouterr().err
+    assert "the server is gone, and 3 prompts were not tried" in capsys.readouterr().err
 
 
 def test_ctrl_c_keeps_what_is_there(generate, server: FakeServer, monkeypatch, capsys) -> None:
@@ -134,7 +134,7 @@ def test_ctrl_c_keeps_what_is_there(generate, server: FakeServer, monkeypatch, c
 
     monkeypatch.setattr(module.CompletionsFile, "add", interrupt)
     assert generate() == 130 and len(read()) == 3
-    assert "3 of 6 prompts are in the file" in capsys.readouterr().out
+    assert "3 of 6 prompts done" in capsys.readouterr().out
     monkeypatch.setattr(module.CompletionsFile, "add", add)
     assert generate() == 0 and [row["index"] for row in read()] == list(range(6))
 
@@ -184,11 +184,11 @@ def refused(words: list[str], capsys) -> str:
     ("words", "said"),
     [
         (["my.yaml"], "--out: is missing"),
-        (["my.yaml", "--out", "o", "--num-generations", "0"], "--num-generations: is 0"),
-        (["my.yaml", "--out", "o", "--limit", "0"], "--limit: is 0"),
-        (["my.yaml", "--out", "o", "--temperature", "-1"], "--temperature: is -1"),
-        (["my.yaml", "--out", "o", "--timeout", "nan"], "--timeout: is nan"),
-        (["my.yaml", "--out", "o", "--public"], "--public: changes nothing without --push"),
+        (["my.yaml", "--out", "o", "--num-generations", "0"], "--num-generations: expected 1 or more, got 0"),
+        (["my.yaml", "--out", "o", "--limit", "0"], "--limit: expected 1 or more, got 0"),
+        (["my.yaml", "--out", "o", "--temperature", "-1"], "--temperature: expected 0 or more, got -1"),
+        (["my.yaml", "--out", "o", "--timeout", "nan"], "--timeout: expected 0 or more, got nan"),
+        (["my.yaml", "--out", "o", "--public"], "--public: does nothing without --push"),
         (["my.yaml", "--out", "o", "--backend", "hf"], "invalid choice: 'hf'"),
         (["my.yaml", "--out", "o", "--base-url", "localhost"], "--base-url: 'localhost' is not an address"),
         (["my.yaml", "--out", "o", "--base-url", "http://127.0.0.1:9", "--wait", "0"], "--base-url: no server answers"),
@@ -205,7 +205,7 @@ def test_prompts_must_come_from_a_dataset_with_one_split(tmp_path: Path, capsys)
     root = Path(__file__).resolve().parents[2]
     (tmp_path / "recipes").symlink_to(root / "recipes")
     example = "recipes/examples/two_sums.yaml"
-    assert "its prompts come from an environment" in refused([example, "--out", "o"], capsys)
+    assert "the prompts come from an environment" in refused([example, "--out", "o"], capsys)
     text = Path("my.yaml").read_text().replace("dataset_name: rows.jsonl", "")
     Path("mixed.yaml").write_text(f"{text}dataset_mixture: {{datasets: [{{id: rows.jsonl}}]}}\n")
     assert "--split" in refused(["mixed.yaml", "--out", "o", "--split", "test"], capsys)
@@ -239,4 +239,4 @@ def test_a_complete_file_is_published(generate, server: FakeServer, monkeypatch,
         assert repo.private and repo.files()["out.jsonl"] == Path("out.jsonl").read_bytes()
         assert f"{hub.url}/datasets/ada/sums" in capsys.readouterr().out
         assert generate("--push", "others/sums") == 2
-        assert "--push: 'ada' may not write to 'others/sums'. Fix: write --push ada/sums" in capsys.readouterr().err
+        assert "--push: 'ada' may not write to 'others/sums'. Fix: use --push ada/sums" in capsys.readouterr().err

@@ -60,8 +60,8 @@ def test_last_is_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["missing"], "grpo: missing: is not a run directory (no run.json). Fix: name a folder under run_root"),
         (["RUN", "."], "grpo: .: is not a run directory (no run.json). Fix: name a folder under run_root"),
         (["last"], "grpo: last: no runs found in empty. Fix: give the run directory, or set run_root"),
-        (["RUN", "--out", "no/such/folder.html"], "grpo: --out: cannot write the page (No such file or directory). "
-         "Fix: name a file you may write"),
+        (["RUN", "--out", "no/such/folder.html"], "grpo: --out: can't write the page (No such file or directory). "
+         "Fix: use a file that you may write"),
         (["RUN", "--nonsense"], "grpo: --nonsense: is not an option of grpo report. Fix: see grpo report --help"),
     ],
 )  # fmt: skip

@@ -133,5 +133,5 @@ def test_a_run_whose_push_fails_ends_well_and_keeps_its_model(
     assert run.wait() == 0, run.output
     summary = run.summary()
     assert summary["status"] == "completed" and "(3 attempts)" in summary["published"]["error"]
-    assert "NOT published" in run.output and "do it with: hf upload ada/unlucky " in run.output
+    assert "NOT published" in run.output and "Publish it with: hf upload ada/unlucky " in run.output
     assert (run.run_dir / "model" / "model.safetensors").is_file()

@@ -181,7 +181,7 @@ def test_a_search_that_is_killed_goes_on_with_the_trial_that_ran(launch: Callabl
     resumed = launch(command=command)
     assert resumed.wait() == 0, resumed.output
     sweep = only_sweep(tmp_path)
-    assert "going on with " in resumed.output and "highest reward of 3 trials: " in resumed.output
+    assert "continuing " in resumed.output and "highest reward of 3 trials: " in resumed.output
     assert f"trial 1 of 2: {cells[1]['name']} completed" in resumed.output
     assert sweep.is_over() and [cell["values"] for cell in sweep.record["cells"]][:2] == [
         cell["values"] for cell in cells

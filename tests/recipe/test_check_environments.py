@@ -31,11 +31,11 @@ def test_the_base_model_plays_only_if_the_server_has_it(read: Read) -> None:
     adapter = {"use_peft": True, "weight_sync": "lora"}
     for lacking in ({}, {"use_peft": True}, {"use_peft": True, "weight_sync": "file"}):
         (problem,) = check(read(**keys | lacking), {})
-        assert problem.fix == "write opponents: policy, or add use_peft: true and weight_sync: lora"
+        assert problem.fix == "set opponents: policy, or add use_peft: true and weight_sync: lora"
         assert check(read(**keys | lacking | policy), {}) == check(read(**keys | lacking | adapter), {}) == []
     for lacking in ({"vllm_mode": "colocate"}, {"use_vllm": False}):
         (problem,) = check(read(**keys | lacking), {})
-        assert problem.fix == "write opponents: policy" and check(read(**keys | lacking | policy), {}) == []
+        assert problem.fix == "set opponents: policy" and check(read(**keys | lacking | policy), {}) == []
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -45,7 +45,7 @@ def test_a_checkpoint_is_no_opponent(read: Read, tmp_path: Path, mixed: bool) ->
     for opponents, others in ((str(tmp_path), ["random", "policy"]), ("Qwen/Qwen2.5-0.5B-Instruct", ["random"])):
         (problem,) = check(read(**game(opponents, mixed)), {})
         assert problem.what == f"opponents: '{opponents}' is not supported"
-        assert problem.fix == 'write "random", "policy" or "base"'
+        assert problem.fix == 'set "random", "policy" or "base"'
         assert not any(check(read(**game(other, mixed)), {}) for other in others)
 
 
@@ -61,7 +61,7 @@ def test_a_server_of_openenv_needs_the_network(read: Read) -> None:
     pytest.importorskip("openenv")
     keys = PLAYS | {"environment": "openenv:http://127.0.0.1:9"}
     (problem,) = check(read(**keys), {})
-    assert "is reached through the network. Fix: add environment_network: true" in str(problem)
+    assert "needs the network. Fix: add environment_network: true" in str(problem)
     assert check(read(**keys, environment_network=True), {}) == []
 
 
@@ -74,9 +74,9 @@ def test_what_is_refused_of_environments(read: Read, path: Path) -> None:
     ("named", "said"),
     [
         (f"environment: {GAME}:Sums",
-         ":Sums; an episode has at most 4 turns of 8 tokens, 32 of max_completion_length 64 are left for what is said"),
-        (f"environment: {GAME}:Sums\nenvironment_turn_length: 12", "at most 4 turns of 12 tokens, 16 of"),
-        (f"environment: {GAME}:Sums\nenvironment_turn_length: 16", "an episode of full turns ends unfinished"),
+         ":Sums; an episode has at most 4 turns of 8 tokens, and 32 of max_completion_length 64 for messages"),
+        (f"environment: {GAME}:Sums\nenvironment_turn_length: 12", "at most 4 turns of 12 tokens, and 16 of"),
+        (f"environment: {GAME}:Sums\nenvironment_turn_length: 16", "episodes of full turns end unfinished"),
         (f"environment_mixture: {{environments: [{{id: '{GAME}:Sums', weight: 3}}, {{id: '{GAME}:Wild'}}]}}",
          ":Wild (25%); an episode"),
     ],
@@ -100,7 +100,7 @@ def test_the_rewards_of_an_environment_are_not_tried_on_answers(
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"model_name_or_path: smoke:sums\nenvironment: {GAME}:Sums\nreward_funcs: [environment]\n")
     assert cli.main(["check-rewards", str(recipe)]) == 2
-    assert "Fix: run grpo check --deep, which plays one" in capsys.readouterr().err
+    assert "Fix: run grpo check --deep, which plays an episode" in capsys.readouterr().err
 
 
 def test_a_model_that_only_training_has_is_no_opponent_in_a_benchmark(read: Read) -> None:
@@ -109,7 +109,7 @@ def test_a_model_that_only_training_has_is_no_opponent_in_a_benchmark(read: Read
     assert check(read(**played, environment_args={"opponents": "policy"}), {}) == []
     adapter = {"use_peft": True, "weight_sync": "lora"}
     (problem,) = check(read(**played, **adapter, environment_args={"opponents": "base"}), {})
-    assert "a benchmark cannot play 'textarena:TicTacToe-v0' against 'base'" in str(problem)
+    assert "a benchmark can't play 'textarena:TicTacToe-v0' against 'base'" in str(problem)
 
 
 def test_each_problem_of_an_environment_has_its_own_line(read: Read, tmp_path: Path) -> None:
@@ -134,9 +134,9 @@ def test_an_environment_that_gets_no_episode_is_told(read: Read) -> None:
     keys = MIXED | {"environment_mixture": mixture, "environment_eval_episodes": 64}
     assert check(read(**keys), {}) == []  # nothing evaluates
     (problem,) = check(read(**keys, benchmarks=[f"{GAME}:Wild"]), {})
-    assert f"environment_eval_episodes: 64 leaves none for '{GAME}:Wild'" in str(problem)
+    assert f"environment_eval_episodes: 64 leaves no episode for '{GAME}:Wild'" in str(problem)
     (problem,) = check(read(**keys, environment_episodes=100), {})
-    assert "environment_episodes: 100 leaves none" in str(problem)
+    assert "environment_episodes: 100 leaves no episode" in str(problem)
 
 
 @pytest.mark.parametrize(

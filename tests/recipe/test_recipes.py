@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from grpo_recipes import cli
-from grpo_recipes.extensions.environments.episode import turns_of
+from grpo_recipes.extensions.environments.episode import play_turns
 from grpo_recipes.extensions.environments.recipe import environments_of
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
@@ -129,7 +129,7 @@ def test_recipes_of_environments_are_right_and_play_what_they_name(path: Path, t
     )
     assert plan.data is not None and all(name in plan.data.text for name in recipe["benchmarks"])
     for index in range(len(environments_of(recipe.__getitem__))):
-        *_, last = turns_of(recipe, index, 0, lambda _: "<answer>0</answer>")
+        *_, last = play_turns(recipe, index, 0, lambda _: "<answer>0</answer>")
         assert last.done
 
 

@@ -321,7 +321,7 @@ def test_the_script_of_secret_mafia_plays_valid_moves_and_wins_more_than_drawn_o
     env, won = Game("SecretMafia-v0", BRIEF | {"player": role, "mafia_ratio": 0.4 if role == "Mafia" else 0.2}), {}
     for plan in True, False:
         generator = random.Random(0)
-        ends = [play(env, seed, lambda turn: env.scripted(generator, plan)) for seed in range(100)]  # noqa: B023
+        ends = [play(env, seed, lambda turn: env.scripted_move(generator, plan)) for seed in range(100)]  # noqa: B023
         assert all(turn.info["legal"] == 1.0 for turns in ends for turn in turns[1:])
         won[plan] = sum(float(turns[-1].info["won"]) for turns in ends)
     assert won[True] >= won[False] + (15 if role == "Detective" else 0)
@@ -333,36 +333,48 @@ def test_the_script_of_secret_mafia_plays_valid_moves_and_wins_more_than_drawn_o
 @pytest.mark.parametrize(
     ("spec", "args", "told"),
     [
-        ("textarena:SecretMafia", {}, "write textarena:SecretMafia-v0 or"),
-        ("textarena:", {}, "write textarena:NAME"),
-        ("textarena:SecretMafia-v0", {"num_players": 3}, "num_players: 'SecretMafia-v0' is not for 3"),
-        ("textarena:SecretMafia-v0", {"player": 6}, "player: 6 of 6. Fix: write 0 to 5"),
-        ("textarena:SecretMafia-v0", {"player": "me"}, "player: 'me' is no seat"),
-        ("textarena:TicTacToe-v0", {"player": "Mafia"}, 'Fix: write a number from 0, or "seed"'),
+        ("textarena:SecretMafia", {}, "use textarena:SecretMafia-v0 or"),
+        ("textarena:", {}, "set textarena:NAME"),
+        ("textarena:SecretMafia-v0", {"num_players": 3}, "num_players: 'SecretMafia-v0' can't be played by 3"),
+        ("textarena:SecretMafia-v0", {"player": 6}, "player: 6 is not a seat of 6 players. Fix: set 0 to 5"),
+        ("textarena:SecretMafia-v0", {"player": "me"}, "player: 'me' is not a seat"),
+        ("textarena:TicTacToe-v0", {"player": "Mafia"}, 'Fix: set a number from 0, or "seed"'),
         ("textarena:SecretMafia-v0", {"player": "Jester"}, 'or "seed" or "Detective" or "Doctor" or'),
-        ("textarena:SecretMafia-v0", {"observation": "short"}, 'write "whole" or "brief"'),
+        ("textarena:SecretMafia-v0", {"observation": "short"}, 'set "whole" or "brief"'),
         ("textarena:TicTacToe-v0", {"observation": "brief"}, "remove it: it belongs to SecretMafia"),
-        ("textarena:SecretMafia-v0", {"opponents": "gpt"}, 'write "random", "crowd", "policy" or "base"'),
-        ("textarena:TicTacToe-v0", {"opponents": "crowd"}, 'Fix: write "random", "policy" or "base"'),
-        ("textarena:SecretMafia-v0", {"num_players": 0}, "num_players: 0 is not a number of players. Fix: write 1 or"),
-        ("textarena:TicTacToe-v0", {"num_players": 2.0}, "num_players: 2.0 is not a number of players"),
-        ("textarena:TicTacToe-v0", {"legal_reward": "lots"}, "legal_reward: 'lots' is no reward. Fix: write a number"),
-        ("textarena:TicTacToe-v0", {"illegal_reward": math.nan}, "illegal_reward: nan is no reward"),
-        ("textarena:TicTacToe-v0", {"illegal_reward": 1e39}, "illegal_reward: 1e+39 is no reward"),
-        ("textarena:TicTacToe-v0", {"legal_reward": None}, "legal_reward: None is no reward"),
+        ("textarena:SecretMafia-v0", {"opponents": "gpt"}, 'set "random", "crowd", "policy" or "base"'),
+        ("textarena:TicTacToe-v0", {"opponents": "crowd"}, 'Fix: set "random", "policy" or "base"'),
+        (
+            "textarena:SecretMafia-v0",
+            {"num_players": 0},
+            "num_players: expected a number of players, got 0. Fix: set 1 or",
+        ),
+        ("textarena:TicTacToe-v0", {"num_players": 2.0}, "num_players: expected a number of players, got 2.0"),
+        (
+            "textarena:TicTacToe-v0",
+            {"legal_reward": "lots"},
+            "legal_reward: 'lots' is not a valid reward. Fix: set a number",
+        ),
+        ("textarena:TicTacToe-v0", {"illegal_reward": math.nan}, "illegal_reward: nan is not a valid reward"),
+        ("textarena:TicTacToe-v0", {"illegal_reward": 1e39}, "illegal_reward: 1e+39 is not a valid reward"),
+        ("textarena:TicTacToe-v0", {"legal_reward": None}, "legal_reward: None is not a valid reward"),
         ("textarena:Mastermind-v0", {"opponents": "policy"}, "opponents: 'Mastermind-v0' has none. Fix: remove it"),
         ("textarena:SecretMafia-v0", {"rounds": 1}, "unexpected keyword argument 'rounds'"),
         ("textarena:Debate-v0", {}, "does not start here (ValueError: OpenRouter API key"),
         ("textarena:TicTacToe-v0", {"useful_reward": 1}, "useful_reward belongs to SecretMafia"),
-        ("reasoning_gym:basic_arithmatic", {}, "write reasoning_gym:basic_arithmetic"),
-        ("reasoning_gym:basic_arithmetic", {"min_term": 1}, "write some of allow_negation"),
+        ("reasoning_gym:basic_arithmatic", {}, "use reasoning_gym:basic_arithmetic"),
+        ("reasoning_gym:basic_arithmetic", {"min_term": 1}, "use allow_negation"),
         ("reasoning_gym:basic_arithmetic", {"min_terms": 30}, "max_terms must be >= min_terms"),
         ("reasoning_gym:basic_arithmetic", {"seed": 1}, "follow from the run's seed"),
-        ("verifiers:nowhere-env", {}, "verifiers finds no environment 'nowhere-env'"),
-        ("verifiers:a..b", {}, "verifiers finds no environment 'a..b'"),
-        ("verifiers:ReasoningGymEnv", {}, "required argument: 'gym'). Fix: write those of ReasoningGymEnv(gym, num"),
-        ("openenv:localhost", {}, "write openenv:http://HOST:PORT"),
-        ("openenv:http://127.0.0.1:9", {"action": {}, "field": ""}, "openenv takes no field"),
+        ("verifiers:nowhere-env", {}, "verifiers has no environment 'nowhere-env'"),
+        ("verifiers:a..b", {}, "verifiers has no environment 'a..b'"),
+        (
+            "verifiers:ReasoningGymEnv",
+            {},
+            "required argument: 'gym'). Fix: use the arguments of ReasoningGymEnv(gym, num",
+        ),
+        ("openenv:localhost", {}, "set openenv:http://HOST:PORT"),
+        ("openenv:http://127.0.0.1:9", {"action": {}, "field": ""}, "openenv has no field"),
     ],
 )
 def test_what_is_wrong_is_said_before_a_run(spec: str, args: dict[str, Any], told: str) -> None:
@@ -383,10 +395,10 @@ def test_a_missing_library_is_named_with_the_command(monkeypatch: pytest.MonkeyP
 
 
 def test_arguments_of_a_class_are_checked_when_it_is_made() -> None:
-    with pytest.raises(ConfigError, match=r"write those of Guess\(most: int = 9\)"):
+    with pytest.raises(ConfigError, match=r"use the arguments of Guess\(most: int = 9\)"):
         load_environment(f"{OWN}:Guess", {"least": 1})
     with pytest.raises(ConfigError, match="has no step"):
         load_environment(f"{OWN}:NoStep", {})
-    with pytest.raises(ConfigError, match="'verifiers:sums-single' does not load"):
+    with pytest.raises(ConfigError, match="'verifiers:sums-single' can't be loaded"):
         needs("verifiers:x")
         load_environment("verifiers:sums-single", {"n": "many"})

@@ -48,11 +48,11 @@ def test_a_server_of_openenv_is_played(server: str) -> None:
         assert [turn.reward for turn in turns] == [0.0, float(seed == 7), float(seed == 8)]
         assert turns[-1].done and turns[-1].info == {"end": "0 left"}
     other = load_environment(f"openenv:{server}", {"action_field": "said", "observation_field": "seen"})
-    with pytest.raises(ConfigError, match="observation_field: the server shows no 'seen'"):
+    with pytest.raises(ConfigError, match="observation_field: the server sends no 'seen'"):
         other.reset(1)
     with pytest.raises(ConfigError, match=r"did not answer step .*message"):
         other.step("1")
-    with pytest.raises(ConfigError, match="let the server hold more sessions"):
+    with pytest.raises(ConfigError, match="raise the server's number of sessions"):
         load_environment(f"openenv:{server}", {}).reset(1)
 
 
@@ -71,7 +71,7 @@ def test_finished_episodes_give_their_sessions_back(server: str) -> None:
     files = []
     for episode in range(6):
         turns = [turn_of(server, f"ends/{episode}", ["7"] * actions) for actions in range(3)]
-        assert stage.turn_of(turns[-1]).done
+        assert stage.parse_turn(turns[-1]).done
         files.append(open_files())
     assert files == files[:1] * 6
 
@@ -83,7 +83,7 @@ def test_episodes_that_fail_or_are_left_give_their_sessions_back(server: str) ->
         turn_of(server, f"fails/{episode}", [], action_field="said")
         with pytest.raises(ConfigError, match="did not answer step"):
             turn_of(server, f"fails/{episode}", ["7"], action_field="said")
-        with pytest.raises(ConfigError, match="the server shows no 'seen'"):
+        with pytest.raises(ConfigError, match="the server sends no 'seen'"):
             turn_of(server, f"fails in reset/{episode}", [], observation_field="seen")
     files = []
     for generation in range(6):

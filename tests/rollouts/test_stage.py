@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.extensions.environments.stage import PLAY, digest, play, turn_of
+from grpo_recipes.extensions.environments.stage import PLAY, digest, parse_turn, play
 from grpo_recipes.process.tree import descendants, is_alive
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score
@@ -43,7 +43,7 @@ def moved(
         "arguments": [json.dumps(arguments) for _ in rows],
         "seed": list(rows),
         "episode": [f"{name}/{row}" for row in rows],
-        "seen": [digest(one) for one in seen],
+        "last_digest": [digest(one) for one in seen],
     }
     return pool.score(PLAY, actions, columns, stopped=stopped, names=columns["episode"])
 
@@ -61,7 +61,7 @@ def played(pool: RewardPool, actions: list[list[str]], **arguments: Any) -> list
 def test_an_episode_stays_in_its_child_between_turns(pool: RewardPool, tmp_path: Path) -> None:
     turns = played(pool, [["a", "b"]] * 8, folder=str(tmp_path), exactly=9, name="stays")
     assert len((tmp_path / "resets").read_text().splitlines()) == 8
-    assert {turn_of(score.value).info["said"] for score in turns[-1]} == {"b"}
+    assert {parse_turn(score.value).info["said"] for score in turns[-1]} == {"b"}
 
 
 def test_a_death_fails_one_episode_and_the_others_are_played_again(pool: RewardPool, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from grpo_recipes.extensions.environments import stage
 from grpo_recipes.extensions.environments.libraries import library_problems
 from grpo_recipes.extensions.environments.load import load_environment
-from grpo_recipes.extensions.environments.verifiers_tasks import place
+from grpo_recipes.extensions.environments.verifiers_tasks import row_index
 from grpo_recipes.rollouts.turns import Turn
 
 from .played import needs, play, said
@@ -26,7 +26,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 
 def seed_of(row: int, rows: int) -> int:
     """Return a seed to train on whose row is this one."""
-    return next(seed for seed in range(0, 10_000, 2) if place(seed, rows, False) == row)
+    return next(seed for seed in range(0, 10_000, 2) if row_index(seed, rows, False) == row)
 
 
 def asked(first: int, **arguments: int) -> set[int]:
@@ -188,7 +188,7 @@ def test_loading_one_leaves_the_signals_as_they_were() -> None:
 def turn_of(name: str, episode: str, actions: list[str]) -> Turn:
     """Take an episode one turn further, as a child process does."""
     seen = stage.digest("")
-    return stage.turn_of(stage.play([actions], [f"verifiers:{name}"], ["{}"], [seed_of(1, 4)], [episode], [seen])[0])
+    return stage.parse_turn(stage.play([actions], [f"verifiers:{name}"], ["{}"], [seed_of(1, 4)], [episode], [seen])[0])
 
 
 def test_finished_episodes_leave_no_open_files() -> None:

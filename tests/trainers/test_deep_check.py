@@ -220,11 +220,11 @@ def test_an_episode_is_played_and_shown(read, tmp_path):
     assert "reward 1, ended after 2 turns\n" in told
     assert told.count("[policy] <answer>0</answer>") == 2 and told.count("[user] ") == 2
     cut = seen(read(**keys, environment=f"{game}:Sums", environment_max_turns=1), tmp_path)
-    assert "reward 0.5, goes on after 1 turn\n" in cut
+    assert "reward 0.5, not finished after 1 turn\n" in cut
     assert cut.count("[policy] <answer>0</answer>") == 1 and cut.count("[user] ") == 2
     (problem,) = refused(read(**keys | {"environment_args": {"turns": 2}}, environment=f"{game}:Sums"), tmp_path)
     assert "recipe.yaml:4: " in problem and "failed in reset: " in problem
-    assert "unexpected keyword argument 'turns'); write those of Sums(" in problem
+    assert "unexpected keyword argument 'turns'); use the arguments of Sums(" in problem
 
 
 def test_a_template_that_ends_turns_where_sampling_does_not_is_refused_for_several(read, tmp_path):
@@ -289,7 +289,7 @@ def test_a_game_is_played_with_moves_that_it_takes(read, tmp_path):
         keys = {"environment": "textarena:SecretMafia-v0", "environment_args": {"opponents": opponents}}
         assert "not valid" not in (told := seen(read(**game, **keys), tmp_path)) and "[policy] [" in told
     told = seen(read(**game, environment="textarena:TicTacToe-v0", environment_args={"legal_reward": 1}), tmp_path)
-    assert "reward 3, goes on after 3 turns" in told and "[policy] [" in told
+    assert "reward 3, not finished after 3 turns" in told and "[policy] [" in told
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_recipes.extensions.environments import episodes as module
 from grpo_recipes.extensions.environments.episode import Episode
-from grpo_recipes.extensions.environments.episodes import Episodes, labels_of
+from grpo_recipes.extensions.environments.episodes import Episodes, environment_labels
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.rewards.score import Score
 from grpo_recipes.rollouts.turns import Turn
@@ -94,9 +94,9 @@ def test_an_episode_that_begins_at_its_end_counts() -> None:
     made = SimpleNamespace(
         _script=ScriptArguments(environment_mixture=mixture), _labels={("textarena:SecretMafia-v0", "{}"): "mafia"}
     )
-    for name in ("reward", "_is_worthless"):
+    for name in ("reward", "_is_zeroed"):
         setattr(made, name, partial(getattr(Episodes, name), made))
-    assert Episodes._facts(made, over()) == {
+    assert Episodes._metrics(made, over()) == {
         "won": 0.0, "turns": 0.0, "unfinished": 0.0, "unscored": 0.0, "reward_villager": 0.5,
         "reward_mafia": 0.5, "won_mafia": 0.0,
     }  # fmt: skip
@@ -111,6 +111,9 @@ def test_an_episode_that_begins_at_its_end_is_shown() -> None:
 def test_several_environments_have_short_names_that_differ() -> None:
     easy, hard = ("a/games.py:Game", {"n": 1}, 0.5), ("a/games.py:Game", {"n": 2}, 0.25)
     gym = ("reasoning_gym:maze", {}, 0.25)
-    assert labels_of([easy]) == {}
-    assert labels_of([easy, gym]) == {("a/games.py:Game", '{"n": 1}'): "Game", ("reasoning_gym:maze", "{}"): "maze"}
-    assert list(labels_of([easy, gym, hard]).values()) == ["Game_1", "maze", "Game_3"]
+    assert environment_labels([easy]) == {}
+    assert environment_labels([easy, gym]) == {
+        ("a/games.py:Game", '{"n": 1}'): "Game",
+        ("reasoning_gym:maze", "{}"): "maze",
+    }
+    assert list(environment_labels([easy, gym, hard]).values()) == ["Game_1", "maze", "Game_3"]

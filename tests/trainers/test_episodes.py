@@ -17,7 +17,7 @@ import torch
 from grpo_recipes import smoke
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.environments.episode import environment_pool
-from grpo_recipes.extensions.environments.episodes import compared_turns
+from grpo_recipes.extensions.environments.episodes import turn_advantages
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.renderer import Renderer
 from grpo_recipes.rollouts.turns import Turn
@@ -174,7 +174,7 @@ def test_samples_show_the_advantages_of_turns_that_are_trained(tmp_path: Path, m
 
 
 def test_turns_are_compared_among_the_episodes_that_have_them() -> None:
-    found = compared_turns([(0, 1.0, [0.0, 1.0]), (1, 0.0, [0.0]), (2, None, [5.0]), (3, 3.0, [1.0, 2.0])], 4)
+    found = turn_advantages([(0, 1.0, [0.0, 1.0]), (1, 0.0, [0.0]), (2, None, [5.0]), (3, 3.0, [1.0, 2.0])], 4)
     assert set(found) == {(0, 0), (0, 1), (1, 0), (3, 0), (3, 1)}
     assert found[0, 1] == pytest.approx(-found[3, 1]) and found[0, 1] == pytest.approx(-math.sqrt(0.5), abs=1e-3)
     assert found[1, 0] < found[0, 0] < found[3, 0]

@@ -49,16 +49,16 @@ def test_the_policy_plays_all_seats_and_learns_from_its_own(tmp_path: Path, mode
     trainer, asked = make_player(tmp_path, model, "policy")
     output = generation(trainer)
     played = trainer.source.played
-    assert all(one.done and len(one.actions) > len(one.own_actions) > 1 for one in played)
+    assert all(one.done and len(one.actions) > len(one.policy_actions) > 1 for one in played)
     assert len(asked) == sum(len(one.actions) for one in played)  # both seats ask the policy
     assert {one.turns[-1].info["role"] for one in played} == {"Player 0", "Player 1"}
     for row, one in enumerate(played):
         mask = (output["tool_mask"] * output["completion_mask"])[row].bool()
         trained = output["completion_ids"][row][mask].tolist()
-        assert trained == [token for cell in one.own_actions for token in [*TEXT(cell).input_ids, TEXT.eos_token_id]]
-        assert max(turn for turn in one.turn_ids if turn is not None) == len(one.own_actions) - 1
+        assert trained == [token for cell in one.policy_actions for token in [*TEXT(cell).input_ids, TEXT.eos_token_id]]
+        assert max(turn for turn in one.turn_ids if turn is not None) == len(one.policy_actions) - 1
         assert trainer.source.reward(one) == math.fsum(turn.reward for turn in one.turns)
-        assert [turn["action"] for turn in one.record()["turns"]] == one.own_actions
+        assert [turn["action"] for turn in one.record()["turns"]] == one.policy_actions
     logged = trainer._metrics["train"]
     assert logged["episodes/opponent_legal"] == [1.0]
     for seat in "player 0", "player 1":

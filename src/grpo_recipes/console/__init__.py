@@ -1,4 +1,4 @@
-"""The console: commands that look at runs, compare, evaluate and publish them. Training does not need it."""
+"""The console: commands that show, compare, evaluate and publish runs. Training works without it."""
 
 from grpo_recipes.recipe.extensions import Extension
 

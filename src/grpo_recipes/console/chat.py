@@ -1,4 +1,4 @@
-"""The command `grpo chat`: a conversation with a trained model, with any other, or with a server that runs."""
+"""The command `grpo chat`: talk to a trained model, to any other model, or to a running server."""
 
 import argparse
 import json
@@ -6,9 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,36 +30,36 @@ from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 if TYPE_CHECKING:
     from grpo_recipes.rollouts.openai import CompletionClient, SamplingParameters
 
-_LONGEST = 8192  # tokens of a conversation, where the model can read that many
-_UNKNOWN_LENGTH = 4096  # of a model of the hub, whose files are not looked at
-_WAIT = 10.0  # seconds for a server that runs already
-_HELP = "/reset forgets the conversation, /system TEXT begins another with that system prompt, Ctrl-D ends"
+_MAX_LENGTH = 8192  # tokens of a conversation, if the model supports this length
+_UNKNOWN_LENGTH = 4096  # tokens of a conversation with a model of the hub, since its config is not read
+_WAIT = 10.0  # seconds to wait for a running server
+_HELP = "/reset starts a new conversation, /system TEXT starts one with this system prompt, Ctrl-D quits"
 
 
 @command(
-    "talk to a trained model in the terminal",
-    option("which", metavar="RUN|MODEL|URL", help="a run (its model/), a model's folder or hub id, or a server's URL"),
-    option("--base-url", metavar="URL", help="a server that runs already; RUN gives system prompt and sampling"),
+    "Talk to a trained model in the terminal",
+    option("which", metavar="RUN|MODEL|URL", help="A run (its model/), a model's folder or hub id, or a server's URL"),
+    option("--base-url", metavar="URL", help="URL of a running server; RUN provides system prompt and sampling"),
     BACKEND,
-    option("--model", metavar="NAME", help="the model that must be served there; by default the one that is"),
-    option("--system", metavar="TEXT", help="the system prompt; by default the run's"),
-    option("--temperature", type=float, metavar="T", help="by default the run's, else 1; 0 is greedy"),
-    option("--max-tokens", type=int, metavar="N", help="of a reply; by default the run's max_completion_length"),
-    option("--seed", type=int, metavar="N", help="of the replies; by default each is another one"),
+    option("--model", metavar="NAME", help="Model that the server must have (default: the served model)"),
+    option("--system", metavar="TEXT", help="System prompt (default: the run's)"),
+    option("--temperature", type=float, metavar="T", help="Temperature (default: the run's, otherwise 1; 0 is greedy)"),
+    option("--max-tokens", type=int, metavar="N", help="Maximum tokens of a reply (default: max_completion_length)"),
+    option("--seed", type=int, metavar="N", help="Seed of the replies (default: random)"),
 )
 def chat(options: argparse.Namespace) -> int:
-    """Return 0 at the end of stdin, 1 where a reply failed, 130 after Ctrl-C; a server that was started is ended."""
+    """Return 0 at the end of stdin, 1 if a reply failed, or 130 after Ctrl-C. A server started here is stopped."""
     _check(options)
     url = options.base_url or (options.which if "://" in options.which else None)
     recipe, model = _subject(options.which, needs_model=url is None)
     from grpo_recipes.rollouts.openai import CompletionClient
 
-    signal.signal(signal.SIGTERM, leave)  # by way of the end of the block below
-    with ExitStack() as ending:
+    signal.signal(signal.SIGTERM, leave)  # so that the block below stops the server
+    with ExitStack() as stack:
         if url is None:
             _say(f"starting a server for {display_path(model) if os.path.isdir(model) else model}")
             try:
-                server = ending.enter_context(serving(recipe, model, os.environ))
+                server = stack.enter_context(serving(recipe, model, os.environ))
             except ServerFailed as error:
                 print(f"grpo: {error}", file=sys.stderr)
                 return 1
@@ -68,95 +68,97 @@ def chat(options: argparse.Namespace) -> int:
             client = CompletionClient(server.url, model=server.name, token=server.token, owner=server.owner)
         else:
             client = connect(url, options.backend, options.model, _WAIT)
-        _say(f"{client.model if url else display_path(model)} answers; {_HELP}")
+        _say(f"{client.model if url else display_path(model)} is ready; {_HELP}")
         system = recipe["system_prompt"] if options.system is None else options.system
-        most = options.max_tokens or recipe["max_completion_length"] or 1024
-        sampling = sampling_of(recipe, options.temperature, most, options.seed)
-        talk = _Talk(client, sampling, recipe["chat_template_kwargs"] or {}, system)
-        return talk.run()
+        max_tokens = options.max_tokens or recipe["max_completion_length"] or 1024
+        sampling = sampling_of(recipe, options.temperature, max_tokens, options.seed)
+        return _Conversation(client, sampling, recipe["chat_template_kwargs"] or {}, system).run()
 
 
 def leave(*_: int | FrameType | None) -> NoReturn:
-    """End the command on a signal by way of the blocks that it is in, and so what they started."""
+    """End the command on a signal; the enclosing blocks stop the processes that they started."""
     raise SystemExit(128 + signal.SIGTERM)
 
 
 def _check(options: argparse.Namespace) -> None:
     problems = []
     if options.temperature is not None and not options.temperature >= 0:
-        problems.append(Problem("--temperature", f"is {options.temperature:g}", "write 0 or more"))
-    for name, least in (("max_tokens", 1), ("seed", 0)):
-        if (given := getattr(options, name)) is not None and given < least:
-            problems.append(Problem(f"--{name.replace('_', '-')}", f"is {given}", f"write {least} or more"))
+        problems.append(Problem("--temperature", f"expected 0 or more, got {options.temperature:g}", "use 0 or more"))
+    for name, minimum in (("max_tokens", 1), ("seed", 0)):
+        if (value := getattr(options, name)) is not None and value < minimum:
+            message = f"expected {minimum} or more, got {value}"
+            problems.append(Problem(f"--{name.replace('_', '-')}", message, f"use {minimum} or more"))
     if options.base_url is None and "://" not in options.which and options.model is not None:
-        problems.append(Problem("--model", "names what a running server serves", "add --base-url URL, or remove it"))
+        problems.append(Problem("--model", "needs --base-url", "add --base-url URL, or remove it"))
     if problems:
         raise ConfigError(*problems)
 
 
-def _subject(which: str, needs_model: bool) -> tuple[Recipe, str]:
-    """Return the recipe whose settings hold, and the model to serve: a folder or a hub id."""
-    if "://" in which:
-        return _defaults(which), ""
-    fix = "name a run directory, last, a folder with a model's config.json, a hub id, or the URL of a server"
-    run, model = run_or_model(which, needs_model, fix)
+def _subject(name: str, needs_model: bool) -> tuple[Recipe, str]:
+    """Return the recipe with the settings, and the model to serve: a folder or a hub id."""
+    if "://" in name:
+        return _defaults(name), ""
+    fix = "use a run directory, last, a folder with a model's config.json, a hub id, or the URL of a server"
+    run, model = run_or_model(name, needs_model, fix)
     folder = Path(model) if os.path.isdir(model) else None
     if run is None:
-        return _with_length(_defaults(which), folder), model
+        return _with_length(_defaults(name), folder), model
     recipe = read_frozen(run.folder / "recipe.yaml").with_value("model_revision", Value("main", "grpo chat"))
     return _with_length(recipe, folder), model
 
 
-def run_or_model(which: str, needs_model: bool, fix: str) -> tuple[Run | None, str]:
-    """Return the run a person means, None for a model of no run, and the model: a folder, or a hub id.
+def run_or_model(name: str, needs_model: bool, fix: str) -> tuple[Run | None, str]:
+    """Return the run with this name (or None) and its model: a folder or a hub id.
 
-    The built-in model is made where it is missing. ``needs_model`` refuses a run without ``model/``; ``fix`` is what to
-    name in the place of what is none of these.
+    A missing built-in model is created. With ``needs_model``, a run without ``model/`` is a ConfigError; ``fix`` is the
+    fix of a name that is neither a run nor a model.
     """
-    path = Path(which)
-    if which.startswith(SMOKE_SCHEME):
-        return None, smoke_model(which)
+    path = Path(name)
+    if name.startswith(SMOKE_SCHEME):
+        return None, smoke_model(name)
     if (path / "config.json").is_file():
         return None, str(path.absolute())
-    is_run = which == "last" or any((folder / "run.json").is_file() for folder in (path, run_root(os.environ) / which))
-    if which.count("/") == 1 and not is_run and not path.exists() and not which.startswith((".", "~", "/")):
-        return None, which
+    is_run = name == "last" or any((folder / "run.json").is_file() for folder in (path, run_root(os.environ) / name))
+    if name.count("/") == 1 and not is_run and not path.exists() and not name.startswith((".", "~", "/")):
+        return None, name
     try:
-        run = find_run(which)
+        run = find_run(name)
     except ConfigError as error:
-        raise ConfigError(*(Problem(one.where, one.what, fix) for one in error.problems)) from error
+        raise ConfigError(*(replace(problem, fix=fix) for problem in error.problems)) from error
     if needs_model and not (run.folder / "model" / "config.json").is_file():
-        what = f"has no model/: a run writes it at its end, and this one is {run.summary.get('status', 'not started')}"
-        raise config_error(display_path(run.folder), what, "wait for it, or name a folder of its checkpoints/")
+        status = run.summary.get("status", "not started")
+        message = f"has no model/: a run writes it at its end, and this run is {status}"
+        raise config_error(display_path(run.folder), message, "wait for it, or use a folder of its checkpoints/")
     return run, str(run.folder / "model")
 
 
 def smoke_model(name: str) -> str:
-    """Return the folder of a built-in model, which is made where it is missing."""
+    """Return the folder of a built-in model; create it if it is missing."""
     folder, program = smoke_command(name, os.environ)
     if not (folder / "COMPLETE").exists():
-        _say(f"making the smoke model in {display_path(folder)} (once, about a minute)")
+        _say(f"creating the smoke model in {display_path(folder)} (once, about a minute)")
         subprocess.run(program, check=True)
     return str(folder / "model")
 
 
-def _defaults(which: str) -> Recipe:
-    """Return a recipe of defaults alone."""
-    return Recipe(Path(which), {key: Value(entry["default"], DEFAULT_SOURCE) for key, entry in catalogue().items()})
+def _defaults(name: str) -> Recipe:
+    """Return a recipe with only defaults."""
+    return Recipe(Path(name), {key: Value(entry["default"], DEFAULT_SOURCE) for key, entry in catalogue().items()})
 
 
 def _with_length(recipe: Recipe, folder: Path | None) -> Recipe:
-    """Let the server take long conversations: a training's limits are those of a prompt and one completion."""
-    longest = _UNKNOWN_LENGTH
+    """Raise vllm_max_model_length for long conversations: training only needs a prompt and a completion."""
+    max_length = _UNKNOWN_LENGTH
     if folder is not None and (folder / "config.json").is_file():
         config = json.loads((folder / "config.json").read_text())
-        longest = min(_LONGEST, (config.get("text_config") or config).get("max_position_embeddings") or _LONGEST)
-    return recipe.with_value("vllm_max_model_length", Value(longest, "grpo chat"))
+        positions = (config.get("text_config") or config).get("max_position_embeddings")
+        max_length = min(_MAX_LENGTH, positions or _MAX_LENGTH)
+    return recipe.with_value("vllm_max_model_length", Value(max_length, "grpo chat"))
 
 
 @dataclass
-class _Talk:
-    """The conversation."""
+class _Conversation:
+    """A conversation on the terminal: reads lines, sends them with the history, prints the replies."""
 
     client: "CompletionClient"
     sampling: "SamplingParameters"
@@ -178,7 +180,7 @@ class _Talk:
                 print()
                 return EXIT_INTERRUPTED
             if line.startswith("/"):
-                self._order(*line.split(maxsplit=1))
+                self._run_command(*line.split(maxsplit=1))
             elif line:
                 self._answer(line)
 
@@ -187,30 +189,30 @@ class _Talk:
             raise EOFError
         line = input("> ").strip()
         if not sys.stdin.isatty():
-            print(line)  # which a terminal shows while it is typed
+            print(line)  # a terminal shows it while it is typed
         return line
 
-    def _order(self, name: str, text: str = "") -> None:
-        """Do what a line that begins with a slash asks for."""
+    def _run_command(self, name: str, text: str = "") -> None:
+        """Run a command: a line that starts with a slash."""
         if name == "/system" and text:
             self.system = text
         elif name == "/system":
-            return _say(f"system prompt: {self.system}" if self.system else "there is no system prompt")
+            return _say(f"system prompt: {self.system}" if self.system else "no system prompt")
         elif name != "/reset":
             return _say(_HELP)
         self.messages.clear()
-        return _say("a new conversation")
+        return _say("new conversation")
 
     def _answer(self, line: str) -> None:
-        """Print the reply to a line piece by piece; without a whole reply the line is forgotten."""
+        """Print the reply to a line piece by piece; a line without a complete reply is dropped from the history."""
         from grpo_recipes.rollouts.openai import NoCompletion
 
-        asked = [*self.messages, {"role": "user", "content": line}]
-        said: list[str] = []
-        pieces = self._pieces(asked)
+        messages = [*self.messages, {"role": "user", "content": line}]
+        reply = ""
+        pieces = self._pieces(messages)
         try:
             for piece in pieces:
-                said.append(piece)
+                reply += piece
                 print(readable(piece), end="", flush=True)
             print(flush=True)
         except NoCompletion as error:
@@ -220,24 +222,21 @@ class _Talk:
         except KeyboardInterrupt:
             pieces.close()  # the server stops too
             print()
-            return _say("the reply was cut off, and is forgotten")
-        self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+            return _say("reply interrupted and dropped")
+        self.messages = [*messages, {"role": "assistant", "content": reply}]
         return None
 
-    def _pieces(self, asked: list[dict[str, str]]) -> Any:
-        from dataclasses import replace
-
+    def _pieces(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
+        """Return the pieces of the reply as the server streams them."""
         from grpo_recipes.rollouts.turns import derive_seed
 
         system = [{"role": "system", "content": self.system}] if self.system else []
         seed = None if self.sampling.seed is None else derive_seed(self.sampling.seed, self.replies) >> 1
         self.replies += 1
-        pieces: Iterator[str] = self.client.stream(
-            [*system, *asked], replace(self.sampling, seed=seed), self.template_kwargs
-        )
-        return pieces
+        sampling = replace(self.sampling, seed=seed)
+        return self.client.stream([*system, *messages], sampling, self.template_kwargs)
 
 
 def _say(text: str) -> None:
-    """Print a line between the replies, in its place: those of ``reports.say`` come from a thread."""
+    """Print a line in order with the replies; ``reports.say`` would print from another thread."""
     print(f"grpo: {text}", flush=True)

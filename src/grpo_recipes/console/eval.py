@@ -1,4 +1,8 @@
-"""The command `grpo eval`: the evaluation of a training alone, on any model, dataset and reward."""
+"""The command `grpo eval`: evaluate any model on any dataset and reward, in the same way as a training.
+
+It samples completions (``completions.jsonl``), scores them (``scores.jsonl``), and writes ``eval.json`` and
+``eval.html``. The same command continues an interrupted evaluation.
+"""
 
 import argparse
 import functools
@@ -24,14 +28,14 @@ from grpo_recipes.console.generate import (
     REQUESTS,
     Progress,
     arguments_of,
-    bounds_of,
     connect,
     need_dataset,
-    rendered,
+    number_problems,
+    render_prompts,
     report_failures,
+    request_limits,
     sampling_of,
     settings_of,
-    small_numbers,
     tokenizer_of,
 )
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
@@ -58,9 +62,9 @@ if TYPE_CHECKING:
     from grpo_recipes.rollouts.openai import SamplingParameters
 
 Rows = list[dict[str, Any]]
-BASE = Path(__file__).with_name("eval.yaml")  # the recipe of a bare model
+BASE = Path(__file__).with_name("eval.yaml")  # the recipe of a model without a recipe
 _ME = "grpo eval"
-# Our options for recipe keys, by which messages name them.
+# Options that set recipe keys; messages name the option.
 _KEYS = {
     "dataset": "eval_dataset_name", "split": "eval_dataset_split", "limit": "eval_max_prompts",
     "model": "model_name_or_path", "reward": "reward_funcs",
@@ -73,33 +77,48 @@ _CHUNK = 256  # completions scored at a time
 
 
 @command(
-    "evaluate a recipe, a run, a checkpoint or any model as a training does: pass@k, a table, a page of samples",
-    option("--out", type=Path, metavar="FOLDER", help="which the same command continues; by default evals/NAME"),
-    option("--model", metavar="MODEL", help="a folder or hub id in the place of the recipe's model"),
-    option("--dataset", metavar="NAME", help="evaluated on; by default the recipe's evaluation set"),
-    option("--split", metavar="SPLIT", help="of --dataset (test)"),
-    option("--reward", nargs="+", metavar="REWARD", help="by default the recipe's reward_funcs"),
-    option("--limit", type=int, metavar="N", help="prompts at most; by default eval_max_prompts"),
-    option("--num-generations", type=int, metavar="N", help="of each prompt; num_generations_eval, 1 where greedy"),
-    option("--temperature", type=float, metavar="T", help="by default the recipe's; 0 is greedy"),
-    option("--k", type=int, nargs="+", metavar="K", help="of pass@k and the others; by default 1, 2, 4, ..., 5 and N"),
-    option("--base-url", metavar="URL", help="a server of the model; by default a vLLM server is started, and ended"),
+    "Evaluate a recipe, run, checkpoint or model like a training does: pass@k, a table, a page of samples",
+    option(
+        "--out", type=Path, metavar="FOLDER", help="Output folder; the same command continues it (default: evals/NAME)"
+    ),
+    option("--model", metavar="MODEL", help="Folder or hub id of a model that replaces the recipe's"),
+    option("--dataset", metavar="NAME", help="Dataset to evaluate on (default: the recipe's evaluation set)"),
+    option("--split", metavar="SPLIT", help="Split of --dataset (default: test)"),
+    option("--reward", nargs="+", metavar="REWARD", help="Rewards (default: the recipe's reward_funcs)"),
+    option("--limit", type=int, metavar="N", help="Maximum number of prompts (default: eval_max_prompts)"),
+    option(
+        "--num-generations",
+        type=int,
+        metavar="N",
+        help="Completions per prompt (default: num_generations_eval, or 1 if greedy)",
+    ),
+    option("--temperature", type=float, metavar="T", help="Temperature (default: the recipe's; 0 is greedy)"),
+    option(
+        "--k",
+        type=int,
+        nargs="+",
+        metavar="K",
+        help="Values of k for pass@k and others (default: 1, 2, 4, ..., 5 and N)",
+    ),
+    option("--base-url", metavar="URL", help="URL of a server with the model (default: start a vLLM server)"),
     BACKEND,
-    option("--served-model-name", metavar="NAME", help="with --base-url: how that server calls the model"),
+    option("--served-model-name", metavar="NAME", help="With --base-url: name of the model on that server"),
     *REQUESTS,
     takes_recipe=True,
     usage="[RECIPE|RUN|CHECKPOINT|MODEL] [options] [--KEY VALUE ...]",
 )
 def eval(options: argparse.Namespace) -> int:
-    """Return 0 with all scores, 1 where completions are missing, 130 after Ctrl-C; the same command goes on."""
+    """Return 0 if all scores exist, 1 if completions are missing, or 130 after Ctrl-C."""
     _check(options)
-    given = {f"--{key}": f"--{name}" for name, key in _KEYS.items() if getattr(options, name) is not None}
-    places = {"--eval_strategy": "--dataset", **given}
+    names = {f"--{key}": f"--{name}" for name, key in _KEYS.items() if getattr(options, name) is not None}
+    names["--eval_strategy"] = "--dataset"
 
-    def in_options(error: ConfigError) -> ConfigError:
-        return ConfigError(*(Problem(places.get(one.where, one.where), one.what, one.fix) for one in error.problems))
+    def with_options(error: ConfigError) -> ConfigError:
+        return ConfigError(
+            *(replace(problem, where=names.get(problem.where, problem.where)) for problem in error.problems)
+        )
 
-    with translate(ConfigError, in_options):
+    with translate(ConfigError, with_options):
         return _evaluate(options)
 
 
@@ -111,30 +130,30 @@ def _evaluate(options: argparse.Namespace) -> int:
     n = options.num_generations or (1 if options.temperature == 0 else recipe["num_generations_eval"])
     n = n or recipe["num_generations"]
     if options.k and max(options.k) > n:
-        what = f"pass@{max(options.k)} needs as many completions of a prompt, not {n}"
-        raise config_error("--k", what, f"write --num-generations {max(options.k)}, or a k of at most {n}")
+        message = f"pass@{max(options.k)} needs {max(options.k)} completions per prompt, got {n}"
+        raise config_error("--k", message, f"use --num-generations {max(options.k)}, or a k of at most {n}")
     rows, prompts, tokenizer = _prompts(subject)
     sampling = _sampling(recipe, options.temperature)
     if sampling.temperature == 0 and n > 1:
-        what = f"{n} greedy completions of a prompt are the same"
-        raise config_error("--num-generations", what, "write 1, or a temperature above 0")
+        message = f"{n} greedy completions of a prompt are equal"
+        raise config_error("--num-generations", message, "use 1, or a temperature above 0")
     data_keys = (*_DATA_KEYS, *keys_of_data("eval_keys"))
     settings = settings_of(recipe, data_keys, subject.model, options.backend, n, sampling, prompts[0])
-    if os.path.isdir(subject.place) and not subject.is_built_in:
-        settings["model_files"] = fingerprint(Path(subject.place))
+    if os.path.isdir(subject.weights) and not subject.is_built_in:
+        settings["model_files"] = fingerprint(Path(subject.weights))
     from grpo_recipes.rollouts.generate import opened
 
-    signal.signal(signal.SIGTERM, leave)  # by way of the end of the blocks below
+    signal.signal(signal.SIGTERM, leave)  # so that the blocks below stop their processes
     out: Path = options.out or Path("evals") / subject.name
-    with ExitStack() as ending:
-        rewards, code = ending.enter_context(_rewards(subject, rows))
+    with ExitStack() as stack:
+        rewards, code = stack.enter_context(_rewards(subject, rows))
         try:
-            file = ending.enter_context(opened(out / "completions.jsonl", rows, settings))
+            file = stack.enter_context(opened(out / "completions.jsonl", rows, settings))
             if not _sample(subject, options, file, prompts, n, sampling):
                 return 1
             scored = _score(file, rows, {**settings, **code}, rewards, tokenizer)
         except KeyboardInterrupt:
-            say(f"interrupted; {display_path(out)} has what is done, and the same command goes on")
+            say(f"interrupted; {display_path(out)} has the results so far. Continue with the same command")
             return EXIT_INTERRUPTED
     result = {
         "model": subject.model, "recipe": display_path(recipe.path), "prompts": len(rows), "samples": n,
@@ -145,128 +164,133 @@ def _evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _longest(recipe: Recipe) -> int:
-    """Return the most tokens of a completion."""
+def _max_tokens(recipe: Recipe) -> int:
+    """Return the maximum number of tokens of a completion."""
     return int(recipe["eval_max_completion_length"] or recipe["max_completion_length"])
 
 
 def _sampling(recipe: Recipe, temperature: float | None) -> "SamplingParameters":
-    """Return how a training with this recipe samples in its evaluations, at another temperature where one is given."""
+    """Return the sampling parameters of a recipe's evaluations; ``temperature`` replaces the recipe's."""
     seed = recipe["seed"] if recipe["eval_sampling_seed"] is None else recipe["eval_sampling_seed"]
-    given = recipe["eval_temperature"] if temperature is None else temperature
-    found = sampling_of(recipe, given, _longest(recipe), seed)
-    return found if recipe["eval_top_p"] is None else replace(found, top_p=recipe["eval_top_p"])
+    if temperature is None:
+        temperature = recipe["eval_temperature"]
+    sampling = sampling_of(recipe, temperature, _max_tokens(recipe), seed)
+    return sampling if recipe["eval_top_p"] is None else replace(sampling, top_p=recipe["eval_top_p"])
 
 
 def _check(options: argparse.Namespace) -> None:
-    problems = small_numbers(options)
-    problems += [Problem("--k", f"is {k}", "write 1 or more") for k in options.k or () if k < 1]
+    problems = number_problems(options)
+    problems += [Problem("--k", f"expected 1 or more, got {k}", "use 1 or more") for k in options.k or () if k < 1]
     if options.split is not None and options.dataset is None:
-        fix = "add --dataset NAME, or write the recipe's key --dataset_test_split"
-        problems.append(Problem("--split", "changes nothing without --dataset", fix))
+        fix = "add --dataset NAME, or use the recipe's key --dataset_test_split"
+        problems.append(Problem("--split", "does nothing without --dataset", fix))
     if options.served_model_name is not None and options.base_url is None:
-        problems.append(Problem("--served-model-name", "changes nothing without --base-url", "add it, or remove this"))
+        problems.append(
+            Problem("--served-model-name", "does nothing without --base-url", "add --base-url URL, or remove it")
+        )
     if problems:
         raise ConfigError(*problems)
 
 
-# --- what is evaluated -----------------------------------------------------------------------------------------------
+# --- model and prompts -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Subject:
-    """A model with the recipe that says how it is evaluated."""
+    """A model and the recipe of its evaluation."""
 
-    recipe: Recipe  # which names the model
-    run: Run | None  # that the recipe is of
-    name: str  # for the default folder
+    recipe: Recipe  # recipe with the model as its key model_name_or_path
+    run: Run | None  # run of the recipe, if any
+    name: str  # name of the default output folder
 
     @property
     def model(self) -> str:
-        """The model's name: a folder, a hub id, or that of a built-in one."""
+        """The model: a folder, a hub id, or the name of a built-in model."""
         return str(self.recipe["model_name_or_path"])
 
     @functools.cached_property
-    def place(self) -> str:
-        """Where the model is: a folder, or a hub id that is not on this machine; a built-in one may not be made yet."""
+    def weights(self) -> str:
+        """The folder of the model, or a hub id that is not on this machine; a built-in model may not exist yet."""
         if self.is_built_in:
             return str(smoke_command(self.model, os.environ)[0] / "model")
-        found = find_assets(self.recipe, os.environ).model
-        return os.path.abspath(os.path.expanduser(found.path)) if found else self.model
+        asset = find_assets(self.recipe, os.environ).model
+        return os.path.abspath(os.path.expanduser(asset.path)) if asset else self.model
 
     @property
     def is_built_in(self) -> bool:
-        """Whether the model is one that is made on the spot."""
+        """Whether the model is a generated smoke model."""
         return self.model.startswith(SMOKE_SCHEME)
 
 
 def _subject(options: argparse.Namespace) -> _Subject:
-    which = recipe_name(options)
-    if which is None or which.endswith((".yaml", ".yml")) or os.path.isfile(which):
-        recipe = _resolved(which, options)
+    """Return the subject of a recipe, run, checkpoint or model on the command line."""
+    name = recipe_name(options)
+    if name is None or name.endswith((".yaml", ".yml")) or os.path.isfile(name):
+        recipe = _resolve(name, options)
         return _Subject(recipe, None, recipe.path.stem)
     if options.model is not None:
-        raise config_error("--model", f"takes the place of a recipe's model, and '{which}' is one", "remove it")
-    _refuse(options, ("--model_name_or_path", "--model_revision"), f"'{which}' is the model")
-    if which.startswith(SMOKE_SCHEME):
-        return _bare(which, options)
-    folder = Path(which).absolute()
+        raise config_error("--model", f"replaces the model of a recipe, but '{name}' is a model or a run", "remove it")
+    _reject_flags(options, ("--model_name_or_path", "--model_revision"), f"'{name}' is the model")
+    if name.startswith(SMOKE_SCHEME):
+        return _model_subject(name, options)
+    folder = Path(name).absolute()
     if folder.parent.name == "checkpoints" and (folder.parents[1] / "run.json").is_file():
-        run, model, name = Run(folder.parents[1]), str(folder), f"{folder.parents[1].name}-{folder.name}"
-        _need_whole(folder)
+        run, model, subject_name = Run(folder.parents[1]), str(folder), f"{folder.parents[1].name}-{folder.name}"
+        _need_complete(folder)
     else:
-        fix = "name a recipe (.yaml), a run directory, last, a checkpoint, a model's folder, or a hub id"
-        named, model = run_or_model(which, needs_model=True, fix=fix)
-        if named is None:
-            return _bare(model, options)
-        run, name = named, named.folder.name
-    recipe = _resolved(str(run.folder / "recipe.yaml"), options)
+        fix = "use a recipe (.yaml), a run directory, last, a checkpoint, a model's folder, or a hub id"
+        named_run, model = run_or_model(name, needs_model=True, fix=fix)
+        if named_run is None:
+            return _model_subject(model, options)
+        run, subject_name = named_run, named_run.folder.name
+    recipe = _resolve(str(run.folder / "recipe.yaml"), options)
     recipe = recipe.with_value("model_name_or_path", Value(model, _ME)).with_value("model_revision", Value("main", _ME))
-    return _Subject(recipe, run, name)
+    return _Subject(recipe, run, subject_name)
 
 
-def _need_whole(checkpoint: Path) -> None:
-    """Refuse a checkpoint that is not complete, or has no model that a server can load."""
+def _need_complete(checkpoint: Path) -> None:
+    """Raise a ConfigError if a checkpoint is incomplete, or has no model that a server can load."""
     if not is_complete(checkpoint):
-        known = [one.name for one in complete_checkpoints(checkpoint.parent)]
-        fix = f"name one of {', '.join(known)}" if known else "name the run, or wait for its first checkpoint"
-        raise config_error(display_path(checkpoint), "is not a complete checkpoint", fix)
+        names = [path.name for path in complete_checkpoints(checkpoint.parent)]
+        fix = f"use {' or '.join(names)}" if names else "use the run, or wait for its first checkpoint"
+        raise config_error(display_path(checkpoint), "not a complete checkpoint", fix)
     if not (checkpoint / "config.json").is_file() or not any(checkpoint.glob("*.safetensors")):
-        what = "has no model that a server can load: an adapter alone, or the shards of several trainers"
-        raise config_error(display_path(checkpoint), what, "name the run, whose model/ is whole")
+        message = "no model that a server can load: only an adapter, or the shards of several trainers"
+        raise config_error(display_path(checkpoint), message, "use the run; its model/ is complete")
 
 
-def _bare(model: str, options: argparse.Namespace) -> _Subject:
-    """Return a model of no run, which says nothing of how it is evaluated."""
-    for name, what in (("dataset", "what it is evaluated on"), ("reward", "what judges it")):
+def _model_subject(model: str, options: argparse.Namespace) -> _Subject:
+    """Return the subject of a model without a recipe; the options must specify dataset and rewards."""
+    for name in ("dataset", "reward"):
         if getattr(options, name) is None:
-            raise config_error(f"--{name}", f"is missing: '{model}' is a model, and has no recipe", f"write {what}")
-    _refuse(options, ("--dataset_name", "--dataset_train_split"), "--dataset and --split say it")
-    own = [f"--model_name_or_path={model}", f"--dataset_name={options.dataset}"]
-    own += [f"--dataset_train_split={options.split or 'test'}"]
-    return _Subject(_resolved(str(BASE), options, own), None, model.rpartition("/")[2].replace(":", "-"))
+            message = f"missing: '{model}' is a model without a recipe"
+            raise config_error(f"--{name}", message, f"add --{name} {name.upper()}")
+    _reject_flags(options, ("--dataset_name", "--dataset_train_split"), "--dataset and --split set it")
+    flags = [f"--model_name_or_path={model}", f"--dataset_name={options.dataset}"]
+    flags += [f"--dataset_train_split={options.split or 'test'}"]
+    return _Subject(_resolve(str(BASE), options, flags), None, model.rpartition("/")[2].replace(":", "-"))
 
 
-def _refuse(options: argparse.Namespace, keys: Sequence[str], what: str) -> None:
-    """Refuse flags of keys that something else decides."""
-    if given := [name for flag in options.flags if (name := flag.partition("=")[0]) in keys]:
-        raise config_error(given[0], what, "remove it")
+def _reject_flags(options: argparse.Namespace, keys: Sequence[str], reason: str) -> None:
+    """Raise a ConfigError for flags of these keys, which another option decides."""
+    if names := [name for flag in options.flags if (name := flag.partition("=")[0]) in keys]:
+        raise config_error(names[0], reason, "remove it")
 
 
-def _resolved(name: str | None, options: argparse.Namespace, more: Sequence[str] = ()) -> Recipe:
-    """Return a recipe that evaluates, with our options as its keys."""
-    given = {one: getattr(options, one) for one in _KEYS if getattr(options, one) is not None}
-    flags = [*options.flags, *more, "--eval_strategy=epoch"]
-    flags += [f"--{_KEYS[one]}={value}" for one, value in given.items() if one != "reward"]
-    if "reward" in given:
-        flags += ["--reward_funcs", *given["reward"]]
+def _resolve(name: str | None, options: argparse.Namespace, extra_flags: Sequence[str] = ()) -> Recipe:
+    """Return the recipe with evaluation enabled and our options as its keys."""
+    values = {option: getattr(options, option) for option in _KEYS if getattr(options, option) is not None}
+    flags = [*options.flags, *extra_flags, "--eval_strategy=epoch"]
+    flags += [f"--{_KEYS[option]}={value}" for option, value in values.items() if option != "reward"]
+    if "reward" in values:
+        flags += ["--reward_funcs", *values["reward"]]
         if not any(flag.startswith("--reward_weights") for flag in options.flags):
-            flags += ["--reward_weights", *("1.0" for _ in given["reward"])]
+            flags += ["--reward_weights", *("1.0" for _ in values["reward"])]
     return resolve_recipe(name, options.task, flags, os.environ, environment_device())
 
 
 def _prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
-    """Return the rows that training is evaluated on, their prompts as it renders them, and the tokenizer."""
+    """Return the evaluation rows of a training, the token ids of their prompts, and the tokenizer."""
     from datasets import disable_progress_bars
 
     from grpo_recipes.data.prompts import load_eval_prompts, make_renderer
@@ -277,36 +301,38 @@ def _prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
     lookups.append(find_assets(recipe, os.environ).lookup)
 
     def fetched(*name: Any) -> Path | None:
-        return next((found for lookup in lookups if (found := lookup(*name))), None)
+        return next((path for lookup in lookups if (path := lookup(*name))), None)
 
-    tokenizer, kwargs = tokenizer_of(recipe, subject.place), recipe["chat_template_kwargs"]
-    found = load_eval_prompts(arguments_of(recipe), tokenizer, recipe["seed"], kwargs, fetched)
-    say(str(found))
-    rows = found.dataset.to_list()
-    ids = rendered(make_renderer(recipe["chat_template"], tokenizer, kwargs), rows)
-    longest, limit = max(map(len, ids)) + _longest(recipe), recipe["vllm_max_model_length"]
+    tokenizer, kwargs = tokenizer_of(recipe, subject.weights), recipe["chat_template_kwargs"]
+    loaded = load_eval_prompts(arguments_of(recipe), tokenizer, recipe["seed"], kwargs, fetched)
+    say(str(loaded))
+    rows = loaded.dataset.to_list()
+    ids = render_prompts(make_renderer(recipe["chat_template"], tokenizer, kwargs), rows)
+    longest, limit = max(map(len, ids)) + _max_tokens(recipe), recipe["vllm_max_model_length"]
     if limit is not None and longest > limit:
-        what = f"a prompt and a completion have up to {longest} tokens, vllm_max_model_length is {limit}"
-        raise config_error(recipe.location("vllm_max_model_length"), what, "raise it, or lower max_completion_length")
+        message = f"a prompt and a completion have up to {longest} tokens, but vllm_max_model_length is {limit}"
+        raise config_error(
+            recipe.location("vllm_max_model_length"), message, "raise it, or lower max_completion_length"
+        )
     return rows, ids, tokenizer
 
 
-# --- sample, score, sum up -------------------------------------------------------------------------------------------
+# --- sampling, scores, results ---------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"], dict[str, Any]]]:
-    """Lend the recipe's rewards, loaded as a trainer loads them, and all that their scores depend on."""
+    """Load the recipe's rewards like a trainer; yield them and the settings on which their scores depend."""
     from grpo_recipes.rewards.load import lent_rewards
     from grpo_recipes.rewards.probe import reward_errors_as_config_errors
 
     recipe = subject.recipe
     names = recipe["reward_funcs"]
-    with reward_errors_as_config_errors(recipe), tempfile.TemporaryDirectory() as own:
-        copies = Path(own) / REWARD_COPIES
+    with reward_errors_as_config_errors(recipe), tempfile.TemporaryDirectory() as folder:
+        copies = Path(folder) / REWARD_COPIES
         if subject.run and (subject.run.folder / REWARD_COPIES).is_dir():
             shutil.copytree(subject.run.folder / REWARD_COPIES, copies, ignore=shutil.ignore_patterns("limits_*"))
-        with lent_rewards(arguments_of(recipe), Path(own)) as rewards:
+        with lent_rewards(arguments_of(recipe), Path(folder)) as rewards:
             if problems := list(missing_argument_problems(recipe, [dict.fromkeys(rows[0], "")], copies, live=None)):
                 raise ConfigError(*problems)
             files = {name: copy_path(name, copies) for name in names if ":" in name}
@@ -320,35 +346,35 @@ def _sample(
     subject: _Subject, options: argparse.Namespace, file: "CompletionsFile", prompts: list[list[int]], n: int,
     sampling: "SamplingParameters",
 ) -> bool:  # fmt: skip
-    """Draw the completions that the file lacks, from a server that runs or one of ours; return whether it has all."""
+    """Sample the missing completions from the external server or a new one; return whether the file is complete."""
     from grpo_recipes.rollouts.generate import generate
     from grpo_recipes.rollouts.openai import CompletionClient
 
-    there = sum(index < len(prompts) for index in file.done)
-    if there == 0:
+    done = sum(index < len(prompts) for index in file.done)
+    if done == 0:
         remove_files(*(file.path.with_name(name) for name in ("scores.jsonl", "eval.json", "eval.html")))
-    if there == len(prompts):
+    if done == len(prompts):
         return True
-    recipe, limits = subject.recipe, bounds_of(options)
-    with ExitStack() as ending:
+    recipe, limits = subject.recipe, request_limits(options)
+    with ExitStack() as stack:
         if options.base_url is not None:
-            wanted = options.served_model_name or subject.place
-            client = connect(options.base_url, options.backend, wanted, options.wait, **limits)
+            model = options.served_model_name or subject.weights
+            client = connect(options.base_url, options.backend, model, options.wait, **limits)
         else:
-            weights = smoke_model(subject.model) if subject.is_built_in else subject.place
+            weights = smoke_model(subject.model) if subject.is_built_in else subject.weights
             say(f"starting a server for {display_path(weights) if os.path.isdir(weights) else weights}")
             if longest_sequence(recipe) is None:
-                longest = max(map(len, prompts)) + _longest(recipe)
+                longest = max(map(len, prompts)) + _max_tokens(recipe)
                 recipe = recipe.with_value("vllm_max_model_length", Value(longest, _ME))
             try:
-                server = ending.enter_context(serving(recipe, weights, os.environ))
+                server = stack.enter_context(serving(recipe, weights, os.environ))
             except ServerFailed as error:
                 print(f"grpo: {error}", file=sys.stderr)
                 return False
-            secured: dict[str, Any] = {"token": server.token, "owner": server.owner}
-            client = CompletionClient(server.url, model=server.name, say=say, **secured, **limits)
-        old = f"; {there} are there already" if there else ""
-        say(f"{len(prompts)} prompts x {n} completions -> {display_path(file.path)}{old}")
+            access: dict[str, Any] = {"token": server.token, "owner": server.owner}
+            client = CompletionClient(server.url, model=server.name, say=say, **access, **limits)
+        already = f" ({done} already done)" if done else ""
+        say(f"{len(prompts)} prompts x {n} completions -> {display_path(file.path)}{already}")
         outcome = generate(client, prompts, n, sampling, file, Progress(len(prompts)))
     if not outcome.complete:
         report_failures(outcome)
@@ -358,31 +384,32 @@ def _sample(
 def _score(
     completions: "CompletionsFile", rows: Rows, settings: dict[str, Any], rewards: "list[Reward]", tokenizer: Any
 ) -> Rows:
-    """Return a row for each prompt with its scored completions; ``scores.jsonl`` has those that are done."""
+    """Return a row per prompt with its scored completions; rows already in ``scores.jsonl`` are not scored again."""
     from grpo_recipes.evaluate.scores import call_rewards
     from grpo_recipes.rollouts.generate import opened
 
-    drawn = {row["index"]: row["completions"] for row in completions.rows()}
+    samples = {row["index"]: row["completions"] for row in completions.rows()}
     path, names = completions.path.with_name("scores.jsonl"), [reward.__name__ for reward in rewards]
-    beside = path.with_name("scores.jsonl.settings.json")
-    if json_mapping(beside) != json.loads(json.dumps(settings)):
-        remove_files(path, beside)
+    settings_path = path.with_name("scores.jsonl.settings.json")
+    if json_mapping(settings_path) != json.loads(json.dumps(settings)):
+        remove_files(path, settings_path)
     with opened(path, rows, settings) as file:
         missing = [index for index in range(len(rows)) if index not in file.done]
-        say(f"scoring {len(missing)} prompts by {', '.join(names)}")
-        step = max(1, _CHUNK // len(drawn[0]))
-        for start in range(0, len(missing), step):
-            chunk = missing[start : start + step]
-            whole = [(index, one) for index in chunk for one in drawn[index]]
-            ids = [one["ids"] for _, one in whole]
-            texts = tokenizer.batch_decode(ids, skip_special_tokens=True)  # as the trainer does
-            rewards_BR, reasons = call_rewards(rewards, [rows[index] for index, _ in whole], ids, texts)
-            made = iter(zip(whole, texts, rewards_BR.tolist(), reasons, strict=True))
+        say(f"scoring {len(missing)} prompts with {', '.join(names)}")
+        prompts_per_chunk = max(1, _CHUNK // len(samples[0]))
+        for start in range(0, len(missing), prompts_per_chunk):
+            chunk = missing[start : start + prompts_per_chunk]
+            pairs = [(index, sample) for index in chunk for sample in samples[index]]
+            ids = [sample["ids"] for _, sample in pairs]
+            texts = tokenizer.batch_decode(ids, skip_special_tokens=True)  # as in the trainer
+            rewards_BR, reasons = call_rewards(rewards, [rows[index] for index, _ in pairs], ids, texts)
+            results = iter(zip(pairs, texts, rewards_BR.tolist(), reasons, strict=True))
             for index in chunk:
                 entries = []
-                for (_, one), text, given, reason in itertools.islice(made, len(drawn[index])):
-                    scores = [None if math.isnan(score) else score for score in given]
-                    entry = {"text": text, "tokens": len(one["ids"]), "truncated": one["finish_reason"] == "length"}
+                for (_, sample), text, rewards_R, reason in itertools.islice(results, len(samples[index])):
+                    scores = [None if math.isnan(score) else score for score in rewards_R]
+                    truncated = sample["finish_reason"] == "length"
+                    entry = {"text": text, "tokens": len(sample["ids"]), "truncated": truncated}
                     entry |= {"rewards": dict(zip(names, scores, strict=True))} | ({"reason": reason} if reason else {})
                     entries.append(entry)
                 file.put(index, entries)
@@ -391,25 +418,27 @@ def _score(
 
 
 def _summary(recipe: Recipe, names: list[str], scored: Rows, n: int, ks: Sequence[int] | None) -> dict[str, Any]:
-    """Return the scores; each completion in ``scored`` gets its weighted ``reward``, and whether it is ``right``."""
+    """Return the scores; add to each completion of ``scored`` its weighted ``reward`` and whether it is ``right``."""
     import torch
 
     from grpo_recipes.evaluate.scores import answer_in, group_scores, reward_means, verdicts, weighted_rewards
 
-    every = [one for row in scored for one in row["completions"]]
-    given = [[math.nan if one["rewards"][name] is None else one["rewards"][name] for name in names] for one in every]
+    completions = [completion for row in scored for completion in row["completions"]]
+    scores = [[completion["rewards"][name] for name in names] for completion in completions]
+    values = [[math.nan if score is None else score for score in row] for row in scores]
     weights = torch.tensor(recipe["reward_weights"] or [1.0] * len(names), dtype=torch.float32)
-    judged = torch.tensor(given, dtype=torch.float32), names, weights
-    totals = weighted_rewards(judged[0], weights).tolist()
-    for one, total, right in zip(every, totals, verdicts(*judged), strict=True):
-        one.update(reward=None if math.isnan(total) else total, right=right)
-    at_k = group_scores(*judged, [answer_in(one["text"]) for one in every], n, sorted(set(ks)) if ks else None)
-    means = reward_means(*judged) | {name: score for name, (score, _) in at_k.items()}
+    rewards = torch.tensor(values, dtype=torch.float32), names, weights
+    totals = weighted_rewards(rewards[0], weights).tolist()
+    for completion, total, right in zip(completions, totals, verdicts(*rewards), strict=True):
+        completion.update(reward=None if math.isnan(total) else total, right=right)
+    answers = [answer_in(completion["text"]) for completion in completions]
+    at_k = group_scores(*rewards, answers, n, sorted(set(ks)) if ks else None)
+    means = reward_means(*rewards) | {name: score for name, (score, _) in at_k.items()}
     intervals = {f"{name}_ci": list(limits) for name, (_, limits) in at_k.items() if limits}
     return {
         **{name: None if math.isnan(value) else value for name, value in means.items()}, **intervals,
-        "truncated": sum(one["truncated"] for one in every) / len(every),
-        "mean_length": sum(one["tokens"] for one in every) / len(every),
+        "truncated": sum(completion["truncated"] for completion in completions) / len(completions),
+        "mean_length": sum(completion["tokens"] for completion in completions) / len(completions),
         "no_verdict": sum(math.isnan(total) for total in totals),
         **recorded_values(scored),
     }  # fmt: skip
@@ -428,6 +457,6 @@ def _present(result: dict[str, Any], scored: Rows, out: Path) -> None:
         text = "none" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
         print(f"{name:<12}{text:>8}" + (f"  {limits[0]:.3f} to {limits[1]:.3f}" if limits else ""))
     if result.get("pass@1", 0.0) is None and result["reward"] is not None:
-        say("pass@k counts rewards of at least 1, and these graded rewards are all lower; compare mean@k and best@k")
+        say("pass@k counts rewards of at least 1, but all rewards are lower; compare mean@k and best@k instead")
     say(f"{result['prompts']} prompts x {result['samples']} completions of {result['model']}")
     say(f"scores in {display_path(out / 'eval.json')}, samples in {display_path(out / 'eval.html')}")

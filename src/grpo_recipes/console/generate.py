@@ -1,4 +1,4 @@
-"""The command `grpo generate`: the prompts of a recipe's dataset through a server that runs, to a JSONL file."""
+"""The command `grpo generate`: sample completions of a recipe's dataset from a running server to a JSONL file."""
 
 import argparse
 import hashlib
@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -30,13 +31,18 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 BACKEND = option(
-    "--backend", choices=list(SERVER_BACKENDS), default=SERVER_BACKENDS[0], help="what runs there (vllm_server)"
+    "--backend",
+    choices=list(SERVER_BACKENDS),
+    default=SERVER_BACKENDS[0],
+    help="Kind of server (default: vllm_server)",
 )
 REQUESTS = (
-    option("--batch-size", type=int, default=32, metavar="N", help="completions in flight at most (32)"),
-    option("--timeout", type=float, default=600.0, metavar="SECONDS", help="for a completion (600)"),
-    option("--attempts", type=int, default=4, metavar="N", help="for each completion (4)"),
-    option("--wait", type=float, default=60.0, metavar="SECONDS", help="for a server that starts (60)"),
+    option("--batch-size", type=int, default=32, metavar="N", help="Maximum parallel requests (default: 32)"),
+    option("--timeout", type=float, default=600.0, metavar="SECONDS", help="Timeout of a completion (default: 600)"),
+    option("--attempts", type=int, default=4, metavar="N", help="Attempts per completion (default: 4)"),
+    option(
+        "--wait", type=float, default=60.0, metavar="SECONDS", help="Time to wait for a starting server (default: 60)"
+    ),
 )
 _DATA_KEYS = ("dataset_name", "dataset_mixture", "dataset_config", "dataset_train_split")
 _PROGRESS_SECONDS = 10.0
@@ -44,38 +50,41 @@ _BATCH = 1000  # prompts rendered at a time
 
 
 @command(
-    "complete the prompts of a recipe's dataset with a server that runs, into a JSONL file",
-    option("--out", type=Path, required=True, metavar="FILE", help="the file, which the same command continues"),
-    option("--base-url", metavar="URL", help="the server's address; by default vllm_server_host and _port, or 8000"),
+    "Sample completions of a recipe's dataset from a running server to a JSONL file",
+    option("--out", type=Path, required=True, metavar="FILE", help="Output file; the same command continues it"),
+    option("--base-url", metavar="URL", help="URL of the server (default: vllm_server_host and vllm_server_port)"),
     BACKEND,
-    option("--model", metavar="NAME", help="the model that must be served; by default the one that is"),
-    option("--num-generations", type=int, default=1, metavar="N", help="completions of each prompt (1)"),
-    option("--temperature", type=float, metavar="T", help="by default the recipe's; 0 is greedy"),
-    option("--split", metavar="SPLIT", help="split of dataset_name; by default dataset_train_split"),
-    option("--limit", type=int, metavar="N", help="the first N prompts alone"),
+    option("--model", metavar="NAME", help="Model that the server must have (default: the served model)"),
+    option("--num-generations", type=int, default=1, metavar="N", help="Completions per prompt (default: 1)"),
+    option("--temperature", type=float, metavar="T", help="Temperature (default: the recipe's; 0 is greedy)"),
+    option("--split", metavar="SPLIT", help="Split of dataset_name (default: dataset_train_split)"),
+    option("--limit", type=int, metavar="N", help="Use only the first N prompts"),
     *REQUESTS,
-    option("--push", metavar="REPO", help="publish the finished file in this dataset repository of the hub, private"),
-    switch("--public", help="with --push: a new repository is public"),
+    option("--push", metavar="REPO", help="Publish the finished file in this (private) dataset repository of the hub"),
+    switch("--public", help="With --push: make a new repository public"),
     takes_recipe=True,
 )
 def generate(options: argparse.Namespace) -> int:
-    """Return 0 with all completions in the file, 1 where some failed, 130 after Ctrl-C; the same command goes on."""
+    """Return 0 if all completions are in the file, 1 if some failed, or 130 after Ctrl-C.
+
+    The same command continues the file.
+    """
     _check(options)
     if options.split is not None:
         options.flags = [*options.flags, f"--dataset_train_split={options.split}"]
     recipe = chosen_recipe(options)
     need_dataset(recipe)
     if options.split is not None and recipe["dataset_mixture"]:
-        fix = "leave it out, or name one of them with --dataset_name"
+        fix = "leave it out, or use one of the datasets with --dataset_name"
         raise config_error("--split", "each dataset of dataset_mixture has its own split", fix)
     os.environ.update(hub_environment(os.environ))
-    from grpo_recipes.rollouts.generate import generate as draw
+    from grpo_recipes.rollouts.generate import generate as sample_completions
     from grpo_recipes.rollouts.generate import opened
 
     host, port = recipe["vllm_server_host"], recipe["vllm_server_port"] or DEFAULT_PORTS["vllm_server_port"]
     url = options.base_url or f"http://{host}:{port}"
-    client = connect(url, options.backend, options.model, options.wait, **bounds_of(options))
-    served = str(client.model)
+    client = connect(url, options.backend, options.model, options.wait, **request_limits(options))
+    model = str(client.model)
     repo = None
     if options.push is not None:
         from grpo_recipes.console.publish import push
@@ -83,71 +92,73 @@ def generate(options: argparse.Namespace) -> int:
         repo = push.need_dataset(options.push, "--push", os.environ)
     rows, prompts = _prompts(recipe, options.limit)
     sampling = sampling_of(recipe, options.temperature, recipe["max_completion_length"], recipe["seed"])
-    settings = settings_of(recipe, _DATA_KEYS, served, options.backend, options.num_generations, sampling, prompts[0])
+    settings = settings_of(recipe, _DATA_KEYS, model, options.backend, options.num_generations, sampling, prompts[0])
     with opened(options.out, rows, settings) as file:
-        old = f"; {len(file.done)} are there already" if file.done else ""
+        done = f" ({len(file.done)} already done)" if file.done else ""
         say(
-            f"{served} at {client.root}: {_times(len(rows), options.num_generations)}"
-            f" -> {display_path(options.out)}{old}"
+            f"{model} at {client.root}: {_times(len(rows), options.num_generations)}"
+            f" -> {display_path(options.out)}{done}"
         )
         try:
-            outcome = draw(client, prompts, options.num_generations, sampling, file, Progress(len(rows)))
+            outcome = sample_completions(client, prompts, options.num_generations, sampling, file, Progress(len(rows)))
         except KeyboardInterrupt:
-            say(f"interrupted: {len(file.done)} of {len(rows)} prompts are in the file; the same command goes on")
+            say(f"interrupted with {len(file.done)} of {len(rows)} prompts done; continue with the same command")
             return EXIT_INTERRUPTED
     return _report(outcome, options, len(rows), repo)
 
 
-def small_numbers(options: argparse.Namespace) -> list[Problem]:
-    """Return a problem for each number that means nothing."""
-    least = {name: 1.0 for name in ("num_generations", "limit", "batch_size", "attempts")}
-    least |= {"timeout": 1e-3, "wait": 0, "temperature": 0}
-    given = {name: getattr(options, name) for name in least}
-    return [
-        Problem(f"--{name.replace('_', '-')}", f"is {value:g}", f"write {1 if least[name] else 0} or more")
-        for name, value in given.items()
-        if value is not None and not value >= least[name]
-    ]
+def number_problems(options: argparse.Namespace) -> list[Problem]:
+    """Return a problem for each option whose number is too small."""
+    minimums = {name: 1.0 for name in ("num_generations", "limit", "batch_size", "attempts")}
+    minimums |= {"timeout": 1e-3, "wait": 0, "temperature": 0}
+    problems = []
+    for name, minimum in minimums.items():
+        value, limit = getattr(options, name), f"{1 if minimum else 0} or more"
+        if value is not None and not value >= minimum:
+            problems.append(Problem(f"--{name.replace('_', '-')}", f"expected {limit}, got {value:g}", f"use {limit}"))
+    return problems
 
 
 def _check(options: argparse.Namespace) -> None:
-    problems = small_numbers(options)
+    problems = number_problems(options)
     if options.public and options.push is None:
-        problems.append(Problem("--public", "changes nothing without --push", "add --push REPO, or remove it"))
+        problems.append(Problem("--public", "does nothing without --push", "add --push REPO, or remove it"))
     if problems:
         raise ConfigError(*problems)
 
 
-def bounds_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the limits of requests in ``REQUESTS``, but for the wait."""
+def request_limits(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options ``REQUESTS`` for a client, except the wait."""
     return {"batch_size": options.batch_size, "timeout": options.timeout, "attempts": options.attempts}
 
 
 def need_dataset(recipe: Recipe) -> None:
-    """Refuse a recipe whose prompts do not come from a dataset."""
+    """Raise a ConfigError if the recipe's prompts do not come from a dataset."""
     if source_of(recipe.__getitem__):
-        fix = "name a recipe with a dataset_name"
-        raise config_error(display_path(recipe.path), "its prompts come from an environment, not from a dataset", fix)
+        fix = "use a recipe with a dataset_name"
+        raise config_error(display_path(recipe.path), "the prompts come from an environment, not from a dataset", fix)
 
 
-def connect(url: str, backend: str, model: str | None, wait: float, **bounds: Any) -> "CompletionClient":
-    """Return a client of a server that somebody started, once it serves the wanted model; errors name our flags."""
+def connect(url: str, backend: str, model: str | None, wait: float, **limits: Any) -> "CompletionClient":
+    """Return a client of an external server once it serves the model; errors refer to our flags."""
     from grpo_recipes.rollouts.openai import CompletionClient
 
-    names = {"base_url": "--base-url", "backend": "--backend"}
+    flags = {"base_url": "--base-url", "backend": "--backend"}
 
-    def in_flags(error: ConfigError) -> ConfigError:
-        return ConfigError(*(Problem(names.get(one.where, one.where), one.what, one.fix) for one in error.problems))
+    def with_flags(error: ConfigError) -> ConfigError:
+        return ConfigError(
+            *(replace(problem, where=flags.get(problem.where, problem.where)) for problem in error.problems)
+        )
 
     key = os.environ.get(KEY_VARIABLE)
-    with translate(ConfigError, in_flags):
-        client = CompletionClient(url, backend, model, key, say=say, **bounds)
+    with translate(ConfigError, with_flags):
+        client = CompletionClient(url, backend, model, key, say=say, **limits)
         client.ready(wait)
     return client
 
 
 def _prompts(recipe: Recipe, limit: int | None) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Return the rows of the dataset as training reads them, and each prompt as training renders it."""
+    """Return the dataset's rows and the token ids of their prompts, as training reads and renders them."""
     from datasets import disable_progress_bars
 
     from grpo_recipes.data.prompts import load_prompts, make_renderer
@@ -155,18 +166,18 @@ def _prompts(recipe: Recipe, limit: int | None) -> tuple[list[dict[str, Any]], l
     disable_progress_bars()
     sources, kwargs = find_assets(recipe, os.environ), recipe["chat_template_kwargs"]
     tokenizer = tokenizer_of(recipe, sources.model.path if sources.model else recipe["model_name_or_path"])
-    found = load_prompts(arguments_of(recipe), tokenizer, 1, recipe["seed"], kwargs, sources.lookup)
-    rows = found.dataset.select(range(min(limit or len(found.dataset), len(found.dataset)))).to_list()
-    return rows, rendered(make_renderer(recipe["chat_template"], tokenizer, kwargs), rows)
+    loaded = load_prompts(arguments_of(recipe), tokenizer, 1, recipe["seed"], kwargs, sources.lookup)
+    rows = loaded.dataset.select(range(min(limit or len(loaded.dataset), len(loaded.dataset)))).to_list()
+    return rows, render_prompts(make_renderer(recipe["chat_template"], tokenizer, kwargs), rows)
 
 
 def arguments_of(recipe: Recipe) -> Any:
-    """Return the keys as attributes, as a trainer's config has them."""
+    """Return the recipe's keys as attributes, like a trainer's config."""
     return SimpleNamespace(**{key: value.value for key, value in recipe.values.items()})
 
 
-def rendered(renderer: Any, rows: list[dict[str, Any]]) -> list[list[int]]:
-    """Return the token ids of the prompt of each row."""
+def render_prompts(renderer: Any, rows: list[dict[str, Any]]) -> list[list[int]]:
+    """Return the token ids of each row's prompt."""
     ids = list[list[int]]()
     for start in range(0, len(rows), _BATCH):
         ids += renderer.ids([row["prompt"] for row in rows[start : start + _BATCH]])
@@ -181,17 +192,17 @@ def tokenizer_of(recipe: Recipe, name: str) -> Any:
         return build_tokenizer(mafia=recipe["model_name_or_path"] == "smoke:mafia")
     from transformers import AutoTokenizer
 
-    def unreadable(error: Exception) -> ConfigError:
-        what = f"the tokenizer cannot be loaded ({' '.join(str(error).split())[:200]})"
-        return config_error(recipe.location("model_name_or_path"), what, "name a model with its tokenizer files")
+    def load_error(error: Exception) -> ConfigError:
+        message = f"the tokenizer can't be loaded ({' '.join(str(error).split())[:200]})"
+        return config_error(recipe.location("model_name_or_path"), message, "use a model with tokenizer files")
 
     revision = "main" if os.path.isdir(name) else recipe["model_revision"]
-    with translate((OSError, ValueError), unreadable):
+    with translate((OSError, ValueError), load_error):
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=recipe["trust_remote_code"])
 
 
 def sampling_of(recipe: Recipe, temperature: float | None, max_tokens: int, seed: int | None) -> "SamplingParameters":
-    """Return how a recipe samples, at another temperature where one is given."""
+    """Return a recipe's sampling parameters; ``temperature`` replaces the recipe's temperature."""
     from grpo_recipes.rollouts.openai import SamplingParameters
 
     keys = {key: recipe[key] or 0 for key in ("top_p", "top_k", "min_p", "repetition_penalty")}
@@ -201,10 +212,11 @@ def sampling_of(recipe: Recipe, temperature: float | None, max_tokens: int, seed
 
 def settings_of(
     recipe: Recipe, data_keys: Sequence[str], model: str, backend: str, n: int, sampling: "SamplingParameters",
-    first: list[int],
+    first_prompt: list[int],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what rows of one file have in common, all of which decides the completions."""
-    prompt = hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16]  # by template, system prompt and tokenizer
+    """Return the settings that decide the completions; all rows of a file must have the same settings."""
+    # The first prompt stands for chat template, system prompt and tokenizer.
+    prompt = hashlib.sha256(json.dumps(first_prompt).encode()).hexdigest()[:16]
     return {
         "model": model, "backend": backend, "num_generations": n,
         **{key: recipe[key] for key in data_keys if recipe[key]}, **vars(sampling), "first_prompt": prompt,
@@ -212,7 +224,7 @@ def settings_of(
 
 
 class Progress:
-    """Say every few seconds how far it is."""
+    """Print the number of finished prompts every 10 seconds."""
 
     def __init__(self, prompts: int):
         self._prompts, self._next = prompts, time.monotonic() + _PROGRESS_SECONDS
@@ -225,9 +237,9 @@ class Progress:
 
 
 def _report(outcome: "Generated", options: argparse.Namespace, prompts: int, repo: str | None) -> int:
-    """Print what became of the prompts, publish a complete file, and return the exit code."""
-    there = outcome.before + outcome.completed
-    say(f"{_times(there, options.num_generations)} in {display_path(options.out)}")
+    """Print the result, publish a complete file, and return the exit code."""
+    done = outcome.before + outcome.completed
+    say(f"{_times(done, options.num_generations)} in {display_path(options.out)}")
     if not outcome.complete:
         report_failures(outcome)
         return 1
@@ -237,22 +249,21 @@ def _report(outcome: "Generated", options: argparse.Namespace, prompts: int, rep
         message = f"{_times(prompts, options.num_generations)} by grpo generate"
         try:
             say(f"published at {push_dataset(repo, options.out, not options.public, message)}")
-        except Exception as error:  # whatever the hub's client raises: the file is complete
+        except Exception as error:  # any error of the hub's client; the file is complete
             from grpo_recipes.fetch.hub import error_line
 
-            print(
-                f"grpo: the push to {repo} failed: {error_line(error)}; the same command tries again", file=sys.stderr
-            )
+            retry = "Try again with the same command"
+            print(f"grpo: the push to {repo} failed: {error_line(error)}. {retry}", file=sys.stderr)
             return 1
     return 0
 
 
 def report_failures(outcome: "Generated") -> None:
-    """Print why prompts have no completions, and what to do."""
+    """Print why prompts have no completions, and how to continue."""
     reasons = [f"{count} prompts failed: {reason}" for reason, count in outcome.failed.most_common(3)]
-    more = [f"{len(outcome.failed) - 3} other reasons"] if len(outcome.failed) > 3 else []
-    left = [f"the server is gone, and {outcome.skipped} were not tried"] if outcome.skipped else []
-    for line in [*reasons, *more, *left, "run the same command again, which tries what is missing"]:
+    other_reasons = [f"{len(outcome.failed) - 3} other reasons"] if len(outcome.failed) > 3 else []
+    untried = [f"the server is gone, and {outcome.skipped} prompts were not tried"] if outcome.skipped else []
+    for line in [*reasons, *other_reasons, *untried, "run the same command again to try the missing prompts"]:
         print(f"grpo: {line}", file=sys.stderr)
 
 

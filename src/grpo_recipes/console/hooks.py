@@ -1,4 +1,4 @@
-"""What the console adds to a run: ``report.html`` while it trains and at its end, and the push of its model."""
+"""Hooks of a run: write ``report.html`` during and after the training, and push the model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +23,7 @@ class ConsoleHooks(RunHooks):
         return [f"the final model will be published in {self._target}"] if self._target else []
 
     def on_progress(self, run_dir: Path) -> None:
-        """Write the report of a run that trains."""
+        """Write the report of a running run."""
         report_line(run_dir)
 
     def on_end(self, run_dir: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""`grpo watch`: state, reward curve, and the share of each phase of a run, drawn in text until the run ends."""
+"""`grpo watch`: show the state, reward curve and time per phase of a run as text, until the run ends."""
 
 import argparse
 import contextlib
@@ -40,57 +40,56 @@ from grpo_recipes.runs.progress import (
 )
 from grpo_recipes.runs.rundir import Run
 
-_HEIGHT, _LEAST = 8, 20  # rows of the curve, columns of a picture
-_EVERYTHING = 1 << 62  # bytes
+_HEIGHT, _MIN_WIDTH = 8, 20  # rows of the curve, minimum columns of the picture
+_NO_LIMIT = 1 << 62  # bytes
 _PHASES = ("sample", "score", "update", "sync", "save", "evaluate")
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 class Picture:
-    """Draw a run again and again; each row of its files is read once."""
+    """Draw a run repeatedly; each row of its files is read once."""
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._rows = [RowReader(folder / name, _EVERYTHING) for name in ("metrics.jsonl", "eval.jsonl")]
-        self._read: list[list[dict[str, Any]]] = [[], []]
-        self._notices: list[str] | None = None  # on the rows that are read, once they were looked at
+        self._readers = [RowReader(folder / name, _NO_LIMIT) for name in ("metrics.jsonl", "eval.jsonl")]
+        self._rows: list[list[dict[str, Any]]] = [[], []]
+        self._notices: list[str] | None = None  # notices about the rows so far; None if they are outdated
 
     def lines(self, width: int, state: str, over: bool) -> list[str]:
-        """Return the picture, ``width`` columns wide at most."""
-        for rows, read in zip(self._rows, self._read, strict=True):
-            if new := rows.read_new():  # a step is there again where a resume goes on before it
-                read[:] = [row for row in read if row["step"] < new[0]["step"]] + new
+        """Return the picture with at most ``width`` columns."""
+        for reader, rows in zip(self._readers, self._rows, strict=True):
+            if new := reader.read_new():  # a resumed run repeats the steps after its checkpoint
+                rows[:] = [row for row in rows if row["step"] < new[0]["step"]] + new
                 self._notices = None
-        steps, evaluations = self._read
-        width = max(_LEAST, width)
+        steps, evaluations = self._rows
+        width = max(_MIN_WIDTH, width)
         doing, since = ("", 0.0) if over else current_activity(self._folder)
         head = [f"{display_path(self._folder)}  {state}", f"{doing} for {seconds_since(since)}" if doing else ""]
         if not steps:
             return [line[:width] for line in head if line]
         last = steps[-1]
         rewards = without_gaps(finite_number(row.get("reward")) for row in steps)
-        step, reward, left = run_position(steps, over)
-        named = (f"step {step}", left and f"left {left}", reward and f"reward {reward}", won_text(last))
-        facts = "  ".join(filter(None, named))
+        step, reward, time_left = run_position(steps, over)
+        labeled = (f"step {step}", time_left and f"left {time_left}", reward and f"reward {reward}", won_text(last))
+        facts = "  ".join(filter(None, labeled))
         body = [*curve(rewards, steps[0]["step"], last["step"], width), "", *_bars(steps[-PACE_ROWS:], width)]
         tail = [evaluation_line(evaluations[-1])] if evaluations else []
         tail += ["  ".join(unusual_shares(last))] if unusual_shares(last) else []
         if self._notices is None or over:
-            self._notices = [f"note: {one.text}" for one in find_notices(steps, Run(self._folder).value, over)]
+            self._notices = [f"note: {notice.text}" for notice in find_notices(steps, Run(self._folder).value, over)]
         tail += self._notices
-        plain = [*head, facts, "", *body, *tail]
-        return [line[:width] for line in plain]
+        return [line[:width] for line in (*head, facts, "", *body, *tail)]
 
 
 def curve(values: Sequence[float], first: int, last: int, width: int, height: int = _HEIGHT) -> list[str]:
-    """Return a chart of values over the steps: columns of blocks, each the mean of its steps, and two axes."""
+    """Return a text chart of values over the steps; each column of blocks is the mean of its steps."""
     if not values:
         return []
     columns = max(1, min(len(values), width - 9))
-    ends = [round(place * len(values) / columns) for place in range(columns + 1)]
+    ends = [round(index * len(values) / columns) for index in range(columns + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(ends)]
     low, high = min(means), max(means)
-    levels = [1 + round((one - low) / ((high - low) or 1) * (height * 8 - 1)) for one in means]
+    levels = [1 + round((mean - low) / ((high - low) or 1) * (height * 8 - 1)) for mean in means]
     blocks = _BLOCKS if (sys.stdout.encoding or "").lower().startswith("utf") else " .......#"
     rows = []
     for row in reversed(range(height)):
@@ -102,67 +101,71 @@ def curve(values: Sequence[float], first: int, last: int, width: int, height: in
 
 
 def _bars(rows: Sequence[dict[str, Any]], width: int) -> list[str]:
-    """Return a bar for each phase of the last steps: its share of their time."""
+    """Return a bar per phase: its share of the time of the last steps."""
     seconds = {name: sum(without_gaps(finite_number(row.get(f"seconds/{name}")) for row in rows)) for name in _PHASES}
     total, room = sum(seconds.values()) or 1.0, max(1, width - 27)
     mark = "█" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
     bars = []
-    for name, spent in seconds.items():
-        if spent > 0:
-            bar = mark * max(1, round(spent / total * room))
-            bars.append(f"{name:<8} {spent / total:4.0%} {spent / len(rows):7.2f} s  {bar}")
+    for name, phase_seconds in seconds.items():
+        if phase_seconds > 0:
+            bar = mark * max(1, round(phase_seconds / total * room))
+            bars.append(f"{name:<8} {phase_seconds / total:4.0%} {phase_seconds / len(rows):7.2f} s  {bar}")
     return bars
 
 
-def coloured(line: str) -> str:
-    """Return the style of a line of the picture, as rich names it."""
+def line_style(line: str) -> str:
+    """Return the style of a line of the picture, for rich."""
     if not use_color():
         return ""
     return "yellow" if line.startswith("note:") else "cyan" if set(line) & {*_BLOCKS[1:], "#"} else ""
 
 
 @command(
-    "show the reward curve and the phases of a run while it goes on",
+    "Show the reward curve and the phases of a running run",
     option("which", metavar="RUN", help=GROUP_HELP),
 )
 def watch(options: argparse.Namespace) -> int:
-    """Draw a run until it ends; if stdout is not a terminal, draw once and print a line for each step."""
+    """Draw a run until it ends; without a terminal, draw it at the start and the end, and print a line per step."""
     try:
-        watched = wait_for_run(find_target(options.which))
-        if isinstance(watched, BareJob):
+        run = wait_for_run(find_target(options.which))
+        if isinstance(run, BareJob):
             return 0
-        slurm = SlurmPoll(lambda: find_jobs(watched))
+        slurm = SlurmPoll(lambda: find_jobs(run))
 
-        def look() -> tuple[str, bool]:
-            state, over = target_state(watched, slurm.answer())
-            slurm.need_answer(display_path(watched.folder), not over and is_silent(watched, slurm.answer()))
+        def read_state() -> tuple[str, bool]:
+            state, over = target_state(run, slurm.answer())
+            slurm.need_answer(display_path(run.folder), not over and is_silent(run, slurm.answer()))
             return state, over
 
-        if isinstance(watched, RunGroup):
-            _watch(lambda width: group_lines(watched, group_jobs(slurm.answer())), look, lambda: [])
+        if isinstance(run, RunGroup):
+            _watch(lambda width: group_lines(run, group_jobs(slurm.answer())), read_state, lambda: [])
         else:
-            picture, steps = Picture(watched.folder), Progress(watched.folder)
-            _watch(lambda width: picture.lines(width, *look()), look, lambda: [*map(steps.line, steps.rows.read_new())])
+            picture, steps = Picture(run.folder), Progress(run.folder)
+            _watch(
+                lambda width: picture.lines(width, *read_state()),
+                read_state,
+                lambda: [*map(steps.line, steps.rows.read_new())],
+            )
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return 0
 
 
 def _watch(
-    draw: Callable[[int], list[str]], look: Callable[[], tuple[str, bool]], lines: Callable[[], list[str]]
+    draw: Callable[[int], list[str]], read_state: Callable[[], tuple[str, bool]], lines: Callable[[], list[str]]
 ) -> None:
-    """Draw every second until the run is over; without a terminal only at the beginning and the end."""
+    """Draw every second until the run is over; without a terminal, only at the start and the end."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
 
     def frame() -> Group:
-        texts = (Text(line, coloured(line), no_wrap=True, overflow="ellipsis") for line in draw(columns()))
+        texts = (Text(line, line_style(line), no_wrap=True, overflow="ellipsis") for line in draw(columns()))
         return Group(*texts)
 
     if not sys.stdout.isatty():
         print(*draw(columns()), sep="\n", flush=True)
-        while not look()[1]:
+        while not read_state()[1]:
             print("".join(f"{line}\n" for line in lines()), end="", flush=True)
             time.sleep(follow.POLL_SECONDS)
         print(*draw(columns()), sep="\n")
@@ -170,9 +173,9 @@ def _watch(
     console = Console(width=columns(), highlight=False)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with contextlib.ExitStack() as stack:
-        stack.callback(console.show_cursor)  # rich does not where a signal comes while it draws the first picture
+        stack.callback(console.show_cursor)  # rich does not show it after a signal during the first picture
         live = stack.enter_context(Live(frame(), console=console, auto_refresh=False))
-        while not look()[1]:
+        while not read_state()[1]:
             time.sleep(follow.POLL_SECONDS)
             live.update(frame(), refresh=True)
         live.update(frame(), refresh=True)

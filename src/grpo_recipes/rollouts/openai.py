@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -276,7 +276,7 @@ class CompletionClient:
         messages: Sequence[Message],
         sampling: SamplingParameters,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Yield the reply to a chat in pieces while the server samples it; raise NoCompletion if it is incomplete.
 
         ``template_kwargs`` are arguments of the chat template. Closing the iterator stops the server too.

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_recipes.cli import main
 from grpo_recipes.console.doctor import MACHINE, RECIPE, RUN
-from grpo_recipes.console.doctor.examine import name_of
+from grpo_recipes.console.doctor.examine import check_name
 from grpo_recipes.plan.devices import environment_device
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
@@ -56,7 +56,7 @@ def test_a_problem_is_exit_code_2_and_none_is_0(doctor, tmp_path: Path):
 @on_cpu
 def test_a_recipe_adds_its_checks(doctor):
     _, found = doctor(SMOKE)
-    assert set(found) == {name_of(check) for check in (*MACHINE, *RECIPE)}
+    assert set(found) == {check_name(check) for check in (*MACHINE, *RECIPE)}
     assert found["gpu plan"]["status"] == "ok" and "smoke:sums" in found["assets"]["value"]
     _, found = doctor(SMOKE, "--vllm_node", "own")  # which a recipe may say, and a plan on one node refuses
     assert found["gpu plan"]["status"] == "problem" and "vllm_node: shared" in found["gpu plan"]["fix"]
@@ -71,7 +71,7 @@ def test_a_wrong_recipe_is_told_and_the_machine_looked_at_all_the_same(doctor):
 
 def test_what_it_refuses(tmp_path: Path):
     for arguments, message in (
-        (["--learning_rate", "1"], "grpo: --learning_rate: is not an option of grpo doctor"),
+        (["--learning_rate", "1"], "grpo: --learning_rate: not an option of grpo doctor"),
         ([SMOKE, "--run", "last"], "grpo: --run: a run has its own recipe"),
         (["--run", str(tmp_path)], "is not a run directory"),
     ):
@@ -82,7 +82,7 @@ def test_what_it_refuses(tmp_path: Path):
 def test_a_run_is_explained(doctor, make_run, row, monkeypatch):
     run = make_run(rows=[row(step, kl=5.0) for step in range(1, 7)], status="completed", beta=0.01)
     code, found = doctor("--run", str(run.folder))
-    assert code == 2 and set(found) == {name_of(check) for check in RUN}
+    assert code == 2 and set(found) == {check_name(check) for check in RUN}
     assert [name for name, result in found.items() if result["status"] == "problem"] == ["kl"]
     code, found = doctor("--run", "last", RUN_ROOT=str(run.folder.parent))
     assert code == 2 and found["ending"]["value"] == "completed, 6 steps"

@@ -85,8 +85,8 @@ def test_a_local_part_of_a_version_that_the_lock_does_not_name_is_the_same(
     (tmp_path / "requirements").mkdir()
     (tmp_path / "requirements/gpu.txt").write_text(f"torch=={locked}\n")
     monkeypatch.setenv("GRPO_HOME", str(tmp_path))
-    real = environment.installed
-    monkeypatch.setattr(environment, "installed", lambda name: {"torch": "2.13.0+cu130"}.get(name, real(name)))
+    real = environment.installed_version
+    monkeypatch.setattr(environment, "installed_version", lambda name: {"torch": "2.13.0+cu130"}.get(name, real(name)))
     assert (environment.versions(cuda_machine()).status == "ok") == same
 
 
@@ -107,7 +107,7 @@ def test_what_a_run_imports_must_be_there(machine, tmp_path: Path, monkeypatch):
 def test_a_missing_module_is_a_problem_without_a_lock_too(machine, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("GRPO_HOME", str(tmp_path))
     found = {"trl": "0.18.0"}
-    monkeypatch.setattr(environment, "installed", found.get)
+    monkeypatch.setattr(environment, "installed_version", found.get)
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None if name in ("torch", "vllm") else 1)
     missing = environment.versions(machine())
     assert missing.status == "problem" and missing.value.startswith("missing: torch, vllm; trl 0.18.0")
@@ -129,8 +129,10 @@ def test_packages_of_pythonpath_and_of_the_user(machine, tmp_path: Path):
 
 def test_packages_of_the_documentation(machine, monkeypatch):
     assert environment.versions(machine()).status == "ok"
-    real = environment.installed
-    monkeypatch.setattr(environment, "installed", lambda name: None if name == "mkdocs-material" else real(name))
+    real = environment.installed_version
+    monkeypatch.setattr(
+        environment, "installed_version", lambda name: None if name == "mkdocs-material" else real(name)
+    )
     found = environment.versions(machine())
     assert found.status == "warning" and "mkdocs-material missing" in found.value and "make docs" in found.fix
 
@@ -196,7 +198,7 @@ def test_the_commit_of_the_code(machine, tmp_path: Path, monkeypatch):
     found = environment.code(machine())
     assert found.status == "ok" and len(found.value) == 12
     (tmp_path / "training.sh").write_text("#!/bin/sh\n")
-    assert "changed since" in environment.code(machine()).value
+    assert "with uncommitted changes" in environment.code(machine()).value
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_an_import_that_hangs_is_told(machine, monkeypatch):
     fake_hang = "print('the import of trl\\nthe import of vllm', flush=True); import time; time.sleep(60)"
     monkeypatch.setattr(environment, "_IMPORTS", fake_hang)
     with pytest.raises(NoAnswer, match=r"^the import of vllm did not end within 3 s"):
-        environment.imports(Machine(machine().environment, patience=3))
+        environment.imports(Machine(machine().environment, timeout=3))
 
 
 def test_a_child_that_a_signal_ends_is_a_problem(machine, monkeypatch):
@@ -253,6 +255,6 @@ def test_a_child_that_a_signal_ends_is_a_problem(machine, monkeypatch):
 def test_what_torch_finds(machine, cuda_machine, monkeypatch):
     monkeypatch.setattr(environment, "_IMPORTS", """print('{"torch": "2", "GPUs": 0, "bfloat16": true}')""")
     assert environment.imports(machine()).value == "torch 2, GPUs 0, bfloat16 True"
-    assert environment.imports(cuda_machine()).fix == "see gpus above"
+    assert environment.imports(cuda_machine()).fix == "see the check gpus"
     monkeypatch.setattr(environment, "_IMPORTS", """print('{"torch": "2", "GPUs": 1, "bfloat16": false}')""")
     assert environment.imports(cuda_machine()).status == "warning"

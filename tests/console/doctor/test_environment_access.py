@@ -78,7 +78,7 @@ def test_the_token_of_the_hub_in_the_environment(at):
     assert environment.hub_token(at(HUGGING_FACE_HUB_TOKEN=TOKEN)).value == "HUGGING_FACE_HUB_TOKEN is set"
     for wrong in (f"{TOKEN}\n", f'"{TOKEN}"', "please"):
         found = environment.hub_token(at(HF_TOKEN=wrong))
-        assert found.status == "warning" and "no tokens like it" in found.value
+        assert found.status == "warning" and "does not have the format" in found.value
         assert TOKEN not in found.value + found.fix
 
 
@@ -91,7 +91,7 @@ def test_the_token_of_hf_auth_login_and_who_may_read_it(at, home: Path):
     assert environment.hub_token(at()).status == "ok" and TOKEN not in environment.hub_token(at()).value
     path.chmod(0o644)
     found = environment.hub_token(at())
-    assert found.status == "warning" and found.fix.startswith("chmod 600") and "others may read" in found.value
+    assert found.status == "warning" and found.fix.startswith("chmod 600") and "readable by other users" in found.value
     assert environment.hub_token(at(HF_HOME="/elsewhere")).value.startswith("none")
     assert environment.hub_token(at(HF_TOKEN_PATH=str(path))).status == "warning"
 
@@ -126,7 +126,7 @@ def test_the_hub_answers(at, serve, closed: str):
     assert environment.hub(at(HF_ENDPOINT=serve(Answering))).status == "ok"
     found = environment.hub(at(HF_ENDPOINT=closed))
     assert found.status == "warning" and "refused" in found.value and "grpo fetch" in found.fix
-    assert environment.hub(at(HF_ENDPOINT=closed, HF_HUB_OFFLINE="1")).value.startswith("not asked")
+    assert environment.hub(at(HF_ENDPOINT=closed, HF_HUB_OFFLINE="1")).value.startswith("skipped")
 
 
 def test_a_hub_that_is_silent_is_told_in_seconds(at, monkeypatch):
@@ -144,7 +144,7 @@ def test_proxies_are_used_and_told_when_they_refuse(at, serve, closed: str, monk
     monkeypatch.setenv("http_proxy", serve(Answering))
     assert environment.hub(at(HF_ENDPOINT="http://hub.invalid")).status == "ok"
     monkeypatch.setenv("http_proxy", serve(Refusing))
-    assert "the proxy wants other credentials" in environment.hub(at(HF_ENDPOINT="http://hub.invalid")).value
+    assert "the proxy requires other credentials" in environment.hub(at(HF_ENDPOINT="http://hub.invalid")).value
     monkeypatch.setenv("http_proxy", closed)
     assert environment.hub(at(HF_ENDPOINT="http://hub.invalid")).status == "warning"
 
@@ -173,7 +173,7 @@ def test_a_port_the_user_named_and_another_process_holds(at, read):
     assert by_recipe == found
     assert str(port) not in inside.value
     assert unnamed.status == "warning"
-    assert environment._port("vllm_server_port", port, given=True).value == f"{port} free"
+    assert environment._port("vllm_server_port", port, is_chosen=True).value == f"{port} free"
 
 
 def test_ports_are_those_of_the_launch(at, read):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.console.doctor import DEEP, MACHINE, RECIPE, RUN
-from grpo_recipes.console.doctor.examine import NoAnswer, as_text, examine, name_of
+from grpo_recipes.console.doctor.examine import NoAnswer, as_text, check_name, examine
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.paths import home, nearest_existing_folder
 from grpo_recipes.process.reports import gigabytes
@@ -111,7 +111,7 @@ def test_several_findings_of_a_check_show_all_that_is_not_ok_with_the_worst_stat
 
 def test_every_check_has_a_name_of_its_own_and_one_line_that_describes_it():
     for checks in (MACHINE + DEEP + RECIPE, RUN):
-        names = [name_of(check) for check in checks]
+        names = [check_name(check) for check in checks]
         assert len(set(names)) == len(names)
         for check in checks:
             about = inspect.getdoc(check).splitlines()[0]
@@ -127,15 +127,15 @@ def test_the_documentation_has_a_row_a_check():
         assert f"<!-- doctor {subject} -->" in page
         made = hooks.on_page_markdown(f"<!-- doctor {subject} -->")
         rows = made.splitlines()[2:]
-        assert [row.split(" | ")[0].strip("| ") for row in rows] == [name_of(check) for check in checks]
+        assert [row.split(" | ")[0].strip("| ") for row in rows] == [check_name(check) for check in checks]
 
 
 def test_a_program_that_is_missing_and_one_that_hangs(machine, no_program, fake_program):
-    assert machine().ask("sinfo").returncode == 127
-    quick = type(machine())(machine().environment, patience=0.2)
+    assert machine().run_program("sinfo").returncode == 127
+    quick = type(machine())(machine().environment, timeout=0.2)
     fake_program("sinfo", "while true; do :; done")
     with pytest.raises(NoAnswer, match="sinfo did not answer"):
-        quick.ask("sinfo")
+        quick.run_program("sinfo")
 
 
 def test_folders_of_a_run(machine, read, tmp_path: Path):

@@ -65,7 +65,7 @@ def test_a_driver_that_fails_is_a_problem(fake_program, cuda_machine):
 
 def test_a_driver_that_hangs_is_a_problem(fake_program):
     fake_program("nvidia-smi", "exec sleep 30")
-    assert "did not answer within" in hardware.gpus(Machine({}, patience=0.3)).value
+    assert "did not answer within" in hardware.gpus(Machine({}, timeout=0.3)).value
 
 
 def test_no_driver(no_program, machine, cuda_machine):
@@ -180,14 +180,14 @@ def test_slurm_that_is_not_set_up(fake_program, machine):
     fake_program("sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(NoAnswer, match=r"sinfo fails: .*Unable to contact slurm controller") as error:
         hardware.slurm(machine())
-    assert "sbatch will not work either" in error.value.fix
+    assert "sbatch will fail too" in error.value.fix
 
 
 def test_sinfo_without_sbatch(no_program, tmp_path, machine):
     program = tmp_path / "no_programs/sinfo"
     program.write_text(f"#!/bin/bash\necho '{IDLE}'\n")
     program.chmod(0o755)
-    assert hardware.slurm(machine()).value == "sinfo is there, sbatch is not"
+    assert hardware.slurm(machine()).value == "sinfo exists, but sbatch does not"
 
 
 def test_nodes_that_are_lost(fake_slurm, cuda_machine):
@@ -206,7 +206,7 @@ def test_time_limits_below_that_of_training_sh(fake_slurm, cuda_machine):
     assert hardware.slurm(cuda_machine()).status == "ok"
     fake_slurm(IDLE, "short|12:00:00|2|gpu:a100:4|idle|n[1-2]", "long|7-00:00:00|2|gpu:a100:4|idle|n[1-2]")
     found = hardware.slurm(cuda_machine())
-    assert found.status == "warning" and "short ends at 12:00:00" in found.value and "long" not in found.value
+    assert found.status == "warning" and "short has the limit 12:00:00" in found.value and "long" not in found.value
     assert "sbatch --time=12:00:00" in found.fix
 
 

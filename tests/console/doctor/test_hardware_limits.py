@@ -35,7 +35,7 @@ def test_low_limits_are_found(doctor):
     code, found = limited(doctor, (resource.RLIMIT_FSIZE, (2**30, 2**30)), (resource.RLIMIT_CPU, (3600, 3600)))
     assert found["limits"]["status"] == "problem" and code == 2
     assert found["limits"]["value"] == f"file size (ulimit -f) {2**30}; CPU seconds (ulimit -t) 3600"
-    assert found["limits"]["fix"].startswith("set it to unlimited before sbatch; login nodes")
+    assert found["limits"]["fix"].startswith("set it to unlimited before sbatch; such limits")
 
 
 def test_limits_that_are_a_warning(doctor):
@@ -171,7 +171,7 @@ def unwritable(tmp_path: Path):
 
 def test_a_folder_that_is_not_ours_to_write(machine, unwritable: Path):
     found = hardware.disk(machine(RUN_ROOT=str(unwritable / "runs")))
-    assert found.status == "problem" and "you may not write" in found.value
+    assert found.status == "problem" and "is not writable" in found.value
 
 
 def test_a_temporary_folder_that_is_not_there(machine):
@@ -183,7 +183,7 @@ def test_space_at_home(machine, small_disk: Path):
     for home in (small_disk, "/no/such/home"):
         found = hardware.disk(machine(HOME=str(home)))
         assert found.status == "warning" and f"HOME {home}" in found.value
-    assert "cannot be written" in hardware.disk(machine(HOME=__file__)).value
+    assert "is not writable" in hardware.disk(machine(HOME=__file__)).value
     full = hardware.disk(machine(HOME=str(small_disk), TMPDIR="/no/such/folder"))
     assert "kB free" in full.value and "~/.cache" in full.fix and "TMPDIR=/no/such" in full.value
 

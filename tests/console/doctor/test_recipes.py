@@ -65,7 +65,7 @@ def test_a_model_folder_complete_and_not(case, local, tmp_path: Path):
     assert recipes.assets(case(model_name_or_path=str(tmp_path / "model"), **data)).status == "ok"
     (tmp_path / "model/config.json").unlink()
     found = recipes.assets(case(model_name_or_path=str(tmp_path / "model"), **data))
-    assert found.status == "problem" and "lacks config.json" in found.value
+    assert found.status == "problem" and "has no config.json" in found.value
 
 
 def test_a_local_dataset(case, local, tmp_path: Path):
@@ -78,7 +78,7 @@ def test_a_local_dataset(case, local, tmp_path: Path):
 def test_a_gated_model_wants_a_token(case):
     gated = {"model_name_or_path": "meta-llama/Llama-3.1-8B-Instruct"}
     found = recipes.assets(case(variables={"HF_TOKEN": ""}, **gated))
-    assert found.status == "problem" and "accept its licence" in found.fix
+    assert found.status == "problem" and "accept its license" in found.fix
     found = recipes.assets(case(variables={"HF_TOKEN": "hf_" + "c" * 34}, **gated))
     assert found.status == "warning" and found.value.startswith("not fetched")
 
@@ -142,7 +142,7 @@ def test_gpus_that_nothing_uses(case, cuda_machine, planned):
     found = case()
     found.__dict__["plan"] = planned(gpus=[str(index) for index in range(8)], prompts_per_step=5, num_generations=2)
     told = recipes.gpu_plan(found)
-    assert told.status == "warning" and "nothing uses GPU 6, 7" in told.value
+    assert told.status == "warning" and "unused GPUs: 6, 7" in told.value
 
 
 class FakeGpulessCase(Case):

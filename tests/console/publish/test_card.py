@@ -100,7 +100,7 @@ def test_what_it_was_only_measured_on_is_not_said_to_be_trained_on(
 
 def test_training_that_goes_on_and_smoke_tests_say_so(card: Card) -> None:
     rows = [{"step": 1, "max_steps": 9, "reward": 0.5}]
-    assert "so far 1 of 9 optimizer steps; training goes on" in card(summary={"status": "running"}, rows=rows)
+    assert "1 of 9 optimizer steps so far" in card(summary={"status": "running"}, rows=rows)
     assert "This is a smoke test on CPU, not an experiment." in card(plan={"smoke": True})
     assert "with uncommitted changes" in card(identity={"code": {"commit": "a", "dirty": True}})
 

@@ -64,7 +64,7 @@ def test_a_signal_ends_the_push(publish: Callable[[], str], run_dir: Path, hub: 
     hub.slow["/api/repos/create"] = 60.0
     threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     before, began = signal.getsignal(signal.SIGTERM), time.monotonic()
-    assert publish().startswith("; NOT published (stopped by SIGTERM), do it with: hf upload ada/sums ")
+    assert publish().startswith("; NOT published (stopped by SIGTERM). Publish it with: hf upload ada/sums ")
     assert published(run_dir) == {"repo": "ada/sums", "error": "stopped by SIGTERM"}
     assert time.monotonic() - began < 20 and signal.getsignal(signal.SIGTERM) is before
 
@@ -72,7 +72,7 @@ def test_a_signal_ends_the_push(publish: Callable[[], str], run_dir: Path, hub: 
 def test_a_push_has_a_time_limit(
     publish: Callable[[], str], run_dir: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LONGEST_PUSH", 1.5)
+    monkeypatch.setattr(module, "_MAX_PUSH", 1.5)
     hub.slow["/api/repos/create"] = 60.0
     began = time.monotonic()
     assert publish().startswith("; NOT published (not finished after ")
@@ -84,7 +84,7 @@ def test_the_result_of_an_earlier_push_does_not_count(
 ) -> None:
     publish()
     monkeypatch.setattr(module, "python_module", lambda *_: ["false"])
-    assert "NOT published (the pushing process died)" in publish()
+    assert "NOT published (the push process died)" in publish()
 
 
 @pytest.mark.parametrize("damage", [Path.touch, Path.mkdir])
@@ -99,7 +99,7 @@ def test_a_damaged_result_is_replaced_or_reported(
 
 def test_a_folder_without_a_whole_model_is_not_pushed(publish: Callable[[], str], run_dir: Path, hub: FakeHub) -> None:
     (run_dir / "model" / "model.safetensors").unlink()
-    assert publish().startswith("; NOT published (model/ holds no whole model)")
+    assert publish().startswith("; NOT published (model/ contains no complete model)")
     assert hub.requests == []
 
 

@@ -158,7 +158,7 @@ def test_the_target_is_the_users_or_of_an_organisation(ask, name: str | None, re
 @pytest.mark.parametrize("repo", ["eve/x", "readers/x"])
 def test_where_the_account_may_not_write(ask, repo: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"recipe.yaml:\d+: 'ada' may not write to '{repo}'. Fix: write hub_model_id: ada/x"
+        ConfigError, match=rf"recipe.yaml:\d+: 'ada' may not write to '{repo}'. Fix: set hub_model_id: ada/x"
     ):
         ask(hub_model_id=repo)
 
@@ -167,7 +167,7 @@ def test_a_fine_grained_token_is_believed(ask, hub: FakeHub) -> None:
     hub.users[WRITER]["role"] = "fineGrained"
     assert ask(hub_model_id="sumlab/x").note == ""
     assert (
-        ask(hub_model_id="eve/x").note == "whether this fine-grained token may write to eve/x shows with the first push"
+        ask(hub_model_id="eve/x").note == "only the push will show whether this fine-grained token may write to eve/x"
     )
 
 
@@ -187,13 +187,15 @@ def test_a_login_that_may_write_is_needed(ask, token: str | None, what: str) -> 
 
 def test_a_hub_that_is_down_may_be_asked_again(ask, hub: FakeHub) -> None:
     hub.failing = {"/api/whoami-v2": 100}
-    with pytest.raises(ConfigError, match=r"Server error '500.* with a token that may write; or try again"):
+    with pytest.raises(
+        ConfigError, match=r"Server error '500.* with a token that may write, or run hf auth login, or try again"
+    ):
         ask()
 
 
 @pytest.mark.parametrize("how", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:1"}])
 def test_without_the_hub_the_way_to_publish_later_is_named(ask, how: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"push_to_hub cannot work here: .*hf upload sums <run>/model"):
+    with pytest.raises(ConfigError, match=r"push_to_hub can't work here: .*hf upload sums <run>/model"):
         ask(environment=how)
 
 
@@ -209,7 +211,7 @@ def test_a_hub_that_does_not_describe_the_repository_stops_nothing(ask, hub: Fak
     hub.add("model", "ada/sums", {"README.md": b"mine"})
     hub.failing = {"/api/models/ada/sums": 100}
     note = ask().note
-    assert note.startswith("cannot find out whether ada/sums exists and is public (Server error '500")
+    assert note.startswith("can't find out whether ada/sums exists and is public (Server error '500")
 
 
 def test_the_trainer_does_not_push(planned, option) -> None:

@@ -61,7 +61,7 @@ def test_a_single_spike_leaves_the_others_readable_and_is_told() -> None:
     values: list[float | None] = [1.0 + 0.1 * (row % 3) for row in range(300)]
     values[77] = 1e6
     made = draw(Chart("Norm", [Curve("norm", list(range(300)), values)]))
-    assert "1 value beyond the axis" in made
+    assert "1 value outside the axis" in made
     labels = re.findall(r'dy=".32em">([^<]*)<', made)
     assert all(float(label) < 10 for label in labels)
 

@@ -82,7 +82,7 @@ def test_scores_settings_and_samples_are_on_the_page() -> None:
         "timed out",
     ):
         assert text in page
-    assert page.count("cut off at the limit") == 6
+    assert page.count("cut at the token limit") == 6
     assert [page.count(f'data-verdict="{name}"') for name in ("right", "wrong", "unscored")] == [3, 6, 3]
     assert "[system]" in page and "prompt 2?" in page and "Reference answer" in page
 
@@ -94,7 +94,7 @@ def test_texts_of_the_model_are_escaped_and_secrets_masked() -> None:
 
 def test_a_score_without_prompts_is_a_dash() -> None:
     page = page_of([row(0, completion(None), completion(None))], **{"pass@1": None, "mean@1": None})
-    assert "<h1>No score of pass@1 on 1 prompt</h1>" in page and "<td>\u2013</td>" in page
+    assert "<h1>No score for pass@1 on 1 prompt</h1>" in page and "<td>\u2013</td>" in page
 
 
 def test_of_many_completions_right_and_wrong_ones_are_shown_in_their_order() -> None:

@@ -16,7 +16,7 @@ from grpo_recipes.console.report.pages import (
     comparison_page,
     comparison_sentence,
     differing_keys,
-    grouped,
+    group_runs,
     run_page,
     write_comparison,
 )
@@ -49,39 +49,39 @@ def test_runs_that_differ_in_their_seed_alone_are_one_group(tmp_path: Path) -> N
     runs += runs_of(
         tmp_path, {"steps": 30, "recipe": {"run_root": ("elsewhere", "RUN_ROOT"), "beta": (0.0, "x.yaml:1")}}
     )
-    groups = grouped(runs)
+    groups = group_runs(runs)
     assert [group.label for group in groups] == ["base (3 seeds)", "fast (2 seeds)", "run0"]
     assert differing_keys(groups) == ["beta", "learning_rate", "run_root"]
 
 
 def test_runs_with_the_same_seed_are_no_sample(tmp_path: Path) -> None:
-    groups = grouped(runs_of(tmp_path, {"steps": 5}, {"steps": 5}))
+    groups = group_runs(runs_of(tmp_path, {"steps": 5}, {"steps": 5}))
     assert [len(group.runs) for group in groups] == [1, 1]
 
 
 def test_labels_are_never_the_same(tmp_path: Path) -> None:
     same = [read_run(make_run(tmp_path / place, steps=5)) for place in ("a", "b")]
-    labels = [group.label for group in grouped(same)]
+    labels = [group.label for group in group_runs(same)]
     assert len(set(labels)) == 2 and all("math-20261120-101500" in label for label in labels)
     later = read_run(make_run(tmp_path, "math-20261121-101500", steps=5))
-    labels = [group.label for group in grouped([same[0], later])]
+    labels = [group.label for group in group_runs([same[0], later])]
     assert labels == ["math-20261120-101500", "math-20261121-101500"]
 
 
 def test_few_seeds_are_drawn_one_by_one(tmp_path: Path) -> None:
     runs = seeds(tmp_path, "base", 4, steps=4)
-    (group,) = grouped(runs)
+    (group,) = group_runs(runs)
     curve = group_curve(group, "reward")
     assert curve.band is None
     assert list(curve.faint) == [run.metrics.column("reward") for run in runs]
     text = comparison_page(runs)
-    assert text.count('class="faint c1"') >= 4 and "faint: the single seeds" in text and "95 % interval" not in text
+    assert text.count('class="faint c1"') >= 4 and "faint: single seeds" in text and "95 % interval" not in text
     assert f"seeds {min(group.finals):.3g} to {max(group.finals):.3g}" in text
 
 
 def test_a_group_is_drawn_as_mean_and_interval_over_its_seeds(tmp_path: Path) -> None:
     runs = seeds(tmp_path, "base", 5, steps=4)
-    (group,) = grouped(runs)
+    (group,) = group_runs(runs)
     curve = group_curve(group, "reward")
     assert curve.band is not None
     at_two = [run.metrics.column("reward")[1] for run in runs]
@@ -94,14 +94,14 @@ def test_a_group_is_drawn_as_mean_and_interval_over_its_seeds(tmp_path: Path) ->
 
 def test_seeds_of_different_lengths_are_averaged_where_they_are(tmp_path: Path) -> None:
     runs = [read_run(make_run(tmp_path, f"base-20261120-10150{n}", seed=n, steps=4 + 2 * n)) for n in (0, 1)]
-    (group,) = grouped(runs)
+    (group,) = group_runs(runs)
     curve = group_curve(group, "reward")
     assert len(curve.line) == 6 and curve.line[5] == runs[1].metrics.column("reward")[5]
     assert curve.faint[0][3] is not None and curve.faint[0][5] is None
 
 
 def test_a_long_group_is_thinned(tmp_path: Path) -> None:
-    (group,) = grouped(seeds(tmp_path, "base", 2, steps=1000))
+    (group,) = group_runs(seeds(tmp_path, "base", 2, steps=1000))
     curve = group_curve(group, "entropy")
     assert 100 < len(curve.line) <= 240 and curve.x[-1] == 1000
 
@@ -154,7 +154,7 @@ def test_other_code_and_other_batches_are_told(tmp_path: Path) -> None:
     runs[1].plan["batch"]["completions"] = 256
     text = Page(comparison_page(runs)).text
     assert "commit0123456789fedcba9876" in text
-    assert "A step is not the same number of completions: compare by time. run0: 512; run1: 256." in text
+    assert "The runs have different numbers of completions per step: compare by time. run0: 512; run1: 256." in text
 
 
 def test_unlike_rewards_are_told_and_not_ranked(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_unlike_rewards_are_told_and_not_ranked(tmp_path: Path) -> None:
     rows = (folder / "metrics.jsonl").read_text().replace("rewards/format_tags/", "rewards/cosine_length/")
     (folder / "metrics.jsonl").write_text(rows)
     text = Page(comparison_page([read_run(make_run(tmp_path, steps=5)), read_run(folder)])).text
-    assert "The rewards are not the same, so their totals cannot be compared." in text
+    assert "The runs have different rewards, so their totals can't be compared." in text
     assert "math: pure_accuracy_math, format_tags; other: pure_accuracy_math, cosine_length" in text
     assert "ends highest" not in text
 
@@ -173,7 +173,7 @@ def test_unlike_rewards_are_told_and_not_ranked(tmp_path: Path) -> None:
 
 def test_more_runs_than_colours_are_told_apart(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, *[{"steps": 5, "recipe": {"beta": (0.01 * n, "x.yaml:1")}} for n in range(9)])
-    groups = grouped(runs)
+    groups = group_runs(runs)
     assert len({(group.colour, group.kind) for group in groups}) == 9
     assert 'class="line dashed c2"' in comparison_page(runs)
 
@@ -262,7 +262,7 @@ def test_intervals_end_where_the_metric_does(tmp_path: Path) -> None:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         scored = json.dumps({"step": 1, "rewards": [0.0, 1.0]})
         (folder / "samples.jsonl").write_text(scored + "\n")
-    (group,) = grouped([read_run(folder) for folder in folders])
+    (group,) = group_runs([read_run(folder) for folder in folders])
     for name, low, high in (("completions/clipped_ratio", 0, 1), ("reward", 0, 1), ("entropy", 0, math.inf)):
         chart = metric_chart([group], name, METRICS.get(name) or Metric("Reward"))
         assert chart is not None

@@ -83,7 +83,7 @@ def test_the_first_screen_says_whether_it_worked(tmp_path: Path) -> None:
     first = page.text[: page.text.index("Curves")]
     assert "✓ completed" in first and "smoke" not in first
     assert re.search(r"Reward rose from 0\.2\d\d to 0\.6\d\d over 60 steps\.", first)
-    assert "60 of 60" in first and "1 restart" in first and "9 min" in first and "512 completions a step" in first
+    assert "60 of 60" in first and "1 restart" in first and "9 min" in first and "512 completions per step" in first
     assert "Qwen/Qwen2.5-1.5B-Instruct" in first and "openai/gsm8k" in first and "0123456789" in first
     assert f"grpo, 7 {TIMES} cuda, vLLM server" in first and "2026-11-20 10:15" in first
 
@@ -94,8 +94,8 @@ def test_every_part_is_there(tmp_path: Path) -> None:
         "curves", "rewards", "benchmarks", "completions", "time", "recipe", "plan", "versions", "files"
     }  # fmt: skip
     for title in (
-        "Reward", "Rewards one by one", "KL divergence", "Entropy", "Completion length", "Clipped completions", "Loss",
-        "Gradient norm", "Learning rate", "Server against trainer", "Unscored", "Seconds of a step",
+        "Reward", "Single rewards", "KL divergence", "Entropy", "Completion length", "Clipped completions", "Loss",
+        "Gradient norm", "Learning rate", "Server against trainer", "Unscored", "Seconds per step",
         "Reward of completions", "First against last", "tools/calls", "eval_completions/mean_length",
     ):  # fmt: skip
         assert title in page.texts, title
@@ -124,7 +124,7 @@ def test_a_chart_with_nothing_to_show_is_left_out(tmp_path: Path) -> None:
     )
     page = page_of(folder)
     assert "KL divergence" not in page.text and "Clipped completions" not in page.text
-    assert re.search(r"The same in every step: .*same 3", page.text)
+    assert re.search(r"Constant: .*same 3", page.text)
 
 
 def drawn(page: str) -> dict[str, str]:
@@ -147,13 +147,13 @@ def test_the_weights_of_a_maxent_run_are_drawn(tmp_path: Path) -> None:
     assert set(values(charts["MaxEnt pull to the reference"])) == {"1.5"}
     assert values(charts["MaxEnt weight entropy"])[-1] == "1.1"
     assert 'data-range="1.12:2.07 ' in charts["MaxEnt weight entropy"]  # of the least and the greatest group
-    assert "shaded: least to greatest of a step" in charts["MaxEnt weight entropy"]
+    assert "shaded: lowest to highest of a step" in charts["MaxEnt weight entropy"]
     assert values(charts["Effective completions"])[-1] == "3.004"
     assert values(charts["MaxEnt weight on wrong answers"])[-1] == "0.1"
     assert ">10 %<" in charts["MaxEnt weight on wrong answers"]  # a share
     assert values(charts["MaxEnt weight, right over wrong"])[-2:] == ["20", "-"]
     assert "infinite in 1 step, not drawn: no weight on wrong answers" in charts["MaxEnt weight, right over wrong"]
-    assert "Worth a look" not in charts and "was inf or nan" not in (folder / "report.html").read_text()
+    assert "Notices" not in charts and "was inf or nan" not in (folder / "report.html").read_text()
 
 
 def test_a_temperature_of_infinity_has_no_curve_and_is_told(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_temperature_of_infinity_has_no_curve_and_is_told(tmp_path: Path) -> N
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = page_of(folder)
     assert "MaxEnt temperature" not in page.texts and "MaxEnt pull to the reference" not in page.texts
-    assert re.search(r"The same in every step: .*maxent/beta 0, maxent/target_ratio nan, maxent/tau inf", page.text)
+    assert re.search(r"Constant: .*maxent/beta 0, maxent/target_ratio nan, maxent/tau inf", page.text)
     assert "maxent/target_ratio was inf or nan in 30 steps" in page.text and "maxent/tau was" not in page.text
 
 
@@ -247,7 +247,7 @@ def test_a_run_that_runs_says_the_time_that_is_left(tmp_path: Path) -> None:
     lines = (folder / "metrics.jsonl").read_text().splitlines()[:50]
     lines[0] = json.dumps({**json.loads(lines[0]), "seconds/step": 1e5})  # compiles kernels, and says nothing later
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    assert re.search(r"50 of 100.*33 min \d\d s a step, 7 min \d\d s left", page_of(folder).text)
+    assert re.search(r"50 of 100.*33 min \d\d s per step, 7 min \d\d s left", page_of(folder).text)
 
 
 def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_what_is_worth_a_look_is_said(tmp_path: Path) -> None:
                  "Entropy fell from 2 to 0.01", "grad_norm was inf or nan in 1 step",
                  "1 line of metrics.jsonl could not be read"):  # fmt: skip
         assert said in text, said
-    assert "Worth a look" not in page_of(make_run(tmp_path, "good-20261120-101501", steps=60)).text
+    assert "Notices" not in page_of(make_run(tmp_path, "good-20261120-101501", steps=60)).text
 
 
 def test_texts_of_models_cannot_do_anything(tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ def test_rewards_of_zero_or_one_have_a_standard_error(tmp_path: Path) -> None:
 
 
 def test_the_page_says_how_many_prompts_were_dropped(tmp_path: Path) -> None:
-    folder, said = make_run(tmp_path), "62 of 200 prompts were dropped as longer than max_prompt_length"
+    folder, said = make_run(tmp_path), "62 of 200 prompts were longer than max_prompt_length and were dropped"
     (folder / "prompts.jsonl").write_text('{"step": 0, "said": [], "read": 200, "too_long": 0}\n')
     assert "were dropped" not in write_report(folder).read_text()
     (folder / "prompts.jsonl").write_text('{"step": 0, "said": [], "read": 200, "too_long": 62}\n')

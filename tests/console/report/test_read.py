@@ -24,7 +24,7 @@ def test_rows_become_columns_with_gaps(tmp_path: Path) -> None:
     table = read_table(file)
     assert table.steps == [1, 2, 3]
     assert table.columns == {"step": [1, 2, 3], "loss": [0.5, None, None], "kl": [None, 1, None]}
-    assert table.odd == {"loss": {"nan": 1, "-inf": 1}}
+    assert table.nonfinite == {"loss": {"nan": 1, "-inf": 1}}
     assert (table.unreadable, table.last("loss"), table.last("kl")) == (0, 0.5, 1)
     assert table.known("kl") and not table.known("text")
 

@@ -20,21 +20,21 @@ def test_a_turn_has_the_seat_in_which_it_was_taken_and_what_it_was_worth() -> No
     (sample,) = game_samples(3)
     transcript = transcript_of(sample)
     assert transcript is not None
-    assert [(one.speaker, one.text) for one in transcript.begun] == [
+    assert [(one.speaker, one.text) for one in transcript.opening] == [
         ("system", "You are Player 2."), ("user", "[GAME] Night falls."),
     ]  # fmt: skip
-    policy = [one for one in transcript.said if one.speaker == "policy"]
+    policy = [one for one in transcript.messages if one.speaker == "policy"]
     assert [one.seat for one in policy] == ["Doctor, Night-Doctor", "Doctor, Day-Voting", "Doctor, Night-Doctor"]
     assert list(policy[1].facts)[:2] == [("reward", "0"), ("legal", "0")]
     assert policy[1].facts[2] == ("illegal", "[7] is no target in Day-Voting; valid: [0], [1]")
     assert policy[2].facts[:2] == [("reward", "1.1"), ("legal", "1")] and policy[2].facts[3][0] == "end"
-    assert transcript.facts == [("length", "3 turns"), ("won", "yes")] and transcript.trouble == ""
+    assert transcript.facts == [("length", "3 turns"), ("won", "yes")] and transcript.problem == ""
 
 
 @pytest.mark.parametrize(
     ("ended", "said"),
     [
-        ({"unfinished": "environment_max_turns"}, "unfinished: no more room within environment_max_turns"),
+        ({"unfinished": "environment_max_turns"}, "unfinished: reached the limit environment_max_turns"),
         ({"failed": "time limit"}, "failed: time limit"),
     ],
 )
@@ -104,7 +104,7 @@ def test_a_users_own_number_by_the_name_of_a_share_is_drawn_as_a_number(tmp_path
     charts = drawn((folder / "report.html").read_text())
     for title, last in (("Won", "20"), ("Legal actions", "-10")):
         assert values(charts[title])[-1] == last
-        assert "as the environment gives it" in charts[title] and " %<" not in charts[title]
+        assert "number from the environment" in charts[title] and " %<" not in charts[title]
     assert ">20</text>" in charts["Won"]  # the end of its axis
 
 
@@ -121,7 +121,7 @@ def test_numbers_of_episodes_are_curves(tmp_path: Path) -> None:
     assert values(charts["Won"])[-1] == "1" and ">100 %<" in charts["Won"]
     assert {"Legal actions", "Episode length", "Failed episodes"} < charts.keys()
     assert values(charts["useful"])[-1] == "0.5" and "Unfinished episodes" not in charts
-    assert re.search(r"The same in every step: .*episodes/odd 4", text)
+    assert re.search(r"Constant: .*episodes/odd 4", text)
 
 
 def test_an_episode_that_begins_at_its_end_is_shown() -> None:

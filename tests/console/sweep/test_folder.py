@@ -137,5 +137,5 @@ def test_a_record_that_lacks_a_part_is_damaged(tmp_path, key, value):
     assert folder.Sweep.read(sweep.folder).record == sweep.record
     kept = {name: part for name, part in sweep.record.items() if name != key}
     write_json(sweep.folder / folder.RECORD, kept if value is None else {**kept, key: value})
-    with pytest.raises(ConfigError, match=rf"is damaged \('{key}' is not what a sweep writes\)"):
+    with pytest.raises(ConfigError, match=rf"damaged: '{key}' has an unexpected value"):
         folder.Sweep.read(sweep.folder)

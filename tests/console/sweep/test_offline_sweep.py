@@ -57,10 +57,10 @@ def test_the_same_command_goes_on_in_the_folder_of_another_second(folder, fake_l
     fake_launches.started, fake_launches.codes = [], {}
     time.sleep(1.1)  # Hydra names the folder by the second
     assert multirun(FREE, "train.lr=5e-6,1e-5", "--new", "--dry-run") == 0
-    assert "2 runs would begin in multirun/" in capsys.readouterr().out
+    assert "2 runs would start in multirun/" in capsys.readouterr().out
     assert multirun(FREE, "train.lr=5e-6,1e-5") == 0
     assert began == ["learning_rate=5e-06", "learning_rate=1e-05"] and fake_launches.started == began[:1]
-    assert len(made(folder)) == 1 and "going on with multirun/" in capsys.readouterr().out
+    assert len(made(folder)) == 1 and "continuing multirun/" in capsys.readouterr().out
     assert multirun(FREE, "train.lr=5e-6,1e-5", "hydra.sweep.dir=mine") == 0
     assert len(list(folder.glob("mine/sweeps/*/sweep.json"))) == 1
 
@@ -108,7 +108,9 @@ def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys, monk
     for recipe in recipes:  # what follows from a key follows in each run
         assert recipe["max_steps"] == 16 // recipe["per_device_train_batch_size"]
     said = capsys.readouterr().out
-    assert "cannot run, so Optuna chooses others: train.batch_size" in said and "highest reward of 3 trials" in said
+    assert (
+        "can't run, so Optuna chooses other values: train.batch_size" in said and "highest reward of 3 trials" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,11 +121,11 @@ def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys, monk
         (("train.lr=5e-6,0.000005",), "are the same learning_rate"),
         (("train.lr=interval(1e-6,1e-4)",), "does not list its values. Fix: write values between commas, or LOW..HIGH"),
         (("train.lr=1e-6..1e-4",), "-m: no key has several values"),
-        (("train.lr=1e-6..1e-4", "--search", "optuna"), "--search: does not say how many runs"),
+        (("train.lr=1e-6..1e-4", "--search", "optuna"), "--search: needs the number of runs"),
         (("train.lr=1e-4..1e-6", "--search", "optuna", "--trials", "2"), "1e-4 is not below 1e-6"),
-        (("seed=1..4", "--search", "optuna", "--trials", "2"), "finds the luckiest one"),
-        (("train.lr=5e-6,1e-5", "--slurm"), "--slurm: no site is named"),
-        (("train.lr=5e-6,1e-5", "--profile", "cpu"), "--profile: changes nothing without --slurm"),
+        (("seed=1..4", "--search", "optuna", "--trials", "2"), "finds only the luckiest seed"),
+        (("train.lr=5e-6,1e-5", "--slurm"), "--slurm: needs a site profile"),
+        (("train.lr=5e-6,1e-5", "--profile", "cpu"), "--profile: does nothing without --slurm"),
         (("train.lr=5e-6,1e-5", "--slurm", "--profile", "nowhere"), "--profile: profile 'nowhere' not found"),
         (("train.lr=5e-6,1e-5", "--resume", "last"), "--resume: has no effect with -m"),
         (("train.lr=5e-6,1e-5", "--cfg", "job"), "--cfg: has no effect with -m"),

@@ -141,7 +141,7 @@ def test_grpo_stop_ends_a_sweep_with_the_trial_that_runs(sweep, made, monkeypatc
         signal.signal(signum, before[signum])
     said = capsys.readouterr().out
     assert (code, started) == (75, ["seed=1"])
-    assert "stop requested: the running trial saves and ends" in said and "grpo: grpo stop: the sweep ends here" in said
+    assert "stop requested: the running trial saves and ends" in said and "grpo: sweep stopped by grpo stop" in said
 
 
 @pytest.mark.parametrize("again", [("SAME",), ("--resume", "last"), ("--resume", "DIR")])
@@ -190,7 +190,7 @@ def test_a_run_directory_is_not_made_again_by_other_code(sweep, made, fake_launc
     shutil.rmtree(made()[0].trial_dir(1))
     monkeypatch.setattr("grpo_recipes.console.sweep.run.code_state", lambda: {"commit": "another"})
     assert sweep(*TWO) == 2
-    assert "the code is no longer the sweep's" in capsys.readouterr().err
+    assert "the code has changed since the sweep started" in capsys.readouterr().err
 
 
 def test_a_named_port_that_is_taken_is_refused_before_anything_is_written(sweep, folder, capsys):
@@ -250,16 +250,19 @@ def test_the_queue_is_asked_for_the_jobs_of_the_sweep(folder, monkeypatch, answe
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("seed=1..2", "--profile", "cpu"), "--profile: changes nothing without --slurm"),
-        (("seed=1..2", "--time", "1:00:00"), "--time: changes nothing without --slurm"),
-        (("seed=1..2", "--max-parallel", "2"), "--max-parallel: changes nothing without --slurm"),
-        (("seed=1..2", "--slurm"), "--slurm: no site is named"),
-        (("seed=1..2", "--slurm", "--profile", "cpu", "--max-parallel", "0"), "--max-parallel: is 0"),
+        (("seed=1..2", "--profile", "cpu"), "--profile: does nothing without --slurm"),
+        (("seed=1..2", "--time", "1:00:00"), "--time: does nothing without --slurm"),
+        (("seed=1..2", "--max-parallel", "2"), "--max-parallel: does nothing without --slurm"),
+        (("seed=1..2", "--slurm"), "--slurm: needs a site profile"),
+        (
+            ("seed=1..2", "--slurm", "--profile", "cpu", "--max-parallel", "0"),
+            "--max-parallel: expected 1 or more, got 0",
+        ),
         (("seed=1..2", "--slurm", "--local"), "not allowed with argument"),
-        (("--max_steps", "4", "seed=1..2"), "seed=1..2: follows a flag"),
-        (("seed=1..2", "--resume", "last"), "--resume: a sweep goes on as it began"),
+        (("--max_steps", "4", "seed=1..2"), "seed=1..2: comes after a flag"),
+        (("seed=1..2", "--resume", "last"), "--resume: a sweep continues with its recipe and keys"),
         (("seed=1..2", "--name", "a/b"), "cannot be the name of a folder"),
-        ((), "sweep: nothing is varied"),
+        ((), "sweep: no key is varied"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(sweep, folder, capsys, words, said):
@@ -269,7 +272,7 @@ def test_options_that_contradict_each_other_are_refused(sweep, folder, capsys, w
 
 
 def test_what_is_no_sweep_is_refused(folder, capsys):
-    for words, said in ((["last"], "there is no sweep in runs/sweeps"), (["x"], "is not a sweep directory")):
+    for words, said in ((["last"], "no sweeps found in runs/sweeps"), (["x"], "not a sweep directory")):
         assert cli.main(["sweep", "--resume", *words]) == 2
         assert said in capsys.readouterr().err
 
@@ -317,7 +320,7 @@ def test_one_array_job_runs_all_trials(sweep, made, fake_sbatch, folder, capsys)
     assert script.endswith(f"exec grpo sweep --cell {one.folder}\n")
     assert f"export PYTHONPATH={one.trial_dir(0)}/code/src\n" in script
     assert one.record["jobs"] == [41] and (folder / "logs").is_dir()
-    assert "job 41 is submitted, a task for each of 6 runs" in capsys.readouterr().out
+    assert "submitted job 41 with 6 tasks, one per run" in capsys.readouterr().out
     pointers = sorted(path.name.rpartition("-")[2] for path in (folder / "runs/.jobs").iterdir())
     assert pointers == [f"41_{index}" for index in range(6)]
 

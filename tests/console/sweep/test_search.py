@@ -49,10 +49,10 @@ def test_ranges_and_lists_are_read(word: str, axis: list[str], span: Span | None
     [
         ("learning_rate=1e-4..1e-6", "1e-4 is not below 1e-6"),
         ("learning_rate=fast..1", "'fast..1' is not a range of numbers"),
-        ("learning_rate=log:0..1", "a logarithm needs numbers above 0"),
+        ("learning_rate=log:0..1", "a log scale needs numbers above 0"),
         ("learning_rate=0..inf", "0 is not below inf"),
         ("max_steps=0.5..2", "'0.5..2' is not a range of whole numbers"),
-        ("seed=1..9", "finds the luckiest one"),
+        ("seed=1..9", "finds only the luckiest seed"),
         ("sed=1..9", "unknown key 'sed'"),
         ("run_name=a,b", "is set by the sweep"),
     ],
@@ -109,7 +109,10 @@ def test_optuna_chooses_runs_and_hears_what_they_reached(sweep, made, rewards, f
         assert read_frozen(one.trial_dir(index) / "recipe.yaml")["loss_type"] == trial.params["loss_type"]
     said = capsys.readouterr().out
     best = max((trial for trial in trials if trial.value), key=lambda trial: trial.value).number
-    assert f"highest reward of 3 trials: {trials[best].value:.3g}" in said and f"by {one.names[best]}, which" in said
+    assert (
+        f"highest reward of 3 trials: {trials[best].value:.3g}" in said
+        and f"by {one.names[best]} (a single seed" in said
+    )
     assert f"grpo: not completed: {one.names[2]} (failed)" in said and "go on with" not in said
     assert one.is_over()
 
@@ -174,7 +177,7 @@ def test_a_damaged_study_is_refused_and_left_alone(sweep, made, rewards, capsys)
     text = "no JSON\n" + (one.folder / STORAGE).read_text()
     (one.folder / STORAGE).write_text(text)
     assert sweep(*SPACE, *FOUR) == 2
-    assert f"{STORAGE}: is damaged" in capsys.readouterr().err and (one.folder / STORAGE).read_text() == text
+    assert f"{STORAGE}: damaged" in capsys.readouterr().err and (one.folder / STORAGE).read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -203,24 +206,27 @@ def test_no_run_is_made_twice(sweep, made, rewards, fake_launches, capsys):
     ("words", "said"),
     [
         ((*SPACE, "--search", "grid", "--trials", "4"), "--search: invalid choice: 'grid'"),
-        ((*SPACE, "--search", "optuna"), "--search: does not say how many runs. Fix: add --trials N"),
-        ((*SPACE, "--search", "optuna", "--trials", "0"), "--trials: is 0. Fix: write 1 to 1,000"),
+        ((*SPACE, "--search", "optuna"), "--search: needs the number of runs. Fix: add --trials N"),
+        ((*SPACE, "--search", "optuna", "--trials", "0"), "--trials: expected 1 to 1,000, got 0. Fix: use 1 to 1,000"),
         ((*SPACE, "--search", "optuna", "--trials", "many"), "--trials: invalid int value"),
-        ((*SPACE, *FOUR, "--slurm", "--profile", "cpu"), "--search: chooses each run by those before it"),
+        ((*SPACE, *FOUR, "--slurm", "--profile", "cpu"), "--search: can't be combined with --slurm: each run depends"),
         ((*SPACE, *FOUR, "--metric", "eval_rewrd/"), "--metric eval_rewrd/"),
         (
             (*SPACE, *FOUR, "--metric", "accuracy"),
-            "--metric accuracy: is not a metric of these runs. Fix: write reward",
+            "--metric accuracy: these runs have no such metric. Fix: use reward",
         ),
-        ((*SPACE, *FOUR, "--metric", "math_500/pass@1"), "--metric math_500/pass@1: is not a metric of these runs"),
-        ((*SPACE, *FOUR, "--metric", "eval_reward", "--eval_strategy", "no"), "--metric eval_reward: nothing is eval"),
-        (("loss_type=grpo,dapo", *FOUR), "--trials: is 4, and there are 2 combinations"),
+        ((*SPACE, *FOUR, "--metric", "math_500/pass@1"), "--metric math_500/pass@1: these runs have no such metric"),
+        (
+            (*SPACE, *FOUR, "--metric", "eval_reward", "--eval_strategy", "no"),
+            "--metric eval_reward: the runs do not eval",
+        ),
+        (("loss_type=grpo,dapo", *FOUR), "--trials: 4 is more than the 2 combinations"),
         (("learning_rate=log:1e-6..1e-3",), "add --search optuna --trials N to search a range"),
-        (("seed=1..2", "--trials", "4"), "--trials: changes nothing without --search"),
-        (("seed=1..2", "--metric", "reward"), "--metric: changes nothing without --search"),
-        (("seed=1..9", *FOUR), "seed=1..9: a search for the best seed finds the luckiest one"),
+        (("seed=1..2", "--trials", "4"), "--trials: does nothing without --search"),
+        (("seed=1..2", "--metric", "reward"), "--metric: does nothing without --search"),
+        (("seed=1..9", *FOUR), "seed=1..9: a search over seeds finds only the luckiest seed"),
         (("temperature=-1..1", *FOUR), "temperature"),
-        (("--resume", "last", *FOUR), "--resume: a sweep goes on as it began"),
+        (("--resume", "last", *FOUR), "--resume: a sweep continues with its recipe and keys"),
         (("cosine_max_len=100..200", *FOUR), "'cosine_max_len' changes nothing in any run"),
     ],
 )
@@ -247,14 +253,14 @@ def test_changed_code_begins_no_new_trials(sweep, made, rewards, capsys, monkeyp
         sweep(*SPACE, *FOUR)
     monkeypatch.setattr("grpo_recipes.console.sweep.run.code_state", lambda: {"commit": "another"})
     assert sweep(*SPACE, *FOUR) == 2
-    assert "new trials are to begin, and the code is no longer the sweep's" in capsys.readouterr().err
+    assert "the search needs new trials, and the code has changed since the sweep started" in capsys.readouterr().err
 
 
 def test_a_dry_run_lists_and_makes_nothing(sweep, folder, capsys):
     assert sweep(*SPACE, *FOUR, "--dry-run") == 0
     said = capsys.readouterr().out
-    assert "4 runs would begin in runs/sweeps, chosen from:" in said
+    assert "4 runs would start in runs/sweeps, chosen from:" in said
     assert "learning_rate=1e-6 to 1e-3" in said and "loss_type=grpo, dapo" in said
     assert cli.main(["sweep", SMOKE, "seed=1..2", "--dry-run"]) == 0
-    assert "2 runs would begin" in capsys.readouterr().out
+    assert "2 runs would start" in capsys.readouterr().out
     assert list(folder.iterdir()) == []

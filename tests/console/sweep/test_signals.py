@@ -27,7 +27,7 @@ from grpo_recipes.console.sweep.run import SignalForwarder
 from pathlib import Path
 forwarder = SignalForwarder(Path(sys.argv[2]))
 code = forwarder.run([sys.executable, "-c", sys.argv[1]], dict(os.environ), None)
-print("code", code, forwarder.seen, flush=True)
+print("code", code, forwarder.first_signal, flush=True)
 """
 
 

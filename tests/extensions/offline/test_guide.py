@@ -78,7 +78,7 @@ def test_a_command_of_the_guide_is_planned(command: str, tmp_path: Path, checkpo
     expected = GUIDE[command]
     if isinstance(expected, int):
         runs = [line for line in done.stdout.splitlines() if line.startswith("  ")]
-        assert len(set(runs)) == expected and f"{expected} runs would begin in " in done.stdout
+        assert len(set(runs)) == expected and f"{expected} runs would start in " in done.stdout
     else:
         assert all(flag in done.stdout for flag in expected), done.stdout
     assert list(tmp_path.iterdir()) == []

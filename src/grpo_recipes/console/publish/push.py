@@ -1,8 +1,8 @@
-"""Ask the hub where a run publishes, before it starts; and push the trained model there as one commit.
+"""Check where a run publishes before it starts, and push the trained model there as one commit.
 
     python -m grpo_recipes.console.publish.push JOB.json
 
-The launcher starts this process at the end of the run. A push that hangs can then be killed.
+The launcher starts this process at the end of the run, so that it can kill a push that hangs.
 """
 
 import json
@@ -23,13 +23,13 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.rundir import write_json
 
 WAITS = (5.0, 20.0)  # seconds between attempts
-_LONGEST_QUESTION, _LONGEST_WAIT = 30.0, 300.0  # seconds for one answer of the hub: before a run, and in a push
+_CHECK_TIMEOUT, _PUSH_TIMEOUT = 30.0, 300.0  # seconds for one answer of the hub: before a run, and in a push
 _MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", ".md")
 _TEMPLATES = "additional_chat_templates/"
 # Training state, not part of the model.
 _STATE = ("trainer_state.json", "order_of_data.json", "controllers.json", "zero_to_fp32.py")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", "adapter_config.json")
-_LOGIN = "export HF_TOKEN, or run hf auth login, with a token that may write; or try again"
+_LOGIN = "export HF_TOKEN with a token that may write, or run hf auth login, or try again"
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Target:
     """Where a run publishes."""
 
     repo: str  # user/name
-    private: bool  # whether the repository is private when it is made
-    branch: str  # gets the commit
-    note: str = ""  # what the user should know
+    private: bool  # whether a new repository is private
+    branch: str  # branch of the commit
+    note: str = ""  # a note for the user
 
     def __str__(self) -> str:
         kind = f"a {'private' if self.private else 'public'} repository if it is new"
@@ -47,54 +47,54 @@ class Target:
 
 
 def repository_name(recipe: Recipe, run_name: str) -> str:
-    """Return the repository's name, with or without a user before it: ``hub_model_id``, or the run's name."""
+    """Return the repository's name: ``hub_model_id`` (with or without a user), or the run's name."""
     return str(recipe["hub_model_id"] or re.sub(r"[^\w.-]+|--+|\.\.+", "-", run_name).strip("-."))
 
 
 def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -> Target | None:
-    """Return where the run publishes, None without ``push_to_hub``; ``run_name`` stands in for ``hub_model_id``.
+    """Return where the run publishes, or None without ``push_to_hub``; ``run_name`` is the default of ``hub_model_id``.
 
-    Raise ConfigError where the hub does not answer, nobody is logged in, or the account may not write there.
+    Raises a ConfigError if the hub does not answer, there is no login, or the account may not write there.
     """
     if not recipe["push_to_hub"]:
         return None
     where, name = recipe.source("push_to_hub"), repository_name(recipe, run_name)
     if not hub_answers(environment):
-        fix = f"remove it and publish afterwards where the hub answers: hf upload {name} <run>/model"
-        raise config_error(where, f"push_to_hub cannot work here: {unreachable_reason(environment)}", fix)
+        fix = f"remove it, and publish later on a machine that reaches the hub: hf upload {name} <run>/model"
+        raise config_error(where, f"push_to_hub can't work here: {unreachable_reason(environment)}", fix)
     from huggingface_hub import errors
 
     account, api = _account(where, "push_to_hub", environment)
-    unanswered, private = _unanswered(), recipe["hub_private_repo"] is not False
-    place = recipe.location("hub_model_id" if recipe.is_set("hub_model_id") else "push_to_hub")
-    repo, note = _writable(place, name, account, "write hub_model_id: {}")
+    hub_errors, private = _hub_errors(), recipe["hub_private_repo"] is not False
+    location = recipe.location("hub_model_id" if recipe.is_set("hub_model_id") else "push_to_hub")
+    repo, note = _writable_repo(location, name, account, "set hub_model_id: {}")
     try:
         if private and not note and not api.repo_info(repo).private:
             note = f"{repo} exists and is public: hub_private_repo changes only new repositories"
-    except errors.RepositoryNotFoundError:  # it will be made
+    except errors.RepositoryNotFoundError:  # the push creates it
         pass
-    except unanswered as error:  # some tokens may write and not read
-        note = f"cannot find out whether {repo} exists and is public ({error_line(error)})"
+    except hub_errors as error:  # some tokens may write but not read
+        note = f"can't find out whether {repo} exists and is public ({error_line(error)})"
     return Target(repo, private, recipe["hub_revision"] or "main", note)
 
 
 def need_dataset(name: str, where: str, environment: Mapping[str, str]) -> str:
-    """Return ``user/name`` of the dataset repository that ``name`` means; refuse it as ``need_target`` does a model's.
+    """Return ``user/name`` of a dataset repository; ConfigError as in ``need_target``.
 
-    ``where`` is the flag that asks for the push.
+    ``where`` is the flag that requests the push.
     """
     if not hub_answers(environment):
-        fix = "leave it out, and push the file where the hub answers: hf upload --repo-type dataset"
-        raise config_error(where, f"cannot work here: {unreachable_reason(environment)}", fix)
+        fix = "leave it out, and push the file on a machine that reaches the hub: hf upload --repo-type dataset"
+        raise config_error(where, f"can't work here: {unreachable_reason(environment)}", fix)
     account, _ = _account(where, where, environment)
-    return _writable(where, name, account, f"write {where} {{}}")[0]
+    return _writable_repo(where, name, account, f"use {where} {{}}")[0]
 
 
 def push_dataset(repo: str, file: Path, private: bool, message: str) -> str:
-    """Make the dataset repository if it is not there, add a commit with one file, and return where it is."""
+    """Create the dataset repository if needed, add a commit with one file, and return its URL."""
     from huggingface_hub import HfApi
 
-    limit_every_wait(_LONGEST_WAIT)
+    limit_every_wait(_PUSH_TIMEOUT)
     api = HfApi()
     api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True)
     api.upload_file(
@@ -103,28 +103,28 @@ def push_dataset(repo: str, file: Path, private: bool, message: str) -> str:
     return f"{api.endpoint}/datasets/{repo}"
 
 
-def _unanswered() -> tuple[type[Exception], ...]:
-    """Return the errors by which the hub's client says that a question got no answer that can be used."""
-    import httpx  # 0.3 s, for those who publish
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that the hub's client raises without a usable answer."""
+    import httpx  # takes 0.3 s, so only for a push
     from huggingface_hub import errors
 
     return errors.HfHubHTTPError, errors.LocalTokenNotFoundError, httpx.TransportError
 
 
-def _account(where: str, what: str, environment: Mapping[str, str]) -> tuple[dict[str, Any], Any]:
-    """Return who is logged in, and a client of the hub; ``what`` needs the login."""
+def _account(where: str, option: str, environment: Mapping[str, str]) -> tuple[dict[str, Any], Any]:
+    """Return the account that is logged in, and a client of the hub; ``option`` needs the login."""
     from huggingface_hub import HfApi
 
-    limit_every_wait(_LONGEST_QUESTION)
-    api, message = HfApi(endpoint=endpoint(environment)), f"{what} needs a login, which the hub did not confirm"
-    with translate(_unanswered(), lambda error: config_error(where, f"{message} ({error_line(error)})", _LOGIN)):
+    limit_every_wait(_CHECK_TIMEOUT)
+    api, message = HfApi(endpoint=endpoint(environment)), f"{option} needs a login, which the hub did not confirm"
+    with translate(_hub_errors(), lambda error: config_error(where, f"{message} ({error_line(error)})", _LOGIN)):
         return api.whoami(), api
 
 
-def _writable(where: str, name: str, account: dict[str, Any], fix: str) -> tuple[str, str]:
-    """Return ``user/name`` if this account may write there, and a note where only the push will show it.
+def _writable_repo(where: str, name: str, account: dict[str, Any], fix: str) -> tuple[str, str]:
+    """Return ``user/name`` if this account may write there, and a note if only the push can confirm it.
 
-    ``fix`` is what to write, with a place for the repository's name.
+    ``fix`` is a format string for the repository's name.
     """
     role = account.get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
@@ -133,14 +133,14 @@ def _writable(where: str, name: str, account: dict[str, Any], fix: str) -> tuple
     repo = name if "/" in name else f"{account['name']}/{name}"
     if repo.split("/")[0] in (account["name"], *orgs):
         return repo, ""
-    if role == "fineGrained":  # lists the organisations it was made for alone
-        return repo, f"whether this fine-grained token may write to {repo} shows with the first push"
+    if role == "fineGrained":  # such a token lists only the organisations it was made for
+        return repo, f"only the push will show whether this fine-grained token may write to {repo}"
     fix = fix.format(f"{account['name']}/{repo.split('/')[1]}") + ", or log in as its owner"
     raise config_error(where, f"'{account['name']}' may not write to '{repo}'", fix)
 
 
 def main(path: str) -> int:
-    """Push as a job says, again after each of its ``waits`` (seconds), and write its ``result``: a file."""
+    """Push as described in a job file, retry after each of its ``waits`` (seconds), and write its result file."""
     job = json.loads(Path(path).read_text())
     target, model, result = Target(**job["target"]), Path(job["model"]), Path(job["result"])
     error = ""
@@ -157,7 +157,7 @@ def main(path: str) -> int:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the files of the model: weights, configuration, tokenizer. Empty without whole weights."""
+    """Return the files of the model (weights, configuration, tokenizer), or [] without complete weights."""
     paths = [*folder.iterdir(), *folder.glob(f"{_TEMPLATES}*")]
     files = [path for path in paths if path.name.endswith(_MODEL_SUFFIXES) and path.name not in _STATE]
     return sorted(files) if any(path.name.endswith(".safetensors") for path in files) else []
@@ -166,9 +166,9 @@ def model_files(folder: Path) -> list[Path]:
 def push(target: Target, model: Path) -> dict[str, Any]:
     """Create the repository and the branch if needed, and add one commit with the files of the model.
 
-    The commit removes weights and chat templates of earlier models: an old model.safetensors would be preferred to new
-    shards. There is only one commit, so the newest revision is never half a model. ``HfApi.upload_folder`` may make
-    several. Return repo, revision, commit and url.
+    The commit removes weights and chat templates of earlier models, since loaders prefer an old model.safetensors to
+    new shards. A single commit keeps the newest revision complete; ``HfApi.upload_folder`` may make several commits.
+    Return repo, revision, commit and url.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -177,17 +177,19 @@ def push(target: Target, model: Path) -> dict[str, Any]:
     if target.branch != "main":
         api.create_branch(target.repo, branch=target.branch, exist_ok=True)
     files = {str(path.relative_to(model)): path for path in model_files(model)}
-    others = [name for name in api.list_repo_files(target.repo, revision=target.branch) if name not in files]
-    weights = [name for name in others if "/" not in name and name.endswith(_WEIGHTS)]
-    templates = [name for name in others if name.startswith(_TEMPLATES)]
-    old = [CommitOperationDelete(name) for name in (*weights, *templates)]
-    new = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
-    done = api.create_commit(target.repo, [*old, *new], commit_message="Final model", revision=target.branch)
+    old_files = [name for name in api.list_repo_files(target.repo, revision=target.branch) if name not in files]
+    weights = [name for name in old_files if "/" not in name and name.endswith(_WEIGHTS)]
+    templates = [name for name in old_files if name.startswith(_TEMPLATES)]
+    deletions = [CommitOperationDelete(name) for name in (*weights, *templates)]
+    additions = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
+    commit = api.create_commit(
+        target.repo, [*deletions, *additions], commit_message="Final model", revision=target.branch
+    )
     url = f"{api.endpoint}/{target.repo}/tree/{target.branch}"
-    return {"repo": target.repo, "revision": target.branch, "commit": done.oid, "url": url}
+    return {"repo": target.repo, "revision": target.branch, "commit": commit.oid, "url": url}
 
 
 if __name__ == "__main__":
-    die_with_parent(os.getppid(), signal.SIGKILL)  # the launcher ignores SIGTERM at its end, and children inherit that
-    limit_every_wait(_LONGEST_WAIT)
+    die_with_parent(os.getppid(), signal.SIGKILL)  # the ending launcher ignores SIGTERM, and children inherit this
+    limit_every_wait(_PUSH_TIMEOUT)
     sys.exit(main(sys.argv[1]))

@@ -1,7 +1,7 @@
-"""What a chart shows, for ``charts.html.j2``: axes, thinned curves and their paths.
+"""Compute charts for ``charts.html.j2``: axes, thinned curves and their SVG paths.
 
-A drawing has ``WIDTH`` by ``HEIGHT`` units and stretches to any width; its letters and lines keep their size. The
-charts are drawn here rather than by a library's script: they can be read without a script, and no file is vendored.
+A drawing has ``WIDTH`` by ``HEIGHT`` units and stretches to any width; its letters and lines keep their size. Charts
+are drawn here and not by a JavaScript library, so they are readable without scripts and no file is vendored.
 """
 
 import bisect
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from grpo_recipes.console.report.page import ENOUGH_SEEDS, compact, minus, short, within
+from grpo_recipes.console.report.page import ENOUGH_SEEDS, clamp, compact, minus, short
 from grpo_recipes.console.report.read import Column, Scored, Table
 from grpo_recipes.runs.health import mean, without_gaps
 from grpo_recipes.stats import half_interval
@@ -21,8 +21,8 @@ from grpo_recipes.stats import half_interval
 WIDTH, HEIGHT = 2000, 1000
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _HISTOGRAM_COLUMNS = 60
-_FEW_VALUES = 8  # distinct rewards up to which each has a row of its own
-Marks = list[tuple[float, str]]  # labels beside a drawing, and their places from 0 to 1
+_FEW_VALUES = 8  # up to this number of distinct rewards, each has a separate row
+Marks = list[tuple[float, str]]  # (position from 0 to 1, label) next to a drawing
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Axis:
     ticks: tuple[float, ...]
 
     def share(self, value: float) -> float:
-        """Return the place of a value between low (0) and high (1); values beyond an end are put there."""
+        """Return the position of a value between low (0) and high (1), clamped to this range."""
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
 
     def marks(self, text: Callable[[float], str] | None = None) -> Marks:
-        """Return place and label of each tick; no two labels are the same."""
+        """Return position and label of each tick; the labels are distinct."""
         labels = [(text or _tick_text)(tick) for tick in self.ticks]
         if len(set(labels)) < len(labels):
             scale, unit = (100, " %") if labels[0].endswith("%") else (1, "")
@@ -51,11 +51,11 @@ def _tick_text(tick: float) -> str:
     return minus(f"{tick:,g}") if 1e-3 <= abs(tick) < 1e5 else short(tick)
 
 
-def axis(low: float, high: float, wanted: int = 4, *, whole: bool = False) -> Axis:
-    """Return a range that holds ``low`` and ``high``, in about ``wanted`` steps; ``whole`` marks integers alone."""
+def axis(low: float, high: float, count: int = 4, *, whole: bool = False) -> Axis:
+    """Return a range that contains ``low`` and ``high``, in about ``count`` steps; ``whole`` allows only integers."""
     if math.isclose(low, high):  # a mean of equal values may differ from them by a rounding error
         low, high = (min(low, 0.0), max(high, 0.0)) if low else (0.0, 1.0)
-    raw = (high - low) / wanted
+    raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in _STEPS if power * factor >= raw * 0.999)
     if whole:
@@ -65,12 +65,12 @@ def axis(low: float, high: float, wanted: int = 4, *, whole: bool = False) -> Ax
     return Axis(min(low, ticks[0]), max(high, ticks[-1]), ticks)  # a tick may be 1e-16 short of the value
 
 
-def step_axis(steps: Sequence[float], wanted: int = 5) -> Axis:
-    """Return the axis of optimizer steps: it ends where the data end, and marks whole numbers."""
+def step_axis(steps: Sequence[float], count: int = 5) -> Axis:
+    """Return the axis of optimizer steps, from the first to the last step, with integer ticks."""
     low, high = min(steps), max(steps)
     if low == high:
         return Axis(low - 0.5, high + 0.5, (low,))
-    marks = axis(low, high, wanted, whole=all(float(step).is_integer() for step in steps)).ticks
+    marks = axis(low, high, count, whole=all(float(step).is_integer() for step in steps)).ticks
     inside = [mark for mark in marks if low <= mark <= high]
     gap = 0.6 * (marks[1] - marks[0])
     first = [low] if not inside or inside[0] - low > gap else []
@@ -79,18 +79,18 @@ def step_axis(steps: Sequence[float], wanted: int = 5) -> Axis:
 
 
 def window_of(count: int) -> int:
-    """Return the rows of the moving mean: an odd number, about a fifteenth of all; 1 (none) below 20 rows."""
+    """Return the number of rows of the moving mean: odd, about a fifteenth of all; 1 (no mean) below 20 rows."""
     return 1 if count < 20 else max(3, count // 15 | 1)
 
 
-def buckets(count: int, most: int = 240) -> list[slice]:
-    """Return ``count`` rows in at most ``most`` slices of nearly the same length."""
-    parts = min(count, most)
+def buckets(count: int, limit: int = 240) -> list[slice]:
+    """Divide ``count`` rows into at most ``limit`` slices of nearly equal length."""
+    parts = min(count, limit)
     return [slice(index * count // parts, (index + 1) * count // parts) for index in range(parts)]
 
 
 def smooth(values: Column, parts: Sequence[slice], window: int = 1) -> Column:
-    """Return for each part the mean of its values and of those within ``window`` rows around its middle."""
+    """Return the mean of each part, over its values and the ``window`` rows around its middle."""
     line: Column = []
     for part in parts:
         middle = (part.start + part.stop - 1) // 2
@@ -100,7 +100,7 @@ def smooth(values: Column, parts: Sequence[slice], window: int = 1) -> Column:
 
 
 def usual_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range from the 1st to the 99th percentile, or of all values where that is not much more."""
+    """Return the range from the 1st to the 99th percentile, or the whole range if it is not much larger."""
     ordered = sorted(values)
     rare = max(1, len(ordered) // 100) if len(ordered) >= 20 else 0
     low, high = ordered[rare], ordered[-1 - rare]
@@ -113,17 +113,17 @@ class Curve:
     """One line of a chart of N points."""
 
     label: str
-    x: Sequence[float]  # rising
-    line: Column  # None where it is broken
+    x: Sequence[float]  # increasing
+    line: Column  # None at a gap
     colour: int = 1  # 1 to 8
-    kind: str = "line"  # or "line dashed", "dots", and "layer": the area of the band, whose thickness is ``line``
-    faint: Sequence[Column] = ()  # what the line is a mean of, drawn behind it: single values, or one line a seed
-    band: tuple[Column, Column] | None = None  # lower and upper edge of the area around it
-    band_label: str = ""  # what the area shows; the read-out has its range where this is given
+    kind: str = "line"  # or "line dashed", "dots", or "layer": the area of the band, with ``line`` as its thickness
+    faint: Sequence[Column] = ()  # values behind the line, which is their mean: single values, or one line per seed
+    band: tuple[Column, Column] | None = None  # lower and upper edge of the area around the line
+    band_label: str = ""  # meaning of the area; with a label, the read-out shows its range
 
     @property
     def ranges(self) -> str:
-        """The edges of the band as page.js reads them."""
+        """Return the edges of the band as text for page.js."""
         pairs = zip(*self.band, strict=True) if self.band and self.band_label else ()
         return " ".join("-" if None in pair else compact(pair).replace(" ", ":") for pair in pairs)
 
@@ -132,14 +132,14 @@ def curve_of(
     tables: Sequence[Table], name: str, label: str, colour: int = 1, kind: str = "line", *, window: int | None = None,
     behind: bool = True, limits: tuple[float | None, float | None] = (None, None),
 ) -> Curve:  # fmt: skip
-    """Return a metric as a line through its noise.
+    """Return a metric as a smoothed line.
 
-    With ``behind``, every value of a single run is faintly behind the line, or the range of many values. The line of
-    several runs is the mean of theirs; behind it is its 95 % interval inside ``limits``, or each run.
+    With ``behind``, the values of a single run (or ranges of many values) are drawn faintly behind the line. Several
+    runs have the mean of their lines, and behind it the 95 % interval cut at ``limits``, or each run if they are few.
     """
     longest = max((table.steps for table in tables), key=len)
     parts, window = buckets(len(longest)), window or window_of(len(longest))
-    xs = [longest[part.stop - 1 if part.start else 0] for part in parts]  # the first point is where the axis begins
+    xs = [longest[part.stop - 1 if part.start else 0] for part in parts]  # the first point is at the start of the axis
     lines = [smooth(table.column(name), parts, window) for table in tables]
     if len(tables) > 1:
         columns = [without_gaps(column) for column in zip(*lines, strict=True)]
@@ -153,31 +153,31 @@ def curve_of(
         return Curve(label, xs, line, colour, kind)
     if len(parts) == len(values):
         return Curve(label, xs, line, colour, kind, faint=[values] if line != values else ())
-    low, high = ([of(without_gaps(values[part]), default=None) for part in parts] for of in (min, max))
+    low, high = ([end(without_gaps(values[part]), default=None) for part in parts] for end in (min, max))
     return Curve(label, xs, line, colour, kind, band=(low, high))
 
 
 def around(
     middles: Column, halves: Column, limits: tuple[float | None, float | None] = (None, None)
 ) -> tuple[Column, Column]:
-    """Return the lower and upper edge of a band inside ``limits``; None where middle or half is."""
+    """Return the lower and upper edge of a band, clamped to ``limits``; None if the middle or the half is None."""
     pairs = list(zip(middles, halves, strict=True))
     low, high = (
-        [None if a is None or b is None else within(a + sign * b, limits) for a, b in pairs] for sign in (-1, 1)
+        [None if a is None or b is None else clamp(a + sign * b, limits) for a, b in pairs] for sign in (-1, 1)
     )
     return low, high
 
 
 def stretches(rows: Sequence[Sequence[float | None]]) -> list[list[tuple[float, ...]]]:
-    """Split the rows without a missing value where they are farther apart than usual.
+    """Split the complete rows at gaps that are longer than the usual distance between them.
 
-    A metric of each generation has a value on every second row if a generation feeds two steps: no gap is meant.
+    For example, if a generation is used for two steps, its metrics are on every second row, which is not a gap.
     """
-    whole = [index for index, row in enumerate(rows) if None not in row]
-    distances = [after - before for before, after in itertools.pairwise(whole)]
+    complete = [index for index, row in enumerate(rows) if None not in row]
+    distances = [following - index for index, following in itertools.pairwise(complete)]
     usual = statistics.median(distances) if distances else 1
     parts: list[list[tuple[float, ...]]] = []
-    for index, distance in zip(whole, [math.inf, *distances], strict=True):
+    for index, distance in zip(complete, [math.inf, *distances], strict=True):
         if distance > usual:
             parts.append([])
         parts[-1].append(tuple(value for value in rows[index] if value is not None))
@@ -186,16 +186,16 @@ def stretches(rows: Sequence[Sequence[float | None]]) -> list[list[tuple[float, 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves in one frame, of which at least one has a value."""
+    """Curves in one frame; at least one curve has a value."""
 
     title: str
     curves: Sequence[Curve]
     note: str = ""
-    bounds: tuple[float, float] | None = None  # of the vertical axis, where they hold the lines
-    shares: bool = False  # values are shares, marked in per cent
+    bounds: tuple[float, float] | None = None  # range of the vertical axis, if it contains the lines
+    shares: bool = False  # values are shares, labeled in percent
     x_name: str = "step"
-    unit: str = ""  # of the values
-    y_name: str = ""  # title of the vertical axis, where the chart's own does not say it
+    unit: str = ""  # unit of the values
+    y_name: str = ""  # title of the vertical axis, if the chart's title is not enough
     large: bool = False  # twice the height and the whole width
 
     @functools.cached_property
@@ -205,7 +205,7 @@ class Chart:
 
     @functools.cached_property
     def up(self) -> Axis:
-        """The vertical axis: it holds the lines and nearly all of what is behind them, from 0 where that is not far."""
+        """The vertical axis: contains the lines and nearly all faint values, and starts at 0 if 0 is near."""
         lines = [value for curve in self.curves for value in without_gaps(curve.line)]
         low, high = usual_range(lines)
         if self.bounds and self.bounds[0] <= low <= high <= self.bounds[1]:
@@ -224,15 +224,15 @@ class Chart:
         return axis(low, high, 5 if self.large else 4)
 
     @property
-    def beyond(self) -> int:
-        """How many values of the lines are outside the frame."""
+    def outside(self) -> int:
+        """Number of values outside the frame."""
         columns = [column for curve in self.curves if curve.kind != "layer" for column in curve.faint or [curve.line]]
         return sum(not self.up.low <= value <= self.up.high for column in columns for value in without_gaps(column))
 
     def path(self, kind: str, xs: Sequence[float], *edges: Column) -> str:
-        """Return the line along one edge, or the area between two, broken at gaps that are longer than usual.
+        """Return the SVG path along one edge, or of the area between two edges, broken at unusually long gaps.
 
-        A lone point, or each of ``dots``, is a line of no length, which round line ends make visible.
+        A single point, and each point of ``dots``, is a line of length 0; round line ends make it visible.
         """
         parts = []
         for stretch in stretches(list(zip(xs, *edges, strict=True))):
@@ -247,11 +247,11 @@ class Chart:
         return "".join(parts)
 
     def lone_points(self, curve: Curve) -> str:
-        """Return the points of a line that have no neighbor, to be drawn as dots: the line itself is too thin."""
+        """Return the SVG path of points without a neighbor, to be drawn as dots, since the line itself is too thin."""
         if curve.kind in ("dots", "layer"):
             return ""
-        alone = [stretch[0] for stretch in stretches(list(zip(curve.x, curve.line, strict=True))) if len(stretch) == 1]
-        return "".join(f"M{self._point(x, y)}h0" for x, y in alone)
+        parts = stretches(list(zip(curve.x, curve.line, strict=True)))
+        return "".join(f"M{self._point(*part[0])}h0" for part in parts if len(part) == 1)
 
     def _point(self, x: float, y: float) -> str:
         return f"{round(WIDTH * self.across.share(x))} {round(HEIGHT * (1 - self.up.share(y)))}"
@@ -259,23 +259,23 @@ class Chart:
 
 @dataclass(frozen=True)
 class Histogram:
-    """The rewards of single completions, over the steps and at both ends of a run."""
+    """The distribution of completions' rewards over the steps, and in the first and last steps."""
 
-    names: Sequence[str]  # (R,) of the bins, the lowest first
-    edged: bool  # a bin is a range and its name the lower end; else it is a single value
-    across: Axis  # of N steps
-    up: Axis  # of the bars
-    shares: Sequence[Sequence[float]]  # (N, R) shares of each step's completions, which add up to 1
-    ends: Sequence[tuple[str, Sequence[float]]]  # name and shares of the first steps, and of the last
+    names: Sequence[str]  # (R,) names of the bins, the lowest first
+    edged: bool  # True: a bin is a range, named by its lower end; False: a bin is a single value
+    across: Axis  # axis of the N steps
+    up: Axis  # axis of the bars
+    shares: Sequence[Sequence[float]]  # (N, R) share of each step's completions per bin; rows sum to 1
+    ends: Sequence[tuple[str, Sequence[float]]]  # name and shares of the first steps, and of the last steps
 
     def marks(self) -> Marks:
-        """Return at most 8 of the names."""
+        """Return at most 8 of the names with their positions."""
         stride, middle = -(-len(self.names) // 8), 0.0 if self.edged else 0.5
         return [((row + middle) / len(self.names), self.names[row]) for row in range(0, len(self.names), stride)]
 
 
 def histogram(scored: Sequence[Scored]) -> Histogram | None:
-    """Return how rewards are spread, or None for fewer than three steps with rewards."""
+    """Return the distribution of rewards, or None for fewer than three steps with rewards."""
     scored = [row for row in scored if row.rewards]
     parts = buckets(len(scored), _HISTOGRAM_COLUMNS)
     if len(parts) <= 2:
@@ -285,9 +285,9 @@ def histogram(scored: Sequence[Scored]) -> Histogram | None:
     bins = list(axis(values[0], values[-1], 16).ticks[:-1]) if edged else values
 
     def shares(rows: Sequence[Scored]) -> list[float]:
-        # The ends of ranges are sums of steps: one of 0.30000000000000004 begins at 0.3.
-        found = Counter(bisect.bisect(bins, reward + 1e-9) - 1 for row in rows for reward in row.rewards)
-        return [found[index] / found.total() for index in range(len(bins))]
+        # The ends of ranges are sums with rounding errors: a range from 0.30000000000000004 must contain 0.3.
+        counts = Counter(bisect.bisect(bins, reward + 1e-9) - 1 for row in rows for reward in row.rewards)
+        return [counts[index] / counts.total() for index in range(len(bins))]
 
     tenth = max(1, len(scored) // 10)
     ends = [(f"steps {rows[0].step} to {rows[-1].step}" if len(rows) > 1 else f"step {rows[0].step}", shares(rows))

@@ -1,4 +1,4 @@
-"""`grpo report`: write the page of a run, of several runs compared, or of a sweep."""
+"""`grpo report`: write the page of a run, a comparison of runs, or the page of a sweep."""
 
 import argparse
 import os
@@ -13,19 +13,19 @@ from grpo_recipes.paths import display_path
 
 
 @command(
-    "write report.html of a run, or a page that compares several runs or a sweep",
-    option("runs", nargs="+", metavar="RUN", help="directory of a run or a sweep, or last, the newest run"),
-    option("--out", type=Path, metavar="FILE", help="the page; by default report.html in the run, or here"),
+    "Write report.html of a run, or compare several runs or a sweep",
+    option("runs", nargs="+", metavar="RUN", help="Directory of a run or a sweep, or last for the newest run"),
+    option("--out", type=Path, metavar="FILE", help="Output file (default: report.html in the run, or in this folder)"),
 )
 def report(options: argparse.Namespace) -> int:
-    """Write the page of a run, of several compared, or of a sweep."""
-    folders = [find_run(which).folder if which == "last" else Path(which) for which in options.runs]
-    fix = "name a file you may write"
-    with translate(OSError, lambda error: config_error("--out", f"cannot write the page ({error.strerror})", fix)):
+    """Write the page of a run, a comparison of runs, or the page of a sweep."""
+    folders = [find_run(name).folder if name == "last" else Path(name) for name in options.runs]
+    fix = "use a file that you may write"
+    with translate(OSError, lambda error: config_error("--out", f"can't write the page ({error.strerror})", fix)):
         if len(folders) == 1 and os.path.isfile(folders[0] / RECORD):
-            swept = Sweep.read(folders[0])
-            page, results = write_sweep(swept, options.out)
-            print(text_table(swept, results))
+            sweep = Sweep.read(folders[0])
+            page, results = write_sweep(sweep, options.out)
+            print(text_table(sweep, results))
         elif len(folders) == 1:
             page = write_report(folders[0], options.out)
         else:

@@ -1,6 +1,6 @@
 "use strict";
 
-// A vertical line and the values at the pointer, in every chart that holds its numbers.
+// Show a vertical line and the values at the pointer, in every chart with numbers.
 for (const figure of document.querySelectorAll("figure[data-x]")) {
   const area = figure.querySelector(".area");
   const canvas = figure.querySelector(".canvas");
@@ -15,26 +15,26 @@ for (const figure of document.querySelectorAll("figure[data-x]")) {
     ys: numbers(path.dataset.y),
     ranges: path.dataset.range ? path.dataset.range.split(" ") : null,
   }));
-  let place = common.length - 1;
+  let index = common.length - 1;
 
   const show = (x) => {
     const lines = [];
     for (const curve of curves) {
       const at = nearest(curve.xs, x);
       if (Number.isNaN(curve.ys[at])) continue;
-      const range = curve.ranges && curve.ranges[at] !== "-" ? ` (${curve.ranges[at].split(":").map(said).join(" to ")})` : "";
-      const where = curve.xs[at] === x ? "" : ` at ${said(curve.xs[at])}`;
+      const range = curve.ranges && curve.ranges[at] !== "-" ? ` (${curve.ranges[at].split(":").map(formatted).join(" to ")})` : "";
+      const where = curve.xs[at] === x ? "" : ` at ${formatted(curve.xs[at])}`;
       lines.push(`${curve.label}: ${value(curve.ys[at])}${range}${where}`);
     }
     const share = high > low ? (x - low) / (high - low) : 0.5;
     cursor.setAttribute("d", `M${Math.round(share * 2000)} 0v1000`);
-    tip.textContent = [`${figure.dataset.xname} ${said(x)}`, ...lines].join("\n");
+    tip.textContent = [`${figure.dataset.xname} ${formatted(x)}`, ...lines].join("\n");
     tip.classList.toggle("right", share < 0.5);
     tip.hidden = false;
   };
   const value = (number) => {
-    if (figure.dataset.percent !== undefined) return `${said(Math.round(number * 1000) / 10)} %`;
-    return said(number) + (figure.dataset.unit ? ` ${figure.dataset.unit}` : "");
+    if (figure.dataset.percent !== undefined) return `${formatted(Math.round(number * 1000) / 10)} %`;
+    return formatted(number) + (figure.dataset.unit ? ` ${figure.dataset.unit}` : "");
   };
   const hide = () => {
     tip.hidden = true;
@@ -43,8 +43,8 @@ for (const figure of document.querySelectorAll("figure[data-x]")) {
 
   canvas.addEventListener("pointermove", (event) => {
     const box = area.getBoundingClientRect();
-    place = nearest(common, low + ((event.clientX - box.left) / box.width) * (high - low));
-    show(common[place]);
+    index = nearest(common, low + ((event.clientX - box.left) / box.width) * (high - low));
+    show(common[index]);
   });
   canvas.addEventListener("pointerleave", hide);
   figure.addEventListener("blur", hide);
@@ -52,8 +52,8 @@ for (const figure of document.querySelectorAll("figure[data-x]")) {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!step) return;
     event.preventDefault();
-    place = Math.min(common.length - 1, Math.max(0, tip.hidden ? place : place + step));
-    show(common[place]);
+    index = Math.min(common.length - 1, Math.max(0, tip.hidden ? index : index + step));
+    show(common[index]);
   });
 }
 
@@ -69,11 +69,11 @@ function nearest(xs, x) {
   return best;
 }
 
-function said(number) {
+function formatted(number) {
   return Number(number).toLocaleString("en", { maximumSignificantDigits: 4 });
 }
 
-// A slider in place of the list of steps.
+// A slider instead of the list of steps.
 for (const box of document.querySelectorAll(".steps")) {
   const steps = [...box.querySelectorAll(".step")];
   if (steps.length < 2) continue;
@@ -91,65 +91,65 @@ for (const box of document.querySelectorAll(".steps")) {
     });
   };
   const button = (text, label, move) => {
-    const made = document.createElement("button");
-    Object.assign(made, { type: "button", textContent: text });
-    made.setAttribute("aria-label", label);
-    made.addEventListener("click", () => choose(Number(slider.value) + move));
-    return made;
+    const node = document.createElement("button");
+    Object.assign(node, { type: "button", textContent: text });
+    node.setAttribute("aria-label", label);
+    node.addEventListener("click", () => choose(Number(slider.value) + move));
+    return node;
   };
   slider.addEventListener("input", () => choose(slider.value));
-  bar.append(button("‹", "step before", -1), slider, button("›", "step after", 1));
+  bar.append(button("‹", "previous step", -1), slider, button("›", "next step", 1));
   steps[0].before(bar);
   choose(steps.length - 1);
 }
 
-// What is folded is printed too.
+// Open folded parts for printing.
 addEventListener("beforeprint", () => {
   for (const folded of document.querySelectorAll("details:not(.step)")) folded.open = true;
 });
 
-// Search in the sampled completions: every step with a hit is open, and what has none is hidden.
+// Search the sampled completions: steps with a hit are opened, and everything else is hidden.
 for (const box of document.querySelectorAll(".steps")) {
   const search = document.createElement("input");
   const count = document.createElement("span");
-  Object.assign(search, { type: "search", placeholder: "search prompts and completions" });
-  search.setAttribute("aria-label", "search prompts and completions");
+  Object.assign(search, { type: "search", placeholder: "Search prompts and completions" });
+  search.setAttribute("aria-label", "Search prompts and completions");
   count.className = "note";
   const line = document.createElement("p");
   line.className = "search";
   const verdict = document.createElement("select");
-  verdict.setAttribute("aria-label", "which completions");
+  verdict.setAttribute("aria-label", "Filter completions");
   verdict.append(...["all", "right", "wrong", "unscored"].map((kind) => new Option(kind, kind === "all" ? "" : kind)));
   line.append(search, ...(box.querySelector("[data-verdict]") ? [verdict] : []), count);
   box.prepend(line);
   const text = (node) => node.textContent.toLowerCase();
   const choose = () => {
-    const wanted = search.value.trim().toLowerCase();
+    const query = search.value.trim().toLowerCase();
     let hits = 0;
     for (const group of box.querySelectorAll(".group")) {
-      const asked = [...group.querySelectorAll(".prompt, .answer")].some((node) => text(node).includes(wanted));
-      for (const one of group.querySelectorAll(".completion")) {
-        one.hidden = (!asked && !text(one).includes(wanted)) || (verdict.value !== "" && one.dataset.verdict !== verdict.value);
-        for (const folded of one.querySelectorAll("details")) folded.open = wanted !== "" && text(folded).includes(wanted);
-        hits += !one.hidden;
+      const promptMatches = [...group.querySelectorAll(".prompt, .answer")].some((node) => text(node).includes(query));
+      for (const completion of group.querySelectorAll(".completion")) {
+        completion.hidden = (!promptMatches && !text(completion).includes(query)) || (verdict.value !== "" && completion.dataset.verdict !== verdict.value);
+        for (const folded of completion.querySelectorAll("details")) folded.open = query !== "" && text(folded).includes(query);
+        hits += !completion.hidden;
       }
       group.hidden = !group.querySelector(".completion:not([hidden])");
     }
-    box.classList.toggle("searched", wanted !== "");
+    box.classList.toggle("searched", query !== "");
     const steps = [...box.querySelectorAll(".step")];
     for (const step of steps) {
-      if (wanted === "") continue;
+      if (query === "") continue;
       step.hidden = !step.querySelector(".group:not([hidden])");
       step.open = !step.hidden;
     }
-    count.textContent = wanted + verdict.value === "" ? "" : `${hits} completion${hits === 1 ? "" : "s"}`;
-    if (wanted === "") box.querySelector(".stepper input")?.dispatchEvent(new Event("input"));
+    count.textContent = query + verdict.value === "" ? "" : `${hits} completion${hits === 1 ? "" : "s"}`;
+    if (query === "") box.querySelector(".stepper input")?.dispatchEvent(new Event("input"));
   };
   search.addEventListener("input", choose);
   verdict.addEventListener("input", choose);
 }
 
-// Each figure as a file: its numbers, its drawing, and the drawing as pixels.
+// Export each figure as CSV (its numbers), SVG or PNG (its drawing).
 for (const figure of document.querySelectorAll("figure.chart")) {
   const title = figure.querySelector("h3").textContent;
   const file = title.replace(/[^\w.-]+/g, "-").toLowerCase();
@@ -188,45 +188,45 @@ function table(figure) {
   return rows.join("\n") + "\n";
 }
 
-// One SVG of the drawing with its labels, in the colours of the page; styles are written into it.
+// Return an SVG of the drawing with its labels in the colours of the page; styles are inlined.
 function drawing(figure, title) {
   const space = "http://www.w3.org/2000/svg";
   const frame = figure.getBoundingClientRect();
   const [width, height] = [Math.round(frame.width), Math.round(frame.height)];
-  const made = (name, values, text = "") => {
+  const element = (name, values, text = "") => {
     const node = document.createElementNS(space, name);
     for (const [key, value] of Object.entries(values)) node.setAttribute(key, value);
     node.textContent = text;
     return node;
   };
-  const whole = made("svg", { xmlns: space, width, height, viewBox: `0 0 ${width} ${height}` });
-  whole.append(made("rect", { width, height, fill: getComputedStyle(figure).backgroundColor }));
+  const whole = element("svg", { xmlns: space, width, height, viewBox: `0 0 ${width} ${height}` });
+  whole.append(element("rect", { width, height, fill: getComputedStyle(figure).backgroundColor }));
   const words = (node, text = node.textContent, shift = 0) => {
     const [box, style] = [node.getBoundingClientRect(), getComputedStyle(node)];
     const size = parseFloat(style.fontSize);
     const [x, y] = [box.left - frame.left + shift, box.top - frame.top + 0.95 * size];
-    whole.append(made("text", { x, y, fill: style.color, "font-size": size, "font-family": "sans-serif" }, text));
+    whole.append(element("text", { x, y, fill: style.color, "font-size": size, "font-family": "sans-serif" }, text));
   };
   for (const node of figure.querySelectorAll("h3, figcaption > .note, .newest, .y-title")) words(node);
   for (const node of figure.querySelectorAll(".legend li")) {
     const box = node.getBoundingClientRect();
     const fill = getComputedStyle(node, "::before").color;
-    whole.append(made("rect", { x: box.left - frame.left, y: box.top - frame.top + 8, width: 12, height: 5, fill }));
+    whole.append(element("rect", { x: box.left - frame.left, y: box.top - frame.top + 8, width: 12, height: 5, fill }));
     words(node, node.textContent, 18);
   }
-  const kept = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "stroke-linejoin",
+  const styles = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "stroke-linejoin",
     "opacity", "vector-effect", "font-size", "text-anchor"];
   for (const svg of figure.querySelectorAll(".plot svg")) {
     const [box, copy] = [svg.getBoundingClientRect(), svg.cloneNode(true)];
     const [from, to] = [svg.querySelectorAll("*"), copy.querySelectorAll("*")];
     from.forEach((node, at) => {
       const style = getComputedStyle(node);
-      for (const name of kept) to[at].setAttribute(name, style.getPropertyValue(name));
+      for (const name of styles) to[at].setAttribute(name, style.getPropertyValue(name));
       if (node.tagName === "text") to[at].setAttribute("font-family", "sans-serif");
       for (const name of Object.keys(to[at].dataset)) delete to[at].dataset[name];
     });
-    const place = { x: box.left - frame.left, y: box.top - frame.top, width: box.width, height: box.height };
-    for (const [name, value] of Object.entries({ ...place, overflow: "visible" })) copy.setAttribute(name, value);
+    const frameBox = { x: box.left - frame.left, y: box.top - frame.top, width: box.width, height: box.height };
+    for (const [name, value] of Object.entries({ ...frameBox, overflow: "visible" })) copy.setAttribute(name, value);
     whole.append(copy);
   }
   whole.setAttribute("aria-label", title);
@@ -246,7 +246,7 @@ function pixels(svg) {
   });
 }
 
-// The page of a run that goes on loads itself again, less often the older it is; what is open and chosen stays.
+// Reload the page of a running run, less often the older the page is. Open folds and the chosen step are restored.
 const live = document.querySelector(".live");
 const folds = () => [...document.querySelectorAll("details:not(.step)")];
 const chosen = document.querySelector(".stepper input");
@@ -259,12 +259,12 @@ if (history.state && history.state.folds) {
 }
 if (live) {
   const wait = () => Math.max(15, (Date.now() / 1000 - Number(live.dataset.written)) / 4);
-  const again = () => {
+  const reload = () => {
     const busy = document.querySelector(".tip:not([hidden])") || document.querySelector(".search input")?.value || String(getSelection());
-    if (busy) return setTimeout(again, 5000);
+    if (busy) return setTimeout(reload, 5000);
     const step = chosen ? chosen.value : null;
     history.replaceState({ folds: folds().map((fold) => fold.open), step, newest: !chosen || chosen.value === chosen.max }, "");
     return location.reload();
   };
-  setTimeout(again, 1000 * wait());
+  setTimeout(reload, 1000 * wait());
 }

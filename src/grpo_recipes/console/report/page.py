@@ -1,8 +1,8 @@
-"""Numbers as people read them, and pages from jinja2 templates.
+"""Format numbers, and render pages from jinja2 templates.
 
-Every text is escaped, nothing is loaded, and only our own style and script may run. Pass texts of a run to templates as
-expressions, never through ``xmlattr`` or ``join``: ``_finalize`` then masks secrets and names the characters that hide
-or reorder others, and jinja2 escapes what is left.
+Every text is escaped, nothing is loaded from elsewhere, and only our own style and script may run. Pass texts of a run
+to templates as expressions, never through ``xmlattr`` or ``join``. Then ``_finalize`` masks secrets and names
+characters that hide or reorder others, and jinja2 escapes the rest.
 """
 
 import base64
@@ -27,7 +27,7 @@ from grpo_recipes.stats import half_interval, score_names
 
 NOTHING = "\u2013"  # an en dash
 SMOKE_BADGE = ("smoke test, not an experiment", "smoke")
-ENOUGH_SEEDS = 5  # with fewer, an interval of the mean is wider than most differences: seeds are shown instead
+ENOUGH_SEEDS = 5  # with fewer seeds, the interval of the mean is too wide to be useful: show single seeds instead
 _HERE = Path(__file__).parent
 # Control characters, soft hyphen, direction marks and overrides, zero-width and tag characters, lone surrogates.
 _HIDDEN = (
@@ -52,7 +52,7 @@ def short(value: float | None) -> str:
 
 
 def minus(text: str) -> str:
-    """Return a text with a real minus sign for each hyphen."""
+    """Return a text with a minus sign instead of each hyphen."""
     return text.replace("-", "\u2212")
 
 
@@ -61,71 +61,73 @@ def duration(seconds: float) -> str:
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     for unit, size, below, part in (("min", 60, "s", 1), ("h", 3600, "min", 60)):
-        whole, rest = divmod(round(seconds / part), size // part)
-        if whole < (24 if unit == "h" else 60):
-            return f"{whole} {unit} {rest:02d} {below}"
+        count, remainder = divmod(round(seconds / part), size // part)
+        if count < (24 if unit == "h" else 60):
+            return f"{count} {unit} {remainder:02d} {below}"
     days, hours = divmod(round(seconds / 3600), 24)
     return f"{days} d {hours:02d} h"
 
 
 def compact(values: Iterable[float | None]) -> str:
-    """Return numbers in few characters, four digits each, as page.js reads them; a gap is a hyphen."""
+    """Return numbers as compact text for page.js: four digits each, a hyphen for a gap."""
     return " ".join(
         "-" if value is None else f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e7 else f"{value:.4g}"
         for value in values
     )
 
 
-def spread(
+def spread_text(
     values: Sequence[float], text: Callable[..., str] = short, limits: tuple[float | None, float | None] = (None, None)
 ) -> str:
-    """Return the mean over seeds with its 95 % interval inside ``limits``, or the range of few seeds."""
-    half, middle = half_interval(values), mean(values)
-    if half is None or middle is None:
-        return text(middle)
+    """Return the mean over seeds with its 95 % interval cut at ``limits``, or with the range of few seeds."""
+    half, center = half_interval(values), mean(values)
+    if half is None or center is None:
+        return text(center)
     if len(values) < ENOUGH_SEEDS:
-        return f"{text(middle)} (seeds {text(min(values))} to {text(max(values))})"
-    low, high = within(middle - half, limits), within(middle + half, limits)
-    return f"{text(middle)} (95 %: {text(low)} to {text(high)})"
+        return f"{text(center)} (seeds {text(min(values))} to {text(max(values))})"
+    low, high = clamp(center - half, limits), clamp(center + half, limits)
+    return f"{text(center)} (95 %: {text(low)} to {text(high)})"
 
 
-def within(value: float, limits: tuple[float | None, float | None]) -> float:
-    """Return a value, or the limit it is beyond."""
+def clamp(value: float, limits: tuple[float | None, float | None]) -> float:
+    """Return the value, or the limit that it exceeds."""
     low, high = limits
     return max(value if high is None else min(value, high), -math.inf if low is None else low)
 
 
 def model_text(text: str) -> Markup:
-    """Return a prompt or completion with white space and control characters made visible; copying it gives the text."""
+    """Return a prompt or completion with visible white space and control characters; copying it yields the text."""
 
-    def marked(match: re.Match[str]) -> str:
-        found = match[0]
-        if found in _SPACES:
-            return _SPACES[found]
-        return f'<i class="sp">{found}</i>' if found[0] == " " else f'<i class="ctl">{_name(found)}</i>'
+    def mark(match: re.Match[str]) -> str:
+        char = match[0]
+        if char in _SPACES:
+            return _SPACES[char]
+        return f'<i class="sp">{char}</i>' if char[0] == " " else f'<i class="ctl">{_char_name(char)}</i>'
 
-    return Markup(_HIDDEN_OR_SPACE.sub(marked, str(escape(text))))
+    return Markup(_HIDDEN_OR_SPACE.sub(mark, str(escape(text))))
 
 
-def _name(char: str) -> str:
+def _char_name(char: str) -> str:
     code = ord(char)
     return f"\\x{code:02x}" if code < 0x100 else f"U+{code:04X}"
 
 
 def _finalize(value: Any) -> Any:
-    """Return what an expression of a template writes, secrets masked, before jinja2 escapes it."""
+    """Return the value of a template expression with secrets masked, before jinja2 escapes it."""
     if value is None:
         return ""
-    return value if isinstance(value, Markup) else re.sub(_HIDDEN, lambda match: _name(match[0]), masked(str(value)))
+    return (
+        value if isinstance(value, Markup) else re.sub(_HIDDEN, lambda match: _char_name(match[0]), masked(str(value)))
+    )
 
 
 def value_text(value: Any) -> str:
-    """Return a recipe value as YAML shows it, secrets masked: it may be cut."""
+    """Return a recipe value as YAML text with secrets masked, before templates shorten it."""
     return masked(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def command(process: dict[str, Any]) -> str:
-    """Return the command of a planned process as a shell takes it, secrets masked."""
+    """Return the command of a planned process as shell input with secrets masked."""
     variables = masked_environment(process.get("environment") or {})
     lines = [f"{name}={shlex.quote(text)}" for name, text in variables.items()]
     return " \\\n  ".join([*lines, shlex.join(process.get("argv") or [])])
@@ -138,8 +140,8 @@ def _templates() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined, finalize=_finalize,
     )  # fmt: skip
     functions = (
-        short, percent, duration, plural, compact, finite_number, mean, half_interval, spread, model_text, value_text,
-        command, score_names, masked,
+        short, percent, duration, plural, compact, finite_number, mean, half_interval, spread_text, model_text,
+        value_text, command, score_names, masked,
     )  # fmt: skip
     templates.filters |= {function.__name__: function for function in functions}
     templates.filters["quoted"] = shlex.quote
@@ -147,7 +149,7 @@ def _templates() -> jinja2.Environment:
     for name, file in (("style", "page.css"), ("script", "page.js")):
         text = (_HERE / file).read_text(encoding="utf-8")
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        # Files of ours need no escape. Their hashes allow them to run, and nothing else.
+        # Our own files need no escaping. The content security policy allows only their hashes.
         templates.globals |= {name: Markup(text), f"{name}_hash": Markup(f"sha256-{digest}")}
     return templates
 
@@ -160,6 +162,6 @@ def render(template: str, **values: Any) -> str:
 
 
 def fragment(template: str, macro: str, *values: Any) -> Markup:
-    """Return what one macro of a template writes."""
-    made: Markup = getattr(_templates().get_template(template).module, macro)(*values)
-    return made
+    """Return the output of a macro of a template."""
+    output: Markup = getattr(_templates().get_template(template).module, macro)(*values)
+    return output

@@ -1,4 +1,4 @@
-"""A run as the report sees it: tolerant of runs that go on or were killed."""
+"""Read a run for the report; tolerates runs that are running or were killed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Table:
 
     steps: list[float] = field(default_factory=list)  # the optimizer step of each row
     columns: dict[str, Column] = field(default_factory=dict)  # a value for each row; None: missing, or not finite
-    odd: dict[str, Counter[str]] = field(default_factory=dict)  # name -> how many values were inf, -inf and nan
+    nonfinite: dict[str, Counter[str]] = field(default_factory=dict)  # name -> number of values inf, -inf and nan
     unreadable: int = 0  # lines that are not a JSON row with a step; a torn last line is not counted
 
     def column(self, name: str) -> Column:
-        """Return a value for each row, all None for an unknown name."""
+        """Return a value per row; all None for an unknown name."""
         return self.columns.get(name, [None] * len(self.steps))
 
     def known(self, name: str) -> list[float]:
@@ -44,30 +44,30 @@ class Scored(NamedTuple):
     """A row of ``samples.jsonl`` without its texts."""
 
     step: int
-    rewards: array[float]  # every total reward that is known
+    rewards: array[float]  # all finite total rewards
 
 
 class Outcome(NamedTuple):
-    """The result of a run, counted as ``summary.json`` does; a running run has no summary yet."""
+    """The result of a run, computed like ``summary.json``, which running runs do not have yet."""
 
     first: float | None  # mean reward of the first 3 steps
     last: float | None  # mean reward of the last 5 steps
-    best: tuple[float, float] | None  # highest mean reward over 5 steps, and the last of them
-    steps: float  # taken
-    of: float | None  # steps wanted
-    seconds: float  # of all steps together
-    recent: float | None  # seconds of a step, mean of the last 20
+    best: tuple[float, float] | None  # highest mean reward over 5 steps, and the last of these steps
+    steps: float  # number of finished steps
+    total: float | None  # number of planned steps
+    seconds: float  # sum over all steps
+    recent: float | None  # mean seconds of the last 20 steps
     tokens_per_second: float | None  # mean over the steps
 
 
 @dataclass(frozen=True)
 class RunRecord(Run):
-    """A run directory with its rows read."""
+    """A run directory and its rows."""
 
     metrics: Table
     evals: Table
     scored: list[Scored]
-    origins: dict[str, str]  # key of the recipe -> what set it: file and line, flag or variable; older runs lack some
+    origins: dict[str, str]  # recipe key -> file and line, flag or variable that set it; incomplete for old runs
 
     @property
     def status(self) -> str:
@@ -77,15 +77,16 @@ class RunRecord(Run):
     @property
     def benchmarks(self) -> dict[str, dict[str, Any]]:
         """Name -> scores, in the summary."""
-        given = self.summary.get("benchmarks")
-        pairs = given.items() if isinstance(given, dict) else ()
+        benchmarks = self.summary.get("benchmarks")
+        pairs = benchmarks.items() if isinstance(benchmarks, dict) else ()
         return {name: scores for name, scores in pairs if isinstance(scores, dict)}
 
     @functools.cached_property
     def outcome(self) -> Outcome:
         """Rewards, steps and times of the whole run."""
         metrics, rewards = self.metrics, self.metrics.known("reward")
-        steps = [step for step, one in zip(metrics.steps, metrics.column("reward"), strict=True) if one is not None]
+        column = metrics.column("reward")
+        steps = [step for step, reward in zip(metrics.steps, column, strict=True) if reward is not None]
         size = min(LAST_STEPS, len(rewards)) or 1
         levels = ((sum(rewards[end - size : end]) / size, steps[end - 1]) for end in range(size, len(rewards) + 1))
         first, last = first_and_last(rewards)
@@ -100,10 +101,10 @@ class RunRecord(Run):
 class Group:
     """Runs of one recipe with different seeds, or a single run."""
 
-    label: str  # unlike that of any other group
+    label: str  # unique among the groups
     runs: Sequence[RunRecord]  # at least one
     colour: int = 1  # 1 to 7
-    kind: str = "line"  # of its curves: dashed where their colour is already another group's
+    kind: str = "line"  # style of its curves: dashed if another group has the same colour
 
     @property
     def finals(self) -> list[float]:
@@ -112,7 +113,7 @@ class Group:
 
     @property
     def limits(self) -> tuple[float | None, float | None]:
-        """The least and the greatest reward that a single completion got: no mean of rewards is beyond them."""
+        """The lowest and highest reward of a single completion; means of rewards lie between them."""
         ends = [
             end
             for run in self.runs
@@ -133,7 +134,7 @@ class Group:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run directory; raise ConfigError for another folder. A damaged JSON file is one when it is first read."""
+    """Read a run directory; ConfigError for other folders. A damaged JSON file raises when it is first read."""
     run = find_run(Path(), display_path(folder), display_path(folder))
     metrics, evals = read_table(run.folder / "metrics.jsonl"), read_table(run.folder / "eval.jsonl")
     recipe = run.folder / "recipe.yaml"
@@ -145,29 +146,29 @@ def read_run(folder: Path) -> RunRecord:
 
 def read_table(path: Path) -> Table:
     """Read rows of JSON as columns."""
-    found = list(read_rows(path))
-    rows = [row for row in found if finite_number(row.get("step")) is not None]
-    table = Table(steps=[row["step"] for row in rows], unreadable=len(found) - len(rows))
+    lines = list(read_rows(path))
+    rows = [row for row in lines if finite_number(row.get("step")) is not None]
+    table = Table(steps=[row["step"] for row in rows], unreadable=len(lines) - len(rows))
     for index, row in enumerate(rows):
         for key, value in row.items():
             if isinstance(value, str) and value in ("inf", "-inf", "nan"):
-                table.odd.setdefault(key, Counter())[value] += 1
+                table.nonfinite.setdefault(key, Counter())[value] += 1
             elif (finite := finite_number(value)) is not None:
-                if key not in table.columns:  # a column is made once: one for each cell would take minutes
+                if key not in table.columns:  # not setdefault: a new list per cell would take minutes
                     table.columns[key] = [None] * len(rows)
                 table.columns[key][index] = finite
     return table
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield each whole line as a mapping, which is empty where the line is something else."""
+    """Yield each complete line as a mapping, or an empty mapping if the line is something else."""
     if path.exists():
         with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
             yield from (json_mapping(line) or {} for line in file if line.endswith("\n") and line.strip())
 
 
 def scored_rows(path: Path) -> Iterator[tuple[Scored, list[dict[str, Any]]]]:
-    """Yield the rewards of each row of ``samples.jsonl``, and its samples."""
+    """Yield the rewards and the samples of each row of ``samples.jsonl``."""
     for row in read_rows(path):
         if isinstance(row.get("step"), int):
             rewards, samples = (row[key] if isinstance(row.get(key), list) else [] for key in ("rewards", "samples"))

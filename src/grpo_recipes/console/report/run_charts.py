@@ -1,6 +1,7 @@
-"""Which metrics of a run, or of several side by side, are drawn, and how."""
+"""Select the metrics of a run, or of compared runs, and build their charts."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.runs.health import without_gaps
 from grpo_recipes.runs.metric import Metric
 
-# Phase of a step -> its meaning, in the order of their colours.
+# Phase of a step -> its meaning, in the order of the colours.
 PHASES = {
     "sample": "waiting for completions",
     "score": "rewards",
@@ -21,72 +22,78 @@ PHASES = {
     "save": "checkpoints",
     "evaluate": "evaluations",
 }
-_REWARDS = (0.0, 1.0)  # ends of their axis where they are between them
-# Keys of metrics.jsonl that need no curve, and those that other charts already show.
+_REWARDS = (0.0, 1.0)  # range of the reward axis if all rewards are inside
+# Keys of metrics.jsonl that need no curve or are already in other charts.
 _NO_CURVES = frozenset({"step", "max_steps", "epoch", "num_tokens", "step_time", "reward", "reward_std"})
 
 
-_OWN = Metric("", "as the environment gives it, mean over episodes")
+_ENVIRONMENT_METRIC = Metric("", "number from the environment, mean over episodes")
 # In the order of the page.
-_OF_ALL_RUNS = {
-    "kl": Metric("KL divergence", "from the reference", unit="nats a token"),
-    "beta": Metric("KL coefficient", "beta of the loss, moved to hold kl_target", smooth=False),
-    "entropy": Metric("Entropy", "of the policy on its completions", unit="nats a token"),
+_CORE_METRICS = {
+    "kl": Metric("KL divergence", "from the reference", unit="nats per token"),
+    "beta": Metric("KL coefficient", "beta of the loss, adjusted to reach kl_target", smooth=False),
+    "entropy": Metric("Entropy", "of the policy on its completions", unit="nats per token"),
     "completions/mean_length":
         Metric("Completion length", "mean tokens",
                band=("completions/min_length", "completions/max_length", "shortest to longest"), unit="tokens"),
     "completions/clipped_ratio": Metric("Clipped completions", "share that reached max_completion_length", shares=True),
     "frac_reward_zero_std":
-        Metric("Groups without a signal", "share whose completions all got one reward", shares=True),
+        Metric("Groups without a signal", "share in which all completions have the same reward", shares=True),
     "maxent/incorrect_mass":
         Metric("MaxEnt weight on wrong answers", "share of a group's weight, mean over groups", shares=True),
     "maxent/target_ratio":
-        Metric("MaxEnt weight, right over wrong", "mean weight of right answers by that of wrong ones",
+        Metric("MaxEnt weight, right over wrong", "mean weight of right answers over mean weight of wrong ones",
                infinite="no weight on wrong answers"),
     "maxent/eff_rollouts":
-        Metric("Effective completions", "of a group, by the entropy of its MaxEnt weights", unit="completions"),
+        Metric("Effective completions", "per group, from the entropy of its MaxEnt weights", unit="completions"),
     "maxent/weight_entropy":
         Metric("MaxEnt weight entropy", "nats, mean over groups",
-               band=("maxent/weight_entropy_min", "maxent/weight_entropy_max", "least to greatest"), unit="nats"),
-    "maxent/tau": Metric("MaxEnt temperature", "tau of the weights", smooth=False, infinite="all weights alike"),
+               band=("maxent/weight_entropy_min", "maxent/weight_entropy_max", "lowest to highest"), unit="nats"),
+    "maxent/tau": Metric("MaxEnt temperature", "tau of the weights", smooth=False, infinite="all weights equal"),
     "maxent/beta": Metric("MaxEnt pull to the reference", "beta of the target", smooth=False),
-    "loss": Metric("Loss", "of the clipped objective: it does not measure progress", compared=False),
+    "loss": Metric("Loss", "clipped objective; it does not measure progress", compared=False),
     "grad_norm": Metric("Gradient norm"),
     "learning_rate": Metric("Learning rate", smooth=False, compared=False),
     "sampling/sampling_logp_difference/mean":
-        Metric("Server against trainer", "mean difference of log-probs of sampled tokens", compared=False, unit="nats"),
+        Metric("Server against trainer", "mean log-prob difference of sampled tokens", compared=False, unit="nats"),
     "tokens_per_second": Metric("Speed", unit="tokens per second"),
 }  # fmt: skip
-METRICS = {**{name: metric for metrics in parts("metrics") for name, metric in metrics.items()}, **_OF_ALL_RUNS}
+METRICS = {**{name: metric for metrics in parts("metrics") for name, metric in metrics.items()}, **_CORE_METRICS}
 
 
 def metric_chart(
     groups: Sequence[Group], name: str, metric: Metric | None = None, *, evals: bool = False, large: bool = False
 ) -> Chart | None:
-    """Return a metric of every group that has it, None where it is missing or 0 everywhere.
+    """Return the chart of a metric of every group that has it, or None if it is missing or 0 everywhere.
 
-    On the page of a single run, whose group has no label, every value is faintly behind the line, or a step's least and
-    greatest are. Steps in which the metric was infinite leave a gap in the line, and are counted in the note.
+    For a single run (its group has no label), the single values are drawn faintly behind the line, or the range of a
+    step if ``metric.band`` exists. Steps with an infinite value leave a gap, and the note counts them.
     """
     metric = metric or METRICS[name]
     tables = [[run.evals if evals else run.metrics for run in group.runs] for group in groups]
-    if any(not 0 <= value <= 1 for found in tables for table in found for value in table.known(name)) and metric.shares:
-        metric = replace(_OWN, title=metric.title)  # an environment may give what it likes by the name of a share
-    alone, window = not groups[0].label, None if metric.smooth else 1
-    curves = [curve_of(found, name, group.label or metric.title, group.colour, group.kind, window=window, behind=alone,
-                       limits=_limits(group, name, metric, found))
-              for group, found in zip(groups, tables, strict=True)]  # fmt: skip
+    values = (value for group_tables in tables for table in group_tables for value in table.known(name))
+    if metric.shares and any(not 0 <= value <= 1 for value in values):
+        metric = replace(_ENVIRONMENT_METRIC, title=metric.title)  # an environment's number with the name of a share
+    single_run, window = not groups[0].label, None if metric.smooth else 1
+    curves = [
+        curve_of(
+            group_tables, name, group.label or metric.title, group.colour, group.kind, window=window,
+            behind=single_run, limits=_limits(group, name, metric, group_tables),
+        )
+        for group, group_tables in zip(groups, tables, strict=True)
+    ]  # fmt: skip
     curves = [curve for curve in curves if without_gaps(curve.line)]
     if not any(value for curve in curves for value in without_gaps(curve.line)):
         return None
     notes, metrics = [metric.note], tables[0][0]
-    if alone and metric.band and metrics.known(metric.band[0]):
+    if single_run and metric.band and metrics.known(metric.band[0]):
         low, high, label = metric.band
         parts = buckets(len(metrics.steps))
         band = (smooth(metrics.column(low), parts), smooth(metrics.column(high), parts))
         curves = [replace(curves[0], faint=(), band=band, band_label=label)]
         notes.append(f"shaded: {label} of a step")
-    steps = sum(table.odd[name]["inf"] for found in tables for table in found if name in table.odd)
+    counts = [table.nonfinite.get(name, Counter()) for group_tables in tables for table in group_tables]
+    steps = sum(count["inf"] for count in counts)
     if steps and metric.infinite:
         notes.append(f"infinite in {plural(steps, 'step')}, not drawn: {metric.infinite}")
     bounds = _REWARDS if name.endswith("reward") else None
@@ -96,7 +103,7 @@ def metric_chart(
 
 
 def _limits(group: Group, name: str, metric: Metric, tables: Sequence[Table]) -> tuple[float | None, float | None]:
-    """Return what no mean of the metric is beyond: an interval over seeds ends there."""
+    """Return the limits of the metric's mean, which cut off intervals over seeds."""
     if name.endswith("reward"):
         return group.limits
     low = 0.0 if all(value >= 0 for table in tables for value in table.known(name)) else None
@@ -104,71 +111,72 @@ def _limits(group: Group, name: str, metric: Metric, tables: Sequence[Table]) ->
 
 
 def reward_chart(run: RunRecord) -> Chart | None:
-    """Return the mean reward with its spread, and evaluations as points."""
+    """Return the chart of the mean reward with its deviation, and of evaluations as points."""
     metrics, curves = run.metrics, []
     window = window_of(len(metrics.steps))
-    judged = [row.rewards for row in run.scored if row.rewards]
-    right_or_wrong = bool(judged) and all({*rewards} <= {0.0, 1.0} for rewards in judged)
+    rewards_of_steps = [row.rewards for row in run.scored if row.rewards]
+    zero_or_one = bool(rewards_of_steps) and all({*rewards} <= {0.0, 1.0} for rewards in rewards_of_steps)
     if metrics.known("reward"):
         curve = curve_of([metrics], "reward", "training")
         if metrics.known("reward_std"):
             halves = smooth(metrics.column("reward_std"), buckets(len(metrics.steps)), window)
-            if right_or_wrong:  # their standard deviation follows from their mean and says nothing more
-                count = sum(map(len, judged)) / len(judged)
+            if zero_or_one:  # the mean determines the standard deviation, so the standard error is more useful
+                count = sum(map(len, rewards_of_steps)) / len(rewards_of_steps)
                 halves = [None if half is None else half / math.sqrt(count) for half in halves]
-            curve = replace(curve, band=around(curve.line, halves), band_label="± SE" if right_or_wrong else "± std")
+            curve = replace(curve, band=around(curve.line, halves), band_label="± SE" if zero_or_one else "± std")
         curves.append(curve)
     if run.evals.known("eval_reward"):
         curves.append(Curve("evaluation", run.evals.steps, run.evals.column("eval_reward"), 2, "dots"))
     smoothing = f", averaged over {window} steps" if window > 1 else ""
-    shaded = "± one standard error of a step's mean" if right_or_wrong else "± one standard deviation"
+    shaded = "± one standard error of a step's mean" if zero_or_one else "± one standard deviation"
     note = f"Mean over the completions of a step{smoothing}; shaded: {shaded}"
     return Chart("Reward", curves, note, _REWARDS, large=True, y_name="mean reward") if curves else None
 
 
 def curve_charts(run: RunRecord) -> list[Chart]:
-    """Return the charts of the field's usual metrics that have something to show."""
+    """Return the charts of the usual GRPO metrics that have values."""
     metrics, rewards, unscored = run.metrics, reward_names(run.metrics), _unscored_names(run.metrics)
-    named = _of_the_environment(metrics) | METRICS
-    charts = [chart for name, one in named.items() if (chart := metric_chart([Group("", [run])], name, one))]
-    # A single reward is drawn only where it is not the total itself.
+    chart_metrics = _environment_metrics(metrics) | METRICS
+    group = Group("", [run])
+    charts = [chart for name, metric in chart_metrics.items() if (chart := metric_chart([group], name, metric))]
+    # A single reward is drawn only if it differs from the total.
     if len(rewards) > 1 or (rewards and metrics.column(next(iter(rewards))) != metrics.column("reward")):
-        charts.insert(0, _several("Rewards one by one", metrics, rewards, "means before weighting"))
+        charts.insert(0, _shared_chart("Single rewards", metrics, rewards, "means before weighting"))
     if unscored:
-        place = len(charts) - any(metrics.known("tokens_per_second"))
+        index = len(charts) - any(metrics.known("tokens_per_second"))
         shares = all(value <= 1 for name in unscored for value in metrics.known(name))
-        charts.insert(place, _several("Unscored", metrics, unscored, "completions without a score", shares))
+        charts.insert(index, _shared_chart("Unscored", metrics, unscored, "completions without a score", shares))
     return charts
 
 
-def _several(title: str, metrics: Table, named: dict[str, str], note: str, shares: bool = False) -> Chart:
-    """Return the first seven of some columns in one chart; ``named``: column -> label."""
-    first = enumerate(list(named.items())[:7], start=1)
+def _shared_chart(title: str, metrics: Table, labels: dict[str, str], note: str, shares: bool = False) -> Chart:
+    """Return one chart of the first seven columns in ``labels`` (column -> label)."""
+    first = enumerate(list(labels.items())[:7], start=1)
     curves = [curve_of([metrics], name, label, colour, behind=False) for colour, (name, label) in first]
     return Chart(title, curves, note, shares=shares, y_name="" if shares else "mean")
 
 
 def reward_names(metrics: Table) -> dict[str, str]:
-    """Return the columns that hold the mean of one reward, each with the reward's name."""
+    """Return column -> name of the reward, for the columns with the mean of a single reward."""
     names = [name for name in metrics.columns if name.startswith("rewards/") and name.endswith("/mean")]
     return {name: name.split("/", 1)[1].removesuffix("/mean") for name in names}
 
 
-def _of_the_environment(metrics: Table) -> dict[str, Metric]:
-    """Return the numbers that an environment gives by names of its own, where they change."""
+def _environment_metrics(metrics: Table) -> dict[str, Metric]:
+    """Return the numbers with an environment's own names, if they change."""
     names = [name for name in metrics.columns if name.startswith("episodes/") and name not in METRICS]
     changing = [name for name in names if len(set(metrics.known(name))) > 1]
-    return {name: replace(_OWN, title=name.removeprefix("episodes/")) for name in changing}
+    return {name: replace(_ENVIRONMENT_METRIC, title=name.removeprefix("episodes/")) for name in changing}
 
 
 def _unscored_names(metrics: Table) -> dict[str, str]:
-    found = [name for name in metrics.columns if "no_verdict" in name and any(metrics.known(name))]
-    labels = {name: name.removeprefix("rewards/").removesuffix("/no_verdict") for name in found}
+    names = [name for name in metrics.columns if "no_verdict" in name and any(metrics.known(name))]
+    labels = {name: name.removeprefix("rewards/").removesuffix("/no_verdict") for name in names}
     return labels | ({"rewards/no_verdict": "any reward"} if "rewards/no_verdict" in labels else {})
 
 
 def phase_chart(metrics: Table) -> Chart | None:
-    """Return seconds of each step: areas, phase on phase, the first at the bottom."""
+    """Return the chart of seconds per step: stacked areas of the phases, the first at the bottom."""
     curves: list[Curve] = []
     above: list[float] = []
     for colour, phase in enumerate(PHASES, start=1):
@@ -178,30 +186,34 @@ def phase_chart(metrics: Table) -> Chart | None:
             below = above or [0.0] * len(seconds)
             above = [low + height for low, height in zip(below, seconds, strict=True)]
             curves.append(replace(curve, line=[*seconds], band=([*below], [*above])))
-    # A rare slow step (a checkpoint) may exceed the frame: it would flatten all others.
+    # A rare slow step (a checkpoint) may exceed the frame, since it would flatten all other steps.
     top = max([*sorted(above)[: -(len(above) // 50) or None], 1e-9])
-    return Chart("Seconds of a step", curves, bounds=(0.0, top), unit="s") if curves else None
+    return Chart("Seconds per step", curves, bounds=(0.0, top), unit="s") if curves else None
 
 
 def other_metrics(run: RunRecord) -> tuple[list[Chart], dict[str, str]]:
-    """Return all that no other chart shows, so that nothing is hidden: charts, and metrics that never change."""
+    """Return the charts of all remaining metrics, and name -> value of metrics that never change."""
     metrics, evals = run.metrics, run.evals
     drawn = [name for name in METRICS if any(metrics.known(name))]
-    shown = {
+    in_charts = {
         *_NO_CURVES,
         *drawn,
-        *_of_the_environment(metrics),
+        *_environment_metrics(metrics),
         *reward_names(metrics),
         *_unscored_names(metrics),
-        *[f"seconds/{x}" for x in PHASES],
+        *[f"seconds/{phase}" for phase in PHASES],
     }
-    shown |= {end for name in drawn for end in METRICS[name].band or ()}
-    names = sorted(name for name in metrics.columns if name not in shown)
+    in_charts |= {end for name in drawn for end in METRICS[name].band or ()}
+    names = sorted(name for name in metrics.columns if name not in in_charts)
     same = {name: short(metrics.last(name)) for name in names
-            if len(set(metrics.known(name))) == 1 and name not in metrics.odd}  # fmt: skip
+            if len(set(metrics.known(name))) == 1 and name not in metrics.nonfinite}  # fmt: skip
     charts = [Chart(name, [curve_of([metrics], name, name)]) for name in names if name not in same]
-    # Always the same of inf, -inf and nan, such as a temperature of inf.
-    same |= {name: next(iter(seen)) for name, seen in metrics.odd.items() if not metrics.known(name) and len(seen) == 1}
+    # Also metrics that are always inf, always -inf or always nan, such as a temperature of inf.
+    same |= {
+        name: next(iter(counts))
+        for name, counts in metrics.nonfinite.items()
+        if not metrics.known(name) and len(counts) == 1
+    }
     for name in sorted(evals.columns.keys() - {"step", "eval_reward"}):
         title = name if name.startswith("eval_") else f"evaluation: {name}"
         charts.append(Chart(title, [Curve(name, evals.steps, evals.column(name), kind="dots")]))

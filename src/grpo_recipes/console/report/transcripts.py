@@ -1,4 +1,4 @@
-"""A sampled episode as the page shows it: who said what, what each action was worth, and how it ended."""
+"""A sampled episode for the page: its messages, the reward of each action, and how it ended."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from grpo_recipes.process.reports import plural
 from grpo_recipes.runs.health import finite_number
 
 POLICY = "policy"
-_OF_THE_SEAT = ("role", "phase")  # what an environment says of who is to move, so of the next action
-_SHOWN, _MOST = 4, 12  # messages before and after those that are folded, where there are more than ``_MOST``
-Facts = list[tuple[str, Any]]  # names and values, texts of the environment among them
+_SEAT_INFO = ("role", "phase")  # info about the seat to move, so it belongs to the next action
+_VISIBLE, _MAX_UNFOLDED = 4, 12  # an episode of more than 12 messages shows 4 before and after a folded part
+Facts = list[tuple[str, Any]]  # (name, value); a value may be a text of the environment
 
 
 @dataclass(frozen=True)
-class Said:
-    """A message of the environment, or a turn of the policy with what it was worth."""
+class TranscriptMessage:
+    """A message of the environment, or an action of the policy with its reward."""
 
     speaker: str  # ``POLICY``, or the role of the message
     text: Any
     seat: str = ""  # role and phase in which the policy acts
-    facts: Facts | tuple[()] = ()
+    facts: Facts | tuple[()] = ()  # reward, advantage and info of an action
 
 
 @dataclass(frozen=True)
@@ -32,65 +32,66 @@ class Transcript:
 
     environment: str
     seed: Any
-    begun: list[Said]  # the first observation, the same for the whole group
-    said: list[Said]
-    facts: Facts  # of the whole
-    trouble: str  # why it did not come to its end; empty where it did
+    opening: list[TranscriptMessage]  # the first observation, equal in the whole group
+    messages: list[TranscriptMessage]
+    facts: Facts  # facts of the whole episode
+    problem: str  # why it did not end normally, or ""
 
     @property
-    def parts(self) -> list[tuple[bool, list[Said]]]:
-        """The messages in one to three parts; the middle of a long episode is to be folded (True)."""
-        if len(self.said) <= _MOST:
-            return [(False, self.said)]
-        middle = self.said[_SHOWN:-_SHOWN]
-        return [(False, self.said[:_SHOWN]), (True, middle), (False, self.said[-_SHOWN:])]
+    def parts(self) -> list[tuple[bool, list[TranscriptMessage]]]:
+        """Return (folded, messages) of one to three parts; the middle of a long episode is folded."""
+        if len(self.messages) <= _MAX_UNFOLDED:
+            return [(False, self.messages)]
+        middle = self.messages[_VISIBLE:-_VISIBLE]
+        return [(False, self.messages[:_VISIBLE]), (True, middle), (False, self.messages[-_VISIBLE:])]
 
 
 def transcript_of(sample: Mapping[str, Any]) -> Transcript | None:
-    """Return the episode of a row's sample, None where it has none; what does not fit is left out."""
+    """Return the episode of a sample of ``samples.jsonl``, or None; values of a wrong type are left out."""
     episode = sample.get("episode")
     if not isinstance(episode, dict):
         return None
-    turns, said = _mappings(episode.get("turns")), list[Said]()
+    turns, messages = _mappings(episode.get("turns")), list[TranscriptMessage]()
     seat = _seat(_mapping(episode.get("info")))
     infos = [_mapping(turn.get("info")) for turn in turns]
-    for turn, given in zip(turns, infos, strict=True):
-        worth: Facts = [(name, _shown(turn[name])) for name in ("reward", "advantage") if name in turn]
-        worth += [(name, _shown(one)) for name, one in given.items() if name not in _OF_THE_SEAT]
-        said += [Said(POLICY, turn.get("action"), seat, worth), *_messages(turn.get("messages"))]
-        seat = _seat(given) or seat
-    over = not turns and "reward" in episode  # before the policy's first turn
-    last = infos[-1] if infos else _mapping(episode.get("info")) if over else {}
+    for turn, info in zip(turns, infos, strict=True):
+        action_facts: Facts = [(name, _formatted(turn[name])) for name in ("reward", "advantage") if name in turn]
+        action_facts += [(name, _formatted(value)) for name, value in info.items() if name not in _SEAT_INFO]
+        action = TranscriptMessage(POLICY, turn.get("action"), seat, action_facts)
+        messages += [action, *_messages(turn.get("messages"))]
+        seat = _seat(info) or seat
+    ended_at_once = not turns and "reward" in episode  # before the policy's first turn
+    last_info = infos[-1] if infos else _mapping(episode.get("info")) if ended_at_once else {}
     facts: Facts = [("length", plural(len(turns), "turn"))]
-    facts += [("reward", _shown(episode["reward"]))] if over else []
-    if "won" in last:
-        won = finite_number(last["won"])
-        facts.append(("won", "yes" if won == 1 else "no" if won == 0 else _shown(last["won"])))
-    if over:
-        facts += [(name, _shown(one)) for name, one in last.items() if name not in (*_OF_THE_SEAT, "won")]
-    trouble = f"failed: {episode['failed']}" if episode.get("failed") else ""
+    facts += [("reward", _formatted(episode["reward"]))] if ended_at_once else []
+    if "won" in last_info:
+        won = finite_number(last_info["won"])
+        facts.append(("won", "yes" if won == 1 else "no" if won == 0 else _formatted(last_info["won"])))
+    if ended_at_once:
+        facts += [(name, _formatted(value)) for name, value in last_info.items() if name not in (*_SEAT_INFO, "won")]
+    problem = f"failed: {episode['failed']}" if episode.get("failed") else ""
     if limit := episode.get("unfinished"):
-        trouble = f"unfinished: no more room within {limit}"
-    begun = _messages(episode.get("messages"))
-    return Transcript(str(episode.get("environment")), episode.get("seed"), begun, said, facts, trouble)
+        problem = f"unfinished: reached the limit {limit}"
+    opening = _messages(episode.get("messages"))
+    return Transcript(str(episode.get("environment")), episode.get("seed"), opening, messages, facts, problem)
 
 
 def _seat(info: Mapping[str, Any]) -> str:
-    return ", ".join(str(info[name]) for name in _OF_THE_SEAT if info.get(name) is not None)
+    return ", ".join(str(info[name]) for name in _SEAT_INFO if info.get(name) is not None)
 
 
-def _shown(value: Any) -> Any:
-    known = finite_number(value)
-    return value if known is None else short(known)
+def _formatted(value: Any) -> Any:
+    finite = finite_number(value)
+    return value if finite is None else short(finite)
 
 
-def _messages(given: Any) -> list[Said]:
-    return [Said(str(one.get("role")), one.get("content")) for one in _mappings(given)]
+def _messages(value: Any) -> list[TranscriptMessage]:
+    return [TranscriptMessage(str(message.get("role")), message.get("content")) for message in _mappings(value)]
 
 
-def _mapping(given: Any) -> Mapping[str, Any]:
-    return given if isinstance(given, dict) else {}
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
-def _mappings(given: Any) -> list[Mapping[str, Any]]:
-    return [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []

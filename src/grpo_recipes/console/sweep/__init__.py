@@ -1,1 +1,1 @@
-"""`grpo sweep`: one recipe at several values of some of its keys, and one comparison at the end. No torch."""
+"""`grpo sweep`: run a recipe at several values of some keys, and compare the runs. No torch."""

@@ -12,38 +12,38 @@ from grpo_recipes.cli import command, option, recipe_name, switch
 from grpo_recipes.cli.runs import OVERRIDES, chosen_profile, site_options
 from grpo_recipes.cli.sweeps import FlagsOf, Sweeper
 from grpo_recipes.console.sweep.folder import FOLDER, REWARD, find_sweep
-from grpo_recipes.console.sweep.run import Backend, run_task, start, start_again
-from grpo_recipes.console.sweep.spec import MOST_TRIALS, Search, SweepSpec, is_axis, read_axes, read_space
+from grpo_recipes.console.sweep.run import Backend, resume, run_task, start
+from grpo_recipes.console.sweep.spec import MAX_TRIALS, Search, SweepSpec, is_axis, read_axes, read_space
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.recipe.keys import catalogue, run_root
 
 
 @command(
-    "run a recipe at several values of some keys, and compare",
-    option("--max-parallel", type=int, metavar="N", help="with --slurm: tasks that run at the same time"),
+    "Run a recipe at several values of some keys, and compare",
+    option("--max-parallel", type=int, metavar="N", help="With --slurm: limit of tasks that run at the same time"),
     *site_options(required=False),
-    option("--name", help="name of the sweep; the run name or the recipe's by default"),
-    option("--resume", metavar="DIR|last", help="run what is not completed in a sweep"),
-    switch("--new", help="begin anew though the same sweep is not completed"),
-    option("--search", choices=["optuna"], help="have Optuna choose the values, one run after the other"),
-    option("--trials", type=int, metavar="N", help="with --search: runs in all"),
-    option("--metric", metavar="NAME", help=f"with --search: what is to be high, e.g. eval_reward ({REWARD})"),
-    switch("--dry-run", help="check and list the runs; write and start nothing"),
-    option("--cell", type=Path, help=argparse.SUPPRESS),  # a task of the array job
+    option("--name", help="Name of the sweep (default: run_name or the name of the recipe)"),
+    option("--resume", metavar="DIR|last", help="Run the unfinished trials of a sweep"),
+    switch("--new", help="Start a new sweep even if the same sweep is unfinished"),
+    option("--search", choices=["optuna"], help="Let Optuna choose the values, one run after the other"),
+    option("--trials", type=int, metavar="N", help="With --search: total number of runs"),
+    option("--metric", metavar="NAME", help=f"With --search: metric to maximize, e.g. eval_reward (default: {REWARD})"),
+    switch("--dry-run", help="Check and list the runs; write and start nothing"),
+    option("--cell", type=Path, help=argparse.SUPPRESS),  # folder of the sweep, in a task of the array job
     exclusive=(
-        switch("--local", help="run one after the other on this machine (the default)"),
-        switch("--slurm", help="submit one array job, a task for each run"),
+        switch("--local", help="Run one after the other on this machine (the default)"),
+        switch("--slurm", help="Submit one array job with a task per run"),
     ),
     takes_recipe=True,
     usage="[RECIPE] KEY=V1,V2 [KEY=1..3 ...] [options] [--KEY VALUE ...]",
-    epilog="KEY=V1,V2 varies a recipe key, KEY=1..3 over whole numbers; with --search, KEY=1e-6..1e-4 and "
-    "KEY=log:1e-6..1e-4 are ranges. --KEY VALUE sets a key for all runs.",
+    epilog="KEY=V1,V2 varies a recipe key, and KEY=1..3 varies it over whole numbers. With --search, KEY=1e-6..1e-4 "
+    "and KEY=log:1e-6..1e-4 are ranges. --KEY VALUE sets a key for all runs.",
 )
 def sweep(options: argparse.Namespace) -> int:
-    """Run a sweep, or submit it, or continue one.
+    """Run, submit or continue a sweep.
 
-    Return 0, or the exit code of the first run that did not complete; 75 where a signal left runs over.
+    Return 0, the exit code of the first run that did not complete, or 75 if a signal left runs over.
     """
     if options.cell:
         return run_task(options.cell, os.environ)
@@ -52,10 +52,11 @@ def sweep(options: argparse.Namespace) -> int:
     if options.resume is not None:
         if words or flags or options.recipe or options.config or options.name or options.new or options.search:
             fix = "leave out recipe, keys, --name, --new and --search"
-            raise config_error("--resume", "a sweep goes on as it began", fix)
+            raise config_error("--resume", "a sweep continues with its recipe and keys", fix)
         if options.dry_run:
-            raise config_error("--dry-run", "changes nothing with --resume", "ask grpo status for the runs of a sweep")
-        return start_again(find_sweep(run_root(os.environ) / FOLDER, options.resume), backend, os.environ)
+            fix = "leave it out; grpo status lists the runs of a sweep"
+            raise config_error("--dry-run", "does nothing with --resume", fix)
+        return resume(find_sweep(run_root(os.environ) / FOLDER, options.resume), backend, os.environ)
     if options.name is not None:
         flags = ["--run_name", options.name, *flags]
     axes, search = read_search(options, words, flags)
@@ -66,54 +67,58 @@ def sweep(options: argparse.Namespace) -> int:
 def read_search(
     options: argparse.Namespace, words: Sequence[str], flags: Sequence[str]
 ) -> tuple[dict[str, list[str]], Search | None]:
-    """Read the words that say what is varied, in every combination or by a search."""
+    """Read the words ``KEY=VALUES``: axes of a full grid, or axes and settings of a search."""
     if not options.search:
         return read_axes(words, flags), None
     axes, spans = read_space(words, flags)
     count = math.prod(map(len, axes.values()))
     if not spans and options.trials > count:
-        fix = f"write --trials {count}, or run them all without --search"
-        raise config_error("--trials", f"is {options.trials}, and there are {count} combinations", fix)
+        fix = f"use --trials {count}, or run them all without --search"
+        raise config_error("--trials", f"{options.trials} is more than the {count} combinations", fix)
     return axes, Search(options.trials, options.metric or REWARD, spans)
 
 
 def sweep_backend(options: argparse.Namespace) -> Backend:
-    """Return where a sweep runs; refuse options that need others which are missing."""
-    given = [name for name in ("profile", *OVERRIDES, "max_parallel") if getattr(options, name) is not None]
+    """Return where a sweep runs; a ConfigError lists options that need other options."""
     problems = []
     if options.slurm and options.profile is None:
-        problems.append(Problem("--slurm", "no site is named", "add --profile slurm/profiles/SITE.yaml"))
+        problems.append(Problem("--slurm", "needs a site profile", "add --profile slurm/profiles/SITE.yaml"))
     if not options.slurm:
-        what, fix = "changes nothing without --slurm", "add --slurm, or remove it"
-        problems += [Problem(f"--{name.replace('_', '-')}", what, fix) for name in given]
+        names = [name for name in ("profile", *OVERRIDES, "max_parallel") if getattr(options, name) is not None]
+        message, fix = "does nothing without --slurm", "add --slurm, or remove it"
+        problems += [Problem(f"--{name.replace('_', '-')}", message, fix) for name in names]
     if options.max_parallel is not None and options.max_parallel < 1:
-        problems.append(Problem("--max-parallel", f"is {options.max_parallel}", "write 1 or more"))
+        problems.append(Problem("--max-parallel", f"expected 1 or more, got {options.max_parallel}", "use 1 or more"))
     if options.search and options.trials is None:
-        problems.append(Problem("--search", "does not say how many runs", "add --trials N"))
+        problems.append(Problem("--search", "needs the number of runs", "add --trials N"))
     if options.search and options.slurm:
-        what, fix = "chooses each run by those before it, so no array job can run them", "remove --slurm; in a job of"
-        problems.append(Problem("--search", what, f"{fix} yours (salloc, sbatch) the runs have its devices"))
+        message = (
+            "can't be combined with --slurm: each run depends on the previous runs, which an array job can't wait for"
+        )
+        fix = "remove --slurm; inside your own job (salloc, sbatch), the runs use the job's devices"
+        problems.append(Problem("--search", message, fix))
     if not options.search:
-        what, fix = "changes nothing without --search", "add --search optuna, or remove it"
-        given = [name for name in ("trials", "metric") if getattr(options, name) is not None]
-        problems += [Problem(f"--{name}", what, fix) for name in given]
-    elif options.trials is not None and not 1 <= options.trials <= MOST_TRIALS:
-        problems.append(Problem("--trials", f"is {options.trials}", f"write 1 to {MOST_TRIALS:,}"))
+        names = [name for name in ("trials", "metric") if getattr(options, name) is not None]
+        message, fix = "does nothing without --search", "add --search optuna, or remove it"
+        problems += [Problem(f"--{name}", message, fix) for name in names]
+    elif options.trials is not None and not 1 <= options.trials <= MAX_TRIALS:
+        message = f"expected 1 to {MAX_TRIALS:,}, got {options.trials}"
+        problems.append(Problem("--trials", message, f"use 1 to {MAX_TRIALS:,}"))
     if problems:
         raise ConfigError(*problems)
     return Backend(chosen_profile(options) if options.slurm else None, options.max_parallel)
 
 
 def _split(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the words before the first flag, and the flags; the first word may be in the recipe's place."""
-    first = next((place for place, word in enumerate(options.flags) if word.startswith("-")), len(options.flags))
+    """Return the words before the first flag, and the flags; the first word may have been parsed as the recipe."""
+    first = next((index for index, word in enumerate(options.flags) if word.startswith("-")), len(options.flags))
     words, flags = options.flags[:first], options.flags[first:]
     if options.recipe and is_axis(options.recipe) and not os.path.isfile(options.recipe):
         words.insert(0, options.recipe)
         options.recipe = None
     late = next((word for word in flags if is_axis(word) and word.partition("=")[0] in catalogue()), None)
     if late:
-        raise config_error(late, "follows a flag", f"write {late} before the flags")
+        raise config_error(late, "comes after a flag", f"put {late} before the flags")
     return words, flags
 
 
@@ -129,7 +134,7 @@ class _TranslatedSpec(SweepSpec):
 
 
 class TranslatedSweep(Sweeper):
-    """A sweep that an extension asks for in the words of another tool."""
+    """A sweep that an extension translates from the options of another tool."""
 
     folder: ClassVar[str] = FOLDER
 

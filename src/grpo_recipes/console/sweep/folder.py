@@ -1,4 +1,4 @@
-"""The directory of a sweep: ``sweep.json``, a run directory for each trial, and the page that compares them."""
+"""The directory of a sweep: ``sweep.json``, a run directory per trial, and the comparison (page and table)."""
 
 import contextlib
 import fcntl
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 from urllib.parse import quote
 
-from grpo_recipes.console.report.page import NOTHING, SMOKE_BADGE, render, short, spread
-from grpo_recipes.console.report.pages import GOES_ON, comparison, comparison_sentence, differing_facts, group_of
+from grpo_recipes.console.report.page import NOTHING, SMOKE_BADGE, render, short, spread_text
+from grpo_recipes.console.report.pages import UNFINISHED, comparison, comparison_sentence, differing_facts, group_of
 from grpo_recipes.console.report.read import Group, RunRecord, read_run
 from grpo_recipes.console.sweep.spec import SEED, SweepSpec, Trial
 from grpo_recipes.errors import config_error
@@ -36,12 +36,12 @@ from grpo_recipes.secrets import masked
 RECORD = "sweep.json"
 FOLDER = "sweeps"  # under run_root
 PAGE = "sweep.html"
-REWARD = "reward"  # the metric of a search by default: the final reward, by which a comparison ranks
+REWARD = "reward"  # default metric of a search: the final reward, which also ranks a comparison
 _LOCK_SECONDS = 60
-_MEASURED_AXES = frozenset({"weight_sync", "vllm_mode"})  # keys that are swept for speed and memory
+_MEASURED_AXES = frozenset({"weight_sync", "vllm_mode"})  # keys swept to compare speed and memory
 _MEASURES = ("update s", "sync s", "mem GB", "save MB")
-_MEASURES_FOOT = "mem: peak of the first training process, without the server; save: the newest checkpoint"
-_PARTS = dict.fromkeys(("name", "timestamp", "command", "fingerprint"), str) | {
+_MEASURES_NOTE = "mem: peak of the first training process, without the server; save: newest checkpoint"
+_RECORD_TYPES = dict.fromkeys(("name", "timestamp", "command", "fingerprint"), str) | {
     "axes": dict,
     "jobs": list,
     "cells": list,
@@ -50,7 +50,7 @@ _PARTS = dict.fromkeys(("name", "timestamp", "command", "fingerprint"), str) | {
 
 @dataclass(frozen=True)
 class Sweep(RunGroup):
-    """A sweep directory; ``record`` is the content of sweep.json."""
+    """A sweep directory. ``record`` is the content of sweep.json."""
 
     kind: ClassVar[str] = "sweep"
     parent: ClassVar[str] = FOLDER
@@ -58,20 +58,20 @@ class Sweep(RunGroup):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read a sweep directory; another folder, or a damaged record, is a ``ConfigError``."""
+        """Read a sweep directory; ConfigError for other folders and damaged records."""
         record = read_json(folder / RECORD)
         if not record:
-            fix = f"name a folder under run_root/{FOLDER}"
-            raise config_error(display_path(folder), f"is not a sweep directory (no {RECORD})", fix)
-        wrong = [key for key, kind in _PARTS.items() if not isinstance(record.get(key), kind)]
-        if wrong or not all(_is_trial(entry, record["axes"]) for entry in record["cells"]):
-            what = f"is damaged ('{(wrong or ['cells'])[0]}' is not what a sweep writes)"
-            raise config_error(display_path(folder / RECORD), what, "restore it, or move the folder away")
+            fix = f"use a folder under run_root/{FOLDER}"
+            raise config_error(display_path(folder), f"not a sweep directory (no {RECORD})", fix)
+        damaged = [key for key, expected in _RECORD_TYPES.items() if not isinstance(record.get(key), expected)]
+        if damaged or not all(_is_trial(entry, record["axes"]) for entry in record["cells"]):
+            message = f"damaged: '{(damaged or ['cells'])[0]}' has an unexpected value"
+            raise config_error(display_path(folder / RECORD), message, "restore it, or move the folder away")
         return cls(folder.absolute(), record)
 
     @property
     def names(self) -> list[str]:
-        """Return the trials by their index."""
+        """Return the names of the trials, by index."""
         return [str(trial["name"]) for trial in self.record["cells"]]
 
     def trial_dir(self, index: int) -> Path:
@@ -79,14 +79,14 @@ class Sweep(RunGroup):
         return self.folder / CELLS / self.names[index]
 
     def gaps(self) -> list[int]:
-        """Return the indices of the trials that have not completed; of a search those that Optuna waits for."""
+        """Return the indices of unfinished trials; in a search, of trials without a reported result."""
         if "search" in self.record:
             return [index for index, trial in enumerate(self.record["cells"]) if "value" not in trial]
         return [index for index in range(len(self.names)) if self.status(index) != COMPLETED]
 
     @property
     def trial_count(self) -> int:
-        """Return the number of trials; a search has fewer until it ends."""
+        """Return the number of trials at the end; a search adds them one by one."""
         return max(len(self.names), self.record.get("search", {}).get("trials", 0))
 
     def is_over(self) -> bool:
@@ -94,22 +94,23 @@ class Sweep(RunGroup):
         return not self.gaps() and len(self.names) == self.trial_count
 
     def resume_command(self) -> str:
-        """Return the command that continues it."""
+        """Return the command that continues the sweep."""
         if "search" in self.record:
             return str(self.record["command"])
         return f"grpo sweep --resume {shell_path(self.folder)}"
 
 
 def fingerprint(spec: SweepSpec, trials: Sequence[Trial]) -> str:
-    """Return a hash of the trials: the same command makes the same one as long as its recipe is the same.
+    """Return a hash of the trials; it is equal if command and recipe are equal.
 
-    Of a search it has what is drawn from and the metric, and not the number of trials, which may be raised.
+    The hash of a search covers the metric and the values to choose from, but not the number of trials, which may be
+    raised.
     """
-    given: list[Any] = [[spec.search.metric, repr(spec.search.spans)]] if spec.search else []
+    content: list[Any] = [[spec.search.metric, repr(spec.search.spans)]] if spec.search else []
     for trial in trials:
         keys = (key for key in trial.recipe.values if trial.recipe.is_set(key) and key != "run_root")
-        given.append([trial.name, {key: trial.recipe[key] for key in keys}])
-    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+        content.append([trial.name, {key: trial.recipe[key] for key in keys}])
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def sweep_root(recipe: Recipe) -> Path:
@@ -118,22 +119,22 @@ def sweep_root(recipe: Recipe) -> Path:
 
 
 def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, environment: Mapping[str, str]) -> Sweep:
-    """Make the directory of a sweep with a frozen run for each trial, which is already planned for ``resources``.
+    """Make the directory of a sweep with a frozen run per trial; the trials were already planned for ``resources``.
 
-    Where the directory or one of the runs cannot be made, nothing is left of it.
+    If the directory or one of the runs can't be made, nothing remains of it.
     """
     recipe = trials[0].recipe
     stamp, name = timestamp(), str(recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
     folder = (sweep_root(recipe) / f"{name}-{stamp}").absolute()
-    begun = make_folder(folder, f"cannot make the sweep directory {display_path(folder)}")
-    if begun is None:
+    start_record = make_folder(folder, f"can't create the sweep directory {display_path(folder)}")
+    if start_record is None:
         raise config_error(
-            "run_root", f"{display_path(folder)} exists: another sweep has just taken that name", "try again"
+            "run_root", f"{display_path(folder)} exists: another sweep has just used that name", "try again"
         )
     record = {
         "name": name,
         "timestamp": stamp,
-        **begun,
+        **start_record,
         "recipe": str(recipe.path.absolute()),
         "flags": [masked(flag) for flag in spec.flags],
         "axes": {key: list(values) for key, values in spec.axes.items()},
@@ -155,7 +156,7 @@ def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, en
 
 
 def freeze_trial(sweep: Sweep, trial: Trial, resources: Resources, environment: Mapping[str, str]) -> None:
-    """Make a trial's run directory; its W&B run belongs to the sweep's group unless the user names another."""
+    """Make a trial's run directory; its W&B group is the sweep unless the recipe sets wandb_run_group."""
     recipe = trial.recipe
     if not recipe.is_set("wandb_run_group"):
         recipe = recipe.with_value("wandb_run_group", Value(sweep.folder.name, "grpo sweep"))
@@ -167,28 +168,28 @@ def freeze_trial(sweep: Sweep, trial: Trial, resources: Resources, environment: 
 
 
 def _is_trial(entry: Any, axes: Mapping[str, Any]) -> bool:
-    """Return whether an entry of a record is a trial, with a text for every axis."""
+    """Return whether an entry of the record is a trial with a text for every axis."""
     match entry:
         case {"name": str(), "values": dict(values)}:
             return values.keys() == axes.keys() and all(isinstance(text, str) for text in values.values())
     return False
 
 
-def find_sweep(root: Path, which: str) -> Sweep:
-    """Return the sweep that a person means by a path, or by ``last``: the newest in ``root``."""
-    if which != "last":
-        return Sweep.read(Path(which))
+def find_sweep(root: Path, name: str) -> Sweep:
+    """Return the sweep at a path, or the newest in ``root`` for ``last``."""
+    if name != "last":
+        return Sweep.read(Path(name))
     if sweeps := Sweep.all_in(root):
         return sweeps[0]
     raise config_error(
-        "last", f"there is no sweep in {display_path(root)}", "name the sweep directory, or set RUN_ROOT"
+        "last", f"no sweeps found in {display_path(root)}", "use the path of a sweep directory, or set RUN_ROOT"
     )
 
 
 def unfinished(spec: SweepSpec, trials: Sequence[Trial], elsewhere: Sequence[Path]) -> Sweep | None:
-    """Return the newest sweep of the same trials that is not over, in its folder or one of ``elsewhere``, or None."""
-    mark, roots = fingerprint(spec, trials), [sweep_root(trials[0].recipe), *(root / FOLDER for root in elsewhere)]
-    for sweep in (sweep for root in roots for sweep in Sweep.all_in(root) if sweep.record["fingerprint"] == mark):
+    """Return the newest unfinished sweep of the same trials, in its folder or those ``elsewhere``, or None."""
+    same, roots = fingerprint(spec, trials), [sweep_root(trials[0].recipe), *(root / FOLDER for root in elsewhere)]
+    for sweep in (sweep for root in roots for sweep in Sweep.all_in(root) if sweep.record["fingerprint"] == same):
         if spec.search:
             sweep.record["search"]["trials"] = spec.search.trials
         if not sweep.is_over():
@@ -196,7 +197,7 @@ def unfinished(spec: SweepSpec, trials: Sequence[Trial], elsewhere: Sequence[Pat
     return None
 
 
-# --- what its trials came to
+# --- the results
 
 
 @dataclass(frozen=True)
@@ -204,14 +205,14 @@ class Result:
     """A trial and its run."""
 
     name: str
-    values: dict[str, str]  # what it varies, as it was written
+    values: dict[str, str]  # varied key -> value as the user wrote it
     status: str  # as in ``summary.json``, or ``GONE``
-    run: RunRecord | None  # None where its directory is gone
-    cause: str  # why it did not complete, or empty
+    run: RunRecord | None  # None if the directory is gone
+    cause: str  # why it did not complete, or ""
 
 
 def read_results(sweep: Sweep) -> list[Result]:
-    """Read every trial with its run."""
+    """Read the result of every trial."""
     results = []
     for index, trial in enumerate(sweep.record["cells"]):
         status = sweep.status(index)
@@ -222,19 +223,19 @@ def read_results(sweep: Sweep) -> list[Result]:
 
 
 def settings(sweep: Sweep, results: Sequence[Result]) -> list[Group]:
-    """Return a group for each setting: its completed trials, which differ in their seed alone."""
-    alike: dict[str, list[RunRecord]] = {}
+    """Return a group per setting: its completed trials, which differ only in their seed."""
+    by_label: dict[str, list[RunRecord]] = {}
     for result in results:
         if result.run is not None and result.status == COMPLETED:
             label = ", ".join(f"{key}={value}" for key, value in result.values.items() if key != SEED)
-            alike.setdefault(label or str(sweep.record["name"]), []).append(result.run)
-    return [group_of(label, runs, number) for number, (label, runs) in enumerate(alike.items())]
+            by_label.setdefault(label or str(sweep.record["name"]), []).append(result.run)
+    return [group_of(label, runs, number) for number, (label, runs) in enumerate(by_label.items())]
 
 
 def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
-    """Return a line for each trial and, if the seed is varied, each setting's mean with its 95 % interval.
+    """Return a table with a row per trial and, if the seed is varied, each setting's mean with its 95 % interval.
 
-    If the weight sync method or the vLLM mode is varied, the lines have seconds, memory and checkpoint size too.
+    If the weight sync method or the vLLM mode is varied, the rows also have seconds, memory and checkpoint size.
     """
     keys = list(sweep.record["axes"])
     measures = not _MEASURED_AXES.isdisjoint(keys)
@@ -247,11 +248,11 @@ def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
             steps = f"{outcome.steps:,.0f}"
         cells = (*(result.values[key] for key in keys), result.status, steps, rewards, evaluation)
         rows.append((*cells, *(_measures(result.run) if measures else ())))
-    lines = [*aligned(rows), *([_MEASURES_FOOT] if measures else [])]
+    lines = [*aligned(rows), *([_MEASURES_NOTE] if measures else [])]
     if SEED in keys:
         groups = settings(sweep, results)
         means = [
-            (group.label, *(spread(found, limits=group.limits) for found in (group.finals, group.evaluations)))
+            (group.label, *(spread_text(values, limits=group.limits) for values in (group.finals, group.evaluations)))
             for group in groups
         ]
         lines += ["", *aligned([("mean of", "reward", "evaluation"), *means])]
@@ -262,7 +263,7 @@ def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
 
 
 def _measures(run: RunRecord | None) -> list[str]:
-    """Return a run's seconds per update and per weight sync, memory in GB and checkpoint size in MB, for a table."""
+    """Return table cells: seconds per update and per weight sync, memory in GB, checkpoint size in MB."""
     if run is None or not run.outcome.steps:
         return [NOTHING] * len(_MEASURES)
     numbers = numbers_of(Run(run.folder))
@@ -275,17 +276,17 @@ def _measures(run: RunRecord | None) -> list[str]:
 
 
 def _best(sweep: Sweep) -> list[str]:
-    """Return a line that names the best trial of a search."""
-    found = [(trial["value"], trial["name"]) for trial in sweep.record["cells"] if trial.get("value") is not None]
-    if not found:
+    """Return a line about the best trial of a search."""
+    values = [(trial["value"], trial["name"]) for trial in sweep.record["cells"] if trial.get("value") is not None]
+    if not values:
         return []
-    value, name = max(found, key=lambda one: one[0])
-    metric, other = sweep.record["search"]["metric"], "is one seed; sweep its values over seed=1..5 to be sure"
-    return [f"highest {metric} of {len(found)} trials: {short(value)} by {name}, which {other}"]
+    value, name = max(values, key=lambda pair: pair[0])
+    result = f"highest {sweep.record['search']['metric']} of {len(values)} trials: {short(value)} by {name}"
+    return [f"{result} (a single seed; sweep its values over seed=1..5 to confirm)"]
 
 
 def objective(folder: Path, metric: str) -> float | None:
-    """Return what a completed run reached: the final reward, its last evaluation, or a benchmark's score."""
+    """Return a completed run's value of a search metric: final reward, last evaluation or benchmark score."""
     run = read_run(folder)
     benchmark, _, score = metric.partition("/")
     if metric == REWARD:
@@ -296,47 +297,48 @@ def objective(folder: Path, metric: str) -> float | None:
 
 
 def need_metric(recipe: Recipe, metric: str) -> None:
-    """Refuse a metric that no run of the recipe has."""
+    """Raise a ConfigError for a metric that no run of the recipe has."""
     benchmark, _, score = metric.partition("/")
     if metric == REWARD or (metric.startswith("eval_") and recipe["eval_strategy"] != "no"):
         return
     if metric.startswith("eval_"):
-        raise config_error(
-            f"--metric {metric}", "nothing is evaluated", "add e.g. --eval_strategy steps --eval_steps 10"
-        )
+        fix = "add e.g. --eval_strategy steps --eval_steps 10"
+        raise config_error(f"--metric {metric}", "the runs do not evaluate", fix)
     if not score or benchmark not in (recipe["benchmarks"] or ()):
-        fix = (
-            f"write {REWARD}, an evaluation's metric such as eval_reward, or a benchmark of the recipe: math_500/pass@1"
-        )
-        raise config_error(f"--metric {metric}", "is not a metric of these runs", fix)
+        fix = f"use {REWARD}, an evaluation metric such as eval_reward, or a benchmark of the recipe: math_500/pass@1"
+        raise config_error(f"--metric {metric}", "these runs have no such metric", fix)
 
 
 def write_sweep(sweep: Sweep, path: Path | None = None) -> tuple[Path, list[Result]]:
-    """Write the page of a sweep, ended or not, by default in its directory; return its path and the results it shows.
+    """Write the page of a sweep, finished or not, by default in its directory; return its path and its results.
 
-    A damaged file of a trial is a ConfigError, a page that cannot be written an OSError.
+    Raises a ConfigError if a file of a trial is damaged, and an OSError if the page can't be written.
     """
     path = path or sweep.folder / PAGE
-    # Trials of an array job end at the same time: the page of the last must not be replaced by an older one.
+    # Trials of an array job may end at the same time: an older page must not replace the newest one.
     with (sweep.folder / "page.lock").open("w") as lock:
         with contextlib.suppress(OSError):  # some file systems have no locks
-            _wait_for(lock.fileno())
+            _lock(lock.fileno())
         results = read_results(sweep)
-        groups, name, here = settings(sweep, results), sweep.folder.name, path.absolute().parent
+        groups, name = settings(sweep, results), sweep.folder.name
         done = sum(result.status == COMPLETED for result in results)
         badges = [(f"{done} of {len(results)} completed", "completed" if done == len(results) else "running")]
-        badges += [SMOKE_BADGE] if any(one.run and one.run.summary.get("smoke") for one in results) else []
-        reports = {one.name: one.run.folder / "report.html" for one in results if one.run is not None}
-        links = {name: quote(os.path.relpath(file, here)) for name, file in reports.items() if file.is_file()}
+        badges += [SMOKE_BADGE] if any(result.run and result.run.summary.get("smoke") for result in results) else []
+        reports = {result.name: result.run.folder / "report.html" for result in results if result.run is not None}
+        links = {
+            name: quote(os.path.relpath(file, path.absolute().parent))
+            for name, file in reports.items()
+            if file.is_file()
+        }
         values = {**comparison(groups), "axes": list(sweep.record["axes"]), "results": results, "links": links}
-        values["live"] = any(one.status in (*GOES_ON, "submitted") for one in results)
+        values["live"] = any(result.status in (*UNFINISHED, "submitted") for result in results)
         values |= {} if groups else {"headline": "No trial has completed yet."}
         write_atomically(path, render("sweep.html.j2", title=f"Sweep {name}", name=name, badges=badges, **values))
     return path, results
 
 
-def _wait_for(descriptor: int) -> None:
-    """Take the lock, or wait a minute for it: an old page is better than none."""
+def _lock(descriptor: int) -> None:
+    """Acquire the lock; after a minute, continue without it, since an old page is better than none."""
     for _ in range(_LOCK_SECONDS):
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,9 @@
-"""`grpo sweep --search optuna`: Optuna proposes each trial from what the trials before it reached.
+"""`grpo sweep --search optuna`: Optuna proposes each trial from the results of the previous trials.
 
-Its study lies in the sweep's folder, beside the record of trials. Either may be ahead of the other by one step after a
-kill, so both are compared before the search goes on: a trial that was running is continued, a finished one is not run
-again. The sampler is seeded for each trial by its number, so a search that was killed during a
-run proposes what it would have.
+The study file is in the sweep's folder next to sweep.json. After a kill, one of them may be ahead of the other by one
+step, so the search compares both before it continues: an interrupted trial is resumed, and a finished trial is not run
+again. The sampler is seeded by the number of the trial, so a search that was killed during a run proposes the same
+trials as an uninterrupted search.
 """
 
 import importlib.util
@@ -29,19 +29,19 @@ from grpo_recipes.runs.rundir import Run, write_json
 
 STORAGE = "optuna.journal"
 INSTALL = "EXTRAS=search make setup"
-_MOST_REPEATS = 100  # proposals in a row that are no new run
-_ENDING_SECONDS = 300  # of a trial whose search was killed
+_MAX_REPEATS = 100  # proposals in a row without a new run
+_ENDING_SECONDS = 300  # limit for the end of a trial after its search was killed
 
 
 def need_optuna() -> None:
-    """Refuse a search where Optuna is not installed."""
+    """Raise a ConfigError if Optuna is not installed."""
     if importlib.util.find_spec("optuna") is None:
         raise config_error("--search optuna", "Optuna is not installed", f"install it with: {INSTALL}")
 
 
 @dataclass
 class Proposals:
-    """The trials of a search, by their index: those that are not finished, then new ones."""
+    """The trials of a search: iterates over the indices of unfinished trials, then over new trials."""
 
     sweep: sweeps.Sweep
     spec: SweepSpec
@@ -51,13 +51,13 @@ class Proposals:
 
     @cached_property
     def _study(self) -> Any:
-        import optuna  # half a second, for a search alone
+        import optuna  # takes half a second, so only for a search
         from optuna.storages.journal import JournalFileBackend
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         path, fix = self.sweep.folder / STORAGE, "restore it, or begin another search with --new"
         with translate(
-            (ValueError, KeyError), lambda error: config_error(display_path(path), f"is damaged ({error})", fix)
+            (ValueError, KeyError), lambda error: config_error(display_path(path), f"damaged ({error})", fix)
         ):
             storage = optuna.storages.JournalStorage(JournalFileBackend(str(path)))
             return optuna.create_study(
@@ -66,82 +66,83 @@ class Proposals:
 
     @property
     def _trials(self) -> list[dict[str, Any]]:
-        return self.sweep.record["cells"]
+        trials: list[dict[str, Any]] = self.sweep.record["cells"]
+        return trials
 
     def __iter__(self) -> Iterator[int]:
-        """Yield each trial when it may run; ``ended`` is called before the next is asked for."""
-        self._agree()
+        """Yield each trial when it may run; the caller calls ``report`` before it requests the next one."""
+        self._reconcile()
         for index in self.sweep.gaps():
-            yield self._frozen(index)
+            yield self._freeze(index)
         while len(self._trials) < self.search.trials and self._propose():
-            yield self._frozen(len(self._trials) - 1)
+            yield self._freeze(len(self._trials) - 1)
 
-    def ended(self, index: int, code: int) -> None:
-        """Report a trial to Optuna: its metric, or that it failed. One that was stopped goes on later."""
+    def report(self, index: int, code: int) -> None:
+        """Report a trial's metric or failure to Optuna; a stopped trial is not reported, since it resumes later."""
         if code == EXIT_STOPPED:
             return
         value = sweeps.objective(self.sweep.trial_dir(index), self.search.metric) if code == 0 else None
         if code == 0 and value is None:
-            say(f"{self.sweep.names[index]} has no {self.search.metric}: it is reported to Optuna as failed")
+            say(f"{self.sweep.names[index]} has no {self.search.metric} and is reported to Optuna as failed")
         self._tell(self._trials[index]["number"], value)
         self._trials[index]["value"] = value
         self._write()
 
-    def _agree(self) -> None:
-        """Bring study and record to the same trials, where a kill came between the two."""
+    def _reconcile(self) -> None:
+        """Make study and record agree after a kill between their updates."""
         by_number = {trial["number"]: trial for trial in self._trials}
-        for told in self._study.trials:
-            trial = by_number.get(told.number)
+        for study_trial in self._study.trials:
+            trial = by_number.get(study_trial.number)
             if trial is None:
-                self._tell(told.number, None)
-            elif told.state.is_finished():
-                trial.setdefault("value", told.value)
+                self._tell(study_trial.number, None)
+            elif study_trial.state.is_finished():
+                trial.setdefault("value", study_trial.value)
         for index in self.sweep.gaps():
-            self._wait_for(self.sweep.trial_dir(index))
+            self._wait_for_end(self.sweep.trial_dir(index))
             if self.sweep.status(index) == COMPLETED:
-                self.ended(index, 0)
+                self.report(index, 0)
         self._write()
 
     def _propose(self) -> bool:
-        """Add the next trial to the record; return False where Optuna finds none that is new."""
+        """Add the next trial to the record; return False if Optuna proposes no new trial."""
         from optuna.samplers import TPESampler
 
         seed = int(self._recipe({key: texts[0] for key, texts in self.spec.axes.items()})["seed"])
         space = {key: _distribution(texts, self.search.spans.get(key)) for key, texts in self.spec.axes.items()}
-        for _ in range(_MOST_REPEATS):
+        for _ in range(_MAX_REPEATS):
             self._study.sampler = TPESampler(seed=(seed + len(self._study.trials)) % 2**32)
-            asked = self._study.ask(space)
-            values = {key: _text(asked.params[key]) for key in space}
+            proposal = self._study.ask(space)
+            values = {key: _text(proposal.params[key]) for key in space}
             same = next((trial for trial in self._trials if trial["values"] == values), None)
-            if same is not None:  # it would be the same run
-                self._tell(asked.number, same.get("value"))
+            if same is not None:  # a repeated run would have the same result
+                self._tell(proposal.number, same.get("value"))
                 continue
             try:
                 make_plan(self._recipe(values), self.resources, self.environment)
             except ConfigError as error:
-                say(f"{name_of(values)} cannot run, so Optuna chooses others: {error}")
-                self._tell(asked.number, None)
+                say(f"{name_of(values)} can't run, so Optuna chooses other values: {error}")
+                self._tell(proposal.number, None)
                 continue
             name = numbered(len(self._trials), name_of(values))
-            self._trials.append({"name": name, "values": values, "number": asked.number})
+            self._trials.append({"name": name, "values": values, "number": proposal.number})
             self._write()
             return True
-        say(f"Optuna proposes no other trial after {len(self._trials)}: the search ends here")
+        say(f"search ended: Optuna proposes no new trial after {len(self._trials)}")
         self.sweep.record["search"]["trials"] = len(self._trials)
         self._write()
         return False
 
-    def _wait_for(self, folder: Path) -> None:
-        """Wait for a run that saves, since the search that started it was killed."""
+    def _wait_for_end(self, folder: Path) -> None:
+        """Wait until a run has saved and ended after the search that started it was killed."""
         deadline = time.monotonic() + _ENDING_SECONDS
         while Run(folder).is_running():
             if time.monotonic() > deadline:
-                what = "still runs, though the search that started it is gone"
-                raise config_error(display_path(folder), what, f"end it with grpo stop {shell_path(folder)}")
+                message = "it is still running, but the search that started it is gone"
+                raise config_error(display_path(folder), message, f"stop it with grpo stop {shell_path(folder)}")
             time.sleep(0.5)
 
-    def _frozen(self, index: int) -> int:
-        """Return the index of a trial whose run directory is there."""
+    def _freeze(self, index: int) -> int:
+        """Make the trial's run directory if it is missing; return the index."""
         if self.sweep.status(index) == GONE:
             shutil.rmtree(self.sweep.trial_dir(index), ignore_errors=True)
             values = self._trials[index]["values"]
@@ -174,5 +175,5 @@ def _distribution(texts: Sequence[str], span: Span | None) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return a value as a recipe flag has it; six digits of a drawn number are kept."""
+    """Return a value as the text of a recipe flag; numbers keep six digits."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Environments: multi-turn episodes of your own classes and of TextArena, reasoning-gym, verifiers and OpenEnv."""
+"""Train on multi-turn episodes: your own classes, TextArena, reasoning-gym, verifiers and OpenEnv."""
 
 from grpo_recipes.recipe.extensions import Extension
 

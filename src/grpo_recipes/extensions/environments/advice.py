@@ -1,9 +1,9 @@
-"""What to do about environments that fail, by what the trainers say of them."""
+"""Advice for runs that stop because an environment fails, by patterns of the trainer's error."""
 
 # fmt: off
 ADVICE = {
     r"TooManyWithoutVerdict.*Reward 'environment'":
-        "correct the environment and add --update-rewards to the resume, or raise environment_timeout where it says "
-        "time limit; grpo check --deep RECIPE plays it",
+        "fix the environment and add --update-rewards to the resume, or raise environment_timeout if the reason is "
+        "the time limit; grpo check --deep RECIPE plays one episode",
 }
 # fmt: on

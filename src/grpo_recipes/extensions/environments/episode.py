@@ -1,6 +1,6 @@
-"""One episode: what the policy, and models in other seats, have read and written; and an episode that a caller plays.
+"""One episode: the turns and tokens that the policy, and models in other seats, have read and written.
 
-No torch: ``grpo play`` and ``check`` play episodes too.
+``play_turns`` plays an episode with a caller as the policy. No torch: ``grpo play`` and ``grpo check`` use it too.
 """
 
 import json
@@ -12,8 +12,8 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.extensions.environments.recipe import environments_of
-from grpo_recipes.extensions.environments.rules import environment_place
-from grpo_recipes.extensions.environments.stage import PLAY, digest, turn_of
+from grpo_recipes.extensions.environments.rules import environment_line
+from grpo_recipes.extensions.environments.stage import PLAY, digest, parse_turn
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.rewards.child import TIME_LIMIT
 from grpo_recipes.rewards.pool import RewardPool
@@ -25,32 +25,32 @@ _LIMITS = {TIME_LIMIT: "raise environment_timeout", "memory limit": "raise envir
 
 
 @dataclass
-class Side:
-    """What a model that plays an opponent has read and written, at ``most`` so many tokens."""
+class Opponent:
+    """A model that plays another seat of an episode."""
 
-    ids: Tokens
-    most: int
-    speechless: bool = False  # it has no room for another turn
+    ids: Tokens  # all tokens that it has read and written
+    max_tokens: int  # limit of ``ids``
+    out_of_room: bool = False  # it has no room for another turn
 
 
 @dataclass
 class Episode:
-    """One row of a batch: what the policy has read and written so far."""
+    """One row of a batch: the tokens and turns so far."""
 
-    row: int  # of the batch of all ranks
-    spec: str  # of its environment
-    arguments: str  # of that, as JSON
+    row: int  # index in the batch of all ranks
+    spec: str  # name of the environment, as in the recipe
+    arguments: str  # arguments of the environment, as JSON
     seed: int
     prompt_ids: Tokens = field(default_factory=list)
-    ids: Tokens = field(default_factory=list)  # all after the prompt
-    logprobs: list[float | None] = field(default_factory=list)  # of the policy's tokens; 0 of others
-    turn_ids: list[int | None] = field(default_factory=list)  # which of the policy's turns a token is of; None: none
-    actions: list[str] = field(default_factory=list)  # of the policy, and of models that play opponents
-    turns: list[Turn] = field(default_factory=list)  # the environment's, the first one before any action
-    opponents: dict[int, Side] = field(default_factory=dict)  # by seat
-    seen: str = ""  # digest of the last turn
+    ids: Tokens = field(default_factory=list)  # all tokens after the prompt
+    logprobs: list[float | None] = field(default_factory=list)  # one per token of ``ids``; 0 if not the policy's
+    turn_ids: list[int | None] = field(default_factory=list)  # the policy's turn of each token of ``ids``, or None
+    actions: list[str] = field(default_factory=list)  # texts of the policy and of models that play opponents
+    turns: list[Turn] = field(default_factory=list)  # answers of the environment; the first one precedes all actions
+    opponents: dict[int, Opponent] = field(default_factory=dict)  # by seat
+    last_digest: str = ""  # digest of the last turn
     done: bool = False
-    unfinished: str = ""  # the key whose limit ended it: for want of turns or tokens
+    unfinished: str = ""  # the recipe key that ended it: a limit of turns or tokens
     failed: str | None = None  # why it has no reward
 
     @property
@@ -59,84 +59,86 @@ class Episode:
         return not (self.done or self.unfinished or self.failed)
 
     @property
-    def own_actions(self) -> list[str]:
+    def policy_actions(self) -> list[str]:
         """Return the policy's actions."""
         return [action for turn, action in zip(self.turns, self.actions, strict=False) if not turn.opponent]
 
     @property
     def opening(self) -> list[Message]:
-        """Return what the policy read first."""
-        return self.own_turns[0].messages if self.turns else []
+        """Return the first messages that the policy read."""
+        return self.policy_turns[0].messages if self.turns else []
 
     @property
-    def own_turns(self) -> list[Turn]:
-        """Return what the policy read first, and what each of its actions was answered, after opponents' turns."""
-        found: list[Turn] = []
+    def policy_turns(self) -> list[Turn]:
+        """Return the policy's first turn and the answer to each of its actions, merged with the opponents' turns."""
+        policy_turns: list[Turn] = []
         reward, info = 0.0, dict[str, float | str]()
         for turn in self.turns:
             reward, info = reward + turn.reward, info | turn.info
             if not turn.opponent or turn is self.turns[-1]:
-                found.append(replace(turn, reward=reward, info=info, messages=[] if turn.opponent else turn.messages))
+                messages = [] if turn.opponent else turn.messages
+                policy_turns.append(replace(turn, reward=reward, info=info, messages=messages))
                 reward, info = 0.0, {}
-        return found
+        return policy_turns
 
     @property
     def mover(self) -> str:
-        """Return the model that is to move, empty where it has no room to."""
+        """Return the model that is to move, or "" if it has no room for a turn."""
         last = self.turns[-1]
-        return "" if last.opponent and self.opponents[last.seat].speechless else last.opponent or POLICY
+        return "" if last.opponent and self.opponents[last.seat].out_of_room else last.opponent or POLICY
 
-    def read(self) -> Tokens:
-        """Return all that whoever is to move has read and written."""
+    def context(self) -> Tokens:
+        """Return all tokens that the model to move has read and written."""
         last = self.turns[-1]
         return self.opponents[last.seat].ids if last.opponent else self.prompt_ids + self.ids
 
-    def write(self, ids: Tokens, logprobs: Any, action: str) -> None:
-        """Enter a turn that was sampled for whoever was to move, with its log-probs or None."""
+    def add_action(self, ids: Tokens, logprobs: Sequence[float | None] | None, action: str) -> None:
+        """Append the sampled turn of the model to move; ``logprobs`` are one per token, or None if unknown."""
         last = self.turns[-1]
         if last.opponent:
             self.opponents[last.seat].ids += ids
         else:
-            self.turn_ids += [len(self.own_actions)] * len(ids)
+            self.turn_ids += [len(self.policy_actions)] * len(ids)
             self.ids += ids
             self.logprobs += [0.0] * len(ids) if logprobs is None else list(logprobs)
         self.actions.append(action)
 
-    def take(self, score: Score) -> None:
-        """Enter what the child answered to the last action."""
+    def add_answer(self, score: Score) -> None:
+        """Append the environment's answer to the last action, as its child process sent it."""
         if score.reason is not None:
             self.failed = score.reason
             return
         try:
-            turn = turn_of(score.value)
+            turn = parse_turn(score.value)
         except (TypeError, ValueError) as error:
             self.failed = f"its process sent no turn ({error})"
             return
         self.turns.append(turn)
-        self.seen, self.done = digest(score.value), turn.done
+        self.last_digest, self.done = digest(score.value), turn.done
 
     def transcript(self) -> list[Message]:
         """Return the episode as chat messages, as the policy sees it."""
-        first, *later = self.own_turns or [Turn([])]
+        first, *answers = self.policy_turns or [Turn([])]
         messages = list(first.messages)
-        for action, turn in zip_longest(self.own_actions, later):
+        for action, turn in zip_longest(self.policy_actions, answers):
             messages += [{"role": "assistant", "content": action}, *(turn.messages if turn else [])]
         return messages
 
     def record(self) -> dict[str, Any]:
-        """Return the episode as ``samples.jsonl`` keeps it; with a reward of its own where it began at its end."""
-        first, *later = self.own_turns or [Turn([])]
-        turns: list[dict[str, Any]] = [{"action": action} for action in self.own_actions]
-        for turn, answer in zip(turns, later, strict=False):  # an environment that failed did not answer the last one
+        """Return the episode's entry in ``samples.jsonl``; it has its own reward if it ended before any action."""
+        first, *answers = self.policy_turns or [Turn([])]
+        turns: list[dict[str, Any]] = [{"action": action} for action in self.policy_actions]
+        for turn, answer in zip(turns, answers, strict=False):  # a failed environment did not answer the last action
             turn |= {"reward": answer.reward, "info": answer.info, "messages": answer.messages}
-        ended = {"unfinished": self.unfinished, "failed": self.failed}
-        begun = {"environment": self.spec, "seed": self.seed, "messages": first.messages, "info": first.info}
-        begun |= {"reward": first.reward} if first.done else {}
-        return begun | {"turns": turns} | {name: why for name, why in ended.items() if why}
+        record = {"environment": self.spec, "seed": self.seed, "messages": first.messages, "info": first.info}
+        record |= {"reward": first.reward} if first.done else {}
+        record |= {"turns": turns}
+        reasons = {"unfinished": self.unfinished, "failed": self.failed}
+        return record | {name: reason for name, reason in reasons.items() if reason}
 
 
 def environment_pool(recipe: Callable[[str], Any], copies: Path | None, workers: int | None = None) -> RewardPool:
-    """Return the pool of child processes for the environments of a recipe, whose keys ``recipe`` looks up."""
+    """Return the pool of child processes that run a recipe's environments; ``recipe`` looks up a key."""
     return RewardPool(
         PLAY,
         workers=workers or recipe("environment_workers"),
@@ -149,11 +151,11 @@ def environment_pool(recipe: Callable[[str], Any], copies: Path | None, workers:
     )
 
 
-def turns_of(recipe: Recipe, index: int, seed: int, act: Callable[[Turn], str]) -> Iterator[Turn]:
-    """Play an episode in a child, with ``act`` as the policy, and yield what the environment says, turn by turn.
+def play_turns(recipe: Recipe, index: int, seed: int, act: Callable[[Turn], str]) -> Iterator[Turn]:
+    """Play an episode in a child process with ``act`` as the policy, and yield each turn of the environment.
 
-    The environment is the recipe's with this ``index``. It ends after ``environment_max_turns`` actions at the latest.
-    ConfigError where the environment fails.
+    ``index`` selects the recipe's environment. The episode ends after at most ``environment_max_turns`` actions.
+    Raises a ConfigError if the environment fails.
     """
     spec, arguments, _ = environments_of(recipe.__getitem__)[index]
     episode = Episode(0, spec, json.dumps(arguments, sort_keys=True), seed)
@@ -161,22 +163,24 @@ def turns_of(recipe: Recipe, index: int, seed: int, act: Callable[[Turn], str]) 
         "environment": [spec], "arguments": [episode.arguments], "seed": [seed], "episode": ["played/0"],
     }  # fmt: skip
     with environment_pool(recipe.__getitem__, None, workers=1) as pool:
-        while not episode.done and len(episode.own_actions) < recipe["environment_max_turns"]:
-            episode.actions += [act(episode.own_turns[-1])] if episode.turns else []
+        while not episode.done and len(episode.policy_actions) < recipe["environment_max_turns"]:
+            episode.actions += [act(episode.policy_turns[-1])] if episode.turns else []
             while True:
-                (score,) = pool.score(PLAY, [episode.actions], {**columns, "seen": [episode.seen]}, names=["played/0"])
-                episode.take(score)
+                turn_columns = {**columns, "last_digest": [episode.last_digest]}
+                (score,) = pool.score(PLAY, [episode.actions], turn_columns, names=["played/0"])
+                episode.add_answer(score)
                 if episode.failed:
                     raise _failure(recipe, index, episode)
                 if not episode.turns[-1].opponent:
                     break
-                episode.actions.append("")  # of a model that is not there: its moves are drawn
-            yield episode.own_turns[-1]
+                episode.actions.append("")  # no model plays here: the game draws the opponent's move
+            yield episode.policy_turns[-1]
 
 
 def _failure(recipe: Recipe, index: int, episode: Episode) -> ConfigError:
-    why = str(episode.failed)
-    limit = f" of {recipe['environment_timeout']:g} s" if why == TIME_LIMIT else ""
-    at = f"turn {len(episode.own_turns)}" if episode.turns else "reset"
-    fix = f"correct it, or {_LIMITS.get(why, 'its environment_args')}"
-    return config_error(environment_place(recipe, index), f"'{episode.spec}' failed in {at}: {why}{limit}", fix)
+    """Return the error of an episode that failed."""
+    reason = str(episode.failed)
+    limit = f" of {recipe['environment_timeout']:g} s" if reason == TIME_LIMIT else ""
+    call = f"turn {len(episode.policy_turns)}" if episode.turns else "reset"
+    fix = f"correct it, or {_LIMITS.get(reason, 'its environment_args')}"
+    return config_error(environment_line(recipe, index), f"'{episode.spec}' failed in {call}: {reason}{limit}", fix)

@@ -1,6 +1,6 @@
 """Environments of libraries: ``textarena:ID``, ``reasoning_gym:NAME``, ``verifiers:NAME`` and ``openenv:URL``.
 
-They are strangers' code: a run plays them in children.
+They run third-party code, so a run plays them in child processes.
 """
 
 import difflib
@@ -14,9 +14,9 @@ from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.numbers import reward_problem
 from grpo_recipes.rollouts.turns import Environment, Noise, Turn, derive_seed
 
-_LONGEST = 200  # characters of arguments in a message
+_MAX_SIGNATURE = 200  # characters of a signature in a message
 INSTALL = "EXTRAS=environments bash scripts/setup.sh"
-# Kinds of the key, with the module that each needs.
+# Prefixes of the key environment, with the Python module that each needs.
 LIBRARIES = {
     "textarena": "textarena",
     "reasoning_gym": "reasoning_gym",
@@ -26,36 +26,36 @@ LIBRARIES = {
 
 
 def load_library(kind: str, name: str, args: Mapping[str, Any]) -> Environment:
-    """Make a library's environment; a ConfigError says what is wrong with the name or the arguments."""
+    """Make a library's environment; raise a ConfigError if the name or the arguments are wrong."""
     _require(kind, name)
     if kind == "textarena":
         from textarena.envs.registration import ENV_REGISTRY
 
         from grpo_recipes.extensions.environments.games import Game
 
-        _known(kind, name, list(ENV_REGISTRY))
+        _check_name(kind, name, list(ENV_REGISTRY))
         return Game(name, args)
     if kind == "verifiers":
         from grpo_recipes.extensions.environments.verifiers_tasks import VerifiersTask
 
         return VerifiersTask(name, args)
-    return _Task(name, args) if kind == "reasoning_gym" else _Server(name, args)
+    return _ReasoningTask(name, args) if kind == "reasoning_gym" else _OpenEnvServer(name, args)
 
 
 def library_problems(spec: str, args: Mapping[str, Any]) -> list[Problem]:
-    """Return what keeps a library's environment from being made; import the library, but ask no server."""
+    """Return the problems of a library's environment. Imports the library, but contacts no server."""
     kind, _, name = spec.partition(":")
     try:
-        if kind == "verifiers":  # to load one builds its dataset
+        if kind == "verifiers":  # loading the environment would build its dataset
             _require(kind, name)
-            from grpo_recipes.extensions.environments.verifiers_tasks import own_class
+            from grpo_recipes.extensions.environments.verifiers_tasks import library_class
 
             module = name.replace("-", "_").split("/")[-1]
             if not (module.isidentifier() and importlib.util.find_spec(module)):
-                if (own := own_class(name)) is None:
-                    fix = "install its package into the environment, or name one of the library's classes"
-                    raise config_error("environment", f"verifiers finds no environment '{name}'", fix)
-                need_arguments(spec, own, args)
+                if (environment_class := library_class(name)) is None:
+                    fix = "install its package into the Python environment, or use one of the library's classes"
+                    raise config_error("environment", f"verifiers has no environment '{name}'", fix)
+                need_arguments(spec, environment_class, args)
         else:
             load_library(kind, name, args)
     except ConfigError as error:
@@ -63,65 +63,68 @@ def library_problems(spec: str, args: Mapping[str, Any]) -> list[Problem]:
     return []
 
 
-def need_arguments(spec: str, made: Any, args: Mapping[str, Any]) -> None:
-    """Refuse arguments that the class ``made``, which ``spec`` names, does not take."""
+def need_arguments(spec: str, environment_class: Any, args: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if ``environment_class``, the class of ``spec``, does not accept these arguments."""
     try:
-        taken = inspect.signature(made)
-    except ValueError:  # of a class of C
+        signature = inspect.signature(environment_class)
+    except ValueError:  # a class written in C
         return
     try:
-        taken.bind(**args)
+        signature.bind(**args)
     except TypeError as error:
-        what = f"'{spec}' does not take these arguments ({error})"
-        known = str(taken) if len(str(taken)) <= _LONGEST else f"({', '.join(taken.parameters)})"
-        raise config_error("environment_args", what, f"write those of {made.__name__}{known}") from error
+        message = f"'{spec}' does not accept these arguments ({error})"
+        text = str(signature)
+        parameters = text if len(text) <= _MAX_SIGNATURE else f"({', '.join(signature.parameters)})"
+        fix = f"use the arguments of {environment_class.__name__}{parameters}"
+        raise config_error("environment_args", message, fix) from error
 
 
 def _require(kind: str, name: str) -> None:
     if importlib.util.find_spec(LIBRARIES[kind]) is None:
         raise config_error("environment", f"'{kind}' is not installed", f"install it with: {INSTALL}")
     if not name:
-        raise config_error("environment", f"'{kind}:' names nothing", f"write {kind}:NAME")
+        raise config_error("environment", f"'{kind}:' has no name", f"set {kind}:NAME")
 
 
-def _known(kind: str, name: str, names: list[str]) -> None:
+def _check_name(kind: str, name: str, names: list[str]) -> None:
     if name not in names:
-        near = difflib.get_close_matches(name, names, 3, 0.5)
-        fix = f"write {kind}:{f' or {kind}:'.join(near)}" if near else f"write one of its {len(names)} names"
+        close = difflib.get_close_matches(name, names, 3, 0.5)
+        fix = f"use {kind}:{f' or {kind}:'.join(close)}" if close else f"use one of its {len(names)} names"
         raise config_error("environment", f"{kind} has no '{name}'", fix)
 
 
 # --- reasoning-gym ---------------------------------------------------------------------------------------------------
 
 
-class _Task(Environment):
+class _ReasoningTask(Environment):
     """A dataset of reasoning-gym in one turn: the seed makes the item, the dataset scores the text in ``<answer>``.
 
-    Beside the dataset's own configuration: ``system_prompt``, one of the library's names or a text, and ``answer_tag``,
-    empty where the whole text is the answer.
+    Arguments are the dataset's configuration and two of ours: ``system_prompt`` (a name of the library or a text) and
+    ``answer_tag`` (empty if the whole text is the answer).
     """
 
     def __init__(self, name: str, args: Mapping[str, Any]):
         from reasoning_gym.factory import DATASETS
         from reasoning_gym.utils import SYSTEM_PROMPTS
 
-        _known("reasoning_gym", name, list(DATASETS))
-        given = dict(args)
-        prompt = given.pop("system_prompt", "")
+        _check_name("reasoning_gym", name, list(DATASETS))
+        config = dict(args)
+        prompt = config.pop("system_prompt", "")
         self._system = SYSTEM_PROMPTS.get(prompt, prompt)
-        self._tag = given.pop("answer_tag", "answer")
-        if own := {"seed", "size"} & set(given):
-            raise config_error("environment_args", f"{name}: {sorted(own)} follow from the run's seed", "remove them")
+        self._tag = config.pop("answer_tag", "answer")
+        if derived_names := {"seed", "size"} & set(config):
+            message = f"{name}: {sorted(derived_names)} follow from the run's seed"
+            raise config_error("environment_args", message, "remove them")
         fields = inspect.signature(DATASETS[name][1]).parameters
-        if unknown := sorted(set(given) - set(fields)):
-            fix = f"write some of {', '.join(sorted(set(fields) - {'seed', 'size'}))}"
+        if unknown := sorted(set(config) - set(fields)):
+            fix = f"use {', '.join(sorted(set(fields) - {'seed', 'size'}))}"
             raise config_error("environment_args", f"{name} has no {', '.join(unknown)}", fix)
-        self._name, self._config, self._noise = name, given, Noise()
+        self._name, self._config, self._noise = name, config, Noise()
         self.tools: list[dict[str, Any]] = []
         try:
             self._item(0)
         except (AssertionError, TypeError, ValueError) as error:
-            raise config_error("environment_args", f"{name} refuses them ({error})", "correct the value") from error
+            raise config_error("environment_args", f"{name} rejects them ({error})", "correct the value") from error
 
     def _item(self, seed: int) -> None:
         from reasoning_gym import create_dataset
@@ -132,7 +135,7 @@ class _Task(Environment):
             self._entry = self._dataset[0]
 
     def reset(self, seed: int) -> Turn:
-        """Make the item of this seed, and ask its question."""
+        """Make the item of this seed, and return its question."""
         self._item(seed)
         system = [{"role": "system", "content": self._system}] if self._system else []
         return Turn([*system, {"role": "user", "content": self._entry["question"]}])
@@ -145,39 +148,40 @@ class _Task(Environment):
         with self._noise.running():
             try:
                 score, failed = float(self._dataset.score_answer(answer, self._entry)), ""
-            except Exception as error:  # some scorers parse the answer and trip over it: it is wrong, and that is shown
+            except Exception as error:  # some scorers fail on answers they can't parse: score 0, and show the error
                 score, failed = 0.0, repr(error)
         if problem := reward_problem(score):
-            raise config_error("environment", f"{self._name} scored {problem}", "leave this dataset out")
+            raise config_error("environment", f"{self._name} returned the reward {problem}", "remove this dataset")
         info = {"correct": float(score == 1), "answered": float(answer is not None)}
-        told = {"answer": str(self._entry["answer"])} | ({"scorer": failed} if failed else {})
-        return Turn([], score, True, info | told)
+        texts = {"answer": str(self._entry["answer"])} | ({"scorer": failed} if failed else {})
+        return Turn([], score, True, info | texts)
 
 
 # --- OpenEnv ---------------------------------------------------------------------------------------------------------
 
 
-class _Server(Environment):
-    """A server of OpenEnv: the text goes into ``action_field``, beside ``action``; ``observation_field`` is shown.
+class _OpenEnvServer(Environment):
+    """A session of an OpenEnv server.
 
-    ``reset`` is what the server's reset takes beside the seed; ``timeout`` bounds each answer in seconds. Without
-    ``observation_field``, an observation of one text is shown as that text, another one as JSON.
+    Arguments: the policy's text is sent as ``action_field`` next to the fixed fields ``action``; ``observation_field``
+    is the field that the policy reads (by default the only field, or all fields as JSON); ``reset`` are arguments of
+    the server's reset next to the seed; ``timeout`` is the limit of each answer in seconds.
     """
 
     def __init__(self, url: str, args: Mapping[str, Any]):
-        usual: dict[str, Any] = {"action_field": "message", "action": {}, "observation_field": "", "reset": {}}
-        usual["timeout"] = 60.0
-        if unknown := sorted(set(args) - set(usual)):
-            what = f"openenv takes no {', '.join(unknown)}"
-            raise config_error("environment_args", what, f"write some of {', '.join(usual)}")
+        defaults: dict[str, Any] = {"action_field": "message", "action": {}, "observation_field": "", "reset": {}}
+        defaults["timeout"] = 60.0
+        if unknown := sorted(set(args) - set(defaults)):
+            message = f"openenv has no {', '.join(unknown)}"
+            raise config_error("environment_args", message, f"use {', '.join(defaults)}")
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
-            raise config_error("environment", f"'{url}' is no address", "write openenv:http://HOST:PORT")
-        self._url, self._args = url, usual | dict(args)
+            raise config_error("environment", f"'{url}' is not an address", "set openenv:http://HOST:PORT")
+        self._url, self._args = url, defaults | dict(args)
         self._client: Any = None
         self.tools: list[dict[str, Any]] = []
 
     def reset(self, seed: int) -> Turn:
-        """Connect once, and have the server reset; a ConfigError where it does not answer."""
+        """Connect once, and reset the session; ConfigError if the server does not answer."""
         from openenv.core.generic_client import GenericEnvClient
 
         if self._client is None:
@@ -190,32 +194,36 @@ class _Server(Environment):
         return self._turn("reset", lambda: self._client.reset(seed=seed, **self._args["reset"]))
 
     def step(self, action: str) -> Turn:
-        """Send the action; a ConfigError where the server does not take it."""
-        sent = {**self._args["action"], self._args["action_field"]: action}
-        return self._turn("step", lambda: self._client.step(sent))
+        """Send the action; ConfigError if the server rejects it."""
+        fields = {**self._args["action"], self._args["action_field"]: action}
+        return self._turn("step", lambda: self._client.step(fields))
 
     def close(self) -> None:
-        """Give the session back to the server."""
+        """End the session, so that the server can start another."""
         if self._client is not None:
             self._client.close()
 
-    def _turn(self, method: str, ask: Callable[[], Any]) -> Turn:
+    def _turn(self, method: str, request: Callable[[], Any]) -> Turn:
+        """Send a request, and return the server's answer as a turn; ConfigError if it fails."""
         from websockets.exceptions import ConnectionClosed
 
         try:
-            result = ask()
+            result = request()
         except (RuntimeError, ConnectionClosed, TimeoutError) as error:
-            what = f"{self._url} did not answer {method} ({' '.join(str(error).split())[:300]})"
-            fix = "correct environment_args, or let the server hold more sessions (max_concurrent_envs)"
-            raise config_error("environment", what, fix) from error
-        seen, name = result.observation, self._args["observation_field"]
-        if name and name not in seen:
-            fix = f"write one of {', '.join(seen)}"
-            raise config_error("environment_args", f"observation_field: the server shows no '{name}'", fix)
-        shown = seen[name] if name else next(iter(seen.values())) if len(seen) == 1 else seen
-        text = shown if isinstance(shown, str) else json.dumps(shown, sort_keys=True, ensure_ascii=False)
+            message = f"{self._url} did not answer {method} ({' '.join(str(error).split())[:300]})"
+            fix = "correct environment_args, or raise the server's number of sessions (max_concurrent_envs)"
+            raise config_error("environment", message, fix) from error
+        observation, name = result.observation, self._args["observation_field"]
+        if name and name not in observation:
+            fix = f"use {' or '.join(observation)}"
+            raise config_error("environment_args", f"observation_field: the server sends no '{name}'", fix)
+        if not name:
+            value = next(iter(observation.values())) if len(observation) == 1 else observation
+        else:
+            value = observation[name]
+        text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
         reward = float(result.reward or 0.0)
         if problem := reward_problem(reward):
-            raise config_error("environment", f"{self._url} gave the reward {problem}", "correct the server")
+            raise config_error("environment", f"{self._url} returned the reward {problem}", "correct the server")
         messages = [] if result.done else [{"role": "user", "content": text}]
         return Turn(messages, reward, bool(result.done), {"end": text} if result.done else {})

@@ -1,4 +1,4 @@
-"""The environment that a recipe names: a library's, or a class of the user as ``module:Class`` or ``file.py:Class``."""
+"""Load the environment of a recipe: from a library, or your class as ``module:Class`` or ``file.py:Class``."""
 
 import json
 import math
@@ -13,55 +13,55 @@ from grpo_recipes.recipe.user_code import load_object, split_spec
 from grpo_recipes.rollouts.turns import Environment, Message, Noise, Turn, seeded_noise
 
 ROLES = ("system", "user", "assistant", "tool")
-_WANTED = "return a text or a list of {role, content} from reset, (observation, reward, done[, info]) from step"
+_EXPECTED = "return a text or a list of {role, content} from reset, (observation, reward, done[, info]) from step"
 
 
 def load_environment(spec: str, args: Mapping[str, Any], copies: Path | None = None) -> Environment:
-    """Make the environment that ``spec`` names; a ConfigError says what is wrong with the name or the arguments.
+    """Make the environment ``spec``; raise a ConfigError if the name or the arguments are wrong.
 
-    A file that was copied to ``copies`` is run in place of the original.
+    If ``copies`` contains a copy of the user's file, the copy is loaded instead of the original.
     """
     kind, _, name = spec.partition(":")
-    return load_library(kind, name, args) if kind in LIBRARIES else _own(spec, args, copies)
+    return load_library(kind, name, args) if kind in LIBRARIES else _load_user_class(spec, args, copies)
 
 
-class _Own(Environment):
-    """The user's class, with what it returns checked."""
+class _UserEnvironment(Environment):
+    """An instance of the user's class; its return values are checked."""
 
     def __init__(self, inner: Any):
         self._inner, self._name, self._noise = inner, type(inner).__name__, Noise()
         self.tools: list[dict[str, Any]] = list(getattr(inner, "tools", []))
 
     def reset(self, seed: int) -> Turn:
-        """Begin the episode; a ConfigError where the observation is none."""
+        """Start the episode; ConfigError if the observation has a wrong type."""
         self._noise.seed("own", seed)
         with self._noise.running():
             return Turn(self._messages("reset", self._inner.reset(seed)))
 
     def step(self, action: str) -> Turn:
-        """Hand the action over; a ConfigError says which part of the answer is wrong and what to return."""
+        """Play the action; ConfigError with the expected return value if the class returns something else."""
         with self._noise.running():
             answer = self._inner.step(action)
         if not isinstance(answer, tuple) or len(answer) not in (3, 4):
-            raise self._wrong("step", answer)
+            raise self._error("step", answer)
         observation, reward, done, info = (*answer, {})[:4]
         if isinstance(reward, bool | str) or not hasattr(reward, "__float__") or reward_problem(float(reward)):
-            raise self._wrong(
+            raise self._error(
                 "step",
                 reward,
                 "as the reward",
                 f"return a number between {-LARGEST_REWARD:.0e} and {LARGEST_REWARD:.0e}",
             )
         if not isinstance(done, bool) and type(done).__name__ not in ("bool_", "bool"):
-            raise self._wrong("step", done, "as done", "return True or False")
-        if not isinstance(info, Mapping) or not all(_informs(value) for value in info.values()):
-            raise self._wrong("step", info, "as info", "return a dict of finite numbers and texts")
-        told = {str(name): value if isinstance(value, str) else float(value) for name, value in info.items()}
+            raise self._error("step", done, "as done", "return True or False")
+        if not isinstance(info, Mapping) or not all(_is_info(value) for value in info.values()):
+            raise self._error("step", info, "as info", "return a dict of finite numbers and texts")
+        info = {str(name): value if isinstance(value, str) else float(value) for name, value in info.items()}
         messages = [] if done else self._messages("step", observation)
-        return Turn(messages, float(reward), bool(done), told)
+        return Turn(messages, float(reward), bool(done), info)
 
     def close(self) -> None:
-        """Call its ``close``, where it has one."""
+        """Call the class's ``close`` if it has one."""
         if callable(close := getattr(self._inner, "close", None)):
             with self._noise.running():
                 close()
@@ -70,31 +70,31 @@ class _Own(Environment):
         if isinstance(observation, str):
             observation = [{"role": "user", "content": observation}]
         if not isinstance(observation, list) or not observation or not all(map(_is_message, observation)):
-            raise self._wrong(method, observation, "as the observation")
-        return [{"role": one["role"], "content": one["content"]} for one in observation]
+            raise self._error(method, observation, "as the observation")
+        return [{"role": message["role"], "content": message["content"]} for message in observation]
 
-    def _wrong(self, method: str, value: Any, part: str = "", fix: str = _WANTED) -> ConfigError:
-        shown = repr(value)
-        what = f"{self._name}.{method} returned {shown[:100]}{'...' if len(shown) > 100 else ''} {part}".rstrip()
-        return config_error("environment", what, fix)
-
-
-def _is_message(one: Any) -> bool:
-    return isinstance(one, Mapping) and one.get("role") in ROLES and isinstance(one.get("content"), str)
+    def _error(self, method: str, value: Any, part: str = "", fix: str = _EXPECTED) -> ConfigError:
+        text = repr(value)
+        message = f"{self._name}.{method} returned {text[:100]}{'...' if len(text) > 100 else ''} {part}".rstrip()
+        return config_error("environment", message, fix)
 
 
-def _informs(value: Any) -> bool:
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") in ROLES and isinstance(message.get("content"), str)
+
+
+def _is_info(value: Any) -> bool:
     return isinstance(value, str) or (hasattr(value, "__float__") and math.isfinite(value))
 
 
-def _own(spec: str, args: Mapping[str, Any], copies: Path | None) -> Environment:
+def _load_user_class(spec: str, args: Mapping[str, Any], copies: Path | None) -> Environment:
     name = split_spec(spec)[1]
-    with seeded_noise("read", name):  # in every process the same, as episodes of one group are in several
-        made = load_object(spec, copies)
-    missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
+    with seeded_noise("read", name):  # equal in every process: the episodes of a group may be in different processes
+        environment_class = load_object(spec, copies)
+    missing = [method for method in ("reset", "step") if not callable(getattr(environment_class, method, None))]
     if missing:
-        what = f"'{spec}' has no {' and no '.join(missing)}"
-        raise config_error("environment", what, "name a class with reset(seed) and step(action)")
-    need_arguments(spec, made, args)
+        message = f"'{spec}' has no {' and no '.join(missing)}"
+        raise config_error("environment", message, "use a class with reset(seed) and step(action)")
+    need_arguments(spec, environment_class, args)
     with seeded_noise("made", name, json.dumps(args, sort_keys=True)):
-        return _Own(made(**args))
+        return _UserEnvironment(environment_class(**args))

@@ -1,13 +1,13 @@
-"""How the report draws the metrics of episodes."""
+"""Titles and units of the episode metrics in the report."""
 
 from grpo_recipes.runs.metric import Metric
 
 # fmt: off
 METRICS = {
-    "episodes/won": Metric("Won", "share of the episodes", shares=True),
-    "episodes/legal": Metric("Legal actions", "share of the policy's, mean over episodes", shares=True),
+    "episodes/won": Metric("Won", "share of episodes", shares=True),
+    "episodes/legal": Metric("Legal actions", "share of the policy's actions, mean over episodes", shares=True),
     "episodes/turns": Metric("Episode length", "mean turns of the policy", unit="turns"),
-    "episodes/unfinished": Metric("Unfinished episodes", "share that ended for want of turns or tokens", shares=True),
+    "episodes/unfinished": Metric("Unfinished episodes", "share that ran out of turns or tokens", shares=True),
     "episodes/unscored": Metric("Failed episodes", "share without a score", shares=True),
 }
 # fmt: on

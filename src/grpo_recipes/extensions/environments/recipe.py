@@ -1,4 +1,4 @@
-"""Read the environments of a recipe: their names, arguments and shares, and the length of an episode.
+"""Read the environments of a recipe: their names, arguments and fractions, and the length of an episode.
 
 environments_of(recipe.__getitem__)  # [("textarena:Nim-v0", {}, 1.0)]
 """
@@ -11,7 +11,7 @@ from grpo_recipes.rollouts.turns import SCRIPTED
 
 
 def environments_of(recipe: Callable[[str], Any]) -> list[tuple[str, dict[str, Any], float]]:
-    """Return name, arguments and fraction of the episodes of each environment; ``recipe`` looks up a key."""
+    """Return (name, arguments, fraction of the episodes) of each environment; ``recipe`` looks up a key."""
     if recipe("environment") is not None:
         return [(recipe("environment"), recipe("environment_args") or {}, 1.0)]
     entries = (recipe("environment_mixture") or {}).get("environments") or []
@@ -19,19 +19,20 @@ def environments_of(recipe: Callable[[str], Any]) -> list[tuple[str, dict[str, A
     return [(entry.get("id", ""), entry.get("args") or {}, (entry.get("weight") or 1.0) / total) for entry in entries]
 
 
-def episodes_of_each(recipe: Callable[[str], Any], count: int) -> list[int]:
-    """Divide ``count`` episodes among the environments of a recipe by their shares."""
-    ends = [round(share * count) for share in itertools.accumulate(share for _, _, share in environments_of(recipe))]
-    return [end - begin for begin, end in itertools.pairwise([0, *ends])]
+def split_episodes(recipe: Callable[[str], Any], count: int) -> list[int]:
+    """Divide ``count`` episodes among the environments of a recipe by their fractions."""
+    fractions = [fraction for _, _, fraction in environments_of(recipe)]
+    ends = [round(total * count) for total in itertools.accumulate(fractions)]
+    return [end - start for start, end in itertools.pairwise([0, *ends])]
 
 
 def model_opponents(recipe: Callable[[str], Any]) -> list[tuple[str, str]]:
-    """Return the games of a recipe in which a model plays the other seats, each with the name of the model."""
+    """Return (environment, model) for each game of a recipe in which a model plays the other seats."""
     games = [(spec, args) for spec, args, _ in environments_of(recipe) if spec.startswith("textarena:")]
     players = [(spec, str(args.get("opponents", SCRIPTED[0]))) for spec, args in games]
     return [(spec, model) for spec, model in players if model not in SCRIPTED]
 
 
 def turn_tokens(turn_length: int | None, completion: int, turns: int) -> int:
-    """Return the most tokens of a turn: ``turn_length``, by default half of the completion divided by the turns."""
+    """Return the maximum tokens of a turn: ``turn_length``, by default half of the completion divided by the turns."""
     return turn_length or max(1, completion // turns // (1 if turns == 1 else 2))

@@ -1,4 +1,4 @@
-"""What environments add to a plan: the names of the episodes, their turns and tokens. They have no process."""
+"""The part of a plan for environments: their names, turns and tokens. They add no process role."""
 
 from collections.abc import Iterator
 
@@ -10,34 +10,34 @@ from grpo_recipes.rollouts.turns import BASE
 
 
 class EnvironmentRoles(Roles):
-    """Episodes are played by the trainers, in child processes."""
+    """Environments in a plan; the trainers run them in child processes."""
 
     def data(self, recipe: Recipe, plan: Plan) -> Data | None:
         """Return the environments of a recipe, and the turns and tokens of an episode."""
         environments, turns = environments_of(recipe.__getitem__), recipe["environment_max_turns"]
         if not environments:
             return None
-        names = ", ".join(spec if share == 1 else f"{spec} ({share:.0%})" for spec, _, share in environments)
+        names = ", ".join(spec if fraction == 1 else f"{spec} ({fraction:.0%})" for spec, _, fraction in environments)
         completion = recipe["max_completion_length"]
         length = turn_tokens(recipe["environment_turn_length"], completion, turns)
         if turns == 1:
             return Data("episodes", f"{names}; an episode has one turn of at most {length} tokens")
-        left = f"{completion - turns * length} of max_completion_length {completion} are left for what is said between"
-        return Data("episodes", f"{names}; an episode has at most {turns} turns of {length} tokens, {left}")
+        between = f"{completion - turns * length} of max_completion_length {completion} for messages between turns"
+        return Data("episodes", f"{names}; an episode has at most {turns} turns of {length} tokens, and {between}")
 
     def notes(self, recipe: Recipe, plan: Plan) -> Iterator[str]:
         """Yield a note if the turns leave no token for the environment's messages between them."""
         turns, length = recipe["environment_max_turns"], recipe["environment_turn_length"]
         if turns > 1 and length and turns * length == recipe["max_completion_length"]:
             yield (
-                "an episode of full turns ends unfinished: max_completion_length leaves no token for what is said "
-                "between"
+                "episodes of full turns end unfinished: max_completion_length leaves no token for messages between "
+                "turns"
             )
 
     def needs_server(self, recipe: Recipe) -> tuple[str, str] | None:
-        """Return that the base model plays opponents, which only a server has next to the adapter."""
+        """Return a reason if the base model plays opponents: only a server has it next to the adapter."""
         if any(model == BASE for _, model in model_opponents(recipe.__getitem__)):
-            return "opponents: base needs", ", or write opponents: policy"
+            return "opponents: base needs", ", or set opponents: policy"
         return None
 
 

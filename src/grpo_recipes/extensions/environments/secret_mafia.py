@@ -1,6 +1,6 @@
-"""The grammar of TextArena's SecretMafia: which actions each phase takes, why not, and which help one's own side.
+"""The rules of TextArena's SecretMafia: valid actions per phase, actions that help a side, and scripted players.
 
-By day and night an action names exactly one target as ``[3]`` or ``[Player 3]``; in a discussion it is any text.
+A day or night action contains exactly one target as ``[3]`` or ``[Player 3]``. In a discussion it is any text.
 """
 
 import random
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _TARGET = re.compile(r"\[\s*(?:player\s*)?(\d+)\s*\]", re.IGNORECASE)
-_FOUND = re.compile(r"Player (\d+) IS( NOT)? a Mafia member")
+_INVESTIGATED = re.compile(r"Player (\d+) IS( NOT)? a Mafia member")
 ROLES = ("Detective", "Doctor", "Mafia", "Villager")
 _TALK = (
     "I have nothing to report.",
@@ -20,96 +20,104 @@ _TALK = (
 )
 
 
-def targets(game: Mapping[str, Any], seat: int) -> list[int]:
-    """Return whom ``seat`` may name in this phase, as the game's observation lists them; nobody in a discussion."""
+def valid_targets(game: Mapping[str, Any], seat: int) -> list[int]:
+    """Return the players that ``seat`` may target in this phase, as its observation lists them; [] in a discussion."""
     phase, alive, roles = game["phase"].value, game["alive_players"], game["player_roles"]
     if phase == "Day-Discussion":
         return []
     if phase == "Night-Mafia":
-        return [one for one in alive if roles[one] != "Mafia"]
+        return [player for player in alive if roles[player] != "Mafia"]
     if phase == "Day-Voting":  # the game lists the voter too
         return list(alive)
-    return [one for one in alive if one != seat]  # the game would take the seat itself, which it does not list
+    return [player for player in alive if player != seat]  # the game accepts the seat itself, but does not list it
 
 
-def problem_with(action: str, game: Mapping[str, Any], seat: int) -> str:
-    """Return why the action is not valid in this phase, empty if it is."""
-    phase, allowed = game["phase"].value, targets(game, seat)
+def action_problem(action: str, game: Mapping[str, Any], seat: int) -> str:
+    """Return why the action is not valid in this phase, or "" if it is valid."""
+    phase, valid = game["phase"].value, valid_targets(game, seat)
     if phase == "Day-Discussion":
         return "" if action.strip() else "say something in the discussion"
-    named = [int(one) for one in _TARGET.findall(action)]
-    valid = ", ".join(f"[{one}]" for one in allowed)
-    if len(named) != 1:
-        return f"{phase} takes one target in brackets, not {len(named)}; valid: {valid}"
-    return "" if named[0] in allowed else f"[{named[0]}] is no target in {phase}; valid: {valid}"
+    targets = _targets_in(action)
+    choices = ", ".join(f"[{player}]" for player in valid)
+    if len(targets) != 1:
+        return f"{phase} takes one target in brackets, not {len(targets)}; valid: {choices}"
+    return "" if targets[0] in valid else f"[{targets[0]}] is no target in {phase}; valid: {choices}"
 
 
-def useful(action: str, game: Mapping[str, Any], seat: int) -> bool:
-    """Return whether a valid action helps the seat's side, seen with all roles.
+def is_useful(action: str, game: Mapping[str, Any], seat: int) -> bool:
+    """Return whether a valid action helps the seat's side, judged with all roles known.
 
-    Votes of the village against the mafia, of the mafia against the village, and talk that names one such player;
-    nights that kill or save a player, or find a member of the mafia.
+    Useful are votes and talk against one player of the other side, and night actions that kill or save a player or
+    find a member of the Mafia.
     """
     phase, roles = game["phase"].value, game["player_roles"]
-    named = [int(one) for one in _TARGET.findall(action)]
-    if len(named) != 1 or named[0] not in game["alive_players"]:  # of talk; other valid actions name one
+    targets = _targets_in(action)
+    if len(targets) != 1 or targets[0] not in game["alive_players"]:  # only talk; other valid actions have one target
         return False
     if phase == "Night-Doctor":
-        return bool(named[0] == game["pending_elimination"])
-    return bool((roles[named[0]] == "Mafia") != (roles[seat] == "Mafia"))
+        return bool(targets[0] == game["pending_elimination"])
+    return bool((roles[targets[0]] == "Mafia") != (roles[seat] == "Mafia"))
 
 
-def said_today(observations: Iterable[Sequence[Any]]) -> list[str]:
-    """Return what players said since day broke, from a seat's (sender, text, kind)."""
-    said: list[str] = []
+def messages_today(observations: Iterable[Sequence[Any]]) -> list[str]:
+    """Return the players' messages since the last daybreak, from a seat's (sender, text, kind)."""
+    messages: list[str] = []
     for sender, text, _ in observations:
-        said = [] if sender == -1 and text.startswith("Day breaks") else said + [text] * (sender != -1)
-    return said
+        new_day = sender == -1 and text.startswith("Day breaks")
+        messages = [] if new_day else messages + [text] * (sender != -1)
+    return messages
 
 
-def known(game: Mapping[str, Any], seat: int, heard: Iterable[Sequence[Any]]) -> dict[int, bool]:
-    """Return of whom the seat knows whether they are of the Mafia: its own team, or those it has investigated.
+def known_sides(game: Mapping[str, Any], seat: int, observations: Iterable[Sequence[Any]]) -> dict[int, bool]:
+    """Return player -> whether it is of the Mafia, for the players that the seat knows: its team, or investigated ones.
 
-    ``heard`` are all the (sender, text, kind) that the seat was sent.
+    ``observations`` are all (sender, text, kind) that the seat received.
     """
     roles = game["player_roles"]
     if roles[seat] == "Mafia":
-        return {one: role == "Mafia" for one, role in roles.items()}
-    return {int(one): not no for who, text, _ in heard if who == -1 for one, no in _FOUND.findall(text)}
+        return {player: role == "Mafia" for player, role in roles.items()}
+    reports = [text for sender, text, _ in observations if sender == -1]
+    return {int(player): not negation for text in reports for player, negation in _INVESTIGATED.findall(text)}
 
 
-def brief(game: Mapping[str, Any], seat: int, heard: Sequence[Sequence[Any]]) -> str:
-    """Return what the seat knows in one line: phase, role, living players by side, whom others named, valid targets."""
-    alive, phase, sides = game["alive_players"], game["phase"].value, known(game, seat, heard)
-    others = said_today(one for one in heard if one[0] != seat) if phase.startswith("Day") else []
-    named = {int(one) for text in others for one in _TARGET.findall(text)}
+def brief_observation(game: Mapping[str, Any], seat: int, observations: Sequence[Sequence[Any]]) -> str:
+    """Return the seat's knowledge in one line: phase, role, living players by side, players named today, targets."""
+    alive, phase, sides = game["alive_players"], game["phase"].value, known_sides(game, seat, observations)
+    by_others = [observation for observation in observations if observation[0] != seat]
+    messages = messages_today(by_others) if phase.startswith("Day") else []
+    mentioned = {player for text in messages for player in _targets_in(text)}
     lists = {
-        "Mafia": [one for one in alive if sides.get(one) is True],
-        "Not Mafia": [one for one in alive if sides.get(one) is False],
-        "Named today": [one for one in alive if one in named],
-        "Valid": [f"[{one}]" for one in targets(game, seat)],
+        "Mafia": [player for player in alive if sides.get(player) is True],
+        "Not Mafia": [player for player in alive if sides.get(player) is False],
+        "Named today": [player for player in alive if player in mentioned],
+        "Valid": [f"[{player}]" for player in valid_targets(game, seat)],
     }
     lists |= {} if lists["Valid"] else {"Alive": alive}
-    told = [f"{name}: {' '.join(map(str, players))}" for name, players in lists.items() if players]
-    return ". ".join([f"{phase}. You are Player {seat}, {game['player_roles'][seat]}", *told])
+    parts = [f"{name}: {' '.join(map(str, players))}" for name, players in lists.items() if players]
+    return ". ".join([f"{phase}. You are Player {seat}, {game['player_roles'][seat]}", *parts])
 
 
-def scripted(game: Mapping[str, Any], seat: int, sides: Mapping[int, bool], generator: random.Random) -> str:
-    """Return the move of a player with a plan, to whom the players in ``sides`` are known to be of the Mafia or not.
+def planned_action(game: Mapping[str, Any], seat: int, sides: Mapping[int, bool], generator: random.Random) -> str:
+    """Return the action of a player with a plan that knows whether the players in ``sides`` are of the Mafia.
 
-    By day, and as the Mafia by night, it names an opponent that it knows; else a player of whom it knows nothing.
+    By day, and by night as the Mafia, it targets a known opponent, otherwise a player of unknown side.
     """
-    enemy, night = game["player_roles"][seat] != "Mafia", game["phase"].value == "Night-Detective"
-    others = [one for one in targets(game, seat) or game["alive_players"] if one != seat]
-    found = [one for one in others if sides.get(one) is enemy and not night]
-    return f"[{generator.choice(found or [one for one in others if one not in sides] or others)}]"
+    opponents_are_mafia = game["player_roles"][seat] != "Mafia"
+    investigates = game["phase"].value == "Night-Detective"
+    candidates = [player for player in valid_targets(game, seat) or game["alive_players"] if player != seat]
+    opponents = [player for player in candidates if sides.get(player) is opponents_are_mafia and not investigates]
+    return f"[{generator.choice(opponents or [player for player in candidates if player not in sides] or candidates)}]"
 
 
-def drawn(game: Mapping[str, Any], seat: int, generator: random.Random, said: Sequence[str] = ()) -> str:
-    """Return a valid action of a scripted player: a vote is for whom most of what was ``said`` names, if anybody."""
-    allowed = [one for one in targets(game, seat) if one != seat]
-    if allowed and game["phase"].value == "Day-Voting":
-        named = Counter(int(one) for text in said for one in set(_TARGET.findall(text)))
-        most = max(named[one] for one in allowed)
-        allowed = [one for one in allowed if named[one] == most]
-    return f"[{generator.choice(allowed)}]" if allowed else generator.choice(_TALK)
+def random_action(game: Mapping[str, Any], seat: int, generator: random.Random, messages: Sequence[str] = ()) -> str:
+    """Return a random valid action; a vote goes to a player that most of the ``messages`` name."""
+    targets = [player for player in valid_targets(game, seat) if player != seat]
+    if targets and game["phase"].value == "Day-Voting":
+        mentions = Counter(player for text in messages for player in set(_targets_in(text)))
+        most = max(mentions[player] for player in targets)
+        targets = [player for player in targets if mentions[player] == most]
+    return f"[{generator.choice(targets)}]" if targets else generator.choice(_TALK)
+
+
+def _targets_in(text: str) -> list[int]:
+    return [int(player) for player in _TARGET.findall(text)]

@@ -1,9 +1,9 @@
-"""Make the smoke model of SecretMafia, which takes a minute or two.
+"""Make the smoke model of SecretMafia; takes one to two minutes.
 
     python -m grpo_recipes.extensions.environments.smoke_games OUT_DIR
 
-It learns from games of a detective who plays a script, and in the end its logits are divided by ``MAFIA_TEMPERATURE``:
-its most probable moves are then the script's, but it samples others often enough that GRPO has something to do.
+It is trained on games of a scripted detective. Then its logits are divided by ``MAFIA_TEMPERATURE``: its most probable
+moves remain the scripted moves, but it samples other moves often enough for GRPO to improve it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ if TYPE_CHECKING:
 
 
 def _games(tokenizer: PreTrainedTokenizerFast, seed: int) -> list[tuple[list[int], list[int]]]:
-    """Return the tokens of scripted games of SecretMafia and their labels, which leave out what the game says."""
-    game, rng, found = Game("SecretMafia-v0", smoke.MAFIA_GAME), random.Random(seed), []
-    for number in range(smoke.MAFIA_GAMES):
-        turn, ids, labels = game.reset(number), list[int](), list[int]()
+    """Return (tokens, labels) of scripted games of SecretMafia; the labels mask the game's messages with -100."""
+    game, rng = Game("SecretMafia-v0", smoke.MAFIA_GAME), random.Random(seed)
+    examples = []
+    for game_seed in range(smoke.MAFIA_GAMES):
+        turn, ids, labels = game.reset(game_seed), list[int](), list[int]()
         while not turn.done:
-            action = game.scripted(rng)
+            action = game.scripted_move(rng)
             text = tokenizer.apply_chat_template(turn.messages, add_generation_prompt=True, tokenize=False)
-            read: list[int] = tokenizer(text).input_ids
-            written: list[int] = tokenizer(action + smoke.END).input_ids
-            ids, labels = ids + read + written, labels + [-100] * len(read) + written
+            prompt_ids: list[int] = tokenizer(text).input_ids
+            action_ids: list[int] = tokenizer(action + smoke.END).input_ids
+            ids, labels = ids + prompt_ids + action_ids, labels + [-100] * len(prompt_ids) + action_ids
             turn = game.step(action)
-        found.append((ids, labels))
-    return found
+        examples.append((ids, labels))
+    return examples
 
 
 def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, phases: smoke.Phases) -> None:
-    """Train on games, whose moves alone have a part in the loss, then flatten what the model samples."""
+    """Train on the moves of scripted games, then flatten the model's distribution."""
     import torch
 
     rng, games = random.Random(seed), _games(tokenizer, seed)
@@ -50,9 +51,9 @@ def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: 
                 torch.nn.utils.rnn.pad_sequence([torch.tensor(game[part]) for game in batch], True, padding)
                 for part, padding in ((0, 0), (1, -100))
             )
-            seen = labels[:, 1:] != -100
-            logits = model.lm_head(model.model(ids).last_hidden_state[:, :-1][seen])
-            torch.nn.functional.cross_entropy(logits, labels[:, 1:][seen]).backward()
+            is_action_BT = labels[:, 1:] != -100
+            logits = model.lm_head(model.model(ids).last_hidden_state[:, :-1][is_action_BT])
+            torch.nn.functional.cross_entropy(logits, labels[:, 1:][is_action_BT]).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

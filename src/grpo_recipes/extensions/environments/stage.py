@@ -1,9 +1,9 @@
-"""The function that a child process calls to take an episode one turn further. No torch.
+"""The function that a child process runs to play one turn of an episode. No torch.
 
-The environment of an episode stays in the child between its turns, and is closed when the episode ends or fails, or
-when the next generation begins. A child that does not have it (another died, or was killed) plays the episode again
-from its seed and the policy's actions, and compares: an environment that does not repeat itself is an error, never
-another episode.
+The environment of an episode stays in the child process between its turns. It is closed when the episode ends or fails,
+or when the next generation starts. If a child process does not have the environment (another child died or was killed),
+it replays the episode from its seed and the policy's actions, and compares digests: an environment that does not repeat
+itself is an error, never another episode.
 """
 
 import contextlib
@@ -18,27 +18,27 @@ from grpo_recipes.extensions.environments.load import load_environment
 from grpo_recipes.rewards.score import Score
 from grpo_recipes.rollouts.turns import Environment, Turn
 
-PLAY = "grpo_recipes.extensions.environments.stage:play"  # as the pool of child processes names it
-_MOST_CHARACTERS = 200_000  # of a turn; what a child sends is read into memory at once
-_LIVE: dict[str, "_Episode"] = {}  # of the generation under way
+PLAY = "grpo_recipes.extensions.environments.stage:play"  # name of ``play`` for the pool of child processes
+_MAX_CHARACTERS = 200_000  # per turn; the parent reads a child's whole answer into memory
+_LIVE: dict[str, "_LiveEpisode"] = {}  # episodes of the current generation, by name
 
 
 @dataclass
-class _Episode:
+class _LiveEpisode:
     """An episode that this process plays."""
 
     spec: str
     environment: Environment
     actions: list[str] = field(default_factory=list)
-    turn: str = ""  # the last one, as JSON
+    turn: str = ""  # the last turn, as JSON
 
     def step(self, action: str) -> None:
-        """Take one turn."""
+        """Play one turn."""
         self.turn = _as_json(self.environment.step(action))
         self.actions.append(action)
 
     def close(self) -> None:
-        """Close the environment; what that raises costs no reward: print its kind, since its text may have secrets."""
+        """Close the environment. If it raises, print only the error's type: the text may contain secrets."""
         try:
             self.environment.close()
         except Exception as error:
@@ -47,41 +47,42 @@ class _Episode:
 
 def play(
     completions: Sequence[list[str]], environment: Sequence[str], arguments: Sequence[str], seed: Sequence[int],
-    episode: Sequence[str], seen: Sequence[str],
+    episode: Sequence[str], last_digest: Sequence[str],
 ) -> list[str]:  # fmt: skip
-    """Return the next turn of each episode as JSON, which ``turn_of`` reads.
+    """Return the next turn of each episode as JSON, for ``parse_turn``.
 
-    ``completions`` are the policy's actions so far, ``arguments`` the environment's as JSON, ``episode`` the
-    generation's name and the row's, ``seen`` the digest of the turn before.
+    ``completions`` are the policy's actions so far, ``arguments`` the environment's arguments as JSON, ``episode``
+    the names of generation and row, and ``last_digest`` the digest of the previous turn.
     """
-    rows = zip(completions, environment, arguments, seed, episode, seen, strict=True)
-    return [_play(*row) for row in rows]
+    rows = zip(completions, environment, arguments, seed, episode, last_digest, strict=True)
+    return [_play_turn(*row) for row in rows]
 
 
-play.converts = lambda text: Score(text)  # type: ignore[attr-defined]  # a text, where rewards return a number
+play.converts = lambda text: Score(text)  # type: ignore[attr-defined]  # a text; reward functions return a number
 
 
-def _play(actions: list[str], spec: str, arguments: str, seed: int, name: str, seen: str) -> str:
-    _close_others(name, actions)
-    episode = _LIVE.pop(name, None) or _Episode(spec, load_environment(spec, json.loads(arguments)))
-    with contextlib.ExitStack() as over:
-        over.callback(episode.close)
+def _play_turn(actions: list[str], spec: str, arguments: str, seed: int, name: str, last_digest: str) -> str:
+    """Play the last action of an episode, after a replay of the earlier ones if the environment is not here."""
+    _close_stale(name, actions)
+    episode = _LIVE.pop(name, None) or _LiveEpisode(spec, load_environment(spec, json.loads(arguments)))
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(episode.close)
         if not episode.turn:
             episode.turn = _as_json(episode.environment.reset(seed), episode.environment.tools)
             for action in actions[:-1]:
                 episode.step(action)
-            if actions and digest(episode.turn) != seen:
+            if actions and digest(episode.turn) != last_digest:
                 raise RuntimeError("the environment does not repeat itself from its seed and the same actions")
         if actions:
             episode.step(actions[-1])
-        if not turn_of(episode.turn).done:
-            over.pop_all()
+        if not parse_turn(episode.turn).done:
+            at_end.pop_all()
             _LIVE[name] = episode
     return episode.turn
 
 
-def _close_others(name: str, actions: list[str]) -> None:
-    """Close the episodes of other generations, and one of this name that is not where ``actions`` lead."""
+def _close_stale(name: str, actions: list[str]) -> None:
+    """Close episodes of other generations, and an episode of this name that was played with other actions."""
     generation = name.rpartition("/")[0]
     for other, episode in list(_LIVE.items()):
         if other.rpartition("/")[0] != generation or (other == name and episode.actions != actions[:-1]):
@@ -89,16 +90,16 @@ def _close_others(name: str, actions: list[str]) -> None:
 
 
 def _as_json(turn: Turn, tools: Sequence[dict[str, Any]] = ()) -> str:
-    parts = {**asdict(turn), "tools": list(tools)}
-    text = json.dumps(parts)
-    json.dumps(parts, ensure_ascii=False).encode()  # UnicodeEncodeError on half characters, which no tokenizer takes
-    if len(text) > _MOST_CHARACTERS:
-        raise ValueError(f"a turn of {len(text):,} characters, more than {_MOST_CHARACTERS:,}")
+    fields = {**asdict(turn), "tools": list(tools)}
+    text = json.dumps(fields)
+    json.dumps(fields, ensure_ascii=False).encode()  # UnicodeEncodeError for lone surrogates: no tokenizer accepts them
+    if len(text) > _MAX_CHARACTERS:
+        raise ValueError(f"a turn of {len(text):,} characters, more than {_MAX_CHARACTERS:,}")
     return text
 
 
-def turn_of(text: str) -> Turn:
-    """Return the turn that ``play`` returned; ValueError or TypeError where it is none."""
+def parse_turn(text: str) -> Turn:
+    """Return the turn that ``play`` wrote as JSON; ValueError or TypeError if the text is not a turn."""
     turn = Turn(**json.loads(text))
     if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in turn.messages):
         raise ValueError("messages without role and content")
@@ -106,5 +107,5 @@ def turn_of(text: str) -> Turn:
 
 
 def digest(text: str) -> str:
-    """Return what a replayed turn is compared by."""
+    """Return a digest that identifies a turn when an episode is replayed."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
 """Environments of the library ``verifiers``: its own rollout and rubric, with the policy's text as the model's answer.
 
-``rollout`` asks an OpenAI client for each completion. Ours waits there for the text of the next ``step``, so that
-prompts, stops, tools and scores are those of the library's own evaluation.
+The library's ``rollout`` requests each completion from an OpenAI client. Our client waits for the text of the next
+``step``. Prompts, stops, tools and scores therefore equal the library's own evaluation.
 """
 
 import asyncio
@@ -16,67 +16,67 @@ from typing import Any
 from grpo_recipes.errors import config_error
 from grpo_recipes.rollouts.turns import Environment, Message, Noise, Turn, derive_seed, seeded_noise
 
-_HELD_OUT = 10  # of so many rows one is evaluated on, where all are of one dataset
+_HELD_OUT = 10  # every tenth row is for evaluation, if the environment has only one dataset
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 class VerifiersTask(Environment):
     """One rollout at a time of ``verifiers.load_environment(name, **args)``; the seed picks the dataset's row.
 
-    ``name`` may also be a class that verifiers itself has, such as ``ReasoningGymEnv``.
+    ``name`` may also be a class of verifiers itself, such as ``ReasoningGymEnv``.
     """
 
     def __init__(self, name: str, args: Mapping[str, Any]):
-        self._env = _loaded(name, json.dumps(args, sort_keys=True))
+        self._env = _load_environment(name, json.dumps(args, sort_keys=True))
         self._noise, self._loop = Noise(), _event_loop()
         self._rollout: asyncio.Task[Any] | None = None
         self.tools: list[dict[str, Any]] = []
-        self._read: list[Any] = []
+        self._conversation: list[Message] = []  # messages up to the last turn
 
     def reset(self, seed: int) -> Turn:
-        """Begin a rollout of the row of this seed, and return the messages that it asks a completion for."""
+        """Start a rollout of the row of this seed, and return the messages of its first request."""
         self._noise.seed("verifiers", seed)
-        self._policy, self._read = _Policy(), []
+        self._policy, self._conversation = _PolicyClient(), []
         self._rollout = self._loop.create_task(self._play(self._row(seed)))
-        return self._until_asked()
+        return self._until_request()
 
     def step(self, action: str) -> Turn:
-        """Give the rollout its completion, and run it until it asks for another or is scored."""
+        """Answer the rollout's request, and run it until it requests another completion or is scored."""
         answer = _completion(action, bool(self.tools))
-        self._read = [*self._read, {"role": "assistant", "content": answer.choices[0].message.content or ""}]
+        self._conversation.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
         self._policy.answers.put_nowait(answer)
-        return self._until_asked()
+        return self._until_request()
 
     def close(self) -> None:
-        """Cancel an unfinished rollout: the library runs its clean-up."""
+        """Cancel an unfinished rollout, so that the library cleans up."""
         if self._rollout is not None and not self._rollout.done():
             with self._noise.running():
                 self._cancel(self._rollout)
 
     def _row(self, seed: int) -> dict[str, Any]:
-        """Return the row of this seed: of the set to evaluate on for odd ones, which a run holds out."""
+        """Return the dataset row of this seed: from the evaluation set for odd seeds, which a run does not train on."""
         train, evaluation = self._env.build_dataset() or [], self._env.build_eval_dataset() or []
         if train and evaluation:
             rows = evaluation if seed % 2 else train
             return dict(rows[derive_seed("row", seed) % len(rows)])
         rows = train or evaluation
-        return dict(rows[place(seed, len(rows), bool(seed % 2))])
+        return dict(rows[row_index(seed, len(rows), bool(seed % 2))])
 
     async def _play(self, row: dict[str, Any]) -> Any:
         state = await self._env.rollout(row, self._policy, "policy", {})
         await self._env.rubric.score_rollout(state)
         return state
 
-    def _until_asked(self) -> Turn:
-        """Run the library until it asks for a completion or the rollout is scored."""
+    def _until_request(self) -> Turn:
+        """Run the library until it requests a completion or the rollout is scored."""
         assert self._rollout is not None
         with self._noise.running():
-            asked = self._loop.create_task(self._policy.prompts.get())
-            self._loop.run_until_complete(asyncio.wait({asked, self._rollout}, return_when=asyncio.FIRST_COMPLETED))
-        if asked.done():
-            messages, tools = asked.result()
+            request = self._loop.create_task(self._policy.prompts.get())
+            self._loop.run_until_complete(asyncio.wait({request, self._rollout}, return_when=asyncio.FIRST_COMPLETED))
+        if request.done():
+            messages, tools = request.result()
             return self._turn(messages, tools)
-        self._cancel(asked)
+        self._cancel(request)
         state = self._rollout.result()
         info: dict[str, float | str] = {name: float(value) for name, value in state["metrics"].items()}
         info |= {"stop": str(state.get("stop_condition")), "turns": float(len(state["trajectory"]))}
@@ -89,67 +89,75 @@ class VerifiersTask(Environment):
         self._loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
 
     def _turn(self, messages: list[Any], tools: list[dict[str, Any]]) -> Turn:
+        """Return the new messages of a request; ConfigError if it changed earlier messages."""
         self.tools = tools
-        shown = [_shown(message) for message in messages]
-        if [one["role"] for one in shown[: len(self._read)]] != [one["role"] for one in self._read] or any(
-            one != read for one, read in zip(shown, self._read, strict=False) if one["role"] != "assistant"
+        conversation = [_as_message(message) for message in messages]
+        old = self._conversation
+        same_roles = [message["role"] for message in conversation[: len(old)]] == [message["role"] for message in old]
+        if not same_roles or any(
+            message != old_message
+            for message, old_message in zip(conversation, old, strict=False)
+            if message["role"] != "assistant"
         ):
-            what = "it rewrites the conversation between turns, so that sampled tokens are not those trained on"
-            raise config_error("environment", what, "use an environment that only adds messages")
-        new, self._read = shown[len(self._read) :], shown
-        return Turn(new)
+            problem = "it rewrites the conversation between turns, so training tokens would differ from sampled tokens"
+            raise config_error("environment", problem, "use an environment that only adds messages")
+        self._conversation = conversation
+        return Turn(conversation[len(old) :])
 
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return this process's loop: it holds open files, and the clients of an environment stay with one loop."""
+    """Return this process's event loop: it keeps files open, and an environment's clients are bound to one loop."""
     return asyncio.new_event_loop()
 
 
 @functools.cache
-def _loaded(name: str, arguments: str) -> Any:
-    """Return the library's environment, made once in a process: it serves many rollouts, and builds its dataset."""
+def _load_environment(name: str, arguments: str) -> Any:
+    """Return the library's environment; cached, since it serves many rollouts and builds its dataset once."""
     import verifiers
 
-    # The library sets handlers that end the process; what is drawn here has to be the same in every process.
-    with _signals_kept(), seeded_noise("verifiers", name, arguments):
+    # The library sets signal handlers that end the process. Random draws here must be equal in every process.
+    with _keep_signal_handlers(), seeded_noise("verifiers", name, arguments):
         try:
-            own, args = own_class(name), json.loads(arguments)
-            env = own(**args) if own else verifiers.load_environment(name, **args)
+            environment_class, args = library_class(name), json.loads(arguments)
+            env = environment_class(**args) if environment_class else verifiers.load_environment(name, **args)
         except (ValueError, RuntimeError, TypeError) as error:
-            what = f"'verifiers:{name}' does not load ({' '.join(str(error).split())})"
-            fix = "correct environment_args" if own_class(name) else _install(name)
-            raise config_error("environment", what, fix) from error
+            message = f"'verifiers:{name}' can't be loaded ({' '.join(str(error).split())})"
+            module = name.replace("-", "_")
+            fix = "correct environment_args"
+            if not library_class(name):
+                fix = f"install its package into the Python environment, or {fix} (module {module})"
+            raise config_error("environment", message, fix) from error
     if not isinstance(env, (verifiers.MultiTurnEnv, verifiers.EnvGroup)) or env.message_type != "chat":
-        fix = "use one whose prompts are lists of messages"
-        raise config_error("environment", f"'verifiers:{name}' is no chat environment", fix)
+        fix = "use an environment with lists of messages as prompts"
+        raise config_error("environment", f"'verifiers:{name}' is not a chat environment", fix)
     if names := _group_functions(env.rubric):
-        what = f"'verifiers:{name}' scores several rollouts together ({', '.join(names)})"
-        raise config_error("environment", what, "use one that scores each rollout by itself")
+        message = f"'verifiers:{name}' scores several rollouts together ({', '.join(names)})"
+        raise config_error("environment", message, "use an environment that scores each rollout separately")
     return env
 
 
-def place(seed: int, rows: int, held_out: bool) -> int:
-    """Return which row of a dataset is of this seed: with ten or more, each tenth one is held out of training."""
+def row_index(seed: int, rows: int, held_out: bool) -> int:
+    """Return the index of a seed's dataset row; with ten or more rows, every tenth row is held out of training."""
     number, tenths = derive_seed("row", seed), rows // _HELD_OUT
     if not tenths:
         return number % rows
     if held_out:
         return number % tenths * _HELD_OUT + _HELD_OUT - 1
-    among = number % (rows - tenths)
-    return among + among // (_HELD_OUT - 1)
+    training_index = number % (rows - tenths)
+    return training_index + training_index // (_HELD_OUT - 1)
 
 
-def own_class(name: str) -> Any:
-    """Return verifiers' own class of environments of this name, or None."""
+def library_class(name: str) -> Any:
+    """Return the environment class of this name in verifiers itself, or None."""
     import verifiers
 
-    found = getattr(verifiers, name, None) if name in verifiers.__all__ else None
-    return found if isinstance(found, type) and issubclass(found, verifiers.Environment) else None
+    member = getattr(verifiers, name, None) if name in verifiers.__all__ else None
+    return member if isinstance(member, type) and issubclass(member, verifiers.Environment) else None
 
 
-class _Policy:
-    """Stand in for ``openai.AsyncOpenAI``: hand the messages over, and wait for the policy's answer."""
+class _PolicyClient:
+    """A replacement of ``openai.AsyncOpenAI`` that queues the messages and waits for the policy's answer."""
 
     def __init__(self) -> None:
         self.prompts: asyncio.Queue[Any] = asyncio.Queue()
@@ -162,17 +170,17 @@ class _Policy:
 
 
 def _completion(text: str, tools: bool) -> Any:
-    """Return the answer as OpenAI's client gives it, with ``<tool_call>{...}</tool_call>`` read as a call of a tool.
+    """Return the text as a completion of OpenAI's client, with ``<tool_call>{...}</tool_call>`` parsed as a tool call.
 
-    A call whose JSON is wrong leaves the whole text as content, so that the environment sees no call.
+    If the JSON of a call is wrong, the whole text becomes content, and the environment sees no call.
     """
     from openai.types.chat import ChatCompletion
 
     calls: list[dict[str, Any]] = []
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        found = [json.loads(call) for call in _TOOL_CALL.findall(text)] if tools else []
+        parsed = [json.loads(call) for call in _TOOL_CALL.findall(text)] if tools else []
         calls = [
-            {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)} for call in found
+            {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)} for call in parsed
         ]
     text = text.partition("<tool_call>")[0] if calls else text
     calls = [{"id": f"call_{index}", "type": "function", "function": call} for index, call in enumerate(calls)]
@@ -183,30 +191,29 @@ def _completion(text: str, tools: bool) -> Any:
     )
 
 
-def _shown(message: Mapping[str, Any]) -> Message:
+def _as_message(message: Mapping[str, Any]) -> Message:
+    """Return a message of OpenAI's client as role and text; ConfigError if it contains images or sound."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         if any(part.get("type") != "text" for part in content):
-            raise config_error("environment", "it shows images or sound", "use one that shows text alone")
+            raise config_error("environment", "its messages contain images or sound", "use an environment of text")
         content = "".join(part["text"] for part in content)
     return {"role": message["role"], "content": content}
 
 
 def _group_functions(rubric: Any) -> list[str]:
-    several = [*getattr(rubric, "rubrics", []), *(one.rubric for one in getattr(rubric, "env_map", {}).values())]
-    inner = [name for one in several for name in _group_functions(one)]
-    return [*rubric._get_group_reward_func_names(), *inner]
-
-
-def _install(name: str) -> str:
-    return f"install its package into the environment, or correct environment_args (module {name.replace('-', '_')})"
+    """Return the names of a rubric's reward functions that score several rollouts together."""
+    parts = [*getattr(rubric, "rubrics", []), *(env.rubric for env in getattr(rubric, "env_map", {}).values())]
+    names = [name for part in parts for name in _group_functions(part)]
+    return [*rubric._get_group_reward_func_names(), *names]
 
 
 @contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+def _keep_signal_handlers() -> Iterator[None]:
+    """Restore the handlers of SIGINT and SIGTERM after the block."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
