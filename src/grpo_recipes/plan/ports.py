@@ -21,6 +21,7 @@ import psutil
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.process.answers import get
 from grpo_recipes.process.listeners import ForeignListener, OwnListener, has_closing_connections
+from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.extensions import load, merged
 from grpo_recipes.recipe.rules import starts_server
@@ -254,14 +255,16 @@ def _wait_for_listener(
     start = time.monotonic()
     # Consecutive inspections: if our own process starts to listen during an inspection, it looks foreign once.
     foreign_listeners = 0
-    while time.monotonic() - start < timeout:
+
+    def is_ready() -> bool:
+        nonlocal foreign_listeners
         is_alive = alive()
         with contextlib.suppress(ConnectionRefusedError):
             try:
                 owner.sockets()
                 foreign_listeners = 0
                 if is_alive and ready():
-                    return time.monotonic() - start
+                    return True
             except ForeignListener:
                 foreign_listeners += 1
         if foreign_listeners > 1 or (foreign_listeners and not is_alive):
@@ -269,8 +272,11 @@ def _wait_for_listener(
             raise PortTaken(f"port {port} was taken by another process (pid {pid}) while {who} started")
         if not is_alive:
             raise NotReady(f"{who} died before it was ready")
-        time.sleep(0.25)
-    raise NotReady(f"{who} was not ready after {timeout:.0f}{unit}")
+        return False
+
+    if not wait_until(is_ready, timeout, pause=0.25):
+        raise NotReady(f"{who} was not ready after {timeout:.0f}{unit}")
+    return time.monotonic() - start
 
 
 def _served_models(host: str, port: int, token: str, owner: OwnListener) -> list[str]:

@@ -22,7 +22,7 @@ def modebench_tasks(recipe: Recipe) -> list[str]:
 
 
 def seeded_sets(recipe: Recipe) -> list[str]:
-    """Return the generators whose problems a recipe trains or evaluates on."""
+    """Return the generators of a recipe's training and evaluation problems."""
     return [name for name in GENERATORS if name in (recipe["dataset_name"], evaluation_set(recipe))]
 
 
@@ -39,7 +39,7 @@ def _evaluates_on_seeds(recipe: Recipe) -> bool:
 
 
 def _shared_seeds(recipe: Recipe) -> list[int]:
-    """Return the seeds of one generator that a recipe both trains and evaluates on."""
+    """Return the seeds that a recipe uses in training and in evaluations, for the same generator."""
     name = recipe["dataset_name"]
     same_set = _evaluates_on_seeds(recipe) and is_seeded(name) and (recipe["eval_dataset_name"] or name) == name
     return seeded.Settings.read(recipe.__getitem__).shared if same_set else []

@@ -137,7 +137,7 @@ def _arithmetic(draws: Draws, _: Settings) -> dict[str, str]:
 
 
 def _sums(draws: Draws, _: Settings) -> dict[str, str]:
-    """Make one of a hundred one-digit sums, in the format of the model ``smoke:sums``."""
+    """Make a one-digit sum in the format of the model ``smoke:sums``; a hundred exist."""
     first, second = draws.below(10), draws.below(10)
     return {"problem": f"{first}+{second}=", "answer": str(first + second)}
 
@@ -218,7 +218,7 @@ def clauses_of(text: Any) -> Clauses:
 
 
 def satisfies(answer: str, clauses: Clauses) -> bool:
-    """Return whether an answer consists of one value for each variable of the clauses, and satisfies them.
+    """Return whether an answer has a value for each variable of the clauses, has nothing else, and satisfies them.
 
     A value has the form ``x3=true`` or ``x3: 0``, in any order and case. The answer's length bounds the time.
     """
