@@ -26,7 +26,13 @@ from typing import Any
 
 from made_by import begin, write_record
 
-from grpo_recipes.extensions.atropos.group import UNTRAINED, Group, group_of, problem_of, trajectories
+from grpo_recipes.extensions.atropos.group import (
+    UNTRAINED,
+    Group,
+    find_group_problem,
+    from_trajectories,
+    to_trajectories,
+)
 from grpo_recipes.paths import home
 
 GROUP, PROMPT, COMPLETION, VOCABULARY = 8, 64, 192, 150_000
@@ -73,20 +79,20 @@ def measure(texts: list[str]) -> dict[str, float]:
 
 def to_arrays(plain: Any) -> list[Any]:
     """Return the trajectories of a group of the wire, looked through as the trainer does."""
-    group = Group.of_wire(plain)
-    assert problem_of(group, size=GROUP, longest=PROMPT + COMPLETION, vocabulary=VOCABULARY) is None
-    return trajectories(group)
+    group = Group.from_json(plain)
+    assert find_group_problem(group, size=GROUP, longest=PROMPT + COMPLETION, vocabulary=VOCABULARY) is None
+    return to_trajectories(group)
 
 
 def from_arrays(rows: list[Any]) -> dict[str, Any]:
     """Return a group of the wire from its trajectories."""
-    return group_of(rows).as_wire()
+    return from_trajectories(rows).to_json()
 
 
 def wire_groups(count: int, seed: int) -> list[str]:
     """Return groups as JSON, each on its own."""
     draw = random.Random(seed)
-    return [json.dumps(_group(draw, several_turns=index % 5 == 0).as_wire()) for index in range(count)]
+    return [json.dumps(_group(draw, several_turns=index % 5 == 0).to_json()) for index in range(count)]
 
 
 def _group(draw: random.Random, several_turns: bool) -> Group:

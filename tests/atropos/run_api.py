@@ -99,7 +99,7 @@ class RunApi:
 def post_groups(url: str, groups: Sequence[Group]) -> None:
     """Put groups into the queue of a run-api, in order, as an environment does."""
     for start in range(0, len(groups), 64):
-        body = [group.as_wire() for group in groups[start : start + 64]]
+        body = [group.to_json() for group in groups[start : start + 64]]
         answer = requests.post(f"{url}/scored_data_list", json=body, timeout=30)
         assert answer.ok, answer.text
 

@@ -21,8 +21,8 @@ from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atropos.envs.by_hand import Alone, Sums
 from grpo_recipes import smoke
 from grpo_recipes.extensions.atropos.access import SETTINGS, grant_access, revoke_access
-from grpo_recipes.extensions.atropos.group import Group, problem_of
-from grpo_recipes.extensions.atropos.processes import ENVIRONMENT_TOKEN, server_variables
+from grpo_recipes.extensions.atropos.group import Group, find_group_problem
+from grpo_recipes.extensions.atropos.processes import ENVIRONMENT_TOKEN, ROLES
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 
@@ -63,7 +63,7 @@ def test_environments_of_the_launch_alone_need_none(
 ) -> None:
     keys = {**GROUPS, "atropos_api_url": None, "atropos_environment": "arithmetic"}
     assert grant_access(read(**keys), planned(**keys), names) is None and not any(names.run_dir.glob("*_*"))
-    assert server_variables(read(**keys), names) == {}
+    assert ROLES.server_variables(read(**keys), names) == {}
     server = planned(**keys, weight_sync="file").process("server")
     assert server is not None and "GRPO_ENVIRONMENT_TOKEN_FILE" not in server.environment
 
@@ -136,5 +136,5 @@ def test_an_unmodified_environment_reads_the_settings_and_samples_a_group(
     serve.run()
     (group,) = groups
     assert len(group["tokens"]) == 4 and group["scores"].count(1.0) == 1
-    assert problem_of(Group.of_wire(group), size=4, longest=64, vocabulary=300) is None
+    assert find_group_problem(Group.from_json(group), size=4, longest=64, vocabulary=300) is None
     assert [request["max_tokens"] for request in vllm.asked] == [24]

@@ -21,7 +21,7 @@ from grpo_recipes.extensions.atropos.client import AtroposClient, AtroposError, 
 from grpo_recipes.extensions.atropos.group import UNTRAINED, Group
 
 Client = Callable[..., AtroposClient]
-TAKE: dict[str, Any] = {"size": 2, "longest": 64, "vocabulary": 1000, "current": 9, "max_staleness": None}
+TAKE: dict[str, Any] = {"size": 2, "longest": 64, "vocabulary": 1000, "step": 9, "max_staleness": None}
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def connect(api: RunApi, said: list[str]) -> Client:
 
 def post(api: RunApi, one: Any) -> dict[str, Any]:
     """Post a group as an environment does, a NaN in it included."""
-    wire = one.as_wire() if isinstance(one, Group) else one
+    wire = one.to_json() if isinstance(one, Group) else one
     headers = {"Content-Type": "application/json"}
     answer = api._session.post(f"{api.url}/scored_data", data=json.dumps(wire), headers=headers, timeout=10)
     assert answer.ok, answer.text
@@ -97,14 +97,14 @@ def test_a_wrong_registration_is_refused_before_anything_is_sent(registration: A
 @pytest.mark.parametrize("changes", [{"batch_size": 8}, {"starting_step": 3}, {}])
 def test_a_run_api_of_another_trainer_is_refused(api: RunApi, connect: Client, changes: dict[str, Any]) -> None:
     api.register(**changes)
-    with pytest.raises(AtroposError, match=r"already has a trainer .*Fix: start it again"):
+    with pytest.raises(AtroposError, match=r"already has a trainer .*Fix: restart it"):
         connect()
 
 
 def test_a_run_api_that_was_sent_groups_too_early_is_refused(api: RunApi, connect: Client) -> None:
     api.restart()
     post(api, group())
-    with pytest.raises(AtroposError, match=r"was sent groups before a trainer registered.*GET /reset_data"):
+    with pytest.raises(AtroposError, match=r"received groups before a trainer registered.*GET /reset_data"):
         connect()
     api.reset()
     assert connect().info()["batch_size"] == REGISTRATION["batch_size"]
@@ -112,13 +112,13 @@ def test_a_run_api_that_was_sent_groups_too_early_is_refused(api: RunApi, connec
 
 def test_groups_that_come_during_the_registration_are_not_lost(api: RunApi, connect: Client) -> None:
     client = connect(None)
-    register = client._need_registered
+    register = client._check_registration
 
     def registered_and_posted(wanted: Registration) -> None:
         register(wanted)
-        api.post("/scored_data_list", [group().as_wire(), group().as_wire()])
+        api.post("/scored_data_list", [group().to_json(), group().to_json()])
 
-    client._need_registered = registered_and_posted  # type: ignore[method-assign]
+    client._check_registration = registered_and_posted  # type: ignore[method-assign]
     client.register(REGISTRATION)
     assert client.next_batch() == [group(), group()]
 
@@ -135,7 +135,7 @@ def test_nobody_registered_is_an_error_and_no_empty_batch(api: RunApi, connect: 
 def test_a_run_api_that_was_started_again_has_forgotten_the_training(api: RunApi, connect: Client) -> None:
     client = connect()
     api.restart()
-    with pytest.raises(AtroposError, match=r"does not know this training: Trainer not registered.*Fix: start it again"):
+    with pytest.raises(AtroposError, match=r"does not know this training: Trainer not registered.*Fix: restart it"):
         client.next_batch()
 
 
@@ -161,7 +161,7 @@ def test_a_batch_is_waited_for(api: RunApi, connect: Client, said: list[str]) ->
 def test_several_batches_come_newest_first(connect: Client) -> None:
     client = connect()
     post_groups(client.url, [of_version(version) for version in range(6)])
-    taken = [client.take(2, **TAKE) for _ in range(3)]
+    taken = [client.take_groups(2, **TAKE) for _ in range(3)]
     assert [[one.policy_version for one in groups] for groups in taken] == [[5, 4], [3, 2], [1, 0]]
 
 
@@ -173,8 +173,8 @@ def test_a_large_batch_keeps_the_order_of_its_groups(connect: Client) -> None:
 
 
 def test_what_run_api_does_not_take_is_an_error_with_its_words(connect: Client) -> None:
-    with pytest.raises(AtroposError, match=r"refused .*/scored_data_list: 422: .*content"):
-        connect()._api.ask("POST", "/scored_data_list", [group(messages=[[{"role": "user"}], []]).as_wire()])
+    with pytest.raises(AtroposError, match=r"rejected .*/scored_data_list: 422: .*content"):
+        connect()._api.request("POST", "/scored_data_list", [group(messages=[[{"role": "user"}], []]).to_json()])
 
 
 def test_a_batch_with_nan_in_it_is_lost_and_counted_and_the_next_one_comes(
@@ -245,14 +245,14 @@ def test_three_clients_share_the_batches_and_none_comes_twice(api: RunApi, conne
 def test_answers_are_compressed_where_that_is_asked_for(api: RunApi, connect: Client, compressed: bool) -> None:
     client = connect({"batch_size": 64}, compressed=compressed)
     post_groups(client.url, [group(8)] * 8)
-    answer = client._api.once("GET", "/latest_example")
+    answer = client._api.send("GET", "/latest_example")
     assert answer.headers.get("Content-Encoding") == ("gzip" if compressed else None)
     assert client.next_batch() == [group(8)] * 8
 
 
 def test_compressed_groups_of_an_environment_are_taken(api: RunApi, connect: Client) -> None:
     client = connect()
-    body = gzip.compress(json.dumps([group().as_wire()] * 2).encode())
+    body = gzip.compress(json.dumps([group().to_json()] * 2).encode())
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     assert api._session.post(f"{api.url}/scored_data_list", data=body, headers=headers, timeout=10).ok
     assert client.next_batch() == [group(), group()]
@@ -261,8 +261,8 @@ def test_compressed_groups_of_an_environment_are_taken(api: RunApi, connect: Cli
 def test_empty_lists_and_nulls_of_environments_are_the_same(api: RunApi, connect: Client) -> None:
     client = connect()
     names = ["advantages", "ref_logprobs", "messages", "overrides", "images"]
-    post(api, group().as_wire() | {name: [] for name in names})
-    post(api, group().as_wire() | dict.fromkeys(names))
+    post(api, group().to_json() | {name: [] for name in names})
+    post(api, group().to_json() | dict.fromkeys(names))
     assert client.next_batch() == [group(), group()]
 
 
@@ -282,8 +282,8 @@ def wrong(name: str, row: int, values: list[Any]) -> Group:
         (wrong("masks", 1, [UNTRAINED] * 3), "trajectory 1: 5 tokens, but 3 masks"),
         (wrong("masks", 0, [0, 0, 0, 1]), "trajectory 0: mask 0 at token 4"),
         (wrong("inference_logprobs", 1, [1.0, 1.0, 1.0, -0.5, 1.0]), "trajectory 1: inference log-prob 1 > 0"),
-        (group(first=998), "trajectory 1: token id 1000, and the model knows 0 to 999"),
-        (group(scores=[1.0]), "scores of 1 trajectories, tokens of 2"),
+        (group(first=998), "trajectory 1: token id 1000, but the model knows only 0 to 999"),
+        (group(scores=[1.0]), "scores have 1 trajectories, tokens have 2"),
         (group(generation_params={"policy_version": 10}), "weights of step 10 sampled it"),
     ],
 )
@@ -292,7 +292,7 @@ def test_a_group_that_must_not_be_trained_on_is_dropped_counted_and_named(
 ) -> None:
     client = connect()
     post_groups(client.url, [group(first=50), bad])
-    assert client.take(1, **TAKE) == [group(first=50)]
+    assert client.take_groups(1, **TAKE) == [group(first=50)]
     assert client.counts["rejected"] == 1
     [line] = [line for line in said if "is not trained on" in line]
     assert why in line and ("step 10" in line or "group 1 of batch 1, of environment None" in line)
@@ -301,27 +301,27 @@ def test_a_group_that_must_not_be_trained_on_is_dropped_counted_and_named(
 def test_a_group_that_is_too_large_is_dropped(connect: Client) -> None:
     client = connect({"batch_size": 8})
     post_groups(client.url, [group(4), group(), group()])
-    assert client.take(2, **TAKE) == [group(), group()]
+    assert client.take_groups(2, **TAKE) == [group(), group()]
     assert client.counts["rejected"] == 1
-    assert client._last_rejection.endswith("4 trajectories where 2 make a group")
+    assert client._last_rejection.endswith("4 trajectories, expected 2")
 
 
 def test_only_the_first_rejections_are_printed(connect: Client, said: list[str]) -> None:
     client = connect({"batch_size": 64})
     post_groups(client.url, [group(scores=[1.0])] * 31 + [group()])
-    assert client.take(1, **TAKE) == [group()]
+    assert client.take_groups(1, **TAKE) == [group()]
     assert client.counts["rejected"] == 31
     lines = [line for line in said if "is not trained on" in line]
-    assert len(lines) == 10 and lines[-1].endswith("; further ones are only counted")
+    assert len(lines) == 10 and lines[-1].endswith("; further rejections are only counted")
 
 
 def test_a_group_without_log_probs_ends_the_run_before_anything_is_trained_on(api: RunApi, connect: Client) -> None:
     client = connect()
     for nothing in (None, []):
-        post(api, {**group().as_wire(), "inference_logprobs": nothing})
+        post(api, {**group().to_json(), "inference_logprobs": nothing})
     wanted = r"^GRPO requires inference_logprobs for importance sampling! .* in group 0 of batch 1,.*server_type vllm"
     with pytest.raises(ValueError, match=wanted) as error:
-        client.take(2, **TAKE)
+        client.take_groups(2, **TAKE)
     assert isinstance(error.value, NoLogprobs) and isinstance(error.value, AtroposError)
 
 
@@ -333,7 +333,7 @@ def test_what_an_environment_says_of_a_trajectory_arrives(connect: Client) -> No
         generation_params={"temperature": 1.0, "policy_version": 9},
     )
     post_groups(client.url, [told, told])
-    first, _ = client.take(2, **TAKE)
+    first, _ = client.take_groups(2, **TAKE)
     assert first == told
     assert [first.is_zeroed(row) for row in range(2)] == [True, False]
     assert [first.temperature(row) for row in range(2)] == [1.0, 0.5]
@@ -344,7 +344,7 @@ def test_parts_of_a_group_are_joined_and_what_stays_alone_is_dropped(api: RunApi
     env = api.register_env(group_size=2)
     answers = [post(api, group(1, first=first, env_id=env)) for first in (30, 40, 50, 60)]
     assert [one["status"] for one in answers] == ["buffered"] * 4
-    taken = client.take(2, **TAKE)
+    taken = client.take_groups(2, **TAKE)
     assert [[row[3] for row in one.tokens] for one in taken] == [[30, 40], [50, 60]]
 
 
@@ -353,11 +353,11 @@ def test_parts_whose_others_never_come_are_dropped_and_few_are_kept(api: RunApi,
     env = api.register_env(group_size=2)
     for number in range(12):  # of prompts of their own: each stays alone
         post(api, group(1, tokens=[[4, 100 + number, 16, 20]], env_id=env))
-    assert client.take(0, **TAKE) == []
+    assert client.take_groups(0, **TAKE) == []
     assert client.next_batch()[0].tokens == [[4, 108, 16, 20]]  # the newest; two batches of parts are left
     post(api, group(first=70, env_id=env))
     post(api, group(first=80, env_id=env))
-    assert [one.tokens[0][3] for one in client.take(2, **TAKE)] == [70, 80]
+    assert [one.tokens[0][3] for one in client.take_groups(2, **TAKE)] == [70, 80]
     assert len(client._parts) == 4 and client.counts["rejected"] == 4
     assert client._last_rejection.endswith("only 1 of its 2 trajectories came")
 
@@ -365,24 +365,24 @@ def test_parts_whose_others_never_come_are_dropped_and_few_are_kept(api: RunApi,
 def test_groups_of_an_old_policy_are_dropped_and_counted(connect: Client) -> None:
     client = connect({"batch_size": 8})
     post_groups(client.url, [of_version(version) for version in (4, 9, 3, 5)])
-    assert [one.policy_version for one in client.take(2, **{**TAKE, "max_staleness": 4})] == [9, 5]
+    assert [one.policy_version for one in client.take_groups(2, **{**TAKE, "max_staleness": 4})] == [9, 5]
     assert client.counts["stale"] == 2 and client.counts["rejected"] == 0
     post_groups(client.url, [of_version(version) for version in (4, 9, 3, 5)])
-    assert [one.policy_version for one in client.take(4, **TAKE)] == [9, 5, 4, 3]
+    assert [one.policy_version for one in client.take_groups(4, **TAKE)] == [9, 5, 4, 3]
 
 
 def test_the_newest_groups_are_taken_and_the_others_kept_until_they_are_too_old(connect: Client) -> None:
     client = connect({"batch_size": 8})
     post_groups(client.url, [of_version(version) for version in (4, 7, 5, 6)])
     keys = {**TAKE, "max_staleness": 2}
-    assert [one.policy_version for one in client.take(1, **{**keys, "current": 7})] == [7]
+    assert [one.policy_version for one in client.take_groups(1, **{**keys, "step": 7})] == [7]
     assert client.counts == {
         "batches": 1, "groups": 4, "rejected": 0, "stale": 1, "lost_batches": 0, "stolen_batches": 0,
         "unknown_version": 0,
     }  # fmt: skip
-    assert [one.policy_version for one in client.take(1, **{**keys, "current": 8})] == [6]
+    assert [one.policy_version for one in client.take_groups(1, **{**keys, "step": 8})] == [6]
     post_groups(client.url, [of_version(version) for version in (9, 9, 8, 8)])
-    assert [one.policy_version for one in client.take(2, **{**keys, "current": 9})] == [9, 9]
+    assert [one.policy_version for one in client.take_groups(2, **{**keys, "step": 9})] == [9, 9]
     assert client.counts["stale"] == 2 and client.counts["batches"] == 2
 
 
@@ -390,7 +390,7 @@ def test_groups_of_an_unknown_policy_are_taken_last_and_counted(connect: Client)
     client = connect({"batch_size": 6})
     post_groups(client.url, [group(first=50), of_version(2), of_version(9)])
     keys = {**TAKE, "max_staleness": 20}
-    assert [one.policy_version for one in client.take(3, **keys)] == [9, 2, None]
+    assert [one.policy_version for one in client.take_groups(3, **keys)] == [9, 2, None]
     assert client.counts["unknown_version"] == 1
 
 
@@ -400,12 +400,12 @@ def test_groups_of_an_unknown_policy_are_taken_last_and_counted(connect: Client)
 def diagnosed(client: AtroposClient) -> list[str]:
     """The lines of the error at the end of a wait."""
     with pytest.raises(AtroposError) as error:
-        client.take(2, **TAKE)
+        client.take_groups(2, **TAKE)
     return str(error.value).splitlines()
 
 
 def test_at_the_deadline_everything_there_is_to_see_is_said(api: RunApi, connect: Client, said: list[str]) -> None:
-    client = connect(max_wait=0.5, diagnose=lambda: ["the server is well"])
+    client = connect(max_wait=0.5, describe_run=lambda: ["the server is well"])
     seen, silent = api.register_env(group_size=2), api.register_env(group_size=2)
     for _ in range(3):
         post(api, group(env_id=seen))
@@ -420,7 +420,7 @@ def test_at_the_deadline_everything_there_is_to_see_is_said(api: RunApi, connect
         "  /info: {'batch_size': 4, 'max_token_len': 64}",
         f"  environment {seen}: last seen {lines[4].split()[4]} s ago, 1 of its groups in the queue",
     ]
-    assert lines[5] == f"  environment {silent}: no group of it ever came, 0 of its groups in the queue"
+    assert lines[5] == f"  environment {silent}: it never sent a group, 0 of its groups in the queue"
     assert lines[6] == "  packing: the groups in the queue (1 of 2 sequences) do not fill a batch of 4 sequences"
     assert lines[7].startswith("  since the start: batches 1, groups 2, rejected 0")
     assert lines[8] == "  the server is well"
@@ -429,7 +429,7 @@ def test_at_the_deadline_everything_there_is_to_see_is_said(api: RunApi, connect
 
 def test_a_reason_that_the_caller_knows_comes_first_until_groups_have_come(api: RunApi, connect: Client) -> None:
     """R11: the diagnosis blamed group sizes where the server had refused every request."""
-    client = connect(max_wait=0.2, likely=lambda: "the server refused 7 requests")
+    client = connect(max_wait=0.2, explain_wait=lambda: "the server refused 7 requests")
     env_id = api.register_env(group_size=2)
     assert diagnosed(client)[0] == "Maximum wait time (0.2s) exceeded: the server refused 7 requests"
     for _ in range(2):
@@ -467,8 +467,8 @@ def test_a_dead_environment_with_a_least_share_is_reported(api: RunApi, connect:
     for _ in range(4):
         post(api, group(env_id=living))
     lines = diagnosed(client)
-    assert f"  environment {dead}: no group of it ever came, 0 of its groups in the queue" in lines
-    assert lines[0].endswith(f"with a least share and no groups stops every batch: perhaps {dead}")
+    assert f"  environment {dead}: it never sent a group, 0 of its groups in the queue" in lines
+    assert lines[0].endswith(f"with a min_allocation and no groups blocks every batch: perhaps {dead}")
 
 
 @pytest.mark.parametrize(
@@ -498,7 +498,7 @@ def test_groups_without_an_env_id_wait_for_ever_next_to_a_least_share(api: RunAp
     post_groups(client.url, [group(2) for _ in range(4)])
     first, *lines = diagnosed(client)
     assert first.endswith("while an environment has a min_allocation, run-api hands out no group without an env_id")
-    assert f"  environment {sharing}: no group of it ever came, 0 of its groups in the queue" in lines
+    assert f"  environment {sharing}: it never sent a group, 0 of its groups in the queue" in lines
 
 
 def test_batches_that_another_client_took_are_counted_and_said(api: RunApi, connect: Client, said: list[str]) -> None:
@@ -523,9 +523,9 @@ def test_all_groups_that_wait_for_the_trainer_are_counted(api: RunApi, connect: 
     """M10: /status leaves out the batches that run-api has packed already."""
     client = connect()
     post_groups(client.url, [group(2) for _ in range(11)])  # five batches of two groups, and one group
-    assert client.waiting(2) == 11
+    assert client.count_waiting_groups(2) == 11
     client.next_batch()
-    assert client.status()["queue_size"] == 1 and client.waiting(2) == 9
+    assert client.status()["queue_size"] == 1 and client.count_waiting_groups(2) == 9
 
 
 def test_no_environment_at_all_is_said(connect: Client) -> None:
@@ -550,8 +550,8 @@ def test_a_stream_of_groups_that_cannot_be_trained_on_ends_at_the_deadline(api: 
         ends.set()
         producer.join()
     assert client.counts["rejected"] > 2
-    rejected = "Maximum wait time (0.6s) exceeded: groups came that were rejected, the last one: group "
-    assert lines[0].startswith(rejected) and "scores of 1 trajectories" in lines[0]
+    rejected = "Maximum wait time (0.6s) exceeded: groups came but were rejected, the last: group "
+    assert lines[0].startswith(rejected) and "scores have 1 trajectories" in lines[0]
 
 
 def test_a_run_api_that_dies_is_an_error_within_its_attempts(api: RunApi, connect: Client) -> None:

@@ -16,7 +16,7 @@ from grpo_recipes.extensions.atropos.connection import Connection
 
 pytestmark = pytest.mark.alone
 
-DATA = {"batch": [group().as_wire()]}
+DATA = {"batch": [group().to_json()]}
 
 
 def client(url: str, said: list[str] | None = None, **keys: Any) -> AtroposClient:
@@ -81,7 +81,7 @@ def test_attempts_are_bounded() -> None:
 def test_what_run_api_refuses_is_asked_once(status: int) -> None:
     with fake_run_api(batch=[(status, "no such thing")], info=[(status, "no such thing")]) as fake:
         for ask in (client(fake.url).next_batch, client(fake.url).info):
-            with pytest.raises(AtroposError, match=f"refused .*{status}: no such thing"):
+            with pytest.raises(AtroposError, match=f"rejected .*{status}: no such thing"):
                 ask()
         assert [len(fake.asked[path]) for path in ("/batch", "/info")] == [1, 1]
 
@@ -107,21 +107,24 @@ def test_a_refused_connection_is_repeated_and_loses_nothing() -> None:
 
 @pytest.mark.parametrize("page", [(200, "<html>hello</html>"), {"models": []}, [1]])
 def test_another_program_at_the_url_is_no_run_api(page: Any) -> None:
-    with fake_run_api(batch=[page]) as fake, pytest.raises(AtroposError, match=r"no run-api answers at .*/batch"):
+    with (
+        fake_run_api(batch=[page]) as fake,
+        pytest.raises(AtroposError, match=r"the server at .*/batch is not a run-api"),
+    ):
         client(fake.url).next_batch()
 
 
 def test_a_request_that_must_not_repeat_is_sent_once_if_no_answer_comes() -> None:
     with fake_run_api(scored_data_list=["cut"]) as fake:
-        with pytest.raises(AtroposError, match="may have taken what was sent"):
-            client(fake.url)._api.ask("POST", "/scored_data_list", [group().as_wire()], repeat=False)
+        with pytest.raises(AtroposError, match="may have received the request"):
+            client(fake.url)._api.request("POST", "/scored_data_list", [group().to_json()], repeat=False)
         assert len(fake.asked["/scored_data_list"]) == 1
 
 
 def test_a_request_that_must_not_repeat_is_repeated_after_a_server_error() -> None:
     with fake_run_api(scored_data_list=[(503, "busy"), {"status": "received"}]) as fake:
-        client(fake.url)._api.ask("POST", "/scored_data_list", [group().as_wire()], repeat=False)
-        assert fake.bodies["/scored_data_list"] == [[group().as_wire()]] * 2
+        client(fake.url)._api.request("POST", "/scored_data_list", [group().to_json()], repeat=False)
+        assert fake.bodies["/scored_data_list"] == [[group().to_json()]] * 2
 
 
 def test_a_run_that_stops_waits_no_longer() -> None:

@@ -24,7 +24,7 @@ from grpo_recipes.extensions.atropos.environments import (
     Episode,
     RecipeEnv,
     RecipeEnvConfig,
-    scored,
+    build_group,
 )  # fmt: skip
 from grpo_recipes.extensions.atropos.server import PromptTooLong, RunServerConfig
 from grpo_recipes.recipe.user_code import load_object
@@ -180,7 +180,7 @@ def test_a_turn_without_room_is_an_empty_text_and_no_request(make, vllm) -> None
 
 def test_a_prompt_longer_than_its_share_is_refused_before_it_is_sampled(make, vllm) -> None:
     environment = make(Doubles, max_token_length=20)
-    with pytest.raises(PromptTooLong, match="a prompt of 13 tokens, where it may have 4"):
+    with pytest.raises(PromptTooLong, match="the prompt has 13 tokens, at most 4 are allowed"):
         collect(environment)
     assert vllm.asked == []
 
@@ -240,7 +240,7 @@ def test_the_example_is_an_environment_of_two_turns(make, vllm) -> None:
 def test_a_score_that_is_no_number_never_leaves_the_environment(make, worth) -> None:
     episodes = [Episode(make(Doubles), [1])]
     with pytest.raises(ValueError, match="can't be trained on"):
-        scored(episodes, [worth], {})
+        build_group(episodes, [worth], {})
 
 
 def test_items_follow_from_seed_name_and_step(make, monkeypatch) -> None:
@@ -290,7 +290,7 @@ def test_a_dataset_of_the_hub_is_read_where_it_was_fetched(make, tmp_path, monke
     monkeypatch.setattr(DatasetEnv, "fetched", staticmethod(fetched))
     named = {"dataset_name": "someone/sums", "dataset_config": "main", "dataset_train_split": "test"}
     assert make(DatasetEnv, **named).next_item()["answer"] == "2"
-    DatasetEnv.look(DatasetEnvConfig(**named), fetched=fetched)
+    DatasetEnv.check_config(DatasetEnvConfig(**named), fetched=fetched)
     assert asked == [("someone/sums", "main", "test")] * 2
 
 
@@ -353,19 +353,22 @@ def test_gsm8k_is_read_by_its_columns_and_scored(make, vllm) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"dataset_name": ""}, "names no dataset"),
+        ({"dataset_name": ""}, "needs a dataset"),
         ({"dataset_name": __file__}, "the dataset cannot be read: not a "),
         ({"dataset_prompt_column": "question"}, "has no column 'question'"),
-        ({"reward": "pure_acuracy_math"}, "unknown reward 'pure_acuracy_math'. Fix: write pure_accuracy_math"),
-        ({"reward": "environment"}, "there is no reward 'environment'"),
+        ({"reward": "pure_acuracy_math"}, "unknown reward 'pure_acuracy_math'. Fix: set pure_accuracy_math"),
+        ({"reward": "environment"}, "unknown reward 'environment'"),
         ({"reward": "nowhere.py:f"}, "no file 'nowhere.py'"),
-        ({"reward_args": {"answer_maching": "strict"}}, "takes no 'answer_maching'. Fix: write answer_matching"),
-        ({"reward": "math_verify", "reward_args": {"a": 1}}, "'math_verify' takes no 'a'. Fix: remove reward_args"),
+        ({"reward_args": {"answer_maching": "strict"}}, "has no argument 'answer_maching'. Fix: use answer_matching"),
+        (
+            {"reward": "math_verify", "reward_args": {"a": 1}},
+            "'math_verify' has no argument 'a'. Fix: remove reward_args",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_dataset_or_its_reward_is_said(fields, said) -> None:
     with pytest.raises(ConfigError) as error:
-        DatasetEnv.look(DatasetEnvConfig(**{"dataset_name": "smoke:sums", **fields}))
+        DatasetEnv.check_config(DatasetEnvConfig(**{"dataset_name": "smoke:sums", **fields}))
     assert said in str(error.value)
 
 

@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atropos.groups import PROMPT, group
-from grpo_recipes.extensions.atropos.group import UNTRAINED, Group, group_of, problem_of, rejoined, trajectories
+from grpo_recipes.extensions.atropos.group import (
+    UNTRAINED,
+    Group,
+    find_group_problem,
+    from_trajectories,
+    join_parts,
+    to_trajectories,
+)
 
 NEGATIVE = st.floats(-100, 0)
 ANY = st.floats(-1e6, 1e6)
@@ -55,13 +62,13 @@ def groups(draw: st.DrawFn) -> Group:
 
 @given(groups())
 def test_a_group_goes_to_arrays_and_back_unchanged(original: Group) -> None:
-    assert problem_of(original, size=len(original.tokens), longest=9, vocabulary=VOCABULARY) is None
-    assert group_of(trajectories(original)) == original
+    assert find_group_problem(original, size=len(original.tokens), longest=9, vocabulary=VOCABULARY) is None
+    assert from_trajectories(to_trajectories(original)) == original
 
 
 @given(groups())
 def test_the_arrays_hold_what_the_wire_says(original: Group) -> None:
-    for index, row in enumerate(trajectories(original)):
+    for index, row in enumerate(to_trajectories(original)):
         tokens, labels = original.tokens[index], original.masks[index]
         at = len(row.prompt_ids)
         assert [*row.prompt_ids, *row.completion_ids] == tokens
@@ -80,11 +87,11 @@ def test_the_arrays_hold_what_the_wire_says(original: Group) -> None:
 
 @given(groups())
 def test_a_group_goes_over_the_wire_and_back_unchanged(original: Group) -> None:
-    assert Group.of_wire(json.loads(json.dumps(original.as_wire()))) == original
+    assert Group.from_json(json.loads(json.dumps(original.to_json()))) == original
 
 
 def test_a_turn_of_the_environment_stays_in_the_completion_and_is_not_trained_on() -> None:
-    row = trajectories(
+    row = to_trajectories(
         Group(
             tokens=[[1, 2, 3, 4, 5, 6, 7]],
             masks=[[-100, -100, 3, -100, -100, 6, -100]],
@@ -100,14 +107,14 @@ def test_a_turn_of_the_environment_stays_in_the_completion_and_is_not_trained_on
 
 @pytest.mark.parametrize("nothing", [[], None, "absent"])
 def test_an_empty_list_null_and_no_key_are_the_same(nothing: Any) -> None:
-    wire = {name: value for name, value in group().as_wire().items() if value is not None}
+    wire = {name: value for name, value in group().to_json().items() if value is not None}
     names = ["advantages", "ref_logprobs", "messages", "overrides", "images", "distill_token_ids", "generation_params"]
     given_them = wire if nothing == "absent" else wire | dict.fromkeys(names, nothing)
-    assert Group.of_wire(given_them) == group()
+    assert Group.from_json(given_them) == group()
 
 
 def test_a_null_among_the_overrides_is_none_of_its_own() -> None:
-    read = Group.of_wire({**group().as_wire(), "overrides": [None, {"set_advantage_to_zero": True}]})
+    read = Group.from_json({**group().to_json(), "overrides": [None, {"set_advantage_to_zero": True}]})
     assert read.overrides == [{}, {"set_advantage_to_zero": True}]
     assert [read.is_zeroed(row) for row in range(2)] == [False, True]
 
@@ -118,15 +125,15 @@ def test_a_null_among_the_overrides_is_none_of_its_own() -> None:
         None,
         [],
         {"tokens": [[1]], "masks": [[1]]},
-        {**group().as_wire(), "scores": None},
-        {**group().as_wire(), "advantages": 1.0},
-        {**group().as_wire(), "generation_params": [1]},
-        {**group().as_wire(), "overrides": [1, 2]},
+        {**group().to_json(), "scores": None},
+        {**group().to_json(), "advantages": 1.0},
+        {**group().to_json(), "generation_params": [1]},
+        {**group().to_json(), "overrides": [1, 2]},
     ],
 )
 def test_what_is_no_group_is_refused(wire: Any) -> None:
     with pytest.raises(ValueError, match="group"):
-        Group.of_wire(wire)
+        Group.from_json(wire)
 
 
 def test_the_nearest_temperature_counts() -> None:
@@ -136,10 +143,10 @@ def test_the_nearest_temperature_counts() -> None:
         generation_params={"temperature": 0.7, "policy_version": 3},
         group_overrides={"temperature": 0.9},
     )
-    assert [row.temperature for row in trajectories(one)] == [0.5, 0.7, 0.7]
-    assert trajectories(replace(one, generation_params={}))[1].temperature == 0.9
-    assert trajectories(group())[0].temperature is None
-    assert [(row.zeroed, row.policy_version) for row in trajectories(one)] == [(False, 3), (False, 3), (True, 3)]
+    assert [row.temperature for row in to_trajectories(one)] == [0.5, 0.7, 0.7]
+    assert to_trajectories(replace(one, generation_params={}))[1].temperature == 0.9
+    assert to_trajectories(group())[0].temperature is None
+    assert [(row.zeroed, row.policy_version) for row in to_trajectories(one)] == [(False, 3), (False, 3), (True, 3)]
 
 
 @pytest.mark.parametrize("version", [None, "3", 3.0, True])
@@ -156,14 +163,14 @@ def changed(name: str, row: int, values: list[Any]) -> Group:
 
 P, T = PROMPT, [UNTRAINED] * len(PROMPT)
 PROBLEMS = {
-    "no trajectories": (group(0), "0 trajectories where 3 make a group"),
-    "too few": (group(2), "2 trajectories where 3 make a group"),
-    "too many": (group(4), "4 trajectories where 3 make a group"),
+    "no trajectories": (group(0), "0 trajectories, expected 3"),
+    "too few": (group(2), "2 trajectories, expected 3"),
+    "too many": (group(4), "4 trajectories, expected 3"),
     "no log-probs": (group(3, inference_logprobs=None), "no inference_logprobs"),
-    "scores of fewer": (group(3, scores=[1.0, 2.0]), "scores of 2 trajectories, tokens of 3"),
-    "overrides of fewer": (group(3, overrides=[{}]), "overrides of 1 trajectories, tokens of 3"),
-    "masks of more": (group(3, masks=group(4).masks), "masks of 4 trajectories, tokens of 3"),
-    "advantages of fewer": (group(3, advantages=[[0.0] * 4]), "advantages of 1 trajectories, tokens of 3"),
+    "scores of fewer": (group(3, scores=[1.0, 2.0]), "scores have 2 trajectories, tokens have 3"),
+    "overrides of fewer": (group(3, overrides=[{}]), "overrides have 1 trajectories, tokens have 3"),
+    "masks of more": (group(3, masks=group(4).masks), "masks have 4 trajectories, tokens have 3"),
+    "advantages of fewer": (group(3, advantages=[[0.0] * 4]), "advantages have 1 trajectories, tokens have 3"),
     "ragged masks": (changed("masks", 1, [*T, 21]), "trajectory 1: 5 tokens, but 4 masks"),
     "ragged log-probs": (
         changed("inference_logprobs", 2, [1.0, 1.0, 1.0, -0.5]), "trajectory 2: 6 tokens, but 4 inference_logprobs"
@@ -171,19 +178,19 @@ PROBLEMS = {
     "ragged advantages": (
         group(3, advantages=[[0.0] * 4, [0.0] * 5, [0.0] * 5]), "trajectory 2: 6 tokens, but 5 advantages"
     ),
-    "a row that is no list": (changed("masks", 1, None), "trajectory 1: its masks are no list"),  # type: ignore[arg-type]
+    "a row that is no list": (changed("masks", 1, None), "trajectory 1: its masks are not a list"),  # type: ignore[arg-type]
     "empty": (
         group(3, tokens=[[*P, 20], [], [*P, 22, 23, 24]], masks=[[*T, 20], [], [*T, 22, 23, 24]],
               inference_logprobs=[[-0.5] * 4, [], [-0.5] * 6]),
         "trajectory 1: no tokens",
     ),
     "token beyond the vocabulary": (
-        group(3, first=997), "trajectory 2: token id 1000, and the model knows 0 to 999",
+        group(3, first=997), "trajectory 2: token id 1000, but the model knows only 0 to 999",
     ),
     "negative token": (changed("tokens", 0, [4, -11, 16, 20]), "trajectory 0: token id -11"),
-    "huge token": (changed("tokens", 1, [*P, 21, 2**70]), "trajectory 1: tokens hold a value that does not belong"),
-    "token of text": (changed("tokens", 1, [*P, 21, "a"]), "trajectory 1: tokens hold a value that does not belong"),
-    "mask of zeros and ones": (changed("masks", 1, [0, 0, 0, 1, 1]), "trajectory 1: mask 0 at token 4; it is that or"),
+    "huge token": (changed("tokens", 1, [*P, 21, 2**70]), "trajectory 1: tokens contain an invalid value"),
+    "token of text": (changed("tokens", 1, [*P, 21, "a"]), "trajectory 1: tokens contain an invalid value"),
+    "mask of zeros and ones": (changed("masks", 1, [0, 0, 0, 1, 1]), "trajectory 1: mask 0 at token 4, expected"),
     "nothing trained on": (changed("masks", 2, [UNTRAINED] * 6), "trajectory 2: no token is trained on"),
     "first token trained on": (
         changed("masks", 1, [4, -100, -100, 21, 22]), "trajectory 1: its first token is trained on"
@@ -198,7 +205,7 @@ PROBLEMS = {
     ),
     "log-prob that is none": (
         changed("inference_logprobs", 0, [1.0] * 3 + [None]),
-        "trajectory 0: inference_logprobs hold a value that does not belong there",
+        "trajectory 0: inference_logprobs contain an invalid value",
     ),
     "score that is no number": (group(3, scores=[0.0, math.nan, 1.0]), "trajectory 1: score nan"),
     # S8: finite in float64, and not in the float32 of the trainer.
@@ -213,7 +220,7 @@ PROBLEMS = {
     ),
     "log-prob that stands for minus infinity": (
         changed("inference_logprobs", 1, [1.0] * 3 + [-0.5, -9999.0]),
-        "trajectory 1: inference log-prob -9999 of a trained token, below -104: float32 has no such probability",
+        "trajectory 1: inference log-prob -9999 of a trained token, below -104: float32 can",
     ),
     "temperature of 1e39": (group(3, generation_params={"temperature": 1e39}), "trajectory 0: temperature 1e+39"),
     "temperature of 1e-9": (group(3, generation_params={"temperature": 1e-9}), "trajectory 0: temperature 1e-09"),
@@ -231,34 +238,34 @@ PROBLEMS = {
 
 @pytest.mark.parametrize(("wrong", "problem"), PROBLEMS.values(), ids=PROBLEMS)
 def test_a_problem_says_which_trajectory_and_what(wrong: Group, problem: str) -> None:
-    found = problem_of(wrong, size=3, longest=64, vocabulary=VOCABULARY)
+    found = find_group_problem(wrong, size=3, longest=64, vocabulary=VOCABULARY)
     assert found is not None and found.startswith(problem)
 
 
 def test_what_is_too_long_is_a_problem_and_what_just_fits_is_none() -> None:
-    assert problem_of(group(3), size=3, longest=6, vocabulary=25) is None
-    found = problem_of(group(3), size=3, longest=5, vocabulary=25)
-    assert found == "trajectory 2: 6 tokens where at most 5 are allowed"
+    assert find_group_problem(group(3), size=3, longest=6, vocabulary=25) is None
+    found = find_group_problem(group(3), size=3, longest=5, vocabulary=25)
+    assert found == "trajectory 2: 6 tokens, at most 5 are allowed"
 
 
 def test_untrained_tokens_may_have_any_log_prob() -> None:
     logprobs = [[math.nan, math.inf, 7.0, *([-0.5] * (row + 1))] for row in range(2)]
     one = group(2, inference_logprobs=logprobs)
-    assert problem_of(one, size=2, longest=None, vocabulary=None) is None
-    assert all(np.isfinite(row.logprobs).all() for row in trajectories(one))
+    assert find_group_problem(one, size=2, longest=None, vocabulary=None) is None
+    assert all(np.isfinite(row.logprobs).all() for row in to_trajectories(one))
 
 
 def test_a_group_with_a_problem_has_no_arrays() -> None:
     with pytest.raises(ValueError, match="trajectory 1: 5 tokens, but 4 masks"):
-        trajectories(changed("masks", 1, [*T, 21]))
+        to_trajectories(changed("masks", 1, [*T, 21]))
 
 
 def test_a_field_that_was_replaced_wins_on_the_way_back() -> None:
     original = group(2, advantages=[[0.1] * 4, [0.2] * 5], generation_params={"policy_version": 3, "temperature": 0.7})
-    rows = trajectories(original)
+    rows = to_trajectories(original)
     logprobs, advantages = np.full(2, -2.0, np.float32), np.full(2, 4.0, np.float32)
     rows[1] = replace(rows[1], score=9.0, zeroed=True, temperature=0.25, logprobs=logprobs, advantages=advantages)
-    back = group_of([replace(row, policy_version=5) for row in rows])
+    back = from_trajectories([replace(row, policy_version=5) for row in rows])
     assert back.scores == [0.0, 9.0] and back.policy_version == 5
     assert back.overrides == [{}, {"temperature": 0.25, "set_advantage_to_zero": True}]
     assert back.inference_logprobs == [[1.0, 1.0, 1.0, -0.5], [1.0, 1.0, 1.0, -2.0, -2.0]]
@@ -267,11 +274,11 @@ def test_a_field_that_was_replaced_wins_on_the_way_back() -> None:
 
 
 def test_rows_of_several_groups_are_no_group() -> None:
-    rows = trajectories(group(2))
+    rows = to_trajectories(group(2))
     with pytest.raises(ValueError, match="different groups"):
-        group_of([rows[0], replace(rows[1], env_id=1)])
+        from_trajectories([rows[0], replace(rows[1], env_id=1)])
     with pytest.raises(ValueError, match="no trajectories"):
-        group_of([])
+        from_trajectories([])
 
 
 def part(size: int, version: int | None = 1, prompt: int = 11, **changes: Any) -> Group:
@@ -283,8 +290,8 @@ def part(size: int, version: int | None = 1, prompt: int = 11, **changes: Any) -
 
 def test_parts_of_a_group_are_joined_in_order() -> None:
     first, second = part(1, scores=[3.0]), part(2, scores=[4.0, 5.0], overrides=[{}, {"temperature": 2.0}])
-    [joined], left = rejoined([first, second], 3)
-    assert left == [] and problem_of(joined, size=3, longest=None, vocabulary=None) is None
+    [joined], left = join_parts([first, second], 3)
+    assert left == [] and find_group_problem(joined, size=3, longest=None, vocabulary=None) is None
     assert joined.tokens == first.tokens + second.tokens and joined.scores == [3.0, 4.0, 5.0]
     assert joined.overrides == [{}, {}, {"temperature": 2.0}] and joined.env_id == 0
 
@@ -292,7 +299,7 @@ def test_parts_of_a_group_are_joined_in_order() -> None:
 def test_parts_are_joined_over_others_between_them() -> None:
     """As run-api hands out parts: by size, so that those of two groups alternate."""
     parts = [part(3, prompt=11), part(3, prompt=12), part(1, prompt=11), part(1, prompt=12)]
-    whole, left = rejoined([*parts, group(4)], 4)
+    whole, left = join_parts([*parts, group(4)], 4)
     assert left == []
     assert sorted(one.tokens[0][1] for one in whole if one.env_id == 0) == [11, 12]
     assert all(len({tuple(row[:3]) for row in one.tokens}) == 1 and len(one.tokens) == 4 for one in whole)
@@ -310,23 +317,23 @@ def test_parts_are_joined_over_others_between_them() -> None:
 )
 def test_what_differs_is_not_joined(changes: dict[str, Any]) -> None:
     parts = [part(1), part(1, **changes)]
-    assert rejoined(parts, 2) == ([], parts)
+    assert join_parts(parts, 2) == ([], parts)
 
 
 def test_parts_fill_a_group_whichever_of_them_fit() -> None:
     sizes = [3, 2, 2, 1]
-    whole, left = rejoined([part(size) for size in sizes], 4)
+    whole, left = join_parts([part(size) for size in sizes], 4)
     assert [len(one.tokens) for one in whole] == [4, 4] and left == []
-    whole, left = rejoined([part(3), part(2)], 4)
+    whole, left = join_parts([part(3), part(2)], 4)
     assert whole == [] and [len(one.tokens) for one in left] == [3, 2]
 
 
 def test_the_policy_of_a_joined_group_is_its_oldest_part_s() -> None:
-    assert rejoined([part(1, 4), part(1, 2)], 2)[0][0].policy_version == 2
-    assert rejoined([part(1, 4), part(1, None)], 2)[0][0].policy_version is None
+    assert join_parts([part(1, 4), part(1, 2)], 2)[0][0].policy_version == 2
+    assert join_parts([part(1, 4), part(1, None)], 2)[0][0].policy_version is None
 
 
 def test_a_group_of_the_size_and_one_beyond_it_stay_as_they_are() -> None:
     groups = [part(2), part(3), part(2)]
-    whole, left = rejoined(groups, 2)
+    whole, left = join_parts(groups, 2)
     assert left == [] and all(one is given for one, given in zip(whole, groups, strict=True))

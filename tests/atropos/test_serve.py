@@ -20,13 +20,16 @@ import yaml
 
 pytest.importorskip("atroposlib")
 
+from atroposlib.envs.base import BaseEnv
+
 from atropos.run_api import RunApi
 from grpo_recipes import smoke
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.atropos import serve
 from grpo_recipes.extensions.atropos.environments import ArithmeticEnv
 from grpo_recipes.extensions.atropos.fields import OWNED_FIELDS
-from grpo_recipes.extensions.atropos.group import Group, problem_of
+from grpo_recipes.extensions.atropos.group import Group, find_group_problem
+from grpo_recipes.extensions.atropos.run_environment import adapt_class, disconnect_predecessor, record_id
 from grpo_recipes.extensions.atropos.server import PromptTooLong, RunServer
 from grpo_recipes.process.tree import is_alive
 from grpo_recipes.recipe.user_code import copy_source
@@ -80,7 +83,7 @@ def vllm() -> Iterator[FakeVllm]:
 
 
 def made(run: Path, index: int = 0, server: str = "http://127.0.0.1:9") -> Any:
-    return serve.made(run, index, "http://127.0.0.1:8", server)
+    return serve.create_environment(run, index, "http://127.0.0.1:8", server)
 
 
 # --- what an environment is made of --------------------------------------------------------------------------------
@@ -92,7 +95,7 @@ def test_the_configuration_is_the_recipes(make_run, tokenizer_name) -> None:
     )
     environment = made(run)
     config = environment.config
-    assert type(environment) is ArithmeticEnv and environment.server_cls is RunServer
+    assert isinstance(environment, ArithmeticEnv) and environment.server_cls is RunServer
     assert (config.group_size, config.max_token_length, config.max_tokens, config.temperature) == (2, 24, 8, 0.5)
     assert (config.tokenizer_name, config.rollout_server_url) == (tokenizer_name, "http://127.0.0.1:8")
     assert (config.max_num_workers, config.seed, config.wandb_name) == (4, 7, "arithmetic")
@@ -159,7 +162,7 @@ def test_every_field_that_a_run_may_change_has_a_reason_and_ours_change_none(mak
 
 def test_an_environment_that_would_never_begin_begins_and_arguments_win(make_run, capsys) -> None:
     base = serve.load_environment(f"{FILE}:Count").config_init()[0]
-    assert serve._needed(base.model_copy(update={"max_batches_offpolicy": 0}))["max_batches_offpolicy"] == 1
+    assert serve._required_values(base.model_copy(update={"max_batches_offpolicy": 0}))["max_batches_offpolicy"] == 1
     args = {"total_steps": 120, "steps_per_eval": 20}
     config = made(make_run(atropos_environment=f"{FILE}:Count", atropos_environment_args=args)).config
     assert (config.total_steps, config.steps_per_eval) == (120, 20)
@@ -188,26 +191,29 @@ def test_a_request_gets_at_most_max_completion_length_and_the_first_is_printed(m
 
     asyncio.run(ask())
     assert [request["max_tokens"] for request in vllm.asked] == [8, 4, 8, 8]
-    assert capsys.readouterr().out.count("more tokens than max_completion_length, the first for 24, get 8") == 1
+    assert (
+        capsys.readouterr().out.count("a request for 24 tokens exceeds max_completion_length; all such requests get 8")
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("spec", "args", "said"),
     [
-        ("arithmetic", {"max_num_worker": 3}, "no field 'max_num_worker'. Fix: write 'max_num_workers'"),
-        ("arithmetic", {"tokenizer_name": "x"}, "the launch fills it in. Fix: write model_name_or_path, and remove it"),
+        ("arithmetic", {"max_num_worker": 3}, "no field 'max_num_worker'. Fix: use 'max_num_workers'"),
+        ("arithmetic", {"tokenizer_name": "x"}, "is set by the launch. Fix: remove it, and set model_name_or_path"),
         ("arithmetic", {"seed": "three"}, "atropos_environment_args.seed: Input should be a valid integer"),
         (f"{FILE}:Count", {"begin": -1}, "atropos_environment_args.begin: Input should be greater than or equal to 0"),
-        (f"{FILE}:Unfinished", {}, "has no evaluate and no get_next_item"),
+        (f"{FILE}:Unfinished", {}, "does not define evaluate and get_next_item"),
         (f"{FILE}:CountConfig", {}, "is not an Atropos environment"),
         ("json:dumps", {}, "is not an Atropos environment"),
         (f"{Path(__file__).parent}/envs/nowhere.py:Env", {}, "no file"),
-        ("grpo_recipes.extensions.atropos.environments:RecipeEnv", {}, "has no next_item and no score"),
-        ("dataset", {}, "names no dataset"),
+        ("grpo_recipes.extensions.atropos.environments:RecipeEnv", {}, "does not define next_item and score"),
+        ("dataset", {}, "needs a dataset"),
         (
             "dataset",
             {"dataset_name": "smoke:sums", "reward": "modebenc"},
-            "unknown reward 'modebenc'. Fix: write modebench",
+            "unknown reward 'modebenc'. Fix: set modebench",
         ),
     ],
 )
@@ -222,7 +228,7 @@ def test_a_check_finds_nothing_in_a_right_one_and_survives_code_that_raises(tmp_
     assert serve.environment_problems("dataset", {"dataset_name": "smoke:sums"}) == []
     (tmp_path / "raises.py").write_text("1 / 0\n")
     (problem,) = serve.environment_problems(f"{tmp_path}/raises.py:Env", {})
-    assert "cannot be used: ZeroDivisionError: division by zero" in problem.what
+    assert "can't be loaded: ZeroDivisionError: division by zero" in problem.what
 
 
 def test_trajectories_that_are_collected_one_by_one_keep_their_log_probs(make_run, vllm) -> None:
@@ -234,7 +240,7 @@ def test_trajectories_that_are_collected_one_by_one_keep_their_log_probs(make_ru
     assert sorted(map(len, group["overrides"])) == [0, 1] and group["group_overrides"] == {"note": 1}
     plain = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     assert group["generation_params"] == {**plain, "temperature": 0.9, "policy_version": 6, "environment": "count"}
-    assert problem_of(Group.of_wire(group), size=2, longest=24, vocabulary=len(TOKENIZER)) is None
+    assert find_group_problem(Group.from_json(group), size=2, longest=24, vocabulary=len(TOKENIZER)) is None
     assert {one["max_tokens"] for one in vllm.asked} == {8}  # S7: the recipe's max_completion_length
 
 
@@ -244,7 +250,7 @@ def test_what_an_environment_says_of_its_groups_stays(make_run, vllm) -> None:
     assert none is None and backlog == [{"number": 9}]
     params = group["generation_params"]
     assert (params["temperature"], params["policy_version"], params["environment"]) == (0.1, 0, "own")
-    assert problem_of(Group.of_wire(group), size=2, longest=24, vocabulary=len(TOKENIZER)) is None
+    assert find_group_problem(Group.from_json(group), size=2, longest=24, vocabulary=len(TOKENIZER)) is None
 
 
 def test_an_environment_that_makes_no_group_any_more_ends_with_its_own_error(make_run, capsys) -> None:
@@ -275,7 +281,7 @@ def test_prompts_that_are_all_too_long_end_it_and_one_alone_does_not(make_run, v
     with pytest.raises(SystemExit):
         asyncio.run(collect_all([long] * 30))
     said = capsys.readouterr()
-    assert "Traceback" not in said.err and "the last with PromptTooLong: a prompt of 33 tokens" in said.out
+    assert "Traceback" not in said.err and "the last with PromptTooLong: the prompt has 33 tokens" in said.out
 
 
 def test_a_template_that_cannot_go_on_ends_it_as_a_wrong_recipe(make_run, capsys) -> None:
@@ -343,18 +349,24 @@ def batch(api: RunApi, *served: Served) -> list[Group]:
         assert all(one.process.poll() is None for one in served), served[0].log
         return api.get("/batch").json()["batch"]
 
-    return [Group.of_wire(plain) for plain in until(ask, lambda: "\n".join(one.log for one in served))]
+    return [Group.from_json(plain) for plain in until(ask, lambda: "\n".join(one.log for one in served))]
 
 
 @pytest.mark.parametrize(("weight", "most"), [(1.0, 8), (0.75, 6), (0.25, 2), (0.01, 1)])
-def test_an_environment_has_its_share_of_groups_under_way(weight: float, most: int) -> None:
+def test_an_environment_has_its_share_of_groups_under_way(tmp_path: Path, weight: float, most: int) -> None:
     """Two batches of four groups may wait for the trainer."""
 
-    class FakeEnvironment:
-        config = SimpleNamespace(max_batches_offpolicy=2, batch_size=16, group_size=4)
+    class FakeEnvironment(BaseEnv):
         max_num_workers = 64
-        status_dict: ClassVar[dict[str, float]] = {"env_weight": weight}
         under_way: ClassVar[list[int]] = [0]
+
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(max_batches_offpolicy=2, batch_size=16, group_size=4)
+            self.status_dict = {"env_weight": weight}
+
+        async def get_next_item(self) -> None: ...
+
+        async def evaluate(self) -> None: ...
 
         async def collect_trajectories(self, item: int) -> tuple[None, list[Any]]:
             self.under_way.append(self.under_way[-1] + 1)
@@ -365,8 +377,7 @@ def test_an_environment_has_its_share_of_groups_under_way(weight: float, most: i
     async def ask_for(count: int) -> list[tuple[None, list[Any]]]:
         return await asyncio.gather(*(environment.collect_trajectories(item) for item in range(count)))
 
-    environment = FakeEnvironment()
-    serve.watched(environment, "sums")
+    environment = adapt_class(FakeEnvironment, tmp_path, 0, "sums", run_template=None)()
     assert asyncio.run(ask_for(20)) == [(None, [item]) for item in range(20)]
     assert max(environment.under_way) == most
 
@@ -391,7 +402,7 @@ def test_two_environments_of_a_run_send_groups_through_every_trouble(make_run, t
         # Where one environment is slow to begin, the other's groups may fill the first batches.
         until(lambda: any(one.env_id == arithmetic for one in groups) or groups.extend(batch(api, *served)))
         for group in groups:
-            assert problem_of(group, size=2, longest=24, vocabulary=len(TOKENIZER)) is None
+            assert find_group_problem(group, size=2, longest=24, vocabulary=len(TOKENIZER)) is None
             assert group.scores == [1.0, 0.0] or group.env_id == count
             assert group.generation_params["environment"] == {arithmetic: "arithmetic", count: "count"}[group.env_id]
         assert {group.policy_version for group in groups} == {3}
@@ -411,7 +422,7 @@ def test_two_environments_of_a_run_send_groups_through_every_trouble(make_run, t
         assert second.end() == -signal.SIGTERM
         again = Served(tmp_path, 1, api.url, vllm.url)
         served.append(again)
-        again.wait_for(f"environment {count} of before is disconnected from run-api")
+        again.wait_for(f"disconnected environment {count} of an earlier process from run-api")
         again.wait_for("registered at run-api as environment")
         newest = json.loads((run / "processes/atropos_1.json").read_text())["env_id"]
         assert newest not in (arithmetic, count)
@@ -429,15 +440,9 @@ def test_only_an_environment_that_this_run_api_knows_is_disconnected(tmp_path, a
     file = tmp_path / "processes/atropos_0.json"
 
     def live() -> None:
-        """Register as an environment process does once it has started."""
-        environment = SimpleNamespace(config=SimpleNamespace(wandb_name="sums"))
-
-        async def register_env() -> None:
-            environment.env_id = api.register_env(2, min_batch_allocation=0.5)
-
-        environment.register_env = register_env
-        serve.remembered(environment, file, api.url)
-        asyncio.run(environment.register_env())
+        """Start and register as an environment process does."""
+        disconnect_predecessor(file, api.url)
+        record_id(file, api.url, api.register_env(2, min_batch_allocation=0.5))
 
     def connected() -> int:
         """How many environments run-api shares the weight of a new one among."""
@@ -451,7 +456,7 @@ def test_only_an_environment_that_this_run_api_knows_is_disconnected(tmp_path, a
     assert connected() == 1
     live()
     assert connected() == 1  # else 2, of which one is dead
-    assert "environment 0 of before is disconnected from run-api" in capsys.readouterr().out
+    assert "disconnected environment 0 of an earlier process from run-api" in capsys.readouterr().out
 
     api.restart()
     api.register()
@@ -486,7 +491,7 @@ def test_it_ends_with_its_parent(make_run, tmp_path, vllm, api) -> None:
 @pytest.mark.parametrize(
     ("keys", "code", "said"),
     [
-        ({"atropos_environment_args": {"max_num_worker": 3}}, 2, "Fix: write 'max_num_workers'"),
+        ({"atropos_environment_args": {"max_num_worker": 3}}, 2, "Fix: use 'max_num_workers'"),
         ({}, 1, "run-api at http://127.0.0.1:9 does not answer: "),
     ],
 )

@@ -25,7 +25,7 @@ from grpo_recipes.extensions.atropos.server import (
     RunServerConfig,
     ServerGone,
     generation_params,
-    noting,
+    record_requests,
 )  # fmt: skip
 
 from .fake_vllm import FakeVllm, Sampled, save_tokenizer
@@ -97,9 +97,9 @@ def test_a_completion_has_no_more_room_than_the_prompt_leaves(vllm: FakeVllm) ->
     sample(server, input_ids=[1] * 7, max_tokens=None)
     sample(server, input_ids=[1] * 7, max_tokens=None, max_new_tokens=2)
     assert [one["max_tokens"] for one in vllm.asked] == [3, 3, 2]
-    with pytest.raises(PromptTooLong, match="a prompt of 10 tokens, where it may have 9"):
+    with pytest.raises(PromptTooLong, match="the prompt has 10 tokens, at most 9 are allowed"):
         sample(server, input_ids=[1] * 10)
-    with pytest.raises(ValueError, match="without max_tokens"):
+    with pytest.raises(ValueError, match="max_tokens is missing"):
         sample(server_of(vllm), input_ids=[1], max_tokens=None)
 
 
@@ -204,7 +204,7 @@ def test_what_is_asked_in_a_block_is_noted_with_the_policy_of_its_begin(vllm: Fa
     manager = ServerManager([server_of(vllm).config], server_class=RunServer)
 
     async def ask() -> list[Any]:
-        with noting() as asked:  # of 12, in two requests side by side
+        with record_requests() as asked:  # of 12, in two requests side by side
             found = await manager.tokens_and_logprobs_completion(input_ids=[1], n=12, max_tokens=8, temperature=0.5)
             assert len(found[1]) == 12
             vllm.policy = 3
@@ -226,7 +226,7 @@ def test_a_server_that_was_never_told_its_policy_leaves_it_open(vllm: FakeVllm) 
     vllm.policy = None
 
     async def ask() -> dict[str, Any]:
-        with noting() as asked:
+        with record_requests() as asked:
             await server_of(vllm).tokens_and_logprobs_completion(input_ids=[1], max_tokens=8)
         return generation_params(asked)
 

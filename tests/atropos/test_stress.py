@@ -11,7 +11,7 @@ import pytest
 
 from atropos.run_api import RunApi, post_groups
 from grpo_recipes.extensions.atropos.client import AtroposClient
-from grpo_recipes.extensions.atropos.group import UNTRAINED, Group, trajectories
+from grpo_recipes.extensions.atropos.group import UNTRAINED, Group, to_trajectories
 
 GROUPS, POSTERS, SIZE, LENGTH, STEP = 10_000, 8, 4, 32, 16
 CHUNK = 10  # groups of one request
@@ -62,15 +62,15 @@ def test_each_group_is_taken_once_and_memory_stays(api: RunApi) -> None:
         done = [posters.submit(produce, poster) for poster in range(POSTERS)]
         try:
             while len(taken) < VALID:
-                groups = client.take(
+                groups = client.take_groups(
                     min(STEP, VALID - len(taken)),
                     size=SIZE,
                     longest=LENGTH,
                     vocabulary=1000,
-                    current=0,
+                    step=0,
                     max_staleness=None,
                 )
-                rows = [row for group in groups for row in trajectories(group)]
+                rows = [row for group in groups for row in to_trajectories(group)]
                 assert len(rows) == len(groups) * SIZE
                 taken += [1000 * int(row.prompt_ids[0]) + int(row.prompt_ids[1]) for row in rows[::SIZE]]
                 if len(taken) <= VALID // 5:
@@ -86,7 +86,7 @@ def test_each_group_is_taken_once_and_memory_stays(api: RunApi) -> None:
     assert sorted(taken) == [number for number in range(GROUPS) if number % WRONG_EVERY]
     assert client.counts["rejected"] == GROUPS // WRONG_EVERY and client.counts["groups"] == GROUPS
     assert client.counts["batches"] == client.status()["current_step"] and client.counts["lost_batches"] == 0
-    assert client._kept == [] and client._parts == []
+    assert client._ready_groups == [] and client._parts == []
     assert max(growth) < MOST_GROWTH
     # Everything else that a client keeps is of a size that no number of groups changes.
     assert len(client.last_seen) == POSTERS and client._sizes == {SIZE}

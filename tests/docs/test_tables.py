@@ -14,7 +14,7 @@ from grpo_recipes import cli, errors
 from grpo_recipes.console.doctor import MACHINE, RECIPE, RUN
 from grpo_recipes.console.doctor.examine import check_name
 from grpo_recipes.console.report import run_charts
-from grpo_recipes.extensions.atropos.packing import foreseen_deadlock
+from grpo_recipes.extensions.atropos.packing import predict_deadlock
 from grpo_recipes.extensions.problems.modebench import baselines
 from grpo_recipes.plan import ports
 from grpo_recipes.plan.commands import base_environment
@@ -244,7 +244,7 @@ def test_queues_that_the_page_of_atropos_says_stop_are_foreseen() -> None:
     rows = [row for row in table_rows(DOCS / "atropos.md", "registered") if row[0].isdigit()]
     assert len(rows) == 4
     for registered, queue, _ in rows:
-        assert foreseen_deadlock(int(registered), [int(size) for size in re.findall(r"of (\d+)", queue)]), queue
+        assert predict_deadlock(int(registered), [int(size) for size in re.findall(r"of (\d+)", queue)]), queue
 
 
 def test_metrics_of_maxent_are_those_that_are_written() -> None:

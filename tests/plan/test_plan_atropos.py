@@ -91,10 +91,8 @@ def test_a_run_api_of_the_users_is_asked_and_not_started(planned: Planned, optio
         assert option(process_of(plan, role).argv, flag) == "http://api.example:9000"
     alone = planned(**{**GROUPS, "atropos_environment": None}, **THEIRS)
     assert roles(alone) == ["server", "trainer"]
-    assert alone.data is not None and alone.data.text.startswith("environments of yours; 48 sequences")
-    assert alone.data.text.endswith(
-        "run-api of yours, which must be a new one in each attempt at http://api.example:9000"
-    )
+    assert alone.data is not None and alone.data.text.startswith("your environments; 48 sequences")
+    assert alone.data.text.endswith("your run-api at http://api.example:9000 (restart it for each attempt)")
 
 
 def test_a_recipe_without_atropos_has_none_of_it(planned: Planned) -> None:
@@ -162,8 +160,8 @@ def test_on_several_nodes_they_are_on_the_first_and_ask_the_server_where_it_list
 def test_rank_0_on_another_node_than_run_api_is_refused(planned: Planned) -> None:
     apart = {"vllm_tensor_parallel_size": 2, "gpus": ("0", "1"), "nodes": nodes(2)}
     said = (
-        "rank 0 is on node 1, and run-api listens on the loopback of the first node alone: it wants no token. Fix: "
-        "lower vllm_tensor_parallel_size, or start a run-api yourself and name it in atropos_api_url"
+        "rank 0 is on node 1, but run-api checks no token and listens only on the first node's loopback. Fix: "
+        "lower vllm_tensor_parallel_size, or start a run-api yourself and set atropos_api_url"
     )
     with pytest.raises(ConfigError) as refused:
         planned(**GROUPS, **apart)

@@ -12,7 +12,6 @@ import threading
 import time
 import urllib.error
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -216,14 +215,14 @@ def test_a_reply_in_pieces_has_one_deadline(server: SlowServer, answer: str) -> 
 def test_a_slow_run_api_does_not_hold_up_an_environment(
     server: SlowServer, monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
-    serve = pytest.importorskip("grpo_recipes.extensions.atropos.serve")
-    monkeypatch.setattr(serve, "_API_SECONDS", SECONDS)
-    monkeypatch.setattr(serve, "_began", lambda _: 1.0)
+    module = pytest.importorskip("grpo_recipes.extensions.atropos.run_environment")
+    monkeypatch.setattr(module, "_API_SECONDS", SECONDS)
+    monkeypatch.setattr(module, "_identify_api", lambda url: {"api": url, "api_since": 1.0})
     file = tmp_path / "atropos_0.json"
     file.write_text(json.dumps({"api": server.url, "api_since": 1.0, "env_id": 3}))
     server.answer = ANSWERS["slow headers"]
     began = time.monotonic()
     with pytest.raises(requests.RequestException):
-        serve.remembered(SimpleNamespace(register_env=None), file, server.url)
+        module.disconnect_predecessor(file, server.url)
     assert time.monotonic() - began < 3 * SECONDS
     assert b"POST /disconnect-env" in server.asked[0]

@@ -29,7 +29,7 @@ def problems_of(read, environment: str, args: dict) -> list[str]:
 
 
 def test_the_fields_of_shipped_environments_are_those_of_their_classes() -> None:
-    from grpo_recipes.extensions.atropos.serve import OURS as CLASSES
+    from grpo_recipes.extensions.atropos.serve import SHIPPED as CLASSES
 
     for name, kind in CLASSES.items():
         config = kind.env_config_cls
@@ -40,10 +40,10 @@ def test_the_fields_of_shipped_environments_are_those_of_their_classes() -> None
 def test_an_unknown_name_is_rejected_without_deep(read, environment: str) -> None:
     (problem,) = problems_of(read, environment, {"sed": 3, "seed": 3})
     assert "recipe.yaml:" in problem and "atropos_environment_args.sed: " in problem
-    assert "has no field 'sed'. Fix: write 'seed'" in problem
+    assert "has no field 'sed'. Fix: use 'seed'" in problem
     assert problems_of(read, environment, {"seed": 3}) == []
     (problem,) = problems_of(read, environment, {"temperature": 1.0})
-    assert "the launch fills it in. Fix: write temperature, and remove it" in problem
+    assert "is set by the launch. Fix: remove it, and set temperature" in problem
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_an_unknown_name_is_rejected_without_deep(read, environment: str) -> Non
 def test_the_fields_of_ones_own_environment_are_read(read, tmp_path: Path, text: str, name: str) -> None:
     environment = write(tmp_path, text)
     (problem,) = problems_of(read, environment, {"problms": 4})
-    assert f"{name} has no field 'problms'" in problem and ("write 'problems'" in problem) == (name == "Fields")
+    assert f"{name} has no field 'problms'" in problem and ("use 'problems'" in problem) == (name == "Fields")
     assert bool(problems_of(read, environment, {"problems": 4})) == (name != "Fields")
     recipe = read(**GROUPS, atropos_environment=environment, atropos_environment_args={"steps_per_eval": 4})
     assert problems_of(read, environment, {"steps_per_eval": 4}) == [] == [*argument_notes(recipe)]

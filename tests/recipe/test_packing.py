@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.extensions.atropos.packing import foreseen_deadlock
+from grpo_recipes.extensions.atropos.packing import predict_deadlock
 
 packing: Any = pytest.importorskip("atroposlib.api.utils")
 Shares = Sequence[float | None]
@@ -97,7 +97,7 @@ def test_a_least_share_is_served_first_as_far_as_its_groups_wait(waiting: int, i
     ],
 )
 def test_the_five_ways_in_which_sizes_pack_or_do_not(batch_size: int, sizes: list[int], why: str | None) -> None:
-    found = foreseen_deadlock(batch_size, sizes)
+    found = predict_deadlock(batch_size, sizes)
     assert found is None if why is None else found is not None and why in found
 
 
@@ -105,7 +105,7 @@ def test_the_five_ways_in_which_sizes_pack_or_do_not(batch_size: int, sizes: lis
 def test_sizes_are_said_to_stop_run_api_exactly_where_they_do(batch_size: int) -> None:
     cases = [one for count in (1, 2) for one in itertools.combinations_with_replacement(range(1, 7), count)]
     for sizes in [*cases, (1, 2, 4), (2, 3, 6), (1, 1, 3)]:
-        foreseen = foreseen_deadlock(batch_size, sizes) is not None
+        foreseen = predict_deadlock(batch_size, sizes) is not None
         assert foreseen == (stops(batch_size, sizes, [None] * len(sizes)) is not None), sizes
 
 
@@ -116,7 +116,7 @@ def test_nothing_stops_that_is_not_foreseen_with_least_shares(batch_size: int) -
              for shares in itertools.product(choices, repeat=2)]  # fmt: skip
     cases += [((2, 2, 4), shares) for shares in itertools.product((None, 0.25, 0.5), repeat=3)]
     for sizes, shares in cases:
-        if foreseen_deadlock(batch_size, sizes, shares) is None:
+        if predict_deadlock(batch_size, sizes, shares) is None:
             assert stops(batch_size, sizes, shares) is None, (sizes, shares)
 
 
@@ -138,7 +138,7 @@ def test_nothing_stops_that_is_not_foreseen_with_least_shares(batch_size: int) -
 def test_an_environment_that_least_shares_leave_no_room_for_gets_none(
     sizes: tuple[int, ...], shares: Shares, left_out: str | None
 ) -> None:
-    found = foreseen_deadlock(8, sizes, shares)
+    found = predict_deadlock(8, sizes, shares)
     counts = of_plenty(8, sizes, shares)
     if left_out is None:
         assert found is None and all(counts)

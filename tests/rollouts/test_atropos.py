@@ -13,8 +13,8 @@ import pytest
 
 from grpo_recipes import smoke
 from grpo_recipes.extensions.atropos.access import SETTINGS
-from grpo_recipes.extensions.atropos.group import Group, trajectories
-from grpo_recipes.extensions.atropos.rollouts import AtroposRollouts, _messages
+from grpo_recipes.extensions.atropos.group import Group, to_trajectories
+from grpo_recipes.extensions.atropos.rollouts import AtroposRollouts, _to_messages
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.sources import rollout_class
 
@@ -80,7 +80,7 @@ def test_ranks_without_a_client_send_as_before(tmp_path: Path) -> None:
 def test_a_server_that_was_started_again_is_seen_to_while_groups_are_waited_for(tmp_path: Path) -> None:
     trainer = trainer_with_server()
     found = source(tmp_path)
-    assert [found._looks_up(trainer) for _ in range(2)] == [False, True]
+    assert [found._check_stop(trainer) for _ in range(2)] == [False, True]
     assert trainer.calls == ["reconnect", "reconnect"]
 
 
@@ -92,12 +92,12 @@ def test_requests_without_the_token_are_the_likely_reason_that_no_groups_come(tm
     answer = SimpleNamespace(json=lambda: {"requests": 0, "refused": refused})
     client.base_url = "http://127.0.0.1:8000"
     client.session = SimpleNamespace(get=lambda url, timeout: asked.append(url) or answer)
-    assert found._refused_requests(trainer) == "" and not asked  # of a launch that starts its environments itself
+    assert found._explain_wait(trainer) == "" and not asked  # of a launch that starts its environments itself
     (tmp_path / SETTINGS).touch()
-    reason = found._refused_requests(trainer)
+    reason = found._explain_wait(trainer)
     assert asked == ["http://127.0.0.1:8000/grpo/activity"] and bool(reason) == bool(refused)
     if refused:
-        assert reason.startswith("the vLLM server refused 7 requests with a missing or wrong token. Fix: ")
+        assert reason.startswith("the vLLM server rejected 7 requests with a missing or wrong token. Fix: ")
         assert reason.endswith(f"serve --config {tmp_path / SETTINGS}")
 
 
@@ -121,7 +121,7 @@ def test_a_trajectory_is_as_long_as_the_recipe_allows(
     found._script.max_prompt_length = prompt
     own = SimpleNamespace(max_position_embeddings=512)
     trainer = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: own)))
-    assert found._longest(trainer) == expected
+    assert found._longest_trajectory(trainer) == expected
 
 
 def test_a_completion_reads_as_turns_of_the_policy_and_of_the_environment() -> None:
@@ -133,8 +133,8 @@ def test_a_completion_reads_as_turns_of_the_policy_and_of_the_environment() -> N
     masks = [token if own else -100 for token, own in zip(tokens, trained, strict=True)]
     logprobs = [-1.0 if own else 1.0 for own in trained]
     plain = {"tokens": [tokens], "masks": [masks], "scores": [1.0], "inference_logprobs": [logprobs]}
-    (row,) = trajectories(Group.of_wire(plain))
-    assert _messages(row, tokenizer) == [
+    (row,) = to_trajectories(Group.from_json(plain))
+    assert _to_messages(row, tokenizer) == [
         {"role": "assistant", "content": "2"},
         {"role": "user", "content": "and 2+2="},
         {"role": "assistant", "content": "4"},

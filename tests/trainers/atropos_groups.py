@@ -48,12 +48,12 @@ def group(seed: str, scores: tuple[float, ...] = (1.0, 0.0, 0.5, 0.0), turns: in
     """A group of rows; ``fields`` are those of the wire beside them."""
     rows = [row(f"{seed}/{index}", turns) for index in range(len(scores))]
     columns = {name: [one[name] for one in rows] for name in rows[0]}
-    return Group.of_wire({**columns, "scores": list(scores), "generation_params": {"policy_version": 0}, **fields})
+    return Group.from_json({**columns, "scores": list(scores), "generation_params": {"policy_version": 0}, **fields})
 
 
 def like_the_trainer(trainer: GRPOTrainer, found: Group, ratio: float = 1.0, temperature: float = 1.0) -> Group:
     """The group with the log-probs that the trainer has, or such that its probabilities are ``ratio`` times theirs."""
-    plain, logprobs = found.as_wire(), []
+    plain, logprobs = found.to_json(), []
     for tokens, mask in zip(found.tokens, found.masks, strict=True):
         with torch.no_grad():
             logits = trainer.accelerator.unwrap_model(trainer.model)(torch.tensor([tokens])).logits[0, :-1]
@@ -62,7 +62,7 @@ def like_the_trainer(trainer: GRPOTrainer, found: Group, ratio: float = 1.0, tem
         shift = torch.tensor(ratio).log().item()
         pairs = zip(of_tokens, mask, strict=True)
         logprobs.append([1.0 if label == -100 else logprob - shift for logprob, label in pairs])
-    return Group.of_wire({**plain, "inference_logprobs": logprobs})
+    return Group.from_json({**plain, "inference_logprobs": logprobs})
 
 
 def make_trainer(
@@ -93,7 +93,7 @@ def make_trainer(
     )
     groups = args.generation_batch_size // args.num_generations
     default = partial(_known, groups)
-    source._client = ScriptedClient(make or default, partial(source._looks_up, trainer))
+    source._client = ScriptedClient(make or default, partial(source._check_stop, trainer))
     return trainer
 
 
@@ -123,8 +123,8 @@ def of_all_kinds(step: int) -> list[Group]:
     zeroed = {"overrides": [{"set_advantage_to_zero": True}, {}, {}, {"temperature": 1.3}]}
     return [
         group(f"{step}/a"),
-        Group.of_wire({**second.as_wire(), "advantages": given}),
-        Group.of_wire({**third.as_wire(), **zeroed}),
+        Group.from_json({**second.to_json(), "advantages": given}),
+        Group.from_json({**third.to_json(), **zeroed}),
     ]
 
 

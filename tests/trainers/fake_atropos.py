@@ -14,7 +14,7 @@ class ScriptedClient:
     """Gives what ``make(step)`` makes, and nothing at all, until the run stops, where that is None.
 
     Attributes:
-        asked: the arguments of each ``take``.
+        asked: the arguments of each ``take_groups``.
     """
 
     def __init__(self, make: Callable[[int], list[Group] | None], stopped: Callable[[], bool] = lambda: False):
@@ -24,18 +24,18 @@ class ScriptedClient:
         self.seconds = {"/batch": 0.25}
         self.asked: list[dict[str, Any]] = []
 
-    def take(self, groups: int, **how: Any) -> list[Group]:
+    def take_groups(self, count: int, **how: Any) -> list[Group]:
         """Give the step's groups, as many as are asked for."""
-        self.asked.append({"groups": groups, **how})
-        found = self._make(how["current"])
+        self.asked.append({"groups": count, **how})
+        found = self._make(how["step"])
         while found is None:
             if self._stopped():
                 raise WaitAborted
             time.sleep(0.01)
-        assert len(found) == groups
+        assert len(found) == count
         self.counts["batches"] += 1
         return found
 
-    def waiting(self, size: int) -> int:
+    def count_waiting_groups(self, size: int) -> int:
         """Say that three groups wait."""
         return 3

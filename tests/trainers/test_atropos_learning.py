@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.extensions.atropos.group import Group, trajectories
+from grpo_recipes.extensions.atropos.group import Group, to_trajectories
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 
@@ -23,7 +23,7 @@ LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 def with_advantages(found: Group, advantages: list[float]) -> Group:
     """The same advantage at each token of a row."""
     rows = [[one] * len(tokens) for one, tokens in zip(advantages, found.tokens, strict=True)]
-    return Group.of_wire({**found.as_wire(), "advantages": rows})
+    return Group.from_json({**found.to_json(), "advantages": rows})
 
 
 def leave_the_reference(trainer: GRPOTrainer, by: float = 0.01) -> None:
@@ -83,7 +83,7 @@ def test_the_old_policy_is_the_one_that_sampled(tmp_path: Path, model: str, keys
     trainer = make_trainer(tmp_path, model, per_device_train_batch_size=per_device, **keys)
     first, second = group("a", turns=2), group("b")
     output = shown(trainer, first, second)
-    rows = [*trajectories(first), *trajectories(second)]
+    rows = [*to_trajectories(first), *to_trajectories(second)]
     for place, row in enumerate(rows):
         length = len(row.completion_ids)
         assert output["prompt_ids"][place, -len(row.prompt_ids) :].tolist() == row.prompt_ids.tolist()
@@ -138,7 +138,7 @@ def test_token_advantages_are_used_as_they_are_beside_groups_of_scores(tmp_path:
     trainer = make_trainer(tmp_path, model, report_samples=8)
     first, second = group("a", turns=2), group("b")
     given = [[place + 10.0 * index for place in range(len(row))] for index, row in enumerate(second.tokens)]
-    output = shown(trainer, first, Group.of_wire({**second.as_wire(), "advantages": given}))
+    output = shown(trainer, first, Group.from_json({**second.to_json(), "advantages": given}))
     scalar = torch.tensor(first.scores)
     scalar = (scalar - scalar.mean()) / (scalar.std() + 1e-4)
     assert output["advantages"].shape == output["completion_ids"].shape
@@ -147,7 +147,7 @@ def test_token_advantages_are_used_as_they_are_beside_groups_of_scores(tmp_path:
             [scalar[place].item()] * len(output["advantages"][0])
         )
     means = []
-    for place, row in enumerate(trajectories(second), start=GROUP):
+    for place, row in enumerate(to_trajectories(second), start=GROUP):
         expected = given[place - GROUP][len(row.prompt_ids) :]  # a single turn: all of it is trained on
         assert output["advantages"][place, : len(expected)].tolist() == expected
         means.append(sum(expected) / len(expected))
@@ -172,7 +172,7 @@ def test_the_recipe_may_normalise_token_advantages(tmp_path: Path, model: str) -
     found = with_advantages(group("a"), given)
     trainer = make_trainer(tmp_path, model, atropos_normalize_advantages=True)
     output = shown(trainer, found, with_advantages(group("b"), [2.0] * GROUP))
-    rows = trajectories(found)
+    rows = to_trajectories(found)
     spread = numpy.concatenate([row.advantages[row.mask] for row in rows]).std()
     assert output["advantages"][:GROUP, 0].tolist() == pytest.approx([one / spread for one in given], rel=1e-5)
     assert output["advantages"][GROUP:, 0].tolist() == [2.0] * GROUP  # equal ones have no spread to divide by
@@ -186,9 +186,9 @@ def test_a_trajectory_whose_advantage_is_set_to_zero_has_no_gradient(
     zeroed = {"overrides": [{}, {"set_advantage_to_zero": True}, {}, {}]}
     plain = with_advantages(group("a"), [1.0, -1.0, 0.5, 2.0]) if by_token else group("a")
     trainer = make_trainer(tmp_path, model, beta=0.3)
-    output = shown(trainer, Group.of_wire({**plain.as_wire(), **zeroed}), group("b"))
+    output = shown(trainer, Group.from_json({**plain.to_json(), **zeroed}), group("b"))
     leave_the_reference(trainer)
-    row = trajectories(plain)[1]
+    row = to_trajectories(plain)[1]
     assert output["advantages"][1].abs().max() == 0 and output["advantages"][0].abs().max() > 0
     assert trainer._logs["advantages"][1] == 0.0
     assert output["num_items_in_batch"] == sum(
@@ -234,7 +234,7 @@ def test_each_row_is_compared_at_the_temperature_that_it_was_sampled_at(tmp_path
 def test_the_temperature_of_a_trajectory_wins_and_a_greedy_one_counts_as_1(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, temperature=0.8)
     own = {"overrides": [{}, {"temperature": 0.5}, {"temperature": 0}, {}]}
-    first = Group.of_wire({**group("a", generation_params={"temperature": 0.8}).as_wire(), **own})
+    first = Group.from_json({**group("a", generation_params={"temperature": 0.8}).to_json(), **own})
     output = shown(trainer, first, group("b"))
     assert output["temperature"].tolist() == [0.8, 0.5, 1.0, 0.8, 0.8, 0.8, 0.8, 0.8]
 
@@ -247,7 +247,7 @@ def test_maxent_learns_from_groups_of_scores(tmp_path: Path, model: str, objecti
     keys = {"maxent_objective": objective, "beta": 0.05} | ({"maxent_beta": 0.5} if objective != "tempered" else {})
     trainer = make_trainer(tmp_path, model, kind=MaxEntGRPOTrainer, **keys)
     zeroed = {"overrides": [{"set_advantage_to_zero": True}, {}, {}, {}]}
-    output = shown(trainer, Group.of_wire({**group("a").as_wire(), **zeroed}), group("b"))
+    output = shown(trainer, Group.from_json({**group("a").to_json(), **zeroed}), group("b"))
     assert output["advantages"].shape == (2 * GROUP,) and output["advantages"].abs().max() > 0
     assert output["advantages"][0] == 0  # it has no weight, though its score is the best
     assert gradient(trainer, output).abs().max() > 0

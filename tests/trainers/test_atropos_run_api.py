@@ -53,7 +53,7 @@ def posting(api: RunApi, trainer: GRPOTrainer, **fields: Any) -> Iterator[None]:
             if api.get("/info").json()["batch_size"] != -1 and api.get("/status").json()["queue_size"] < 2:
                 number += 1
                 params = {"policy_version": trainer.state.global_step}
-                plain = group(f"{number}", generation_params=params).as_wire()
+                plain = group(f"{number}", generation_params=params).to_json()
                 assert api.post("/scored_data", {**plain, **fields}).ok
 
     poster = threading.Thread(target=post, daemon=True)

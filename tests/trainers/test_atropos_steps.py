@@ -40,7 +40,7 @@ def test_a_step_takes_whole_groups_that_fit_the_recipe(tmp_path: Path, model: st
     trainer.train()
     vocabulary = trainer.model.get_input_embeddings().num_embeddings
     asked = {"groups": 2, "size": GROUP, "longest": 8 + 24, "vocabulary": vocabulary, "max_staleness": 2}
-    assert trainer.source._client.asked == [{**asked, "current": step} for step in range(2)]
+    assert trainer.source._client.asked == [{**asked, "step": step} for step in range(2)]
 
 
 def test_rows_say_how_the_groups_came(tmp_path: Path, model: str) -> None:
@@ -139,15 +139,15 @@ def test_the_guard_compares_what_was_sampled_with_the_weights_of_now(tmp_path: P
     trainer = guarded(tmp_path, model)
     own = [like_the_trainer(trainer, group(name)) for name in "ab"]
     other = like_the_trainer(trainer, group("a"), 2.0)
-    wrong = Group.of_wire({**other.as_wire(), "generation_params": {"policy_version": 0}})
+    wrong = Group.from_json({**other.to_json(), "generation_params": {"policy_version": 0}})
     assert taken(trainer, *own)["sampling/sampling_logp_difference/mean"] == pytest.approx(0.0, abs=1e-5)
     with pytest.raises(WeightsDiffer, match=r"mean \|log-prob difference\| 0\.3"):
         taken(trainer, own[1], wrong)
-    unknown = Group.of_wire({**other.as_wire(), "generation_params": {}})
+    unknown = Group.from_json({**other.to_json(), "generation_params": {}})
     logged = taken(trainer, own[1], unknown)
     assert 0.1 < logged["sampling/sampling_logp_difference/mean"] < 0.6
     assert logged["sampling/sampling_logp_difference/max"] == pytest.approx(0.693, abs=1e-3)
-    cut = Group.of_wire({**other.as_wire(), "generation_params": {"policy_version": 0, "top_p": 0.9}})
+    cut = Group.from_json({**other.to_json(), "generation_params": {"policy_version": 0, "top_p": 0.9}})
     taken(trainer, own[1], cut)  # the log-probs of a truncated distribution are others
 
 
@@ -227,7 +227,7 @@ def test_groups_that_were_taken_are_used_after_a_resume(tmp_path: Path, model: s
     stop_file(tmp_path / "parts").unlink()
     resumed = make_trainer(tmp_path / "parts", model, of_all_kinds, **keys)
     resumed.train(resume_from_checkpoint=str(tmp_path / "parts/checkpoints/checkpoint-1"))
-    assert [one["current"] for one in resumed.source._client.asked] == [2]
+    assert [one["step"] for one in resumed.source._client.asked] == [2]
     expected = weights_of(whole)
     assert all(torch.equal(expected[name], one) for name, one in weights_of(resumed).items())
     assert [row["loss"] for row in rows_of(tmp_path / "parts")] == [row["loss"] for row in rows_of(tmp_path / "whole")]

@@ -99,11 +99,11 @@ def test_the_mode_says_whether_tokens_or_trajectories_count_alike(tmp_path: Path
 
 def longer(tokens: int) -> Group:
     """A group whose first trajectory has so many tokens, all but three of them the policy's."""
-    found = group("long").as_wire()
+    found = group("long").to_json()
     more = tokens - len(found["tokens"][0])
     for name, value in (("tokens", 70), ("masks", 70), ("inference_logprobs", -5.5)):
         found[name][0] = [*found[name][0], *[value] * more]
-    return Group.of_wire(found)
+    return Group.from_json(found)
 
 
 def test_both_lengths_together_bound_a_trajectory(tmp_path: Path, model: str) -> None:
@@ -119,9 +119,9 @@ def test_both_lengths_together_bound_a_trajectory(tmp_path: Path, model: str) ->
 def test_a_mini_batch_of_the_whole_batch_is_one_step(tmp_path: Path, model: str) -> None:
     trainer = trainer_of(tmp_path, model)
     trainer.train()
-    assert [asked["current"] for asked in trainer.source._client.asked] == [0, 1]
+    assert [asked["step"] for asked in trainer.source._client.asked] == [0, 1]
     assert all(asked["groups"] == 2 for asked in trainer.source._client.asked)
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]
     twice = trainer_of(tmp_path / "twice", model, {"ppo_epochs": 2})
     twice.train()
-    assert [asked["current"] for asked in twice.source._client.asked] == [0]  # two steps on one batch
+    assert [asked["step"] for asked in twice.source._client.asked] == [0]  # two steps on one batch

@@ -160,45 +160,45 @@ WRONG: list[tuple[str, str]] = [
     ("--vllm-restart-interval 0", "--vllm-restart-interval: must be an integer of at least 1, got '0'."
         " Fix: write e.g. --vllm-restart-interval 2"),
     ("--atropos-url localhost:8000", "--atropos-url: 'localhost:8000' is not an http or https URL."
-        " Fix: write e.g. http://localhost:8000"),
-    ("--environment arithmetics", "--environment: there is no Atropos environment 'arithmetics'."
-        " Fix: write arithmetic"),
-    ("--device cpu", "--device: is 'cpu', the environment's is cuda."
-        " Fix: write cuda, which the environment is made for (make setup DEVICE=cpu or cuda)"),
-    ("--device cuda:1", "--device: is 'cuda:1', the environment's is cuda. Fix: export CUDA_VISIBLE_DEVICES=1"),
-    ("--vllm-config-path nowhere.json", "--vllm-config-path: there is no file 'nowhere.json'."
-        " Fix: name an existing file, or leave it out"),
+        " Fix: set e.g. http://localhost:8000"),
+    ("--environment arithmetics", "--environment: unknown Atropos environment 'arithmetics'. Fix: set arithmetic"),
+    ("--device cpu", "--device: is 'cpu', but the environment was installed for cuda."
+        " Fix: set cuda, or create another environment: make setup DEVICE=cpu"),
+    ("--device cuda:1", "--device: is 'cuda:1', but the environment was installed for cuda."
+        " Fix: export CUDA_VISIBLE_DEVICES=1"),
+    ("--vllm-config-path nowhere.json", "--vllm-config-path: file 'nowhere.json' not found."
+        " Fix: set an existing file, or remove it"),
     ("--optimizer adamw_8bit", "--optimizer: optim adamw_8bit needs the package bitsandbytes, which is not installed."
         " Fix: remove --optimizer, or pip install bitsandbytes into this environment"),
     ("--lora-r 8", "--lora-r: does nothing with --weight-bridge-mode none."
         " Fix: write --weight-bridge-mode lora_only, or leave it out"),
     ("--enable-lora", "--enable-lora: does nothing with --weight-bridge-mode none."
         " Fix: write --weight-bridge-mode lora_only, or leave it out"),
-    ("--single-copy --weight-bridge-mode none", "--single-copy: is shared_vllm, and --weight-bridge-mode is none."
-        " Fix: keep one of the two"),
-    ("--vllm-restart-interval 2 --weight-bridge-mode shared_vllm", "--vllm-restart-interval: shared_vllm transfers"
-        " nothing: the server has every step's weights. Fix: leave it out"),
-    ("--vllm-restart-interval 2 --prompts_per_step 8", "--vllm-restart-interval: several steps of one transfer"
-        " contradict prompts_per_step. Fix: write --batch-size and --gradient-accumulation-steps in its place"),
-    ("--batch-size 4 --per_device_train_batch_size 4", "--batch-size: is given beside --per_device_train_batch_size,"
-        " which is the same. Fix: keep one of the two"),
+    ("--single-copy --weight-bridge-mode none", "--single-copy: means --weight-bridge-mode shared_vllm, but"
+        " --weight-bridge-mode is none. Fix: remove one of them"),
+    ("--vllm-restart-interval 2 --weight-bridge-mode shared_vllm", "--vllm-restart-interval: has no effect with"
+        " shared_vllm: the server has every step's weights. Fix: remove it"),
+    ("--vllm-restart-interval 2 --prompts_per_step 8", "--vllm-restart-interval: can't be combined with"
+        " prompts_per_step. Fix: use --batch-size and --gradient-accumulation-steps instead of prompts_per_step"),
+    ("--batch-size 4 --per_device_train_batch_size 4", "--batch-size: sets the same key as"
+        " --per_device_train_batch_size. Fix: remove one of them"),
 ]  # fmt: skip
 # Refused flag -> what is said to do.
-_ADAFACTOR = "remove it; transformers' Trainer runs Adafactor without it, at the rate of --lr"
-_DISTRIBUTED = "remove it; nothing read it there either. num_processes says how many train, on the nodes of the job"
+_ADAFACTOR = "remove it; transformers' Trainer runs Adafactor without it, with --lr"
+_DISTRIBUTED = "remove it; Atropos' trainer ignores it too. num_processes is the number of training processes"
 GONE = {
-    "--vllm-gpu 1": "remove it; the server has the first GPU of CUDA_VISIBLE_DEVICES, and with shared_vllm the first "
-    "trainer has it too",
+    "--vllm-gpu 1": "remove it; the server uses the first GPU of CUDA_VISIBLE_DEVICES, and with shared_vllm the first "
+    "trainer uses it too",
     "--adafactor-scale-parameter": _ADAFACTOR,
     "--adafactor-relative-step": _ADAFACTOR,
     "--train-layer-indices 0-3,28-31": "remove it; all layers are trained, or with --weight-bridge-mode lora_only "
-    "those of --lora-target-modules",
-    "--lora-layer-indices 20-31": "write the layers' names, e.g. --lora-target-modules layers.20.self_attn.q_proj",
+    "the layers of --lora-target-modules",
+    "--lora-layer-indices 20-31": "use the layers' names, e.g. --lora-target-modules layers.20.self_attn.q_proj",
     "--trainer-rank 0": _DISTRIBUTED,
     "--world-size 1": _DISTRIBUTED,
     "--init-method env://": _DISTRIBUTED,
     "--num-inference-nodes 0": _DISTRIBUTED,
-    "--port 9001": "write --vllm-port for the server, or --atropos_port for run-api",
+    "--port 9001": "use --vllm-port for the server, or --atropos_port for run-api",
 }
 # Flags that are tested by a test of their own.
 ELSEWHERE = {"--device", "--log-dir", "--single-copy", "--vllm-config-path", "--debug-loading", "--enable-lora",
@@ -292,7 +292,7 @@ def test_another_mode_is_refused_with_the_modes(capsys) -> None:
 def test_single_copy_is_shared_vllm() -> None:
     door = read(*NEEDED, "--single-copy")
     assert recipe_of(door)["weight_sync"] == "shared"
-    assert "--single-copy is --weight-bridge-mode shared_vllm" in door.notes
+    assert "--single-copy means --weight-bridge-mode shared_vllm" in door.notes
     assert resolved("--single-copy", "--weight-bridge-mode", "shared_vllm")["weight_sync"] == "shared"
 
 
@@ -300,9 +300,9 @@ def test_room_for_adapters_must_be_enough_and_changes_nothing() -> None:
     """M10: the guide's server has --max-lora-rank 32 and its trainer --lora-r 16."""
     door = read(*NEEDED, *LORA, "--max-lora-rank", "32", "--lora-r", "16")
     assert recipe_of(door)["lora_r"] == 16
-    assert "--max-lora-rank 32 changes nothing: the server has room for --lora-r 16" in door.notes
+    assert "--max-lora-rank 32 has no effect: the server has room for --lora-r 16" in door.notes
     assert refused(*NEEDED, *LORA, "--max-lora-rank", "8") == [
-        "--max-lora-rank: is 8, below --lora-r 16. Fix: write --max-lora-rank 16, or leave it out"
+        "--max-lora-rank: is 8, below --lora-r 16. Fix: set --max-lora-rank 16, or remove it"
     ]
     assert refused(*NEEDED, "--max-lora-rank", "32") == [
         "--max-lora-rank: does nothing with --weight-bridge-mode none. Fix: write --weight-bridge-mode lora_only, or "
@@ -329,14 +329,14 @@ def test_the_device_is_that_of_the_environment(machine) -> None:
     machine(None)
     door = read(*NEEDED, "--device", "cpu")
     assert {key: recipe_of(door)[key] for key in ("dtype", "bf16")} == {"dtype": "float32", "bf16": False}
-    assert refused(*NEEDED, "--device", "cuda:1")[0].endswith("(make setup DEVICE=cpu or cuda)")
+    assert refused(*NEEDED, "--device", "cuda:1")[0].endswith("create another environment: make setup DEVICE=cuda")
 
 
 def test_one_gpu_is_shared_or_refused(machine) -> None:
     machine(1)
     assert refused(*NEEDED) == [
-        "--weight-bridge-mode: a server and a trainer apart need two GPUs, one is visible. Fix: write "
-        "--weight-bridge-mode shared_vllm, with which they share it, or ask for more GPUs"
+        "--weight-bridge-mode: separate server and trainer need two GPUs, only one is visible. Fix: set "
+        "--weight-bridge-mode shared_vllm to share the GPU, or request more GPUs"
     ]
     assert recipe_of(read(*NEEDED, "--single-copy"))["weight_sync"] == "shared"
 
@@ -363,7 +363,7 @@ def test_groups_that_do_not_divide_the_batch_are_refused_before_anything_starts(
 
 
 def test_the_launch_says_who_starts_run_api() -> None:
-    assert "no --atropos-url: the launch starts a run-api of its own" in read(*NEEDED).notes
+    assert "no --atropos-url: the launch starts its own run-api" in read(*NEEDED).notes
     door = read(*NEEDED, "--atropos-url", URL)
     assert not any("--atropos-url" in note for note in door.notes)
     alone = read("--model-name", "smoke:sums", "--atropos-url", URL)  # its environments run elsewhere
@@ -378,7 +378,7 @@ def test_a_run_api_that_does_not_answer_is_named_before_anything_starts(machine,
     code, _, err = printed(capsys, "--model-name", "smoke:sums", "--atropos-url", url)
     assert code == 2 and err == (
         f"grpo: --atropos-url: Atropos API not reachable at {url}. "
-        "Fix: start it with run-api --port PORT, or leave --atropos-url out: the launch starts one\n"
+        "Fix: start it with run-api --port PORT, or remove --atropos-url: the launch starts one\n"
     )
     assert not (tmp_path / "trained_model_checkpoints").exists()
     assert printed(capsys, "--model-name", "smoke:sums", "--atropos-url", url, "--dry-run")[0] == 0
@@ -386,8 +386,8 @@ def test_a_run_api_that_does_not_answer_is_named_before_anything_starts(machine,
 
 def test_something_must_send_groups(tmp_path: Path) -> None:
     said = (
-        "--environment: is missing: nothing would send groups. Fix: write --environment arithmetic or dataset or "
-        "file.py:Class, or --atropos-url of a run-api to which environments of yours send"
+        "--environment: is missing: nothing would send groups. Fix: set --environment arithmetic or dataset or "
+        "file.py:Class, or --atropos-url URL of a run-api with your environments"
     )
     assert refused("--model-name", "smoke:sums") == [said]
     assert refused("--config", str(home() / "recipes/smoke/grpo.yaml")) == [said]
@@ -396,8 +396,8 @@ def test_something_must_send_groups(tmp_path: Path) -> None:
 def test_an_own_environment_is_a_class_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "gsm8k_server.py").write_text("class GSM8kEnv:\n    pass\n")
     assert refused("--model-name", "smoke:sums", "--environment", "gsm8k_server.py") == [
-        "--environment: there is no Atropos environment 'gsm8k_server.py'. Fix: write gsm8k_server.py:Class, the class "
-        "in it"
+        "--environment: unknown Atropos environment 'gsm8k_server.py'. Fix: set gsm8k_server.py:Class, with "
+        "the name of the class"
     ]
     recipe = recipe_of(read("--model-name", "smoke:sums", "--environment", "gsm8k_server.py:GSM8kEnv"))
     assert recipe["atropos_environment"] == "gsm8k_server.py:GSM8kEnv"
@@ -407,7 +407,7 @@ def test_an_own_environment_is_a_class_in_a_file(tmp_path: Path) -> None:
 
 def test_the_model_is_required() -> None:
     assert refused("--environment", "arithmetic") == [
-        "--model-name: is missing. Fix: write --model-name with a hub id or a folder, or export MODEL"
+        "--model-name: is missing. Fix: set --model-name to a hub id or a folder, or export MODEL"
     ]
     assert recipe_of(read("--model", "a/b", "--environment", "dataset"))["model_name_or_path"] == "a/b"
 
@@ -492,7 +492,7 @@ def test_a_port_that_is_taken_is_refused_and_named(machine, capsys) -> None:
         code, _, err = printed(capsys, *NEEDED, "--vllm-port", str(port))
     assert code == 2 and err.endswith(
         f"grpo: --vllm-port: port {port} is in use by another process (pid {os.getpid()}). "
-        "Fix: free it, or write another --vllm-port\n"
+        "Fix: free it, or set another --vllm-port\n"
     )
 
 
@@ -572,9 +572,9 @@ def test_flags_win_over_variables(monkeypatch) -> None:
     assert [recipe[key] for key in ("model_name_or_path", "atropos_api_url", "run_root", "max_steps")] == [
         "smoke:sums", URL, "here", 3
     ]  # fmt: skip
-    assert not any("is read as" in note and "LOGDIR" not in note for note in door.notes)
+    assert not any(" sets --" in note and "LOGDIR" not in note for note in door.notes)
     assert recipe_of(read("--environment", "arithmetic"))["model_name_or_path"] == "a/b"
-    assert "MODEL=a/b is read as --model-name" in read("--environment", "arithmetic").notes
+    assert "MODEL=a/b sets --model-name" in read("--environment", "arithmetic").notes
 
 
 def test_the_script_has_the_defaults_of_verls() -> None:
@@ -593,12 +593,12 @@ def test_the_batch_of_the_variable_is_whole_groups_and_gives_way_to_flags(monkey
     script = ("--read-variables", *NEEDED)
     monkeypatch.setenv("BATCH_SIZE", "1000")
     assert refused(*script, "--num_generations", "7") == [
-        "BATCH_SIZE: 1000 sequences are no whole groups of 7 (num_generations): run-api would hand out no batch. "
-        "Fix: export BATCH_SIZE=1001, or write another --num_generations"
+        "BATCH_SIZE: must be a multiple of num_generations 7, got 1000: run-api would hand out no batch. "
+        "Fix: export BATCH_SIZE=1001, or set another --num_generations"
     ]
     door = read(*script, "--batch-size", "4")
     assert recipe_of(door)["prompts_per_step"] is None and recipe_of(door)["per_device_train_batch_size"] == 4
-    assert "BATCH_SIZE=1000 is not read beside --batch-size" in door.notes
+    assert "BATCH_SIZE=1000 is ignored because --batch-size is set" in door.notes
     assert recipe_of(read(*script, "--prompts_per_step", "5"))["prompts_per_step"] == 5
     monkeypatch.setenv("BATCH_SIZE", "lots")
     assert refused(*script) == [
@@ -611,7 +611,7 @@ def test_the_gpus_of_the_variable_are_those_of_server_and_trainers(machine, monk
     monkeypatch.setenv("NUM_GPUS", "8")
     assert refused(*script) == [
         "NUM_GPUS: 8 GPUs are requested, but only 4 are visible. "
-        "Fix: export NUM_GPUS=4, or ask for more: sbatch --gres=gpu:8 run_atropos_grpo.sh"
+        "Fix: export NUM_GPUS=4, or request more: sbatch --gres=gpu:8 run_atropos_grpo.sh"
     ]
     door = read(*script, "--dry-run")
     assert recipe_of(door)["num_processes"] == 7 and len(door.resources.gpus) == 8
@@ -619,18 +619,21 @@ def test_the_gpus_of_the_variable_are_those_of_server_and_trainers(machine, monk
     assert recipe_of(read(*script, "--weight-bridge-mode", "shared_vllm", "--dtype", "float32"))["num_processes"] == 4
     assert recipe_of(read(*script, "--vllm_tensor_parallel_size", "2"))["num_processes"] == 2
     monkeypatch.setenv("NUM_GPUS", "1")
-    assert refused(*script) == ["NUM_GPUS: 1 leaves no GPU to train on: the server has 1. Fix: export more"]
+    assert refused(*script) == [
+        "NUM_GPUS: 1 leaves no GPU for training: the server uses 1. Fix: export NUM_GPUS=2, or more"
+    ]
     machine(None)
     door = read(*script)
     assert recipe_of(door)["num_processes"] is None
-    assert "NUM_GPUS=1 is not read: this is a CPU environment" in door.notes
+    assert "NUM_GPUS=1 is ignored in a CPU environment" in door.notes
 
 
 def test_an_adapters_rank_and_a_mode_must_agree(monkeypatch) -> None:
     monkeypatch.setenv("LORA_RANK", "16")
     script = ("--read-variables", *NEEDED)
     assert refused(*script, "--weight-bridge-mode", "none") == [
-        "LORA_RANK: is 16, and --weight-bridge-mode none trains all weights. Fix: write lora_only or lora_restart"
+        "LORA_RANK: is 16, but --weight-bridge-mode none trains all weights. "
+        "Fix: set --weight-bridge-mode lora_only or lora_restart"
     ]
     recipe = recipe_of(read(*script, "--weight-bridge-mode", "lora_restart"))
     assert (recipe["weight_sync"], recipe["lora_r"]) == ("restart", 16)
@@ -641,7 +644,7 @@ def test_another_backend_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("INFERENCE_BACKEND", "sglang")
     assert refused("--read-variables", *NEEDED) == [
         "INFERENCE_BACKEND: 'sglang' has no equivalent here. "
-        "Fix: export INFERENCE_BACKEND=vllm, or unset it: environments ask a vLLM server"
+        "Fix: export INFERENCE_BACKEND=vllm, or unset it: environments sample from a vLLM server"
     ]
     assert read(*NEEDED)  # without the script nobody reads it
 
@@ -654,7 +657,7 @@ def test_shared_weights_need_no_variable_and_contradict_its_opposite(monkeypatch
     assert f"{name} 1 changes nothing: --weight-bridge-mode shared_vllm is not set" in read(*NEEDED).notes
     monkeypatch.setenv(name, "0")
     assert refused(*NEEDED, "--weight-bridge-mode", "shared_vllm") == [
-        f"{name}: is 0, and shared_vllm shares weights. Fix: export {name}=1, or unset it"
+        f"{name}: is 0, but --weight-bridge-mode shared_vllm shares weights. Fix: export {name}=1, or unset it"
     ]
     assert not any(name in note for note in read(*NEEDED).notes)
 
@@ -673,7 +676,7 @@ def test_what_the_launch_says_to_its_environment_anyway_changes_nothing(flag: st
     usual, door = read(*NEEDED), read(*NEEDED, *flag.split())
     assert door.options.words() == usual.options.words()
     (note,) = [note for note in door.notes if note.startswith(flag.partition("=")[0].split()[0])]
-    assert note.endswith(" changes nothing: the launch tells its environments the same")
+    assert note.endswith(" changes nothing: the launch passes the same value to its environments")
 
 
 # Flags that are accepted with the value that the launch passes anyway.
@@ -684,26 +687,26 @@ OTHER_VALUES = ("--env.tokenizer_name", "--env.use_wandb", "--openai.model_name"
 @pytest.mark.parametrize(
     ("flag", "fix"),
     [
-        ("--env.tokenizer_name a/b", "remove it; the tokenizer is that of --model-name"),
-        ("--env.use_wandb True", "write --use-wandb: the trainer reports, its environments do not"),
-        ("--env.max_token_length 100", "write --seq-len"),
-        ("--env.rollout_server_url http://localhost:8001", "write --atropos-url"),
-        ("--env.total_steps 10", "write --training-steps"),
-        ("--env.batch_size 10", "write --batch-size and --gradient-accumulation-steps"),
-        ("--env.chat_template_kwargs {}", "write --chat_template_kwargs"),
-        ("--env.inference_weight 2", "write atropos_mixture in a recipe, with the weight of each environment"),
-        ("--env.min_batch_allocation 0.5", "write atropos_mixture in a recipe, with the min_allocation of each "
+        ("--env.tokenizer_name a/b", "remove it; the tokenizer of --model-name is used"),
+        ("--env.use_wandb True", "use --use-wandb: only the trainer reports to W&B"),
+        ("--env.max_token_length 100", "use --seq-len"),
+        ("--env.rollout_server_url http://localhost:8001", "use --atropos-url"),
+        ("--env.total_steps 10", "use --training-steps"),
+        ("--env.batch_size 10", "use --batch-size and --gradient-accumulation-steps"),
+        ("--env.chat_template_kwargs {}", "use --chat_template_kwargs"),
+        ("--env.inference_weight 2", "set atropos_mixture in a recipe, with the weight of each environment"),
+        ("--env.min_batch_allocation 0.5", "set atropos_mixture in a recipe, with the min_allocation of each "
             "environment"),
-        ("--env.wandb_name x", "remove it; an environment has the name of its class"),
+        ("--env.wandb_name x", "remove it; an environment is named after its class"),
         ("--openai.model_name a/b", "remove it; the server serves --model-name"),
-        ("--openai.base_url http://localhost:9004/v1", "write --vllm-port: the launch starts the server and tells its "
-            "environments where it is"),
-        ("--openai.server_type sglang", "write vllm, or remove it: environments ask a vLLM server"),
-        ("--openai.api_key x", "remove it; the launch gives its environments the token. An environment that you start "
-            "yourself reads atropos_serve.yaml"),
-        ("--openai.timeout 3", "remove it; the launch starts the server and tells its environments where it is"),
-        ("--server.port 8001", "remove it; an environment does not take it either. The launch tells its environments "
-            "where run-api is, and one that you start yourself takes --env.rollout_server_url URL"),
+        ("--openai.base_url http://localhost:9004/v1", "use --vllm-port: the launch starts the server and passes its "
+            "address to the environments"),
+        ("--openai.server_type sglang", "set vllm, or remove it: environments sample from a vLLM server"),
+        ("--openai.api_key x", "remove it; the launch passes the token to its environments. For an environment that "
+            "you start yourself, use atropos_serve.yaml"),
+        ("--openai.timeout 3", "remove it: the launch starts the server and passes its address to the environments"),
+        ("--server.port 8001", "remove it; Atropos' environments ignore it too. The launch passes run-api's URL to "
+            "its environments. For an environment that you start yourself, use --env.rollout_server_url URL"),
     ],
 )  # fmt: skip
 def test_what_the_launch_says_itself_is_refused(flag: str, fix: str) -> None:
@@ -725,13 +728,13 @@ def test_every_field_of_the_table_is_tested() -> None:
 
 def test_a_field_needs_a_value_and_an_environment() -> None:
     assert refused(*NEEDED, "--env.max_num_workers") == [
-        "--env.max_num_workers: is given without a value. Fix: write --env.max_num_workers VALUE"
+        "--env.max_num_workers: has no value. Fix: set --env.max_num_workers VALUE"
     ]
     assert refused(*NEEDED, "--env.max_num_workers", "[3") == [
-        "--env.max_num_workers: '[3' is no value in YAML. Fix: quote it as YAML asks for"
+        "--env.max_num_workers: '[3' is not valid YAML. Fix: quote it as YAML requires"
     ]
     assert refused("--model-name", "smoke:sums", "--atropos-url", URL, "--env.max_num_workers", "3") == [
-        "--env.max_num_workers: is a field of an environment, and none is named. Fix: write --environment too"
+        "--env.max_num_workers: is a field of an environment, but --environment is missing. Fix: add --environment"
     ]
 
 

@@ -210,32 +210,32 @@ NOTHING: list[tuple[str, Any]] = [
 ]
 # Setting, a value that is refused, and words of the fix.
 OTHERS: list[tuple[str, Any, str]] = [
-    ("atropos.environment_sync_timeout", 60, "atropos.batch_max_wait_time bounds the wait"),
+    ("atropos.environment_sync_timeout", 60, "atropos.batch_max_wait_time limits the wait"),
     ("atropos.max_environments", 10, "every environment that registers at run-api takes part"),
     ("atropos.inference_endpoints", ["http://a:9001"], "the launch starts the server"),
-    ("algorithm.adv_estimator", "gae", "write grpo_atropos or grpo"),
-    ("algorithm.use_kl_in_reward", True, "write false, and actor_rollout_ref.actor.kl_loss_coef"),
-    ("algorithm.norm_adv_by_std_in_grpo", "often", "write true or false"),
-    ("actor_rollout_ref.actor.strategy", "megatron", "write fsdp, or accelerator: zero2"),
-    ("actor_rollout_ref.actor.ppo_mini_batch_size", 256, "write the same number as data.train_batch_size"),
-    ("actor_rollout_ref.actor.use_kl_loss", "no idea", "write true or false"),
-    ("actor_rollout_ref.actor.kl_loss_type", "mse", "write low_var_kl"),
-    ("actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-sum", "write token-mean, seq-mean-token-mean or"),
-    ("actor_rollout_ref.actor.fsdp_config.param_offload", True, "no parameter is moved to the CPU"),
-    ("actor_rollout_ref.actor.fsdp_config.optimizer_offload", True, "no parameter is moved to the CPU"),
-    ("actor_rollout_ref.rollout.name", "sglang", "write atropos or vllm"),
+    ("algorithm.adv_estimator", "gae", "set grpo_atropos or grpo"),
+    ("algorithm.use_kl_in_reward", True, "set false, and use actor_rollout_ref.actor.kl_loss_coef"),
+    ("algorithm.norm_adv_by_std_in_grpo", "often", "set true or false"),
+    ("actor_rollout_ref.actor.strategy", "megatron", "set fsdp, or replace the strategy with accelerator: zero2"),
+    ("actor_rollout_ref.actor.ppo_mini_batch_size", 256, "set the same number as data.train_batch_size"),
+    ("actor_rollout_ref.actor.use_kl_loss", "no idea", "set true or false"),
+    ("actor_rollout_ref.actor.kl_loss_type", "mse", "set low_var_kl"),
+    ("actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-sum", "set token-mean, seq-mean-token-mean or"),
+    ("actor_rollout_ref.actor.fsdp_config.param_offload", True, "parameters are never moved to the CPU"),
+    ("actor_rollout_ref.actor.fsdp_config.optimizer_offload", True, "parameters are never moved to the CPU"),
+    ("actor_rollout_ref.rollout.name", "sglang", "set atropos or vllm"),
     ("actor_rollout_ref.rollout.enable_prefix_caching", False, "vLLM caches prefixes"),
-    ("actor_rollout_ref.rollout.kv_cache_dtype", "fp8", "write auto"),
-    ("data.train_files", "train.parquet", "write atropos_environment and its atropos_environment_args"),
+    ("actor_rollout_ref.rollout.kv_cache_dtype", "fp8", "set auto"),
+    ("data.train_files", "train.parquet", "set atropos_environment and atropos_environment_args"),
     ("data.val_files", "test.parquet", "steps_per_eval"),
-    ("data.train_batch_size", "many", "write e.g. 1024"),
-    ("data.truncation", "left", "no sequence is cut"),
-    ("trainer.strategy", "megatron", "write fsdp"),
+    ("data.train_batch_size", "many", "set e.g. 1024"),
+    ("data.truncation", "left", "sequences are never cut"),
+    ("trainer.strategy", "megatron", "set fsdp"),
     ("trainer.critic_warmup", 5, "no value function is trained"),
-    ("trainer.logger", ["console", "mlflow"], "write console, wandb or tensorboard"),
-    ("trainer.n_gpus_per_node", "all", "write e.g. 8"),
-    ("trainer.n_gpus_per_node", 1, "write 2 or more"),
-    ("trainer.nnodes", 2, "the nodes are those of the job (sbatch --nodes)"),
+    ("trainer.logger", ["console", "mlflow"], "set console, wandb or tensorboard"),
+    ("trainer.n_gpus_per_node", "all", "set e.g. 8"),
+    ("trainer.n_gpus_per_node", 1, "set 2 or more"),
+    ("trainer.nnodes", 2, "a run uses the nodes of its job (sbatch --nodes)"),
     ("trainer.test_freq", 5, "steps_per_eval"),
     ("trainer.val_before_train", True, "steps_per_eval"),
     ("reward_model.enable", True, "environments score"),
@@ -326,9 +326,9 @@ def test_their_own_file_is_answered_line_by_line(tmp_path: Path) -> None:
     ]  # fmt: skip
     batch = next(one for one in problems if "1024" in one.what)
     assert batch.what == (
-        "1024 sequences are no whole groups of actor_rollout_ref.rollout.n 5: run-api would never hand out a batch"
+        "1024 is not a multiple of actor_rollout_ref.rollout.n 5: run-api would never hand out a batch"
     )
-    assert batch.fix == "write 1025, or another actor_rollout_ref.rollout.n"
+    assert batch.fix == "set 1025, or another actor_rollout_ref.rollout.n"
 
 
 def test_after_the_fixes_it_is_a_recipe(tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_a_step_of_the_whole_batch_is_what_happens_anyway(tmp_path: Path) -> Non
     text = FIXED.replace("    ppo_epochs: 1", "    ppo_epochs: 1\n    ppo_mini_batch_size: 1025")
     recipe, problems = merged(tmp_path, text)
     assert problems == []
-    assert any("ppo_mini_batch_size: 1025 changes nothing: a step takes the whole batch" in one for one in recipe.notes)
+    assert any("ppo_mini_batch_size: 1025 changes nothing: a step uses the whole batch" in one for one in recipe.notes)
 
 
 def test_two_settings_of_one_key_may_agree_and_not_differ(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""How Atropos environments in other terminals reach a run: a token, and the settings of ``ENVIRONMENT.py serve``.
+"""Give Atropos environments in other terminals access to a run: a token, and settings for ``ENVIRONMENT.py serve``.
 
-The launch writes two files into the run directory, readable only by the user, and removes them when it ends. The token
-only samples (``server.middleware``). The settings go into a file because other users can read a command line.
+The launch writes both files into the run directory, readable only by the user, and removes them when it ends. The token
+only permits sampling (see ``server.middleware``). The settings are a file because other users can read command lines.
 
     python ENVIRONMENT.py serve --config runs/NAME/atropos_serve.yaml
 """
@@ -20,18 +20,18 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.weights.transport import ADAPTER
 
 SETTINGS = "atropos_serve.yaml"
-# Of an environment, as total_steps: it then runs until the training ends. run-api also counts batches that the trainer
-# drops, so max_steps would end it too early.
+# total_steps of an environment, so that it runs until the training ends. max_steps would end it too early: run-api also
+# counts the batches that the trainer drops.
 ENDLESS = 10**12
 _HEADER = """\
 # Settings for Atropos environments that you start yourself: python ENVIRONMENT.py serve --config THIS_FILE
-# It holds a secret, and is removed when the launch ends. --env.* flags win over it.
-# The server stands here twice: atroposlib 0.4.0 ignores the address of a single one in most environments.
+# This file contains a secret and is removed when the launch ends. --env.* flags override it.
+# The server is listed twice: with a single server, most environments of atroposlib 0.4.0 ignore its address.
 """
 
 
 def grant_access(recipe: Recipe, plan: Plan, names: Names) -> str | None:
-    """Write token and settings for environments in other terminals; return the command, or None if none may join."""
+    """Write the token and the settings; return the command that starts an environment, or None if none may join."""
     if not admits_environments(recipe.__getitem__):
         return None
     token = secrets.token_hex(16)
@@ -48,7 +48,7 @@ def revoke_access(run_dir: Path) -> None:
 
 
 def serve_settings(recipe: Recipe, plan: Plan, names: Names, token: str) -> dict[str, Any]:
-    """Return the settings that trainer and environment must share; all others stay the environment's own."""
+    """Return the settings that trainer and environment must share; the environment chooses all others."""
     server = {
         "server_type": "vllm",
         "base_url": f"http://{plan.server_host}:{plan.ports.server}/v1",
@@ -67,9 +67,9 @@ def serve_settings(recipe: Recipe, plan: Plan, names: Names, token: str) -> dict
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that only the user can read; a reader sees the old file or the new one."""
-    new = path.with_name(f".{path.name}")
-    new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    """Write a file that only the user can read; the file is replaced as a whole."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
-    new.replace(path)
+    temporary.replace(path)

@@ -1,13 +1,13 @@
-"""What to do about a lost run-api or environment, by what the launcher says of it."""
+"""Advice for a lost run-api or environment: a pattern of the launcher's message, and what to do."""
 
 # fmt: off
 ADVICE = {
-    r"run-api died before": "its last lines are above; python -m atroposlib.cli.run_api starts it alone",
-    r"run-api was not ready": "see in its log what it waits for: its packages may come from a slow file system",
-    r"run-api \(pid \d+\)": "its log has the reason; server_restarts: N starts it and the trainers again N times",
-    r"environment \S+ \(pid \d+\).* code 2": "correct what its log names, then launch the recipe anew",
+    r"run-api died before": "read its last lines above; to start it without a run: python -m atroposlib.cli.run_api",
+    r"run-api was not ready": "read its log to see why it is slow; its packages may be on a slow file system",
+    r"run-api \(pid \d+\)": "read the reason in its log; server_restarts: N restarts it and the trainers up to N times",
+    r"environment \S+ \(pid \d+\).* code 2": "fix the error in its log, then launch the recipe again",
     r"environment \S+ \(pid \d+\)":
-        "its log has the reason; correct it there and add --update-rewards to the resume; server_restarts: N starts it "
-        "again N times",
+        "read the reason in its log, fix the code, and resume with --update-rewards; server_restarts: N restarts it up "
+        "to N times",
 }
 # fmt: on

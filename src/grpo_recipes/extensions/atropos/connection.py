@@ -1,4 +1,8 @@
-"""One request to Atropos' run-api: how long it may take, what is repeated and after which pauses, what was sent."""
+"""Send requests to Atropos' run-api, each with a deadline, and repeat failed requests after growing pauses.
+
+run-api hands out each batch once. So ``RequestFailed.sent`` distinguishes a request that never reached run-api, and is
+safe to repeat, from a request with a lost answer.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +19,29 @@ from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionErro
 
 from grpo_recipes.errors import translate
 from grpo_recipes.process.sessions import BoundedAdapter
+from grpo_recipes.process.waiting import wait_until
 
-QUICK_SECONDS = 5.0  # for an answer that a healthy run-api gives at once
-_MOST_BYTES = 1 << 30  # of an answer: a batch of long groups, as text
-_GROWTH, _LONGEST_PAUSE, _JITTER = 1.5, 2.0, 0.1  # of the pauses between requests; seconds; most part added at random
-_LOOK_SECONDS = 0.2  # between two looks at whether the run stops
-_MOST_TEXT = 300  # characters of an answer in a message
-_AT_HOME = ("127.0.0.1", "localhost", "::1")
-_RANDOM = random.SystemRandom()  # apart from the training's random numbers, which a resumed run draws again
+QUICK_SECONDS = 5.0  # limit for an answer that a healthy run-api gives at once
+_MAX_ANSWER_BYTES = 1 << 30  # enough for a batch of long groups as text
+_PAUSE_GROWTH = 1.5
+_MAX_PAUSE_SECONDS = 2.0
+_PAUSE_JITTER = 0.1  # largest fraction of a pause that is added at random
+_STOP_CHECK_SECONDS = 0.2  # time between two checks whether the run stops
+_MAX_SHOWN_CHARACTERS = 300  # shown of an answer in a message
+_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+_RANDOM = random.SystemRandom()  # separate from the training's random numbers, which a resumed run must draw again
 
 
 class AtroposError(RuntimeError):
-    """run-api cannot be reached, refuses, is not this run's, or has no groups to train on within the deadline."""
+    """run-api cannot be reached, rejects a request, belongs to another run, or had no usable groups in time."""
 
 
 class WaitAborted(Exception):
-    """A wait for run-api was given up because the run stops."""
+    """A wait for run-api ended early because the run stops."""
 
 
 class RequestFailed(Exception):
-    """A request without a whole answer; unless ``sent``, run-api has not seen it."""
+    """A request without a complete answer; unless ``sent``, run-api has not received it."""
 
     def __init__(self, reason: str, sent: bool):
         self.sent = sent
@@ -45,29 +52,29 @@ class Connection:
     """Requests to the run-api at ``url``.
 
     Attributes:
-        seconds: of the last request to each path.
+        seconds: duration of the last request to each path.
     """
 
     def __init__(
         self, url: str, *, timeout: float, attempts: int, delay: float, stopped: Callable[[], bool],
         compressed: bool | None,
     ):  # fmt: skip
-        """As AtroposClient."""
+        """Create a session; ``AtroposClient`` documents the arguments."""
         self.url = url.rstrip("/")
         self.timeout, self.attempts, self._delay, self._stopped = timeout, attempts, delay, stopped
         self.seconds: dict[str, float] = {}
         self._session = requests.Session()
-        self._session.trust_env = False  # an http_proxy must not see, or swallow, requests to the run's own run-api
-        away = urlsplit(self.url).hostname not in _AT_HOME
-        encoding = "gzip" if compressed or (compressed is None and away) else "identity"
-        # No connection is used twice: whether run-api closed one before or after it took a batch from its queue for us
-        # could not be known.
+        self._session.trust_env = False  # requests to the run's own run-api must not go through an http_proxy
+        is_remote = urlsplit(self.url).hostname not in _LOOPBACK_HOSTS
+        encoding = "gzip" if compressed or (compressed is None and is_remote) else "identity"
+        # No connection is used twice. If run-api closed a reused connection, we could not tell whether it had already
+        # taken a batch from its queue for us.
         for scheme in ("http://", "https://"):
-            self._session.mount(scheme, BoundedAdapter(math.inf, _MOST_BYTES))
+            self._session.mount(scheme, BoundedAdapter(math.inf, _MAX_ANSWER_BYTES))
         self._session.headers.update({"Connection": "close", "Accept-Encoding": encoding})
 
-    def once(self, method: str, path: str, body: Any = None, limit: float | None = None) -> requests.Response:
-        """Send a request; return the answer, read to its end within ``limit`` seconds; RequestFailed without one."""
+    def send(self, method: str, path: str, body: Any = None, limit: float | None = None) -> requests.Response:
+        """Send one request and return the complete response; RequestFailed if it takes more than ``limit`` seconds."""
         limit = limit or self.timeout
         started = time.monotonic()
 
@@ -77,78 +84,75 @@ class Connection:
             cause: BaseException = error
             while earlier := cause.__cause__ or cause.__context__:  # the operating system's own error comes last
                 cause = earlier
-            late = f"did not answer within {limit:g} s"
-            return RequestFailed(late if isinstance(cause, TimeoutError) else f"gave no answer ({cause})", sent)
+            timed_out = f"did not answer within {limit:g} s"
+            return RequestFailed(timed_out if isinstance(cause, TimeoutError) else f"gave no answer ({cause})", sent)
 
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
         headers = {} if data is None else {"Content-Type": "application/json"}
         with translate((requests.RequestException, HTTPError, TimeoutError), failed):
-            answer = self._session.request(method, self.url + path, data=data, headers=headers, timeout=limit)
+            response = self._session.request(method, self.url + path, data=data, headers=headers, timeout=limit)
         self.seconds[path] = time.monotonic() - started
-        return answer
+        return response
 
-    def ask(self, method: str, path: str, body: Any = None, repeat: bool = True) -> Any:
-        """Return the JSON of an answer; repeat what failed, but with ``repeat`` false nothing that was sent."""
+    def request(self, method: str, path: str, body: Any = None, repeat: bool = True) -> Any:
+        """Return the JSON of a response, repeating a failed request; ``repeat`` false never sends it a second time."""
         failure = ""
         for attempt, pause in zip(range(1, self.attempts + 1), self.pauses(), strict=False):
             try:
-                answer = self.once(method, path, body)
+                response = self.send(method, path, body)
             except RequestFailed as error:
                 failure = str(error)
                 if error.sent and not repeat:
-                    what = f"run-api at {self.url} {failure} ({path}), and may have taken what was sent"
-                    raise AtroposError(what) from error
+                    problem = f"run-api at {self.url} {failure} ({path}), but may have received the request"
+                    raise AtroposError(problem) from error
             else:
-                if answer.status_code < 500:
-                    return self.content(answer)
-                failure = f"answered {shown(answer)}"
+                if response.status_code < 500:
+                    return self.read_json(response)
+                failure = f"answered {describe_response(response)}"
             if attempt < self.attempts:
                 self.sleep(pause)
         raise AtroposError(f"Atropos API not reachable at {self.url}: it {failure} ({path}, {self.attempts} times)")
 
-    def content(self, answer: requests.Response) -> Any:
-        """Return the JSON of an answer; AtroposError where it is refused or is none."""
-        if answer.status_code != 200:
-            raise AtroposError(f"run-api refused {answer.url}: {shown(answer)}")
-        with translate(ValueError, lambda _: AtroposError(f"no run-api answers at {answer.url}: {shown(answer)}")):
-            return json.loads(answer.content)
+    def read_json(self, response: requests.Response) -> Any:
+        """Return the JSON of a response; AtroposError if the status is not 200 or the content is not JSON."""
+        shown = describe_response(response)
+        if response.status_code != 200:
+            raise AtroposError(f"run-api rejected {response.url}: {shown}")
+        with translate(ValueError, lambda _: AtroposError(f"the server at {response.url} is not a run-api: {shown}")):
+            return json.loads(response.content)
 
-    def look(self, path: str, body: Any = None) -> tuple[dict[str, Any], str]:
-        """Return what a quick GET answers, or {} and why there is no such answer."""
+    def try_get(self, path: str, body: Any = None) -> tuple[dict[str, Any], str]:
+        """Return the JSON object that a quick GET receives, or {} and the reason why there is none."""
         try:
-            answer = self.once("GET", path, body, limit=min(self.timeout, QUICK_SECONDS))
+            response = self.send("GET", path, body, limit=min(self.timeout, QUICK_SECONDS))
         except RequestFailed as error:
             return {}, str(error)
         try:
-            found = json.loads(answer.content) if answer.status_code == 200 else None
+            content = json.loads(response.content) if response.status_code == 200 else None
         except ValueError:
-            found = None
-        return (found, "") if isinstance(found, dict) else ({}, f"answered {shown(answer)}")
+            content = None
+        return (content, "") if isinstance(content, dict) else ({}, f"answered {describe_response(response)}")
 
     def pauses(self) -> Iterator[float]:
-        """Yield seconds to wait before a request is repeated: the delay, then half as long again each time."""
+        """Yield the seconds to wait before each repetition: the delay first, then 1.5 times the last, at most 2 s."""
         pause = self._delay
         while True:
-            pause = min(pause, _LONGEST_PAUSE)
-            yield pause * (1 + _JITTER * _RANDOM.random())
-            pause *= _GROWTH
+            pause = min(pause, _MAX_PAUSE_SECONDS)
+            yield pause * (1 + _PAUSE_JITTER * _RANDOM.random())
+            pause *= _PAUSE_GROWTH
 
     def sleep(self, seconds: float) -> None:
         """Sleep; raise WaitAborted as soon as the run stops."""
-        until = time.monotonic() + seconds
-        while True:
-            self.need_going_on()
-            if (left := until - time.monotonic()) <= 0:
-                return
-            time.sleep(min(left, _LOOK_SECONDS))
+        if wait_until(self._stopped, seconds, pause=_STOP_CHECK_SECONDS):
+            raise WaitAborted
 
-    def need_going_on(self) -> None:
-        """Raise WaitAborted where the run stops."""
+    def raise_if_stopped(self) -> None:
+        """Raise WaitAborted if the run stops."""
         if self._stopped():
             raise WaitAborted
 
 
-def shown(answer: requests.Response) -> str:
-    """Return status and text of an answer as a line."""
-    text = " ".join(answer.content[: 4 * _MOST_TEXT].decode(errors="replace").split())[:_MOST_TEXT]
-    return f"{answer.status_code}: {text or 'nothing'}"
+def describe_response(response: requests.Response) -> str:
+    """Return the status and the beginning of the text of a response in one line."""
+    text = " ".join(response.content[: 4 * _MAX_SHOWN_CHARACTERS].decode(errors="replace").split())
+    return f"{response.status_code}: {text[:_MAX_SHOWN_CHARACTERS] or 'empty'}"

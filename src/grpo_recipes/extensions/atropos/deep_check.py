@@ -2,24 +2,25 @@
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.atropos.recipe import atropos_environments
-from grpo_recipes.extensions.atropos.rules import place
-from grpo_recipes.extensions.atropos.serve import changes_of, environment_problems
+from grpo_recipes.extensions.atropos.rules import locate_environment
+from grpo_recipes.extensions.atropos.serve import environment_problems, preview_changes
 from grpo_recipes.trainers.deep_check import DeepCheck
 
 
 def load_environments(check: DeepCheck) -> list[str]:
-    """Load each environment of Atropos, with its arguments and its dataset; what it sends is seen in a run alone."""
-    recipe, sources = check.recipe, check.sources
-    found = atropos_environments(recipe.__getitem__)
-    places = [place(recipe, index) for index in range(len(found))]
-    checked = [
-        environment_problems(one.id, one.args, where, fetched=sources.lookup)
-        for one, where in zip(found, places, strict=True)
-    ]
-    if any(checked):
-        raise ConfigError(*[problem for problems in checked for problem in problems])
-    seen = []
-    for index, one in enumerate(found):
-        seen.append(f"groups     of {one.id}: it loads, and takes its arguments")
-        seen += [f"groups     of {one.id}: the run changes {change}" for change in changes_of(recipe, index)]
-    return seen
+    """Load each Atropos environment with its arguments and dataset; return lines about them. No group is sampled."""
+    recipe = check.recipe
+    environments = atropos_environments(recipe.__getitem__)
+    problems = []
+    for index, environment in enumerate(environments):
+        where = locate_environment(recipe, index)
+        problems += environment_problems(environment.id, environment.args, where, fetched=check.sources.lookup)
+    if problems:
+        raise ConfigError(*problems)
+    lines = []
+    for index, environment in enumerate(environments):
+        lines.append(f"groups     {environment.id} loads and accepts its arguments")
+        lines += [
+            f"groups     the run changes {change} ({environment.id})" for change in preview_changes(recipe, index)
+        ]
+    return lines

@@ -1,4 +1,4 @@
-"""Why no batch comes: what run-api shows of its queue and environments, and what its packing rule makes of them."""
+"""Explain why no batch comes, from run-api's queue, its environments and its packing rule."""
 
 from __future__ import annotations
 
@@ -8,110 +8,116 @@ from contextlib import suppress
 from typing import Any
 
 from grpo_recipes.extensions.atropos.connection import AtroposError, Connection
-from grpo_recipes.extensions.atropos.packing import foreseen_deadlock
+from grpo_recipes.extensions.atropos.packing import predict_deadlock
 
-_MOST_ENVIRONMENTS = 64  # that are asked for
+_MAX_ENVIRONMENTS = 64  # env_ids that are tried
 _DEADLOCK = "deadlock"
-# Asks for the largest group in the queue; its weight leaves the shares of the others as they are.
+# A temporary environment that asks for the largest group in the queue. Its weight hardly changes the other shares.
 _OBSERVER = {"max_token_length": 1, "desired_name": "diagnosis", "weight": 1e-6, "group_size": 1}
-_BUFFER = (
-    "the queue is empty; a group of another size than its environment registered waits, out of sight, until others "
-    "complete that size"
+_BUFFERED = (
+    "the queue is empty; run-api may hold back smaller groups than their environment registered, invisibly, until they "
+    "add up to that size"
 )
 
 
-def diagnosis(
+def diagnose_missing_batch(
     connection: Connection, batch_size: int | None, last_seen: Mapping[int | None, float], sizes: Collection[int]
 ) -> tuple[str, list[str]]:
-    """Return the likely reason, and a line for each thing that run-api shows: state, environments, packing.
+    """Return the likely reason, and the lines of a report: state, environments and packing of run-api.
 
     Args:
-        connection: to run-api.
-        batch_size: sequences that were registered; run-api's own where None.
-        last_seen: when a group of each environment came last, as ``time.monotonic`` says.
-        sizes: of the groups that came.
+        connection: the connection to run-api.
+        batch_size: sequences of a registered batch; None reads the number from run-api.
+        last_seen: ``time.monotonic()`` of the last group of each environment, by its id.
+        sizes: sizes of the groups that came.
     """
-    status, no_status = connection.look("/status")
+    status, status_failure = connection.try_get("/status")
     if not status:
-        return f"run-api {no_status}", [f"/status of run-api at {connection.url}: {no_status}"]
-    info, no_info = connection.look("/info")
-    environments = _environments(connection)
+        return f"run-api {status_failure}", [f"/status of run-api at {connection.url}: {status_failure}"]
+    info, info_failure = connection.try_get("/info")
+    environments = _read_environments(connection)
     queued = int(status.get("queue_size", 0))
-    found = {*sizes, *(_queued_sizes(connection) if queued else ())}
-    nameless = _without_id(connection, queued, environments)
-    packing = _packing(queued, batch_size or int(info.get("batch_size", -1)), found, environments, nameless)
-    seen = _seen(environments, last_seen, nameless)
-    # Where nothing is queued, who has sent nothing says more than the queue.
-    reason = packing if queued or packing.startswith(_DEADLOCK) else "; ".join(seen)
-    lines = [f"/status of run-api at {connection.url}: {status}", f"/info: {info or no_info}", *seen]
+    all_sizes = {*sizes, *(_read_queued_sizes(connection) if queued else ())}
+    without_id = _count_groups_without_id(connection, queued, environments)
+    packing = _explain_packing(
+        queued, batch_size or int(info.get("batch_size", -1)), all_sizes, environments, without_id
+    )
+    activity = _describe_activity(environments, last_seen, without_id)
+    # With an empty queue, the environments without groups explain more than the packing rule.
+    reason = packing if queued or packing.startswith(_DEADLOCK) else "; ".join(activity)
+    lines = [f"/status of run-api at {connection.url}: {status}", f"/info: {info or info_failure}", *activity]
     return reason, [*lines, f"packing: {packing}"]
 
 
-def _environments(connection: Connection) -> dict[int, dict[str, Any]]:
-    """Return what run-api says of each environment that has joined, by its id."""
-    found: dict[int, dict[str, Any]] = {}
-    for index in range(_MOST_ENVIRONMENTS):
-        answer, _ = connection.look("/status-env", {"env_id": index})
-        if "self_queue_size" not in answer:
+def _read_environments(connection: Connection) -> dict[int, dict[str, Any]]:
+    """Return run-api's status of each environment that has joined, by its id."""
+    environments: dict[int, dict[str, Any]] = {}
+    for env_id in range(_MAX_ENVIRONMENTS):
+        status, _ = connection.try_get("/status-env", {"env_id": env_id})
+        if "self_queue_size" not in status:
             break
-        found[index] = answer
-    return found
+        environments[env_id] = status
+    return environments
 
 
-def _queued_sizes(connection: Connection) -> set[int]:
-    """Return the sizes of queued groups that run-api shows: the size of the latest group, and the largest size.
+def _read_queued_sizes(connection: Connection) -> set[int]:
+    """Return the two sizes of queued groups that run-api shows: of the latest group, and of the largest group.
 
-    run-api shows the largest size only to an environment. So an environment of no weight joins for the question.
+    run-api shows the largest size only to an environment. So an environment of almost no weight joins for the question.
     """
-    latest, _ = connection.look("/latest_example")
+    latest, _ = connection.try_get("/latest_example")
     sizes = {len(latest["tokens"])} if latest.get("tokens") else set()
     with suppress(AtroposError):
-        env_id = connection.ask("POST", "/register-env", _OBSERVER, repeat=False).get("env_id")
+        env_id = connection.request("POST", "/register-env", _OBSERVER, repeat=False).get("env_id")
         if env_id is not None:
-            shown, _ = connection.look("/status-env", {"env_id": env_id})
-            connection.ask("POST", "/disconnect-env", {"env_id": env_id}, repeat=False)
-            sizes |= {int(shown["max_group_size"])} if "max_group_size" in shown else set()
+            status, _ = connection.try_get("/status-env", {"env_id": env_id})
+            connection.request("POST", "/disconnect-env", {"env_id": env_id}, repeat=False)
+            sizes |= {int(status["max_group_size"])} if "max_group_size" in status else set()
     return sizes
 
 
-def _without_id(connection: Connection, queued: int, environments: Mapping[int, Mapping[str, Any]]) -> int:
-    """Return how many queued groups belong to no environment: those that the environments do not count as theirs."""
-    latest, _ = connection.look("/latest_example") if queued else ({}, "")
-    theirs = sum(int(environment.get("self_queue_size", 0)) for environment in environments.values())
-    known = not environments or latest.get("env_id") not in environments
-    return max(0, queued - theirs) if known and latest.get("tokens") else 0
+def _count_groups_without_id(connection: Connection, queued: int, environments: Mapping[int, Mapping[str, Any]]) -> int:
+    """Return the number of queued groups that no environment counts, if the latest group shows that there are any."""
+    latest, _ = connection.try_get("/latest_example") if queued else ({}, "")
+    counted = sum(int(environment.get("self_queue_size", 0)) for environment in environments.values())
+    latest_is_uncounted = not environments or latest.get("env_id") not in environments
+    return max(0, queued - counted) if latest_is_uncounted and latest.get("tokens") else 0
 
 
-def _seen(
-    environments: Mapping[int, Mapping[str, Any]], last_seen: Mapping[int | None, float], nameless: int
+def _describe_activity(
+    environments: Mapping[int, Mapping[str, Any]], last_seen: Mapping[int | None, float], without_id: int
 ) -> list[str]:
-    """Return when each environment was last seen, and how many groups it has in the queue."""
+    """Return a line for each environment: when its last group came, and how many of its groups are queued."""
     now = time.monotonic()
     lines = []
-    for env_id in [*environments, *(one for one in last_seen if one not in environments)]:
-        seen = f"last seen {now - last_seen[env_id]:.0f} s ago" if env_id in last_seen else "no group of it ever came"
+    for env_id in [*environments, *(env_id for env_id in last_seen if env_id not in environments)]:
+        age = f"last seen {now - last_seen[env_id]:.0f} s ago" if env_id in last_seen else "it never sent a group"
         queued = environments.get(env_id, {}).get("self_queue_size") if env_id is not None else None
-        beside = "" if queued is None else f", {queued} of its groups in the queue"
-        lines.append(f"environment {'without an id' if env_id is None else env_id}: {seen}{beside}")
-    if nameless:
-        lines.append(f"groups without an env_id: {nameless} in the queue")
+        queue = "" if queued is None else f", {queued} of its groups in the queue"
+        lines.append(f"environment {'without an id' if env_id is None else env_id}: {age}{queue}")
+    if without_id:
+        lines.append(f"groups without an env_id: {without_id} in the queue")
     return lines or ["no environment has joined, and no group ever came"]
 
 
-def _packing(
-    queued: int, batch_size: int, sizes: Collection[int], environments: Mapping[int, Mapping[str, Any]], nameless: int
+def _explain_packing(
+    queued: int,
+    batch_size: int,
+    sizes: Collection[int],
+    environments: Mapping[int, Mapping[str, Any]],
+    without_id: int,
 ) -> str:
-    """Return what run-api's packing rule makes of the queue."""
-    if batch_size > 0 and (why := foreseen_deadlock(batch_size, sorted(sizes))):
-        return f"{_DEADLOCK}, since {why}"
+    """Apply run-api's packing rule to the queue, and explain the result."""
+    if batch_size > 0 and (reason := predict_deadlock(batch_size, sorted(sizes))):
+        return f"{_DEADLOCK}, since {reason}"
     if not queued:
-        return _BUFFER if environments else "the queue is empty"
+        return _BUFFERED if environments else "the queue is empty"
     of_sizes = f" of {', '.join(map(str, sorted(sizes)))} sequences" if sizes else ""
     line = f"the groups in the queue ({queued}{of_sizes}) do not fill a batch of {batch_size} sequences"
-    shares = any(one.get("unallocated_fraction", 1.0) < 1.0 for one in environments.values())
-    lacking = [str(index) for index, one in environments.items() if not one.get("self_queue_size")]
-    if shares and nameless:
+    has_shares = any(environment.get("unallocated_fraction", 1.0) < 1.0 for environment in environments.values())
+    idle = [str(env_id) for env_id, environment in environments.items() if not environment.get("self_queue_size")]
+    if has_shares and without_id:
         return f"{line}; while an environment has a min_allocation, run-api hands out no group without an env_id"
-    if shares and lacking:
-        line += f"; an environment with a least share and no groups stops every batch: perhaps {', '.join(lacking)}"
+    if has_shares and idle:
+        line += f"; an environment with a min_allocation and no groups blocks every batch: perhaps {', '.join(idle)}"
     return line

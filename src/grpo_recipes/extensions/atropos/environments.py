@@ -1,4 +1,6 @@
-"""Environments for Atropos: a base for your own, in which two methods make one, and the two that a recipe can name.
+"""Environments for Atropos: a base class for your own, and the shipped ``arithmetic`` and ``dataset``.
+
+An environment needs two methods:
 
     class Doubles(RecipeEnv):
         def next_item(self):
@@ -8,9 +10,9 @@
         def score(self, item, text):
             return float(text.strip() == item["right"])
 
-A recipe names it as ``atropos_environment: doubles.py:Doubles``. The token ids of the policy stay as they were sampled,
-over several turns too: what is said between them is rendered alone. (atroposlib's ManagedServer renders the whole chat
-again, which doubles the token at the end of each turn, and its ``completion`` masks earlier turns.)
+A recipe selects it with ``atropos_environment: doubles.py:Doubles``. With several turns, the sampled token ids stay
+unchanged: only the messages between the turns are rendered. (atroposlib's ManagedServer renders the whole chat again,
+which doubles the token at the end of each turn, and its ``completion`` masks earlier turns.)
 """
 
 import asyncio
@@ -30,7 +32,13 @@ from transformers.utils import cached_file
 
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.extensions.atropos.access import ENDLESS
-from grpo_recipes.extensions.atropos.server import PromptTooLong, RunServer, RunServerConfig, generation_params, noting
+from grpo_recipes.extensions.atropos.server import (
+    PromptTooLong,
+    RunServer,
+    RunServerConfig,
+    generation_params,
+    record_requests,
+)
 from grpo_recipes.numbers import reward_problem
 from grpo_recipes.recipe.keys import catalogue, nearest_of
 from grpo_recipes.recipe.registry import SOURCE_REWARD, rewards
@@ -41,59 +49,59 @@ from grpo_recipes.rollouts.renderer import Renderer
 from grpo_recipes.rollouts.turns import Message, Turn
 from grpo_recipes.runs.rundir import json_mapping
 
-MASKED, UNSAMPLED = -100, 1.0  # Atropos' signs for a token that is not trained on, in masks and log-probs
-ENVIRONMENT = "environment"  # in generation_params: its name, for metrics
+MASKED, UNSAMPLED = -100, 1.0  # mask and log-prob of a token that is not trained on
+ENVIRONMENT = "environment"  # key of generation_params: name of the environment, for metrics
 
 Item = Mapping[str, Any]
-Worth = float | Sequence[float] | None  # of an episode, or of each of its turns; None: unscored
+EpisodeScore = float | Sequence[float] | None  # score of an episode, or of each of its turns; None: unscored
 Fetched = Callable[[str, str | None, str], Path | None]  # hub id, configuration, split -> folder, as in data.problems
 
 
 class RecipeEnvConfig(BaseEnvConfig):
-    """The configuration of an environment of ours; ``atropos_environment_args`` of a recipe are its fields."""
+    """The configuration of a ``RecipeEnv``; a recipe sets its fields in ``atropos_environment_args``."""
 
-    use_wandb: bool = Field(False, description="Whether it logs to W&B itself; the trainer does in any case.")
-    wandb_name: str | None = Field(None, description="Its name; the class's by default.")
+    use_wandb: bool = Field(False, description="Whether the environment logs to W&B, in addition to the trainer.")
+    wandb_name: str | None = Field(None, description="Name of the environment; by default, the name of the class.")
     ensure_scores_are_not_same: bool = Field(
-        False, description="Drop groups whose scores are all the same; mean rewards are then of a selection."
+        False, description="Drop groups with equal scores; mean rewards then leave these groups out."
     )
-    include_messages: bool = Field(False, description="Send texts beside the token ids.")
-    steps_per_eval: int = Field(0, description="Steps between two calls of evaluate; 0 for none.")
-    total_steps: int = Field(ENDLESS, description="Steps after which it ends; the launch ends it with the run.")
+    include_messages: bool = Field(False, description="Send texts together with the token ids.")
+    steps_per_eval: int = Field(0, description="Steps between two calls of evaluate; 0 never calls it.")
+    total_steps: int = Field(ENDLESS, description="Steps of the environment; the launch ends it with the run.")
     max_batches_offpolicy: int = Field(2, description="Batches that may wait for the trainer.")
-    max_num_workers_per_node: int = Field(64, description="Most groups under way at once.")
-    seed: int = Field(0, description="Of the items; the recipe's by default.")
-    temperature: float = Field(1.0, description="Of the sampling; the recipe's.")
-    max_tokens: int = Field(256, description="Most tokens of one turn; max_completion_length by default.")
+    max_num_workers_per_node: int = Field(64, description="Most groups that are sampled at the same time.")
+    seed: int = Field(0, description="Seed of the items; by default, the recipe's seed.")
+    temperature: float = Field(1.0, description="Sampling temperature; the launch sets the recipe's.")
+    max_tokens: int = Field(256, description="Most tokens of a turn; by default, max_completion_length.")
     turn_advantages: bool = Field(
         False,
-        description="Whether scores by turn become advantages by token: the turn's score minus its mean in the group.",
+        description="Whether scores of turns become advantages of tokens: score minus mean of the turn in the group.",
     )
-    system_prompt: str | None = Field(None, description="Before every prompt that has no system message.")
-    chat_template: str | None = Field(None, description="Instead of the tokenizer's own.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the chat template.")
+    system_prompt: str | None = Field(None, description="System message of every prompt without one.")
+    chat_template: str | None = Field(None, description="Chat template that replaces the tokenizer's.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
 
 
 class Episode:
-    """One row of a group, after its first turn: what the policy has read and written, token by token."""
+    """One row of a group: the token ids that the policy has read and written, with masks and log-probs."""
 
     def __init__(self, environment: "RecipeEnv", prompt: list[int]):
         self._environment = environment
         self.tokens = list(prompt)
         self.masks = [MASKED] * len(prompt)
         self.logprobs = [UNSAMPLED] * len(prompt)
-        self.turns: list[range] = []  # places of the tokens of each of the policy's turns
-        self.texts: list[str] = []  # of these
-        self.complete = True  # whether the last one ended itself, and was not cut
+        self.turns: list[range] = []  # indices of the tokens of each turn of the policy
+        self.texts: list[str] = []  # text of each turn
+        self.complete = True  # whether the policy ended the last turn itself, below the token limit
 
     @property
     def text(self) -> str:
-        """What the policy said last."""
+        """The text of the last turn."""
         return self.texts[-1]
 
-    async def turn(self, said: str | list[Message]) -> str:
-        """Say something to the policy and return its answer, an empty text where no room is left for one."""
-        between = self._environment.renderer.between(_messages(said), self.tokens)
+    async def turn(self, messages: str | list[Message]) -> str:
+        """Send messages to the policy and return its answer; an empty text if the token limit leaves no room."""
+        between = self._environment.renderer.between(_to_messages(messages), self.tokens)
         room = self._environment.config.max_token_length - len(self.tokens) - len(between)
         if room < 1:
             self.texts.append("")
@@ -103,11 +111,11 @@ class Episode:
         self.tokens += between
         self.masks += [MASKED] * len(between)
         self.logprobs += [UNSAMPLED] * len(between)
-        self.enter(ids, logprobs, reason)
+        self.append_turn(ids, logprobs, reason)
         return self.text
 
-    def enter(self, ids: list[int], logprobs: list[float], reason: str) -> None:
-        """Append a turn as it was sampled."""
+    def append_turn(self, ids: list[int], logprobs: list[float], reason: str) -> None:
+        """Append the sampled tokens of a turn."""
         self.turns.append(range(len(self.tokens), len(self.tokens) + len(ids)))
         self.tokens += ids
         self.masks += ids
@@ -117,7 +125,7 @@ class Episode:
 
 
 class RecipeEnv(BaseEnv):
-    """A subclass has ``next_item`` and ``score``; one of several turns, in the place of ``score``, ``play``."""
+    """Base class of environments: implement ``next_item``, and ``score`` or, with several turns, ``play``."""
 
     env_config_cls = RecipeEnvConfig
     server_cls = RunServer
@@ -129,42 +137,42 @@ class RecipeEnv(BaseEnv):
         self.tokenizer.chat_template = config.chat_template or self.tokenizer.chat_template
         if self.tokenizer.chat_template is None:
             raise config_error("chat_template", "the tokenizer has no chat template", "add chat_template to the recipe")
-        self.renderer = Renderer(self.tokenizer, config.chat_template_kwargs, _stops(config.tokenizer_name))
+        self.renderer = Renderer(self.tokenizer, config.chat_template_kwargs, _read_stop_tokens(config.tokenizer_name))
         self.random = random.Random(config.seed)
-        self.server.max_n_completions = config.group_size  # else a group of more than 8 takes several requests
+        self.server.max_n_completions = config.group_size  # otherwise a group of more than 8 needs several requests
 
     @classmethod
     def config_init(cls) -> tuple[RecipeEnvConfig, list[RunServerConfig]]:
-        """Return the defaults; a list, since atroposlib takes no address from a server that stands alone."""
+        """Return the default configuration and servers; atroposlib reads the address only from a list of servers."""
         return cls.env_config_cls(), [RunServerConfig()]
 
     @classmethod
-    def look(cls, config: Any, copies: Path | None = None, fetched: Fetched | None = None) -> None:
-        """Raise a ConfigError for what is wrong with a configuration; called by checks, which make no environment."""
+    def check_config(cls, config: Any, copies: Path | None = None, fetched: Fetched | None = None) -> None:
+        """Raise ConfigError if a configuration is wrong, without creating an environment; for `grpo check --deep`."""
 
-    # --- what a subclass has ---------------------------------------------------------------------------------------
+    # --- methods of a subclass -------------------------------------------------------------------------------------
 
     def next_item(self) -> Item | None:
-        """Return what a group is sampled for, by ``self.random``: a mapping with ``prompt``, a text or messages."""
-        raise NotImplementedError("an environment has next_item")
+        """Return the next item, drawn with ``self.random``: a mapping with ``prompt``, a text or a list of messages."""
+        raise NotImplementedError("an environment must define next_item")
 
     def score(self, item: Item, text: str) -> Any:
-        """Return the score of a completion, None where there is none; may be async."""
-        raise NotImplementedError("an environment has score, or play")
+        """Return the score of a completion, or None if it is unscored; may be async."""
+        raise NotImplementedError("an environment must define score or play")
 
-    async def play(self, item: Item, episode: Episode) -> Worth:
-        """Return the score of an episode, or one for each turn, of which the sum counts.
+    async def play(self, item: Item, episode: Episode) -> EpisodeScore:
+        """Play an episode after its first turn, and return its score, or a list with a score for each turn.
 
-        Its first turn is there; ``await episode.turn(text)`` goes on.
+        ``await episode.turn(text)`` plays another turn. The scores of all turns are added.
         """
-        worth = self.score(item, episode.text)
-        return await worth if inspect.isawaitable(worth) else worth
+        score = self.score(item, episode.text)
+        return await score if inspect.isawaitable(score) else score
 
-    async def scores(self, item: Item, episodes: list[Episode]) -> Sequence[Worth]:
-        """Return what each episode of a group is worth, once it is over."""
+    async def scores(self, item: Item, episodes: list[Episode]) -> Sequence[EpisodeScore]:
+        """Play all episodes of a group and return their scores."""
         return await asyncio.gather(*(self.play(item, episode) for episode in episodes))
 
-    # --- what atroposlib calls -------------------------------------------------------------------------------------
+    # --- methods for atroposlib ------------------------------------------------------------------------------------
 
     async def setup(self) -> None:
         """Do nothing; called once, before the first item."""
@@ -173,7 +181,7 @@ class RecipeEnv(BaseEnv):
         """Do nothing: the recipe's benchmarks test the trained model."""
 
     async def register_env(self) -> None:
-        """Register at run-api; the items then follow from the seed, the name and the step that training is at."""
+        """Register at run-api; then seed the items with the seed, the name and the step of the training."""
         await super().register_env()
         self.random.seed(f"{self.config.seed}/{self.config.wandb_name}/{self.curr_step}")
 
@@ -183,22 +191,22 @@ class RecipeEnv(BaseEnv):
 
     async def collect_trajectories(self, item: Item) -> tuple[dict[str, Any] | None, list[Item]]:
         """Sample a group and have it scored."""
-        messages = _messages(item["prompt"])
+        messages = _to_messages(item["prompt"])
         if self.config.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
-        prompt, most = self.renderer.prompt(Turn(messages)), self.config.max_token_length - self.config.max_tokens
-        if len(prompt) > max(1, most):
-            raise PromptTooLong(f"a prompt of {len(prompt)} tokens, where it may have {most}")
-        with noting() as asked:
+        prompt, limit = self.renderer.prompt(Turn(messages)), self.config.max_token_length - self.config.max_tokens
+        if len(prompt) > max(1, limit):
+            raise PromptTooLong(f"the prompt has {len(prompt)} tokens, at most {limit} are allowed")
+        with record_requests() as requests:
             episodes = [Episode(self, prompt) for _ in range(self.config.group_size)]
             for episode, sampled in zip(episodes, await self.sample(prompt, len(episodes)), strict=True):
-                episode.enter(*sampled)
-            worths = await self.scores(item, episodes)
-        params = {**generation_params(asked), ENVIRONMENT: self.config.wandb_name}
-        return scored(episodes, worths, params, by_turn=self.config.turn_advantages), []
+                episode.append_turn(*sampled)
+            scores = await self.scores(item, episodes)
+        params = {**generation_params(requests), ENVIRONMENT: self.config.wandb_name}
+        return build_group(episodes, scores, params, turn_advantages=self.config.turn_advantages), []
 
     async def sample(self, ids: list[int], count: int) -> list[tuple[list[int], list[float], str]]:
-        """Return token ids, their log-probs and the reason of the end of ``count`` completions."""
+        """Sample ``count`` completions; return the token ids, log-probs and finish reason of each."""
         limits = {"max_tokens": self.config.max_tokens, "temperature": self.config.temperature}
         _, sampled, logprobs, reasons = await self.server.tokens_and_logprobs_completion(
             input_ids=ids, n=count, **limits
@@ -206,121 +214,127 @@ class RecipeEnv(BaseEnv):
         return list(zip(sampled, logprobs, reasons, strict=True))
 
 
-def scored(
-    episodes: Sequence[Episode], worths: Sequence[Worth], params: dict[str, Any], by_turn: bool = False
+def build_group(
+    episodes: Sequence[Episode], scores: Sequence[EpisodeScore], params: dict[str, Any], turn_advantages: bool = False
 ) -> dict[str, Any] | None:
-    """Return the group that Atropos takes; None where no episode has a score.
+    """Return episodes and scores as a group for Atropos; None if no episode has a score.
 
-    ``by_turn`` gives each token the score of its turn minus the mean of that turn in the group. An episode without a
-    score gets the group's mean, and is not trained on. ValueError for a score that is not a finite number.
+    ``turn_advantages`` gives each token the score of its turn minus the mean of that turn in the group. An unscored
+    episode gets the group's mean score, and is not trained on. ValueError for a score that is not a finite number.
     """
-    rewards = [None if worth is None else _numbers(worth) for worth in worths]
-    sums = [math.fsum(one) for one in rewards if one is not None]
-    if not sums:
+    turn_scores = [None if score is None else _turn_scores(score) for score in scores]
+    sums = [None if turns is None else math.fsum(turns) for turns in turn_scores]
+    known_sums = [total for total in sums if total is not None]
+    if not known_sums:
         return None
-    mean = statistics.fmean(sums)
+    mean = statistics.fmean(known_sums)
     group: dict[str, Any] = {
-        "tokens": [one.tokens for one in episodes],
-        "masks": [one.masks for one in episodes],
-        "scores": [mean if one is None else math.fsum(one) for one in rewards],
-        "inference_logprobs": [one.logprobs for one in episodes],
+        "tokens": [episode.tokens for episode in episodes],
+        "masks": [episode.masks for episode in episodes],
+        "scores": [mean if total is None else total for total in sums],
+        "inference_logprobs": [episode.logprobs for episode in episodes],
         "generation_params": params,
     }
-    if len(sums) < len(episodes):
-        group["overrides"] = [{"set_advantage_to_zero": True} if one is None else {} for one in rewards]
-    if by_turn:
-        group["advantages"] = _token_advantages(episodes, [one or [] for one in rewards])
+    if len(known_sums) < len(episodes):
+        group["overrides"] = [{"set_advantage_to_zero": True} if total is None else {} for total in sums]
+    if turn_advantages:
+        group["advantages"] = _token_advantages(episodes, [turns or [] for turns in turn_scores])
     return group
 
 
-def _token_advantages(episodes: Sequence[Episode], rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-    turns = range(max(map(len, rewards)))
-    means = [statistics.fmean([one[turn] for one in rewards if len(one) > turn]) for turn in turns]
-    found = []
-    for episode, own in zip(episodes, rewards, strict=True):
-        advantages = [0.0] * len(episode.tokens)
-        for places, reward, mean in zip(episode.turns, own, means, strict=False):
-            advantages[places.start : places.stop] = [reward - mean] * len(places)
-        found.append(advantages)
-    return found
+def _token_advantages(episodes: Sequence[Episode], turn_scores: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return for each token the score of its turn minus the mean of that turn in the group; 0 outside of turns."""
+    indices = range(max(map(len, turn_scores)))
+    means = [statistics.fmean([scores[turn] for scores in turn_scores if len(scores) > turn]) for turn in indices]
+    advantages = []
+    for episode, scores in zip(episodes, turn_scores, strict=True):
+        row = [0.0] * len(episode.tokens)
+        for tokens, score, mean in zip(episode.turns, scores, means, strict=False):
+            row[tokens.start : tokens.stop] = [score - mean] * len(tokens)
+        advantages.append(row)
+    return advantages
 
 
-def _numbers(worth: float | Sequence[float]) -> list[float]:
-    numbers = [float(one) for one in (worth if isinstance(worth, Sequence) else [worth])]
-    problem = next(filter(None, map(reward_problem, numbers)), None) or reward_problem(math.fsum(numbers))
-    if not numbers or problem:
-        why = problem or "it is empty"
-        raise ValueError(f"the score {worth!r} can't be trained on ({why}). Fix: return a number, or one per turn")
-    return numbers
+def _turn_scores(score: float | Sequence[float]) -> list[float]:
+    """Return the score of each turn, or the only score of an episode as a list; ValueError if one is not finite."""
+    scores = [float(value) for value in (score if isinstance(score, Sequence) else [score])]
+    problem = next(filter(None, map(reward_problem, scores)), None) or reward_problem(math.fsum(scores))
+    if not scores or problem:
+        reason = problem or "it is empty"
+        raise ValueError(
+            f"the score {score!r} can't be trained on ({reason}). Fix: return a number, or a list of numbers per turn"
+        )
+    return scores
 
 
-def _messages(said: str | list[Message]) -> list[Message]:
-    return [{"role": "user", "content": said}] if isinstance(said, str) else said
+def _to_messages(messages: str | list[Message]) -> list[Message]:
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
 
-def _stops(model: str) -> list[int]:
-    """Return the tokens at which the server stops, beside the tokenizer's own: those of the generation config."""
+def _read_stop_tokens(model: str) -> list[int]:
+    """Return the end-of-sequence tokens of the generation config: the vLLM server stops there too."""
     file = cached_file(model, "generation_config.json", _raise_exceptions_for_missing_entries=False)
-    found = (json_mapping(Path(file)) or {}).get("eos_token_id") if file else None
-    return found if isinstance(found, list) else [] if found is None else [found]
+    ids = (json_mapping(Path(file)) or {}).get("eos_token_id") if file else None
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 class ArithmeticEnv(RecipeEnv):
-    """Sums of two digits without an end: the smoke task, with prompts and answers as its model knows them."""
+    """An endless stream of sums of two digits: the smoke task, in the format that its model was trained on."""
 
     name = "arithmetic"
 
     def next_item(self) -> Item:
-        """Return a sum."""
+        """Return a random sum and its answer."""
         first, second = self.random.randrange(10), self.random.randrange(10)
         return {"prompt": f"{first}+{second}=", "answer": str(first + second)}
 
     def score(self, item: Item, text: str) -> float:
-        """Return 1 for the right number in answer tags, else 0, as the smoke recipe's reward does."""
-        (score,) = make_reward("pure_accuracy_math", _recipe({}))([text], answer=[item["answer"]])
+        """Return 1 for the right number in answer tags, else 0, like the smoke recipe's reward."""
+        (score,) = make_reward("pure_accuracy_math", _make_config({}))([text], answer=[item["answer"]])
         assert score is not None
         return score
 
 
 class DatasetEnvConfig(RecipeEnvConfig):
-    """The configuration of problems from a dataset; fields that are recipe keys too mean the same."""
+    """The configuration of ``DatasetEnv``; fields with the name of a recipe key have the same meaning."""
 
     dataset_name: str = Field("", description="Hub id, local file or folder.")
     dataset_config: str | None = Field(None, description="Configuration of the dataset.")
-    dataset_train_split: str = Field("train", description="Split that is read.")
-    dataset_prompt_column: str = Field("problem", description="Column of the problem: a text, or messages.")
+    dataset_train_split: str = Field("train", description="Split of the dataset.")
+    dataset_prompt_column: str = Field("problem", description="Column of the problem: a text or messages.")
     dataset_solution_column: str = Field("answer", description="Column of the reference solution.")
     dataset_solution_marker: str | None = Field(
-        None, description="Only what follows the last occurrence of this text in the solution, e.g. '####' for GSM8K."
+        None,
+        description="Last text before the answer in the solution column, e.g. '####' for GSM8K.",
     )
-    reward: str = Field("pure_accuracy_math", description="A reward of ours, or module:function or file.py:function.")
-    reward_args: dict[str, Any] = Field({}, description="Recipe keys of that reward, e.g. answer_matching.")
-    reward_timeout: float = Field(5.0, description="Seconds that math_verify, or your own, may take for a completion.")
-    reward_memory_gib: float = Field(4.0, description="Memory that it may take, in GiB.")
+    reward: str = Field("pure_accuracy_math", description="A shipped reward, or module:function or file.py:function.")
+    reward_args: dict[str, Any] = Field({}, description="Recipe keys of the reward, e.g. answer_matching.")
+    reward_timeout: float = Field(5.0, description="Most seconds of math_verify, or of your reward, for a completion.")
+    reward_memory_gib: float = Field(4.0, description="Memory limit of the reward in GiB.")
 
 
 class DatasetEnv(RecipeEnv):
-    """Problems of a dataset, shuffled anew each time they have all been drawn, scored by one reward."""
+    """Problems of a dataset, scored by a reward; every pass over the dataset has a new random order."""
 
     name = "dataset"
     env_config_cls = DatasetEnvConfig
     copies: Path | None = None  # folder with the run's copies of the user's rewards
-    fetched: Fetched | None = None  # where datasets of the hub are that were fetched for the run
+    fetched: Fetched | None = None  # finds the hub datasets that were downloaded for the run
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._reward = reward_of(self.config, self.copies)
-        self._problems = problems_of(self.config, self.fetched)
-        self._order: list[int] = []
+        self._reward = load_reward(self.config, self.copies)
+        self._problems = load_problems(self.config, self.fetched)
+        self._order: list[int] = []  # indices of the problems that remain in this pass
 
     @classmethod
-    def look(cls, config: Any, copies: Path | None = None, fetched: Fetched | None = None) -> None:
-        """Read the dataset, and find the reward."""
-        reward_of(config, copies, start=False)
-        problems_of(config, fetched)
+    def check_config(cls, config: Any, copies: Path | None = None, fetched: Fetched | None = None) -> None:
+        """Read the dataset and look up the reward."""
+        load_reward(config, copies, start=False)
+        load_problems(config, fetched)
 
     def next_item(self) -> Item:
-        """Return the next problem: ``prompt``, ``answer``, and the other scalar columns."""
+        """Return the next problem: ``prompt``, ``answer`` and the other scalar columns."""
         if not self._order:
             self._order = list(range(len(self._problems)))
             self.random.shuffle(self._order)
@@ -328,44 +342,47 @@ class DatasetEnv(RecipeEnv):
         return row
 
     async def scores(self, item: Item, episodes: list[Episode]) -> list[float | None]:
-        """Return what the reward says of the group, which it sees at once."""
+        """Score a whole group in a single call of the reward."""
         rows = len(episodes)
         columns = {name: [value] * rows for name, value in item.items() if name != "prompt"}
         columns |= {"prompts": [item["prompt"]] * rows}
-        columns |= {"completion_ids": [[one.tokens[place] for place in one.turns[-1]] for one in episodes]}
-        completions = [[{"role": "assistant", "content": one.text}] for one in episodes]
+        columns |= {"completion_ids": [[episode.tokens[index] for index in episode.turns[-1]] for episode in episodes]}
+        completions = [[{"role": "assistant", "content": episode.text}] for episode in episodes]
         scores = await asyncio.get_running_loop().run_in_executor(None, self._reward, completions, columns)
         return [score.value for score in scores]
 
 
-def _recipe(values: Mapping[str, Any]) -> SimpleNamespace:
-    """Return what stands for a recipe's configs: the defaults of all keys, and these values."""
+def _make_config(values: Mapping[str, Any]) -> SimpleNamespace:
+    """Return an object like the configs of a recipe: these values, and the defaults of all other keys."""
     return SimpleNamespace(**{key: entry["default"] for key, entry in catalogue().items()} | dict(values))
 
 
-def problems_of(config: DatasetEnvConfig, fetched: Fetched | None = None) -> Any:
-    """Return the problems of a dataset, ``prompt`` (a chat), ``answer`` and the other scalars; ConfigError without."""
-    from grpo_recipes.data import problems as data  # which takes TRL
+def load_problems(config: DatasetEnvConfig, fetched: Fetched | None = None) -> Any:
+    """Return the problems of a dataset with ``prompt`` (a chat), ``answer`` and the other scalar columns.
+
+    Raises ConfigError if no dataset is given, or no problem remains.
+    """
+    from grpo_recipes.data import problems as data  # imports TRL
 
     if not config.dataset_name:
         fix = "add dataset_name to atropos_environment_args"
-        raise config_error("dataset_name", "the environment 'dataset' names no dataset", fix)
-    args, counts = _recipe(config.model_dump()), data.Counts()
+        raise config_error("dataset_name", "the environment 'dataset' needs a dataset", fix)
+    args, counts = _make_config(config.model_dump()), data.Counts()
     source = data.train_source(args)
     rows = data.load_rows(source, args, fetched)
-    found = data.collect_rows(data.drop_duplicates(data.make_problems(rows, source, args, counts), counts))
-    if len(found) == 0:
-        what = "; ".join([f"no problem of '{config.dataset_name}' is left", *counts.lines()])
-        raise config_error("dataset_name", what, "name another dataset, or other columns")
-    return found
+    problems = data.collect_rows(data.drop_duplicates(data.make_problems(rows, source, args, counts), counts))
+    if len(problems) == 0:
+        message = "; ".join([f"'{config.dataset_name}' has no usable problem", *counts.lines()])
+        raise config_error("dataset_name", message, "set another dataset or other columns")
+    return problems
 
 
-def reward_of(
+def load_reward(
     config: DatasetEnvConfig, copies: Path | None, start: bool = True
 ) -> Callable[[list[Any], dict[str, Any]], list[Score]]:
-    """Return what scores completions with their columns; ConfigError where there is no such reward, or argument of it.
+    """Return a function that scores completions, given their columns; ConfigError for an unknown reward or argument.
 
-    Those that may hang, and the user's own, are called in child processes, which are started here unless told not to.
+    The user's rewards, and shipped rewards that may hang, run in child processes. ``start`` starts these processes.
     """
     name, known = config.reward, {key: entry for key, entry in rewards().items() if key != SOURCE_REWARD}
     if is_user_reward(name):
@@ -373,20 +390,20 @@ def reward_of(
         if not copied and (problem := spec_problem(name, "reward")):
             raise ConfigError(problem)
     elif name not in known:
-        fix = f"write {nearest_of(name, known) or 'one of ' + ', '.join(known)}"
-        raise config_error("reward", f"there is no reward '{name}'", fix)
-    takes = known[name].keys if name in known else ()
+        fix = f"set {nearest_of(name, known) or 'one of ' + ', '.join(known)}"
+        raise config_error("reward", f"unknown reward '{name}'", fix)
+    keys = known[name].keys if name in known else ()
     for key in config.reward_args:
-        if key not in takes:
-            fix = f"write {nearest_of(key, takes) or 'some of ' + ', '.join(takes)}" if takes else "remove reward_args"
-            raise config_error("reward_args", f"'{name}' takes no '{key}'", fix)
+        if key not in keys:
+            fix = f"use {nearest_of(key, keys) or 'some of ' + ', '.join(keys)}" if keys else "remove reward_args"
+            raise config_error("reward_args", f"'{name}' has no argument '{key}'", fix)
     if name in known and not known[name].in_children:
-        function = make_reward(name, _recipe({"max_completion_length": config.max_tokens, **config.reward_args}))
+        function = make_reward(name, _make_config({"max_completion_length": config.max_tokens, **config.reward_args}))
         return lambda completions, columns: call_reward(
             function, {"completions": completions, **columns}, len(completions)
         )
     pool = RewardPool(name, copies=copies, timeout=config.reward_timeout, memory_gib=config.reward_memory_gib)
-    # Children end with the thread that started them, which alone may call them.
+    # The children end with the thread that started them, and only this thread may call them.
     thread = ThreadPoolExecutor(1)
     if start:
         thread.submit(pool.start).result()

@@ -1,9 +1,9 @@
-"""The fields of an Atropos environment's configuration, read from the source of its class. No code runs.
+"""Read the fields of an Atropos environment's configuration from the source of its class, without running code.
 
     configuration_of("dataset")  # ("DatasetEnvConfig", {"dataset_name", "seed", ...})
 
-If a class takes its fields from elsewhere, e.g. from its own ``config_init``, only ``grpo check --deep`` can check
-them: it imports the class.
+If a class builds its configuration in another way, e.g. in its own ``config_init``, only ``grpo check --deep`` can
+check the fields, because it imports the class.
 """
 
 import ast
@@ -17,7 +17,7 @@ from grpo_recipes.recipe.keys import nearest_of
 from grpo_recipes.recipe.user_code import source_path, split_spec
 
 ARGS = "atropos_environment_args"
-# Fields that the launch sets -> the recipe's keys for them.
+# Field that the launch sets -> the recipe key to use instead.
 OWNED_FIELDS = {
     "batch_size": "prompts_per_step",
     "chat_template": "chat_template",
@@ -30,40 +30,39 @@ OWNED_FIELDS = {
     "tokenizer_name": "model_name_or_path",
 }
 _PACKAGE = Path(__file__).parents[1]
-_OURS = {"arithmetic": "ArithmeticEnv", "dataset": "DatasetEnv"}
-_CHOICE = "env_config_cls"  # the attribute of an environment that names its configuration
-_DEEPEST = 20  # base classes and imports that are followed
+_SHIPPED = {"arithmetic": "ArithmeticEnv", "dataset": "DatasetEnv"}
+_CONFIG_ATTRIBUTE = "env_config_cls"  # attribute of an environment class: the class of its configuration
+_MAX_DEPTH = 20  # base classes and imports that are followed
 
 
 def argument_problems(config: str, fields: Collection[str], args: Collection[str]) -> Iterator[Problem]:
     """Yield a problem for each argument without a field in the configuration, and for each that the launch sets."""
     for name in args:
         if name in OWNED_FIELDS:
-            fix = f"write {OWNED_FIELDS[name]}, and remove it"
-            yield Problem(f"{ARGS}.{name}", "the launch fills it in", fix)
+            yield Problem(f"{ARGS}.{name}", "is set by the launch", f"remove it, and set {OWNED_FIELDS[name]}")
         elif name not in fields:
             near = nearest_of(name, [field for field in fields if field not in OWNED_FIELDS])
             fault = f"{config} has no field '{name}'"
-            yield Problem(f"{ARGS}.{name}", fault, f"write '{near}'" if near else "remove it")
+            yield Problem(f"{ARGS}.{name}", fault, f"use '{near}'" if near else "remove it")
 
 
 def configuration_of(spec: str) -> tuple[str, frozenset[str]] | None:
-    """Return name and fields of the configuration of an environment; None if its source does not show them."""
-    shipped = _OURS.get(spec)
+    """Return the name and the fields of an environment's configuration class; None if the source does not show them."""
+    shipped = _SHIPPED.get(spec)
     path = _PACKAGE / "atropos/environments.py" if shipped else source_path(spec)
     with contextlib.suppress(_Unknown):
-        place, name = _configuration(path, shipped or split_spec(spec)[1], _DEEPEST)
-        return name, frozenset(_fields(place, name, _DEEPEST))
+        file, name = _configuration(path, shipped or split_spec(spec)[1], _MAX_DEPTH)
+        return name, frozenset(_fields(file, name, _MAX_DEPTH))
     return None
 
 
 class _Unknown(Exception):
-    """The source does not define the class plainly."""
+    """The source does not show the fields."""
 
 
 @functools.lru_cache(maxsize=64)
 def _parsed(path: Path, _: int) -> Mapping[str, ast.AST]:
-    """Return the top-level classes and imports of a file by name; the second argument is the time of its change."""
+    """Return the top-level classes and imports of a file by name; the modification time is part of the cache key."""
     names: dict[str, ast.AST] = {}
     for node in ast.parse(path.read_bytes()).body:
         if isinstance(node, ast.ClassDef):
@@ -74,7 +73,7 @@ def _parsed(path: Path, _: int) -> Mapping[str, ast.AST]:
 
 
 def _class(path: Path | None, name: str, depth: int) -> tuple[Path, ast.ClassDef]:
-    """Return the file that defines the class ``name`` of a file, and the class."""
+    """Return the file that defines the class ``name``, which may be imported, and the class."""
     try:
         node = _parsed(path, path.stat().st_mtime_ns).get(name) if path and depth else None
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -88,29 +87,29 @@ def _class(path: Path | None, name: str, depth: int) -> tuple[Path, ast.ClassDef
 
 
 def _module(name: str) -> Path | None:
-    top, _, rest = name.partition(".")
-    if top == _PACKAGE.name:
-        return _PACKAGE / f"{rest.replace('.', '/')}.py"
+    package, _, path = name.partition(".")
+    if package == _PACKAGE.name:
+        return _PACKAGE / f"{path.replace('.', '/')}.py"
     return source_path(f"{name}:_")
 
 
 def _configuration(path: Path | None, name: str, depth: int) -> tuple[Path, str]:
     """Return the configuration class of an environment class: a file, and the name of the class in that file."""
-    place, node = _class(path, name, depth)
-    chosen = None
+    file, node = _class(path, name, depth)
+    config_class = None
     for part in node.body:
-        makes_it = isinstance(part, ast.FunctionDef) and part.name == "config_init"
-        if makes_it and _CHOICE not in {getattr(inner, "attr", None) for inner in ast.walk(part)}:
+        is_config_init = isinstance(part, ast.FunctionDef) and part.name == "config_init"
+        if is_config_init and _CONFIG_ATTRIBUTE not in {getattr(inner, "attr", None) for inner in ast.walk(part)}:
             raise _Unknown
         targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", None)]
-        if any(isinstance(target, ast.Name) and target.id == _CHOICE for target in targets):
-            chosen = getattr(part, "value", None)
-            if not isinstance(chosen, ast.Name):
+        if any(isinstance(target, ast.Name) and target.id == _CONFIG_ATTRIBUTE for target in targets):
+            config_class = getattr(part, "value", None)
+            if not isinstance(config_class, ast.Name):
                 raise _Unknown
-    if isinstance(chosen, ast.Name):
-        return place, chosen.id
+    if isinstance(config_class, ast.Name):
+        return file, config_class.id
     (base,) = _bases(node) if len(node.bases) == 1 else [""]
-    return _configuration(place, base, depth - 1)
+    return _configuration(file, base, depth - 1)
 
 
 def _bases(node: ast.ClassDef) -> list[str]:
@@ -120,8 +119,8 @@ def _bases(node: ast.ClassDef) -> list[str]:
 
 
 def _fields(path: Path, name: str, depth: int) -> set[str]:
-    """Return the fields of a class of pydantic, with those of its bases."""
-    place, node = _class(path, name, depth)
+    """Return the fields of a pydantic class and of its bases."""
+    file, node = _class(path, name, depth)
     fields = set()
     for part in node.body:
         if isinstance(part, ast.Assign) or (isinstance(part, ast.ClassDef) and part.name == "Config"):
@@ -129,5 +128,5 @@ def _fields(path: Path, name: str, depth: int) -> set[str]:
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
             fields.add(part.target.id)
     for base in _bases(node):
-        fields |= set() if base == "BaseModel" else _fields(place, base, depth - 1)
+        fields |= set() if base == "BaseModel" else _fields(file, base, depth - 1)
     return fields

@@ -1,7 +1,7 @@
-"""Flags and variables of trainers for Atropos become recipe keys, as ``flags.yaml`` describes them.
+"""Translate flags and variables of Atropos trainers to recipe keys, as ``flags.yaml`` describes them.
 
-Pure: flags come in; recipe keys, notes and problems come out. ``translate`` needs no recipe. ``translate_counts`` reads
-the flags that depend on values of the recipe. The other functions are named by rows of the table.
+Pure functions of flags to recipe keys, notes and problems. ``translate`` needs no recipe. ``translate_counts`` reads
+the flags that depend on values of the recipe. Rows of the table name the other public functions.
 """
 
 import os
@@ -33,9 +33,9 @@ class Translation:
     flags: dict[str, Value]  # flag, or variable without a flag -> its text or texts
     explicit: frozenset[str]  # recipe keys that the command line sets by their own names
     environment: Mapping[str, str]
-    bare: bool  # whether no recipe is named: each flag has its default then
-    script: bool  # whether run_atropos_grpo.sh sets the defaults
-    device: str  # of the environment: cpu or cuda
+    uses_base: bool  # whether no recipe is named; then each flag has a default
+    script: bool  # whether the defaults of run_atropos_grpo.sh apply
+    device: str  # device of the Python environment: cpu or cuda
     in_job: bool  # whether this is a Slurm job, which has its own ports
     keys: dict[str, Value] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -51,14 +51,14 @@ class Translation:
 
     def has_default(self, row: Row) -> bool:
         """Return whether the default of a flag is used if nothing sets the flag."""
-        return self.bare and row.default is not None and self.explicit.isdisjoint(row.replaced_by.split())
+        return self.uses_base and row.default is not None and self.explicit.isdisjoint(row.replaced_by.split())
 
     def put(self, name: str, keys: Mapping[str, Any]) -> None:
-        """Set keys for a flag or variable; the default of a flag gives way to the user's own flags and variables."""
+        """Set keys for a flag or variable; the user's flags and variables override the default of another flag."""
         exported = {key for variable, key in environment_keys().items() if self.environment.get(variable)}
         for key, value in keys.items():
             if name in self.flags and key in self.explicit:
-                self.reject(name, f"is given beside --{key}, which is the same", "keep one of the two")
+                self.reject(name, f"sets the same key as --{key}", "remove one of them")
             elif name in self.flags or key not in self.explicit | exported:
                 source = self.flags[name].source if name in self.flags else name
                 self.keys[key] = Value(value, source, from_text=True)
@@ -84,11 +84,11 @@ class Translation:
         return Settings(values, self.device)
 
 
-def translate(translation: Translation, dotted: list[tuple[str, str]]) -> str | None:
-    """Translate the flags that need no recipe; ``dotted`` are an environment's. Return the weight bridge mode."""
+def translate(translation: Translation, environment_flags: list[tuple[str, str]]) -> str | None:
+    """Translate the flags that need no recipe, and an environment's flags; return the weight bridge mode."""
     mode = _weight_bridge_mode(translation)
-    if translation.bare and MODEL not in translation.flags and "model_name_or_path" not in translation.explicit:
-        translation.reject(MODEL, "is missing", f"write {MODEL} with a hub id or a folder, or export MODEL")
+    if translation.uses_base and MODEL not in translation.flags and "model_name_or_path" not in translation.explicit:
+        translation.reject(MODEL, "is missing", f"set {MODEL} to a hub id or a folder, or export MODEL")
     settings = translation.settings(mode)
     for row in FLAGS.rows:
         raw = translation.flags.get(row.name) or _default(translation, row, mode)
@@ -97,22 +97,21 @@ def translate(translation: Translation, dotted: list[tuple[str, str]]) -> str | 
     for row in VARIABLES.rows:
         if row.name in translation.flags:
             translation.add(VARIABLES.translate(row.name, translation.flags[row.name], settings))
-    _read_fields(translation, dotted, translation.settings(mode))
+    _read_environment_flags(translation, environment_flags, translation.settings(mode))
     return mode
 
 
 def _weight_bridge_mode(translation: Translation) -> str | None:
     """Return the mode and set its keys; None if the recipe or its keys decide."""
-    named, single, rank = translation.text(MODE), translation.text("--single-copy"), translation.number("LORA_RANK")
-    if single and named not in (None, SHARED):
-        translation.reject("--single-copy", f"is {SHARED}, and {MODE} is {named}", "keep one of the two")
-    if rank and named not in (None, *ADAPTERS):
-        translation.reject(
-            "LORA_RANK", f"is {rank}, and {MODE} {named} trains all weights", f"write {' or '.join(ADAPTERS)}"
-        )
+    flag, single, rank = translation.text(MODE), translation.text("--single-copy"), translation.number("LORA_RANK")
+    if single and flag not in (None, SHARED):
+        translation.reject("--single-copy", f"means {MODE} {SHARED}, but {MODE} is {flag}", "remove one of them")
+    if rank and flag not in (None, *ADAPTERS):
+        fix = f"set {MODE} {' or '.join(ADAPTERS)}"
+        translation.reject("LORA_RANK", f"is {rank}, but {MODE} {flag} trains all weights", fix)
     if single:
-        translation.notes.append(f"--single-copy is {MODE} {SHARED}")
-    mode, source = named or (SHARED if single else None), MODE if named else "--single-copy"
+        translation.notes.append(f"--single-copy means {MODE} {SHARED}")
+    mode, source = flag or (SHARED if single else None), MODE if flag else "--single-copy"
     if mode is None and rank:
         mode, source = ADAPTERS[0], "LORA_RANK"
     row = FLAGS.by_name[MODE]
@@ -126,11 +125,11 @@ def _weight_bridge_mode(translation: Translation) -> str | None:
 
 
 def _default(translation: Translation, row: Row, mode: str | None) -> Value | None:
-    """Return the default of a flag if no recipe is named, or None; few defaults depend on other flags."""
+    """Return the default of a flag if no recipe is named, else None."""
     text: Any = row.default
-    idle = any(mode not in modes.split() for modes in row.needs.values())
+    has_no_effect = any(mode not in modes.split() for modes in row.needs.values())
     is_set = any(key in translation.keys for key in row.sets)
-    if not translation.has_default(row) or idle or is_set or (row.name == PORT and translation.in_job):
+    if not translation.has_default(row) or has_no_effect or is_set or (row.name == PORT and translation.in_job):
         return None
     if row.name == "--dtype" and translation.device == "cpu":
         translation.put("--dtype", {"bf16": False})
@@ -140,80 +139,83 @@ def _default(translation: Translation, row: Row, mode: str | None) -> Value | No
 
 
 def split_length(setting: Setting, _: Settings) -> None:
-    """Read the most tokens of a sequence: a quarter is for the prompt, the rest for the completion."""
+    """Split the length of a sequence: a quarter for the prompt, three quarters for the completion."""
     prompt = setting.number // 4
     setting.write({"max_prompt_length": prompt, "max_completion_length": setting.number - prompt})
 
 
 def device(setting: Setting, settings: Settings) -> None:
     """Accept only the device of the environment."""
-    named, usual = setting.value, settings.device
-    if named != usual:
-        fix = f"write {usual}, which the environment is made for (make setup DEVICE=cpu or cuda)"
-        fix = f"export CUDA_VISIBLE_DEVICES={named[5:]}" if named.startswith("cuda:") and usual == "cuda" else fix
-        setting.reject(f"is '{named}', the environment's is {usual}", fix)
+    requested, installed = setting.value, settings.device
+    if requested != installed:
+        fix = f"set {installed}, or create another environment: make setup DEVICE={requested.partition(':')[0]}"
+        is_index = requested.startswith("cuda:") and installed == "cuda"
+        fix = f"export CUDA_VISIBLE_DEVICES={requested[5:]}" if is_index else fix
+        setting.reject(f"is '{requested}', but the environment was installed for {installed}", fix)
 
 
 def existing_file(setting: Setting, _: Settings) -> None:
     """Accept an existing file that the launch does not need."""
-    setting.accept("the trainer asks the server itself where the one copy is")
+    setting.accept("the trainer gets the location of the shared copy from the server")
     if not os.path.isfile(os.path.expanduser(setting.value)):
-        setting.reject(f"there is no file '{setting.value}'", "name an existing file, or leave it out")
+        setting.reject(f"file '{setting.value}' not found", "set an existing file, or remove it")
 
 
 def same_model(setting: Setting, settings: Settings) -> None:
-    """Accept the run's own model."""
+    """Accept only the run's model."""
     _accept_same(setting, setting.value == settings.values.get(MODEL))
 
 
 def same_server(setting: Setting, settings: Settings) -> None:
-    """Accept the address of the server that the launch starts."""
+    """Accept only the address of the server that the launch starts."""
     parts = urlsplit(setting.value)
     port = str(parts.netloc.rpartition(":")[2])
     _accept_same(setting, parts.hostname in _LOCAL and port == str(settings.values.get(PORT)))
 
 
-def _accept_same(setting: Setting, same: bool) -> None:
-    setting.accept("the launch tells its environments the same")
-    if not same:
+def _accept_same(setting: Setting, is_same: bool) -> None:
+    setting.accept("the launch passes the same value to its environments")
+    if not is_same:
         setting.reject(f"'{setting.value:.100}' has no equivalent here")
 
 
 def shared_weights(setting: Setting, settings: Settings) -> None:
-    """Accept a value that agrees with the weight bridge mode."""
+    """Accept only a value that agrees with the weight bridge mode."""
     shared, shares = settings.values[MODE] == SHARED, as_bool(setting.value) is True
     if shared and not shares:
         fix = f"export {setting.name}=1, or unset it"
-        setting.reject(f"is {setting.value}, and {SHARED} shares weights", fix)
+        setting.reject(f"is {setting.value}, but {MODE} {SHARED} shares weights", fix)
     elif shares and not shared:
         setting.accept(f"{MODE} {SHARED} is not set")
 
 
-def _read_fields(translation: Translation, dotted: list[tuple[str, str]], settings: Settings) -> None:
-    """Read the flags of an environment: recipe keys, values that the launch sets, or fields of its configuration."""
+def _read_environment_flags(
+    translation: Translation, environment_flags: list[tuple[str, str]], settings: Settings
+) -> None:
+    """Translate the flags of an environment to recipe keys, or to fields of its configuration."""
     fields: dict[str, Any] = {}
-    for name, text in dotted:
+    for name, text in environment_flags:
         translation.flags[name] = Value(text, name, from_text=True)
         if not text:
-            translation.reject(name, "is given without a value", f"write {name} VALUE")
+            translation.reject(name, "has no value", f"set {name} VALUE")
         elif name in FIELDS.by_name:
             translation.add(FIELDS.translate(name, translation.flags[name], settings))
         elif not name.startswith(_ENV):
-            fix = "remove it; the launch starts the server and tells its environments where it is"
+            fix = "remove it: the launch starts the server and passes its address to the environments"
             translation.reject(name, "has no equivalent here", fix)
         else:
             fields[name.removeprefix(_ENV)] = _read_yaml(name, text)
     first = f"{_ENV}{next(iter(fields), '')}"
     if fields and "--environment" not in translation.flags and "atropos_environment" not in translation.explicit:
-        translation.reject(first, "is a field of an environment, and none is named", "write --environment too")
+        translation.reject(first, "is a field of an environment, but --environment is missing", "add --environment")
     elif fields:
         translation.put(first, {"atropos_environment_args": fields})
 
 
 def _read_yaml(name: str, text: str) -> Any:
     """Return the value of a text in YAML."""
-    wrong = config_error(name, f"'{text:.100}' is no value in YAML", "quote it as YAML asks for")
-    with translate_error(yaml.YAMLError, lambda _: wrong):
+    invalid = config_error(name, f"'{text:.100}' is not valid YAML", "quote it as YAML requires")
+    with translate_error(yaml.YAMLError, lambda _: invalid):
         return yaml.safe_load(text)
 
 
@@ -225,24 +227,21 @@ def translate_counts(translation: Translation, value: Callable[[str], Any], mode
     if interval is not None and interval > 1:
         steps = value("gradient_accumulation_steps")
         if mode == SHARED:
-            translation.reject(
-                INTERVAL, f"{mode} transfers nothing: the server has every step's weights", "leave it out"
-            )
+            translation.reject(INTERVAL, f"has no effect with {mode}: the server has every step's weights", "remove it")
         elif value("prompts_per_step") is not None:
-            fix = f"write {BATCH} and {ACCUMULATION} in its place"
-            translation.reject(INTERVAL, "several steps of one transfer contradict prompts_per_step", fix)
+            fix = f"use {BATCH} and {ACCUMULATION} instead of prompts_per_step"
+            translation.reject(INTERVAL, "can't be combined with prompts_per_step", fix)
         elif isinstance(steps, int):
             translation.put(INTERVAL, {"steps_per_generation": steps * interval})
     gpus = translation.number("NUM_GPUS")
     if gpus is not None and translation.device == "cpu":
-        translation.notes.append(f"NUM_GPUS={gpus} is not read: this is a CPU environment")
+        translation.notes.append(f"NUM_GPUS={gpus} is ignored in a CPU environment")
     elif gpus is not None:
         parallel = value("vllm_tensor_parallel_size")
         trainers = trainers_of(gpus, parallel if isinstance(parallel, int) else 1, value("weight_sync") == "shared")
         if trainers is None:
-            translation.reject(
-                "NUM_GPUS", f"{gpus} leaves no GPU to train on: the server has {parallel}", "export more"
-            )
+            problem = f"{gpus} leaves no GPU for training: the server uses {parallel}"
+            translation.reject("NUM_GPUS", problem, f"export NUM_GPUS={parallel + 1}, or more")
         else:
             translation.put("NUM_GPUS", {"num_processes": trainers})
 
@@ -252,13 +251,13 @@ def _need_room_for_adapters(translation: Translation, rank: Any, mode: str | Non
     name = "--max-lora-rank"
     room = translation.number(name) if mode in (None, *ADAPTERS) else None
     if room is not None and isinstance(rank, int) and room < rank:
-        translation.reject(name, f"is {room}, below --lora-r {rank}", f"write {name} {rank}, or leave it out")
+        translation.reject(name, f"is {room}, below --lora-r {rank}", f"set {name} {rank}, or remove it")
     elif room is not None:
-        translation.notes.append(f"{name} {room} changes nothing: the server has room for --lora-r {rank}")
+        translation.notes.append(f"{name} {room} has no effect: the server has room for --lora-r {rank}")
 
 
 def _read_sequences(translation: Translation, value: Callable[[str], Any]) -> None:
-    """Read BATCH_SIZE, the sequences of a step, unless flags set their number."""
+    """Translate BATCH_SIZE, the sequences of a step, unless a flag sets their number."""
     size, group = translation.number("BATCH_SIZE"), value("num_generations")
     flags = [name for name in (BATCH, ACCUMULATION) if name in translation.flags]
     flags += [f"--{key}" for key in ("prompts_per_step", "per_device_train_batch_size") if key in translation.explicit]
@@ -266,10 +265,10 @@ def _read_sequences(translation: Translation, value: Callable[[str], Any]) -> No
         return
     if flags:
         if translation.environment.get("BATCH_SIZE"):
-            translation.notes.append(f"BATCH_SIZE={size} is not read beside {flags[0]}")
+            translation.notes.append(f"BATCH_SIZE={size} is ignored because {flags[0]} is set")
     elif remainder := size % group:
-        problem = f"{size} sequences are no whole groups of {group} (num_generations): run-api would hand out no batch"
-        fix = f"export BATCH_SIZE={size - remainder + group}, or write another --num_generations"
+        problem = f"must be a multiple of num_generations {group}, got {size}: run-api would hand out no batch"
+        fix = f"export BATCH_SIZE={size - remainder + group}, or set another --num_generations"
         translation.reject("BATCH_SIZE", problem, fix)
     else:
         translation.keys.pop("gradient_accumulation_steps", None)

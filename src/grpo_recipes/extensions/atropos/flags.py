@@ -1,6 +1,6 @@
-"""The tables of ``flags.yaml``: flags and variables of trainers for Atropos.
+"""The tables of ``flags.yaml``: flags and variables of Atropos trainers.
 
-``main`` makes its parser and its help from them, ``flag_keys`` translates them, and a page of the docs lists them.
+``main`` builds its parser from them, ``flag_keys`` translates them to recipe keys, and a page of the docs lists them.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from grpo_recipes.recipe.converters.table import Row, read_table
 
 _FILE, _FUNCTIONS = Path(__file__).with_suffix(".yaml"), "grpo_recipes.extensions.atropos.flag_keys"
 FLAGS = read_table(_FILE, "flags", _FUNCTIONS)
-FIELDS = read_table(_FILE, "fields", _FUNCTIONS)  # of an environment
+FIELDS = read_table(_FILE, "fields", _FUNCTIONS)  # flags of an environment
 VARIABLES = read_table(_FILE, "variables", _FUNCTIONS)
 MODE = "--weight-bridge-mode"
 AUTO, SHARED = "auto", "shared_vllm"
@@ -19,29 +19,31 @@ SCRIPT = "run_atropos_grpo.sh"
 
 
 def help_of(row: Row) -> str:
-    """Return the line of a flag in the help, with its default."""
+    """Return the help line of a flag, with its default."""
     default = "" if row.default is None else f" (default {row.default})"
     return f"{row.help or row.fix}{default}{f'; {row.remark}' if row.remark else ''}"
 
 
 def flag_rows() -> list[tuple[str, str, str]]:
-    """Return each flag with its default and its meaning, in Markdown, for a page."""
+    """Return the rows of the docs' table of flags: name, default and meaning, in Markdown."""
     rows = [
         (
             ", ".join(f"`{name}`" for name in row.names),
             "" if row.default is None else f"`{row.default}`",
-            f"refused: {row.fix}" if row.rejected else "; ".join(filter(None, (row.help, row.remark))),
+            f"not supported: {row.fix}" if row.rejected else "; ".join(filter(None, (row.help, row.remark))),
         )
         for row in FLAGS.rows
     ]
     rows.append(("`--benchmark`", "", "ends with the benchmark summary"))
     for row in FIELDS.rows:
-        rows.append((f"`{row.name}`", "", f"the key `{next(iter(row.sets))}`" if row.sets else f"refused: {row.fix}"))
+        rows.append(
+            (f"`{row.name}`", "", f"the key `{next(iter(row.sets))}`" if row.sets else f"not supported: {row.fix}")
+        )
     return [*rows, ("`--env.FIELD`", "", "any other field of the environment's configuration")]
 
 
 def variable_rows() -> list[tuple[str, str, str]]:
-    """Return each variable with its default and its meaning, in Markdown, for a page."""
+    """Return the rows of the docs' table of variables: name, default and meaning, in Markdown."""
     rows = []
     for row in VARIABLES.rows:
         flag = f" (`{row.variable}`)" if row.variable else ""

@@ -1,11 +1,11 @@
-"""The endpoint that Atropos' own client samples from: ``POST /generate`` with token ids, answered with log-probs.
+"""The endpoint of Atropos' vLLM client: ``POST /generate`` with token ids, answered with log-probs.
 
 atroposlib's ``VLLMServer`` sends vLLM's ``SamplingParams`` as JSON, next to ``prompt``, and reads ``logprobs`` and
-``finish_reasons``. No released vLLM has this endpoint. vLLM's own completions code answers it here, so adapters,
-priorities and aborted requests work as everywhere. Two rules differ from ``/v1/completions``:
+``finish_reasons``. No released vLLM has this endpoint. Here, vLLM's completions code answers it, so adapters,
+priorities and aborted requests work as in other endpoints. Two rules differ from ``/v1/completions``:
 
-* A missing sampling parameter is neutral, or has the recipe's value. vLLM would read the model's generation config.
-* ``max_tokens`` is lowered to the room that the prompt leaves. vLLM would reject the request.
+* A missing sampling parameter has the recipe's value, or is neutral. vLLM would read the model's generation config.
+* ``max_tokens`` is lowered to the room after the prompt. vLLM would reject the request.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -31,7 +31,7 @@ from grpo_recipes.server.middleware import GENERATE_PATH, SAMPLING_VARIABLE
 from grpo_recipes.server.wire import LOWEST_LOGPROB
 
 _NEUTRAL = {"temperature": 1.0, **NEUTRAL_SAMPLING}
-_DECIDED = ("stream", "stream_options", "echo", "use_beam_search", "model", "priority")  # never the client's choice
+_NOT_ALLOWED = ("stream", "stream_options", "echo", "use_beam_search", "model", "priority")  # parameters of vLLM
 router = APIRouter()
 
 
@@ -39,7 +39,7 @@ class _ServingGroups(OpenAIServingCompletion):
     def request_output_to_completion_response(  # type: ignore[override]
         self, final_res_batch: list[RequestOutput], request: CompletionRequest, request_id: str, *_: Any
     ) -> dict[str, Any]:
-        """Return the answer that ``VLLMServer`` reads: lists with one entry for each completion."""
+        """Return the answer that ``VLLMServer`` reads: lists with an entry for each completion."""
         (result,) = final_res_batch
         for output in result.outputs:
             self._raise_if_error(output.finish_reason, request_id)
@@ -52,20 +52,20 @@ class _ServingGroups(OpenAIServingCompletion):
         if request.logprobs is not None:
             answer["logprobs"] = [_sampled_logprobs(output) for output in result.outputs]
         if request.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = [_plain(position) for position in result.prompt_logprobs or ()]
+            answer["prompt_logprobs"] = [_token_logprobs(position) for position in result.prompt_logprobs or ()]
         return answer
 
 
 def _sampled_logprobs(output: CompletionOutput) -> list[list[dict[int, float]]]:
-    """Return ``[{token: logprob, ...}]`` for each token; the sampled token comes first, where the client reads it."""
+    """Return ``[{token: logprob, ...}]`` for each token; the client reads the first entry, the sampled token."""
     positions = output.logprobs or ()
     return [
-        [{token: _finite((position or {})[token].logprob), **_plain(position)}]
+        [{token: _finite((position or {})[token].logprob), **_token_logprobs(position)}]
         for token, position in zip(output.token_ids, positions, strict=True)
     ]
 
 
-def _plain(position: Mapping[int, Any] | None) -> dict[int, float]:
+def _token_logprobs(position: Mapping[int, Any] | None) -> dict[int, float]:
     return {token: _finite(entry.logprob) for token, entry in (position or {}).items()}
 
 
@@ -74,32 +74,35 @@ def _finite(logprob: float) -> float:
 
 
 def read_request(body: Mapping[str, Any], longest: int, sampling: Mapping[str, Any]) -> CompletionRequest:
-    """Return vLLM's request for the body of ``/generate``.
+    """Convert the body of ``/generate`` to vLLM's request.
 
     Args:
         body: the prompt and vLLM's sampling parameters.
         longest: most tokens of a prompt with its completion.
-        sampling: values of parameters that the body does not give.
+        sampling: defaults of missing parameters.
 
     Raises:
-        ConfigError: for a parameter that vLLM does not have, or that can't be set here, and for a wrong value.
+        ConfigError: if a parameter is unknown or not allowed, or a value is wrong.
     """
-    given = dict(body)
-    prompt = _prompt_ids(given.pop("prompt", None), longest)
-    known = set(CompletionRequest.model_fields) - {"prompt", *_DECIDED}
-    if unknown := [name for name in given if name not in known and not (name == "stream" and given[name] is False)]:
-        raise config_error(GENERATE_PATH, f"unknown parameter '{unknown[0]}'", f"use some of {_listed(known)}")
-    given.pop("stream", None)
-    most = given.get("max_tokens", CompletionRequest.model_fields["max_tokens"].default)
-    values = {**_NEUTRAL, **sampling, **{name: value for name, value in given.items() if value is not None}}
+    parameters = dict(body)
+    prompt = _prompt_ids(parameters.pop("prompt", None), longest)
+    if parameters.get("stream") is False:
+        del parameters["stream"]
+    known = set(CompletionRequest.model_fields) - {"prompt", *_NOT_ALLOWED}
+    if unknown := [name for name in parameters if name not in known]:
+        raise config_error(
+            GENERATE_PATH, f"unknown parameter '{unknown[0]}'", f"use some of {', '.join(sorted(known))}"
+        )
+    limit = parameters.get("max_tokens", CompletionRequest.model_fields["max_tokens"].default)
+    values = {**_NEUTRAL, **sampling, **{name: value for name, value in parameters.items() if value is not None}}
     room = longest - len(prompt)
-    values["max_tokens"] = room if most is None else min(most, room) if isinstance(most, int) else most
+    values["max_tokens"] = room if limit is None else min(limit, room) if isinstance(limit, int) else limit
 
-    def wrong(error: ValidationError) -> ConfigError:
+    def list_problem(error: ValidationError) -> ConfigError:
         first = error.errors()[0]
         return config_error(GENERATE_PATH, f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "correct the value")
 
-    with translate(ValidationError, wrong):
+    with translate(ValidationError, list_problem):
         return CompletionRequest(prompt=prompt, stream=False, **values)
 
 
@@ -107,15 +110,11 @@ def _prompt_ids(prompt: Any, longest: int) -> list[int]:
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     if not (isinstance(ids, list) and ids and all(type(token) is int for token in ids)):
         fix = 'send "prompt": {"prompt_token_ids": [1, 2, 3]}'
-        raise config_error(GENERATE_PATH, "expected a prompt of token ids", fix)
+        raise config_error(GENERATE_PATH, "the prompt must be a list of token ids", fix)
     if len(ids) >= longest:
         fix = f"send at most {longest - 1} tokens, or raise max_prompt_length in the recipe"
-        raise config_error(GENERATE_PATH, f"the prompt has {len(ids)} tokens, which leaves no room to sample", fix)
+        raise config_error(GENERATE_PATH, f"the prompt has {len(ids)} tokens and leaves no room for a completion", fix)
     return ids
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
 
 
 @router.post(GENERATE_PATH, dependencies=[Depends(validate_json_request)])
@@ -130,7 +129,7 @@ async def generate(body: dict[str, Any], raw_request: Request) -> JSONResponse:
         request = read_request(body, serving.model_config.max_model_len, sampling)
     except ConfigError as error:
         return JSONResponse({"error": str(error)}, 400)
-    # The weights that are trained: the adapter, where there is one.
+    # The trained weights: the adapter if the server has one, else the model.
     request.model = next(iter(serving.models.lora_requests), None)
     answer = await serving.create_completion(request, raw_request)
     if isinstance(answer, ErrorResponse):

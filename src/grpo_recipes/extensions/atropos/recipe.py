@@ -1,4 +1,7 @@
-"""What a recipe says of Atropos: the environments that the launch starts, their labels, and run-api's address."""
+"""Read the Atropos keys of a recipe: the environments that the launch starts, their labels, and run-api.
+
+The functions look up recipe keys with a function, so that they accept recipes and the trainer's arguments alike.
+"""
 
 import itertools
 import re
@@ -8,7 +11,7 @@ from typing import Any
 
 RUN_API_PORT = 8001
 ENVIRONMENT_TOKEN = "environment_token"  # file in the run directory, for environments that the user starts
-_LONGEST_LABEL = 40  # of an Atropos environment: it is part of names of files
+_MAX_LABEL_LENGTH = 40  # labels are part of file names
 
 
 @dataclass(frozen=True)
@@ -17,16 +20,16 @@ class AtroposEnvironment:
 
     id: str  # a name of ATROPOS_ENVIRONMENTS, module:Class or file.py:Class
     args: dict[str, Any]  # fields of its configuration
-    weight: float = 1.0  # of its requests to the server
-    min_allocation: float | None = None  # least share of a batch
+    weight: float = 1.0  # relative number of its groups under way
+    min_allocation: float | None = None  # fraction of a batch that its groups fill first
 
 
-# Atropos environments of ours: sums made on the spot, and problems of a dataset. ``atropos.serve`` has their classes.
+# Shipped environments: generated sums, and problems of a dataset. ``serve.SHIPPED`` has their classes.
 ATROPOS_ENVIRONMENTS = ("arithmetic", "dataset")
 
 
 def atropos_environments(recipe: Callable[[str], Any]) -> list[AtroposEnvironment]:
-    """Return the Atropos environments that a launch of this recipe starts; ``recipe`` looks up its keys."""
+    """Return the Atropos environments that a launch of this recipe starts."""
     if recipe("atropos_environment") is not None:
         return [AtroposEnvironment(recipe("atropos_environment"), recipe("atropos_environment_args") or {})]
     entries = (recipe("atropos_mixture") or {}).get("environments") or []
@@ -39,47 +42,47 @@ def atropos_environments(recipe: Callable[[str], Any]) -> list[AtroposEnvironmen
 
 
 def uses_atropos(recipe: Callable[[str], Any]) -> bool:
-    """Return whether completions and scores of a recipe come from Atropos' run-api."""
+    """Return whether the groups of a recipe come from Atropos' run-api."""
     return any(recipe(key) is not None for key in ("atropos_environment", "atropos_mixture", "atropos_api_url"))
 
 
 def starts_run_api(recipe: Callable[[str], Any]) -> bool:
-    """Return whether a launch of this recipe starts a run-api of its own."""
+    """Return whether a launch of this recipe starts its own run-api."""
     return uses_atropos(recipe) and recipe("atropos_api_url") is None
 
 
 def atropos_labels(recipe: Callable[[str], Any]) -> list[str]:
-    """Return a short name for each of a recipe's Atropos environments, each another one, of ``a-z 0-9 _ -``."""
+    """Return a short, unique label of each Atropos environment of a recipe, made of ``a-z 0-9 _ -``."""
     labels: list[str] = []
     for environment in atropos_environments(recipe):
-        name = re.sub("[^a-z0-9_-]+", "-", environment.id.rpartition(":")[2].lower()).strip("-")[:_LONGEST_LABEL]
-        names = (f"{name or 'environment'}{f'-{count}' if count > 1 else ''}" for count in itertools.count(1))
-        labels.append(next(one for one in names if one not in labels))
+        name = re.sub("[^a-z0-9_-]+", "-", environment.id.rpartition(":")[2].lower()).strip("-")[:_MAX_LABEL_LENGTH]
+        candidates = (f"{name or 'environment'}{f'-{count}' if count > 1 else ''}" for count in itertools.count(1))
+        labels.append(next(label for label in candidates if label not in labels))
     return labels
 
 
 def longest_trajectory(recipe: Callable[[str], Any]) -> int | None:
-    """Return the most tokens of a prompt with its completion, as run-api and environments are told; None: no limit."""
+    """Return the most tokens of a prompt with its completion; None if the recipe sets no limit."""
     prompt, completion = recipe("max_prompt_length"), recipe("max_completion_length")
-    most = recipe("vllm_max_model_length") if None in (prompt, completion) else prompt + completion
-    return None if most is None else int(most)
+    longest = recipe("vllm_max_model_length") if None in (prompt, completion) else prompt + completion
+    return None if longest is None else int(longest)
 
 
-def run_api_port(lookup: Callable[[str], Any]) -> int | None:
+def run_api_port(recipe: Callable[[str], Any]) -> int | None:
     """Return the default port of the run-api that a launch starts; None if it starts none."""
-    return RUN_API_PORT if starts_run_api(lookup) else None
+    return RUN_API_PORT if starts_run_api(recipe) else None
 
 
-def admits_environments(lookup: Callable[[str], Any]) -> bool:
+def admits_environments(recipe: Callable[[str], Any]) -> bool:
     """Return whether environments that the user starts in other terminals may sample from the run's server."""
-    return uses_atropos(lookup) and not starts_run_api(lookup)
+    return uses_atropos(recipe) and not starts_run_api(recipe)
 
 
-def dataset_names(lookup: Callable[[str], Any]) -> Iterator[tuple[str, str | None, str | None, str]]:
+def dataset_names(recipe: Callable[[str], Any]) -> Iterator[tuple[str, str | None, str | None, str]]:
     """Yield the datasets of the shipped environment ``dataset``: the key that names it, id, configuration and split."""
-    for environment in atropos_environments(lookup):
+    for environment in atropos_environments(recipe):
         if environment.id == "dataset":
-            key = "atropos_mixture" if lookup("atropos_environment") is None else "atropos_environment_args"
+            key = "atropos_mixture" if recipe("atropos_environment") is None else "atropos_environment_args"
             name, config, split = (
                 environment.args.get(f"dataset_{part}") for part in ("name", "config", "train_split")
             )

@@ -1,8 +1,8 @@
-"""Groups that the environments of Atropos have sampled and scored, in the place of completions that TRL samples.
+"""Train on groups that Atropos environments have sampled and scored, instead of completions that TRL samples.
 
-Rank 0 takes them from run-api and the other ranks get them from it. The log-probs of a group are those of the policy
-that sampled it, however old: the ratio of the loss is taken against them. Advantages come from the scores of a group as
-TRL makes them, or, where the environment sends them, per token from the group itself.
+Rank 0 takes the groups from run-api and broadcasts them. The log-probs of a group come from the policy that sampled it,
+however old, and the ratio of the loss uses them. TRL computes advantages from the scores of a group, unless the
+environment sends an advantage for each token.
 """
 
 import math
@@ -29,7 +29,7 @@ from grpo_recipes.data.problems import Counts
 from grpo_recipes.data.prompts import Prompts
 from grpo_recipes.extensions.atropos.access import SETTINGS
 from grpo_recipes.extensions.atropos.client import AtroposClient, AtroposError, Registration
-from grpo_recipes.extensions.atropos.group import Group, Trajectory, trajectories
+from grpo_recipes.extensions.atropos.group import Group, Trajectory, to_trajectories
 from grpo_recipes.extensions.atropos.recipe import atropos_environments, longest_trajectory
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
@@ -39,65 +39,72 @@ from grpo_recipes.runs.rundir import Run
 from grpo_recipes.server.middleware import ACTIVITY_PATH
 from grpo_recipes.weights.transport import QUICK_SECONDS, ServerError
 
-_Found = TypeVar("_Found")
-_LOGGED = ("run-api", "server", "environment-")  # roles of processes whose logs may say why no groups come
-_COUNTED = ("rejected", "stale", "lost_batches", "stolen_batches")  # the client's counts that are metrics of a step
-_LEAST_SPREAD = 1e-4  # below it advantages are taken to be equal, and not divided by it
-# Ways to sample that change log-probs -> their values that do not.
-_PLAIN: dict[str, tuple[float, ...]] = {name: (value,) for name, value in NEUTRAL_SAMPLING.items()}
-_PLAIN |= {"top_k": (0, -1), "presence_penalty": (0,), "frequency_penalty": (0,)}
+_Result = TypeVar("_Result")
+_SHOWN_LOGS = ("run-api", "server", "environment-")  # roles with logs that may explain why no groups come
+_COUNT_METRICS = (
+    "rejected",
+    "stale",
+    "lost_batches",
+    "stolen_batches",
+)  # the client's counts that are metrics of a step
+_MIN_DEVIATION = 1e-4  # advantages with a smaller standard deviation count as equal and are not divided by it
+# Sampling parameter -> its values that do not change log-probs.
+_NEUTRAL_VALUES: dict[str, tuple[float, ...]] = {name: (value,) for name, value in NEUTRAL_SAMPLING.items()}
+_NEUTRAL_VALUES |= {"top_k": (0, -1), "presence_penalty": (0,), "frequency_penalty": (0,)}
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What rank 0 took for a generation."""
+class Generation:
+    """The groups that rank 0 took for a generation."""
 
-    rows: list[Trajectory] = field(default_factory=list)  # of all ranks, in order
-    # Whether the log-probs of each row must be the trainer's own: it was sampled with the weights of now, and plainly.
+    rows: list[Trajectory] = field(default_factory=list)  # rows of all ranks, in order
+    # Whether each row was sampled with the current weights and neutral parameters: then its log-probs must equal the
+    # trainer's.
     fresh: list[bool] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-_LEAST_PLACEHOLDERS = 1024
+_MIN_PLACEHOLDERS = 1024
 
 
 class AtroposRollouts(Source):
-    """Train on what the environments of Atropos send; TRL's ``rollout_func``."""
+    """The rollout source of runs with Atropos; as a function, TRL's ``rollout_func``."""
 
     @classmethod
     def training_prompts(cls, args: ScriptArguments, seed: int, least: int) -> Prompts:
-        """Return rows that groups of run-api replace; an epoch has whole generations."""
+        """Return placeholder rows, which the groups from run-api replace; an epoch has whole generations."""
         environments = atropos_environments(partial(getattr, args))
         names = ", ".join(environment.id for environment in environments) or str(args.atropos_api_url)
-        count = least * math.ceil(_LEAST_PLACEHOLDERS / least)
+        count = least * math.ceil(_MIN_PLACEHOLDERS / least)
         rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": names}]] * count})
         return Prompts(rows, Counts(read=count), names, f"groups of {names}")
 
     def __init__(self, script_args: ScriptArguments, args: GRPOConfig, run_dir: Path):
-        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL warns of rollout_func in every run
-        args.vllm_importance_sampling_correction = False  # the ratio of the loss has it in it
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL warns about rollout_func in every run
+        args.vllm_importance_sampling_correction = False  # the ratio of the loss includes it
         self._script, self._args, self._run_dir = script_args, args, run_dir
         self.records: list[dict[str, Any]] = []
-        self._rows: list[dict[str, Any]] = []  # of the batch to take
-        self._taken = Taken()
-        self._own: list[Trajectory] = []  # the rank's rows of it
-        self._fresh: list[bool] = []
-        self._texts: list[list[Message]] = []
-        self._client: AtroposClient | None = None  # rank 0's, once it is registered
-        self._since = 0.0  # when the last groups were taken, by time.monotonic
-        self._labels: set[str] = set()  # of all environments that groups came from
+        self._placeholders: list[dict[str, Any]] = []  # the rank's rows of the next batch, as TRL draws them
+        self._generation = Generation()
+        self._rank_rows: list[Trajectory] = []  # the rank's rows of the generation
+        self._rank_fresh: list[bool] = []  # Generation.fresh of these rows
+        self._completions: list[list[Message]] = []
+        self._client: AtroposClient | None = None  # only on rank 0, after the registration
+        self._last_taken = 0.0  # time.monotonic() of the last groups
+        self._labels: set[str] = set()  # all environments that have sent groups
 
     def attach(self, trainer: Any) -> None:
-        """Number the weights that the server gets by their optimizer step: it answers environments with the number.
+        """Send the optimizer step with each weight sync; the server adds it to its answers to environments.
 
-        Environments of the launch's own run-api end with the training; others go on asking while benchmarks sample.
+        Environments that the launch starts end with the training. Other environments continue to send requests while
+        benchmarks sample.
         """
         if not trainer.use_vllm:
             return
         generation = trainer.vllm_generation
         if trainer.accelerator.is_main_process:
-            planned = {one.get("role") for one in Run(self._run_dir).plan.get("processes", [])}
-            generation.vllm_client.expect_other_clients("run-api" not in planned)
+            roles = {process.get("role") for process in Run(self._run_dir).plan.get("processes", [])}
+            generation.vllm_client.expect_other_clients("run-api" not in roles)
 
         def with_policy_version(sync: Callable[[], None]) -> Callable[[], None]:
             def sync_weights() -> None:
@@ -110,250 +117,256 @@ class AtroposRollouts(Source):
         generation.wrap_sync(with_policy_version)
 
     def start_generation(self, rows: list[dict[str, Any]], name: str) -> None:
-        """Take the rank's placeholders of the batch, whose prompts the groups' take the place of."""
-        self._rows = rows
+        """Keep the rank's placeholders of the batch; the prompts of the groups replace theirs."""
+        self._placeholders = rows
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Wait for the batch; return what TRL's ``rollout_func`` returns, and the scores beside it."""
+        """Wait for the groups of a generation; return the fields of TRL's ``rollout_func``, and the scores."""
         with trainer.preemption.cutting_short(), trainer.rows.phase("sample"):
-            take = _from_main(partial(self._take, trainer), trainer.accelerator.is_main_process)
-        trainer.preemption.stop_if_agreed()  # before an error: where the run stops, run-api may be gone too
-        self._taken = taken = take()
-        first = trainer.accelerator.process_index * len(self._rows)
-        self._own = own = taken.rows[first : first + len(self._rows)]
-        self._fresh = taken.fresh[first : first + len(self._rows)]
-        self.brings_advantages = any(row.advantages is not None for row in taken.rows)
-        self.temperatures = self._own_temperatures(trainer)
-        for name, value in taken.metrics.items():
+            get_result = _broadcast_result(partial(self._take_groups, trainer), trainer.accelerator.is_main_process)
+        trainer.preemption.stop_if_agreed()  # before an error is raised: if the run stops, run-api may be gone too
+        self._generation = generation = get_result()
+        first = trainer.accelerator.process_index * len(self._placeholders)
+        self._rank_rows = rows = generation.rows[first : first + len(self._placeholders)]
+        self._rank_fresh = generation.fresh[first : first + len(self._placeholders)]
+        self.brings_advantages = any(row.advantages is not None for row in generation.rows)
+        self.temperatures = self._read_temperatures(trainer)
+        for name, value in generation.metrics.items():
             trainer._metrics["train"][name].append(value)
         tokenizer = trainer.processing_class
-        self._texts = [_messages(row, tokenizer) for row in own]
-        for placeholder, row in zip(self._rows, own, strict=True):
+        self._completions = [_to_messages(row, tokenizer) for row in rows]
+        for placeholder, row in zip(self._placeholders, rows, strict=True):
             text = tokenizer.decode(row.prompt_ids, skip_special_tokens=True)
             placeholder["prompt"][:] = [{"role": "user", "content": text}]
         return {
-            "prompt_ids": [row.prompt_ids.tolist() for row in own],
-            "completion_ids": [row.completion_ids.tolist() for row in own],
-            "logprobs": [row.logprobs.tolist() for row in own],
-            "env_mask": [row.mask.astype(int).tolist() for row in own],
-            "episode_reward": [row.score for row in own],
-            "episode_failed": [None] * len(own),
+            "prompt_ids": [row.prompt_ids.tolist() for row in rows],
+            "completion_ids": [row.completion_ids.tolist() for row in rows],
+            "logprobs": [row.logprobs.tolist() for row in rows],
+            "env_mask": [row.mask.astype(int).tolist() for row in rows],
+            "episode_reward": [row.score for row in rows],
+            "episode_failed": [None] * len(rows),
         }
 
     def completions(self) -> list[list[Message]]:
-        """Return the rank's completions: the policy's turns, and what it read between them."""
-        return self._texts
+        """Return the rank's completions: turns of the policy, and messages of the environment between them."""
+        return self._completions
 
     def annotate(self, trainer: Any, output: dict[str, Any]) -> None:
-        """Leave trajectories out whose advantage is set to zero; note temperatures, and what the guard may compare.
+        """Mask trajectories with an advantage set to zero; add temperatures, and the rows that the guard may compare.
 
-        The tokens of one that is left out still count in the mean over tokens, as they would with an advantage of 0;
-        but no penalty for leaving the reference reaches them.
+        Masked tokens still count in the mean over tokens, as with an advantage of 0. Unlike those, they get no KL
+        penalty.
         """
         device = output["completion_ids"].device
         output["tool_mask"] = output["tool_mask"] * ~self._zeroed(device).unsqueeze(1)
-        output["fresh"] = torch.tensor(self._fresh, device=device)
+        output["fresh"] = torch.tensor(self._rank_fresh, device=device)
         if self.temperatures is not None:
             output["temperature"] = self.temperatures
 
     def token_advantages(self, trainer: Any, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return TRL's advantages, (B,), without those set to zero; (B, T) where a group of any rank brings its own."""
-        if not (self.brings_advantages or any(row.zeroed for row in self._taken.rows)):
+        """Return TRL's advantages with the zeroed rows set to 0, (B,); (B, T) if a group of any rank has advantages."""
+        if not (self.brings_advantages or any(row.zeroed for row in self._generation.rows)):
             return None
         zeroed_B = self._zeroed(output["advantages"].device)
-        found = means_B = output["advantages"].masked_fill(zeroed_B, 0.0)
+        advantages = means_B = output["advantages"].masked_fill(zeroed_B, 0.0)
         if self.brings_advantages:
-            first = trainer.accelerator.process_index * len(self._own)
-            found, means_B = means_B.unsqueeze(1).repeat(1, output["completion_ids"].shape[1]), means_B.clone()
-            for place, row in enumerate(self._own):
+            first = trainer.accelerator.process_index * len(self._rank_rows)
+            advantages, means_B = means_B.unsqueeze(1).repeat(1, output["completion_ids"].shape[1]), means_B.clone()
+            for index, row in enumerate(self._rank_rows):
                 if row.advantages is not None and not row.zeroed:
-                    divisor = self._divisor((first + place) // trainer.num_generations, trainer.num_generations)
-                    of_tokens = torch.from_numpy(numpy.where(row.mask, row.advantages / divisor, 0.0)).to(found)
-                    found[place] = 0.0
-                    found[place, : len(of_tokens)] = of_tokens
-                    means_B[place] = of_tokens.sum() / row.mask.sum()
-        return found, torch.tensor(gather_object(means_B.tolist()))
+                    divisor = self._advantage_divisor(
+                        (first + index) // trainer.num_generations, trainer.num_generations
+                    )
+                    row_T = torch.from_numpy(numpy.where(row.mask, row.advantages / divisor, 0.0)).to(advantages)
+                    advantages[index] = 0.0
+                    advantages[index, : len(row_T)] = row_T
+                    means_B[index] = row_T.sum() / row.mask.sum()
+        return advantages, torch.tensor(gather_object(means_B.tolist()))
 
     def finish_generation(self, output: dict[str, Any]) -> None:
-        """Make the policy that sampled the old policy of the loss."""
+        """Use the policy that sampled as the old policy of the loss."""
         output.pop("fresh", None)
         output["old_per_token_logps"] = output["sampling_per_token_logps"]
 
     def _zeroed(self, device: torch.device) -> torch.Tensor:
-        return torch.tensor([row.zeroed for row in self._own], device=device)
+        return torch.tensor([row.zeroed for row in self._rank_rows], device=device)
 
-    def _divisor(self, group: int, size: int) -> float:
-        """Return what the advantages that this group brings are divided by: 1 unless the recipe normalises them."""
-        rows = [row for row in self._taken.rows[group * size : (group + 1) * size] if not row.zeroed]
+    def _advantage_divisor(self, group: int, size: int) -> float:
+        """Return the standard deviation of a group's own advantages if the recipe normalizes them, else 1."""
+        rows = [row for row in self._generation.rows[group * size : (group + 1) * size] if not row.zeroed]
         values = [row.advantages[row.mask.astype(bool)] for row in rows if row.advantages is not None]
-        spread = float(numpy.concatenate(values).std()) if values else 0.0
-        return spread if self._script.atropos_normalize_advantages and spread > _LEAST_SPREAD else 1.0
+        deviation = float(numpy.concatenate(values).std()) if values else 0.0
+        return deviation if self._script.atropos_normalize_advantages and deviation > _MIN_DEVIATION else 1.0
 
-    def _own_temperatures(self, trainer: Any) -> torch.Tensor | None:
-        """Return the temperature of each of the rank's rows; None where those of all ranks are the recipe's."""
+    def _read_temperatures(self, trainer: Any) -> torch.Tensor | None:
+        """Return the temperature of each of the rank's rows, (B,); None if all ranks have the recipe's temperature."""
 
-        def of(row: Trajectory) -> float:
-            given = trainer.temperature if row.temperature is None else row.temperature
-            return float(given) if given > 0 else 1.0  # of a greedy token vLLM gives the plain log-prob
+        def effective_temperature(row: Trajectory) -> float:
+            temperature = trainer.temperature if row.temperature is None else row.temperature
+            return float(temperature) if temperature > 0 else 1.0  # for greedy tokens vLLM returns plain log-probs
 
-        if all(of(row) == trainer.temperature for row in self._taken.rows):
+        if all(effective_temperature(row) == trainer.temperature for row in self._generation.rows):
             return None
-        device = trainer.accelerator.device
-        return torch.tensor([of(row) for row in self._own], dtype=torch.float64, device=device)
+        temperatures = [effective_temperature(row) for row in self._rank_rows]
+        return torch.tensor(temperatures, dtype=torch.float64, device=trainer.accelerator.device)
 
     # --- on rank 0 -------------------------------------------------------------------------------------------------
 
-    def _take(self, trainer: Any) -> Taken:
-        """Register this training with run-api, once, and take the groups of a generation."""
-        client = self._client = self._client or self._registered(trainer)
+    def _take_groups(self, trainer: Any) -> Generation:
+        """Take the groups of a generation from run-api; the first call registers this training."""
+        client = self._client = self._client or self._register(trainer)
         world, size, step = trainer.accelerator.num_processes, trainer.num_generations, trainer.state.global_step
-        before, began = dict(client.counts), time.monotonic()
-        groups = client.take(
-            len(self._rows) * world // size,
+        previous_counts, started = dict(client.counts), time.monotonic()
+        groups = client.take_groups(
+            len(self._placeholders) * world // size,
             size=size,
-            longest=self._longest(trainer),
+            longest=self._longest_trajectory(trainer),
             vocabulary=trainer.model.get_input_embeddings().num_embeddings,
-            current=step,
+            step=step,
             max_staleness=self._script.atropos_max_staleness,
         )
         now = time.monotonic()
-        rows = [row for group in groups for row in trajectories(group)]
-        fresh = [group.policy_version == step and _is_plain(group) for group in groups for _ in group.tokens]
-        counted = {name: count - before.get(name, 0) for name, count in client.counts.items()}
-        minutes, tokens = (now - self._since) / 60, sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
-        self._since = now
-        return Taken(
+        rows = [row for group in groups for row in to_trajectories(group)]
+        fresh = [group.policy_version == step and _is_neutral(group) for group in groups for _ in group.tokens]
+        counts = {name: count - previous_counts.get(name, 0) for name, count in client.counts.items()}
+        tokens = sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
+        minutes = (now - self._last_taken) / 60
+        self._last_taken = now
+        return Generation(
             rows,
             fresh,
             {
-                "atropos/wait_seconds": now - began,
+                "atropos/wait_seconds": now - started,
                 "atropos/api_seconds": client.seconds["/batch"],
-                "atropos/batches_per_minute": counted["batches"] / minutes,
+                "atropos/batches_per_minute": counts["batches"] / minutes,
                 "atropos/tokens_per_second": tokens / minutes / 60,
-                "atropos/queue": float(client.waiting(size)),
-                **{f"atropos/{name}": float(counted[name]) for name in _COUNTED},
+                "atropos/queue": float(client.count_waiting_groups(size)),
+                **{f"atropos/{name}": float(counts[name]) for name in _COUNT_METRICS},
                 **_staleness(groups, step),
-                **self._by_environment(groups),
+                **self._environment_metrics(groups),
             },
         )
 
-    def _registered(self, trainer: Any) -> AtroposClient:
-        """Return a client of run-api, which lets environments begin from now on: the server has the weights."""
+    def _register(self, trainer: Any) -> AtroposClient:
+        """Register with run-api, which lets environments start; call this once the server has the weights."""
         script, args = self._script, self._args
         client = AtroposClient(
-            str(script.atropos_api_url),  # the launcher names its own one
+            str(script.atropos_api_url),  # set by the launcher if it starts run-api
             timeout=script.atropos_timeout,
             attempts=script.atropos_batch_retry_attempts,
             delay=script.atropos_batch_retry_delay,
             max_wait=script.atropos_batch_max_wait_time,
-            stopped=partial(self._looks_up, trainer),
+            stopped=partial(self._check_stop, trainer),
             say=lambda text: print(f"grpo: {text}", flush=True),
-            diagnose=partial(self._seen, trainer),
-            likely=partial(self._refused_requests, trainer),
+            describe_run=partial(self._describe_run, trainer),
+            explain_wait=partial(self._explain_wait, trainer),
         )
         client.register(
             Registration(
                 wandb_group=args.wandb_run_group or "",
                 wandb_project=args.wandb_project or "",
-                batch_size=len(self._rows) * trainer.accelerator.num_processes,
-                max_token_len=self._longest(trainer) + 1,  # environments drop what has as many
+                batch_size=len(self._placeholders) * trainer.accelerator.num_processes,
+                max_token_len=self._longest_trajectory(trainer) + 1,  # environments drop sequences of this length
                 checkpoint_dir=args.output_dir,
                 save_checkpoint_interval=int(trainer.state.save_steps),
                 starting_step=trainer.state.global_step,
                 num_steps=trainer.state.max_steps,
             )
         )
-        self._since = time.monotonic()
+        self._last_taken = time.monotonic()
         return client
 
-    def _longest(self, trainer: Any) -> int:
-        """Return the most tokens of a trajectory."""
+    def _longest_trajectory(self, trainer: Any) -> int:
+        """Return the most tokens of a trajectory: the recipe's limit, else the model's."""
         keys = {**vars(self._args), **vars(self._script)}
         return longest_trajectory(keys.__getitem__) or int(
             trainer.model.config.get_text_config().max_position_embeddings
         )
 
-    def _seen(self, trainer: Any) -> list[str]:
-        """Return what there is to say of the rest of the run where no groups come."""
+    def _describe_run(self, trainer: Any) -> list[str]:
+        """Return lines about the server and the logs of the run, for a wait without groups."""
         lines = []
         if trainer.use_vllm:
             client = trainer.vllm_generation.vllm_client
-            answer = "does not answer"
+            state = "does not answer"
             with suppress(requests.RequestException, ServerError):
-                found = client.session.get(f"{client.base_url}{ACTIVITY_PATH}", timeout=QUICK_SECONDS)
-                answer = f"answers {found.status_code} {found.text}"
-            lines.append(f"vLLM server at {client.base_url}: {answer}")
-        logs = [(one.get("role"), one.get("log")) for one in Run(self._run_dir).plan.get("processes", [])]
-        return lines + [f"log of {role}: {log}" for role, log in logs if role and log and role.startswith(_LOGGED)]
+                response = client.session.get(f"{client.base_url}{ACTIVITY_PATH}", timeout=QUICK_SECONDS)
+                state = f"answers {response.status_code} {response.text}"
+            lines.append(f"vLLM server at {client.base_url}: {state}")
+        for process in Run(self._run_dir).plan.get("processes", []):
+            role, log = process.get("role"), process.get("log")
+            if role and log and role.startswith(_SHOWN_LOGS):
+                lines.append(f"log of {role}: {log}")
+        return lines
 
-    def _refused_requests(self, trainer: Any) -> str:
-        """Return that the server refused requests of environments in other terminals, and what to do; else nothing."""
+    def _explain_wait(self, trainer: Any) -> str:
+        """Return a message if the server rejected requests of environments in other terminals, else an empty text."""
         settings = self._run_dir / SETTINGS
         if not (trainer.use_vllm and settings.exists()):
             return ""
         client = trainer.vllm_generation.vllm_client
         with suppress(requests.RequestException, ServerError, ValueError, AttributeError):
-            answer = client.session.get(f"{client.base_url}{ACTIVITY_PATH}", timeout=QUICK_SECONDS)
-            if refused := answer.json().get("refused"):
-                what = f"the vLLM server refused {refused} requests with a missing or wrong token"
-                return f"{what}. Fix: start environments with: python ENVIRONMENT.py serve --config {settings}"
+            response = client.session.get(f"{client.base_url}{ACTIVITY_PATH}", timeout=QUICK_SECONDS)
+            if rejected := response.json().get("refused"):
+                message = f"the vLLM server rejected {rejected} requests with a missing or wrong token"
+                return f"{message}. Fix: start environments with: python ENVIRONMENT.py serve --config {settings}"
         return ""
 
-    def _looks_up(self, trainer: Any) -> bool:
-        """Return whether the run stops; give a server that was started again meanwhile the weights.
+    def _check_stop(self, trainer: Any) -> bool:
+        """Return whether the run stops; also send the weights to a server that was restarted.
 
-        Nothing else of the trainer asks the server while environments sample, so nothing else would see its restart.
+        While environments sample, the trainer sends the server no other request that would detect a restart.
         """
         if trainer.use_vllm:
             trainer.vllm_generation.vllm_client.reconnect()
         return bool(trainer.preemption.stop.cuts())
 
-    def _by_environment(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return each environment's mean score and its share of the groups, where there are several environments."""
+    def _environment_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Return the mean score and the fraction of groups of each environment, if there are several."""
         scores: dict[str, list[list[float]]] = defaultdict(list)
         for group in groups:
             scores[str(group.generation_params.get("environment", group.env_id))].append(group.scores)
         self._labels |= scores.keys()
         if len(self._labels) < 2:
             return {}
-        rewards = {f"atropos/reward_{label}": fmean(chain(*found)) for label, found in sorted(scores.items())}
+        rewards = {f"atropos/reward_{label}": fmean(chain(*values)) for label, values in sorted(scores.items())}
         return rewards | {f"atropos/share_{label}": len(scores[label]) / len(groups) for label in sorted(self._labels)}
 
 
-def _from_main(work: Callable[[], _Found], main: bool) -> Callable[[], _Found]:
-    """Do something in rank 0; return what gives the result, or raises the failure, on every rank."""
+def _broadcast_result(work: Callable[[], _Result], is_main: bool) -> Callable[[], _Result]:
+    """Call ``work`` on rank 0; return a function that returns its result, or raises its error, on every rank."""
     outcome: list[Any] = [None, None]
     failures: list[Exception] = []
-    if main:
+    if is_main:
         try:
             outcome[0] = work()
-        except Exception as error:  # whatever it is: the other ranks wait, and must hear of it
+        except Exception as error:  # any error: the other ranks wait for the broadcast
             failures.append(error)
             outcome[1] = str(error) if isinstance(error, AtroposError) else f"{type(error).__name__}: {error}"
     broadcast_object_list(outcome, from_process=0)
 
-    def result() -> _Found:
+    def get_result() -> _Result:
         if outcome[1] is not None:
             raise failures[0] if failures else AtroposError(outcome[1])
-        found: _Found = outcome[0]
-        return found
+        result: _Result = outcome[0]
+        return result
 
-    return result
+    return get_result
 
 
-def _is_plain(group: Group) -> bool:
-    """Return whether nothing but the temperature changed the distribution that the group was sampled from."""
-    return all(group.generation_params.get(name) in (None, *values) for name, values in _PLAIN.items())
+def _is_neutral(group: Group) -> bool:
+    """Return whether the group was sampled from the model's distribution, except for the temperature."""
+    return all(group.generation_params.get(name) in (None, *values) for name, values in _NEUTRAL_VALUES.items())
 
 
 def _staleness(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """Return by how many optimizer steps the weights of the groups are behind, mean and most; nothing if unknown."""
+    """Return how many optimizer steps the weights of the groups are behind, mean and maximum; empty if unknown."""
     steps = [float(step - group.policy_version) for group in groups if group.policy_version is not None]
     return {"atropos/staleness_mean": fmean(steps), "atropos/staleness_max": max(steps)} if steps else {}
 
 
-def _messages(row: Trajectory, tokenizer: Any) -> list[Message]:
-    """Return a completion as messages: what is trained on is the policy's, what comes between the environment's."""
+def _to_messages(row: Trajectory, tokenizer: Any) -> list[Message]:
+    """Return a completion as messages: trained tokens are from the policy, all others from the environment."""
     parts = groupby(zip(row.mask.tolist(), row.completion_ids.tolist(), strict=True), key=itemgetter(0))
     return [
         {

@@ -1,6 +1,6 @@
-"""What a recipe must hold whose groups come from Atropos: rules as a table, then what files and packages show.
+"""Check recipes with Atropos: rules as a table, then checks that look at files and installed packages.
 
-Pure: no torch, no socket; atroposlib is looked for and not imported.
+No torch and no socket. The checks find out whether atroposlib is installed, but do not import it.
 """
 
 import importlib.util
@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.extensions.atropos.fields import argument_problems, configuration_of
-from grpo_recipes.extensions.atropos.packing import foreseen_deadlock
+from grpo_recipes.extensions.atropos.packing import predict_deadlock
 from grpo_recipes.extensions.atropos.recipe import (
     ATROPOS_ENVIRONMENTS,
+    AtroposEnvironment,
     atropos_environments,
     longest_trajectory,
     starts_run_api,
@@ -25,43 +26,43 @@ from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, spec_problem
 
 INSTALL = "EXTRAS=environments make setup"
 _API_URL = "atropos_api_url"
-_NAMES = ("atropos_environment", "atropos_mixture", _API_URL)  # one of them makes a recipe one of Atropos
+_SOURCE_KEYS = ("atropos_environment", "atropos_mixture", _API_URL)  # each of them makes Atropos the source of groups
 
 
 def takes_groups(recipe: Recipe) -> bool:
-    """Return whether groups come from Atropos. A variable of the shell is there for every run: alone it is not enough.
+    """Return whether groups come from Atropos; not if only the variable ATROPOS_API_URL is set, which affects all runs.
 
-    ``uses_atropos`` says the same of a recipe that was checked.
+    For a checked recipe, ``uses_atropos`` returns the same.
     """
     url = recipe.values["atropos_api_url"]
-    by_variable_alone = url.from_text and url.source in environment_keys() and not url.shadowed
-    named = recipe["atropos_environment"] is not None or recipe["atropos_mixture"] is not None
-    return named or (recipe["atropos_api_url"] is not None and not by_variable_alone)
+    is_variable = url.from_text and url.source in environment_keys() and not url.shadowed
+    has_environment = recipe["atropos_environment"] is not None or recipe["atropos_mixture"] is not None
+    return has_environment or (recipe["atropos_api_url"] is not None and not is_variable)
 
 
 class Atropos(PromptSource):
-    """Groups that Atropos environments sample and score; the launch takes them from run-api."""
+    """Groups that Atropos environments sample and score; the trainer gets them from run-api."""
 
     title = "Atropos"
-    keys = ("atropos_environment", "atropos_mixture", _API_URL)
+    keys = _SOURCE_KEYS
     unchecked_rewards = (
-        "Atropos' environments score what they sample themselves",
+        "Atropos' environments score their own samples",
         "run grpo check --deep, which loads them",
     )
 
     def requested(self, recipe: Recipe) -> bool:
-        """Return whether groups come from Atropos, as ``takes_groups``."""
+        """Return whether groups come from Atropos."""
         return takes_groups(recipe)
 
     def user_code(self, lookup: Lookup) -> list[str]:
-        """Return the user's environments, and the rewards that the shipped ones call."""
+        """Return the user's environments, and the rewards of the shipped environments."""
         environments = atropos_environments(lookup)
         rewards = [environment.args.get("reward") for environment in environments]
         specs = [environment.id for environment in environments if ":" in environment.id]
         return [*specs, *(reward for reward in rewards if isinstance(reward, str))]
 
     def uses_reward_variables(self, lookup: Lookup) -> bool:
-        """Return whether the launch starts environments: only these get the variables."""
+        """Return whether the launch starts environments; only they get the variables."""
         return bool(atropos_environments(lookup))
 
 
@@ -69,7 +70,7 @@ SOURCE = Atropos()
 
 
 def _missing_limit(recipe: Recipe) -> list[str]:
-    """Return the key that limits the prompts and completions of the environments to start, if no key does."""
+    """Return the key to add if nothing limits prompts and completions of the environments, as a list."""
     if not atropos_environments(recipe.__getitem__) or longest_trajectory(recipe.__getitem__) is not None:
         return []
     return ["vllm_max_model_length" if recipe["max_completion_length"] is None else "max_prompt_length"]
@@ -78,123 +79,137 @@ def _missing_limit(recipe: Recipe) -> list[str]:
 # fmt: off
 RULES = (
     Rule("{item}", lambda r: not takes_groups(r)
-        and [key for key in set_by_user(r, "atropos_*") if key not in ("atropos_environment_args", *_NAMES)],
+        and [key for key in set_by_user(r, "atropos_*") if key not in ("atropos_environment_args", *_SOURCE_KEYS)],
         "'{item}' does nothing without atropos_environment", "{removal}, or add atropos_environment"),
     Rule("atropos_mixture", lambda r: r["atropos_environment"] is not None and r["atropos_mixture"] is not None,
-        "atropos_environment and atropos_mixture are both given", "keep one of them"),
+        "atropos_environment and atropos_mixture can't be combined", "remove one of them"),
     Rule("atropos_environment_args",
         lambda r: r["atropos_environment_args"] is not None and r["atropos_environment"] is None,
         "'atropos_environment_args' does nothing without atropos_environment",
-        "add atropos_environment, or write args in the mixture"),
+        "add atropos_environment, or set args in the mixture"),
     Rule(_API_URL, lambda r: r[_API_URL] is not None and not takes_groups(r),
         "'atropos_api_url' changes nothing in a run without Atropos",
-        "{removal}, or add atropos_environment, or give the flag --atropos_api_url"),
+        "{removal}, or add atropos_environment, or use the flag --atropos_api_url"),
     Rule(_API_URL, lambda r: takes_groups(r) and r[_API_URL] is not None and not is_url(r[_API_URL]),
-        "'{atropos_api_url}' is not an http or https URL", "write e.g. http://localhost:8000"),
+        "'{atropos_api_url}' is not an http or https URL", "set e.g. http://localhost:8000"),
     Rule("atropos_port", lambda r: r[_API_URL] is not None and r.is_set("atropos_port"),
-        "atropos_port is that of a run-api which the launch starts, atropos_api_url names one that runs already",
+        "atropos_port, for a run-api that the launch starts, can't be combined with atropos_api_url",
         "remove atropos_port, or remove atropos_api_url"),
     Rule("vllm_server_base_url", lambda r: uses_external_server(r) and takes_groups(r),
-        "vllm_server_base_url can't be combined with Atropos, whose environments sample from the server that the "
+        "vllm_server_base_url can't be combined with Atropos: its environments sample from the server that the "
         "launch starts", "{removal}"),
     Rule("{item}", lambda r: takes_groups(r) and [key for key in set_by_user(r, OF_DATASETS)
-        if r[key] != catalogue()[key]["default"] and key != "system_prompt"],  # which the environments read
-        "'{item}' does nothing with Atropos, from which the groups come", "{removal}"),
+        if r[key] != catalogue()[key]["default"] and key != "system_prompt"],  # environments read system_prompt
+        "'{item}' does nothing with Atropos: groups replace the dataset", "{removal}"),
     Rule("reward_funcs", lambda r: takes_groups(r) and SOURCE_REWARD in r["reward_funcs"]
         and [name for name in r["reward_funcs"] if name != SOURCE_REWARD],
-        "reward '{item}' would score completions that Atropos' environments have scored", "remove {item}"),
+        "reward '{item}' can't be combined with Atropos: its environments score their completions", "remove {item}"),
     Rule("max_steps", lambda r: takes_groups(r) and r["max_steps"] == -1,
-        "groups of Atropos have no epochs, and max_steps is not given", "add max_steps, e.g. max_steps: 200"),
+        "max_steps is missing: groups from Atropos have no epochs", "add max_steps, e.g. max_steps: 200"),
     Rule("{item}", lambda r: takes_groups(r) and _missing_limit(r),
-        "nothing limits the tokens of a prompt with its completion, which run-api and the environments are told",
+        "nothing limits the length of a prompt with its completion; run-api and the environments need a limit",
         lambda _, key: f"add {key}, e.g. {key}: {512 if key == 'max_prompt_length' else 2048}"),
     Rule("use_vllm", lambda r: takes_groups(r) and not r["use_vllm"],
-        "Atropos' environments ask a vLLM server", "write use_vllm: true"),
+        "Atropos' environments need a vLLM server", "set use_vllm: true"),
     Rule("vllm_mode", lambda r: takes_groups(r) and r["use_vllm"] and r["vllm_mode"] == "colocate",
-        "vllm_mode: colocate has no server that Atropos' environments could ask", "write vllm_mode: server"),
+        "vllm_mode: colocate has no server, but Atropos' environments need one", "set vllm_mode: server"),
     Rule("vllm_node", lambda r: takes_groups(r) and starts_run_api(r.__getitem__) and r["vllm_node"] == "own",
-        "vllm_node: own puts rank 0 on another node than run-api, which listens on the first node's loopback alone",
-        "write vllm_node: shared, or start a run-api yourself and name it in atropos_api_url"),
+        "vllm_node: own puts rank 0 on another node than run-api, which listens only on the first node's loopback",
+        "set vllm_node: shared, or start a run-api yourself and set atropos_api_url"),
     Rule("eval_strategy", lambda r: takes_groups(r) and evaluates(r),
-        "eval_strategy: {eval_strategy} has nothing to evaluate on: groups of Atropos are for training",
+        "eval_strategy: {eval_strategy} has no data: groups from Atropos are only for training",
         lambda r, _: "set eval_strategy: 'no'" + " and remove eval_steps" * r.is_set("eval_steps")
         + "; benchmarks test the final model"),
     Rule("atropos_batch_max_wait_time",
         lambda r: takes_groups(r) and r["atropos_batch_max_wait_time"] >= r["stall_timeout"],
-        "atropos_batch_max_wait_time {atropos_batch_max_wait_time:g} is not below stall_timeout {stall_timeout:g}, "
-        "after which a trainer that waits counts as hung", "raise stall_timeout, or wait less"),
+        "atropos_batch_max_wait_time {atropos_batch_max_wait_time:g} must be below stall_timeout {stall_timeout:g}: "
+        "a trainer that waits longer counts as hung", "raise stall_timeout, or lower atropos_batch_max_wait_time"),
     Rule("atropos_batch_max_wait_time",
         lambda r: takes_groups(r) and r["atropos_batch_max_wait_time"] >= r["ddp_timeout"],
-        "atropos_batch_max_wait_time {atropos_batch_max_wait_time:g} is not below ddp_timeout {ddp_timeout}, after "
-        "which ranks that wait for rank 0 give up", "raise ddp_timeout, or wait less"),
+        "atropos_batch_max_wait_time {atropos_batch_max_wait_time:g} must be below ddp_timeout {ddp_timeout}: "
+        "the other ranks wait no longer for rank 0", "raise ddp_timeout, or lower atropos_batch_max_wait_time"),
     Rule("{item}", lambda r: takes_groups(r) and set_by_user(r, "vllm_importance_sampling_*"),
-        "'{item}' does nothing with Atropos: the loss is taken against the policy that sampled a group", "{removal}"),
+        "'{item}' does nothing with Atropos: the ratio of the loss uses the policy that sampled a group", "{removal}"),
 )
 # fmt: on
 
 
-def place(recipe: Recipe, index: int, part: str = "id") -> str:
-    """Return the line of an Atropos environment of the recipe, by its place among them, or of a part of it."""
+def locate_environment(recipe: Recipe, index: int, part: str = "id") -> str:
+    """Return file and line of the INDEX-th Atropos environment of a recipe, or of a part of it, e.g. ``args``."""
     if recipe["atropos_environment"] is not None:
         has_args = part == "args" and recipe["atropos_environment_args"]
         return recipe.location("atropos_environment_args" if has_args else "atropos_environment")
-    parts = recipe["atropos_mixture"]["environments"][index]
-    inside = next((name for name in (part, "id", *parts) if name in parts), part)
-    return recipe.location("atropos_mixture", "environments", index, inside)
+    entry = recipe["atropos_mixture"]["environments"][index]
+    key = next((name for name in (part, "id", *entry) if name in entry), part)
+    return recipe.location("atropos_mixture", "environments", index, key)
 
 
 def atropos_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield what is wrong with the environments themselves, and whether atroposlib is here."""
+    """Yield the problems of the environments in a recipe, and of a missing atroposlib."""
     if not takes_groups(recipe):
         return
-    key = next(name for name in _NAMES if recipe[name] is not None)
+    source_key = next(name for name in _SOURCE_KEYS if recipe[name] is not None)
     if importlib.util.find_spec("atroposlib") is None:
-        what = f"{key} needs the package atroposlib, which is not installed"
-        yield recipe.problem(key, what, f"install it with: {INSTALL}")
-    found, size = atropos_environments(recipe.__getitem__), recipe["num_generations"]
-    if recipe["atropos_mixture"] is not None and not found:
+        message = f"{source_key} needs the package atroposlib, which is not installed"
+        yield recipe.problem(source_key, message, f"install it with: {INSTALL}")
+    environments, size = atropos_environments(recipe.__getitem__), recipe["num_generations"]
+    if recipe["atropos_mixture"] is not None and not environments:
         fix = "add environments: a list of {id, args, weight, min_allocation}"
-        yield recipe.problem("atropos_mixture", "atropos_mixture names no environments", fix)
-    for index, one in enumerate(found):
-        where, own = place(recipe, index), "your own as file.py:Class"
-        if not one.id:
-            what = "an Atropos environment has no id" if recipe["atropos_environment"] is None else f"{key} is empty"
-            yield Problem(where, what, f"write one of {', '.join(ATROPOS_ENVIRONMENTS)}, or {own}")
-        elif ":" in one.id:
-            yield from _own(recipe, one.id, where)
-        elif one.id not in ATROPOS_ENVIRONMENTS:
-            near = nearest_of(one.id, ATROPOS_ENVIRONMENTS)
-            fix = f"write {near}" if near else f"write one of {', '.join(ATROPOS_ENVIRONMENTS)}, or {own}"
-            fix = f"write {one.id}:Class, the class in it" if one.id.endswith(".py") else fix
-            yield Problem(where, f"there is no Atropos environment '{one.id}'", fix)
-        if isinstance(reward := one.args.get("reward"), str) and ":" in reward:
-            yield from _own(recipe, reward, place(recipe, index, "args"))
-        if isinstance(ahead := one.args.get("max_batches_offpolicy"), int) and ahead < 1:
-            what = f"max_batches_offpolicy {ahead} lets the environment have no group under way: it would never begin"
-            yield Problem(place(recipe, index, "args"), what, "write max_batches_offpolicy: 1, or more")
-        configuration = configuration_of(one.id) if one.args else None
-        for problem in argument_problems(*configuration, one.args) if configuration else ():
-            yield replace(problem, where=place(recipe, index, "args"), what=f"{problem.where}: {problem.what}")
-        if (given_size := one.args.get("group_size", size)) != size:
-            what = f"group_size {given_size} is not num_generations {size}, the completions of each group"
-            yield Problem(place(recipe, index, "args"), what, "remove it, or write the same as num_generations")
-    if (total := sum(one.min_allocation or 0.0 for one in found)) > 1 + 1e-9:
-        what = f"min_allocation of all environments together is {total:g}, more than a batch"
-        yield Problem(recipe.location("atropos_mixture"), what, "write shares that are at most 1 together")
+        yield recipe.problem("atropos_mixture", "atropos_mixture lists no environments", fix)
+    for index, environment in enumerate(environments):
+        yield from _id_problems(recipe, index, environment.id)
+        yield from _args_problems(recipe, index, environment)
+    total = sum(environment.min_allocation or 0.0 for environment in environments)
+    if total > 1 + 1e-9:
+        message = f"the min_allocation of all environments adds up to {total:g}, more than a batch"
+        yield Problem(recipe.location("atropos_mixture"), message, "lower them to at most 1 in total")
     elif recipe["prompts_per_step"] is not None:
         yield from packing_problems(recipe, recipe["prompts_per_step"] * size)
 
 
+def _id_problems(recipe: Recipe, index: int, spec: str) -> Iterator[Problem]:
+    """Yield a problem if the id of an environment is missing or unknown, or the user's class can't be loaded."""
+    where, choices = locate_environment(recipe, index), f"{', '.join(ATROPOS_ENVIRONMENTS)}, or file.py:Class"
+    if not spec:
+        is_entry = recipe["atropos_environment"] is None
+        message = "an Atropos environment has no id" if is_entry else "atropos_environment is empty"
+        yield Problem(where, message, f"set one of {choices}")
+    elif ":" in spec:
+        yield from _code_problems(recipe, spec, where)
+    elif spec not in ATROPOS_ENVIRONMENTS:
+        near = nearest_of(spec, ATROPOS_ENVIRONMENTS)
+        fix = f"set {near}" if near else f"set one of {choices}"
+        fix = f"set {spec}:Class, with the name of the class" if spec.endswith(".py") else fix
+        yield Problem(where, f"unknown Atropos environment '{spec}'", fix)
+
+
+def _args_problems(recipe: Recipe, index: int, environment: AtroposEnvironment) -> Iterator[Problem]:
+    """Yield the problems of an environment's arguments."""
+    args, size = environment.args, recipe["num_generations"]
+    where = locate_environment(recipe, index, "args")
+    if isinstance(reward := args.get("reward"), str) and ":" in reward:
+        yield from _code_problems(recipe, reward, where)
+    if isinstance(batches := args.get("max_batches_offpolicy"), int) and batches < 1:
+        message = f"max_batches_offpolicy must be at least 1, got {batches}: the environment would never start a group"
+        yield Problem(where, message, "set max_batches_offpolicy: 1, or more")
+    configuration = configuration_of(environment.id) if args else None
+    for problem in argument_problems(*configuration, args) if configuration else ():
+        yield replace(problem, where=where, what=f"{problem.where}: {problem.what}")
+    if (group_size := args.get("group_size", size)) != size:
+        message = f"group_size {group_size} is not num_generations {size}, the completions of each group"
+        yield Problem(where, message, "remove it, or set the same number as num_generations")
+
+
 def argument_notes(recipe: Recipe) -> Iterator[str]:
-    """Yield a note for each environment whose arguments can only be checked by importing it."""
+    """Yield a note for each environment if its arguments can only be checked by importing it."""
     for index, environment in enumerate(atropos_environments(recipe.__getitem__)):
         if environment.args and configuration_of(environment.id) is None:
-            what = f"the source of '{environment.id}' does not show its fields: run grpo check --deep to check them"
-            yield f"{place(recipe, index, 'args')}: {what}"
+            message = f"the source of '{environment.id}' does not show its fields: run grpo check --deep to check them"
+            yield f"{locate_environment(recipe, index, 'args')}: {message}"
 
 
-def _own(recipe: Recipe, spec: str, where: str) -> Iterator[Problem]:
-    """Yield what keeps the user's code from being loaded, unless the run has a copy of it."""
+def _code_problems(recipe: Recipe, spec: str, where: str) -> Iterator[Problem]:
+    """Yield the problem of loading the user's code, unless the run has a copy of it."""
     run = recipe.path.parent
     copied = (run / "run.json").exists() and copy_path(spec, run / REWARD_COPIES).exists()
     if not copied and (problem := spec_problem(spec, where)):
@@ -202,15 +217,16 @@ def _own(recipe: Recipe, spec: str, where: str) -> Iterator[Problem]:
 
 
 def packing_problems(recipe: Recipe, batch_size: int) -> Iterator[Problem]:
-    """Yield why run-api would never hand out batches of so many sequences of this recipe's environments."""
-    found, size = atropos_environments(recipe.__getitem__), recipe["num_generations"]
-    if not found or any(one.args.get("group_size", size) != size for one in found):
-        return  # the sizes have a problem of their own
-    if why := foreseen_deadlock(batch_size, [size] * len(found), [one.min_allocation for one in found]):
-        mixed = recipe["atropos_mixture"] is not None
-        where = recipe.location("atropos_mixture" if mixed else "num_generations")
-        fix = "raise prompts_per_step, or lower min_allocation" if mixed else "write prompts_per_step"
-        yield Problem(where, why, fix)
+    """Yield a problem if run-api would never hand out batches of ``batch_size`` sequences of these environments."""
+    environments, size = atropos_environments(recipe.__getitem__), recipe["num_generations"]
+    if not environments or any(environment.args.get("group_size", size) != size for environment in environments):
+        return  # a wrong group_size is reported separately
+    allocations = [environment.min_allocation for environment in environments]
+    if reason := predict_deadlock(batch_size, [size] * len(environments), allocations):
+        is_mixture = recipe["atropos_mixture"] is not None
+        where = recipe.location("atropos_mixture" if is_mixture else "num_generations")
+        fix = "raise prompts_per_step, or lower min_allocation" if is_mixture else "set prompts_per_step"
+        yield Problem(where, reason, fix)
 
 
 CHECKS = (atropos_problems,)

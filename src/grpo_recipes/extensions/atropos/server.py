@@ -1,9 +1,10 @@
-"""A server class of Atropos for a stock vLLM: token ids in, token ids and log-probs out, by ``/v1/completions``.
+"""An Atropos server class for released vLLM versions: ``/v1/completions`` with token ids and log-probs.
 
-atroposlib's own class for vLLM asks ``/generate``, which no released vLLM has. This one asks what the run's server
-answers: with the token of the run, read anew for each request since a restarted server has another one; with every
-sampling parameter, since vLLM takes what is missing from the model's ``generation_config.json``; and again and again
-where the server is lost, for as long as its restart may take.
+atroposlib's own class for vLLM uses ``/generate``, which no released vLLM has. ``RunServer`` differs in three ways:
+
+* It reads the run's token again for each request, because a restarted server has another token.
+* It sends every sampling parameter, because vLLM fills in missing ones from the model's ``generation_config.json``.
+* It repeats requests while the server is lost, for as long as a restart may take.
 """
 
 import asyncio
@@ -45,17 +46,17 @@ from grpo_recipes.runs.rundir import SERVER_STATE
 from grpo_recipes.runs.server_state import server_listener
 from grpo_recipes.server.middleware import POLICY_HEADER
 
-# What is sampled from is the model's own distribution unless a request, or the configuration, says otherwise.
-PLAIN = {"temperature": 1.0, **NEUTRAL_SAMPLING}
-_CHANGES = (*PLAIN, "presence_penalty", "frequency_penalty")  # parameters that change the distribution
-LOWEST = -9999.0  # in the place of a log-prob of minus infinity, which JSON has not; vLLM's own
-_HEALTH_SECONDS = 1.0  # between two looks
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0  # seconds before a server is asked again
-# The server is starting (its token is another already), has not got the adapter yet, or its engine is dead.
-_AGAIN = (401, 404, 409, 429)
-_NAMES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
+# Defaults of requests: they sample from the model's own distribution.
+NEUTRAL = {"temperature": 1.0, **NEUTRAL_SAMPLING}
+_DISTRIBUTION_PARAMETERS = (*NEUTRAL, "presence_penalty", "frequency_penalty")
+LOWEST = -9999.0  # replaces a log-prob of minus infinity, which JSON does not have; vLLM uses the same number
+_HEALTH_SECONDS = 1.0  # time between two health checks
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0  # seconds before a request is repeated
+# Statuses of a server that is starting (with another token already), has no adapter yet, or has a dead engine.
+_TEMPORARY_STATUSES = (401, 404, 409, 429)
+_PARAMETER_NAMES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
 
-_ONCE: dict[str, Any] = {"stop": stop_after_attempt(1), "reraise": True}
+_NO_RETRY: dict[str, Any] = {"stop": stop_after_attempt(1), "reraise": True}
 
 
 class ServerGone(RuntimeError):
@@ -67,170 +68,183 @@ class PromptTooLong(ValueError):
 
 
 class _Unusable(Exception):
-    """An answer that cannot be trained on; asked again the server may do better."""
+    """An answer that can't be trained on; a repeated request may succeed."""
 
 
 class RunServerConfig(APIServerConfig):
-    """Where a run's vLLM server is, and how it is asked."""
+    """The address of a run's vLLM server, and the settings of requests to it."""
 
     base_url: str = "http://localhost:9001/v1"
     health_check: bool = False  # requests wait for the server by themselves
     longest: int | None = Field(None, description="Most tokens of a prompt with its completion.")
     longest_completion: int | None = Field(None, description="Most tokens of a completion.")
     sampling: dict[str, Any] = Field({}, description="Sampling parameters of requests that do not give them.")
-    patience: float = Field(1800.0, description="Seconds for which a server that is lost is asked again.")
+    patience: float = Field(1800.0, description="Seconds to repeat requests to a lost server.")
 
 
 @dataclass(frozen=True)
-class Asked:
+class SamplingRequest:
     """A request for completions that are trained on."""
 
-    policy_version: int | None  # optimizer step of the server's weights when it took the request; None: unknown
+    policy_version: int | None  # optimizer step of the server's weights when it received the request; None: unknown
     sampling: dict[str, Any]  # parameters that change the distribution
 
 
-_NOTES: ContextVar[list[Asked] | None] = ContextVar("grpo_asked", default=None)
+_RECORDED: ContextVar[list[SamplingRequest] | None] = ContextVar("grpo_sampling_requests", default=None)
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[Asked]]:
-    """Collect the requests that are made inside, in tasks that begin inside too."""
-    notes: list[Asked] = []
-    token = _NOTES.set(notes)
+def record_requests() -> Iterator[list[SamplingRequest]]:
+    """Collect the sampling requests of the block, including the tasks that start inside it."""
+    requests: list[SamplingRequest] = []
+    token = _RECORDED.set(requests)
     try:
-        yield notes
+        yield requests
     finally:
-        _NOTES.reset(token)
+        _RECORDED.reset(token)
 
 
-def generation_params(asked: Sequence[Asked]) -> dict[str, Any]:
-    """Return what a group says of its requests: the parameters that all have alike, and the oldest weights.
+def generation_params(requests: Sequence[SamplingRequest]) -> dict[str, Any]:
+    """Return the ``generation_params`` of a group: parameters that its requests share, and the oldest policy version.
 
-    Without a ``policy_version`` where that of one of them is unknown.
+    ``policy_version`` is left out if the version of any request is unknown.
     """
-    first = asked[0].sampling if asked else {}
-    found = {name: value for name, value in first.items() if all(one.sampling.get(name) == value for one in asked)}
-    versions = [one.policy_version for one in asked if one.policy_version is not None]
-    return found | ({"policy_version": min(versions)} if versions and len(versions) == len(asked) else {})
+    first = requests[0].sampling if requests else {}
+    params = {
+        name: value for name, value in first.items() if all(request.sampling.get(name) == value for request in requests)
+    }
+    versions = [request.policy_version for request in requests if request.policy_version is not None]
+    return params | ({"policy_version": min(versions)} if versions and len(versions) == len(requests) else {})
 
 
 class RunServer(APIServer):
-    """The run's vLLM server, or another stock one; ``server_cls`` of an environment."""
+    """The run's vLLM server, or any other vLLM server; the ``server_cls`` of an environment."""
 
     config: RunServerConfig
-    # What is repeated is decided here: atroposlib would also repeat what the server refuses, and then hide why.
-    _tokens_and_logprobs_comp = APIServer._tokens_and_logprobs_comp.retry_with(**_ONCE)
-    _tokens_and_logprobs_comp_eval = APIServer._tokens_and_logprobs_comp_eval.retry_with(**_ONCE)
-    _comp = APIServer._comp.retry_with(**_ONCE)
-    _comp_eval = APIServer._comp_eval.retry_with(**_ONCE)
-    _chat_comp = APIServer._chat_comp.retry_with(**_ONCE)
-    _chat_eval = APIServer._chat_eval.retry_with(**_ONCE)
-    chat_completion = APIServer.chat_completion.retry_with(**_ONCE)
+    # ``_request`` decides about retries. atroposlib would also repeat rejected requests, and hide the reason.
+    _tokens_and_logprobs_comp = APIServer._tokens_and_logprobs_comp.retry_with(**_NO_RETRY)
+    _tokens_and_logprobs_comp_eval = APIServer._tokens_and_logprobs_comp_eval.retry_with(**_NO_RETRY)
+    _comp = APIServer._comp.retry_with(**_NO_RETRY)
+    _comp_eval = APIServer._comp_eval.retry_with(**_NO_RETRY)
+    _chat_comp = APIServer._chat_comp.retry_with(**_NO_RETRY)
+    _chat_eval = APIServer._chat_eval.retry_with(**_NO_RETRY)
+    chat_completion = APIServer.chat_completion.retry_with(**_NO_RETRY)
 
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None):
-        own = config if isinstance(config, RunServerConfig) else RunServerConfig(**config.model_dump())
-        super().__init__(own, reasoning_config=reasoning_config)
-        # The run's own server is asked without a proxy, and nothing is sent to another process on its port.
-        self._http = bounded_client(own.timeout, _owner(own.base_url))
+        if not isinstance(config, RunServerConfig):
+            config = RunServerConfig(**config.model_dump())
+        super().__init__(config, reasoning_config=reasoning_config)
+        # Requests to the run's own server use no proxy, and none is sent to another process on its port.
+        self._http = bounded_client(config.timeout, _find_listener(config.base_url))
         self._openai = openai.AsyncOpenAI(
-            base_url=own.base_url, api_key=own.api_key or "none", timeout=own.timeout, max_retries=0,
+            base_url=config.base_url, api_key=config.api_key or "none", timeout=config.timeout, max_retries=0,
             http_client=self._http,
         )  # fmt: skip
-        self._lost_since: float | None = None  # time.monotonic
-        self._synced = False  # whether an answer named the policy it is of
-        self._lowers = False  # whether a request for too many tokens was printed
+        self._lost_since: float | None = None  # time.monotonic() of the first failure, or None
+        self._sends_version = False  # whether the last answer had a policy version
+        self._printed_limit = False  # whether a request for too many tokens was printed
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's tokenizer, for callers that have a text and no token ids."""
-        own = self.config.tokenizer_name
-        return AutoTokenizer.from_pretrained(self.config.model_name if own == "none" else own)
+        """The model's tokenizer, for callers with a text instead of token ids."""
+        name = self.config.tokenizer_name
+        return AutoTokenizer.from_pretrained(self.config.model_name if name == "none" else name)
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
-        """Look every second whether the server is well; only where the configuration asks for a ``health_check``."""
+        """Update ``server_healthy`` every second, if the configuration has ``health_check``."""
         while True:
             self.server_healthy = False
             with contextlib.suppress(httpx2.HTTPError, OSError):
                 url = f"{self.config.base_url.removesuffix('/').removesuffix('/v1')}/health"
-                answer = await self._http.get(url, headers=self._authorization(), timeout=self.config.timeout)
-                self.server_healthy = answer.is_success
+                response = await self._http.get(url, headers=self._authorization(), timeout=self.config.timeout)
+                self.server_healthy = response.is_success
             await asyncio.sleep(_HEALTH_SECONDS)
 
     async def _chat_completion_wrapper(self, **kwargs: Any) -> ChatCompletion:
-        """Return chat completions, whose tokens are not for training."""
+        """Return chat completions, which are not for training."""
         messages, body = kwargs.pop("messages"), self._body(kwargs)
         create = partial(self._openai.chat.completions.with_raw_response.create, messages=messages)
-        return (await self._ask(create, body, lambda raw: raw.parse()))[0]
+        return (await self._request(create, body, lambda response: response.parse()))[0]
 
     async def _completion_wrapper(self, **kwargs: Any) -> Completion:
-        """Return completions, whose tokens are not for training."""
+        """Return completions, which are not for training."""
         prompt, body = kwargs.pop("prompt"), self._body(kwargs)
         create = partial(self._openai.completions.with_raw_response.create, prompt=prompt)
-        return (await self._ask(create, body, lambda raw: raw.parse()))[0]
+        return (await self._request(create, body, lambda response: response.parse()))[0]
 
     async def _tokens_and_logprobs_completion_wrapper(
         self, **kwargs: Any
     ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
-        """Return the prompt's token ids, and of each completion its ids, their log-probs and why it ended."""
-        text, given = kwargs.pop("prompt", None), kwargs.pop("input_ids", None)
-        prompt = list(given) if given is not None else self.tokenizer.encode(text)
-        if given is not None and text is not None:  # rendered by ManagedServer, which adds what the template has
-            begin = self.tokenizer.bos_token_id
-            prompt = prompt[1:] if begin is not None and prompt[:2] == [begin, begin] else prompt
+        """Return the prompt's token ids, and for each completion its token ids, log-probs and finish reason."""
+        text, input_ids = kwargs.pop("prompt", None), kwargs.pop("input_ids", None)
+        prompt = list(input_ids) if input_ids is not None else self.tokenizer.encode(text)
+        if input_ids is not None and text is not None:  # ManagedServer adds a BOS token although the template has one
+            bos = self.tokenizer.bos_token_id
+            prompt = prompt[1:] if bos is not None and prompt[:2] == [bos, bos] else prompt
         body = self._body(kwargs)
         if self.config.longest is not None:
             room = self.config.longest - len(prompt)
             if room < 1:
-                raise PromptTooLong(f"a prompt of {len(prompt)} tokens, where it may have {self.config.longest - 1}")
+                raise PromptTooLong(
+                    f"the prompt has {len(prompt)} tokens, at most {self.config.longest - 1} are allowed"
+                )
             body["max_tokens"] = min(body.get("max_tokens") or room, room)
         if not body.get("max_tokens"):
-            raise ValueError("a request without max_tokens, for which vLLM would take 16")
+            raise ValueError("max_tokens is missing: vLLM would sample only 16 tokens")
         body |= {"logprobs": 0, "return_token_ids": True}
         create = partial(self._openai.completions.with_raw_response.create, prompt=prompt)
-        sampled, version = await self._ask(create, body, partial(_sampled, count=body.get("n") or 1))
-        if (notes := _NOTES.get()) is not None:
-            notes.append(Asked(version, {name: body[name] for name in _CHANGES if name in body}))
-        ids, logprobs, reasons = zip(*sampled, strict=True)
+        completions, version = await self._request(create, body, partial(_read_completions, count=body.get("n") or 1))
+        if (requests := _RECORDED.get()) is not None:
+            sampling = {name: body[name] for name in _DISTRIBUTION_PARAMETERS if name in body}
+            requests.append(SamplingRequest(version, sampling))
+        ids, logprobs, reasons = zip(*completions, strict=True)
         return prompt, list(ids), list(logprobs), list(reasons)
 
-    def _body(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the JSON of a request with all sampling parameters; those that were given win.
+    def _body(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON of a request: its parameters, and defaults for missing parameters.
 
-        ``max_tokens`` is at most ``longest_completion``; the first request that asks for more is printed.
+        ``max_tokens`` is limited to ``longest_completion``. The first request beyond the limit is printed.
         """
-        extra = given.pop("extra_body", None) or {}
-        named = {_NAMES.get(name, name): value for name, value in {**given, **extra}.items() if value is not None}
-        body = {**PLAIN, **self.config.sampling, **named, "model": self.config.model_name}
-        most, asked = self.config.longest_completion, body.get("max_tokens")
-        if most is not None and (asked is None or asked > most):
-            body["max_tokens"] = most
-            if asked is not None and not self._lowers:
-                self._lowers = True
-                say(f"requests for more tokens than max_completion_length, the first for {asked}, get {most}")
+        extra = parameters.pop("extra_body", None) or {}
+        explicit = {
+            _PARAMETER_NAMES.get(name, name): value
+            for name, value in {**parameters, **extra}.items()
+            if value is not None
+        }
+        body = {**NEUTRAL, **self.config.sampling, **explicit, "model": self.config.model_name}
+        limit, requested = self.config.longest_completion, body.get("max_tokens")
+        if limit is not None and (requested is None or requested > limit):
+            body["max_tokens"] = limit
+            if requested is not None and not self._printed_limit:
+                self._printed_limit = True
+                say(f"a request for {requested} tokens exceeds max_completion_length; all such requests get {limit}")
         return body
 
     def _authorization(self) -> dict[str, str]:
         file = os.environ.get("GRPO_TOKEN_FILE")
         return {"Authorization": f"Bearer {Path(file).read_text().strip()}"} if file else {}
 
-    async def _ask(
+    async def _request(
         self, create: Callable[..., Awaitable[Any]], body: dict[str, Any], read: Callable[[Any], Any]
     ) -> tuple[Any, int | None]:
-        """Return what ``read`` makes of an answer, and the policy that it is of; ask until there is one.
+        """Repeat a request until it succeeds; return the result of ``read(response)`` and the server's policy version.
 
-        ServerGone where none comes within ``patience`` seconds; openai's error where the server refuses the request.
+        Raises ServerGone if no usable answer comes within ``patience`` seconds, and openai's error if the server
+        rejects the request.
         """
         patience, model = self.config.patience, body.pop("model")
         where = f"the vLLM server at {self.config.base_url}"
 
         def gone(error: RetryError) -> ServerGone:
-            return ServerGone(f"{where} did not answer for {patience:g} s: {_said(error.last_attempt.exception())}")
+            return ServerGone(
+                f"{where} did not answer for {patience:g} s: {_describe_error(error.last_attempt.exception())}"
+            )
 
         def lost(state: RetryCallState) -> None:
             if self._lost_since is None:
                 self._lost_since = time.monotonic()
-                why = _said(state.outcome.exception() if state.outcome else None)
-                say(f"{where} does not answer ({why}); requests wait for it")
+                reason = _describe_error(state.outcome.exception() if state.outcome else None)
+                say(f"{where} does not answer ({reason}); requests wait for it")
 
         attempts = AsyncRetrying(
             retry=retry_if_exception(_may_recover), stop=stop_after_delay(patience), before_sleep=lost,
@@ -239,46 +253,48 @@ class RunServer(APIServer):
         with translate(RetryError, gone):
             async for attempt in attempts:
                 with attempt:
-                    raw = await create(model=model, extra_body=body, extra_headers=self._authorization())
-                    answer, version = read(raw), raw.headers.get(POLICY_HEADER)
-                    if version is None and self._synced:
-                        raise _Unusable("it was started again and has not got the trainer's weights yet")
-        self._synced = version is not None
+                    response = await create(model=model, extra_body=body, extra_headers=self._authorization())
+                    answer, version = read(response), response.headers.get(POLICY_HEADER)
+                    if version is None and self._sends_version:
+                        raise _Unusable("it was restarted and does not have the trainer's weights yet")
+        self._sends_version = version is not None
         if self._lost_since is not None:
             say(f"{where} answers again after {time.monotonic() - self._lost_since:.0f} s")
             self._lost_since = None
         return answer, None if version is None else int(version)
 
 
-def _owner(url: str) -> OwnListener | None:
-    """Return the listener of the run's server, if the launcher of a run started this process."""
+def _find_listener(url: str) -> OwnListener | None:
+    """Return the listener of the run's server if a launch started this process, else None."""
     folder = os.environ.get("GRPO_RUN_DIR")
     return server_listener(Path(folder) / SERVER_STATE, url) if folder else None
 
 
 def _may_recover(error: BaseException) -> bool:
-    """Return whether the same request may be answered later."""
+    """Return whether the same request may succeed later."""
     if isinstance(error, openai.APIStatusError):
-        return error.status_code >= 500 or error.status_code in _AGAIN
+        return error.status_code >= 500 or error.status_code in _TEMPORARY_STATUSES
     return isinstance(error, openai.APIConnectionError | _Unusable)
 
 
-def _said(error: BaseException | None) -> str:
-    """Return an error in a line."""
+def _describe_error(error: BaseException | None) -> str:
+    """Return the type and message of an error in one line."""
     if isinstance(error, openai.APIConnectionError) and error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
 
 
-def _sampled(raw: Any, count: int) -> list[tuple[list[int], list[float], str]]:
-    """Return token ids, log-probs and the reason of the end of each completion; _Unusable unless all are there."""
-    kinds = (AttributeError, LookupError, TypeError, ValueError)
-    with translate(kinds, lambda error: _Unusable(f"its answer has no token ids with log-probs ({error})")):
-        choices = raw.parse().choices
-        found = [(list(one.token_ids), list(one.logprobs.token_logprobs), str(one.finish_reason)) for one in choices]
-        if len(found) != count:
-            raise ValueError(f"{len(found)} completions where {count} were asked for")
-        for ids, logprobs, _ in found:
-            if not ids or len(ids) != len(logprobs) or any(math.isnan(one) for one in logprobs):
-                raise ValueError("not one log-prob for each token")
-        return [(ids, [max(one, LOWEST) for one in logprobs], reason) for ids, logprobs, reason in found]
+def _read_completions(response: Any, count: int) -> list[tuple[list[int], list[float], str]]:
+    """Return token ids, log-probs and finish reason of each completion; _Unusable if any of them is missing."""
+    malformed = (AttributeError, LookupError, TypeError, ValueError)
+    with translate(malformed, lambda error: _Unusable(f"its answer has no token ids with log-probs ({error})")):
+        completions = [
+            (list(choice.token_ids), list(choice.logprobs.token_logprobs), str(choice.finish_reason))
+            for choice in response.parse().choices
+        ]
+        if len(completions) != count:
+            raise ValueError(f"expected {count} completions, got {len(completions)}")
+        for ids, logprobs, _ in completions:
+            if not ids or len(ids) != len(logprobs) or any(map(math.isnan, logprobs)):
+                raise ValueError("expected a log-prob for each token")
+        return [(ids, [max(logprob, LOWEST) for logprob in logprobs], reason) for ids, logprobs, reason in completions]

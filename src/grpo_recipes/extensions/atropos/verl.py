@@ -1,6 +1,6 @@
-"""The YAML of verl's integration with Atropos as a recipe. ``verl.yaml`` has its settings.
+"""Convert the YAML of verl's integration with Atropos to a recipe, as ``verl.yaml`` describes it.
 
-These functions read the settings that depend on others: batches, trackers and GPUs.
+The functions read settings that depend on other settings: batches, trackers and GPUs.
 """
 
 from collections.abc import Mapping
@@ -28,28 +28,28 @@ CONVERTERS = (VERL,)
 
 
 def whole_groups(setting: Setting, settings: Settings) -> None:
-    """Read the sequences of a step, which are registered at run-api, as whole groups of ``n``."""
+    """Convert the sequences of a step to whole groups of ``n`` completions."""
     size = setting.number
     group = whole_number(settings.values.get(_GROUP, catalogue()["num_generations"]["default"]))
     if not group:
-        return  # a wrong number of completions is reported at its own place
+        return  # a wrong number of completions is reported separately
     if remainder := size % group:
-        problem = f"{size} sequences are no whole groups of {_GROUP} {group}: run-api would never hand out a batch"
-        setting.reject(problem, f"write {size - remainder + group}, or another {_GROUP}")
+        problem = f"{size} is not a multiple of {_GROUP} {group}: run-api would never hand out a batch"
+        setting.reject(problem, f"set {size - remainder + group}, or another {_GROUP}")
     else:
         setting.write({"prompts_per_step": size // group})
 
 
 def mini_batch(setting: Setting, settings: Settings) -> None:
-    """Accept an optimizer step of the whole batch: no other step is supported."""
-    setting.accept("a step takes the whole batch")
+    """Accept only a mini-batch of the whole batch."""
+    setting.accept("a step uses the whole batch")
     if setting.value != settings.values.get(_BATCH):
         written = f"{setting.name}{short(setting.value)}"
-        setting.reject(f"'{written}' is another number than {_BATCH}, all of which a step takes")
+        setting.reject(f"'{written}' differs from {_BATCH}, but a step uses the whole batch")
 
 
 def reporters(setting: Setting, _: Settings) -> None:
-    """Read the trackers of a run; the console is always written to."""
+    """Convert the trackers of a run; the console is always one of them."""
     names = setting.value if isinstance(setting.value, list) else [setting.value]
     unknown = [name for name in names if name not in ("console", "wandb", "tensorboard")]
     if unknown:
@@ -59,26 +59,26 @@ def reporters(setting: Setting, _: Settings) -> None:
 
 
 def trainers(setting: Setting, settings: Settings) -> None:
-    """Read the GPUs of a node as training processes: the server has some of them for itself."""
+    """Convert the GPUs of a node to training processes, without the GPUs of the server."""
     gpus, parallel = setting.number, whole_number(settings.values.get(_TENSORS, 1)) or 1
     count = trainers_of(gpus, parallel)
     if settings.device == "cpu":
         setting.accept("the run is on CPU")
     elif count is None:
-        problem = f"'{setting.name}' {gpus} leaves no GPU to train on: the server has {parallel}"
-        setting.reject(problem, f"write {parallel + 1} or more, or a smaller {_TENSORS}")
+        problem = f"'{setting.name}' {gpus} leaves no GPU for training: the server uses {parallel}"
+        setting.reject(problem, f"set {parallel + 1} or more, or a smaller {_TENSORS}")
     else:
         setting.write({"num_processes": count})
 
 
 def trainers_of(gpus: int, parallel: int = 1, shared: bool = False) -> int | None:
-    """Return the training processes on some GPUs, or None if the server leaves none.
+    """Return the number of training processes, or None if the server leaves no GPU for them.
 
-    The server has ``parallel`` of the GPUs, or shares them with the trainers.
+    The server uses ``parallel`` GPUs, and shares them with the trainers if ``shared``.
     """
     return max(0, gpus if shared else gpus - parallel) or None
 
 
 def rows() -> list[tuple[str, str]]:
-    """Return each setting and its meaning, in Markdown, for a page."""
+    """Return the rows of the docs' table of settings: name and meaning, in Markdown."""
     return [(name, row.meaning()) for name, row in VERL.table.by_name.items()]
