@@ -104,10 +104,10 @@ def make(
     out_dir: Path, seed: int = 0, *, tied: bool = False, dtype: str = "float32", phases: Phases = PHASES,
     on_games: Callable[[Qwen2ForCausalLM, PreTrainedTokenizerFast, int, Phases], None] | None = None,
 ) -> None:  # fmt: skip
-    """Write the model and the data to `out_dir`, which appears complete or not at all, unless it is there already.
+    """Write the model and the data to `out_dir`, atomically; do nothing if they exist.
 
-    With ``on_games`` it is the model of SecretMafia, which that function trains, without data.
-    Raises OSError where it was made with other settings, or not here.
+    ``on_games`` trains the model of SecretMafia instead, which has no data. An OSError is raised if `out_dir` was made
+    with other settings or can't be written.
     """
     mafia = on_games is not None
     key = fingerprint(seed, tied, dtype, phases, mafia)
@@ -135,7 +135,7 @@ def make(
         _save(model, tokenizer, dtype, partial / "model")
         (partial / "COMPLETE").write_text(key + "\n")
         os.rename(partial, out_dir)
-    except OSError:  # another maker may have come first: then its result stands
+    except OSError:  # another process may have finished first; its result is used
         if not _is_made(out_dir, key):
             raise
     finally:
@@ -145,8 +145,8 @@ def make(
 
 def _is_made(out_dir: Path, key: str) -> bool:
     marker = out_dir / "COMPLETE"
-    if marker.exists() and (found := marker.read_text().strip()) != key:
-        raise FileExistsError(f"{out_dir} was made with other settings ({found}, not {key}); remove it first")
+    if marker.exists() and (old_key := marker.read_text().strip()) != key:
+        raise FileExistsError(f"{out_dir} was made with other settings ({old_key}, not {key}); remove it first")
     return marker.exists()
 
 
@@ -162,12 +162,12 @@ def split(seed: int = 0) -> tuple[list[Row], list[Row]]:
 
 
 def build_tokenizer(mafia: bool = False) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer without merges: one token per ASCII character; any text in NFC survives.
+    """Return a byte-level tokenizer without merges: one token per ASCII character, lossless for text in NFC.
 
-    That of ``mafia`` has one for each of ``MAFIA_WORDS`` too.
+    With ``mafia``, each of ``MAFIA_WORDS`` is also one token.
 
-    AutoTokenizer may load it as a `Qwen2Tokenizer`, after the model's type. That class normalises to NFC and insists
-    on a token `<|endoftext|>`; having both here makes it encode exactly as this one, within the model's vocabulary.
+    AutoTokenizer may load it as a `Qwen2Tokenizer`, because of the model's type. That class normalizes to NFC and
+    requires a token `<|endoftext|>`. This tokenizer does both, so that both classes encode alike.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -211,7 +211,7 @@ def _pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, train
     completions = encoded.input_ids.masked_fill(encoded.attention_mask == 0, -100)
     sums = torch.tensor([int(row["answer"]) for row in train])
     for steps, copies, wrong_share, lr, weight_decay in phases:
-        seen, right = prompts.repeat(copies, 1), sums.repeat(copies)
+        inputs, right = prompts.repeat(copies, 1), sums.repeat(copies)
         optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=weight_decay)
         for step in range(steps):
             warmup, cosine = min(1.0, (step + 1) / 20), (1 + math.cos(math.pi * step / steps)) / 2
@@ -219,7 +219,7 @@ def _pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, train
             wrong = (right + torch.randint(1, MAX_SUM + 1, right.shape)) % (MAX_SUM + 1)  # uniform over the wrong sums
             labels = completions[torch.where(torch.rand(right.shape) < wrong_share, wrong, right)]
             # Right padding may be any token under causal attention; cross_entropy skips its label of -100.
-            logits = model(torch.cat([seen, labels.clamp(min=0)], dim=1)).logits[:, seen.shape[1] - 1 : -1]
+            logits = model(torch.cat([inputs, labels.clamp(min=0)], dim=1)).logits[:, inputs.shape[1] - 1 : -1]
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -244,10 +244,10 @@ def smoke_tasks() -> tuple[str, ...]:
 
 
 def smoke_folder(name: str, environment: Mapping[str, str]) -> Path:
-    """Return the cache folder of a built-in smoke task; a ConfigError where there is no such task."""
+    """Return the cache folder of a built-in smoke task; a ConfigError if there is no such task."""
     if name not in smoke_tasks():
-        what = f"there is no built-in '{name}'"
-        raise config_error("model_name_or_path", what, f"write {' or '.join(smoke_tasks())}")
+        message = f"there is no built-in '{name}'"
+        raise config_error("model_name_or_path", message, f"write {' or '.join(smoke_tasks())}")
     task = name.removeprefix(SMOKE_SCHEME)
     mafia = task == "mafia"
     key = fingerprint(tied=task.endswith("-tied"), phases=MAFIA_PHASES if mafia else PHASES, mafia=mafia)

@@ -21,17 +21,17 @@ from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, environment_keys, ex
 from grpo_recipes.recipe.registry import rewards
 
 NAMES_FILE = Path(__file__).with_name("names.yaml")
-# Other names that a recipe may use, those of the Slurm training guide; both in one place contradict each other.
+# Other names that a recipe may use for a key, from the Slurm training guide. A file can't set a key under both names.
 ALIASES = {"gen_temperature": "temperature", "gen_top_p": "top_p", "init_kl_coeff": "beta",
            "weight_bridge_mode": "weight_sync"}  # fmt: skip
-# The weight sync methods under their names in an example trainer -> ours.
+# Name of a weight sync method in the example trainer -> our name.
 SYNC_METHOD_ALIASES = {"none": "restart", "shared_vllm": "shared", "lora_only": "lora", "lora_restart": "restart"}
-ADAPTER_MODES = ("lora_only", "lora_restart")  # those with use_peft, where nothing else is said
-# Values elsewhere that mean one of ours.
+ADAPTER_MODES = ("lora_only", "lora_restart")  # names that imply use_peft
+# Key -> values of other tools -> our value with the same meaning.
 SAME_VALUES: dict[str, Mapping[Any, str]] = {
     "scale_rewards": {True: "group", False: "none"}, "weight_sync": SYNC_METHOD_ALIASES
 }  # fmt: skip
-# Names that are refused -> patterns of the values that ask for what happens anyway: accepted with a note.
+# Rejected name -> patterns of values that change nothing. They are accepted with a note.
 HARMLESS = expand_names(
     ("output_dir logging_first_step overwrite_output_dir", "*"),
     ("logging_steps", "[0-9]*"),
@@ -50,7 +50,7 @@ HARMLESS = expand_names(
     ("disable_log_stats", "true"),
     ("sync_frequency", "1"),
 )
-# Variables of older TRL and transformers, and of the guide -> what to set instead.
+# Variables of the guide and of older versions of TRL and transformers -> the fix.
 UNREAD_VARIABLES = expand_names(
     ("TRANSFORMERS_CACHE", "set CACHE_ROOT or HF_HOME"),
     ("HF_HUB_ENABLE_HF_TRANSFER", "set HF_XET_HIGH_PERFORMANCE=1"),
@@ -60,46 +60,47 @@ UNREAD_VARIABLES = expand_names(
     ("MAX_PROMPT_CHARS", "write max_prompt_length: tokens, above which a prompt is dropped"),
     ("FLASH_ATTENTION_FORCE_DISABLED TRANSFORMERS_NO_FLASH_ATTN", "write attn_implementation: sdpa"),
 )
-# Parts of nested settings whose names mean something else than the same names elsewhere.
+# Sections of nested settings in which a name has a different meaning.
 _OTHER_PARTS = frozenset(
     ("critic", "reward_model", "ref", "reference", "val_kwargs", "eval", "evaluation", "validation", "test",
      "tokenizer", "teacher", "judge")
 )  # fmt: skip
-_MOST_SUGGESTIONS = 20  # of one file, which is not a recipe if it has more unknown names
-_FEWEST_FOREIGN = 3  # names by which a file is one of another project, rather than a recipe with a slip
+_MOST_SUGGESTIONS = 20  # per file; a file with more unknown names is not a recipe
+_FEWEST_FOREIGN = 3  # a file with this many foreign names is a recipe of another project
 
 
 @functools.cache
 def names() -> dict[str, Row]:
-    """Return what each name of other projects means here."""
+    """Return the row of each name of another project: its meaning here."""
     return dict(read_table(NAMES_FILE, "names").by_name)
 
 
 def by_value(name: str, value: Any) -> dict[str, Any]:
-    """Return the keys that replace a setting whose value decides, or nothing if it has no such values."""
+    """Return the recipe keys that replace a setting with this value; empty if the table lists no values for it."""
     row = names().get(name) or read_table(NAMES_FILE, "values_of_owned_keys").by_name.get(name)
     return dict(row.keys_for(value) or {}) if row and row.values else {}
 
 
 @functools.cache
 def reward_names() -> dict[str, str]:
-    """Return the reward here for each name of one elsewhere."""
-    return {name: ours for ours, of_ours in read_file(NAMES_FILE)["rewards"].items() for name in of_ours.split()}
+    """Return our reward for each reward name of another project."""
+    rows = read_file(NAMES_FILE)["rewards"]
+    return {name: reward for reward, other_names in rows.items() for name in other_names.split()}
 
 
 @functools.cache
 def other_rewards(judging: bool) -> dict[str, str]:
-    """Return why there is no reward here for a name of one elsewhere, which judges answers or only their form."""
+    """Return reward names of other projects without an equivalent -> the reason; they judge answers, or only form."""
     rows = read_file(NAMES_FILE)["judging_rewards" if judging else "other_rewards"]
-    return {name: why for why, of_row in rows.items() for name in of_row.split()}
+    return {name: reason for reason, other_names in rows.items() for name in other_names.split()}
 
 
 def reward_fix(name: str) -> str:
-    """Return what to write instead of a name that is not a reward."""
+    """Return the fix for a name that is not a reward."""
     if close := reward_names().get(name) or nearest_of(name, rewards()):
         return f"write {close}"
-    if why := {**other_rewards(True), **other_rewards(False)}.get(name):
-        return f"remove it ({why}), or write your own as file.py:function"
+    if reason := {**other_rewards(True), **other_rewards(False)}.get(name):
+        return f"remove it ({reason}), or write your own as file.py:function"
     if name.endswith(".py"):
         return f"write {name}:function"
     if "/" in name:
@@ -110,9 +111,9 @@ def reward_fix(name: str) -> str:
 
 
 def meaning_of(name: str) -> Row | None:
-    """Return what a name is here, a key of the catalogue itself included; None where nobody knows.
+    """Return the meaning of a foreign name or of a recipe key as a row; None if it is unknown.
 
-    Of a nested name, ``actor.optim.lr``, the longest known end decides.
+    For a nested name such as ``actor.optim.lr``, the longest known end decides.
     """
     parts = name.split(".")
     if _OTHER_PARTS & set(parts[:-1]):
@@ -127,8 +128,8 @@ def meaning_of(name: str) -> Row | None:
 
 
 def harmless(name: str, value: Any) -> str:
-    """Return why a setting changes nothing though it is not ours, empty where it would."""
-    if name == "logging_steps" and str(value) in ("1", "1.0"):  # a frozen recipe has the number as TRL types it
+    """Return why a foreign setting with this value changes nothing; an empty string if it would change something."""
+    if name == "logging_steps" and str(value) in ("1", "1.0"):  # a frozen recipe has the number as a float
         return ""
     patterns = HARMLESS.get(name, "").split()
     patterns += ["none"] if name in OWNED_KEYS or name in names() else []
@@ -139,37 +140,37 @@ def harmless(name: str, value: Any) -> str:
 
 
 def recipe_keys(layer: Iterable[tuple[str, Value]], problems: list[Problem], notes: list[str]) -> dict[str, Value]:
-    """Return what a layer gives for each recipe key; every name that cannot be one becomes a problem."""
-    found: dict[str, Value] = {}
-    given: dict[str, str] = {}
+    """Return the recipe keys of one layer (a file, the variables, the flags); append other names to ``problems``."""
+    values: dict[str, Value] = {}
+    spellings: dict[str, str] = {}  # key -> the name that the layer uses for it
     unknown = 0
     for name, raw in layer:
         key = ALIASES.get(name, name)
         known = key in catalogue() and key != "logging_steps"
-        if not known and (why := harmless(name, raw.value)):
-            notes.append(f"{raw.source}: {name}{short(raw.value)} changes nothing: {why}")
+        if not known and (reason := harmless(name, raw.value)):
+            notes.append(f"{raw.source}: {name}{short(raw.value)} changes nothing: {reason}")
         elif problem := key_problem(key, raw.source, raw.value, suggest=unknown < _MOST_SUGGESTIONS):
             problems.append(problem)
             unknown += problem.what.startswith("unknown")
         else:
-            if given.get(key, name) != name:
-                what = f"'{name}' and '{given[key]}' are two names of one key"
-                problems.append(Problem(raw.source, what, f"remove {name if name != key else given[key]}"))
+            if spellings.get(key, name) != name:
+                message = f"'{name}' and '{spellings[key]}' are two names of one key"
+                problems.append(Problem(raw.source, message, f"remove {name if name != key else spellings[key]}"))
             elif key != name:
                 notes.append(f"{raw.source}: '{name}' is read as {key}")
             if key == "weight_sync" and raw.value in ADAPTER_MODES:
-                found.setdefault("use_peft", replace(raw, value=True))
+                values.setdefault("use_peft", replace(raw, value=True))
             value = as_bool(raw.value)
             if isinstance(value, bool | str):
                 raw = replace(raw, value=SAME_VALUES.get(key, {}).get(value, raw.value))
-            found[key], given[key] = raw, name
-    return found
+            values[key], spellings[key] = raw, name
+    return values
 
 
 def key_problem(key: str, source: str, value: Any = None, suggest: bool = True) -> Problem | None:
-    """Return why a name is not a key of the catalogue, and what to write instead; None if it is one.
+    """Return the problem of a name that is not a recipe key, with the fix; None if it is a recipe key.
 
-    The search for the nearest key takes milliseconds; ``suggest`` turns it off.
+    ``suggest=False`` skips the search for the nearest key, which takes milliseconds.
     """
     if key in catalogue():
         return None
@@ -188,13 +189,13 @@ def key_problem(key: str, source: str, value: Any = None, suggest: bool = True) 
 
 
 def nearest(name: str) -> str | None:
-    """Return the key of which ``name`` is a misspelling, or that a variable stands for; None when there is none."""
+    """Return the key that ``name`` misspells or abbreviates, or the key of a variable of this name; or None."""
     if name.upper() in environment_keys():
         return environment_keys()[name.upper()]
-    begun = [key for key in catalogue() if key.startswith(name)] if len(name) > 3 else []
-    shortest = min(begun, key=len, default="")  # of num_gen: num_generations, which begins the others
-    clear = begun and all(key.startswith(shortest) for key in begun)
-    return shortest if clear else nearest_of(name, [*catalogue(), *names()])
+    longer = [key for key in catalogue() if key.startswith(name)] if len(name) > 3 else []
+    shortest = min(longer, key=len, default="")  # num_gen: num_generations, the beginning of all others
+    unambiguous = longer and all(key.startswith(shortest) for key in longer)
+    return shortest if unambiguous else nearest_of(name, [*catalogue(), *names()])
 
 
 class TranslatedRecipe(Protocol):
@@ -204,11 +205,11 @@ class TranslatedRecipe(Protocol):
         """Return the text of each file to write."""
 
     def report(self) -> list[str]:
-        """Return the lines to print: every change, and what is left to do."""
+        """Return the lines to print: every change, and the remaining work."""
 
 
 def is_foreign(layer: Mapping[str, Value]) -> bool:
-    """Return whether a file is a recipe of another project, by the names in it."""
+    """Return whether a file is a recipe of another project, judged by its names."""
     foreign = [key for key in layer if key not in catalogue() and (key in OWNED_KEYS or key in names())]
     return len(foreign) >= _FEWEST_FOREIGN
 
