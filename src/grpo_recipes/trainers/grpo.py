@@ -252,8 +252,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.source is None:
             return generated
         self.temperature_B = self.source.temperatures
-        prompt_ids, completion_ids, tool_mask, _, *others = generated
-        return prompt_ids, completion_ids, tool_mask, self.source.completions(), *others
+        prompt_ids, completion_ids, tool_mask, _, *extra_fields = generated
+        return prompt_ids, completion_ids, tool_mask, self.source.completions(), *extra_fields
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Sample completions. If a step was taken since the last time, send the new weights first."""

@@ -26,9 +26,9 @@ from grpo_recipes.trainers.rank import shards_weights
 from grpo_recipes.weights.lora import base_name
 
 
-def quoting(kinds: tuple[type[Exception], ...], where: str, what: str, fix: str) -> AbstractContextManager[None]:
+def quoting(kinds: tuple[type[Exception], ...], where: str, problem: str, fix: str) -> AbstractContextManager[None]:
     """Raise a library's error inside as a config error that quotes it in one line."""
-    return translate(kinds, lambda error: config_error(where, f"{what}: {' '.join(str(error).split())[:300]}", fix))
+    return translate(kinds, lambda error: config_error(where, f"{problem}: {' '.join(str(error).split())[:300]}", fix))
 
 
 def load_tokenizer(model_args: ModelConfig, args: GRPOConfig) -> PreTrainedTokenizerBase:
