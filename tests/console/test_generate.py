@@ -117,7 +117,7 @@ def test_one_failed_completion_of_several_keeps_the_row_out(generate, server: Fa
 
 
 def test_a_server_that_is_gone_ends_the_command(generate, server: FakeServer, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(module, "_LOST_ROWS", 2)
+    monkeypatch.setattr(module, "_MAX_LOST_ROWS", 2)
     server.fails = [200, *[500] * 20]
     assert generate("--batch-size", "1", "--attempts", "1") == 1
     assert len(read()) == 1 and len(server.asked) <= 5
@@ -166,7 +166,7 @@ def test_a_file_of_another_kind_is_refused(generate, capsys) -> None:
     Path("out.jsonl").write_text('{"index": 0}\n')
     assert generate() == 2 and "out.jsonl:1: is not a row of this command" in capsys.readouterr().err
     Path("out.jsonl").write_text('{"index": 0, "prompt": [], "completions": []}\n')
-    assert generate() == 2 and "prompt 0 is another one" in capsys.readouterr().err
+    assert generate() == 2 and "prompt 0 differs from the dataset" in capsys.readouterr().err
 
 
 def test_two_at_a_time_do_not_mix(generate, capsys) -> None:
@@ -187,7 +187,7 @@ def refused(words: list[str], capsys) -> str:
         (["my.yaml", "--out", "o", "--num-generations", "0"], "--num-generations: expected 1 or more, got 0"),
         (["my.yaml", "--out", "o", "--limit", "0"], "--limit: expected 1 or more, got 0"),
         (["my.yaml", "--out", "o", "--temperature", "-1"], "--temperature: expected 0 or more, got -1"),
-        (["my.yaml", "--out", "o", "--timeout", "nan"], "--timeout: expected 0 or more, got nan"),
+        (["my.yaml", "--out", "o", "--timeout", "nan"], "--timeout: expected 1 or more, got nan"),
         (["my.yaml", "--out", "o", "--public"], "--public: does nothing without --push"),
         (["my.yaml", "--out", "o", "--backend", "hf"], "invalid choice: 'hf'"),
         (["my.yaml", "--out", "o", "--base-url", "localhost"], "--base-url: 'localhost' is not an address"),
