@@ -59,6 +59,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     num_generations: int
     num_generations_eval: int
     max_completion_length: int
+    vllm_generation: Any  # a subclass of TRL's, built by weights.bridges or weights.colocated
     _buffered_inputs: Any
 
     def __init__(
