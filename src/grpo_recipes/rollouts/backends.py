@@ -257,7 +257,8 @@ class ColocatedRollouts(VllmRollouts):
     def _sample_part(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Tokens]]:
         from vllm import SamplingParams
 
-        keys = {"n": sampling.samples, "temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
+        keys: dict[str, Any] = {"n": sampling.samples, "temperature": sampling.temperature}
+        keys["max_tokens"] = sampling.max_tokens
         keys |= sampling_keys(self._trainer)
         parameters = [SamplingParams(seed=prompt.seed, **keys) for prompt in prompts]
         requests = [{"prompt_token_ids": prompt.ids} for prompt in prompts]

@@ -29,6 +29,8 @@ CLIENTS: dict[str, type[BridgeClient]] = {
 class ServerGeneration(Generation):
     """TRL's generation with a server. Rank 0 holds ``client``, which is built with ``settings``."""
 
+    vllm_client: BridgeClient
+
     def __init__(self, *, client: type[BridgeClient], settings: dict[str, Any], **kwargs: Any) -> None:
         self._client_class, self._client_settings = client, settings
         super().__init__(**kwargs)

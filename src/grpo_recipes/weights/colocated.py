@@ -32,6 +32,8 @@ class ColocatedGeneration(Generation):
     to stop, the generation under way is given up.
     """
 
+    llm: "Engine"
+
     def __init__(self, *, args: GRPOConfig, run_seed: int | None, stop: StopRequest, **kwargs: Any) -> None:
         self._args, self._guards, self._run_seed, self._stop = args, args.weight_guard, run_seed, stop
         self.generation_name = ""  # the next sampling seeds derive from it
@@ -156,7 +158,8 @@ def _make_engine(args: GRPOConfig, stops: Any, **kwargs: Any) -> "Engine":
     engine = Engine(**kwargs)
     engine.stop_if(stops)
     # The process shuts down torch.distributed itself; afterwards vLLM could not leave its groups.
-    engine.llm_engine.engine_core._finalizer.atexit = False
+    core: Any = engine.llm_engine.engine_core
+    core._finalizer.atexit = False
     return engine
 
 
