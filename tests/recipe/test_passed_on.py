@@ -121,7 +121,7 @@ def test_a_flag_is_checked_as_the_recipe_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "what"),
     [
-        ("{size: 1, seat: 2}", "has no parameter 'seat'. Fix: write 'seats'"),
+        ("{size: 1, seat: 2}", "has no parameter 'seat'. Fix: use 'seats'"),
         ("{seats: 2}", "needs the argument 'size'. Fix: add size to environment_args"),
         ("{size: 1}", ""),
     ],

@@ -102,8 +102,8 @@ def _installed(entry_point: importlib.metadata.EntryPoint) -> Extension:
     except Exception as error:
         raise config_error("extensions", f"{entry_point.value} of {package} fails to import ({error})", fix) from error
     if not isinstance(extension, Extension):
-        what = f"{entry_point.value} of {package} must be an Extension, got {type(extension).__name__}"
-        raise config_error("extensions", what, fix)
+        message = f"{entry_point.value} of {package} must be an Extension, got {type(extension).__name__}"
+        raise config_error("extensions", message, fix)
     return extension
 
 

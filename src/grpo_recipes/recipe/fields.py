@@ -25,9 +25,9 @@ def key(default: Any, help: str, choices: list[str] | None = None, **limits: flo
     """Return a field with its help line, choices and limits."""
     metadata: dict[str, Any] = {"help": help, "choices": choices} if choices else {"help": help}
     value: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    made = dataclasses.field(**value, metadata=metadata)
-    FIELD_LIMITS[made] = limits
-    return made
+    field = dataclasses.field(**value, metadata=metadata)
+    FIELD_LIMITS[field] = limits
+    return field
 
 
 def entries_of(

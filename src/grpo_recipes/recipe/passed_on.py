@@ -129,14 +129,14 @@ def owned_name(recipe: Recipe, key: str, name: str, value: Any, where: str) -> P
     owner = OWNED_NAMES[key][name]
     if not owner.isidentifier():
         return Problem(where, f"{key}: '{name}' can't be set here: {owner}", f"remove {name} from {key}")
-    what = f"{key}: '{name}' would override the key {owner}"
+    message = f"{key}: '{name}' would override the key {owner}"
     text = yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
     fix = f"remove {name} from {key}"
     if isinstance(value, dict | list | bool) or len(text) > _LONGEST:
-        return Problem(where, what, f"{fix}; use {owner}")
+        return Problem(where, message, f"{fix}; use {owner}")
     if owner in NEUTRAL_SAMPLING and recipe["use_vllm"] and value != NEUTRAL_SAMPLING[owner] and recipe[_CORRECTION]:
-        return Problem(where, what, f"{fix}, or remove it and set {owner}: {text} and {_CORRECTION}: false")
-    return Problem(where, what, f"{fix} and set {owner}: {text}")
+        return Problem(where, message, f"{fix}, or remove it and set {owner}: {text} and {_CORRECTION}: false")
+    return Problem(where, message, f"{fix} and set {owner}: {text}")
 
 
 def known_names(recipe: Recipe, key: str) -> tuple[Mapping[str, Entry], str]:
@@ -152,13 +152,13 @@ def known_names(recipe: Recipe, key: str) -> tuple[Mapping[str, Entry], str]:
     return variants[""], "it"
 
 
-def _part_problems(recipe: Recipe, key: str, parts: dict[str, Any], given: Value) -> Iterator[Problem]:
+def _part_problems(recipe: Recipe, key: str, parts: dict[str, Any], raw: Value) -> Iterator[Problem]:
     """Yield the owned names, the unknown names and the values of a wrong kind; convert the values in place."""
     known, reader = known_names(recipe, key)
     if key == "model_init_kwargs" and parts.get("use_kernels") and importlib.util.find_spec("kernels") is None:
-        what = f"{key}: use_kernels needs the package kernels, which is not installed"
+        message = f"{key}: use_kernels needs the package kernels, which is not installed"
         fix = f"remove use_kernels from {key}, or pip install kernels into this environment"
-        yield Problem(recipe.location(key, "use_kernels"), what, fix)
+        yield Problem(recipe.location(key, "use_kernels"), message, fix)
     for name, part in list(parts.items()):
         where = recipe.location(key, str(name))
         if name in OWNED_NAMES.get(key, {}) and name not in known:
@@ -166,7 +166,7 @@ def _part_problems(recipe: Recipe, key: str, parts: dict[str, Any], given: Value
         elif name not in known:
             yield _unknown_name(recipe, key, str(name), where, known, reader)
         else:
-            value = Value(part, where, from_text=given.from_text)
+            value = Value(part, where, from_text=raw.from_text)
             parts[name], problems = convert_value(f"{key}.{name}", known[name], value)
             yield from problems
 
@@ -176,15 +176,15 @@ def _unknown_name(recipe: Recipe, key: str, name: str, where: str, known: Mappin
         return Problem(where, f"{key}: {reader} reads no such arguments, got '{name}'", f"remove {key}")
     others = [names for names in passed_catalogue()[key].values() if name in names]
     close = None if others else nearest_of(name, [*known, *OWNED_NAMES.get(key, {})])
-    what = f"{key}: unknown name '{name}'" + (f"; {reader} does not read it" if others else "")
+    message = f"{key}: unknown name '{name}'" + (f"; {reader} does not read it" if others else "")
     if close in OWNED_NAMES.get(key, {}) and close not in known:
         owner = OWNED_NAMES[key][str(close)]
-        return Problem(where, what, f"remove {name} from {key}" + (f"; use {owner}" if owner.isidentifier() else ""))
+        return Problem(where, message, f"remove {name} from {key}" + (f"; use {owner}" if owner.isidentifier() else ""))
     if key == "model_init_kwargs" and not close:
         fix = f"remove {name} from {key}; change the model's configuration in the config.json of a model folder"
-        return Problem(where, f"{what}. The server would not get it", fix)
+        return Problem(where, f"{message}. The server would not get it", fix)
     fix = f"write '{close}'" if close else f"remove {name} from {key}; the names are {', '.join(known)}"
-    return Problem(where, what, fix)
+    return Problem(where, message, fix)
 
 
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
@@ -195,28 +195,28 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
     for pair in str(recipe["optim_args"]).split(","):
         name, equals, text = (part.strip() for part in pair.partition("="))
         if not (name and equals and text):
-            what = f"optim_args: expected name=value pairs separated by commas, got '{pair}'"
+            message = f"optim_args: expected name=value pairs separated by commas, got '{pair}'"
             known = known_names(recipe, "optim_args")[0]
             fix = f"set optim_args: {next(iter(known))}=VALUE" if known else "remove optim_args"
-            yield recipe.problem("optim_args", what, fix)
+            yield recipe.problem("optim_args", message, fix)
             return
         parts[name] = text
-    given = Value(None, recipe.source("optim_args"), from_text=True)
-    yield from _part_problems(recipe, "optim_args", parts, given)
+    raw = Value(None, recipe.source("optim_args"), from_text=True)
+    yield from _part_problems(recipe, "optim_args", parts, raw)
 
 
 def _scheduler(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the arguments that the scheduler needs and the recipe does not give, or gives twice."""
-    kind, given = recipe["lr_scheduler_type"], recipe["lr_scheduler_kwargs"] or {}
+    """Yield the arguments that the scheduler needs and the recipe does not set, or sets twice."""
+    kind, kwargs = recipe["lr_scheduler_type"], recipe["lr_scheduler_kwargs"] or {}
     known = passed_catalogue()["lr_scheduler_kwargs"][kind]
-    key = "lr_scheduler_kwargs" if given else "lr_scheduler_type"
-    for name in (name for name, entry in known.items() if entry.get("required") and name not in given):
-        what = f"lr_scheduler_type: {kind} needs {name} in lr_scheduler_kwargs"
-        yield recipe.problem(key, what, f"set lr_scheduler_kwargs: {{{name}: {_tenth(recipe)}}}")
+    key = "lr_scheduler_kwargs" if kwargs else "lr_scheduler_type"
+    for name in (name for name, entry in known.items() if entry.get("required") and name not in kwargs):
+        message = f"lr_scheduler_type: {kind} needs {name} in lr_scheduler_kwargs"
+        yield recipe.problem(key, message, f"set lr_scheduler_kwargs: {{{name}: {_tenth(recipe)}}}")
     alternatives = _ONE_OF.get(kind, ())
-    if alternatives and len([name for name in alternatives if given.get(name) is not None]) != 1:
-        what = f"lr_scheduler_type: {kind} needs {' or '.join(alternatives)} in lr_scheduler_kwargs, and only one"
-        yield recipe.problem(key, what, "set lr_scheduler_kwargs: {min_lr_rate: 0.1}")
+    if alternatives and len([name for name in alternatives if kwargs.get(name) is not None]) != 1:
+        message = f"lr_scheduler_type: {kind} needs {' or '.join(alternatives)} in lr_scheduler_kwargs, and only one"
+        yield recipe.problem(key, message, "set lr_scheduler_kwargs: {min_lr_rate: 0.1}")
 
 
 def _tenth(recipe: Recipe) -> int:
@@ -225,28 +225,34 @@ def _tenth(recipe: Recipe) -> int:
 
 def _sampling(recipe: Recipe) -> Iterator[Problem]:
     """Yield the names of ``generation_kwargs`` by which the server samples from another distribution."""
-    given, correction = recipe["generation_kwargs"] or {}, _CORRECTION
+    kwargs, correction = recipe["generation_kwargs"] or {}, _CORRECTION
     if not recipe["use_vllm"]:
         return
-    for name in (name for name in given if name in _CHANGE_DISTRIBUTION and given[name] and recipe[correction]):
-        what = f"generation_kwargs: {name} biases the importance-sampling correction (the trainer scores the full "
-        what += "distribution)"
+    for name in (name for name in kwargs if name in _CHANGE_DISTRIBUTION and kwargs[name] and recipe[correction]):
+        message = f"generation_kwargs: {name} biases the importance-sampling correction (the trainer scores the full "
+        message += "distribution)"
         fix = f"remove {name} from generation_kwargs, or set {correction}: false"
-        yield Problem(recipe.location("generation_kwargs", name), what, fix)
-    if given.get("structured_outputs") and recipe["vllm_structured_outputs_regex"] is not None:
-        what = "generation_kwargs: structured_outputs and the key vllm_structured_outputs_regex can't be combined"
+        yield Problem(recipe.location("generation_kwargs", name), message, fix)
+    if kwargs.get("structured_outputs") and recipe["vllm_structured_outputs_regex"] is not None:
+        message = "generation_kwargs: structured_outputs and the key vllm_structured_outputs_regex can't be combined"
         fix = "remove structured_outputs from generation_kwargs"
-        yield Problem(recipe.location("generation_kwargs", "structured_outputs"), what, fix)
+        yield Problem(recipe.location("generation_kwargs", "structured_outputs"), message, fix)
 
 
 def _template(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
     """Yield the names of ``chat_template_kwargs`` that the trainer sets, or that the chat template does not read."""
     key = "chat_template_kwargs"
-    given = recipe[key] or {}
-    own = recipe["chat_template"]
-    templates = {"default": own} if own is not None else templates_of(recipe, environment) if given else None
+    kwargs = recipe[key] or {}
+    recipe_template = recipe["chat_template"]
+    templates = (
+        {"default": recipe_template}
+        if recipe_template is not None
+        else templates_of(recipe, environment)
+        if kwargs
+        else None
+    )
     read = variables_of(templates.values()) if templates else None
-    for name, value in given.items():
+    for name, value in kwargs.items():
         where = recipe.location(key, str(name))
         if name in OWNED_NAMES[key]:
             yield owned_name(recipe, key, name, value, where)
@@ -254,5 +260,5 @@ def _template(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Proble
             names = sorted(read - set(OWNED_NAMES[key]))
             close = nearest_of(str(name), names)
             fix = f"remove {name} from {key}" + (f"; it reads {', '.join(names)}" if names else "")
-            what = f"{key}: the chat template does not read '{name}'"
-            yield Problem(where, what, f"write '{close}'" if close else fix)
+            message = f"{key}: the chat template does not read '{name}'"
+            yield Problem(where, message, f"write '{close}'" if close else fix)

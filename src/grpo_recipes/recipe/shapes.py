@@ -86,8 +86,8 @@ def chat_of(value: Any, source: DataSource, system: str | None) -> list[Message]
 def _prompt_text(value: Any, source: DataSource) -> str:
     text = _text(value, source, for_solution=False)
     if text.lstrip().startswith("[{") and _is_chat_as_text(text):
-        what = f"column '{source.prompt}' of '{source.id}' holds a chat written as text"
-        raise config_error(source.keys[0], what, "save the column as a list of messages, in .jsonl or .parquet")
+        fault = f"column '{source.prompt}' of '{source.id}' holds a chat written as text"
+        raise config_error(source.keys[0], fault, "save the column as a list of messages, in .jsonl or .parquet")
     return text
 
 
@@ -109,7 +109,7 @@ def _message(messages: list[Any], index: int, source: DataSource) -> Message:
     filled = {"content": "", **parts}
     if parts and filled.keys() == {"role", "content"} and all(isinstance(part, str) for part in filled.values()):
         return {"role": str(filled["role"]), "content": str(filled["content"])}
-    what = f"{_chat(source)} holds {_short(message)}, expected {{role, content}} with two texts"
+    fault = f"{_chat(source)} holds {_short(message)}, expected {{role, content}} with two texts"
     fix = "save messages {role, content} with two texts and nothing else"
     if {"from", "value"} <= parts.keys():
         people = [turn for turn in messages if isinstance(turn, dict) and turn.get("from") in ("human", "user")]
@@ -117,13 +117,13 @@ def _message(messages: list[Any], index: int, source: DataSource) -> Message:
         if people:
             fix = source.naming(f"{column}.{messages.index(people[0])}.value")
     elif isinstance(message, int) and not isinstance(message, bool):
-        what = f"column '{column}' of '{source.id}' holds token ids ({_short(messages)}), expected text or messages"
+        fault = f"column '{column}' of '{source.id}' holds token ids ({_short(messages)}), expected text or messages"
         fix = f"{source.naming('COLUMN')} with a column of texts, or save the text of the prompts"
     elif isinstance(message, str):
-        what = f"column '{column}' of '{source.id}' holds a list of texts, expected a text or messages"
+        fault = f"column '{column}' of '{source.id}' holds a list of texts, expected a text or messages"
         fix = source.naming(f"{column}.0") if len(messages) == 1 else "save each prompt as one text"
     elif isinstance(filled.get("content"), list):
-        what = f"{_chat(source)} holds content in parts ({_short(filled['content'])}), expected a text"
+        fault = f"{_chat(source)} holds content in parts ({_short(filled['content'])}), expected a text"
         fix = "save each content as one text"
         texts = [number for number, part in enumerate(filled["content"]) if _is_text_part(part)]
         if len(messages) == len(texts) == len(filled["content"]) == 1:
@@ -131,7 +131,7 @@ def _message(messages: list[Any], index: int, source: DataSource) -> Message:
     elif {"role", "content"} < filled.keys():
         extra = ", ".join(name for name in filled if name not in ("role", "content"))
         fix = f"remove {extra} from the messages: only role and content are rendered"
-    raise config_error(source.keys[0], what, fix)
+    raise config_error(source.keys[0], fault, fix)
 
 
 def _is_text_part(part: Any) -> bool:
@@ -145,8 +145,8 @@ def _chat(source: DataSource) -> str:
 def answer_of(value: Any, marker: str | None, source: DataSource) -> tuple[str, bool]:
     """Return a solution as text, and whether the marker is missing in it; a ConfigError where it is not a scalar."""
     text = _text(value, source, for_solution=True)
-    _, found, answer = text.rpartition(marker) if marker else ("", "found", text)
-    return answer.strip(), bool(answer.strip()) and not found
+    _, separator, answer = text.rpartition(marker) if marker else ("", "no marker", text)
+    return answer.strip(), bool(answer.strip()) and not separator
 
 
 def _text(value: Any, source: DataSource, for_solution: bool) -> str:
@@ -160,12 +160,12 @@ def _text(value: Any, source: DataSource, for_solution: bool) -> str:
     if isinstance(value, Decimal):
         return str(value)
     column = source.solution if for_solution else source.prompt
-    what = f"column '{column}' of '{source.id}' holds {_short(value)}, expected a text"
+    fault = f"column '{column}' of '{source.id}' holds {_short(value)}, expected a text"
     paths = nested_paths(column, value)
     if isinstance(value, list) and len(value) != 1:  # one of several would be compared with, or asked
         paths = []
     fix = " or ".join(source.naming(path, for_solution) for path in paths[:2])
-    raise config_error(source.keys[for_solution], what, fix or "name a column of texts, or save it as texts")
+    raise config_error(source.keys[for_solution], fault, fix or "name a column of texts, or save it as texts")
 
 
 def nested_paths(column: str, value: Any) -> list[str]:
