@@ -1,12 +1,14 @@
-"""A tiny chat model, its tokenizer and a data set of one-digit sums, made on the spot for the smoke recipe.
+"""Make the built-in smoke models: tiny chat models, their tokenizers, and a dataset of single-digit sums.
 
-``python -m grpo_recipes.smoke OUT_DIR`` writes ``model/``, ``train.jsonl`` and ``test.jsonl`` within a minute on one
-CPU core. The model leaves GRPO something to do: it knows the right answers, but samples them half of the time.
+``python -m grpo_recipes.smoke OUT_DIR`` writes ``model/``, ``train.jsonl`` and ``test.jsonl`` within a minute on a
+single CPU core. GRPO can improve the model: it knows the right answers, but samples them only half of the time.
+``smoke_folder`` and ``smoke_command`` find and make a built-in task. The task ``smoke:mafia`` has no dataset; an
+extension trains its model on games.
 
-What the model saw: the 80 training sums and nothing else, first with their right answers, then with answers of which
-nearly half were wrong, drawn afresh for every batch. It never saw a held-out sum. Every held-out sum ``a+b`` has its
-mirror image ``b+a`` among the training sums, so the test score measures whether the model adds irrespective of the
-order of the operands, and no more than that.
+The model of sums was trained only on the 80 training sums, first with right answers, then with answers of which nearly
+half were wrong, drawn again for every batch. It never saw a held-out sum. Every held-out sum ``a+b`` has its mirror
+image ``b+a`` among the training sums, so the test score only measures whether the model adds independently of the order
+of the operands.
 """
 
 from __future__ import annotations

@@ -118,7 +118,11 @@ class Assets:
 
 
 def list_assets(recipe: Recipe, local: bool = False) -> list[Asset]:
-    """Return every hub asset that a run reads, or every ``local`` asset; each once, with the most rows."""
+    """Return the models and datasets that a run reads from the hub, or its local assets if ``local`` is true.
+
+    There are no duplicates. If a dataset occurs with several row limits, the entry without a limit is returned, or else
+    the entry with the largest limit.
+    """
     assets: dict[tuple[Any, ...], Asset] = {}
     for asset in _recipe_assets(recipe):
         identity = replace(asset, limit=None).identity

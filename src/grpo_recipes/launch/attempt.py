@@ -88,7 +88,13 @@ def prepare_attempt(
     run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources, workers: NodeWorkers,
     update_rewards: bool = False,
 ) -> Attempt:  # fmt: skip
-    """Freeze recipe and plan in the run directory; create the scratch folders of each node and the token."""
+    """Prepare an attempt at a run: freeze its inputs, and create scratch folders and a server token on each node.
+
+    If the run was started before, first rewind it to its newest complete checkpoint: later rows of its metrics move to
+    another file. With ``update_rewards``, changed reward files replace their copies. At the end, ``summary.json`` gets
+    the status ``running`` and the number of restarts. After a failure, its status is unchanged, and this node's scratch
+    folders are removed.
+    """
     previous = read_json(run.folder / "summary.json")
     if previous.get("status") == SUBMITTED:
         previous.clear()  # no attempt has started yet

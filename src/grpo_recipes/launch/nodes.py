@@ -432,7 +432,12 @@ def _print_bytes(text: bytes) -> None:
 
 
 def serve_node(meeting: Meeting, command: dict[str, Any]) -> int:
-    """Run the worker of a node that the user started; return the exit code of the run."""
+    """Join a run from a node that the user started by hand, and execute the orders of node 0 until the run ends.
+
+    ``command`` has the launch options, which must be equal on all nodes. Signals to this process are forwarded to node
+    0. Return the exit code of the whole run, or 1 if the connection is lost before node 0 reports how the run ended.
+    Raise ConfigError if node 0 does not answer within ``meeting.limit`` seconds, or rejects this node.
+    """
     connection = connect_to_node_0(meeting, command)
     with contextlib.closing(connection):
         say(f"node {meeting.rank}: connected to node 0 at {meeting.endpoint}; the output of the run is there")

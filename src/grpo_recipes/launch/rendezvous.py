@@ -110,7 +110,10 @@ class MeetingChannel:
         return f"{' and '.join(lost) or 'the worker of node 0'} was lost: its command ended, or its machine is gone"
 
     def send(self, line: str) -> None:
-        """Send a line to every worker."""
+        """Send a line to the worker of every node, including this node; ignore workers that are lost.
+
+        ``alive`` detects lost workers.
+        """
         if self._worker is not None:
             write_line(self._worker, line)
         for connection in self._connections.values():

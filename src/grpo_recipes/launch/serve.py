@@ -46,9 +46,11 @@ class Server:
 
 @contextmanager
 def serving(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Iterator[Server]:
-    """Serve ``model``, a folder or a hub id, on the loopback address with the server's keys of ``recipe``.
+    """Start a vLLM server for ``model``, a local folder or a hub id, and yield it when it is ready.
 
-    The server ends with the block, or when this process dies. Ctrl-C does not reach it.
+    The server listens on the loopback address and has the server settings of ``recipe``. It ends with the block, or
+    when this process dies. Ctrl-C does not reach it. Raise ServerFailed with the end of its log if it dies, or if it is
+    not ready after ``vllm_server_timeout`` seconds.
     """
     name, port = f"chat-{secrets.token_hex(4)}", _free_port()
     scratch = make_scratch(environment)

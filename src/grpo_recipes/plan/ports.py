@@ -75,7 +75,11 @@ def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
 
 
 def _make_ports(numbers: Mapping[str, int], internal: int | None) -> Ports:
-    """Make ``Ports`` from numbers by recipe keys."""
+    """Return a run's ``Ports`` from its port numbers by recipe key.
+
+    ``numbers`` has every key of ``DEFAULT_PORTS``; its other keys belong to processes of extensions. ``internal`` is
+    the first of vLLM's internal ports, or None if vLLM chooses them.
+    """
     server, group, main_process = (numbers[key] for key in DEFAULT_PORTS)
     extensions = {key: port for key, port in numbers.items() if key not in DEFAULT_PORTS}
     return Ports(server, group, main_process, internal, extensions)

@@ -41,7 +41,12 @@ class Speed:
 
 
 def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed:
-    """Return the speed of the newest comparable runs in the same run_root."""
+    """Return the median step time of comparable earlier runs, and the number of steps within ``walltime`` seconds.
+
+    Comparable runs are in the same run_root and have the same name, model, batch and number of trainers (``_ALIKE``).
+    The newest ``_MOST_ALIKE`` of them count, without their first step. In the result, ``seconds`` is None if there is
+    no such run. ``steps`` is None without such a run or without ``walltime``.
+    """
     facts, medians = _speed_facts(plan.as_json()), list[float]()
     folders = names.run_dir.parent.glob(f"{glob.escape(names.run)}-[0-9]*")  # for "fine", skip "fine-more"
     for folder in sorted(folders, reverse=True)[:_MOST_RUNS]:  # newest timestamp first

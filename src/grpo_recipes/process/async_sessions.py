@@ -1,6 +1,9 @@
-"""Bounded HTTP for openai's client, which uses httpx2 (see ``answers.py``).
+"""Provide an async HTTP client for openai that limits the total time and the size of each response.
 
-openai.AsyncOpenAI(http_client=bounded_client(600.0, owner), max_retries=0, ...)
+    openai.AsyncOpenAI(http_client=bounded_client(600.0, owner), max_retries=0, ...)  # 600 seconds
+
+openai uses the library httpx2. ``process/answers.py`` explains why a time limit for each read is not enough. With
+``owner``, no request is sent to the listener of another process.
 """
 
 import asyncio

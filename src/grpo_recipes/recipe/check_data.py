@@ -55,7 +55,10 @@ def evaluation_source(recipe: Recipe) -> DataSource:
 
 
 def mixture_sources(recipe: Recipe) -> list[DataSource]:
-    """Return the datasets of ``dataset_mixture``, those without a name or with one column left out."""
+    """Return the datasets of ``dataset_mixture``, except entries without ``id`` or with fewer than two ``columns``.
+
+    An entry without ``columns`` gets the recipe's prompt and solution columns.
+    """
     sources, keys = [], ("dataset_mixture", "dataset_mixture")
     for entry in (recipe["dataset_mixture"] or {}).get("datasets") or []:
         columns = entry.get("columns") or [recipe[key] for key in COLUMN_KEYS]
@@ -297,7 +300,12 @@ def local_rows(source: DataSource, most: int) -> int | None:
 
 
 def evaluation_note(recipe: Recipe) -> str:
-    """Return a line with the number of rows that an evaluation takes, or an empty text if the recipe has none."""
+    """Return a line with the number of rows that an evaluation uses, or an empty text if there is nothing to report.
+
+    The text is empty if the recipe has no evaluation, if a source such as an environment provides the completions, or
+    if a generated dataset is always evaluated as a whole. If the rows cannot be counted before a download, the line has
+    only their limit.
+    """
     if not rules.evaluates(recipe) or source_of(recipe.__getitem__):
         return ""
     share, most = recipe["eval_subsample"], recipe["eval_max_prompts"]

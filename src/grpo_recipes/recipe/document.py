@@ -1,7 +1,9 @@
 """Read recipe files and flags as the user wrote them, and convert their values to the types of the catalog.
 
-A recipe file may build on another one (``base: FILE``). Every value keeps its source, so that a message can name the
-line. Flags and environment variables have no types: ``Value.from_text`` marks them.
+A recipe file may build on another file (``base: FILE``). Every value keeps its source, so that a message can name the
+line. Flags and environment variables give strings, which ``Value.from_text`` marks; ``convert_value`` parses them.
+Faults of single values are collected in a list of problems. A ConfigError rejects a file that cannot be read, that is
+not a YAML mapping, or whose base is missing.
 
     layers = read_document(path, problems)  # the bases first, the file itself last
     value, problems = convert_value("seed", catalogue()["seed"], layers[-1]["seed"])

@@ -93,7 +93,11 @@ def render_with(template: str, kwargs: Mapping[str, Any], clock: datetime | None
 
 
 def missing_fix(message: Message, has_rows: bool = True) -> str:
-    """Return the edit by which a message that a template leaves out reaches the model."""
+    """Return the fix, as text for the user, for a message that the chat template omits from the prompt.
+
+    ``has_rows`` is false if the message is the recipe's ``system_prompt``. The fix then proposes to remove this key
+    instead of messages in the data.
+    """
     if message["role"] == "developer":
         return "rename the role developer to system in the data, or set a chat_template that renders it"
     data = ", or remove these messages from the data" if has_rows else ", or remove system_prompt"

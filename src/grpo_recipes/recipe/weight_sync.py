@@ -1,6 +1,7 @@
-"""Check that the weight sync method of a recipe works in its setup, by the table ``registry.SYNC_TABLE``.
+"""Check whether a recipe's weight sync method works with its accelerator, adapter, server and nodes.
 
-`grpo check` runs it before the nodes and GPUs are known, and the plan repeats it with them. No torch, no socket.
+The table ``registry.SYNC_TABLE`` decides. `grpo check` runs the check before the nodes and GPUs are known, and the plan
+repeats it with them. This module needs no torch and opens no socket.
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -116,7 +116,12 @@ def _is_number(entry: Any) -> bool:
 
 
 def _keep() -> NoReturn:
-    """Fork the worker, wait until it ends, and kill all of its remaining descendants."""
+    """Fork the worker and watch it until it ends or SIGTERM arrives; then end this process.
+
+    The worker runs ``_work`` and never returns here. After its end, kill all of its remaining descendants, and send the
+    pool the reply ``died`` with the exit code or signal. After SIGTERM, which also arrives when the parent dies, kill
+    all descendants without a reply.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tree.die_with_parent(int(sys.argv[1]))

@@ -202,7 +202,11 @@ class LimitRecords:
             self._records.setdefault(record["key"], (record["generation"], record["reason"]))
 
     def find(self, key: str | None, generation: int) -> Score | None:
-        """Return the recorded score for these arguments, or None."""
+        """Return the recorded score of a call if its record is from this or an earlier generation, else None.
+
+        ``key`` is the result of ``key_of``; no record has the key None. The score has no value: it contains the reason
+        of the limit, and is marked as replayed.
+        """
         recorded_in, reason = self._records.get(key or "", (generation + 1, ""))
         return Score(None, reason, by_limit=True, replayed=True) if recorded_in <= generation else None
 

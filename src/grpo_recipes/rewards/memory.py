@@ -1,11 +1,13 @@
-"""Limit and measure the memory of a reward's child: private, shared, memfd files, and files in ``/dev/shm``.
+"""Measure the memory of a reward's child process, and limit its files in ``/dev/shm``.
 
-The kernel only limits the private memory of each process (``RLIMIT_DATA``). Therefore the child gets its own
-``/dev/shm`` of limited size, which ends with the child, and the pool measures the total.
+The kernel only limits the private memory of each process (``RLIMIT_DATA``, set in ``child``). Therefore
+``mount_own_shared_memory`` gives the child its own ``/dev/shm`` of limited size, which ends with the child. The pool
+stops a child if ``memory_of`` exceeds the limit. It counts private and shared memory, memfd files, and files in
+``/dev/shm``.
 
     from grpo_recipes.rewards.memory import memory_of
 
-    used_by(tree.descendants(pid))  # bytes
+    memory_of(tree.descendants(pid))  # bytes
 """
 
 from __future__ import annotations

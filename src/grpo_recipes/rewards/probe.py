@@ -310,7 +310,11 @@ def _find_unpaid(tries: Sequence[ProbeCompletion]) -> ProbeCompletion | None:
 
 
 def describe_unpaid(result: ProbeResult) -> str:
-    """Describe how a reward gives right answers no more than wrong answers, with an example; "" for other rewards."""
+    """Return the end of a sentence about a user reward with the same mean for right and wrong answers.
+
+    The caller writes the name of the reward before it. An example is ``gives right answers 0.5, like wrong answers:
+    '18' to '9+9=' gets 0.5``. Return "" for every other reward, including all built-in rewards.
+    """
     if result.unpaid is None:
         return ""
     example = " ".join(result.unpaid.completion.split())[:_EXAMPLE]

@@ -67,9 +67,12 @@ def make_reward(name: str, script_args: Any = None, args: Any = None) -> Reward:
 
 
 def load_reward(spec: str, copies: Path | None) -> Reward:
-    """Load a built-in reward without recipe keys, or the user's reward; from the run's copy if its module is gone.
+    """Load a built-in reward that reads no recipe keys, or a user reward.
 
-    Raise RewardFailed if it does not exist, raises at its import or has the wrong signature.
+    A user reward in a ``.py`` file is loaded from its copy in the folder ``copies``, if that copy exists. A user reward
+    in a module is loaded from its copy only if the module is gone. Raise RewardFailed if a user reward does not exist,
+    raises during its import, or is not a function that accepts ``completions``. Raise KeyError for an unknown built-in
+    name.
     """
     if not is_user_reward(spec):
         return make_reward(spec)

@@ -72,7 +72,10 @@ class Health:
         self._rows_since: dict[str, int] = {}  # rule -> rows since it last held
 
     def add(self, row: Row) -> list[Notice]:
-        """Add the next row; return notices that are new, or that return after ``ENOUGH_STEPS`` rows."""
+        """Add the next row; return notices that hold now and did not hold in the ``ENOUGH_STEPS`` rows before it.
+
+        A notice that stays active is returned only with its first row. A row without a step is ignored.
+        """
         step = finite_number(row.get("step"))
         if step is None:
             return []

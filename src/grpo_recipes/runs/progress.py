@@ -59,7 +59,11 @@ def has_trained(run_dir: Path) -> bool:
 
 
 def current_activity(run_dir: Path) -> tuple[str, float]:
-    """Return the activity of the slowest rank and its start (``time.time()``, 0 if unknown)."""
+    """Return a run's current activity as text, and its start as a Unix time (0 if unknown).
+
+    The activity is the phase of the slowest rank. While the server starts, or before any rank has written a phase, it
+    is ``starting the server`` or ``importing packages``. Its start is then the time of a file's last change.
+    """
     phases, state_file = read_phases(run_dir), run_dir / SERVER_STATE
     server_starts = (json_mapping(state_file) or {}).get("state") == "starting"
     slowest = min(phases, key=lambda phase: (phase.step, phase.since), default=None)

@@ -293,7 +293,10 @@ class Walltime:
 
 
 def signal_lead(environment: Mapping[str, str]) -> float:
-    """Return the seconds between Slurm's signal and the time limit, as set in the job's batch script."""
+    """Return the seconds between Slurm's signal and the time limit, which the batch script sets in a variable.
+
+    Return 300, as in the header of training.sh, if ``GRPO_SIGNAL_LEAD`` is not set or is not a whole number.
+    """
     seconds = environment.get(SIGNAL_LEAD, "")
     return float(seconds) if seconds.isdecimal() else _SIGNAL_LEAD_SECONDS
 

@@ -279,7 +279,11 @@ def hub(machine: Machine) -> Finding:
 
 
 def _answer(address: str, status: str, fix: str) -> Finding:
-    """Send a request to an address; return ``status`` if there is no answer. urllib uses the proxy variables."""
+    """Send a HEAD request to an address; return an ok finding if it answers, else one with ``status`` and ``fix``.
+
+    Every HTTP status counts as an answer, except 407, with which a proxy rejects its credentials. An invalid address
+    counts as no answer. urllib uses the proxy variables of the environment.
+    """
     request = urllib.request.Request(address, method="HEAD", headers={"User-Agent": "grpo-recipes"})
     failure = ""
     try:

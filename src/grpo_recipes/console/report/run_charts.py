@@ -1,4 +1,7 @@
-"""Select the metrics of a run, or of compared runs, and build their charts."""
+"""Select the metrics of a run, or of compared runs, and build a ``Chart`` of each metric from its values.
+
+``METRICS`` has the metrics in the order of the page, with titles, notes and units.
+"""
 
 import math
 from collections import Counter

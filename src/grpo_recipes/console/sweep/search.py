@@ -51,6 +51,10 @@ class Proposals:
 
     @cached_property
     def _study(self) -> Any:
+        """Open the Optuna study in the sweep's folder, or create it; the study maximizes its metric.
+
+        Raise ConfigError if the study's file is damaged.
+        """
         import optuna  # takes half a second, so only for a search
         from optuna.storages.journal import JournalFileBackend
 

@@ -125,7 +125,13 @@ def _weight_bridge_mode(translation: Translation) -> str | None:
 
 
 def _default(translation: Translation, row: Row, mode: str | None) -> Value | None:
-    """Return the default of a flag if no recipe is named, else None."""
+    """Return the default value of a flag that the user did not set, or None if no default applies.
+
+    Defaults apply only if no recipe is named. A default does not apply if the user set a key that replaces the flag, if
+    the flag has no effect in the weight bridge ``mode``, if another flag has set its key, or if a Slurm job chooses the
+    port. On CPU and with shared weights, the default of ``--dtype`` is float32. On CPU, ``bf16: false`` is also added
+    to ``translation``.
+    """
     text: Any = row.default
     has_no_effect = any(mode not in modes.split() for modes in row.needs.values())
     is_set = any(key in translation.keys for key in row.sets)

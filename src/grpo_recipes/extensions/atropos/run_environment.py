@@ -186,7 +186,11 @@ def disconnect_predecessor(file: Path, api_url: str) -> None:
 
 
 def _identify_api(url: str) -> dict[str, Any]:
-    """Return the URL of run-api and the start time of its process, which a restart changes; None for a remote host."""
+    """Return the URL of run-api and the start time of its process, by which a restart is detected.
+
+    No request is sent. The start time is None if the URL is on another machine, or if no process of this user listens
+    on the port.
+    """
     parts = urlsplit(url)
     pid = find_listener(parts.port or 80) if parts.hostname in ("127.0.0.1", "localhost") else None
     return {"api": url, "api_since": psutil.Process(pid).create_time() if pid else None}

@@ -1,6 +1,6 @@
-"""Convert the YAML of verl's integration with Atropos to a recipe, as ``verl.yaml`` describes it.
+"""Convert the YAML of verl's integration with Atropos to a recipe, by the rows of the table ``verl.yaml``.
 
-The functions read settings that depend on other settings: batches, trackers and GPUs.
+The functions convert settings that depend on other settings: batches, trackers and GPUs.
 """
 
 from collections.abc import Mapping

@@ -72,7 +72,10 @@ class _Table:
         self.done = False
 
     def ask(self) -> str:
-        """Return the next line of stdin; EOFError at its end."""
+        """Count a turn, print its prompt, and return the next line of stdin; raise EOFError at the end of stdin.
+
+        If stdin is not a terminal, the line is printed too.
+        """
         self._actions += 1
         if sys.stdin is None:  # closed
             raise EOFError

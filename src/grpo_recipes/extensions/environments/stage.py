@@ -82,7 +82,11 @@ def _play_turn(actions: list[str], spec: str, arguments: str, seed: int, name: s
 
 
 def _close_stale(name: str, actions: list[str]) -> None:
-    """Close episodes of other generations, and an episode of this name that was played with other actions."""
+    """Close all episodes of other generations, and this episode if it was played with other actions.
+
+    The generation is the part of ``name`` before the last slash. The last action is about to be played, so only the
+    actions before it are compared.
+    """
     generation = name.rpartition("/")[0]
     for other, episode in list(_LIVE.items()):
         if other.rpartition("/")[0] != generation or (other == name and episode.actions != actions[:-1]):

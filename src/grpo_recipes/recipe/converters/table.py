@@ -73,7 +73,12 @@ class Row:
         return bool(self.fix) and not (self.sets or self.values or self.convert) and self.least is None
 
     def keys_for(self, value: Any) -> dict[str, Any] | None:
-        """Return the recipe keys that a value sets; None if the value is rejected."""
+        """Return the recipe keys that a value sets, or None if the row has no keys for the value.
+
+        The first matching pattern of ``values`` decides; its keys are empty if the value changes nothing. Without a
+        match, the keys of ``sets`` apply, except for the value None. ``Table.translate`` decides whether a result of
+        None is an error.
+        """
         for pattern, keys in self.values.items():
             if matches(value, pattern):
                 return dict(keys)

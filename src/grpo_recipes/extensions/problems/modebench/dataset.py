@@ -192,7 +192,12 @@ def right_answers(answer: str) -> list[str]:
 
 
 def wrong_answers(answer: str) -> list[str]:
-    """Return incorrect answers close to correct ones: another or a missing number, or an edge with one color."""
+    """Return typical incorrect answers to the problem that ``answer`` contains as JSON.
+
+    For countdown they are two expressions with an additional number, the target alone, and an empty text. For graph
+    coloring they are up to two colorings with an edge of equal colors, a coloring with a color that does not exist, and
+    an empty text. Raise ValueError if ``answer`` is not a ModeBench problem.
+    """
     problem, right = problem_of(answer), right_answers(answer)
     if problem["task"] == "countdown":
         other = max(problem["numbers"]) + 1
