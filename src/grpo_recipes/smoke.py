@@ -36,13 +36,13 @@ VERSION = "1"  # raise it whenever anything below changes what `make` writes
 TEST_SIZE = 20
 MAX_SUM = 18
 MAX_POSITIONS = 4096
-SMOKE_SCHEME = "smoke:"  # of model_name_or_path and dataset_name
-SMOKE_DATA = ("smoke:sums", "smoke:sums-tied")  # those with rows
+SMOKE_SCHEME = "smoke:"  # begins a model_name_or_path or a dataset_name
+SMOKE_DATA = ("smoke:sums", "smoke:sums-tied")  # models with rows
 # The model of SecretMafia is trained on games, which the extension of environments plays.
 _GAMES = "grpo_recipes.extensions.environments.smoke_games"
 Row = dict[str, str]
 
-PAD, END = "<|endoftext|>", "<|im_end|>"  # as in Qwen's own tokenizers
+PAD, END = "<|endoftext|>", "<|im_end|>"  # Qwen's tokens
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 ANSWER_TAGS = ("<answer>", "</answer>")
 CHAT_TEMPLATE = (
@@ -55,7 +55,7 @@ class Phase(NamedTuple):
     """One stretch of the pre-training."""
 
     steps: int
-    copies: int  # of every training sum in a batch
+    copies: int  # copies of every training sum in a batch
     wrong_share: float
     lr: float
     weight_decay: float
@@ -63,7 +63,7 @@ class Phase(NamedTuple):
 
 Phases = tuple[Phase, ...]
 
-# What the model of SecretMafia plays, as secret_mafia_smoke.yaml does, and the words of it that are one token each.
+# The game of SecretMafia's model, with the settings of secret_mafia_smoke.yaml, and its words, one token each.
 MAFIA_GAME = {
     "num_players": 6, "mafia_ratio": 0.2, "discussion_rounds": 1, "player": "Detective", "opponents": "crowd",
     "observation": "brief",
@@ -207,7 +207,7 @@ def _pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, train
 
     chats = [[{"role": "user", "content": row["problem"]}] for row in train]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    prompts = torch.tensor(tokenizer(texts).input_ids)  # all of one length
+    prompts = torch.tensor(tokenizer(texts).input_ids)  # all have the same length
     answers = [f"<answer>{n}</answer>{END}" for n in range(MAX_SUM + 1)]
     encoded = tokenizer(answers, padding=True, padding_side="right", return_tensors="pt")
     completions = encoded.input_ids.masked_fill(encoded.attention_mask == 0, -100)
@@ -271,7 +271,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tie-word-embeddings", action="store_true", help="share the input and output embeddings")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the saved weights")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the saved weights"
+    )
     parser.add_argument(
         "--untrained", action="store_true", help="leave the weights random: a second instead of a minute"
     )

@@ -63,9 +63,11 @@ def mixture_sources(recipe: Recipe) -> list[DataSource]:
     for entry in (recipe["dataset_mixture"] or {}).get("datasets") or []:
         columns = entry.get("columns") or [recipe[key] for key in COLUMN_KEYS]
         if entry.get("id") and len(columns) > 1:
-            others = tuple(columns[2:]) if entry.get("columns") else None
+            extra_columns = tuple(columns[2:]) if entry.get("columns") else None
             split = entry.get("split") or "train"
-            sources.append(DataSource(entry["id"], entry.get("config"), split, columns[0], columns[1], keys, others))
+            sources.append(
+                DataSource(entry["id"], entry.get("config"), split, columns[0], columns[1], keys, extra_columns)
+            )
     return sources
 
 
@@ -147,8 +149,8 @@ def _mixture_entry(recipe: Recipe, entry: dict[str, Any]) -> Iterator[Problem]:
     else:
         for column in (columns or [])[2:]:
             if last_part(column) in RESERVED_COLUMNS:
-                what = f"the trainer reserves the column name '{last_part(column)}'"
-                yield Problem(where, what, "rename it in the data")
+                message = f"the trainer reserves the column name '{last_part(column)}'"
+                yield Problem(where, message, "rename it in the data")
         source = mixture_sources(recipe.with_value("dataset_mixture", _only(recipe, entry)))[0]
         yield from _dataset(where, source, lambda _: where, recipe)
 
@@ -251,7 +253,7 @@ def _wrong_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -
         (source.prompt, lambda value: chat_of(value, source, None)),
         (source.solution, lambda value: answer_of(value, marker, source)[0]),
     )
-    for (column, read), key, what in zip(readers, source.keys, ("prompt", "solution"), strict=True):
+    for (column, read), key, content in zip(readers, source.keys, ("prompt", "solution"), strict=True):
         rows = [row for row in head.rows if root_of(column, head.columns) in row]
         try:
             filled = [bool(read(value_at(row, column))) for row in rows]
@@ -260,11 +262,11 @@ def _wrong_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -
             yield replace(problem, where=place(key))
             continue
         if filled and not any(filled):
-            usable = usable_columns(head.rows, source, what == "solution")
-            others = [name for name in usable if name not in (source.prompt, source.solution)]
-            fix = f"write one of {', '.join(others)}" if others else f"add a {what} to each row"
+            usable = usable_columns(head.rows, source, content == "solution")
+            candidates = [name for name in usable if name not in (source.prompt, source.solution)]
+            fix = f"write one of {', '.join(candidates)}" if candidates else f"add a {content} to each row"
             first = f"the first {len(rows)} rows" if len(rows) > 1 else "the first row"
-            yield Problem(place(key), f"column '{column}' of '{source.id}' has no {what} in {first}", fix)
+            yield Problem(place(key), f"column '{column}' of '{source.id}' has no {content} in {first}", fix)
 
 
 def _enough_rows(recipe: Recipe, sources: Sequence[DataSource]) -> Iterator[Problem]:
@@ -280,9 +282,9 @@ def _enough_rows(recipe: Recipe, sources: Sequence[DataSource]) -> Iterator[Prob
     if least and sources:
         key = "prompts_per_step" if recipe["prompts_per_step"] is not None else "generation_batch_size"
         names = " and ".join(f"'{source.id}'" for source in sources)
-        what = f"one step needs {least} prompts, {names} {'have' if len(sources) > 1 else 'has'} {total} rows"
+        message = f"one step needs {least} prompts, {names} {'have' if len(sources) > 1 else 'has'} {total} rows"
         value = total if key == "prompts_per_step" else total * recipe["num_generations"]
-        yield recipe.problem(key, what, f"set {key}: {value}, or name a larger dataset" if total else "add rows")
+        yield recipe.problem(key, message, f"set {key}: {value}, or name a larger dataset" if total else "add rows")
 
 
 def local_rows(source: DataSource, most: int) -> int | None:
@@ -317,7 +319,7 @@ def evaluation_note(recipe: Recipe) -> str:
     if not source.id or ((data := generated(source.id)) and data.ordered):
         return ""
     path = Path(os.path.expanduser(source.id))
-    of_splits = path.is_dir() and not is_saved(path)  # whose files are counted together
+    of_splits = path.is_dir() and not is_saved(path)  # its files are counted together
     counted = None if of_splits else local_rows(source, _needed(most, share) + 1)
     if counted is None:
         return f"evaluation: at most {most} rows of '{source.id}' ({limits})"

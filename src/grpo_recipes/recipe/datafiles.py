@@ -19,7 +19,7 @@ from grpo_recipes.errors import translate
 
 # Suffix of a data file -> the builder of `datasets` that reads it.
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-# Live objects of the trainer, which it hands a reward in its own process beside the columns.
+# Live objects of the trainer that a reward in the trainer's process gets in addition to the columns.
 LIVE_OBJECTS = ("trainer_state", "log_extra", "log_metric", "environments")
 # Column names that TRL's trainer fills itself or gives a meaning of its own, and `answer`, which is ours.
 RESERVED_COLUMNS = (
@@ -28,9 +28,9 @@ RESERVED_COLUMNS = (
 )  # fmt: skip
 _NO_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _HEAD = 1 << 20  # characters
-_CSV_HEAD = 8 << 20  # bytes of a .csv file whose rows are counted before anything starts
+_CSV_HEAD = 8 << 20  # bytes of a .csv file: the rows of larger files are not counted
 _MEDIA = frozenset({"Audio", "BioSequence", "BioStructure", "Image", "Mesh", "Nifti", "Pdf", "Video"})
-_FEW = 100  # rows whose keys are looked at
+_FEW = 100  # rows read to find the keys
 _MANY = 10_000  # files of a folder that are looked at
 
 
@@ -73,9 +73,9 @@ def has_splits(path: Path) -> bool:
 
 def data_files(folder: Path) -> tuple[str, list[Path]]:
     """Return the kind of a folder's data files, and the files, three levels deep; ValueError unless it is one kind."""
-    found = itertools.islice(itertools.chain(*(folder.glob(depth) for depth in ("*", "*/*", "*/*/*"))), _MANY)
-    wanted = (path for path in found if path.suffix in BUILDERS and path.name not in _NO_DATA)
-    files = sorted(path for path in wanted if "/." not in f"/{path.relative_to(folder)}")
+    paths = itertools.islice(itertools.chain(*(folder.glob(depth) for depth in ("*", "*/*", "*/*/*"))), _MANY)
+    data_paths = (path for path in paths if path.suffix in BUILDERS and path.name not in _NO_DATA)
+    files = sorted(path for path in data_paths if "/." not in f"/{path.relative_to(folder)}")
     kinds = sorted({BUILDERS[path.suffix] for path in files})
     if glob.has_magic(str(folder)):
         raise ValueError(f"'{folder}' has one of [ ] * ? in its name, which datasets reads as a pattern: rename it")
@@ -287,7 +287,7 @@ def _saved_sizes(folder: Path) -> Iterator[int]:
 
 
 def _plain(names: Iterable[str], features: Mapping[str, Any]) -> list[str]:
-    """Return the columns whose stored values are those that the reader of `datasets` gives."""
+    """Return the columns with equal values on disk and from the reader of `datasets` gives."""
     decoded = [name for name in names if _kinds(features.get(name)) & {*_MEDIA, "Json"}]
     return [name for name in names if name not in decoded]
 

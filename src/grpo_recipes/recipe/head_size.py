@@ -1,4 +1,4 @@
-"""Reject a model whose attention heads vLLM can't compute on CPU: the engine dies at the first request. No torch."""
+"""Reject a model with an attention head size that vLLM lacks on CPU. Its engine dies at the first request."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/
 
 
 def head_size_problems(recipe: Recipe, _: Mapping[str, str], device: str | None = None) -> Iterator[Problem]:
-    """Yield the problem of a model folder whose head_dim vLLM lacks on ``device`` (None: any)."""
+    """Yield the problem of a model folder with a head_dim that vLLM lacks on ``device`` (None: any)."""
     if not recipe["use_vllm"] or uses_external_server(recipe) or device != "cpu":
         return
     size = head_size(Path(os.path.expanduser(recipe["model_name_or_path"] or "")))

@@ -11,7 +11,7 @@ from grpo_recipes.recipe.registry import OBJECTIVES, TAU_TARGETS, Objective, pol
 from grpo_recipes.recipe.rules import Rule, matching_keys, removal, set_by_user
 from grpo_recipes.recipe.tasks import MAXENT, task_of
 
-_MOST = 700.0  # nats; exp of more is no float
+_MOST = 700.0  # nats; exp of more overflows a float
 # Ratios of a right answer's weight to a wrong answer's weight. Below the first, all weights are practically equal.
 # Above the second, w is practically r / sum r. Above the third, wrong answers have practically no weight.
 _EQUAL_RATIO, _PROPORTIONAL_RATIO, _RIGHT_ONLY_RATIO = 1.2, 100.0, 1000.0
@@ -72,7 +72,7 @@ def _exp(power: float) -> float:
 def limit_note(recipe: Recipe) -> str | None:
     """Return a note if a MaxEnt recipe is practically another method, with the setting that changes this; or None.
 
-    There is no note if a controller moves tau.
+    Returns None if a controller moves tau.
     """
     name, ratio, tau = recipe["maxent_objective"], weight_ratio(recipe), _tau(recipe)
     if task_of(recipe) != MAXENT or tau is None or _targets(recipe):
@@ -119,12 +119,12 @@ def format_ratio(ratio: float) -> str:
 
 
 def _targets(recipe: Recipe) -> list[str]:
-    """Return the keys with which a MaxEnt recipe gives tau's controller a target."""
+    """Return the keys of a MaxEnt recipe that set a target for tau's controller."""
     return tau_targets(recipe.__getitem__) if task_of(recipe) == MAXENT else []
 
 
 def _target(recipe: Recipe) -> list[str]:
-    """Return the target of a MaxEnt recipe as a list, empty if there is none or more than one."""
+    """Return the key of the target in a list, or an empty list if the recipe has no target or several."""
     return targets if len(targets := _targets(recipe)) == 1 else []
 
 

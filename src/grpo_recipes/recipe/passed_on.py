@@ -21,7 +21,7 @@ from grpo_recipes.recipe.document import Entry, Value, convert_value
 from grpo_recipes.recipe.keys import expand_names, nearest_of, passed_catalogue
 from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
 
-# Names inside a dictionary that belong to somebody else -> the recipe key that sets them, or why nothing can.
+# Names inside a dictionary that the recipe must not set -> the recipe key that sets them, or the reason.
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 _MESSAGES = "the trainer sets it for every prompt"
 OWNED_NAMES: dict[str, dict[str, str]] = {
@@ -102,7 +102,7 @@ _ONE_OF = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "cosine_warmup_with_
 
 
 def passed_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield what is wrong inside the dictionaries that other libraries receive."""
+    """Yield the problems inside the dictionaries that other libraries receive."""
     checks: list[Callable[[], Iterator[Problem]]] = [partial(_dictionary, recipe, key) for key in _DICTIONARIES]
     checks += [partial(_accumulation, recipe), partial(_optimizer, recipe), partial(_scheduler, recipe)]
     checks += [partial(_sampling, recipe), partial(_template, recipe, environment)]
@@ -112,7 +112,7 @@ def passed_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
 
 
 def _dictionary(recipe: Recipe, key: str) -> Iterator[Problem]:
-    """Yield what is wrong with the names and values of a dictionary whose names are in ``keys.json``."""
+    """Yield the problems of a dictionary with names from ``keys.json``."""
     yield from _part_problems(recipe, key, recipe[key] or {}, Value(None, recipe.source(key)))
 
 
@@ -140,7 +140,7 @@ def owned_name(recipe: Recipe, key: str, name: str, value: Any, where: str) -> P
 
 
 def known_names(recipe: Recipe, key: str) -> tuple[Mapping[str, Entry], str]:
-    """Return the names that a dictionary of this recipe may contain, and what reads them."""
+    """Return the names that a dictionary of this recipe may contain, and their reader, such as vLLM."""
     variants = passed_catalogue()[key]
     if key == "generation_kwargs":
         engine = "vllm" if recipe["use_vllm"] else "transformers"
@@ -153,7 +153,7 @@ def known_names(recipe: Recipe, key: str) -> tuple[Mapping[str, Entry], str]:
 
 
 def _part_problems(recipe: Recipe, key: str, parts: dict[str, Any], raw: Value) -> Iterator[Problem]:
-    """Yield the owned names, the unknown names and the values of a wrong kind; convert the values in place."""
+    """Yield problems of owned names, unknown names and values of a wrong type; convert the values inside ``parts``."""
     known, reader = known_names(recipe, key)
     if key == "model_init_kwargs" and parts.get("use_kernels") and importlib.util.find_spec("kernels") is None:
         message = f"{key}: use_kernels needs the package kernels, which is not installed"
@@ -174,9 +174,9 @@ def _part_problems(recipe: Recipe, key: str, parts: dict[str, Any], raw: Value) 
 def _unknown_name(recipe: Recipe, key: str, name: str, where: str, known: Mapping[str, Any], reader: str) -> Problem:
     if not known:
         return Problem(where, f"{key}: {reader} reads no such arguments, got '{name}'", f"remove {key}")
-    others = [names for names in passed_catalogue()[key].values() if name in names]
-    close = None if others else nearest_of(name, [*known, *OWNED_NAMES.get(key, {})])
-    message = f"{key}: unknown name '{name}'" + (f"; {reader} does not read it" if others else "")
+    is_read_elsewhere = any(name in names for names in passed_catalogue()[key].values())
+    close = None if is_read_elsewhere else nearest_of(name, [*known, *OWNED_NAMES.get(key, {})])
+    message = f"{key}: unknown name '{name}'" + (f"; {reader} does not read it" if is_read_elsewhere else "")
     if close in OWNED_NAMES.get(key, {}) and close not in known:
         owner = OWNED_NAMES[key][str(close)]
         return Problem(where, message, f"remove {name} from {key}" + (f"; use {owner}" if owner.isidentifier() else ""))
@@ -188,7 +188,7 @@ def _unknown_name(recipe: Recipe, key: str, name: str, where: str, known: Mappin
 
 
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
-    """Yield what is wrong in ``optim_args``, a text of ``name=value`` pairs."""
+    """Yield the problems of ``optim_args``, a text of ``name=value`` pairs."""
     if not recipe["optim_args"]:
         return
     parts = {}

@@ -25,15 +25,15 @@ Render = Callable[[list[Message]], str]
 _MARK = "zq7k"  # appended to a message: short texts may occur by chance
 _THINK, _END_THINK = "<think>", "</think>"
 _CLOCKS = datetime(2001, 2, 3, 4, 5, 6), datetime(2024, 11, 25, 17, 38, 49)
-_DATE = "26 Jul 2024"  # that a template of Llama 3.1 uses without a clock
+_DATE = "26 Jul 2024"  # Llama 3.1's template uses this date without a clock
 _DATE_WORDS = ("date", "today", "time", "now")
 
 
-# --- what a template does with a prompt -------------------------------------------------------------------------------
+# --- a prompt in a template -------------------------------------------------------------------------------------------
 
 
 def missing_message(render: Render, prompt: list[Message]) -> Message | None:
-    """Return the first message whose text does not occur in the rendered prompt, None if all do.
+    """Return the first message that the rendered prompt lacks, or None if it contains all of them.
 
     White space may change. Reasoning in earlier answers may be left out, and a tool's answer may be written as JSON.
     """
@@ -49,11 +49,12 @@ def missing_message(render: Render, prompt: list[Message]) -> Message | None:
 
 def _occurs(text: str, rendered: str) -> bool:
     squeezed = "".join(rendered.split())
-    return any("".join(one.split()) in squeezed for one in (text, json.dumps(text, ensure_ascii=False)[1:-1]))
+    forms = (text, json.dumps(text, ensure_ascii=False)[1:-1])
+    return any("".join(form.split()) in squeezed for form in forms)
 
 
 def rendering_notes(render: Render, prompt: list[Message], template: str, kwargs: Mapping[str, Any]) -> list[str]:
-    """Return what a user should know of rendered prompts: they change with the date, or end in an open thought."""
+    """Return notes about rendered prompts that change with the date or end in an open thought."""
     notes = []
     with contextlib.suppress(*FAILURES):
         if note := _date_note(template, prompt, kwargs):
@@ -72,24 +73,25 @@ def opens_thought(rendered: str) -> bool:
 
 
 def _date_note(template: str, prompt: list[Message], kwargs: Mapping[str, Any]) -> str:
-    def changes(more: Mapping[str, Any]) -> bool:
-        texts = {render_with(template, {**kwargs, **more}, clock)(prompt) for clock in _CLOCKS}
+    def varies(variables: Mapping[str, Any]) -> bool:
+        """Return whether the prompt differs between two dates."""
+        texts = {render_with(template, {**kwargs, **variables}, clock)(prompt) for clock in _CLOCKS}
         return len(texts) > 1
 
-    if not changes({}):
+    if not varies({}):
         return ""
-    said = "the chat template writes the current date into prompts, so they differ from day to day"
+    note = "the chat template writes the current date into prompts, so they differ from day to day"
     dates = sorted(name for name in variables_of([template]) or () if any(word in name for word in _DATE_WORDS))
-    pinned = next((name for name in dates if not changes({name: _DATE})), None)
+    pinned = next((name for name in dates if not varies({name: _DATE})), None)
     fix = f'set chat_template_kwargs: {{{pinned}: "{_DATE}"}}' if pinned else "set a chat_template with a fixed date"
-    return f"{said}. Fix: {fix}"
+    return f"{note}. Fix: {fix}"
 
 
 def render_with(template: str, kwargs: Mapping[str, Any], clock: datetime | None = None) -> Render:
     """Return the function that renders a prompt with a template as transformers does, at another time if given."""
-    made = compiled(template, clock)
+    compiled_template = compiled(template, clock)
     fixed = {"tools": None, "documents": None, "add_generation_prompt": True, **TOKENS, **kwargs}
-    return lambda prompt: str(made.render(messages=prompt, **fixed))
+    return lambda prompt: str(compiled_template.render(messages=prompt, **fixed))
 
 
 def missing_fix(message: Message, has_rows: bool = True) -> str:
@@ -119,7 +121,7 @@ def prompt_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
     if "default" not in templates:
         yield recipe.problem(key, "the model has no chat template", "add chat_template to the recipe")
         return
-    with contextlib.suppress(ConfigError):  # of a row that is not a prompt: reported by the check of the data
+    with contextlib.suppress(ConfigError):  # a row that is not a prompt is reported by the check of the data
         if fault := _rendering_fault(recipe, key, templates["default"]):
             yield fault
 
@@ -131,17 +133,20 @@ def _rendering_fault(recipe: Recipe, key: str, template: str) -> Problem | None:
         render = render_with(template, recipe["chat_template_kwargs"] or {})
         for prompt in _prompts(recipe):
             if message := missing_message(render, prompt):
-                ours = system and message == {"role": "system", "content": system}
-                what = f"the chat template leaves out the {message['role']} message of a prompt"
-                return recipe.problem("system_prompt" if ours else key, what, missing_fix(message, not ours))
+                is_system_prompt = system and message == {"role": "system", "content": system}
+                fault = f"the chat template leaves out the {message['role']} message of a prompt"
+                place = "system_prompt" if is_system_prompt else key
+                return recipe.problem(place, fault, missing_fix(message, not is_system_prompt))
     except FAILURES as error:
         prompt_has_system = system and prompt[0] == {"role": "system", "content": system}
         if prompt_has_system and _renders(render, prompt[1:]):
-            what = f"the chat template rejects a system message ({error})"
-            return recipe.problem("system_prompt", what, "remove system_prompt, or set a chat_template that renders it")
+            fault = f"the chat template rejects a system message ({error})"
+            return recipe.problem(
+                "system_prompt", fault, "remove system_prompt, or set a chat_template that renders it"
+            )
         roles = ", ".join(dict.fromkeys(message["role"] for message in prompt))
-        what = f"the chat template rejects a prompt with the roles {roles} ({error})"
-        return recipe.problem(key, what, "set a chat_template that renders them, or change the roles in the data")
+        fault = f"the chat template rejects a prompt with the roles {roles} ({error})"
+        return recipe.problem(key, fault, "set a chat_template that renders them, or change the roles in the data")
     return None
 
 
@@ -168,14 +173,14 @@ def _prompts(recipe: Recipe) -> Iterator[list[Message]]:
     sources: list[DataSource] = mixture_sources(recipe) if recipe["dataset_mixture"] else []
     sources += [training_source(recipe)] if recipe["dataset_name"] and not sources else []
     sources += [evaluation_source(recipe)] if evaluation_set(recipe) else []
-    seen, any_row = set(), False
+    seen_roles, any_row = set(), False
     for source in sources:
         head = head_of(source)
         for row in head.rows if head else ():
             prompt = chat_of(value_at(row, source.prompt), source, recipe["system_prompt"])
             roles = tuple(message["role"] for message in prompt)
-            if prompt and roles not in seen:
-                seen.add(roles)
+            if prompt and roles not in seen_roles:
+                seen_roles.add(roles)
                 any_row = True
                 yield prompt
     if not any_row:
@@ -184,7 +189,7 @@ def _prompts(recipe: Recipe) -> Iterator[list[Message]]:
 
 
 def prompt_notes(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield notes about rendered prompts, and about rewards that expect what a prompt already contains."""
+    """Yield notes about rendered prompts, and about rewards that expect the prompt's own ``<think>``."""
     templates = _templates(recipe, environment)[1] if _has_prompts(recipe) else None
     if not templates or "default" not in templates:
         return
@@ -198,7 +203,7 @@ def prompt_notes(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[str
 
 
 def expecting_thought(rewards: Sequence[str]) -> Iterator[str]:
-    """Yield a note for each of the user's rewards whose file has ``<think>`` in a text or a pattern."""
+    """Yield a note for each user reward with ``<think>`` in a string of its file."""
     for name in dict.fromkeys(rewards):
         path = source_path(name) if ":" in name else None
         tree = None
