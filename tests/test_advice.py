@@ -24,7 +24,8 @@ NOT_AN_EDIT = {
     "name a file": "only the user has the file",
     "name a model folder": "only the user has the model",
     "write module:name": "only the user knows the function",
-    "write shares that": "several numbers share one sum",
+    "lower them to at most": "several numbers share one sum",
+    "set base to an existing": "only the user has the file",
     "export variables": "changes the shell",
     "use grpo launch --resume": "is another command",
     "put the recipe right after": "changes the order of the words",
@@ -40,7 +41,9 @@ SECOND_FAULT = {
     "maxent_tau_negative": "0 needs a maxent_beta",
     "obsolete_evaluation_strategy": "eval_strategy: steps needs eval_steps, with any name",
 }
-SAMPLES = {"a whole number": "8", "a number": "0.5", "true or false": "true", "a text": "x", "a mapping": "{}"}
+SAMPLES = {
+    "an integer": "8", "a number": "0.5", "true or false": "true", "a string": "x", "a mapping": "{}", "a list": "[1.0]",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ def with_value(case: Case, problem: Problem, value: str) -> Case | None:
         pairs = tuple((name, value if name == problem.where else old) for name, old in case.variables)
         return replace(case, variables=pairs)
     lines = case.text.splitlines()
-    name = re.match(r"'([\w.]+)' is", problem.what)
+    name = re.match(r"'?([\w.]+)(?:' is|: )", problem.what)
     last = name[1].rpartition(".")[2] if name else ""
     if last and (inline := re.search(rf"\b{last}: *([^,}}]+)(?=[,}}])", lines[index])):
         lines[index] = lines[index][: inline.start(1)] + value + lines[index][inline.end(1) :]
@@ -176,12 +179,13 @@ def edited(case: Case, problem: Problem, words: str) -> Case | None:
     head = words.partition(";")[0]
     quoted = re.findall(r"'([^']*)'", problem.what)
     head = re.sub(r" \(flag: --unset \w+\)", "", head)
+    head = re.sub(r"^set (--)?[\w.-]+ to ", "set ", head)
     if match := re.match(r"set (MAXENT|TRAIN_ENTRYPOINT)=(\S+)", head):
         pairs = (*(pair for pair in case.variables if pair[0] != match[1]), (match[1], match[2]))
         return replace(case, variables=pairs)
     pairs = [(k, v.strip()) for k, v in re.findall(r"(\w+): ((?:\[[^]]*\]|\{[^}]*\}|'[^']*'|[^,; ]+))", head)]
     pairs = [(key, value) for key, value in pairs if key in catalogue()]
-    foreign = "is not a key" in problem.what or "cannot be set" in problem.what or "has no equal" in problem.what
+    foreign = any(words in problem.what for words in ("is not a key", "can't be set", "cannot be set", "has no equivalent"))
     if match := re.match(r"(?:remove|take out) (\w+) from (\w+)(.*)", head):
         lines, index = case.text.splitlines(), line_of(problem) or 0
         lines[index] = re.sub(rf"\b{match[1]}: *(\[[^]]*\]|\{{[^}}]*\}}|[^,}}\n]+)(, *)?", "", lines[index])
@@ -210,30 +214,28 @@ def edited(case: Case, problem: Problem, words: str) -> Case | None:
             or replaced_in_place(case, problem, f"{match[1]}, ", "")
             or replaced_in_place(case, problem, f", {match[1]}", "")
         )
-    if match := re.match(r"(?:write|try) '([^']+)'", head):
+    if match := re.match(r"(?:write|set|try) '([^']+)'", head):
         wrong = next((name for name in quoted if name != match[1]), "")
         return replaced_in_place(case, problem, wrong, match[1]) if wrong else None
-    if match := re.match(r"write (?:one of )?(\"[^\"]+\"|(?<=one of )[^\s,]+)", head):
+    if match := re.match(r"(?:write|set) (?:one of )?(\"[^\"]+\"|(?<=one of )[^\s,]+)", head):
         return with_value(case, problem, match[1])
-    if match := re.match(r"write ([\d.e+-]+) or (?:more|less)(?:, e\.g\. (\S+))?", head):
+    if match := re.match(r"(?:write|set) (-?[\d.e+-]+) or (?:more|less)(?:, e\.g\. (\S+))?", head):
         return with_value(case, problem, match[2] or match[1])
     for pattern, sample in SAMPLES.items():
-        if re.match(rf"write {pattern}", head):
+        if re.match(rf"(?:write|set) {pattern}", head):
             return with_value(case, problem, sample)
-    if head.startswith("write a list"):
-        return with_value(case, problem, "[1.0]")
-    if match := re.match(r"write e\.g\. (http\S+)", head):
+    if match := re.match(r"(?:write|set) (?:(?:less|more) than [\d.e+-]+, )?e\.g\. ([\w:/.+-]+)", head):
         return with_value(case, problem, match[1])
-    if match := re.match(r"write (\w+), or ", head):
+    if match := re.match(r"(?:write|set) (\w+)(?:, or | or an? )", head):
         place = re.search(r"reads (\w+) as", problem.what)
         return replaced_in_place(case, problem, place[1], match[1]) if place else with_value(case, problem, match[1])
-    if match := re.match(r"(?:write|use|keep) (\w+)$", head):
+    if match := re.match(r"(?:write|set|use|keep) (\w+)$", head):
         if match[1] in catalogue() and (foreign or problem.what.startswith("unknown")):
             return replaced_in_place(case, problem, quoted[0], match[1])
         if quoted:
             return replaced_in_place(case, problem, quoted[-1] if quoted[-1] in case.text else quoted[0], match[1])
         return with_value(case, problem, match[1])
-    if match := re.match(r"write (\S+)$", head):
+    if match := re.match(r"(?:write|set) (\S+)$", head):
         return with_value(case, problem, match[1])
     return None
 

@@ -80,13 +80,13 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
 
 @pytest.mark.parametrize("command", ["check", "plan", "launch"])
 @pytest.mark.parametrize(
-    ("arguments", "variables", "said"),
+    ("arguments", "variables", "message"),
     [
         ([SMOKE, "--learning_rte", "1"], {}, "--learning_rte: unknown key"),
         ([SMOKE, "--max_comp", "7"], {}, "--max_comp: unknown key"),
         ([SMOKE, "--max_steps", "many"], {}, "--max_steps"),
         ([SMOKE, "--max_steps"], {}, "--max_steps: is given without a value. Fix: write --max_steps VALUE"),
-        (["recipes/smoke/grpos.yaml"], {}, "no recipe 'recipes/smoke/grpos.yaml'. Fix: write recipes/smoke/grpo.yaml"),
+        (["recipes/smoke/grpos.yaml"], {}, "recipe 'recipes/smoke/grpos.yaml' not found. Fix: write recipes/smoke/grpo.yaml"),
         (["no-such.yaml"], {}, "RECIPE: recipe 'no-such.yaml' not found"),
         (["--config", "no-such.yaml"], {}, "RECIPE: recipe 'no-such.yaml' not found"),
         ([], {"CONFIG": "no-such.yaml"}, "CONFIG: recipe 'no-such.yaml' not found"),
@@ -95,7 +95,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
         ([], {"MAXENT_TAU": "1"}, "MAXENT_TAU: 'maxent_tau' changes nothing in a GRPO run"),
         ([], {"MAXENT": "1", "TRAIN_ENTRYPOINT": "src/grpo.py"}, "contradicts MAXENT"),
         ([], {"TRAIN_ENTRYPOINT": "src/none.py"}, "src/none.py"),
-        ([SMOKE], {"VLLM_MODEL": "Qwen/other"}, "VLLM_MODEL: the server would serve 'Qwen/other'"),
+        ([SMOKE], {"VLLM_MODEL": "Qwen/other"}, "VLLM_MODEL: must equal model_name_or_path 'smoke:sums', got 'Qwen/other'"),
         ([SMOKE], {"VLLM_PORT": "http"}, "VLLM_PORT"),
         ([SMOKE, "--run_name", TOKEN], {}, "looks like a secret"),
     ],

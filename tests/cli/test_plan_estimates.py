@@ -185,8 +185,8 @@ def test_absurd_sizes_are_rejected_with_a_size_that_is_not(plan, key, value):
     """M8: a plan of such a size is a typing error, and the fix is accepted."""
     code, _, told = plan(f"--{key}", value)
     assert code == 2 and key in told
-    most = int(re.search(r"Fix: write (\d+) or less", told)[1])
-    assert f"above {most}" in told and most < int(value)
+    most = int(re.search(r"Fix: set \w+ to (\d+) or less", told)[1])
+    assert f"expected at most {most}" in told and most < int(value)
 
 
 def test_a_batch_of_too_many_completions_is_rejected(plan):

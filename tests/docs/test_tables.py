@@ -212,7 +212,7 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
 
 def test_metrics_of_atropos_are_those_that_are_written() -> None:
     source = (REPOSITORY / "src/grpo_recipes/extensions/atropos/rollouts.py").read_text()
-    counted = re.search(r"^_COUNTED = \((.*)\)", source, re.MULTILINE)[1]
+    counted = re.search(r"^_COUNT_METRICS = \((.*?)\)", source, re.MULTILINE | re.DOTALL)[1]
     written = {f"atropos/{name}" for name in re.findall(r'"(\w+)"', counted)}
     written |= {name.replace("{label}", "<environment>") for name in re.findall(r'"(atropos/[\w{}]+)"', source)}
     told = {word for row in table_rows(DOCS / "metrics.md", "key") for word in code_words(row[0])}
@@ -311,7 +311,7 @@ SAID = {
     "grpo: --lerning_rate:": (f"check {SMOKE} --lerning_rate 1", {}),
     "grpo: --warmup_ratio:": (f"check {SMOKE} --warmup_ratio 0.1", {}),
     "grpo: --resume_from_checkpoint:": (f"check {SMOKE} --resume_from_checkpoint x", {}),
-    "grpo: --num_generations: 'num": (f"check {SMOKE} --num_generations 7.5", {}),
+    "grpo: --num_generations: expected": (f"check {SMOKE} --num_generations 7.5", {}),
     "grpo: --max_steps: is given": (f"check {SMOKE} --max_steps", {}),
     "grpo: --gradient_accumulation_steps:": (f"check {SMOKE} --gradient_accumulation_steps 4", {}),
     "grpo: --num_generations: 256": (f"plan {SMOKE} --prompts_per_step null --num_generations 7", {}),

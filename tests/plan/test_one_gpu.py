@@ -131,7 +131,7 @@ def test_the_base_model_plays_only_next_to_a_server(planned):
         mixture |= {"reward_funcs": ["environment"]}
         return mixture | {"use_peft": True, "weight_sync": "lora", "dtype": "float32"}
 
-    with pytest.raises(ConfigError, match=r"opponents: base needs .* vllm_gpu: shared .* write opponents: policy"):
+    with pytest.raises(ConfigError, match=r"opponents: base needs .* vllm_gpu: shared .* set opponents: policy"):
         planned(gpus=("0",), **game("base"))
     assert planned(gpus=("0",), **game("policy")).mode == "colocate"
     assert planned(gpus=("0",), **game("base"), vllm_gpu="shared").mode == "server"

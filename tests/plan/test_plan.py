@@ -436,7 +436,7 @@ def test_a_missing_recipe_is_named_with_where_it_came_from(given, config, where)
             "write e.g. recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml, "
             "recipes/Llama-3.1-8B-Instruct/grpo/config_math.yaml, recipes/Qwen2.5-0.5B-Instruct/grpo/config_math.yaml",
         ),
-        ("another.yaml", "name a .yaml file, from the folder where you are or under recipes/"),
+        ("another.yaml", "name a .yaml file in the current folder or under recipes/"),
     ],
 )
 def test_a_misspelt_file_name_finds_the_recipe_in_whatever_folder(given, fix, tmp_path, monkeypatch):
@@ -456,7 +456,7 @@ def test_the_users_vllm_plugins_are_kept_and_ours_is_added(planned):
 
 
 def test_a_recipe_name_that_no_file_can_have(tmp_path):
-    with pytest.raises(ConfigError, match="there is no recipe"):
+    with pytest.raises(ConfigError, match="recipe 'x+' not found"):
         choose_recipe("x" * 5000, {}, "grpo", "cpu")
 
 

@@ -33,7 +33,7 @@ def test_a_template_carries_the_roles_of_every_environment(read: Read) -> None:
     assert check(read(**PLAYS, chat_template=SAYS_ALL), {}) == []
     for role in ("user", "assistant"):
         (problem,) = check(read(**PLAYS, chat_template=REFUSES.format(role, "{{ m.role + m.content }}")), {})
-        told = f"the template refuses messages of the role {role}: no {role}. Fix: write a chat_template that does not"
+        told = f"the template refuses messages of the role {role}: no {role}. Fix: set a chat_template that renders"
         assert "recipe.yaml:" in problem.where and told in str(problem)
     (problem,) = check(read(**PLAYS, chat_template="{{ messages[0].content }}"), {})
     assert "the template leaves out messages of the role assistant" in str(problem)

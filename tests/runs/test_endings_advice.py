@@ -22,7 +22,7 @@ from grpo_recipes.runs.rundir import Run, write_json
         ("rank 0: TooManyWithoutVerdict: 60% of the completions", "grpo check-rewards RECIPE"),
         (
             "rank 0: TooManyWithoutVerdict: 60% are unscored. Reward 'environment' gave no score for 9 of 9",
-            "correct the environment and add --update-rewards to the resume",
+            "fix the environment and add --update-rewards to the resume",
         ),
         ("rank 0: BadAnswer: the vLLM server at http://x answered 500: {} (in /pause; log: s.log)", "the server's log"),
         ("the vLLM engine process EngineCore (pid 7) died or was killed", "server_restarts"),

@@ -37,11 +37,11 @@ def test_max_tokens_is_lowered_to_the_room_that_the_prompt_leaves(asked: Any, mo
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"prompt": "text"}, "expected a prompt of token ids"),
-        ({"prompt": {"prompt_token_ids": []}}, "expected a prompt of token ids"),
-        ({"prompt": {"prompt_token_ids": [1.5]}}, "expected a prompt of token ids"),
-        ({"prompt": {"prompt_token_ids": [True]}}, "expected a prompt of token ids"),
-        ({"prompt": {"prompt_token_ids": [1] * 64}}, "the prompt has 64 tokens, which leaves no room to sample"),
+        ({"prompt": "text"}, "the prompt must be a list of token ids"),
+        ({"prompt": {"prompt_token_ids": []}}, "the prompt must be a list of token ids"),
+        ({"prompt": {"prompt_token_ids": [1.5]}}, "the prompt must be a list of token ids"),
+        ({"prompt": {"prompt_token_ids": [True]}}, "the prompt must be a list of token ids"),
+        ({"prompt": {"prompt_token_ids": [1] * 64}}, "the prompt has 64 tokens and leaves no room for a completion"),
         ({"temprature": 1.0}, "unknown parameter 'temprature'"),
         ({"model": "another"}, "unknown parameter 'model'"),
         ({"stream": True}, "unknown parameter 'stream'"),

@@ -321,4 +321,4 @@ def test_environments_of_atropos_are_loaded_with_their_arguments(read, tmp_path,
     assert "groups     arithmetic loads" in seen(read(**keys, atropos_environment="arithmetic"), tmp_path)
     mixture = {"environments": [{"id": "arithmetic", "args": {"sed": 1}}, {"id": "own.py:Half"}]}
     first, second = refused(read(**keys, atropos_mixture=mixture), tmp_path)
-    assert "has no field 'sed'" in first and "has no score. Fix: define it in the class" in second
+    assert "has no field 'sed'" in first and "does not define score. Fix: define it in the class" in second

@@ -117,7 +117,7 @@ def test_a_checkpoint_inside_an_iteration_is_no_iterations_and_a_moved_one_is_fo
     monkeypatch.setattr(iterations, "complete_checkpoints", lambda folder: complete)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/iter_000").symlink_to("../elsewhere/checkpoint-2")
-    iterations.Iterations()._link(2)
+    iterations.Iterations()._link_checkpoints(2)
     (link,) = (tmp_path / "checkpoints").iterdir()
     assert (link.name, link.resolve()) == ("iter_000", complete[1])
 

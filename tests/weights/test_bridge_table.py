@@ -132,7 +132,7 @@ def test_the_co_located_row_is_enforced(ask, asks, setup, monkeypatch):
 
 def test_a_bridge_has_no_meaning_inside_the_trainers(read):
     (problem,) = check(read(vllm_mode="colocate", weight_sync="file"), {}, "cuda")
-    assert "weight_sync has no meaning with vllm_mode: colocate" in str(problem)
+    assert "weight_sync does nothing with vllm_mode: colocate" in str(problem)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_bridge_has_no_meaning_inside_the_trainers(read):
         ("lora", "zero3", "cpu", {}, "Fix: write weight_sync: file or restart"),
         # accelerator: auto takes ZeRO-2 for weights in 16 bits.
         ("shared", "single", "cpu", {"dtype": "bfloat16", "num_processes": 2},
-         "DeepSpeed ZeRO-2: DeepSpeed keeps the weights in buffers of its own. "
+         "DeepSpeed ZeRO-2: DeepSpeed keeps the weights in its own buffers. "
          "Fix: write dtype: float32, or weight_sync: file or restart"),
     ],
 )  # fmt: skip

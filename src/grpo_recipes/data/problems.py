@@ -49,6 +49,7 @@ Fetched = Callable[[str, str | None, str], Path | None]
 def train_source(args: ScriptArguments) -> DataSource:
     """Return the source of the training prompts, ``dataset_name``."""
     prompt, solution = (getattr(args, key) for key in COLUMN_KEYS)
+    assert args.dataset_name is not None  # `grpo check` requires it, a mixture or a source of prompts
     return DataSource(args.dataset_name, args.dataset_config, args.dataset_train_split, prompt, solution)
 
 
@@ -58,6 +59,7 @@ def eval_source(args: ScriptArguments) -> DataSource:
     name, config, split = args.eval_dataset_name, args.eval_dataset_config, args.eval_dataset_split
     if not name:
         name, config, split = args.dataset_name, args.dataset_config, args.dataset_test_split
+        assert name is not None  # as in ``train_source``
         path = Path(os.path.expanduser(name))
         if os.path.exists(path) and not datafiles.has_splits(path):
             problem = f"'{name}' has no split '{split}' to evaluate on"
@@ -364,7 +366,8 @@ def load_mixture(
     """
     mixture = DatasetMixtureConfig(**(args.dataset_mixture or {}))
     seed = int(mixture.seed)
-    parts = [_part(DatasetConfig(**entry), seed, args, counts, fetched) for entry in mixture.datasets]
+    entries = [DatasetConfig(**entry) for entry in (args.dataset_mixture or {}).get("datasets", [])]
+    parts = [_part(entry, seed, args, counts, fetched) for entry in entries]
     names = dict.fromkeys(name for part in parts for name in part.column_names)
     first = parts[0].features
     common = [name for name in names if all(part.features.get(name) == first.get(name) for part in parts)]

@@ -7,7 +7,7 @@ files differ. An extension declares its keys in its own folder.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trl
 from accelerate.utils import GradientAccumulationPlugin
@@ -157,6 +157,14 @@ class DatasetMixtureConfig:
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
     """TRL's GRPO options, and ours for the batch, the vLLM server, weight sync, evaluation and MaxEnt."""
+
+    if TYPE_CHECKING:  # TRL declares these fields as optional or as text, and sets or parses them in __post_init__
+        output_dir: str = ""
+        generation_batch_size: int = 0
+        steps_per_generation: int = 0
+        max_completion_length: int = 0
+        chat_template_kwargs: dict[str, Any] | None = None
+        model_init_kwargs: dict[str, Any] | None = None
 
     num_generations: int = key(8,
         "Completions of each prompt: the group within which advantages are computed.",
@@ -328,10 +336,17 @@ class ModelConfig(trl.ModelConfig):
             self.lora_target_modules = [modules]  # PEFT treats a string as a regular expression
 
 
-# The keys of the core and of every extension.
-ScriptArguments = dataclasses.make_dataclass("ScriptArguments", (), bases=(CoreArguments, *parts("keys")))
-ScriptArguments.__doc__ = CoreArguments.__doc__
-CONFIGS = (ScriptArguments, GRPOConfig, ModelConfig)
+if TYPE_CHECKING:
+
+    class ScriptArguments(CoreArguments):
+        """The keys of the core and of every extension."""
+
+        def __getattr__(self, extension_key: str) -> Any: ...
+
+else:
+    ScriptArguments = dataclasses.make_dataclass("ScriptArguments", (), bases=(CoreArguments, *parts("keys")))
+    ScriptArguments.__doc__ = CoreArguments.__doc__
+CONFIGS: tuple[Any, ...] = (ScriptArguments, GRPOConfig, ModelConfig)
 
 
 @dataclass

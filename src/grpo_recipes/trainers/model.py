@@ -146,6 +146,7 @@ def load_lora_config(model_args: ModelConfig, trust_remote_code: bool) -> LoraCo
 def skeleton(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedModel:
     """Build the model's layers on the meta device. Raise OSError or ValueError for an unknown configuration."""
     name = model_args.model_name_or_path
+    assert name is not None  # `grpo check` requires it
     config = AutoConfig.from_pretrained(name, revision=model_args.model_revision, trust_remote_code=trust_remote_code)
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):

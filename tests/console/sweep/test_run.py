@@ -261,7 +261,7 @@ def test_the_queue_is_asked_for_the_jobs_of_the_sweep(folder, monkeypatch, answe
         (("seed=1..2", "--slurm", "--local"), "not allowed with argument"),
         (("--max_steps", "4", "seed=1..2"), "seed=1..2: comes after a flag"),
         (("seed=1..2", "--resume", "last"), "--resume: a sweep continues with its recipe and keys"),
-        (("seed=1..2", "--name", "a/b"), "cannot be the name of a folder"),
+        (("seed=1..2", "--name", "a/b"), "can't be the name of a folder"),
         ((), "sweep: no key is varied"),
     ],
 )

@@ -117,7 +117,7 @@ def test_the_port_is_that_of_the_rendezvous(machine, capsys) -> None:
     code, out, _ = printed(capsys, "--master-port", "30123", "--dry-run")
     assert code == 0 and '"--main_process_port", "30123"' in out
     code, out, err = printed(capsys, "--master-port", "99999", "--dry-run")
-    assert code == 2 and "grpo: --master-port: 'main_process_port' is 99999" in err
+    assert code == 2 and "grpo: --master-port: main_process_port: expected at most 65535, got 99999" in err
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -170,7 +170,7 @@ def test_the_recipe_is_the_named_one_that_of_config_the_usual_file_or_the_defaul
     assert recipe("--config", SMOKE) == SMOKE
     assert refused("--config", "none.yaml") == [
         "--config: recipe 'none.yaml' not found."
-        " Fix: name a .yaml file, from the folder where you are or under recipes/"
+        " Fix: name a .yaml file in the current folder or under recipes/"
     ]
 
 

@@ -352,7 +352,7 @@ class DatasetEnv(RecipeEnv):
         return [score.value for score in scores]
 
 
-def _make_config(values: Mapping[str, Any]) -> SimpleNamespace:
+def _make_config(values: Mapping[str, Any]) -> Any:
     """Return an object like the configs of a recipe: these values, and the defaults of all other keys."""
     return SimpleNamespace(**{key: entry["default"] for key, entry in catalogue().items()} | dict(values))
 
