@@ -72,7 +72,10 @@ class Attempt:
         return self.plan.server_host, self.plan.ports.server, self.scratch.token_file.read_text()
 
     def move_server(self, port: int) -> None:
-        """Plan the next server on another port, and print the new command for environments in other terminals."""
+        """Set the port of the next server, and print the new command for environments in other terminals.
+
+        No running process is changed.
+        """
         self.plan = replace(self.plan, ports=replace(self.plan.ports, server=port))
         self.serve_command = admit(self.recipe, self.plan, self.names)
         if self.serve_command:
@@ -146,7 +149,11 @@ def freeze_inputs(run: Run, recipe: Recipe, plan: Plan, update_rewards: bool = F
 
 
 def create_log(name: str) -> str:
-    """Create an empty log and return its path: ``name``, with a number if another attempt started in this second."""
+    """Create an empty log that only the user can read, and return its path.
+
+    The path is ``name``, or ``name`` with a number in its stem if another attempt started in this second. Raise
+    ConfigError if the folder of the log cannot be created.
+    """
     path = Path(name)
     fix = "set LOGDIR to a folder that you can write to"
     with translate(OSError, lambda error: config_error(name, f"cannot create this log ({error.strerror})", fix)):
@@ -166,7 +173,11 @@ def newest_step(run: Run) -> int:
 
 
 def rewind_to_checkpoint(run: Run) -> str:
-    """Remove records of earlier ranks, move aside rows after the newest checkpoint, and describe the resume."""
+    """Prepare the run directory for a restart from the newest complete checkpoint; return a sentence for the user.
+
+    Rows of ``metrics.jsonl`` after the checkpoint move to ``metrics.redone.jsonl``. The records and phases of the
+    earlier ranks are removed. Without a complete checkpoint, the run starts again from step 0, so all rows move.
+    """
     checkpoint = newest_complete(run.folder / "checkpoints")
     moved = rundir.move_rows_after(run.folder, newest_step(run))
     for name in ("rank_*.json", "phase_*.json"):
@@ -213,7 +224,12 @@ class Outcome:
 
 
 def decide_outcome(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> Outcome:
-    """Decide from the records of an attempt how it ended, and whether Slurm is asked to start its job again."""
+    """Decide how an attempt ended, and whether Slurm is asked to start its job again.
+
+    A requeue needs a ``job``, ``wants_requeue`` and the exit code 75. There is no requeue after `grpo stop`, after
+    ``max_requeues`` requeues, or after several attempts in a row without a new step; ``refusal`` of the result is then
+    the reason. Without a requeue, ``job`` of the result is None. This function changes nothing.
+    """
     folder, summary = attempt.run.folder, read_json(attempt.run.folder / "summary.json")
     idle_attempts = idle_trained = 0
     if newest_step(attempt.run) <= attempt.first_step:
@@ -241,7 +257,12 @@ def decide_outcome(attempt: Attempt, ending: Ending, wants_requeue: bool, job: S
 def finish(
     attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob | None, benchmark: bool = False
 ) -> Outcome:
-    """Write the summary, print how the run ended, and requeue its job if that was requested and is allowed."""
+    """Write the summary, print how the run ended, and requeue its job if that was requested and is allowed.
+
+    ``wants_requeue`` requests the requeue of ``job``, and ``decide_outcome`` decides on it. With ``benchmark``, the
+    benchmark result is written and printed too, unless the job is requeued. If Slurm rejects the requeue, ``refusal``
+    of the result contains Slurm's answer.
+    """
     folder, cause = attempt.run.folder, ending.cause
     outcome = decide_outcome(attempt, ending, wants_requeue, job)
     seconds = read_json(folder / "summary.json").get("launch_seconds", 0.0) + time.monotonic() - attempt.started_at
@@ -286,7 +307,10 @@ def _print_end_of_hooks(attempt: Attempt) -> None:
 
 
 def _print_results(attempt: Attempt, benchmarks: Mapping[str, Any], is_over: bool) -> None:
-    """Print serious notices, benchmark results, and fractions over all steps, for a run that may continue later."""
+    """Print serious notices, the results of the benchmarks, and unusual fractions over all steps.
+
+    ``is_over`` is false if the run continues later in a requeued job.
+    """
     rows = rundir.read_metrics(attempt.run.folder, lenient=True)
     for notice in find_notices(rows, attempt.recipe.__getitem__, over=is_over):
         if notice.serious:
@@ -298,7 +322,11 @@ def _print_results(attempt: Attempt, benchmarks: Mapping[str, Any], is_over: boo
 
 
 def describe_rewards(summary: Mapping[str, Any]) -> str:
-    """Return the first and last mean reward of a run, with the steps that each mean covers."""
+    """Describe the first and last mean reward of a run's summary, and the steps that each mean covers.
+
+    Rewards of evaluations are added if the summary has them. Without a reward, the text is ``3 steps, none with a
+    reward`` or ``no step was completed``.
+    """
     steps, first, last = summary["steps"], summary["initial_reward"], summary["final_reward"]
     text = f"{plural(steps, 'step')}, none with a reward" if steps else "no step was completed"
     if first is not None:

@@ -41,7 +41,7 @@ class Channel(Protocol):
         """Describe how the channel ended."""
 
     def send(self, line: str) -> None:
-        """Send a line to every worker; ``alive`` finds a lost channel, not this."""
+        """Send a line to every worker. A lost channel is ignored here; ``alive`` detects it."""
 
     def close(self) -> None:
         """End the workers and wait for them; safe to call twice."""
@@ -107,7 +107,10 @@ def write_line(process: subprocess.Popen[str], line: str) -> None:
 
 
 def end_worker(process: subprocess.Popen[str]) -> None:
-    """Close the input of srun or of a worker, wait until it ends, and end it by force if it does not."""
+    """Close the input of srun or a worker, wait until it ends, and end it by force if it does not.
+
+    Each of the three waits takes at most ``END_SECONDS``: after the input is closed, after SIGTERM, and after SIGKILL.
+    """
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.close()
@@ -119,7 +122,11 @@ def end_worker(process: subprocess.Popen[str]) -> None:
 
 
 def srun_command(count: int, environment: Mapping[str, str]) -> list[str]:
-    """Return the srun command of a job on ``count`` nodes; a second srun would wait for the first."""
+    """Return the srun command that starts a node worker on each of the job's ``count`` nodes.
+
+    The step overlaps with other steps, because a second srun would otherwise wait for the first. Raise ConfigError if
+    the site's options for srun, which a variable contains, have an open quote.
+    """
     with translate(ValueError, lambda error: config_error(SRUN_OPTIONS, str(error), "close the quotes, or unset it")):
         site_options = shlex.split(environment.get(SRUN_OPTIONS, ""))
     cores = re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))

@@ -21,7 +21,7 @@ class RunHooks:
     """The hooks of an extension; each does nothing by default."""
 
     def check(self, recipe: Recipe, environment: Mapping[str, str], run_name: str) -> list[str]:
-        """Raise ConfigError if the run can't start; return lines for the start of the run."""
+        """Raise ConfigError if the run can't start; return lines that are printed at the start of the run."""
         return []
 
     def on_progress(self, run_dir: Path) -> None:
@@ -62,9 +62,10 @@ class AllHooks(RunHooks):
                     self._failures.append(_failure(hook, error))
 
     def new_failures(self) -> list[str]:
-        """Return new errors of ``on_progress``, at most one for each hook: the next calls are likely to fail alike.
+        """Return the errors of ``on_progress`` since the last call, at most one error of each hook in an attempt.
 
-        ``on_progress`` runs in a thread and must not print, so the launcher prints these lines.
+        Later errors of a hook are dropped, because they are likely to be the same. ``on_progress`` runs in a thread and
+        must not print, so the launcher prints these lines.
         """
         return [self._failures.pop(0) for _ in range(len(self._failures))]
 

@@ -56,7 +56,10 @@ class StoppedAtOnce(BaseException):
         self.signum = signum
 
     def ending(self) -> Ending:
-        """Return exit code 75 if a request to save came before there was anything to save, otherwise 128+n."""
+        """Return the ending of the attempt: exit code 75 after a request to save, or 128+n after signal n.
+
+        USR1 and the stop file are requests to save. They end the attempt at once only if there is nothing to save yet.
+        """
         if self.signum is None or self.signum == signal.SIGUSR1:
             return Ending(EXIT_STOPPED, "stopped on request before this attempt had anything to save")
         return Ending(128 + self.signum, f"stopped by {signal.Signals(self.signum).name}")
@@ -100,16 +103,22 @@ class StopSignals:
 
     @property
     def requested(self) -> bool:
-        """Whether the trainers are asked to save and end, by this process or another."""
+        """Whether the trainers are asked to save and end, by this process or by another process such as `grpo stop`."""
         return self.request is not None and self.request.exists()
 
     @property
     def wants_requeue(self) -> bool:
-        """Whether the run continues in a new attempt: only USR1 was received, or the time limit is near."""
+        """Whether the run should continue in a new attempt: only USR1 was received, or the time limit is near.
+
+        A time limit counts as USR1 (``request_requeue``). After any other signal, the run does not continue.
+        """
         return set(self.received) == {signal.SIGUSR1}
 
     def save_if(self, can_save: Callable[[], bool]) -> None:
-        """Request a save only if ``can_save()`` is true when a signal arrives; a step may have started just before."""
+        """Set the function that decides whether the trainers have something to save when a signal arrives.
+
+        If ``can_save()`` is false, a signal ends the attempt at once.
+        """
         self._can_save = can_save
 
     def _handle(self, signum: int, _: object) -> None:
@@ -132,7 +141,10 @@ class StopSignals:
             self._messages.append(f"{reason}: saving, then ending")
 
     def request_requeue(self, reason: str) -> None:
-        """Ask the trainers to save because the job's time is nearly over, like USR1."""
+        """Ask the trainers to save because the job's time is nearly over, so that a new attempt continues the run.
+
+        The signal USR1 does the same. ``reason`` is printed.
+        """
         self.received.append(signal.SIGUSR1)
         self._request_save(reason)
 
@@ -146,11 +158,17 @@ class StopSignals:
             raise StoppedAtOnce()
 
     def defer(self) -> None:
-        """Only record signals from now on, so that the run directory is created completely."""
+        """Stop acting on signals and only record them, until ``resume``.
+
+        The launcher creates the run directory in this time, so a signal can't leave it incomplete.
+        """
         self._is_deferred = True
 
     def resume(self, request: Path) -> None:
-        """Handle signals again, including deferred signals; ``request`` is the file in the new run directory."""
+        """Act on signals again; raise StoppedAtOnce if a signal has arrived in this process before.
+
+        ``request`` is the path of the stop file in the new run directory.
+        """
         self.request = request
         self._is_deferred = False
         if self.received:
@@ -172,10 +190,11 @@ class RankStallDetector:
         self._entered: dict[Phase, float] = {}
 
     def find_stall(self, phases: list[Phase], now: float, stopped: Collection[int] = ()) -> tuple[Phase, float] | None:
-        """Return the phase of a stalled rank and its duration, from the phases of all ranks at ``now`` (monotonic).
+        """Return the phase of a stalled rank and its seconds in this phase, or None if no rank is stalled.
 
-        If several ranks stall, the result is a rank in ``stopped`` (stopped by a signal), or the rank that is furthest
-        behind. Until a rank has written its phase, rank 0 is assumed to be in ``start`` since the first call.
+        ``phases`` are the phases of all ranks at the time ``now`` (monotonic). If several ranks stall, the result is a
+        rank in ``stopped`` (stopped by a signal), or the rank that is furthest behind. Until a rank has written its
+        phase, rank 0 is assumed to be in ``start`` since the first call.
         """
         phases = phases or [Phase(0, "start", 0, 0.0)]
         self._entered = {phase: self._entered.get(phase, now) for phase in phases}
@@ -196,7 +215,11 @@ class ServerStallDetector:
         self._moved_at: float | None = None
 
     def find_stall(self, activity: Activity | None, phases: list[Phase], now: float) -> float | None:
-        """Return the seconds since the last progress if they exceed the limit; no ``activity`` means no answer."""
+        """Return the seconds since the server's last progress if they exceed the limit, else None.
+
+        ``activity`` is None if the server did not answer. New tokens, a new phase of a rank, and a server without
+        requests count as progress. ``now`` is a monotonic time.
+        """
         if self._moved_at is None:
             self._moved_at = now
         if activity is not None:
@@ -228,7 +251,10 @@ class Monitor:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the phases of processes that were restarted, and rows that were moved aside."""
+        """Read the files of the run directory from their start again, after processes were restarted.
+
+        Forget the phases of the earlier processes, and rows that were moved aside.
+        """
         self.stepped = False  # whether a step was completed since the last reset
         self._last_step = ""
         self._progress = Progress(self._folder)
@@ -243,7 +269,11 @@ class Monitor:
         self._server_stalls = ServerStallDetector(self._attempt.recipe["server_stall_timeout"])
 
     def tick(self) -> Ending | None:
-        """Run all checks that are due; return the ending if a process stalls, or raise StoppedAtOnce."""
+        """Print progress and run all checks that are due; return an ending, or None if the run continues.
+
+        The ending names a stalled rank or server, or a server that must be restarted with a newer model. Raise
+        StoppedAtOnce if the attempt must end at once. Callers call this several times per second.
+        """
         self.print_progress()
         now = time.monotonic()
         ending = None
@@ -320,6 +350,10 @@ class Monitor:
         return read_phases(self._folder) if self._trainers() else []
 
     def _find_server_stall(self, phases: list[Phase], now: float) -> Ending | None:
+        """Return an ending if the server stalls, after it has written its stacks; else None.
+
+        The server gets a request only every few seconds, and none after a request to stop.
+        """
         limit, server = self._attempt.recipe["server_stall_timeout"], self._server()
         if server is None or self._stop.requested or now < self._next_server:
             return None
@@ -346,6 +380,10 @@ class Monitor:
         return Ending(0, lost=server.process, renews=True)
 
     def _find_rank_stall(self, trainers: Group, phases: list[Phase], now: float) -> Ending | None:
+        """Return an ending if a rank stalls, after all ranks and the server have written their stacks; else None.
+
+        While there is no server, phases in which ranks wait for a server are not limited.
+        """
         ranks = rank_pids(self._folder)
         if self._attempt.plan.mode == "server" and self._server() is None:  # start and sync wait for it
             phases = [phase for phase in phases if phase.name not in ("start", *SYNC_PHASES)]
@@ -375,7 +413,11 @@ def is_stopped(pid: int) -> bool:
 
 
 def dump_stacks(run_dir: Path, ranks: Iterable[int], server: Group | None = None) -> str:
-    """Let processes write the stacks of their threads to ``stacks/``; describe the files and the stopped processes."""
+    """Let ranks and the server write the stacks of their threads, and return the end of a sentence about the result.
+
+    ``ranks`` are pids. The text names the new files in ``stacks/`` and the processes that are stopped by a signal; it
+    is empty without both. Processes without a handler of SIGUSR2 end, so call this only before all processes are ended.
+    """
     # The signal ends processes without a handler. That is acceptable, because all of them are ended afterwards.
     start, pids = time.time(), list(ranks)
     if server and (command := server.state().pid):
@@ -392,7 +434,10 @@ def dump_stacks(run_dir: Path, ranks: Iterable[int], server: Group | None = None
 
 
 def stale_compile_lock(folder: Path, start: float) -> str | None:
-    """Describe a lock in TORCH_EXTENSIONS_DIR that is older than ``start`` (``time.time()``) and may block a rank."""
+    """Return the fix for a lock in TORCH_EXTENSIONS_DIR that may block a rank, or None if there is no such lock.
+
+    A lock blocks a rank if it is older than ``start``, the Unix time of the launch: a killed compilation has left it.
+    """
     for lock in [*folder.glob("*/lock"), *folder.glob("*/*/lock")]:
         with contextlib.suppress(OSError):
             if lock.stat().st_mtime < start:

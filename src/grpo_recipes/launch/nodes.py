@@ -84,13 +84,19 @@ class NodeWorkers:
         return "; ".join(errors) or self._channel.ending()
 
     def send(self, order: str, to: Sequence[int] | None = None, **facts: Any) -> None:
-        """Send an order to nodes, by default to all except the first; ``alive`` detects lost workers, not ``send``."""
+        """Send an order with its ``facts`` to the nodes ``to``, by default to all except the first.
+
+        Do not wait for a report. Lost workers are ignored here; ``alive`` detects them.
+        """
         line = json.dumps({"order": order, "to": list(range(1, self.count) if to is None else to), **facts})
         with self._writing:
             self._channel.send(line)
 
     def ask(self, order: str, to: Sequence[int], seconds: float = _ANSWER_SECONDS, **facts: Any) -> list[Report]:
-        """Send an order to nodes and return the report of each; raise ConfigError if a node does not answer."""
+        """Send an order with its ``facts`` to the nodes ``to``, and return one report for each, in the same order.
+
+        Raise ConfigError if a node does not answer within ``seconds``, or if a worker is lost.
+        """
         for node in to:
             self.reports.pop((order, node, ""), None)
         self.send(order, to, **facts)
@@ -107,13 +113,17 @@ class NodeWorkers:
         return [self.reports[(order, node, "")] for node in to]
 
     def port_of(self, node: int) -> Callable[[int], bool] | None:
-        """Return a function that checks whether a port of another node is free; None for the launcher's node."""
+        """Return a function that checks whether a port is free on another node, and reserves the port there.
+
+        Return None for the launcher's node 0.
+        """
         return (lambda port: bool(self.ask("port", [node], port=port)[0]["free"])) if node else None
 
     def begin(self, run_dir: Path, mark: str, token: str, variables: Mapping[str, str]) -> None:
-        """Let every other node create its scratch folders.
+        """Let every node except the first create its scratch folders with the run's token.
 
-        ``mark`` is the value of GRPO_RUN. Every process gets ``variables``.
+        ``mark`` is the value of GRPO_RUN. Every process gets ``variables``. Raise ConfigError if a node does not
+        answer.
         """
         # The run's token is sent through the channel, so it never appears in an argv or a log.
         facts: Report = {"run_dir": str(run_dir), "mark": mark, "token": token, "variables": dict(variables)}
@@ -216,7 +226,12 @@ def preflight_nodes(
 
 
 def _addresses(reports: list[Report], environment: Mapping[str, str]) -> list[str]:
-    """Return each node's address: from NETWORK_INTERFACE and similar, the rendezvous, or Slurm."""
+    """Return the address of each node for connections between the nodes, in the order of ``reports``.
+
+    The first match decides: the interface in NETWORK_INTERFACE or a similar variable, the address in the rendezvous,
+    and the address in Slurm. Raise ConfigError if NETWORK_INTERFACE names an interface that a node does not have, or if
+    no address is found.
+    """
     variable = next((name for name in INTERFACE_VARIABLES if environment.get(name)), "")
     # NCCL and gloo accept a list, and NCCL also a prefix "=".
     interface = environment.get(variable, "").split(",")[0].removeprefix("=")
@@ -335,11 +350,14 @@ class NodeWorker:
         )  # fmt: skip
 
     def order_port(self, port: int) -> None:
-        """Report whether a port is free on this node, and reserve it against other launches."""
+        """Report whether a port is free on this node and could be reserved against other launches."""
         self._report("port", free=is_free("0.0.0.0", port) and reserve(port))
 
     def order_listen(self, addresses: list[str]) -> None:
-        """Listen at this node's entry of ``addresses``, so that all nodes can test a connection to it."""
+        """Listen on a new port at this node's entry of ``addresses``, and report the port or an error text.
+
+        ``order_connect`` of all nodes tests a connection to it.
+        """
         try:
             listener = socket.create_server((addresses[self._node], 0), backlog=1024)
         except OSError as error:
@@ -386,7 +404,10 @@ class NodeWorker:
         self._scratch.write_token(token)
 
     def order_start(self, name: str, process: dict[str, Any]) -> None:
-        """Start a process of the plan under its guard; ``name`` identifies this start."""
+        """Start a process of the plan under its guard; ``name`` identifies this start in later orders and reports.
+
+        Records that earlier ranks of this node have left are removed first.
+        """
         assert self._scratch is not None
         planned = Process.of_json(process)
         for record in rank_records(self._run_dir, self._node):  # records of the predecessor
@@ -452,7 +473,10 @@ def serve_node(meeting: Meeting, command: dict[str, Any]) -> int:
 
 
 def main() -> int:
-    """Run the worker of this node."""
+    """Run the worker of this node with orders from standard input; return its exit code.
+
+    Return 2 if a ConfigError ends the worker; the error is also reported to the launcher.
+    """
     for signum in _SIGNALS:
         # Slurm sends its signals to every process of the job, and the launcher handles them. SIG_IGN would be inherited
         # by the processes that are started here.

@@ -107,7 +107,7 @@ class StartedProcess:
         self.log_begins = self.log.stat().st_size if self.log.is_file() else 0  # older lines are not ours
 
     def state(self) -> State:
-        """Return the current state; if a process is gone, wait at most seconds for its exit code."""
+        """Return the current state. If a process is gone, this may wait several seconds for its exit code."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -172,7 +172,11 @@ class Child(StartedProcess):
         return read_code()
 
     def _lost(self) -> Ending | None:
-        """Return the end of the first watched process that is gone; otherwise watch new engines of vLLM."""
+        """Return the end of the watched process that is gone, or None; otherwise watch new engines of vLLM.
+
+        Watched are the command and, for a server, its vLLM engines. If an engine and the command are gone, the engine
+        is blamed unless a signal ended the command.
+        """
         command, label = rundir.read_json(self._record).get("pid"), self.process.label + self._node_suffix
         gone = [pid for pid in self._watched if not tree.is_alive(pid)]
         if gone:
@@ -194,6 +198,11 @@ class Child(StartedProcess):
         return ending_from_exit(f"{label} (pid {record.get('pid')})", record.get("exit"))
 
     def _ranks(self) -> list[Rank]:
+        """Return a ``Rank`` for the record of each rank on this node.
+
+        For a rank that is gone without an exit code in its record, wait at most ``_PRINTED_SECONDS`` until its parent
+        prints the code. If the parent was killed, do not wait.
+        """
         records = rank_records(self._run_dir, self.process.node)
         gone = {record["pid"] for record in records if "exit" not in record and not tree.is_alive(record["pid"])}
         ended = gone or any(record.get("exit") == EXIT_STOPPED for record in records)
@@ -207,7 +216,11 @@ class Child(StartedProcess):
         ]
 
     def _printed_code(self, pid: int, deadline: float) -> int | None:
-        """Wait until the parent of a rank, torch's elastic agent or accelerate's launcher, prints its exit code."""
+        """Return the exit code of a rank that its parent prints to the log, or None if it prints none in time.
+
+        The parent is torch's elastic agent or accelerate's launcher. Wait until ``deadline`` at most. The result is
+        negative for a signal.
+        """
 
         def find_code() -> int | None:
             text = tail(self.log, 2000)
@@ -222,7 +235,7 @@ class Child(StartedProcess):
 
 
 def rank_records(run_dir: Path, node: int = 0) -> list[dict[str, Any]]:
-    """Return the records of the ranks of a node from ``processes/rank_<n>.json``."""
+    """Return the content of each ``processes/rank_<n>.json`` of a node; files without a rank and pid are skipped."""
     records = (rundir.json_mapping(path) or {} for path in sorted((run_dir / "processes").glob("rank_*.json")))
     return [
         record
@@ -232,7 +245,7 @@ def rank_records(run_dir: Path, node: int = 0) -> list[dict[str, Any]]:
 
 
 def rank_pids(run_dir: Path, node: int = 0) -> dict[int, int]:
-    """Return the pids of the living ranks of a node, by rank; only works for the node of this process."""
+    """Return rank -> pid of the living ranks of ``node``, which must be the node of this process."""
     running = (record for record in rank_records(run_dir, node) if "exit" not in record)
     return {record["rank"]: record["pid"] for record in running if tree.is_alive(record["pid"])}
 
@@ -246,7 +259,12 @@ class Group:
         self.log = members[0].log
 
     def state(self) -> State:
-        """Return a joint state: alive while a member runs, lost by the first failure, done when all are done."""
+        """Return the joint state of all members.
+
+        It is alive while a member runs. Its exit code is None until all members have ended, then the first code that is
+        not 0. It is lost by the first failure, or when all members are lost. If only some members report a failed rank,
+        wait at most ``_NEWS_SECONDS`` for the reports of the others.
+        """
         states: list[State] = []
 
         def is_consistent() -> bool:
@@ -280,7 +298,10 @@ class Group:
 
 
 def newest_model(process: Process, environment: Mapping[str, str]) -> str | None:
-    """Return the folder of the newest model from the trainer for a process that is restarted with new models."""
+    """Return the folder of the trainer's newest model for a process that is restarted with new models, else None.
+
+    The result is also None if the trainer has not saved a model yet.
+    """
     if not process.renewed:
         return None
     link = Path(process.full_environment(environment)["GRPO_SYNC_DIR"]) / rundir.NEWEST_MODEL
@@ -290,7 +311,11 @@ def newest_model(process: Process, environment: Mapping[str, str]) -> str | None
 def wait_for_ending(
     groups: Sequence[Group], on_tick: Callable[[], Ending | None], stopping: Callable[[], bool] = lambda: False
 ) -> Ending:
-    """Wait until the trainers are done, something dies, or ``on_tick`` returns an ending; see ``find_ending``."""
+    """Wait until the run ends, and return how; ``on_tick`` is called several times per second and may end the wait.
+
+    ``find_ending`` decides when the run ends. While ``stopping()`` is true, lost processes do not end the wait, because
+    SIGTERM may have ended them.
+    """
     while True:
         ending = on_tick()
         tree.reap()
@@ -303,8 +328,9 @@ def wait_for_ending(
 def find_ending(groups: Sequence[Group], stopping: bool) -> Ending | None:
     """Return how the run ends if a process has ended, otherwise None.
 
-    Slurm sends SIGTERM to every process of a cancelled job. While the run is ``stopping``, only the ranks, which save,
-    determine the ending, and their parents may end before them.
+    The code is 0 if the trainers are done. If a process other than a trainer was lost, ``lost`` of the result is that
+    process. Slurm sends SIGTERM to every process of a cancelled job. While the run is ``stopping``, only the ranks,
+    which save, determine the ending, and their parents may end before them.
     """
     # The state of the trainers is read before the other states, but other processes are blamed first: a rank fails as
     # soon as its server is gone.
@@ -352,7 +378,10 @@ def _rank_ending(trainers: State, stopping: bool) -> Ending | None:
 
 
 def ending_from_exit(name: str, code: int | None) -> Ending:
-    """Return the ending of a process from its exit code, which is negative for a signal and None if unknown."""
+    """Return the ending of the process ``name`` from its exit code, negative for a signal or None if unknown.
+
+    Signal n gives the exit code 128+n, and an unknown code gives 1.
+    """
     if code is None:
         return Ending(1, f"{name} died or was killed")
     reason = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
@@ -369,7 +398,10 @@ def tail(log: Path, lines: int = _LAST_LINES) -> str:
 
 
 def first_error(log: Path, start: int = 0, pattern: re.Pattern[str] = _TRACEBACK_ERROR) -> str:
-    """Return the first error after a position in a log, as one line without secrets; empty if there is no error."""
+    """Return the first error after byte ``start`` of a log, as one line without secrets; "" if there is no error.
+
+    ``pattern`` has the error as its first group. The default finds the last line of Python's tracebacks.
+    """
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(start)
         if match := pattern.search(readable(file.read(_MAX_LOG_BYTES).decode(errors="replace"))):
@@ -386,7 +418,10 @@ def _raise_stopped(*_: object) -> None:
 
 
 def main() -> int:
-    """Run the command of a process under this guard, and end all descendants afterwards."""
+    """Run the command of a process under this guard, end all descendants afterwards, and return the exit code.
+
+    If the launcher died, also remove the scratch folders and write the summary of the run.
+    """
     run_dir, scratch, launcher = Path(sys.argv[1]), Scratch(Path(sys.argv[2]), Path(sys.argv[3])), int(sys.argv[4])
     process = Process.of_json(json.loads(sys.argv[5]))
     hooks = AllHooks()  # imported now, because the files of the code may change during a run
@@ -411,7 +446,10 @@ def main() -> int:
 
 
 def _wait_for_saves(run_dir: Path, launcher: int) -> None:
-    """Wait for the end of the ranks, which save if Slurm ends the whole job and the launcher asks them to save."""
+    """Wait until the ranks have ended, at most ``_SAVE_SECONDS``, so that they can save before this guard ends them.
+
+    Stop waiting if the launcher is dead, or if it has not asked the ranks to save within ``_LAUNCHER_SECONDS``.
+    """
     started_at = time.monotonic()
 
     def ranks_have_ended() -> bool:
@@ -426,7 +464,10 @@ def _wait_for_saves(run_dir: Path, launcher: int) -> None:
 
 
 def _run(process: Process, run_dir: Path, scratch: Scratch) -> int:
-    """Run the command and return its exit code like a shell, with 128+n for signal n."""
+    """Run the command of a process with its output in its log, and record its pid and exit code in ``processes/``.
+
+    Return its exit code like a shell, with 128+n for signal n.
+    """
 
     def set_signals() -> None:
         # The command inherits ignored signals. accelerate must survive the SIGTERM that every process of a cancelled

@@ -85,7 +85,12 @@ class MeetingChannel:
         self._changing = threading.Lock()
 
     def start(self, environment: Mapping[str, str], folder: Path, on_line: OnLine) -> None:
-        """Wait until a worker of every node has connected, at most ``meeting.limit`` seconds."""
+        """Start the worker of this node, and wait until the workers of all other nodes have connected.
+
+        ``on_line`` gets each line that a worker reports. Raise ConfigError if a node does not connect within
+        ``meeting.limit`` seconds or was started with another command, or if the port or the folder of the key can't be
+        used.
+        """
         meeting = self._meeting
         with _listener(meeting) as listener, _key_file(folder) as (file, key):
             self._worker = subprocess.Popen(
@@ -105,7 +110,7 @@ class MeetingChannel:
         return has_own_worker and not any(ended.is_set() for ended in self._ended.values())
 
     def ending(self) -> str:
-        """Name the nodes that have lost their connection."""
+        """Return a sentence with the names of the nodes that have lost their connection."""
         lost = [self._name(rank) for rank, ended in sorted(self._ended.items()) if ended.is_set()]
         return f"{' and '.join(lost) or 'the worker of node 0'} was lost: its command ended, or its machine is gone"
 
@@ -137,6 +142,10 @@ class MeetingChannel:
         return self._names.get(rank, f"node {rank}")
 
     def _wait_for_all(self) -> None:
+        """Wait until all ranks have connected, with a reminder every minute.
+
+        Raise ConfigError if a rank does not connect in time, or was started with another command.
+        """
         meeting, start, reminder = self._meeting, time.monotonic(), 0.0
 
         def missing_ranks() -> list[int]:
@@ -189,7 +198,11 @@ class MeetingChannel:
         self._ended[rank].set()
 
     def _admit(self, connection: socket.socket, peer: str, file: Path, key: bytes) -> int:
-        """Run the handshake with a worker and return its rank; ``_introduce`` is the worker's side."""
+        """Run node 0's side of the handshake with a worker and return its rank; ``_introduce`` is the worker's side.
+
+        Raise _Rejected if the peer does not know the key or has a rank that is taken or invalid. If its command
+        differs, the wait of ``start`` also ends with a ConfigError.
+        """
         deadline, nonce = time.monotonic() + _HANDSHAKE_SECONDS, secrets.token_hex(16)
         _send(connection, {"grpo": "node 0", "file": str(file), "nonce": nonce})
         answer = _receive(connection, deadline)
@@ -218,7 +231,11 @@ class MeetingChannel:
 
 
 def connect_to_node_0(meeting: Meeting, command: Message) -> socket.socket:
-    """Connect this node's worker to node 0, which may start later; wait at most ``meeting.limit`` seconds."""
+    """Connect this node's worker to node 0, which may start later, and return the connection after the handshake.
+
+    Raise ConfigError if node 0 does not answer within ``meeting.limit`` seconds or rejects this node, or if another
+    program listens there.
+    """
     say(f"node {meeting.rank}: waiting for node 0 at {meeting.endpoint}, at most {meeting.limit:.0f} s")
     deadline, last_error = time.monotonic() + meeting.limit, OSError()
 

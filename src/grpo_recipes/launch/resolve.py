@@ -61,7 +61,11 @@ class Options:
 
 
 def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Recipe]:
-    """Return the run to resume (None: a new run) and its recipe; raise ConfigError if it can't resume."""
+    """Return the run to resume and its recipe, after all checks of a resume; None and the recipe for a new run.
+
+    Notes on the resumed run are printed. If the run is just ending, wait for its end. Raise ConfigError if the run
+    can't resume, if options contradict each other, or if the recipe is wrong.
+    """
     # The frozen recipe of a submitted run contains the environment of the submission.
     environment = {} if os.environ.get(CODE_VARIABLE) else os.environ
     if options.resume is not None and options.recipe:
@@ -116,9 +120,10 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
 
 
 def require_rows(run: Run, allow_missing: bool) -> list[str]:
-    """Reject a resume if ``metrics.jsonl`` was removed; return a note if it does not have a row for each trained step.
+    """Check that ``metrics.jsonl`` has a row for each trained step; return a list with a note if rows are missing.
 
-    Rewards, charts and the summary are computed from these rows, so they would describe another run.
+    Rewards, charts and the summary are computed from these rows, so they would describe another run. Raise ConfigError
+    if the file does not exist, unless ``allow_missing`` is true.
     """
     path, checkpoint = run.folder / "metrics.jsonl", newest_complete(run.folder / "checkpoints")
     if checkpoint is None or step_of(checkpoint) == 0:
@@ -137,7 +142,7 @@ def require_rows(run: Run, allow_missing: bool) -> list[str]:
 
 
 def is_finished(run: Run, recipe: Recipe, options: Options) -> bool:
-    """Return whether a run is completed and no further step or change is requested, and print that.
+    """Return whether a run is completed and no further step or change is requested; if so, print it.
 
     A restart could only lose results. In a chain of jobs that resume a run, the jobs after its end exit without error.
     """
@@ -191,7 +196,10 @@ def make_logs() -> None:
 
 
 def note_job(folder: Path, recipe: Recipe, job: str) -> None:
-    """Write two files that connect the job ``<cluster>-<job>[_<task>]`` with its run directory."""
+    """Write two files that connect a Slurm job with its run directory ``folder``, in both directions.
+
+    ``job`` is ``<cluster>-<job>[_<task>]``. The run directory gets ``JOB_FILE``, and run_root gets a pointer file.
+    """
     pointers = _run_root(recipe) / POINTERS
     pointers.mkdir(parents=True, exist_ok=True)
     (pointers / job).write_text(str(folder))
@@ -207,7 +215,10 @@ def names_of(recipe: Recipe, run: Run | None = None) -> Names:
 
 
 def create_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run, Names]:
-    """Create the run directory; if another launch has just used its name, wait for a name with another second."""
+    """Create the run directory; return the run and its names, which differ from ``names`` if the folder exists.
+
+    If another launch has just used the name, wait for a name with another second. Raise ConfigError after a minute.
+    """
     for _ in range(60):
         if run := rundir.new_run(names.run_dir, names.run, names.timestamp, resources.facts()):
             return run, names
@@ -217,7 +228,11 @@ def create_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run,
 
 
 def require_same_world_size(run: Run, plan: Plan) -> None:
-    """Reject a resume if the number of training processes differs from the checkpoint or the submitted run."""
+    """Reject a resume if the plan has another number of training processes than before.
+
+    The number is compared with the newest checkpoint, or with the submitted plan if there is no checkpoint. Raise
+    ConfigError if they differ.
+    """
     checkpoint, planned = newest_complete(run.folder / "checkpoints"), plan.batch.world_size
     if checkpoint is not None:
         saved, subject = world_size_of(checkpoint), checkpoint.name  # each process has saved its own part
@@ -240,7 +255,12 @@ _ORDER_KEYS = (
 
 
 def require_same_data_order(run: Run, recipe: Recipe, plan: Plan) -> str:
-    """Reject a resume that would continue at another position in the data; return a note on ``ignore_data_skip``."""
+    """Reject a resume that would continue at another position in the data; return a note, or "" without a note.
+
+    The keys that determine the order of prompts, and the sizes of the batch, must be the same as before. With
+    ``ignore_data_skip``, nothing is compared, and the note explains that the epoch starts again. Raise ConfigError if a
+    value differs.
+    """
     checkpoint = newest_complete(run.folder / "checkpoints")
     if checkpoint is None or not run.plan:
         return ""
@@ -279,7 +299,7 @@ def needs_wandb(recipe: Recipe, environment: Mapping[str, str]) -> bool:
 
 
 def require_wandb_access(recipe: Recipe, environment: Mapping[str, str]) -> None:
-    """Reject a run that reports to W&B if W&B is unreachable: its client would end the trainer after minutes."""
+    """Reject a run that reports to W&B if W&B does not answer: its client would end the trainer after minutes."""
     address = environment.get("WANDB_BASE_URL") or "https://api.wandb.ai"
     if needs_wandb(recipe, environment) and not can_reach(address, environment):
         problem = f"W&B does not answer at {address} from this machine"

@@ -75,9 +75,10 @@ from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 
 
 def launch(options: resolve.Options, resources: Resources | None = None) -> int:
-    """Run a recipe and return the exit code: 0, 75 (stopped and saved), the code of the first failed rank, or 128+n.
+    """Run a recipe and return its exit code: 0, 75 (stopped and saved), the code of the first failed rank, or 128+n.
 
-    By default, ``resources`` are the resources of this machine. Raise ConfigError before anything starts if the recipe,
+    ``resources`` are by default the resources of this machine. With ``options.dry_run``, only print the plan. On a node
+    that joins another node's run, run the node worker instead. Raise ConfigError before anything starts if the recipe,
     a flag or the environment is wrong.
     """
     resources = resources or find_resources(os.environ)
@@ -109,7 +110,11 @@ def _prepare(
     run: rundir.Run | None, recipe: Recipe, options: resolve.Options, resources: Resources, stop: StopSignals,
     workers: NodeWorkers,
 ) -> Attempt:  # fmt: skip
-    """Check and plan the run, then create the run directory and everything that the processes need."""
+    """Check and plan the run, then create the run directory and everything that the processes need.
+
+    ``run`` is the run to resume, or None for a new run. Missing models and datasets are downloaded. Signals are
+    deferred from the moment when the run directory is created. Raise ConfigError if a check fails.
+    """
     names = resolve.names_of(recipe, run)
     resources = preflight_nodes(workers, resources, os.environ, names.run_dir.parent)
     plan = make_plan(recipe, resources, os.environ)
@@ -173,7 +178,10 @@ def _dry_run(options: resolve.Options, resources: Resources) -> int:
 
 
 def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
-    """Run the processes of an attempt; afterwards no process and no scratch of the run is left."""
+    """Run the processes of an attempt and return how they ended; no exception is raised for a failure.
+
+    At the end, no process and no scratch folder of the run is left, also on other nodes. Signals are ignored then.
+    """
     ending = Ending(1, "the launcher failed")
     try:
         stop.resume(rundir.stop_file(attempt.run.folder))
@@ -199,14 +207,20 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
 
 
 def _blame_slurm(ending: Ending, stop: StopSignals) -> Ending:
-    """Return SIGTERM as the cause of a failure after it, because Slurm sends it to every process of the job."""
+    """Replace the ending of a failure after SIGTERM by ``stopped by SIGTERM``; return any other ending unchanged.
+
+    Slurm sends SIGTERM to every process of the job, so the failure is only its effect.
+    """
     if signal.SIGTERM in stop.received and ending.code not in (0, EXIT_STOPPED):
         return Ending(128 + signal.SIGTERM, "stopped by SIGTERM")
     return ending
 
 
 def make_smoke_task(attempt: Attempt) -> Ending | None:
-    """Create the built-in smoke model and data if the recipe uses one of them and they do not exist."""
+    """Create the built-in smoke models and data that the recipe uses, if they do not exist.
+
+    Return an ending if this fails, else None.
+    """
     keys = ("model_name_or_path", "dataset_name", "eval_dataset_name")
     for name in dict.fromkeys(attempt.recipe[key] or "" for key in keys):
         if not name.startswith(SMOKE_SCHEME):
@@ -230,10 +244,11 @@ class Restarts:
     stepped: bool = False  # whether a step was completed in this attempt
 
     def decide(self, ending: Ending, stopping: bool) -> Ending:
-        """Decide whether the lost process may be restarted.
+        """Decide whether the lost process may be restarted, and count the restart.
 
         If it may, return the ending unchanged. If it may not, return the ending without ``lost``, and with the limit
-        that forbids a restart in its cause.
+        that forbids a restart in its cause. A restart with a newer model (``renews``) is always allowed and not
+        counted.
         """
         lost = ending.lost
         if ending.renews:
@@ -319,9 +334,11 @@ class Supervisor:
         return processes.wait_for_ending(running, tick, self._stopping)
 
     def _groups_to_restart(self, lost: Process) -> list[Group]:
-        """Return the groups that are restarted for a lost process: its own, and possibly trainers and dependents.
+        """Return the running groups that are restarted for a lost process, in the order of the plan.
 
-        Trainers restart from the newest checkpoint, so processes that remember their later state restart, too.
+        They are the group of its role, and for ``restart with trainers`` also the trainers and their companions
+        (``with_trainers``). Trainers restart from the newest checkpoint, so processes that remember their later state
+        restart, too.
         """
         with_trainers = lost.on_loss == "restart with trainers"
         running = ((group, group.process) for group in self._running())
@@ -365,7 +382,10 @@ class Supervisor:
         return [self._groups[role] for role in self._planned if role in self._groups]
 
     def _start_missing(self) -> Ending | None:
-        """Start the missing groups in the order of the plan; return an ending if a process fails before the end."""
+        """Start the missing groups in the order of the plan, and wait for each group that must be ready.
+
+        Return an ending if a process fails before all groups have started, else None.
+        """
         for role in self._planned:
             if not self._is_missing(role):
                 continue
@@ -440,7 +460,11 @@ class Supervisor:
         return replace(process, argv=[*process.argv[:index], self._model, *process.argv[index + 1 :]])
 
     def _wait_until_ready(self, started: StartedProcess) -> Ending | None:
-        """Wait until a process is ready; return an ending if it fails, or if another process ends first."""
+        """Wait until a process is ready and return None, or return an ending if it or another process ends first.
+
+        If another process took the port of the server and the recipe does not set the port, the ending has the server
+        as ``lost``, so that it is started again on another port.
+        """
         assert isinstance(started, Child)
         monitor, endings = self._monitor, list[Ending]()
 

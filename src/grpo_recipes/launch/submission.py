@@ -59,7 +59,11 @@ class Submission:
 
 
 def site_profile(name: str, environment: Mapping[str, str]) -> Profile:
-    """Read a profile by its path, relative to the working folder or the repository, or by its name."""
+    """Read a Slurm profile by its path or by its name.
+
+    A path is relative to the working folder or the repository. The name is a file in ``slurm/profiles``. The variable
+    SLURM_GPU_FLAG_STYLE replaces ``gpu_flag_style``. Raise ConfigError if there is no such profile.
+    """
     shipped = home() / PROFILES
     paths = [Path(name), home() / name, shipped / f"{name}.yaml"]
     path = next((path for path in paths if os.path.isfile(path)), None)  # isfile accepts names that are too long
@@ -86,7 +90,11 @@ def site_resources(profile: Profile) -> Resources:
 def prepare_submission(
     profile: Profile, recipe_name: str | None, task: str | None, flags: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[Submission, Estimates]:
-    """Check and plan a recipe (None: CONFIG or the default recipe); raise ConfigError if its job would fail."""
+    """Check and plan a run for submission; raise ConfigError if its job would fail. Nothing is created.
+
+    Without ``recipe_name``, CONFIG or the default recipe is used. ``flags`` are flags for recipe keys. The checks
+    include memory, free space, W&B and hooks, and `grpo check --deep` in a separate process.
+    """
     environment = site_environment(profile, environment)
     resources, profile_notes = site_resources(profile), check_profile(profile)
     recipe = with_site_run_root(resolve_recipe(recipe_name, task, flags, environment, resources.device), profile)
@@ -121,9 +129,10 @@ def prepare_submission(
 
 
 def check_profile(profile: Profile) -> list[str]:
-    """Reject a profile with too few cores or too little memory for its GPUs; return notes on options that are missing.
+    """Check that a profile has enough cores and memory for its GPUs; return notes on options that it does not set.
 
-    It also rejects a working folder that Slurm cannot use: Slurm replaces %j and similar in the paths of its logs.
+    Raise ConfigError if it has too few, or if Slurm cannot use the working folder: Slurm replaces %j and similar in the
+    paths of its logs.
     """
     file, problems = f"{profile.name}.yaml", []
     for problem, option in find_shortages(profile.gpus, profile.cpus or math.inf, slurm_bytes(profile.mem)):
@@ -147,7 +156,10 @@ def check_profile(profile: Profile) -> list[str]:
 
 
 def require_environment(profile: Profile) -> None:
-    """Reject this environment if the job's nodes need one for another device and the profile does not specify one."""
+    """Reject this Python environment if the job's nodes need an environment for another device.
+
+    A profile that specifies an environment passes. Raise ConfigError otherwise.
+    """
     if profile.env_dir or profile.env_activate or profile.conda_env:
         return
     device, job_device = environment_device(), "cuda" if profile.gpus else "cpu"
@@ -158,7 +170,11 @@ def require_environment(profile: Profile) -> None:
 
 
 def submit_run(submission: Submission, profile: Profile) -> tuple[Run, int]:
-    """Freeze the run, submit its script, and return the run and its job id; if sbatch fails, remove the run again."""
+    """Freeze the run, submit its batch script, and return the run and its job id.
+
+    If sbatch fails, remove the run directory again and raise ConfigError. After an error that may have queued the job
+    (``MaybeSubmitted``), the run directory stays.
+    """
     run = freeze(submission)
     try:
         job = submit_script(run.folder, submission.script(profile))
@@ -171,7 +187,10 @@ def submit_run(submission: Submission, profile: Profile) -> tuple[Run, int]:
 
 
 def submit_script(folder: Path, text: str) -> int:
-    """Write a batch script to a folder, submit it from the working folder, and return its job id."""
+    """Write ``job.sh`` to a folder, submit it from the working folder, and return its job id.
+
+    Raise ConfigError if the file cannot be written or sbatch fails.
+    """
     make_logs()  # Slurm opens its logs before the script runs
     script = folder / "job.sh"
     fix = "set run_root to a folder with free space that you can write to"
@@ -185,7 +204,8 @@ def submit_script(folder: Path, text: str) -> int:
 def freeze(submission: Submission) -> Run:
     """Create a new run directory with recipe, plan and a copy of the code, for a run that starts later.
 
-    ``grpo launch --resume DIR`` with the variables of ``frozen_environment`` starts the run with that copy.
+    ``grpo launch --resume DIR`` with the variables of ``frozen_environment`` starts the run with that copy. Raise
+    ConfigError if the directory exists or cannot be written; an incomplete directory is removed.
     """
     names, plan, environment = submission.names, submission.plan, submission.environment
     run = new_run(names.run_dir.absolute(), names.run, names.timestamp, submission.resources.facts())

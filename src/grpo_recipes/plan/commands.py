@@ -102,12 +102,18 @@ def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: P
 
 
 def wandb_environment(recipe: Recipe) -> dict[str, str]:
-    """Return W&B's own variables for the recipe's keys, which already have the values of exported variables."""
+    """Return W&B's own variables (``WANDB_*``) with the values of the recipe's keys; empty values are skipped.
+
+    A key already has the value of an exported variable, so the result never contradicts the user's environment.
+    """
     return {name: recipe[key] for name, key in environment_keys().items() if name.startswith("WANDB_") and recipe[key]}
 
 
 def hub_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for the hub's downloads and login; empty if the user has set HF_HOME."""
+    """Return the variables for the hub's downloads and login, below the cache folder.
+
+    The result is empty if the user has set HF_HOME. A login in the default folder stays valid.
+    """
     if "HF_HOME" in environment:
         return {}
     variables = {"HF_HOME": str(cache_root(environment) / "huggingface")}
@@ -125,7 +131,10 @@ def _no_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict
 
 
 def _network_variables(plan: Plan, resources: Resources, environment: Mapping[str, str], node: int) -> dict[str, str]:
-    """Return the variables that a process of a node needs to reach the server and other nodes."""
+    """Return the variables that a process on node ``node`` needs to reach the server and other nodes.
+
+    The user's exported variables are kept. On a single node, only VLLM_HOST_IP is set, and only if there is a server.
+    """
     variables = {}
     if plan.mode == "server":
         # Rank 0 opens the NCCL group at this address. By default, vLLM would choose the interface of the default route.
@@ -166,7 +175,11 @@ def with_processes(
     plan: Plan, recipe: Recipe, resources: Resources, environment: Mapping[str, str], names: Names,
     sources: Assets | None = None,
 ) -> Plan:  # fmt: skip
-    """Return the plan with its timeouts and processes; they work offline if all ``sources`` are on this machine."""
+    """Return the plan with its timeouts and with the argv, environment and log of every process.
+
+    The processes work offline if all ``sources`` are on this machine. A large model lengthens the timeouts, except a
+    ``vllm_server_timeout`` that the recipe sets. Each process gets only the secrets that its role needs.
+    """
     size = weight_bytes(plan.model)
     extra_seconds = round(_SECONDS_A_GB * size / 1e9)
     server_timeout = recipe["vllm_server_timeout"] + (0 if recipe.is_set("vllm_server_timeout") else extra_seconds)
@@ -207,7 +220,10 @@ def log_folder(environment: Mapping[str, str]) -> Path:
 
 
 def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names) -> Process:
-    """Return the vLLM server, on the first node."""
+    """Return the vLLM server of the plan as a process of the first node.
+
+    If the weight sync method can connect to a new server, a lost server restarts alone, otherwise with the trainers.
+    """
     variables = server_environment(plan.device, plan.ports.vllm_internal, environment) | _plugins(environment)
     for part in roles():
         variables |= part.server_variables(recipe, names)
@@ -232,7 +248,7 @@ def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: N
 
 
 def weight_bytes(model: str) -> int:
-    """Return the bytes of the weights in a model's folder, 0 without that folder."""
+    """Return the bytes of the weights in a model's folder; 0 for a hub id or a folder without weights."""
     for pattern in ("*.safetensors", "pytorch_model*.bin"):
         if sizes := [path.stat().st_size for path in Path(model).glob(pattern)]:
             return sum(sizes)
@@ -259,7 +275,10 @@ def vllm_environment(device: str, environment: Mapping[str, str]) -> dict[str, s
 
 
 def server_environment(device: str, internal_port: int | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the server's own variables; vLLM numbers its internal ports from ``internal_port``."""
+    """Return the variables that the server gets in addition to the variables of every process.
+
+    ``internal_port`` is the first of vLLM's internal ports, or None if vLLM chooses them.
+    """
     variables = {
         **vllm_environment(device, environment),
         "VLLM_SERVER_DEV_MODE": "1",
@@ -356,7 +375,11 @@ def longest_sequence(recipe: Recipe) -> int | None:
 
 
 def gpu_share(recipe: Recipe, mode: str) -> float:
-    """Return the fraction of a GPU's memory for vLLM; by default it is smaller if the GPU also trains."""
+    """Return the fraction of a GPU's memory for vLLM.
+
+    If the recipe does not set ``vllm_gpu_memory_utilization``, the fraction is smaller if the GPU also trains. ``mode``
+    is the mode of the plan.
+    """
     shares = mode == "colocate" or "shared" in (recipe["weight_sync"], recipe["vllm_gpu"])
     if shares and not recipe.is_set("vllm_gpu_memory_utilization"):
         return _COLOCATED_SHARE
@@ -364,7 +387,10 @@ def gpu_share(recipe: Recipe, mode: str) -> float:
 
 
 def read_tee(environment: Mapping[str, str]) -> str | None:
-    """Return ACC_TEE, the setting of accelerate that puts a rank's name before each line; None if not set."""
+    """Return ACC_TEE, the setting of accelerate that puts a rank's name before each line; None if it is not set.
+
+    Raise ConfigError for a value that accelerate does not accept.
+    """
     value = environment.get("ACC_TEE") or None
     if value not in (None, "0", "1", "2", "3"):
         raise config_error("ACC_TEE", f"expected 0, 1, 2 or 3, got '{value}'", "set 1 (stdout), 2 (stderr) or 3 (both)")

@@ -84,12 +84,12 @@ class Resources:
     gpu_gib: float | None = None  # memory of the smallest GPU; None if unknown
 
     def on_nodes(self, count: int) -> Resources:
-        """Return the resources of ``count`` nodes that are all like this one."""
+        """Return the resources of ``count`` nodes that are all like this node, with placeholders as their addresses."""
         nodes = [Node(self.gpus, self.cores, f"ADDRESS_OF_NODE_{index}") for index in range(count)]
         return replace(self, nodes=tuple(nodes) if count > 1 else ())
 
     def facts(self) -> dict[str, Any]:
-        """Return the machine's part of the identity in run.json."""
+        """Return job, device and number of cores for the record of the run in run.json."""
         job = f"{self.job.cluster}-{self.job.id}" if self.job else None
         return {"job": job, "flavour": self.device, "cores": self.cores}
 
@@ -108,7 +108,10 @@ def find_resources(environment: Mapping[str, str]) -> Resources:
 
 
 def environment_device() -> str:
-    """Return the device of the installed torch, ``cpu`` or ``cuda``; raise ConfigError for another version of TRL."""
+    """Return the device of the installed torch, ``cpu`` or ``cuda``.
+
+    Raise ConfigError if torch or TRL is missing, or if TRL has another version than the recipe keys.
+    """
     missing = importlib.metadata.PackageNotFoundError
     with translate(
         missing, lambda error: config_error("environment", f"{error.name} is not installed", "run make setup")
@@ -121,7 +124,10 @@ def environment_device() -> str:
 
 
 def nvidia_smi(*arguments: str) -> str | None:
-    """Return the output of nvidia-smi, or None if it is not installed; raise ConfigError if it hangs."""
+    """Return the output of nvidia-smi with these arguments, or None if it is not installed.
+
+    Raise ConfigError if it does not answer in time. Its exit code is ignored.
+    """
     problem = f"nvidia-smi did not answer within {_DRIVER_SECONDS} seconds"
     error = config_error("devices", problem, "exclude this node and report it to the admins")
     with contextlib.suppress(OSError), translate(subprocess.TimeoutExpired, lambda _: error):
@@ -131,7 +137,11 @@ def nvidia_smi(*arguments: str) -> str | None:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the GPUs the driver lists, limited to CUDA_VISIBLE_DEVICES (indices, UUIDs or MIG ids)."""
+    """Return the ids of the GPUs that the driver lists, limited to CUDA_VISIBLE_DEVICES (indices, UUIDs or MIG ids).
+
+    Return an empty tuple without nvidia-smi. Raise ConfigError if the variable names a GPU that does not exist, or
+    names a GPU twice.
+    """
     listing = nvidia_smi("-L")
     return () if listing is None else select_gpus(listing, environment.get("CUDA_VISIBLE_DEVICES"))
 
@@ -139,7 +149,9 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
 def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
     """Return the ids to use, given the output of ``nvidia-smi -L`` and the value of CUDA_VISIBLE_DEVICES.
 
-    A shortened UUID becomes the full one: CUDA accepts both, but vLLM uses NVML, which needs the full UUID.
+    Without the variable (None), these are the indices of all GPUs. A shortened UUID becomes the full UUID: CUDA accepts
+    both, but vLLM uses NVML, which needs the full UUID. Raise ConfigError for a GPU that is not listed or is given
+    twice.
     """
     indices, uuids = re.findall(r"^GPU (\d+):", listing, re.MULTILINE), re.findall(r"\(UUID: (.*)\)", listing)
     if visible is None:
@@ -161,7 +173,7 @@ def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
 
 
 def gpu_memory(environment: Mapping[str, str]) -> float | None:
-    """Return the memory of the smallest visible GPU in GiB; None without a driver."""
+    """Return the memory of the smallest visible GPU in GiB; None without nvidia-smi or without GPUs."""
     listing = nvidia_smi("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
     gpus = re.findall(r"^(\d+), *(\S+), *(\d+)$", listing or "", re.MULTILINE)
     items = [item.strip() for item in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if item.strip()]
@@ -171,13 +183,17 @@ def gpu_memory(environment: Mapping[str, str]) -> float | None:
 
 
 def share_gpu(recipe: Recipe, resources: Resources, mode: str) -> bool:
-    """Return whether the server and rank 0 use one GPU: by ``vllm_gpu: shared`` or ``weight_sync: shared``."""
+    """Return whether the server and rank 0 use one GPU, as ``vllm_gpu: shared`` or ``weight_sync: shared`` request."""
     shares = "shared" in (recipe["weight_sync"], recipe["vllm_gpu"])
     return mode == "server" and resources.device == "cuda" and shares
 
 
 def need_shareable_gpu(recipe: Recipe, resources: Resources, mode: str, bridge: str | None) -> None:
-    """Reject ``vllm_gpu: shared`` if the server and rank 0 can't be on one GPU."""
+    """Raise ConfigError if ``vllm_gpu: shared`` is set, but the server and rank 0 can't be on one GPU.
+
+    Some weight sync methods (``bridge``) need a GPU for each, and ``vllm_node: own`` puts no trainer on the server's
+    node.
+    """
     if recipe["vllm_gpu"] != "shared" or mode != "server" or resources.device == "cpu":
         return
     source = recipe.source("vllm_gpu")
@@ -191,9 +207,11 @@ def need_shareable_gpu(recipe: Recipe, resources: Resources, mode: str, bridge: 
 
 
 def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the server's GPUs and the training GPUs of each node. Rank 0 gets the first training GPU.
+    """Return the server's GPUs, and a list with the training GPUs of each node. Rank 0 gets the first training GPU.
 
-    The server gets the first GPUs of the first node. A GPU that the server and rank 0 share is in both results.
+    The server gets the first GPUs of the first node. A GPU that the server and rank 0 share is in both results. Without
+    a server, and on CPU, the first result is empty. Raise ConfigError if no GPU would be left to train on, or if
+    ``vllm_node: own`` has no second node or no server.
     """
     node_gpus = [node.gpus for node in resources.all_nodes()]
     separate_node = recipe["vllm_node"] == "own"
@@ -215,7 +233,7 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
 
 
 def need_exportable_memory(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError for expandable segments, because cudaIpcGetMemHandle can't export their memory."""
+    """Raise ConfigError if torch uses expandable segments, because cudaIpcGetMemHandle can't export their memory."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:True" in environment.get(name, ""):
             problem = "weight_sync: shared can't share memory in expandable segments with another process"
@@ -223,9 +241,11 @@ def need_exportable_memory(environment: Mapping[str, str]) -> None:
 
 
 def count_trainers(recipe: Recipe, resources: Resources, training_gpus: Sequence[tuple[str, ...]]) -> int:
-    """Return the most training processes: ``num_processes``, or the number of GPUs, on CPU of training nodes.
+    """Return the largest number of training processes that the recipe and the devices allow.
 
-    ``training_gpus`` has the GPUs of each node.
+    This is ``num_processes``, or by default one process for each training GPU, or on CPU one for each training node. It
+    is 1 with ``accelerator: single``. ``training_gpus`` has the GPUs of each node. Raise ConfigError if
+    ``num_processes`` is larger than the number of GPUs, or contradicts ``accelerator: single``.
     """
     requested = recipe["num_processes"]
     if resources.device == "cuda":
@@ -245,7 +265,10 @@ def count_trainers(recipe: Recipe, resources: Resources, training_gpus: Sequence
 def place_trainers(
     recipe: Recipe, resources: Resources, mode: str, training_gpus: Sequence[tuple[str, ...]], world_size: int
 ) -> tuple[Placement, ...]:
-    """Spread the trainers evenly over the nodes; raise ConfigError if a node of the job would have no process."""
+    """Spread ``world_size`` trainers evenly over the nodes; return a placement for each node with trainers.
+
+    ``training_gpus`` has the GPUs of each node. Raise ConfigError if a node of the job would have no process.
+    """
     node_count = len(training_gpus)
     limits = [len(gpus) for gpus in training_gpus] if resources.device == "cuda" else [world_size] * node_count
     if recipe["vllm_node"] == "own":
@@ -273,7 +296,7 @@ def spread(processes: int, limits: Sequence[int]) -> list[int]:
 
 
 def used_gpus(server_gpus: Sequence[str], trainers: Sequence[Placement]) -> set[tuple[int, str]]:
-    """Return node and id of each GPU that serves or trains."""
+    """Return the GPUs that serve or train as pairs of node and GPU id. The server is on node 0."""
     training = {(placement.node, gpu) for placement in trainers for gpu in placement.gpus}
     return training | {(0, gpu) for gpu in server_gpus}
 
@@ -287,9 +310,9 @@ def find_unused_gpus(resources: Resources, used: Collection[tuple[int, str]]) ->
 def derive_batch(recipe: Recipe, trainers: int) -> Batch:
     """Spread the recipe's batch over at most ``trainers`` processes; raise ConfigError if groups would be incomplete.
 
-    With ``prompts_per_step`` the batch is the same for every number of trainers. The result uses the largest number
-    of trainers that divides the batch, and ``per_device_train_batch_size`` is the upper limit of a forward pass.
-    Without ``prompts_per_step``, TRL's keys have the same meaning as in TRL.
+    With ``prompts_per_step``, the batch is the same for every number of trainers. The result uses the largest number of
+    trainers that divides the batch, and ``per_device_train_batch_size`` is the upper limit of a forward pass. Without
+    ``prompts_per_step``, all ``trainers`` are used, and TRL's keys have the same meaning as in TRL.
     """
     group, per_device = recipe["num_generations"], recipe["per_device_train_batch_size"]
     if group is None:
@@ -324,7 +347,8 @@ def derive_eval_batch(recipe: Recipe, batch: Batch) -> int | None:
     """Return the completions of one evaluation batch on one process; None without evaluation.
 
     TRL needs whole groups, so the world size times this size is a multiple of ``num_generations_eval``. The upper limit
-    is ``per_device_eval_batch_size``, or by default the completions of a training generation on one process.
+    is ``per_device_eval_batch_size``, or by default the completions of a training generation on one process. Raise
+    ConfigError if ``per_device_eval_batch_size`` is too small for a whole group.
     """
     if recipe["eval_strategy"] == "no":
         return None

@@ -234,9 +234,10 @@ class Workload(dict[str, Any]):
         return bool(self["mode"] == "colocate" and self["vllm_enable_sleep_mode"])
 
     def trainer(self, awake: int = 0) -> Parts:
-        """Return the memory of one training process at its peak, part by part.
+        """Return the memory of one training process at its peak: name of a part -> bytes.
 
-        ``awake`` is the memory of a co-located vLLM that sleeps outside of generations.
+        ``awake`` is the memory of a co-located vLLM that sleeps outside of generations. The peak is the largest of
+        several moments of a step, so parts that only other moments need are missing.
         """
         on_cpu, parameters, accelerator = self["device"] == "cpu", self["parameters"], self["accelerator"]
         nccl = _NCCL if self["world_size"] > 1 or self["bridge"] == "nccl" else 0
@@ -297,16 +298,16 @@ class Workload(dict[str, Any]):
         return int(length * 2 * self["layers"] * keys * self.served)
 
     def checkpoint(self) -> int:
-        """Return the size of a checkpoint: trained weights and optimizer states of all processes."""
+        """Return the bytes of a checkpoint: trained weights and optimizer states of all processes."""
         weights = 4 * self.trained if self["use_peft"] else self.element * self["parameters"]
         model = self.trained_element * self["parameters"] if self.zero else 0  # DeepSpeed saves its own copy too
         return int(weights + self.states * self.shards + model)
 
 
 def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> dict[str, Need]:
-    """Estimate the memory of trainer and server by role; ``gpu_gib`` is the memory of one GPU, if known.
+    """Estimate the memory of a trainer and of the server: role -> need. A need that does not fit has a fix.
 
-    Raise UnknownShape if the model's sizes are unknown.
+    ``gpu_gib`` is the memory of one GPU, or None if it is unknown. Raise UnknownShape if the model's sizes are unknown.
     """
     work = Workload.of(recipe, plan)
     gpu = int(gpu_gib * GIB) if gpu_gib is not None and plan.device == "cuda" else None
@@ -339,7 +340,11 @@ def find_needs(work: Workload, gpu: int | None) -> dict[str, Need]:
 
 
 def suggest(role: str, recipe: Recipe, work: Workload, gpu: int | None) -> str:
-    """Suggest the first change that makes the role fit; it costs the least speed."""
+    """Return a fix, as text for the user, for a role that does not fit: the first change of keys that makes it fit.
+
+    The changes are tried in the order of ``_changes``, those that cost little speed first. If no change is enough, the
+    fix is larger GPUs. ``gpu`` is the memory of one GPU in bytes.
+    """
     for change in _changes(role, recipe, work):
         if _is_rejected(work, change):
             continue
@@ -362,7 +367,7 @@ def _is_rejected(work: Workload, change: Facts) -> bool:
 
 
 def _changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
-    """Yield changes to try, those with little cost first."""
+    """Yield changes of recipe keys to try for a role that does not fit; changes that cost little speed come first."""
     share, heads = int(work["vllm_gpu_memory_utilization"] * _SHARES), work["heads"]
     if role == "server":
         longest = work["vllm_max_model_length"] // _LENGTH_STEP * _LENGTH_STEP
@@ -430,7 +435,7 @@ class Estimates:
     unknown: str = ""  # reason without estimates of memory and disk
 
     def lines(self) -> list[str]:
-        """Format the estimates for a person: a line for each, and a line with a fix for each that does not fit."""
+        """Format the estimates for a person: a line for each need, then a line with the fix of each need that does not fit."""
         needs = [("memory", role, need) for role, need in self.memory.items()]
         needs += [("disk", "run", self.disk)] if self.disk else []
         return [
@@ -448,7 +453,8 @@ class Estimates:
 def estimate(plan: Plan, recipe: Recipe, names: Names, gpu_gib: float | None, walltime: float | None) -> Estimates:
     """Estimate memory, disk and speed of a plan in about 0.1 seconds.
 
-    ``gpu_gib`` is the memory of one GPU and ``walltime`` the job's time limit in seconds; None if unknown.
+    ``gpu_gib`` is the memory of one GPU and ``walltime`` the job's time limit in seconds; None if unknown. If the sizes
+    of the model are unknown, the result has no memory and no disk, and gives the reason.
     """
     speed = find_speed(plan, names, walltime)
     try:

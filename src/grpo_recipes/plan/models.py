@@ -28,7 +28,10 @@ class UnknownShape(Exception):
 
 
 def model_facts(config: Mapping[str, Any]) -> Facts:
-    """Return the sizes of a decoder from its ``config.json``; raise UnknownShape for another kind of model."""
+    """Return the sizes of a decoder from its ``config.json``: name -> number, and ``saved``, the dtype in the file.
+
+    Raise UnknownShape for another kind of model, or if a size is missing.
+    """
     kind = config.get("model_type")
     if kind not in _KNOWN:
         raise UnknownShape(f"models of type '{kind}' are not supported")
@@ -51,9 +54,9 @@ def model_facts(config: Mapping[str, Any]) -> Facts:
 
 
 def read_model(folder: str, name: str = "") -> Facts:
-    """Return the sizes of the model in a folder; if it is not there yet, the shipped sizes of the model's ``name``.
+    """Return the sizes of the model in a folder; without a config.json there, the shipped sizes of the model ``name``.
 
-    Raise UnknownShape if neither is known.
+    Raise UnknownShape if neither exists.
     """
     file = Path(folder) / "config.json"
     if name in shipped_configs() and not file.is_file():

@@ -60,9 +60,9 @@ def make_plan(
 ) -> Plan:
     """Plan a run of a checked recipe; raise ConfigError if the recipe contradicts the environment or the resources.
 
-    CONFIG_FILE and the caches come from the user's ``environment``. Without ``names`` the plan has no processes. A
-    launch first reserves ports, downloads its sources and makes its run directory, and then calls ``with_sources`` and
-    ``with_processes``.
+    CONFIG_FILE and the caches come from the user's ``environment``. Without ``names``, the plan has no processes. With
+    ``sources``, the plan uses the folder of a downloaded model. A launch first reserves ports, downloads its sources
+    and makes its run directory, and then calls ``with_sources`` and ``with_processes``.
     """
     mode = _choose_mode(recipe, resources)
     server_gpus, training_gpus = devices.split_gpus(recipe, resources, mode)
@@ -138,7 +138,7 @@ def _need_equal_groups(recipe: Recipe, trainers: int) -> None:
 def _notes(
     plan: Plan, recipe: Recipe, resources: Resources, environment: Mapping[str, str], most_trainers: int
 ) -> Iterator[str]:
-    """Yield notes about a plan for the user; ``most_trainers`` fit on the devices."""
+    """Yield notes about a plan for the user; ``most_trainers`` is the number of trainers that the devices allow."""
     used, job = devices.used_gpus(plan.server_gpus, plan.placement), resources.job
     if len(used) > 1 and any(gpu.startswith("MIG-") for _, gpu in used):
         yield "NCCL between MIG slices is untested: use one slice with vllm_mode: colocate, or whole GPUs"
@@ -174,7 +174,8 @@ def _prompts_for_all(recipe: Recipe, trainers: int) -> str:
 def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Assets) -> Plan:
     """Return the plan with the folder of a downloaded model and notes about its sources.
 
-    With a folder, all processes use the same commit. TRL passes no revision to a co-located vLLM.
+    With a folder, all processes use the same commit, because TRL passes no revision to a co-located vLLM. Raise
+    ConfigError if vLLM would read the folder as a pattern.
     """
     asset = sources.model
     model = asset.path if asset is not None and asset.from_hub else plan.model
@@ -186,10 +187,11 @@ def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Asse
 
 
 def max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | None:
-    """Return the most completions that a vLLM engine of the run generates at the same time; None without vLLM.
+    """Return the most completions that a vLLM engine of the run generates at the same time.
 
-    By default this is the largest number that the run requests at the same time. Above vLLM's own default, the logits
-    of all sequences take at most a tenth of the memory that remains for the KV cache.
+    The recipe's ``vllm_max_num_seqs`` decides if it is set. By default, this is the largest number that the run
+    requests at the same time. Above vLLM's own default, the logits of all sequences take at most a tenth of the memory
+    that remains for the KV cache. Return None if the run starts no vLLM.
     """
     if plan.mode in ("transformers", EXTERNAL):
         return None
@@ -229,7 +231,11 @@ def _weighting(recipe: Recipe) -> Weighting:
 
 
 def _choose_mode(recipe: Recipe, resources: Resources) -> str:
-    """Choose the source of completions: a vLLM server, an external server, vLLM in the trainers, or transformers."""
+    """Return the source of completions: ``server``, ``colocate`` (vLLM in the trainers), ``transformers`` or EXTERNAL.
+
+    With a single GPU, ``colocate`` replaces a server that the recipe does not set explicitly. Raise ConfigError if a
+    server is needed but has no GPU, or if a node has no GPU in a CUDA environment.
+    """
     nodes = resources.all_nodes()
     node_without_gpu = next((index for index, node in enumerate(nodes) if not node.gpus), None)
     if resources.device == "cuda" and node_without_gpu is not None:
@@ -263,7 +269,11 @@ def _choose_mode(recipe: Recipe, resources: Resources) -> str:
 
 
 def _choose_bridge(recipe: Recipe, resources: Resources, mode: str, spans_nodes: bool) -> tuple[str | None, str]:
-    """Return the weight sync method, None without a server, and the reason for it."""
+    """Return the weight sync method, and the reason for the choice as text.
+
+    The method is None without a vLLM server of the run. ``spans_nodes`` means that the server and rank 0 are on
+    different nodes.
+    """
     if mode == EXTERNAL:
         return None, f"{recipe['server_backend']} at {recipe['vllm_server_base_url']}, weights as files"
     if mode != "server":
@@ -291,7 +301,10 @@ def _sizes_in(content: Any) -> Iterator[tuple[str, int]]:
 
 
 def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
-    """Return the file of CONFIG_FILE, which must exist, or TRL's packaged accelerate file."""
+    """Return the path of CONFIG_FILE, or of the accelerate file in TRL's package for this accelerator.
+
+    Raise ConfigError if CONFIG_FILE does not exist, is not YAML, or splits sequences over processes.
+    """
     if path := environment.get("CONFIG_FILE"):
         if not Path(path).is_file():
             raise config_error(
@@ -347,8 +360,8 @@ def describe(
 ) -> str:
     """Format the plan for a person: a line for each fact, the lines of ``estimates``, and a block for each process.
 
-    A block has the process's argv and environment, or only the variables in ``environment_differences``. Without
-    ``argv``, a process has one line with its devices and its log.
+    A block has the process's argv and environment. ``environment_differences`` has the variables to show instead, by
+    the name of the process. Without ``argv``, a process has one line with its devices and its log.
     """
     several = len(plan.nodes) > 1
     server = f"server {plan.ports.server}, weights {plan.ports.group}, " if plan.mode == "server" else ""

@@ -61,7 +61,11 @@ def port_keys() -> tuple[str, ...]:
 
 
 def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
-    """Return the ports of the recipe; by default fixed numbers outside Slurm and a block of numbers inside a job."""
+    """Return the ports of the recipe; a port that the recipe does not set gets a default. Nothing is reserved.
+
+    Outside Slurm, the defaults are fixed numbers. In a job, they are a block of numbers that depends on the job's id,
+    so that jobs on one node rarely collide.
+    """
     added = {key: load(default)(recipe.__getitem__) for key, default in merged("ports").items()}
     numbers, internal = {**DEFAULT_PORTS, **{key: port for key, port in added.items() if port is not None}}, None
     if job is not None:
@@ -88,11 +92,12 @@ def _make_ports(numbers: Mapping[str, int], internal: int | None) -> Ports:
 def choose_free_ports(
     recipe: Recipe, ports: Ports, host: str, free_there: Callable[[int], bool] | None = None, server: bool = True
 ) -> tuple[Ports, list[str]]:
-    """Reserve the ports, or the next free port for each busy one, and return them with notes about the changes.
+    """Reserve the ports, or the next free port instead of a busy port; return them and notes about the changes.
 
-    A busy port that the user has set is a ConfigError. The vLLM server listens on ``host``, and processes of extensions
-    listen on the loopback. Rank 0 opens the other two ports. If rank 0 is on another node, ``free_there`` checks and
-    reserves a port on that node.
+    Raise ConfigError if a port that the user has set is busy, or if no port is free. The vLLM server listens on
+    ``host``, and processes of extensions listen on the loopback. Rank 0 opens the other two ports. If rank 0 is on
+    another node, ``free_there`` checks and reserves a port on that node. Without a ``server``, only the port of the
+    trainers is reserved.
     """
     chosen: dict[str, int] = {}
     notes = []
@@ -115,7 +120,10 @@ def choose_free_ports(
 
 
 def need_named_ports(recipe: Recipe) -> None:
-    """Raise a ConfigError if a port that the user has set is busy; a sweep checks this before its first run."""
+    """Raise ConfigError if a port that the user has set is busy. Nothing is reserved.
+
+    A sweep checks this before its first run.
+    """
     for key in port_keys():
         needed = key == "main_process_port" or starts_server(recipe)
         host = LOOPBACK if key not in DEFAULT_PORTS else recipe["vllm_server_host"]
@@ -203,7 +211,10 @@ def is_free(host: str, port: int) -> bool:
 
 
 def find_listener(port: int) -> int | None:
-    """Return the process id of the listener on ``port``; 0 for another user's process, None without a listener."""
+    """Return the process id of the listener on ``port`` of this machine, or None without a listener.
+
+    The result is 0 if the listener belongs to another user.
+    """
     for connection in psutil.net_connections(kind="tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
             return connection.pid or 0
@@ -236,9 +247,10 @@ def wait_until_ready(
 
 
 def wait_until_answering(alive: Callable[[], bool], root_pid: int, url: str, who: str, timeout: float) -> float:
-    """Wait until a process answers a GET of ``url`` with 200, and return the seconds waited.
+    """Wait until a process answers a GET of ``url`` with status 200, and return the seconds waited.
 
-    ``who`` is its name in messages. The errors are the same as in ``wait_until_ready``.
+    A listener only gets the request if it is a descendant of ``root_pid``. ``who`` is the process's name in messages.
+    The errors are the same as in ``wait_until_ready``.
     """
     parts = urlsplit(url)
     host, port = parts.hostname or LOOPBACK, parts.port or 80
@@ -256,6 +268,11 @@ def _wait_for_listener(
     alive: Callable[[], bool], owner: OwnListener, port: int, ready: Callable[[], bool], who: str, timeout: float,
     unit: str = " s",
 ) -> float:  # fmt: skip
+    """Wait until the run's own process listens on ``port`` and ``ready()`` is true, and return the seconds waited.
+
+    Raise NotReady if ``alive()`` becomes false or ``timeout`` seconds pass, and PortTaken if another process listens on
+    the port. ``unit`` is the text after the number of seconds in the message.
+    """
     start = time.monotonic()
     # Consecutive inspections: if our own process starts to listen during an inspection, it looks foreign once.
     foreign_listeners = 0

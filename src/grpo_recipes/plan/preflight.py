@@ -44,7 +44,10 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def node_problems(gpus: int, environment: Mapping[str, str]) -> list[Problem]:
-    """Return the problems of this node that would end a run with so many GPUs on it."""
+    """Return the problems of this node that would end a run with ``gpus`` GPUs on it.
+
+    The checks cover scratch folders and file limits, and with GPUs the driver, compilers, cores and memory.
+    """
     problems = list(_scratch_problems(environment))
     if gpus:
         version = (nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader") or "").split("\n")[0].strip()
@@ -87,9 +90,10 @@ def cuda_packages_with_cpu_torch() -> list[str]:
 def find_shortages(
     gpus: int, cores: float, memory: float, most_cores: float = math.inf, most_memory: float = math.inf
 ) -> list[tuple[str, str]]:
-    """Return shortages of cores and memory (in bytes) for ``gpus`` on a node, each with an sbatch option as the fix.
+    """Return pairs of a shortage, as text, and the sbatch option that fixes it, for ``gpus`` GPUs on a node.
 
-    The options request at most the node's own cores and memory, ``most_cores`` and ``most_memory``.
+    ``cores`` and ``memory`` (in bytes) are the available resources. A shortage is not reported if the whole node, with
+    ``most_cores`` and ``most_memory``, has too little.
     """
     shortages = []
     if cores < _LEAST_CORES * gpus <= most_cores:
@@ -105,7 +109,10 @@ def find_shortages(
 
 
 def slurm_bytes(text: str | None) -> float:
-    """Return the bytes of Slurm's ``--mem``; infinite for None and for 0, which requests the whole node."""
+    """Return the bytes of a value of Slurm's ``--mem``, such as 64G; a number without a unit is in megabytes.
+
+    The result is infinite for None, for text in another format, and for 0, which requests the whole node.
+    """
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", (text or "0").strip().upper())
     return int(match[1]) * _UNITS[match[2] or "M"] if match and int(match[1]) else math.inf
 
@@ -129,7 +136,10 @@ def old_driver(version: str, environment: Mapping[str, str]) -> tuple[str, str] 
 
 
 def torch_cuda() -> str | None:
-    """Read the CUDA version of the installed torch from its files; None for a CPU build or without torch."""
+    """Read the CUDA version of the installed torch from its files, without an import.
+
+    Return None for a CPU build or without torch.
+    """
     spec = importlib.util.find_spec("torch")
     text = (Path(spec.origin).parent / "version.py").read_text() if spec and spec.origin else ""
     match = re.search(r"^cuda\b[^=\n]*= *'([\d.]+)'", text, re.MULTILINE)
@@ -210,7 +220,10 @@ def free_memory() -> float:
 
 
 def cgroup_memory(cgroups: str | None = None, root: Path = _CGROUPS) -> tuple[float, float]:
-    """Return the lowest memory limit of this process's cgroups, infinite without one, and the used bytes."""
+    """Return the memory limit and the used bytes of this process's cgroup with the lowest limit.
+
+    Without a limit, the result is infinity and 0. For ``cgroups`` and ``root``, see ``_cgroup_numbers``.
+    """
     files = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
     pairs = _cgroup_numbers(files, cgroups, root)
     limits = [(limit, used) for limit, used in pairs if limit < 2**60]  # version 1 writes 2^63 without a limit
@@ -218,7 +231,10 @@ def cgroup_memory(cgroups: str | None = None, root: Path = _CGROUPS) -> tuple[fl
 
 
 def cgroup_cores(cgroups: str | None = None, root: Path = _CGROUPS) -> float:
-    """Return the lowest CPU quota of this process's cgroups in cores, infinite without one."""
+    """Return the lowest CPU quota of this process's cgroups in cores, infinite without a quota.
+
+    For ``cgroups`` and ``root``, see ``_cgroup_numbers``.
+    """
     files = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     return min((quota / period for quota, period in _cgroup_numbers(files, cgroups, root)), default=math.inf)
 

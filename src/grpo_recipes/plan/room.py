@@ -12,7 +12,10 @@ from grpo_recipes.recipe import Recipe
 
 
 def need_room(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
-    """Raise a ConfigError if the files or checkpoints of a run do not fit on its disk."""
+    """Raise ConfigError if the files or checkpoints of a run do not fit on its disk.
+
+    If the sizes of the model are unknown, only the number of free inodes is checked.
+    """
     if shortage := inode_shortage(run_dir):
         fix = "remove files there, or set run_root to a folder on another file system"
         raise config_error("run_root", f"{shortage} in {display_path(run_dir.parent)}", fix)
