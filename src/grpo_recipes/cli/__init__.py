@@ -109,7 +109,12 @@ def command(
     usage: str = _USAGE,
     epilog: str = _EPILOG,
 ) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
-    """Make a function a command of `grpo`; a ``ConfigError`` in it ends in exit code 2."""
+    """Return a decorator that makes a function a command of `grpo`.
+
+    The function gets the parsed options and returns the exit code. ``exclusive`` options can't be combined with each
+    other. With ``takes_recipe``, the command also accepts a recipe and flags for its keys, which it finds in
+    ``options.flags``. A ``ConfigError`` in the function ends in exit code 2.
+    """
     return lambda run: Command(help, run, options, exclusive, takes_recipe, usage, epilog)
 
 
@@ -123,7 +128,10 @@ def recipe_name(options: argparse.Namespace) -> str | None:
 
 
 def chosen_recipe(options: argparse.Namespace, device: str | None = None) -> Recipe:
-    """Resolve and check the recipe of this command line and environment."""
+    """Resolve and check the recipe of this command line and environment; raise ConfigError with all problems.
+
+    ``device`` is by default the device of this Python environment.
+    """
     name, device = recipe_name(options), device or environment_device()
     return resolve_recipe(name, options.task, options.flags, os.environ, device)
 
@@ -183,7 +191,10 @@ def commands() -> dict[str, str]:
 
 
 def load_command(name: str) -> Command:
-    """Import one command. The modules of other commands are not imported, because that takes time."""
+    """Import one command of `grpo` by its name; raise KeyError for an unknown name.
+
+    The modules of other commands are not imported, because that takes time.
+    """
     command: Command = load(commands()[name])
     return command
 
@@ -264,7 +275,10 @@ def _is_stdout_error(error: OSError) -> bool:
 
 
 def meant_option(flag: str, options: list[str], takes_recipe: bool) -> str | None:
-    """Return the option that an unknown flag abbreviates or misspells; None if a recipe key is nearer."""
+    """Return the one of ``options`` that an unknown flag abbreviates or misspells; None if there is none.
+
+    With ``takes_recipe``, None is also returned for a valid recipe key and if a recipe key is nearer.
+    """
     name, key = flag.partition("=")[0], flag.partition("=")[0].lstrip("-").replace("-", "_")
     problem = key_problem(key.removeprefix("no_"), flag) if takes_recipe else None
     if not name.startswith("--") or (takes_recipe and not (problem and problem.what.startswith("unknown"))):
@@ -276,7 +290,10 @@ def meant_option(flag: str, options: list[str], takes_recipe: bool) -> str | Non
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
-    """Return the command's options, with its recipe and the flags that belong to the recipe."""
+    """Parse the arguments of `grpo`; return the command's options, with its recipe and flags for recipe keys.
+
+    Raise ConfigError for an unknown command or option, and if the working folder does not exist anymore.
+    """
     arguments = arguments or ["--help"]
     name = arguments[0]
     names = commands()

@@ -34,7 +34,7 @@ class LaunchRequest:
 
 
 def launch_command(options: Options, variables: Mapping[str, str]) -> str:
-    """Return the equivalent `grpo launch` command."""
+    """Return the equivalent `grpo launch` command as a line for the shell, with ``variables`` before it."""
     words = [
         "grpo", "launch",
         *([options.recipe] if options.recipe else []),
@@ -57,7 +57,7 @@ def _meeting_words(meeting: Meeting | None) -> list[str]:
 
 
 def one_node_options(options: Iterable[Option]) -> list[Option]:
-    """Return the options without the options for several nodes."""
+    """Return the options of a command except the options for several nodes."""
     return [option for option in options if option not in NODE_OPTIONS]
 
 
@@ -96,10 +96,10 @@ def with_flags_of(
 def with_gpus(
     resources: Resources, wanted: int, source: str, fix: str, dry_run: bool, nodes: int = 1
 ) -> tuple[Resources, list[str]]:
-    """Return the devices for a launch that needs ``wanted`` GPUs, and notes.
+    """Return the devices for a launch that needs ``wanted`` GPUs on each node, and notes for the user.
 
-    With too few visible GPUs, a dry run plans for a node with ``wanted`` GPUs, and any other launch is a ConfigError at
-    ``source``. Without visible GPUs, the launch itself reports the error.
+    With too few visible GPUs, a dry run plans for ``nodes`` nodes with ``wanted`` GPUs, and any other launch raises a
+    ConfigError at ``source`` with the fix ``fix``. Without visible GPUs, the launch itself reports the error.
     """
     visible = len(resources.gpus)
     if visible >= wanted or (not visible and not dry_run):

@@ -52,7 +52,10 @@ JobState: TypeAlias = Job | dict[str, Job] | None  # the job of a run, or all jo
 
 
 def find_target(name: str) -> Target:
-    """Find a run, a folder of runs, or a job without a run directory by the user's name for it."""
+    """Find a run, a folder of runs, or a job without a run directory by the user's name for it.
+
+    Raise ConfigError if nothing has this name.
+    """
     if group := find_group(run_root(os.environ), name):
         return group
     try:
@@ -68,14 +71,17 @@ def _is_job_id(name: str) -> bool:
 
 
 def find_run(name: str) -> Run:
-    """Find a run by its folder, its name, its job id, or ``last``."""
+    """Find a run by its folder, its name, its job id, or ``last``; raise ConfigError if there is no such run."""
     fix = "give a run directory, a run in RUN_ROOT, the id of its job, or last"
     folder = str(_folder_of_job(name)) if _is_job_id(name) else name
     return rundir.find_run(run_root(os.environ), folder, name, fix)
 
 
 def _folder_of_job(job_id: str) -> Path:
-    """Find the run directory of a job by a pointer from its launcher or submission, or by its batch script."""
+    """Find the run directory of a job by a pointer from its launcher or submission, or by its batch script.
+
+    Raise ConfigError if no run of the job is found, or if the job is an array of several runs.
+    """
     pointers = [path for path in (run_root(os.environ) / POINTERS).glob(f"*-{job_id}") if path.is_file()]
     for pointer in newest_first(pointers):
         folder = Path(pointer.read_text().strip())
@@ -93,7 +99,10 @@ def _folder_of_job(job_id: str) -> Path:
 
 
 def _state(run: Run, job: Job | None) -> tuple[str, bool]:
-    """Describe the run's state, and return whether it has ended and will not be started again."""
+    """Describe the state of a run in words, and return whether it has ended and will not be started again.
+
+    ``job`` is the run's job in Slurm, or None if it has none or Slurm has forgotten it.
+    """
     status = str(run.summary.get("status", "unknown"))
     status = SUBMITTED if status in _ENDED and run.is_starting() else status
     # Without an answer from Slurm, an unfinished run may still wait or run. A finished run stays finished.
@@ -189,7 +198,10 @@ def _cells(run: Run, jobs: dict[str, Job] | None) -> tuple[str, ...]:
 
 
 def group_state(group: RunGroup, jobs: dict[str, Job] | None) -> tuple[str, bool]:
-    """Describe the state of a folder of runs, and return whether it has ended."""
+    """Describe the state of a folder of runs in words, and return whether it has ended.
+
+    ``jobs`` are the user's Slurm jobs by id, or None if Slurm does not answer.
+    """
     trials = [Run(group.trial_dir(index)) for index in range(len(group.names))]
     active = [
         run
@@ -204,7 +216,10 @@ def group_state(group: RunGroup, jobs: dict[str, Job] | None) -> tuple[str, bool
 
 
 def group_lines(group: RunGroup, jobs: dict[str, Job] | None) -> list[str]:
-    """Return lines with the state of a folder of runs, and a table of its trials."""
+    """Return lines with the state of a folder of runs, and a table of its trials.
+
+    ``jobs`` are the user's Slurm jobs by id, or None if Slurm does not answer.
+    """
     state, has_ended = group_state(group, jobs)
     rows: list[tuple[str, ...]] = [("trial", *_COLUMNS)]
     for index, name in enumerate(group.names):
@@ -260,7 +275,10 @@ def logs(options: argparse.Namespace) -> int:
 
 
 def active_runs(target: Target) -> list[Run | BareJob]:
-    """Return a run or a job itself, or the running trials of a group; if no trial runs, the one with the newest log."""
+    """Return the runs whose logs are of interest: the run or job itself, or the running trials of a group.
+
+    If no trial of the group runs, return the trial with the newest log, or an empty list if there is no log.
+    """
     if isinstance(target, BareJob):
         return [target]
     if isinstance(target, Run):
@@ -359,19 +377,22 @@ def _follow(target: Run | RunGroup, follower: LogFollower) -> None:
 
 
 def is_silent(target: Run | RunGroup, jobs: JobState) -> bool:
-    """Return whether Slurm does not answer and no process of the run or the group runs on this machine."""
+    """Return whether the state of a run or group is unknown because Slurm does not answer.
+
+    This is false if a process of the run or group runs on this machine. ``jobs`` is the result of ``find_jobs``.
+    """
     if isinstance(target, RunGroup):
         return jobs is None and not any(run.is_running() for run in active_runs(target))
     return isinstance(jobs, Job) and jobs.state == NO_ANSWER and not Run(target.folder).is_running()
 
 
 def find_jobs(target: Run | RunGroup) -> JobState:
-    """Ask Slurm for the job of a run, or for all jobs of the user if the trials of a group are jobs."""
+    """Return the Slurm job of a run, or for a group all jobs of the user if its trials are jobs."""
     return _find_group_jobs(target) if isinstance(target, RunGroup) else _find_run_job(target)
 
 
 def group_jobs(jobs: JobState) -> dict[str, Job] | None:
-    """Return the result of ``find_jobs`` for a group of runs."""
+    """Return the result of ``find_jobs`` for a group: the user's jobs by id, or None if Slurm does not answer."""
     return None if isinstance(jobs, Job) else jobs
 
 
@@ -435,6 +456,11 @@ def _stop_job(job: BareJob) -> None:
 
 
 def _stop_run(run: Run, now: bool) -> None:
+    """Request that a run saves and ends, and is not requeued; print the action.
+
+    A waiting job is removed from the queue. With ``now``, the job is canceled, or the launcher gets SIGTERM twice.
+    Raise ConfigError if the launcher runs on another machine without Slurm.
+    """
     job = _find_run_job(run)
     (run.folder / rundir.NO_REQUEUE).touch()
     if job is not None and (job.waits or run.summary.get("status") != "running"):

@@ -88,14 +88,17 @@ class SlurmPoll(Generic[T]):
         self._silent_since: float | None = None
 
     def answer(self) -> T:
-        """Return the latest answer; repeat the query if the answer is old."""
+        """Return the latest answer of the query; repeat the query if the answer is older than ``SLURM_SECONDS``."""
         if time.monotonic() >= self._next:
             self._answer = self._query()
             self._next = time.monotonic() + SLURM_SECONDS
         return cast(T, self._answer)
 
     def need_answer(self, where: str, silent: bool) -> None:
-        """Raise a ConfigError if Slurm has been ``silent`` for ``SILENCE_SECONDS`` without a break."""
+        """Record whether Slurm is ``silent`` now; raise ConfigError after a silence of ``SILENCE_SECONDS``.
+
+        ``where`` is the run or job in the message. Call this once per poll.
+        """
         self._silent_since = (self._silent_since or time.monotonic()) if silent else None
         if self._silent_since is not None and time.monotonic() - self._silent_since >= SILENCE_SECONDS:
             minutes = f"{SILENCE_SECONDS / 60:.0f} minutes"

@@ -56,7 +56,10 @@ def fetch(options: argparse.Namespace) -> int:
 
 
 def _local_row(asset: Asset) -> tuple[str, ...]:
-    """Return the table row of a local asset; make the smoke model and data if they are missing."""
+    """Return the table row of a local asset; first make the smoke model and data if they are missing.
+
+    Raise ConfigError if they can't be made.
+    """
     if asset.id.startswith("smoke:"):
         folder, program = smoke_command(asset.id, os.environ)
         if not (folder / "COMPLETE").exists():
@@ -71,7 +74,11 @@ def _local_row(asset: Asset) -> tuple[str, ...]:
 
 
 def _hub_row(asset: Asset, record: Asset | None, online: bool, update: bool) -> tuple[str, ...]:
-    """Download an asset of the hub if it is missing, or with ``update`` if it is old, and return its table row."""
+    """Return the table row of an asset of the hub; first download the asset if it is missing.
+
+    ``record`` is the earlier download, or None. With ``update``, an asset with a newer commit is downloaded again.
+    Raise ConfigError if a download is needed, but the hub is not ``online``.
+    """
     if not online and (record is None or update):
         state = "is not on this machine" if record is None else "can't be updated"
         raise config_error(asset.where, f"{asset} {state}: {unreachable_reason(os.environ)}", _WHERE_ONLINE)

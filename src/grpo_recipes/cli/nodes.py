@@ -98,6 +98,7 @@ def reject_other_launchers(command: str, environment: Mapping[str, str]) -> None
 
 
 def _number_problems(options: argparse.Namespace, count: int) -> list[Problem]:
+    """Return problems of the numbers in the flags for nodes: count, rank, port and timeout."""
     problems = []
     if not 1 <= count <= MOST_NODES:
         problem = f"expected 1 to {MOST_NODES}, got {count}"
@@ -127,7 +128,10 @@ def _single_node_problems(options: argparse.Namespace) -> list[Problem]:
 
 
 def _interface_of_node_0(address: str | None, is_node_0: bool) -> str | Problem | None:
-    """Return the network interface with node 0's ``address``, None on other nodes, or the problem with the address."""
+    """Return the network interface of this node with the address of node 0, or the problem with the address.
+
+    Return None on other nodes (``is_node_0`` false), where only the address is checked.
+    """
     addresses = {
         entry.address: name
         for name, entries in psutil.net_if_addrs().items()

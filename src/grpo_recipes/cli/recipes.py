@@ -265,6 +265,7 @@ def check_rewards(options: argparse.Namespace) -> int:
 
 
 def _print_rewards(results: list[ProbeResult]) -> None:
+    """Print a table with the test results of rewards, then wrong scores and notes for each reward."""
     table = [["reward", "correct", "mean", "missed", "incorrect", "mean", "accepted", "unscored"]]
     for result in results:
         values = (

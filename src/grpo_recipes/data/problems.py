@@ -54,7 +54,10 @@ def train_source(args: ScriptArguments) -> DataSource:
 
 
 def eval_source(args: ScriptArguments) -> DataSource:
-    """Return ``eval_dataset_name``, or ``dataset_test_split`` of ``dataset_name`` unless that is a single file."""
+    """Return the evaluation dataset: ``eval_dataset_name``, or the split ``dataset_test_split`` of ``dataset_name``.
+
+    Raise ConfigError if ``dataset_name`` is a file or folder without splits.
+    """
     first, second = (f"eval_{key}" if getattr(args, f"eval_{key}") else key for key in COLUMN_KEYS)
     name, config, split = args.eval_dataset_name, args.eval_dataset_config, args.eval_dataset_split
     if not name:
@@ -195,7 +198,10 @@ class Counts:
     """Further notes for the user."""
 
     def lines(self) -> list[str]:
-        """Return a line for each count above 0, except the rows that were read or too long."""
+        """Return a line for each kind of unusual rows, the longest prompt, columns that rewards do not get, and notes.
+
+        Rows that were read or too long have no line.
+        """
         texts = {
             "without a prompt or a solution dropped": self.empty,
             "equal to an earlier prompt and answer dropped": self.duplicates,
@@ -212,7 +218,11 @@ class Counts:
 def make_problems(
     rows: Rows, source: DataSource, args: ScriptArguments, counts: Counts, batch_rows: int = BATCH_ROWS
 ) -> Problems:
-    """Convert rows to problems, ``batch_rows`` at a time, and count them; reject prompts that are not text or chat."""
+    """Convert rows to problems, ``batch_rows`` at a time when they are read, and add to ``counts``.
+
+    Rows without a prompt or a solution are dropped. Raise ConfigError if a column is missing. A prompt that is neither
+    text nor chat raises ConfigError when its batch is read.
+    """
     names = list_columns(rows)
     if not names:
         raise config_error(f"'{source.id}'", "the dataset has no rows", "name a dataset with rows")
@@ -310,7 +320,7 @@ def _as_written(values: list[Any], feature: Any) -> list[Any]:
 
 
 def drop_duplicates(source: Problems, counts: Counts) -> Problems:
-    """Drop rows with the prompt and answer of an earlier row."""
+    """Return the problems without rows whose prompt and answer equal an earlier row; add to ``counts``."""
     answers_by_prompt: dict[bytes, set[bytes]] = {}
 
     def is_new(prompt: list[Message], answer: str) -> bool:
@@ -330,7 +340,10 @@ def drop_duplicates(source: Problems, counts: Counts) -> Problems:
 
 
 def collect_rows(source: Problems, limit: int | None = None) -> Dataset:
-    """Return a dataset in memory with all rows or the first ``limit``, and read no more batches than necessary."""
+    """Return a dataset in memory with the first ``limit`` rows, or all rows if it is None.
+
+    No more batches are read than necessary.
+    """
     parts = [Dataset.from_dict({name: [] for name in source.features}, features=source.features)]
     total = 0
     for batch in source.batches:
@@ -361,8 +374,9 @@ def load_mixture(
 ) -> tuple[Dataset, Dataset | None]:
     """Join, shuffle and split the datasets of a mixture. The same recipe gives the same rows in the same order.
 
-    Return training problems, and held-out problems or None without ``test_split_size``. No prompt is in both. Besides
-    ``prompt`` and ``answer``, problems have ``source``, the id of their dataset, and the columns of all datasets.
+    Return training problems, and held-out problems or None without ``test_split_size``. No prompt is in both. Problems
+    have ``prompt``, ``answer``, ``source`` (the id of their dataset), and the columns that all datasets have. Raise
+    ConfigError if no row is left to train on.
     """
     mixture = DatasetMixtureConfig(**(args.dataset_mixture or {}))
     seed = int(mixture.seed)

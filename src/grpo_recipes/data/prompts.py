@@ -79,7 +79,7 @@ class Renderer:
                     raise config_error(where, problem, missing_fix(message, not is_recipes))
 
     def notes(self, prompt: list[Message]) -> list[str]:
-        """Return notes for the user about rendered prompts."""
+        """Return notes for the user about rendered prompts: they change with the date, or end in an open thought."""
         template = self.tokenizer.get_chat_template(tools=None)
         return rendering_notes(self.text, prompt, template, self.template_kwargs)
 
@@ -97,7 +97,11 @@ class Renderer:
 
 
 def make_renderer(template: str | None, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None) -> Renderer:
-    """Set the recipe's chat template in the tokenizer, which is saved with the model, and return a renderer."""
+    """Return a renderer with the recipe's chat template, or with the tokenizer's own template.
+
+    A ``template`` of the recipe is set in the tokenizer, which is saved with the model. Raise ConfigError if there is
+    no template.
+    """
     if template is not None:
         tokenizer.chat_template = template
     if tokenizer.chat_template is None:
@@ -187,7 +191,7 @@ def load_eval_prompts(
     They come from ``eval_dataset_name``, the held-out part of the mixture, or ``dataset_test_split`` of
     ``dataset_name``. ``seed`` selects the fraction ``eval_subsample`` of them, at least 1 and at most
     ``eval_max_prompts``. ``ordered`` generated data uses all its evaluation problems, except copies of training
-    problems.
+    problems. Raise ConfigError if no prompt is left.
     """
     renderer = make_renderer(args.chat_template, tokenizer, template_kwargs)
 
@@ -237,7 +241,10 @@ def _repeated_in_order(args: ScriptArguments, renderer: Renderer, counts: Counts
 def _all_held_out(
     data: GeneratedData, source: DataSource, args: ScriptArguments, renderer: Renderer, counts: Counts
 ) -> Prompts:
-    """Return all evaluation problems, except copies of training problems."""
+    """Return all evaluation problems of generated data, except copies of training problems.
+
+    Raise ConfigError if all of them are copies.
+    """
     problems = _load_all(source, args, renderer, counts)
     training_keys: set[bytes] = set()
     if args.dataset_name == source.id:
@@ -315,7 +322,10 @@ def first_problems(
 def _drop_too_long(
     candidates: Problems, renderer: Renderer, args: ScriptArguments, counts: Counts, limit: int | None
 ) -> Dataset:
-    """Return the first ``limit`` problems with at most ``max_prompt_length`` tokens."""
+    """Return the first ``limit`` problems with at most ``max_prompt_length`` tokens; add to ``counts``.
+
+    A limit of None means no limit. Raise ConfigError if the chat template omits a message.
+    """
     checked_roles: set[tuple[str, ...]] = set()
 
     def batches() -> Iterator[Batch]:

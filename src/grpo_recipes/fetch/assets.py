@@ -105,7 +105,7 @@ class Assets:
         return {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
     def notes(self) -> list[str]:
-        """Return a line of the plan for each fetched and each missing asset."""
+        """Return a line for the printed plan for each downloaded and each missing asset of the hub."""
         fetched = [
             f"{asset.kind} {asset.id} at {asset.commit[:12]}, fetched" for asset in self.present if asset.from_hub
         ]
@@ -113,7 +113,7 @@ class Assets:
         return fetched + missing
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Return the found assets as plain data."""
+        """Return the found assets as plain data for ``run.json`` and ``sources.json``."""
         return [{name: getattr(asset, name) for name in _RECORDED_FIELDS} for asset in self.present]
 
 
@@ -167,13 +167,16 @@ def _recipe_assets(recipe: Recipe) -> Iterator[Asset]:
 
 
 def hub_assets(recipe: Recipe, recorded: list[dict[str, Any]] | None = None) -> list[Asset]:
-    """Return the hub assets that a run reads, at the ``recorded`` commits where these exist."""
+    """Return the hub assets that a run reads. An asset in ``recorded`` has its recorded commit as the revision."""
     commits = {asset.identity: asset.commit for asset in _read_assets(recorded) if asset.from_hub}
     return [replace(asset, revision=commits.get(asset.identity, asset.revision)) for asset in list_assets(recipe)]
 
 
 def local_assets(recipe: Recipe, environment: Mapping[str, str]) -> list[Asset]:
-    """Return the local files, folders and built-in data that a run reads, with their fingerprints."""
+    """Return the local files, folders and built-in data that a run reads, with their fingerprints as commits.
+
+    Raise ConfigError if a file or folder does not exist.
+    """
     assets = []
     for asset in list_assets(recipe, local=True):
         if asset.id.startswith(SMOKE_SCHEME):
@@ -213,9 +216,10 @@ def fingerprint(path: Path) -> str:
 
 
 def find_assets(recipe: Recipe, environment: Mapping[str, str], recorded: list[dict[str, Any]] | None = None) -> Assets:
-    """Find a recipe's models and datasets on this machine; a resumed run uses the ``recorded`` commits.
+    """Find a recipe's models and datasets on this machine, and return the found and the missing assets.
 
-    A missing local file or folder raises a ConfigError.
+    A resumed run uses the ``recorded`` commits. Nothing is downloaded. Raise ConfigError if a local file or folder is
+    missing.
     """
     local, from_hub = local_assets(recipe, environment), hub_assets(recipe, recorded)
     records = [find_record(asset, environment) for asset in from_hub]
@@ -230,8 +234,8 @@ def ensure_assets(
     """Return a run's models and datasets, after downloading the missing ones; a launch calls this first.
 
     ``grpo fetch`` with these ``arguments`` downloads them in another process, since a launcher lives for days and the
-    hub's clients never release their memory. A resumed run uses the ``recorded`` commits. Local files that changed
-    since then are rejected unless ``allow_changed``.
+    hub's clients never release their memory. A resumed run uses the ``recorded`` commits. Raise ConfigError if the hub
+    does not answer or the download fails, and if local files changed since the record, unless ``allow_changed``.
     """
     assets = find_assets(recipe, environment, recorded)
     recorded_commits = {asset.identity: asset.commit for asset in _read_assets(recorded) if not asset.from_hub}
@@ -262,7 +266,10 @@ def ensure_assets(
 
 
 def record_assets(run: Run, assets: Assets) -> None:
-    """Record the commits in ``run.json``, once per run, and the current paths for the trainers in ``sources.json``."""
+    """Record the assets of a run in its run directory.
+
+    The commits go to ``run.json``, once per run, and the current paths for the trainers to ``sources.json``.
+    """
     with recording_changes(run.folder):
         if "sources" not in run.identity:
             run.identity["sources"] = assets.as_json()
@@ -271,7 +278,10 @@ def record_assets(run: Run, assets: Assets) -> None:
 
 
 def fetched_datasets(folder: Path) -> Lookup:
-    """Return a function ``lookup(id, config, split)`` for ``datasets.load_from_disk`` from a run directory's record."""
+    """Return a function ``lookup(id, config, split)`` that finds a run's downloaded datasets by ``sources.json``.
+
+    It returns a folder for ``datasets.load_from_disk``, or None.
+    """
     return Assets(_read_assets(read_json(folder / "sources.json").get("sources")), []).lookup
 
 
@@ -289,7 +299,7 @@ def write_record(asset: Asset, environment: Mapping[str, str]) -> None:
 
 
 def find_record(asset: Asset, environment: Mapping[str, str]) -> Asset | None:
-    """Return a fetched asset with its recorded commit and files; None if it is missing or incomplete."""
+    """Return a downloaded asset with its recorded commit and files; None if it is missing or incomplete."""
     path = record_file(asset, environment)
     content = (json_mapping(path.read_bytes()) if path.is_file() else None) or {}
     if not {"commit", "path", "files"} <= content.keys():

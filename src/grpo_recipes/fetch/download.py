@@ -71,13 +71,13 @@ _FAILURES = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsErro
 
 
 def commit_of(asset: Asset) -> str:
-    """Return the current commit of an asset's revision on the hub; ConfigError if it cannot be read."""
+    """Return the current commit of an asset's revision on the hub; raise ConfigError if it cannot be read."""
     with translate(_FAILURES, lambda error: _hub_error(error, asset)):
         return str(_repository_info(asset).sha)
 
 
 def fetch(asset: Asset, environment: Mapping[str, str]) -> Asset:
-    """Download an asset at the current commit of its revision, and record it.
+    """Download an asset at the current commit of its revision, record it, and return it with its path and files.
 
     A model's files go to the hub client's cache. A dataset goes to ``<CACHE_ROOT>/datasets``, complete or not at all.
     Raise a ConfigError if it does not exist, may not be read or does not fit, or if the hub does not answer.
@@ -130,6 +130,10 @@ def files_to_download(sizes: Mapping[str, int], code: bool = False) -> list[str]
 
 
 def _fetch_model(asset: Asset) -> Asset:
+    """Download the files of a model to the hub client's cache, and return the asset with its path and files.
+
+    Raise ConfigError if the repository has no model files, or the disk has too little space.
+    """
     info = _repository_info(asset, files_metadata=True)
     names = files_to_download({file.rfilename: file.size or 0 for file in info.siblings or []}, asset.code)
     if not names:

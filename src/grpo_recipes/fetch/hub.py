@@ -36,7 +36,7 @@ def hub_answers(environment: Mapping[str, str], timeout: float = 5.0) -> bool:
 
 
 def unreachable_reason(environment: Mapping[str, str]) -> str:
-    """Return why a hub that does not answer cannot be reached."""
+    """Return the reason why the hub cannot be reached, as text: it is offline by a variable, or does not answer."""
     return "HF_HUB_OFFLINE is set" if is_offline(environment) else f"{endpoint(environment)} does not answer"
 
 
@@ -59,7 +59,7 @@ def limit_every_wait(seconds: float) -> None:
 
 
 def gated_note(model: str) -> str | None:
-    """Return what to do before this model can be downloaded; None if the model is not known to be gated."""
+    """Return the steps before this model can be downloaded, or None if it is not known to be gated."""
     return f"{model} is gated: {how_to_get_access(model)}; grpo fetch tests it" if model.startswith(_GATED) else None
 
 

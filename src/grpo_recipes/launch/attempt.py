@@ -227,8 +227,8 @@ def decide_outcome(attempt: Attempt, ending: Ending, wants_requeue: bool, job: S
     """Decide how an attempt ended, and whether Slurm is asked to start its job again.
 
     A requeue needs a ``job``, ``wants_requeue`` and the exit code 75. There is no requeue after `grpo stop`, after
-    ``max_requeues`` requeues, or after several attempts in a row without a new step; ``refusal`` of the result is then
-    the reason. Without a requeue, ``job`` of the result is None. This function changes nothing.
+    ``max_requeues`` requeues, or after several attempts in a row without a new step. The field ``refusal`` then has the
+    reason. Without a requeue, the field ``job`` is None. This function changes nothing.
     """
     folder, summary = attempt.run.folder, read_json(attempt.run.folder / "summary.json")
     idle_attempts = idle_trained = 0

@@ -57,7 +57,7 @@ class Process:
         return cls(**{**data, **{name: tuple(data[name]) for name in _TUPLES}})
 
     def full_environment(self, shared: Mapping[str, str]) -> dict[str, str]:
-        """Return all variables of this process: its own, and ``shared`` without the secrets that its role does not need."""
+        """Return all variables of this process: its own variables, and ``shared`` without secrets of other roles."""
         variables = {
             name: value for name, value in shared.items() if {name, "*"} & {*self.keeps} or not secret_name(name)
         }

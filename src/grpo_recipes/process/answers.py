@@ -88,9 +88,10 @@ def bounded_opener() -> urllib.request.OpenerDirector:
 def get(
     host: str, port: int, path: str, headers: Mapping[str, str], owner: OwnListener | None, seconds: float = 5.0
 ) -> tuple[int, bytes]:
-    """Send a GET without proxy and redirect, and return status and body within ``seconds``.
+    """Send a GET request without proxy and redirect, and return status and body within ``seconds``.
 
-    With ``owner``, nothing is sent to the listener of another process. Raise OSError or HTTPException.
+    With ``owner``, nothing is sent to the listener of another process. Raise OSError or HTTPException if there is no
+    complete answer; a status such as 404 is not an error.
     """
     deadline = time.monotonic() + seconds
     connection = http.client.HTTPConnection(host, port, timeout=seconds)

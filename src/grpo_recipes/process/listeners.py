@@ -40,7 +40,7 @@ class OwnListener:
         self._verified: frozenset[int] = frozenset()  # inodes of our sockets; the kernel does not reuse them
 
     def sockets(self) -> frozenset[int]:
-        """Return the inodes of the listening sockets, after checking that all of them are ours.
+        """Return the inodes of the listening sockets, after checking that all of them belong to the run.
 
         Raise ConnectionRefusedError if no process listens, and ForeignListener if another process listens.
         """
@@ -75,7 +75,7 @@ def _family(root: int) -> list[int]:
 
 
 def listening_sockets(host: str, port: int) -> frozenset[int]:
-    """Return the inodes of the sockets that a connection to ``host:port`` reaches.
+    """Return the inodes of the sockets that a connection to ``host:port`` of this machine reaches; empty without any.
 
     A socket that listens on exactly this address takes precedence over sockets that listen on every address.
     """

@@ -61,7 +61,7 @@ class PhaseFile:
         self.enter("start", 0)
 
     def enter(self, phase: str, step: int) -> str:
-        """Record that a phase, or its next batch, starts after ``step`` steps; return the previous phase."""
+        """Write that a phase, or its next batch, starts after ``step`` optimizer steps; return the previous phase."""
         previous, self.phase = self.phase, phase
         text = json.dumps({"phase": phase, "since": time.time(), "step": step}).ljust(_PHASE_LENGTH)
         # A single write of constant length replaces the old text. On ext4, a rename or a truncation would flush the
@@ -73,14 +73,20 @@ class PhaseFile:
 
 
 def dump_stacks_on_signal(run_dir: Path, name: str) -> None:
-    """Append the stacks of all threads to ``stacks/<name>.txt`` on each SIGUSR2, even if Python code is blocked."""
+    """Append the stacks of all threads to ``stacks/<name>.txt`` on each SIGUSR2 from now on.
+
+    This works even if Python code is blocked.
+    """
     folder = run_dir / "stacks"
     folder.mkdir(mode=0o700, exist_ok=True)
     faulthandler.register(signal.SIGUSR2, file=(folder / f"{name}.txt").open("a"), all_threads=True)
 
 
 def aligned(rows: Sequence[Sequence[str]], numbers: bool = False) -> list[str]:
-    """Return the lines of a table. With ``numbers``, all columns except the first are aligned to the right."""
+    """Return a table as lines with aligned columns; all rows have the same number of cells.
+
+    With ``numbers``, all columns except the first are aligned to the right.
+    """
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     justify = [str.ljust, *[str.rjust if numbers else str.ljust] * (len(columns) - 1)]

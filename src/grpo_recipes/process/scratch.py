@@ -75,7 +75,11 @@ class Scratch:
 
 
 def make_scratch(environment: Mapping[str, str]) -> Scratch:
-    """Create the folders and a new token that only the user can read; raise ConfigError if the disk is full."""
+    """Create the scratch folders of an attempt on this node, with a new token that only the user can read.
+
+    Weights are in shared memory if it is writable, otherwise next to the other files. Raise ConfigError if the folders
+    can't be created, for example on a full disk.
+    """
     node = node_folder(environment)
 
     def to_config_error(error: OSError) -> ConfigError:
@@ -100,9 +104,9 @@ def make_scratch(environment: Mapping[str, str]) -> Scratch:
 
 
 def remove_dead_scratch(environment: Mapping[str, str]) -> str:
-    """Remove scratch that dead runs of this user left on this node; return one line about it, or an empty text.
+    """Remove scratch that dead runs of this user left on this node; return a note about it, or an empty text.
 
-    It takes at most seconds and never fails the launch. Each folder is locked while it is examined, so that two
+    This takes a few seconds at most and never fails the launch. Each folder is locked while it is examined, so that two
     launches do not remove it at the same time.
     """
     roots = dict.fromkeys([node_folder(environment), SHARED_MEMORY])
@@ -136,7 +140,7 @@ def remove_dead_scratch(environment: Mapping[str, str]) -> str:
 
 
 def names_in_use(names: Iterable[str]) -> set[str]:
-    """Return the folder names that occur in the environment or command line of a living process of this user.
+    """Return those folder ``names`` that occur in the environment or command line of a living process of this user.
 
     Every process of a run has the name there. A rank that outlived its launcher and guards may still use the folder.
     """
@@ -273,7 +277,10 @@ def _segments() -> dict[int, str]:
 
 
 def _mapped(pids: Iterable[int]) -> set[int]:
-    """Return inodes of the shared memory that processes map; names differ, since glibc renames its semaphores."""
+    """Return the inodes of the shared memory that these processes map; ended and other users' processes are skipped.
+
+    Names are not compared, since glibc renames its semaphores.
+    """
     device = SHARED_MEMORY.stat().st_dev
     pattern = re.compile(rb" %02x:%02x (\d+) " % (os.major(device), os.minor(device)))
     inodes: set[int] = set()

@@ -54,7 +54,11 @@ class BoundedAdapter(HTTPAdapter):
         self._max_bytes = max(self._max_bytes, size)
 
     def limit_of(self, timeout: Any) -> float:
-        """Return the seconds that a request with this ``timeout`` of requests may take as a whole."""
+        """Return the seconds that a whole request may take.
+
+        ``timeout`` is the timeout argument of requests: a number, a pair, or None. The adapter's own limit still
+        applies.
+        """
         read_timeout = timeout[-1] if isinstance(timeout, tuple) else timeout
         return min(self._timeout, read_timeout or self._timeout)
 
@@ -65,7 +69,10 @@ class BoundedAdapter(HTTPAdapter):
         self.poolmanager.pool_classes_by_scheme = {name: _bounded(pool, self.owner) for name, pool in pools.items()}
 
     def send(self, request: requests.PreparedRequest, *args: Any, **options: Any) -> requests.Response:
-        """Send the request and read the whole response."""
+        """Send the request, read the whole response, and return it.
+
+        Raise RejectedResponse if the response redirects or is too large, and an error of requests if it is late.
+        """
         limit = self.limit_of(options.get("timeout"))
         options["timeout"] = Timeout(connect=min(limit, _CONNECT_SECONDS), read=limit, total=limit)
         response = super().send(request, *args, **options)

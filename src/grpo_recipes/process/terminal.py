@@ -86,7 +86,10 @@ class Output:
         self._early_lines, self._log = None, -1
 
     def start_log(self, folder: Path) -> None:
-        """Write time, command and the stored lines to the run's log; all further lines follow."""
+        """Write time, command and the stored lines to ``launch.log`` in ``folder``; all further lines follow.
+
+        If the log can't be created, lines are only printed.
+        """
         with contextlib.suppress(OSError):
             self._log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
@@ -105,7 +108,10 @@ class Output:
             self._early_lines.append(line)
 
     def print_line(self, text: str, error: bool = False) -> None:
-        """Print a line without secrets, errors on stderr; a terminal or pipe that is gone does not end the run."""
+        """Print a line without secrets to stdout, or to stderr if ``error`` is true, and write it to the log.
+
+        A terminal or pipe that is gone does not end the run.
+        """
         stream, descriptor = (sys.stderr, 2) if error else (sys.stdout, 1)
         text = readable(masked(text))
         self._log_line(text, descriptor)

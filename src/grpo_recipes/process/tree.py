@@ -20,7 +20,10 @@ OWN_CHILDREN: set[int] = set()
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
-    """Ask the kernel to send us ``signum`` when our parent dies; send it now if ``parent`` is dead already."""
+    """Let the kernel send ``signum`` to this process when its parent dies.
+
+    ``parent`` is the pid of the parent at the start. If it is dead already, send the signal now.
+    """
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         os.kill(os.getpid(), signum)
@@ -52,7 +55,10 @@ def descendants(pid: int | None = None) -> list[psutil.Process]:
 
 
 def end_all(processes: Iterable[psutil.Process], grace: float = 5.0) -> None:
-    """Send SIGTERM, and after ``grace`` seconds SIGKILL; wait until the processes have released their ports."""
+    """Send SIGTERM to processes, and SIGKILL after ``grace`` seconds if they still run; wait until they have ended.
+
+    After SIGKILL, the wait ends after ``_EXIT_SECONDS`` in any case.
+    """
     targets = list(processes)
 
     def all_ended() -> bool:
@@ -65,7 +71,7 @@ def end_all(processes: Iterable[psutil.Process], grace: float = 5.0) -> None:
 
 
 def end_descendants() -> None:
-    """End every descendant of this process, first by SIGTERM; kill descendants that started since."""
+    """End every descendant of this process by SIGTERM, then by SIGKILL; kill descendants that started since."""
     end_all(descendants())
     kill_descendants()
 
@@ -96,7 +102,10 @@ def _send(signum: int, processes: Iterable[psutil.Process]) -> None:
 
 
 def reap() -> None:
-    """Collect adopted children that have exited, so that no zombies remain."""
+    """Collect adopted children that have exited, so that no zombies remain.
+
+    Stop at a child in ``OWN_CHILDREN``, whose exit code its starter still reads.
+    """
     with contextlib.suppress(ChildProcessError):
         while True:
             info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -57,7 +57,8 @@ class Recipe:
     def location(self, key: str, *inside: str | int) -> str:
         """Return the file:line, flag or variable that sets ``key``, or the recipe file if the user did not set it.
 
-        ``inside`` leads to a value in the key's mapping or list.
+        ``inside`` is the path of names and indices to a value in the key's mapping or list; the line of that value is
+        returned if it is known.
         """
         if line := self.values[key].lines.get((key, *inside)):
             return line
@@ -68,7 +69,7 @@ class Recipe:
         return Problem(self.location(key), message, fix)
 
     def with_value(self, key: str, value: Value) -> Recipe:
-        """Return a copy with another value of ``key``."""
+        """Return a copy of the recipe with another value and source of ``key``. The value is not checked."""
         return replace(self, values={**self.values, key: value})
 
     def as_yaml(self) -> str:
@@ -98,7 +99,11 @@ def read_recipe(
     path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None,
     keys: Mapping[str, Value] | None = None,
 ) -> Recipe:  # fmt: skip
-    """Read a recipe and apply variables, keys and flags; a ConfigError reports all problems at once."""
+    """Read a recipe and apply environment variables, ``keys`` and flags, in this order.
+
+    ``keys`` are set by the entry point of another tool. A ConfigError reports all problems at once. Rules about
+    combinations of keys are not checked (``recipe.check``).
+    """
     recipe, problems = merge_recipe(path, flags, environment, keys=keys)
     if problems:
         raise ConfigError(*problems)
@@ -155,7 +160,10 @@ def _remove_unset_keys(
     problems: list[Problem],
     entry_point_keys: set[str],
 ) -> None:
-    """Remove the keys that ``--unset`` lists, so that they get their defaults; append unknown names to ``problems``."""
+    """Remove the keys that ``--unset`` lists from ``raw_values``, so that they get their defaults.
+
+    Append a problem for an unknown name, and for a key that a flag also sets.
+    """
     flag_keys = {ALIASES.get(name, name) for name, _ in flag_pairs} | entry_point_keys
     if any(text is True for name, text in flag_pairs if name == UNSET):
         problems.append(Problem(f"--{UNSET}", "is given without a value", f"write --{UNSET} KEY"))

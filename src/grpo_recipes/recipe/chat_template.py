@@ -29,9 +29,11 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Add one.
 
 
 def find_left_out_part(templates: Mapping[str, str], roles: list[str], tools: bool, kwargs: dict[str, Any]) -> str:
-    """Return a message about the first role, or the tools, that the templates leave out or reject; otherwise "".
+    """Return a message about the first part that the chat templates omit or reject; "" if they render all parts.
 
-    ``templates`` has at least the template "default". ``kwargs`` are the recipe's ``chat_template_kwargs``.
+    Parts are messages of each role in ``roles``, and the tools of an environment if ``tools`` is true. A template that
+    can't be read also gives a message. ``templates`` has at least the template "default". ``kwargs`` are the recipe's
+    ``chat_template_kwargs``.
     """
 
     def render(template: str, role: str, text: str, **more: Any) -> str:
@@ -81,7 +83,10 @@ class _Generation(Extension):
 
 
 def variables_of(templates: Iterable[str]) -> set[str] | None:
-    """Return the variables that chat templates read, except transformers' own; None if a template is broken."""
+    """Return the names of the variables that chat templates read, except transformers' own variables.
+
+    Return None if a template has a syntax error.
+    """
     defined = {*TOKENS, "raise_exception", "strftime_now"}
     with contextlib.suppress(TemplateSyntaxError):
         return set().union(*(meta.find_undeclared_variables(_sandbox().parse(text)) for text in templates)) - defined
@@ -89,9 +94,10 @@ def variables_of(templates: Iterable[str]) -> set[str] | None:
 
 
 def compiled(template: str, clock: datetime | None = None) -> Template:
-    """Compile a template like ``chat_template_utils`` of transformers, which takes seconds to import.
+    """Compile a chat template like ``chat_template_utils`` of transformers, which takes seconds to import.
 
-    ``clock`` is the time that the template reads, by default the current time.
+    ``clock`` is the time that the template reads, by default the current time. Raise TemplateSyntaxError for a broken
+    template.
     """
     return _sandbox(clock).from_string(template)
 
@@ -121,7 +127,10 @@ def _sandbox(clock: datetime | None = None) -> ImmutableSandboxedEnvironment:
 
 
 def templates_of(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the templates of the model's tokenizer by name; None if its files are not on this machine."""
+    """Return name -> chat template of the model's tokenizer; None if the tokenizer's files are not on this machine.
+
+    The result is empty if the tokenizer has no template. The usual template is named "default".
+    """
     model = recipe["model_name_or_path"] or ""
     if not model:
         return None

@@ -58,7 +58,10 @@ _Check = Callable[[Recipe, Mapping[str, str]], Iterator[Problem]]
 
 
 def check(recipe: Recipe, environment: Mapping[str, str], device: str | None = None) -> list[Problem]:
-    """Return the problems of a recipe: its keys, task, files, the environment variables and the device."""
+    """Return the problems of a recipe with its task, files, environment variables and device; empty if it is valid.
+
+    ``device`` is None if it is unknown. Checks that need a key with an invalid value are skipped.
+    """
     problems: list[Problem] = []
     rows = itertools.chain(rules.RULES, maxent.RULES, entries("rules"), overlap.RULES)
     checks: list[_Check] = [*(functools.partial(_rule_problems, row) for row in rows), *_CHECKS, *entries("checks")]
@@ -82,10 +85,11 @@ def _rule_problems(rule: Rule, recipe: Recipe, _: Mapping[str, str]) -> Iterator
 
 
 def choose_recipe(argument: str | None, environment: Mapping[str, str], task: str, device: str) -> Path:
-    """Return the recipe file named on the command line or by CONFIG; a ConfigError if there is none.
+    """Return the recipe file named on the command line (``argument``) or by CONFIG; raise ConfigError without a file.
 
-    training.sh sets GRPO_DEFAULT_RECIPE, and then the default recipe of the device is used. Other commands require a
-    name, because the default would train a different model on the user's allocation.
+    A relative name is searched in the working folder and in the repository. training.sh sets GRPO_DEFAULT_RECIPE, and
+    then the default recipe of the task and device is used. Other commands require a name, because the default would
+    train a different model on the user's allocation.
     """
     where, name = ("RECIPE", argument) if argument else ("CONFIG", environment.get("CONFIG"))
     default = _DEFAULT_RECIPES[device].format(task=task)
@@ -123,7 +127,11 @@ def resolve_recipe(
     name: str | None, task: str | None, flags: Iterable[str], environment: Mapping[str, str], device: str,
     keys: Mapping[str, Value] | None = None,
 ) -> Recipe:  # fmt: skip
-    """Read a recipe, resolve its task and check it; a ConfigError reports all problems at once."""
+    """Read a recipe, resolve its task and check it; a ConfigError reports all problems at once.
+
+    ``name`` is the recipe on the command line, or None to use CONFIG or the default recipe. ``task`` is the value of
+    ``--task``. ``keys`` are set by the entry point of another tool.
+    """
     request = requested_task(environment, task)
     if not (name or environment.get("CONFIG") or environment.get(DEFAULT_RECIPE)):
         flag_problems: list[Problem] = []
@@ -289,7 +297,7 @@ def notes(recipe: Recipe) -> list[str]:
 
 
 def missing_requirement(recipe: Recipe, key: str) -> str:
-    """Return the setting without which a key does nothing, if the recipe lacks it; otherwise an empty string."""
+    """Return the setting without which ``key`` does nothing, as text, or "" if the recipe has the setting."""
     readers = [name for name, reward in rewards().items() if key in reward.keys and key != "max_completion_length"]
     if readers:
         return "" if set(readers) & set(recipe["reward_funcs"]) else " or ".join(readers)

@@ -72,7 +72,10 @@ def mixture_sources(recipe: Recipe) -> list[DataSource]:
 
 
 def head_of(source: DataSource) -> Head | None:
-    """Return the head of a local dataset; None if it is not local or cannot be read, which is reported elsewhere."""
+    """Return the head of a local dataset; None if it is not local, or can't be read.
+
+    The check of the dataset itself reports unreadable files.
+    """
     path = Path(os.path.expanduser(source.id))
     with contextlib.suppress(OSError, ValueError):
         if not has_scheme(source.id) and path.exists():
@@ -84,7 +87,7 @@ def head_of(source: DataSource) -> Head | None:
 
 
 def reward_arguments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Reject a reward that needs an argument which no dataset of the recipe has."""
+    """Yield a problem for each user reward with a required argument that no dataset of the recipe has."""
     live = LIVE_OBJECTS if recipe["reward_isolation"] == "none" else ()
     yield from missing_argument_problems(recipe, list(_columns_of_sets(recipe)), recipe.path.parent / "rewards", live)
 
@@ -118,7 +121,7 @@ def _columns(source: DataSource) -> Columns | None:
 
 
 def training_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Check the dataset or the mixture that a recipe trains on."""
+    """Yield the problems of the dataset or the mixture that a recipe trains on."""
     name, mixture = recipe["dataset_name"], recipe["dataset_mixture"]
     if name and mixture is None:
         yield from _dataset(recipe.location("dataset_name"), training_source(recipe), recipe.location, recipe)
@@ -139,6 +142,7 @@ def training_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _mixture_entry(recipe: Recipe, entry: dict[str, Any]) -> Iterator[Problem]:
+    """Yield the problems of one entry in ``dataset_mixture.datasets``; the caller adds the index of the entry."""
     where, name, columns = recipe.location("dataset_mixture"), entry.get("id"), entry.get("columns")
     if not name:
         yield Problem(where, "has no id", "add id: a hub id or a file")
@@ -160,7 +164,7 @@ def _only(recipe: Recipe, entry: dict[str, Any]) -> Any:
 
 
 def evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Check the dataset evaluated on, where ``eval_strategy`` needs one."""
+    """Yield the problems of the evaluation dataset, if the recipe evaluates."""
     if rules.evaluation_set(recipe):
         yield from _dataset(recipe.location("eval_dataset_name"), evaluation_source(recipe), recipe.location, recipe)
     elif recipe["eval_strategy"] != "no" and recipe["dataset_name"] and not recipe["dataset_mixture"]:
@@ -177,7 +181,11 @@ def evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _dataset(where: str, source: DataSource, place: _Place, recipe: Recipe, columns: bool = True) -> Iterator[Problem]:
-    """Yield the faults of a dataset that the heads of its files show; ``place`` gives the line of a key."""
+    """Yield the problems of a dataset that the heads of its files show.
+
+    ``where`` is the location of the dataset's name, and ``place`` returns the location of a key. With ``columns``
+    false, columns and rows are not checked.
+    """
     name, config, split = source.id, source.config, source.split
     path, head = Path(os.path.expanduser(name)), None
     data = generated(name)
@@ -216,7 +224,7 @@ def _no_file(where: str, name: str, path: Path) -> Iterator[Problem]:
 
 
 def _columns_and_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -> Iterator[Problem]:
-    """Yield columns that the head of a dataset lacks, and the first rows that are neither a text nor a chat."""
+    """Yield problems for missing columns in the head of a dataset, and for first rows of the wrong kind."""
     broken = False
     for column, key in zip((source.prompt, source.solution), source.keys, strict=True):
         problem = _no_column(source, head, column, for_solution=column != source.prompt)
@@ -231,7 +239,11 @@ def _columns_and_rows(source: DataSource, head: Head, place: _Place, recipe: Rec
 
 
 def _no_column(source: DataSource, head: Head, column: str, for_solution: bool | None = None) -> Problem | None:
-    """Return the problem of a column, or of a path into one, that the head of a dataset does not have."""
+    """Return the problem of a column, or of a path into a column, that is missing in the head of a dataset, or None.
+
+    The problem has no location yet. ``for_solution`` is true for the solution and false for the prompt; the fix then
+    proposes columns that fit. It is None for other columns.
+    """
     names, root = head.columns, root_of(column, head.columns)
     rows = [row for row in head.rows if root in row]
     if root in names and (root == column or not rows or any(value_at(row, column) is not None for row in rows)):
@@ -247,7 +259,7 @@ def _no_column(source: DataSource, head: Head, column: str, for_solution: bool |
 
 
 def _wrong_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem for a prompt or a solution of the first rows that is of the wrong kind, or missing in all."""
+    """Yield a problem if a prompt or solution in the first rows is of the wrong kind, or is missing in all of them."""
     marker = recipe["dataset_solution_marker"]
     readers: tuple[tuple[str, Callable[[Any], Any]], ...] = (
         (source.prompt, lambda value: chat_of(value, source, None)),
@@ -270,7 +282,10 @@ def _wrong_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -
 
 
 def _enough_rows(recipe: Recipe, sources: Sequence[DataSource]) -> Iterator[Problem]:
-    """Reject datasets with fewer rows than one step needs prompts."""
+    """Yield a problem if the datasets together have fewer rows than one step needs prompts.
+
+    Nothing is yielded if the rows of a dataset can't be counted quickly, for example before a download.
+    """
     least = recipe["prompts_per_step"]
     if least is None and recipe["generation_batch_size"]:
         least = recipe["generation_batch_size"] // recipe["num_generations"]
@@ -288,7 +303,10 @@ def _enough_rows(recipe: Recipe, sources: Sequence[DataSource]) -> Iterator[Prob
 
 
 def local_rows(source: DataSource, most: int) -> int | None:
-    """Count the rows of a local dataset up to ``most``; None if it is not local, is a slice, or takes long to count."""
+    """Count the rows of a local dataset, but stop at ``most``.
+
+    Return None if it is not local, is a slice, can't be read, or takes long to count.
+    """
     path = Path(os.path.expanduser(source.id))
     sliced = not re.fullmatch(r"\w+", source.split)
     if sliced or has_scheme(source.id) or not os.path.exists(path):

@@ -44,7 +44,10 @@ class Head:
 
 
 def solution_names(columns: Iterable[str | None], mixture: Mapping[str, Any] | None) -> list[str]:
-    """Return the names under which rewards of the user's get ``answer``: those of its columns, and ``solution``."""
+    """Return the names under which user rewards get ``answer``: ``solution``, and the names of the solution columns.
+
+    ``columns`` are the solution columns of the recipe, and ``mixture`` is its ``dataset_mixture``.
+    """
     entries = (mixture or {}).get("datasets") or []
     listed = [name for entry in entries for name in (entry.get("columns") or [])[1:2]]
     names = (last_part(name) for name in ["solution", *columns, *listed] if name)
@@ -72,7 +75,10 @@ def has_splits(path: Path) -> bool:
 
 
 def data_files(folder: Path) -> tuple[str, list[Path]]:
-    """Return the kind of a folder's data files, and the files, three levels deep; ValueError unless it is one kind."""
+    """Return the kind of a folder's data files, and the files, at most three levels deep.
+
+    Raise ValueError if there are no data files, or files of several kinds.
+    """
     paths = itertools.islice(itertools.chain(*(folder.glob(depth) for depth in ("*", "*/*", "*/*/*"))), _MANY)
     data_paths = (path for path in paths if path.suffix in BUILDERS and path.name not in _NO_DATA)
     files = sorted(path for path in data_paths if "/." not in f"/{path.relative_to(folder)}")
@@ -88,13 +94,19 @@ def data_files(folder: Path) -> tuple[str, list[Path]]:
 
 
 def columns_of(path: Path, split: str = "train", rows: int = _FEW) -> list[str] | None:
-    """Return the columns of a dataset's head, None if that shows no whole row; ValueError for anything else."""
+    """Return the columns of a dataset's first rows, or None if the first row is too long to be read.
+
+    Raise ValueError if the file has a fault.
+    """
     head = read_head(path, split, rows)
     return head.columns if head else None
 
 
 def read_head(path: Path, split: str = "train", rows: int = _FEW) -> Head | None:
-    """Read the columns and first rows of a dataset, None if the first row is too long; ValueError if it has a fault."""
+    """Read the columns and the first ``rows`` rows of a dataset in a file or folder.
+
+    Return None if the first row is too long to be read. Raise ValueError if the file has a fault or is not a data file.
+    """
     if is_saved(path):
         return _saved_head(path, split, rows)
     if path.is_dir():
@@ -111,7 +123,10 @@ def read_head(path: Path, split: str = "train", rows: int = _FEW) -> Head | None
 
 
 def count_rows(path: Path, most: int, split: str = "train") -> int | None:
-    """Count the rows of a dataset up to ``most``, None if that takes long; rows of all splits in a folder of files."""
+    """Count the rows of a dataset, but stop at ``most``; return None if counting takes long.
+
+    In a folder of files, the rows of all splits are counted together.
+    """
     if is_saved(path):
         return sum(itertools.islice(_saved_sizes(_saved_folder(path, split)), most))
     files = data_files(path)[1] if path.is_dir() else [path]
@@ -149,7 +164,7 @@ def separator(path: Path) -> str:
 
 
 def csv_columns(path: Path) -> list[str]:
-    """Return the first line of a .csv or .tsv file."""
+    """Return the fields of the first line of a .csv or .tsv file; an empty list for an empty file."""
     with (
         translate(csv.Error, lambda error: ValueError(f"'{path}' is not a {path.suffix} file ({error})")),
         path.open(encoding="utf-8-sig", errors="replace", newline="") as file,
@@ -158,9 +173,10 @@ def csv_columns(path: Path) -> list[str]:
 
 
 def csv_rows(path: Path, characters: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a .csv or .tsv file, the first ``characters`` of it or all; ValueError names a wrong line.
+    """Yield the rows of a .csv or .tsv file; stop soon after ``characters``, or read the whole file if it is None.
 
-    A reader that accepts a row with too many or too few fields moves its values into other columns.
+    Raise ValueError with the line of a fault, such as a row with too many or too few fields: a reader that accepts such
+    a row moves its values into other columns.
     """
     names, line = csv_columns(path), 1
     if twice := [name for name, count in Counter(names).items() if name and count > 1]:
@@ -187,7 +203,7 @@ def csv_rows(path: Path, characters: int | None = None) -> Iterator[dict[str, An
 
 
 def file_fix(fault: str) -> str:
-    """Return the edit of a .csv or .tsv file that removes a fault of ``csv_rows``; an empty text for other faults."""
+    """Return the fix, as text for the user, for a fault that ``csv_rows`` raised; an empty text for other faults."""
     if " fields, the header has " in fault or "has unbalanced quotes" in fault:
         return 'put texts that contain separators, quotes or line ends in quotes, as "1, 2" and "say ""1"""'
     if fault.endswith(" twice"):

@@ -239,7 +239,7 @@ def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str,
 
 
 def as_words(keys: Mapping[str, Value]) -> list[str]:
-    """Return recipe keys as flags of `grpo launch`."""
+    """Return recipe keys and their values as a list of command-line words: flags of `grpo launch`."""
     words: list[str] = []
     for key, value in keys.items():
         items = (value.value or ["none"]) if isinstance(value.value, list) else [value.value]
@@ -254,14 +254,15 @@ def _as_word(value: Any) -> str:
 
 
 def unset_keys(flagged: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return the names that ``--unset`` lists."""
+    """Return the names that ``--unset`` lists in the pairs of ``read_flags``."""
     texts = [text for name, text in flagged if name == UNSET and text is not True]
     return [name.replace("-", "_") for text in texts for name in _convert("list[str]", text, from_text=True)]
 
 
 def convert_value(key: str, entry: Entry, raw: Value, path: KeyPath = ()) -> tuple[Any, list[Problem]]:
-    """Convert a value to the type of its catalog entry. Return it, or None, with all problems.
+    """Convert a value to the type of its catalog entry; return the converted value and all problems.
 
+    The value is None after a problem of its type, and a value outside of its limits is returned with its problems.
     ``path`` leads to the value in the file, by default the key itself.
     """
     value, path = raw.value, path or (key,)
@@ -308,7 +309,10 @@ def _convert_parts(key: str, parts: dict[str, Any], raw: Value, path: KeyPath) -
 
 
 def _convert(kind: str, value: Any, from_text: bool) -> Any:
-    """Convert a value to a type of the catalog; a ValueError says what was expected."""
+    """Convert a value to a type of the catalog; raise ValueError with the expected type.
+
+    With ``from_text``, the value is text from a flag or variable, so booleans and lists are parsed.
+    """
     if kind.startswith("list["):
         if isinstance(value, str) and from_text and value.startswith("["):
             value = _parse_word(value)
@@ -356,7 +360,7 @@ def _parse_word(text: str) -> Any:
 
 
 def as_bool(value: Any) -> Any:
-    """Return the boolean that a string means, and any other value unchanged."""
+    """Return the boolean that a word such as ``yes`` or ``off`` means, and any other value unchanged."""
     return _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
 
 

@@ -67,7 +67,7 @@ class Extension:
     advice: str = ""  # a mapping: pattern of a log line -> what to do
 
     def load(self, part: str) -> Any:
-        """Import a part, e.g. ``rules``; None if the extension does not have it."""
+        """Import a part, for example ``rules``, and return its object; None if the extension lacks this part."""
         reference = getattr(self, part)
         return load(reference) if reference else None
 
@@ -122,7 +122,10 @@ def entries(part: str) -> Iterator[Any]:
 
 
 def merged(part: str) -> dict[str, Any]:
-    """Return the mappings of all extensions under one name, e.g. ``merged("commands")``, as one mapping."""
+    """Return the mappings of all extensions under one name, for example ``merged("commands")``, as one mapping.
+
+    A later extension replaces an entry with the same name.
+    """
     together: dict[str, Any] = {}
     for extension in extensions():
         together |= getattr(extension, part)

@@ -38,7 +38,8 @@ def entries_of(
 ) -> dict[str, dict[str, Any]]:
     """Return the keys of a config class: name -> type, default, help, limits and the class.
 
-    ``choices`` and ``ranges`` add limits that the class does not declare; the keys ``left_out`` are not listed.
+    ``choices`` and ``ranges`` add limits that the class does not declare. The keys in ``left_out`` and private fields
+    are omitted.
     """
     hints, entries = typing.get_type_hints(config), {}
     for spec in dataclasses.fields(config):

@@ -95,7 +95,10 @@ def is_misspelled(name: str | None) -> bool:
 
 
 def own_reward(name: str | None) -> str | None:
-    """Return the only reward that judges a dataset; None if its problems have one answer each."""
+    """Return the only reward that judges a generated dataset.
+
+    Return None if its problems have one answer each, and for any other dataset.
+    """
     data = generated(name)
     return data.reward if data else None
 
@@ -106,11 +109,11 @@ def recorded_columns() -> dict[str, str]:
 
 
 def recorded_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the values of some rows in the columns that are recorded, by their names in metrics.jsonl."""
+    """Return the recorded columns that some rows have: name in metrics.jsonl -> values."""
     columns = recorded_columns().items() if rows else ()
     return {name: [row[column] for row in rows] for column, name in columns if column in rows[0]}
 
 
 def keys_of_data(kind: str) -> list[str]:
-    """Return the ``order_keys`` or the ``eval_keys`` of all generated datasets, each once."""
+    """Return the recipe keys in the field ``kind`` (``order_keys`` or ``eval_keys``) of all generated datasets."""
     return list(dict.fromkeys(key for data in generated_datasets().values() for key in getattr(data, kind)))

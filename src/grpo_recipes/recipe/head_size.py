@@ -14,7 +14,10 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/
 
 
 def head_size_problems(recipe: Recipe, _: Mapping[str, str], device: str | None = None) -> Iterator[Problem]:
-    """Yield the problem of a model folder with a head_dim that vLLM lacks on ``device`` (None: any)."""
+    """Yield a problem if vLLM on CPU does not support the head_dim of the model's folder.
+
+    Without a local folder, or if ``device`` is not "cpu", nothing is checked.
+    """
     if not recipe["use_vllm"] or uses_external_server(recipe) or device != "cpu":
         return
     size = head_size(Path(os.path.expanduser(recipe["model_name_or_path"] or "")))

@@ -44,7 +44,10 @@ def trains_weights_as_loaded(recipe: Recipe) -> bool:
 
 
 def lost_updates(dtype: str, learning_rate: float, optim: str, optim_args: str | None) -> str:
-    """Return why updates of weights of this dtype are lost at the highest learning rate, or an empty string."""
+    """Return the reason why weights of this dtype lose their updates, or an empty text if they do not.
+
+    ``learning_rate`` is the highest learning rate of the run.
+    """
     # Kahan summation keeps the rounding errors.
     if optim == "adamw_anyprecision" and "use_kahan_summation=True" in (optim_args or "").replace(" ", ""):
         return ""
@@ -58,7 +61,7 @@ def lost_updates(dtype: str, learning_rate: float, optim: str, optim_args: str |
 
 
 def float32_fix(mixed: str) -> str:
-    """Return the edit that makes the run update float32 weights."""
+    """Return the fix, as text for the user, that makes the run update float32 weights."""
     hint = " (bf16: true keeps the computation in bfloat16)" if mixed == "bf16" else ""
     return f"write accelerator: zero2, or dtype: float32{hint}"
 

@@ -48,7 +48,8 @@ def weight_ratio(recipe: Recipe, tau: float | None = None) -> float:
     """Return the weight of a right answer divided by the weight of a wrong answer, for rewards of 0 and 1.
 
     Half of the group is right. All completions have max_completion_length and the same probability under the reference.
-    ``tau`` is by default the temperature at the start, or the temperature that reaches maxent_target_ratio.
+    ``tau`` is by default the temperature at the start, or the temperature that reaches maxent_target_ratio. The result
+    is infinite if there is no temperature.
     """
     if tau is None and _target(recipe) == [_RATIO]:
         return float(recipe[_RATIO])
@@ -70,7 +71,7 @@ def _exp(power: float) -> float:
 
 
 def limit_note(recipe: Recipe) -> str | None:
-    """Return a note if a MaxEnt recipe is practically another method, with the setting that changes this; or None.
+    """Return a note if a MaxEnt recipe is practically another method, with the setting that changes this; else None.
 
     Returns None if a controller moves tau.
     """

@@ -102,7 +102,7 @@ _ONE_OF = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "cosine_warmup_with_
 
 
 def passed_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield the problems inside the dictionaries that other libraries receive."""
+    """Yield the problems inside the dictionaries that a recipe passes on to other libraries."""
     checks: list[Callable[[], Iterator[Problem]]] = [partial(_dictionary, recipe, key) for key in _DICTIONARIES]
     checks += [partial(_accumulation, recipe), partial(_optimizer, recipe), partial(_scheduler, recipe)]
     checks += [partial(_sampling, recipe), partial(_template, recipe, environment)]
@@ -125,7 +125,7 @@ def _accumulation(recipe: Recipe) -> Iterator[Problem]:
 
 
 def owned_name(recipe: Recipe, key: str, name: str, value: Any, where: str) -> Problem:
-    """Return the problem of a name inside ``key`` that a recipe key or the launcher sets."""
+    """Return the problem of a name inside ``key`` that a recipe key or the launcher sets; its fix uses that key."""
     owner = OWNED_NAMES[key][name]
     if not owner.isidentifier():
         return Problem(where, f"{key}: '{name}' can't be set here: {owner}", f"remove {name} from {key}")
@@ -140,7 +140,7 @@ def owned_name(recipe: Recipe, key: str, name: str, value: Any, where: str) -> P
 
 
 def known_names(recipe: Recipe, key: str) -> tuple[Mapping[str, Entry], str]:
-    """Return the names that a dictionary of this recipe may contain, and their reader, such as vLLM."""
+    """Return the names that a dictionary of this recipe may contain, and a text that names their reader."""
     variants = passed_catalogue()[key]
     if key == "generation_kwargs":
         engine = "vllm" if recipe["use_vllm"] else "transformers"
@@ -153,7 +153,10 @@ def known_names(recipe: Recipe, key: str) -> tuple[Mapping[str, Entry], str]:
 
 
 def _part_problems(recipe: Recipe, key: str, parts: dict[str, Any], raw: Value) -> Iterator[Problem]:
-    """Yield problems of owned names, unknown names and values of a wrong type; convert the values inside ``parts``."""
+    """Yield problems for owned names, unknown names, and values of a wrong kind in a dictionary of the recipe.
+
+    ``parts`` is the dictionary; its values are converted in place. ``raw`` is the value of ``key`` with its source.
+    """
     known, reader = known_names(recipe, key)
     if key == "model_init_kwargs" and parts.get("use_kernels") and importlib.util.find_spec("kernels") is None:
         message = f"{key}: use_kernels needs the package kernels, which is not installed"
@@ -188,7 +191,7 @@ def _unknown_name(recipe: Recipe, key: str, name: str, where: str, known: Mappin
 
 
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems of ``optim_args``, a text of ``name=value`` pairs."""
+    """Yield the problems in ``optim_args``, a text of ``name=value`` pairs."""
     if not recipe["optim_args"]:
         return
     parts = {}
@@ -224,7 +227,7 @@ def _tenth(recipe: Recipe) -> int:
 
 
 def _sampling(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the names of ``generation_kwargs`` by which the server samples from another distribution."""
+    """Yield problems for names in ``generation_kwargs`` that make the server sample from another distribution."""
     kwargs, correction = recipe["generation_kwargs"] or {}, _CORRECTION
     if not recipe["use_vllm"]:
         return
@@ -240,7 +243,7 @@ def _sampling(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _template(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield the names of ``chat_template_kwargs`` that the trainer sets, or that the chat template does not read."""
+    """Yield problems for names in ``chat_template_kwargs`` that the trainer sets or the chat template does not read."""
     key = "chat_template_kwargs"
     kwargs = recipe[key] or {}
     recipe_template = recipe["chat_template"]

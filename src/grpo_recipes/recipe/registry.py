@@ -45,7 +45,7 @@ class SyncMethod:
     serves: Mapping[str, str]  # setup -> YES, ON_GPUS, ON_CPU, or the reason why it is not supported
 
     def refusal(self, setups: Iterable[str]) -> tuple[str, str] | None:
-        """Return the first setup that is not supported, in words, with the reason; None if all are."""
+        """Return the first of ``setups`` that is not supported, in words, with the reason; else None."""
         refused = (name for name in setups if self.serves[name] not in (YES, ON_GPUS, ON_CPU))
         return next(((SETUPS[name], self.serves[name]) for name in refused), None)
 
@@ -251,13 +251,19 @@ def is_file(name: str) -> bool:
 
 
 def benchmark_columns(names: Collection[str], recipe_columns: tuple[str, str]) -> tuple[str, str] | None:
-    """Return the columns of problem and answer in a user's file: "problem" and "answer", or the recipe's, or None."""
+    """Return the columns of problem and answer in a user's file with the columns ``names``; None if it lacks them.
+
+    They are "problem" and "answer", or else ``recipe_columns``.
+    """
     candidates = (("problem", "answer"), recipe_columns)
     return next((columns for columns in candidates if set(columns) <= set(names)), None)
 
 
 def benchmark_problem(name: str, where: str, played: Collection[str] = ()) -> Problem | None:
-    """Return the problem of a name in ``benchmarks``, or None. The recipe's prompt source runs the names ``played``."""
+    """Return the problem of a name in ``benchmarks``, or None if the name is valid.
+
+    ``where`` is the location of the key. ``played`` are names that the recipe's prompt source runs itself.
+    """
     if name in _RUNS_MODEL_CODE:
         message = f"benchmark '{name}' runs code written by the model, which is not supported"
         command = f'lighteval vllm "model_name=<run>/model" "{_RUNS_MODEL_CODE[name]}|0"'
@@ -273,7 +279,7 @@ def benchmark_problem(name: str, where: str, played: Collection[str] = ()) -> Pr
 
 
 def benchmark_sources(names: Iterable[str]) -> list[tuple[str, str | None, str]]:
-    """Return (id, config, split) of the datasets of some benchmarks, which are downloaded before a job."""
+    """Return (id, config, split) of each dataset to download for these benchmarks; other names are ignored."""
     known = benchmarks()
     chosen = [known[name] for name in names if name in known]
     fetched = [benchmark for benchmark in chosen if not ((data := generated(benchmark.id)) and data.in_files)]
@@ -346,7 +352,10 @@ def built_for_cpu() -> bool:
 
 
 def missing_package(key: str, value: Any) -> str | None:
-    """Return a package that the value, or one of its items, needs but that is not installed; import nothing."""
+    """Return a package that the value of a key, or an item of the value, needs but that is not installed; else None.
+
+    Nothing is imported.
+    """
     for item in value if isinstance(value, list) else [value]:
         needs = (need for (name, values), need in _PACKAGES.items() if name == key and fnmatchcase(str(item), values))
         package, module = next(needs, (None, None))

@@ -33,9 +33,9 @@ _DATE_WORDS = ("date", "today", "time", "now")
 
 
 def missing_message(render: Render, prompt: list[Message]) -> Message | None:
-    """Return the first message that the rendered prompt lacks, or None if it contains all of them.
+    """Return the first message whose text does not occur in the rendered prompt; None if all messages occur.
 
-    White space may change. Reasoning in earlier answers may be left out, and a tool's answer may be written as JSON.
+    White space may change. The template may omit reasoning in earlier answers, and may write a tool's answer as JSON.
     """
     for index, message in enumerate(prompt):
         text = message["content"].rpartition(_END_THINK)[2] if message["role"] == "assistant" else message["content"]
@@ -54,7 +54,7 @@ def _occurs(text: str, rendered: str) -> bool:
 
 
 def rendering_notes(render: Render, prompt: list[Message], template: str, kwargs: Mapping[str, Any]) -> list[str]:
-    """Return notes about rendered prompts that change with the date or end in an open thought."""
+    """Return notes for the user about rendered prompts: they change with the date, or end in an open thought."""
     notes = []
     with contextlib.suppress(*FAILURES):
         if note := _date_note(template, prompt, kwargs):
@@ -88,7 +88,11 @@ def _date_note(template: str, prompt: list[Message], kwargs: Mapping[str, Any]) 
 
 
 def render_with(template: str, kwargs: Mapping[str, Any], clock: datetime | None = None) -> Render:
-    """Return the function that renders a prompt with a template as transformers does, at another time if given."""
+    """Return a function that renders a prompt with a chat template as transformers does.
+
+    ``kwargs`` are the recipe's ``chat_template_kwargs``. ``clock`` is the time that the template reads, by default the
+    current time.
+    """
     compiled_template = compiled(template, clock)
     fixed = {"tools": None, "documents": None, "add_generation_prompt": True, **TOKENS, **kwargs}
     return lambda prompt: str(compiled_template.render(messages=prompt, **fixed))
@@ -110,7 +114,7 @@ def missing_fix(message: Message, has_rows: bool = True) -> str:
 
 
 def prompt_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield the problem of a model without chat template, and of prompts that the template rejects or shortens."""
+    """Yield a problem if the model has no chat template, or if the template rejects prompts or omits messages."""
     if not _has_prompts(recipe):
         return
     if recipe["chat_template"] and "messages" not in recipe["chat_template"]:  # reported by a rule
@@ -127,7 +131,7 @@ def prompt_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
 
 
 def _rendering_fault(recipe: Recipe, key: str, template: str) -> Problem | None:
-    """Return the first fault in rendering the first rows, each sequence of roles once."""
+    """Return the first fault in rendering the prompts of ``_prompts``, or None. ``key`` sets the template."""
     system = recipe["system_prompt"]
     try:
         render = render_with(template, recipe["chat_template_kwargs"] or {})
@@ -169,7 +173,10 @@ def _templates(recipe: Recipe, environment: Mapping[str, str]) -> tuple[str, Map
 
 
 def _prompts(recipe: Recipe) -> Iterator[list[Message]]:
-    """Yield a prompt for each sequence of roles in the first rows of local files, else one text of a user."""
+    """Yield a prompt for each sequence of roles in the first rows of local files.
+
+    Without a local row, yield a prompt with the system prompt, if any, and a text of the user.
+    """
     sources: list[DataSource] = mixture_sources(recipe) if recipe["dataset_mixture"] else []
     sources += [training_source(recipe)] if recipe["dataset_name"] and not sources else []
     sources += [evaluation_source(recipe)] if evaluation_set(recipe) else []

@@ -99,14 +99,15 @@ def reports_to(recipe: Recipe) -> list[str]:
 
 
 def evaluation_set(recipe: Recipe) -> str | None:
-    """Return ``eval_dataset_name`` of a recipe that evaluates."""
+    """Return ``eval_dataset_name`` if the recipe evaluates and sets it, else None."""
     return recipe["eval_dataset_name"] if evaluates(recipe) else None
 
 
 def set_by_user(recipe: Recipe, names: str, any_value: bool = True) -> list[str]:
-    """Return the keys that the user set among ``names``, separated by spaces, * for any ending.
+    """Return the keys in ``names`` that the user set, except keys with an invalid value.
 
-    Without ``any_value``, keys with the value false, null or no are left out.
+    ``names`` are separated by spaces, and * stands for any ending. Without ``any_value``, keys with the value false,
+    null or no are omitted.
     """
     keys = [key for key in matching_keys(names) if recipe.is_set(key) and key not in recipe.broken]
     return [key for key in keys if any_value or recipe[key] not in (False, None, "no")]
@@ -128,7 +129,7 @@ def unsupported_keys() -> set[str]:
 
 @functools.cache
 def matching_keys(names: str) -> tuple[str, ...]:
-    """Return the keys of the catalog that match one of ``names``, separated by spaces, * for any ending."""
+    """Return the keys of the catalog that match one of ``names``; names are separated by spaces, * is any ending."""
     return tuple(key for key in catalogue() if any(fnmatchcase(key, name) for name in names.split()))
 
 

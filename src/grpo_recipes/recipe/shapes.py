@@ -36,7 +36,7 @@ class DataSource:
     others: tuple[str, ...] | None = None  # other columns that rewards get; None passes all but media
 
     def naming(self, path: str, for_solution: bool = False) -> str:
-        """Return the edit of the recipe that names another column."""
+        """Return the fix, as text for the user, that selects the column ``path`` for the prompt or the solution."""
         key = self.keys[for_solution]
         pair = f"[{self.prompt}, {path}]" if for_solution else f"[{path}, {self.solution}]"
         return f"set columns: {pair} in {key}" if key == "dataset_mixture" else f"set {key}: {path}"
@@ -103,7 +103,7 @@ def _is_chat_as_text(text: str) -> bool:
 
 
 def _message(messages: list[Any], index: int, source: DataSource) -> Message:
-    """Return a message of a chat with its two texts."""
+    """Return the message at ``index`` with its role and content; raise ConfigError if they are not two texts."""
     message, column = messages[index], source.prompt
     parts = {name: part for name, part in message.items() if part is not None} if isinstance(message, dict) else {}
     filled = {"content": "", **parts}
@@ -143,14 +143,21 @@ def _chat(source: DataSource) -> str:
 
 
 def answer_of(value: Any, marker: str | None, source: DataSource) -> tuple[str, bool]:
-    """Return a solution as text, and whether the marker is missing in it; a ConfigError where it is not a scalar."""
+    """Return a solution as text, and whether the marker is missing in it.
+
+    With a ``marker``, only the text after its last occurrence is returned. Raise ConfigError if the value is not a
+    text, a number or a boolean.
+    """
     text = _text(value, source, for_solution=True)
     _, separator, answer = text.rpartition(marker) if marker else ("", "no marker", text)
     return answer.strip(), bool(answer.strip()) and not separator
 
 
 def _text(value: Any, source: DataSource, for_solution: bool) -> str:
-    """Return a scalar as JSON writes it, '' if it is missing. A whole number that JSON made a float has no '.0'."""
+    """Return a scalar as JSON writes it, '' if it is missing; raise ConfigError if the value is not a scalar.
+
+    A whole number that JSON made a float has no '.0'.
+    """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
@@ -169,7 +176,7 @@ def _text(value: Any, source: DataSource, for_solution: bool) -> str:
 
 
 def nested_paths(column: str, value: Any) -> list[str]:
-    """Return paths to the texts and numbers inside a value, the likely ones first."""
+    """Return paths to the texts and numbers inside a value of ``column``, the likely prompts and answers first."""
     paths = [path for path, leaf in _leaves(column, value, _DEPTH) if _is_filled(leaf)]
 
     def order(path: str) -> tuple[int, int]:
@@ -196,7 +203,10 @@ def _is_filled(value: Any) -> bool:
 
 
 def usable_columns(rows: Sequence[Mapping[str, Any]], source: DataSource, for_solution: bool) -> list[str]:
-    """Return the columns of these rows that can be the prompt or the solution, else paths into columns that can."""
+    """Return the columns of these rows that can be the solution, or the prompt if ``for_solution`` is false.
+
+    If no column fits, return the first paths into columns that fit.
+    """
 
     def fits(column: str) -> bool:
         read: Callable[[Any], Any] = lambda value: chat_of(value, source, None)  # noqa: E731

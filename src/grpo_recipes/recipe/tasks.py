@@ -69,7 +69,7 @@ def task_of(recipe: Recipe) -> str:
 
 
 def with_task(recipe: Recipe, request: RequestedTask) -> tuple[Recipe, list[Problem]]:
-    """Return the recipe with its task, and the settings that contradict the task as problems.
+    """Return the recipe with its task and entry script, and a problem for each setting that contradicts the task.
 
     If MaxEnt is requested and the recipe sets no objective, the recipe gets ``SWITCHED_OBJECTIVE`` and a note.
     """
@@ -110,7 +110,10 @@ def _switch_to_maxent(recipe: Recipe, source: str) -> Recipe:
 
 
 def same_task(recipe: Recipe, request: RequestedTask, task: str) -> None:
-    """Reject a request or an override that would change the task of a resumed run."""
+    """Raise ConfigError if the request or an override would change the task of a resumed run.
+
+    ``task`` is the task of the run.
+    """
     if request.task not in (None, task):
         message = f"requests {_NAMES[request.task]}, but this run is {_NAMES[task]}"
         raise config_error(request.source, message, f"leave out {request.source}: a resumed run keeps its task")

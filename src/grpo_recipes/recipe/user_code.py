@@ -42,7 +42,7 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def spec_problem(spec: str, where: str) -> Problem | None:
-    """Return the reason why ``spec``, set at ``where``, can't be loaded, without running its code; or None."""
+    """Return the problem if ``spec``, which ``where`` sets, can't be loaded; None if it can. Its code does not run."""
     module, name = split_spec(spec)
     if not name.isidentifier():
         return Problem(where, f"'{spec}' names no function or class", "write module:name or file.py:name")
@@ -88,9 +88,9 @@ def _missing_import(tree: ast.Module, path: Path) -> tuple[str, int] | None:
 
 
 def function_source(spec: str, path: Path | None = None) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Parse the function that ``spec`` names, from its file or from ``path``.
+    """Return the syntax tree of the function that ``spec`` names, from its file or from ``path``.
 
-    Return None if the source does not show it: it is missing, decorated, defined twice, or not a function.
+    Return None if the source does not show the function: it is missing, decorated, defined twice, or not a function.
     """
     path, name = path or source_path(spec), split_spec(spec)[1]
     with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -185,7 +185,10 @@ def missing_argument_problems(
 
 
 def find_comparison(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, int] | None:
-    """Return (name, line) of the first call in which a reward compares all completions, e.g. ``max``; or None."""
+    """Return name and line of the first call in which a reward compares all completions, for example ``max``.
+
+    Return None if there is no such call.
+    """
     lists = {"completions"}  # variables with one value per completion
 
     def uses_list(node: ast.AST) -> bool:
@@ -206,7 +209,10 @@ def find_comparison(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[s
 
 
 def source_path(spec: str) -> Path | None:
-    """Return the file of the module or path in ``spec``, or None; the parents of a module are not imported."""
+    """Return the file of the module or path in ``spec``, or None if there is no such file.
+
+    Only Python source files count. The parents of a module are not imported.
+    """
     module = split_spec(spec)[0]
     if module.endswith(".py"):
         path = Path(os.path.expanduser(module)).absolute()
@@ -238,7 +244,10 @@ def copy_path(spec: str, folder: Path) -> Path:
 
 
 def copy_source(spec: str, folder: Path) -> Path:
-    """Copy the file of ``spec`` into the run directory unless it is there, so that a resumed run uses the same code."""
+    """Copy the file of ``spec`` to ``folder`` unless it has a copy there; return the path of the copy.
+
+    An existing copy stays, so that a resumed run uses the same code. Raise ConfigError if the file does not exist.
+    """
     copy = copy_path(spec, folder)
     if not copy.exists():
         folder.mkdir(exist_ok=True)
@@ -247,17 +256,21 @@ def copy_source(spec: str, folder: Path) -> Path:
 
 
 def changed_copies(specs: Iterable[str], folder: Path) -> list[str]:
-    """Return the specs ``file.py:name`` with a file that differs from its copy in ``folder``; skip missing files."""
+    """Return those of ``specs`` whose file differs from its copy in ``folder``.
+
+    Specs of modules, missing files and missing copies are skipped.
+    """
     pairs = [(spec, source_path(spec), copy_path(spec, folder)) for spec in specs if ".py:" in spec]
     present = [(spec, path, copy) for spec, path, copy in pairs if path is not None and copy.is_file()]
     return [spec for spec, path, copy in present if path.read_bytes() != copy.read_bytes()]
 
 
 def load_object(spec: str, copies: Path | None = None) -> Any:
-    """Import the object that ``spec`` names; a ConfigError if it is missing. Errors of the user's code are not caught.
+    """Import the object that ``spec`` names, and return it.
 
     If ``copies`` has a copy of the file, the copy runs instead of the original. Modules are imported by name, because
-    they may be part of a package.
+    they may be part of a package. Raise ConfigError if the file or the object is missing. Errors of the user's code are
+    not caught.
     """
     module_name, name = split_spec(spec)
     if module_name.endswith(".py"):

@@ -29,7 +29,10 @@ def accelerator_of(recipe: Recipe, trainers: int, environment: Mapping[str, str]
 
 
 def sync_problems(recipe: Recipe, environment: Mapping[str, str], device: str | None = None) -> Iterator[Problem]:
-    """Yield the problem of the recipe's weight sync method, on ``device`` if it is given."""
+    """Yield a problem if the recipe's weight sync method does not work in the recipe's setup.
+
+    ``device`` is "cpu", "cuda", or None if it is unknown.
+    """
     has_server, method = starts_server(recipe), recipe["weight_sync"]
     if not recipe["use_vllm"] or (has_server and method not in SYNC_METHODS):
         return
@@ -42,9 +45,9 @@ def sync_problems(recipe: Recipe, environment: Mapping[str, str], device: str | 
 def sync_problem(
     recipe: Recipe, method: str, accelerator: str, apart: bool, device: str | None = None
 ) -> Problem | None:
-    """Return the problem of a weight sync method in a recipe's setup, with the edit that fixes it; or None.
+    """Return the problem of a weight sync method in a recipe's setup, with the fix; None if it works.
 
-    ``apart`` means that vLLM and rank 0 run on different nodes.
+    ``apart`` means that vLLM and rank 0 run on different nodes. ``device`` is "cpu", "cuda", or None if it is unknown.
     """
     parallel = (recipe["vllm_tensor_parallel_size"] or 1) > 1
     setups = [accelerator, "lora" if recipe["use_peft"] else "full", *(["tensor_parallel"] if parallel else [])]

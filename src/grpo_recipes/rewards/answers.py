@@ -107,7 +107,10 @@ def completion_text(completion: str | list[dict[str, Any]]) -> str:
 
 
 def final_text(completion: str | list[dict[str, Any]]) -> str:
-    """Return the text after the last ``</think>``, the only place for an answer; "" for an unclosed think block."""
+    """Return the text after the last ``</think>``, the only place for an answer; "" for an unclosed think block.
+
+    A completion without think tags is returned whole. Of a list of messages, only the last message counts.
+    """
     text = completion_text(completion)
     if "think>" not in text:
         return text
@@ -121,7 +124,7 @@ def solution_text(solution: Any) -> str:
 
 
 def last_answer(text: str) -> str | None:
-    """Return the content of the last ``<answer>…</answer>``, or None."""
+    """Return the text in the last complete ``<answer>…</answer>``, which may be empty; None without such a tag."""
     start = text.rfind(_OPEN, 0, text.rfind(_CLOSE) + 1)
     return None if start < 0 else text[start + len(_OPEN) : text.find(_CLOSE, start)]
 
@@ -428,7 +431,8 @@ def _outer_brackets(text: str) -> tuple[str, str]:
 def _split_items(text: str) -> tuple[list[str], set[str]]:
     """Return the items of a list without brackets, and the words ``and`` and ``or`` that join them.
 
-    Semicolons separate items that contain commas: ``1, 2; 3, 4`` has two items. A text that is not a list is one item.
+    Semicolons separate items that contain commas: ``1, 2; 3, 4`` has two items. A text that is not a list is one item,
+    and has no words.
     """
     parts = list(_walk(text))
     outer_parts = [part for part, bracket in parts if bracket is None]

@@ -24,7 +24,10 @@ _seed = 0  # the current call's seed, for modules that the call imports
 
 
 def call_seed(*parts: object) -> int:
-    """Return a seed for a call from the run's seed and the call's name; 32 bits, numpy's limit."""
+    """Return a seed for a call from its parts, for example the run's seed and the name of the call.
+
+    The same parts give the same seed in every process. It has 32 bits, numpy's limit.
+    """
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4])
 
 

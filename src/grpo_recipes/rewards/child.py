@@ -87,7 +87,10 @@ def is_score(value: Any) -> bool:
 
 
 def read_reply(line: bytes, rewards: Collection[str], valid: Callable[[Any], bool] = is_score) -> dict[str, Any]:
-    """Parse and validate a reply of a child that loads ``rewards``; ``GARBLED`` if it is invalid."""
+    """Parse and validate a line that a child has sent; return ``GARBLED`` if it is not a valid reply.
+
+    ``rewards`` are the rewards that the child loads. ``valid`` checks the value of a score.
+    """
     reply: Any = None
     with contextlib.suppress(ValueError, RecursionError):
         reply = json.loads(line)
@@ -158,7 +161,10 @@ def _reply(replies: int, message: dict[str, Any]) -> None:
 
 
 def _work(requests: int, replies: int) -> NoReturn:
-    """Load the rewards within the limits, and answer requests until the parent closes the pipe."""
+    """Load the rewards within the limits, and answer requests until the parent closes the pipe; never return.
+
+    If a reward can't be loaded, reply ``failed`` with the reason and end with exit code 1.
+    """
     global _stripped
     tree.die_with_parent(os.getppid(), signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})

@@ -37,9 +37,10 @@ from grpo_recipes.runs.rundir import json_mapping, without_damaged_end, write_at
 
 
 def keep_rewards(names: Sequence[str], run_dir: Path, update: bool = False) -> list[str]:
-    """Copy the files of the user's rewards into ``<run>/rewards``, once per run; ``update`` replaces changed files.
+    """Copy the files of the user rewards in ``names`` to ``<run>/rewards``, once per run.
 
-    Return a note for each file that is gone, that differs from the copy, or that replaces the copy.
+    With ``update``, a changed file replaces its copy, and the old copy gets another name. Return a note for each file
+    that is gone, that differs from the copy, or that replaces the copy.
     """
     notes = []
     changed = changed_copies(filter(is_user_reward, names), run_dir / REWARD_COPIES) if update else []
@@ -146,11 +147,14 @@ class IsolatedReward(RewardWrapper):
         self._watch: Callable[[], bool] | None = None
 
     def watch_calls(self, watch: Callable[[], bool]) -> None:
-        """Call ``watch`` instead of ``stop`` a few times per second during calls; it returns whether to give up."""
+        """Set the function that decides during calls whether to give up, instead of ``stop``.
+
+        The pool calls ``watch`` a few times per second.
+        """
         self._watch = watch
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
-        """Return the score of each row; only rows without a recorded score are called."""
+        """Return the score of each row, in order; equal rows share a call, and recorded scores are reused."""
         plain = {name: values for name, values in columns.items() if name not in LIVE_OBJECTS}
         arguments = select_columns(plain, self.pool.accepted[self.spec])
         keys = [
@@ -211,7 +215,10 @@ class LimitRecords:
         return Score(None, reason, by_limit=True, replayed=True) if recorded_in <= generation else None
 
     def add(self, key: str | None, generation: int, score: Score) -> None:
-        """Record a score that a limit decided; it is on disk before the update that uses it."""
+        """Record a score if a limit decided it; other scores, and calls with the key None, are ignored.
+
+        The record is on disk before the update that uses the score.
+        """
         if key is None or not score.by_limit or score.reason is None:
             return
         self._records[key] = (generation, score.reason)
@@ -221,9 +228,9 @@ class LimitRecords:
 
 
 def key_of(reward: Sequence[Any], arguments: dict[str, Any]) -> str | None:
-    """Return a hash of a call's arguments, the reward and its limits, which together determine the score.
+    """Return a hash of a call's arguments, its reward and the limits, which together determine the score.
 
-    None if an argument is not plain data, since it has no stable hash.
+    Return None if an argument is not plain data, since it has no stable hash.
     """
     with contextlib.suppress(TypeError, ValueError):
         return hashlib.sha256(json.dumps([*reward, arguments], sort_keys=True).encode()).hexdigest()[:32]

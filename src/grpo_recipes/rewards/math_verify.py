@@ -134,6 +134,11 @@ def _matrix(answer: answers.Answer, compared: str) -> str | None:
 @functools.lru_cache(maxsize=1024)  # completions of one prompt often agree
 def _equal(gold: str, answer: str) -> bool:
     # The value of a chain such as 3+5=8 is its last step. Its other numbers must equal that value: 41=42 is wrong.
+    """Return whether two expressions are equal by math-verify; False if one of them can't be read or compared.
+
+    Equations such as ``x = 1/2 = 0.5`` are compared by their last side if possible. MemoryError is raised, because it
+    leaves the completion unscored.
+    """
     *earlier, last = _EQUALS.split(gold)
     if len(earlier) > 1 or (earlier and _constant(earlier[0]) and _constant(last)):
         gold, earlier = last, []

@@ -26,7 +26,10 @@ _RECURSIVE, _PRIVATE, _NO_SUID, _NO_DEVICES = 1 << 14, 1 << 18, 2, 4
 
 
 def mount_own_shared_memory(most_bytes: int) -> None:
-    """Give this process its own empty ``/dev/shm`` of this size, if the system allows it; it must have one thread."""
+    """Give this process its own empty ``/dev/shm`` of at most ``most_bytes``, if the system allows it.
+
+    Otherwise change nothing. This process must have a single thread.
+    """
     probe = os.fork()  # a child tries first: a partial failure would leave this process in another user namespace
     if probe == 0:
         code = 1

@@ -159,12 +159,15 @@ def _without_commands(text: str) -> str:
 
 
 def closing_brace(text: str, start: int) -> int:
-    """Return the index of the brace that closes the first brace at or after ``start``; -1 if it is not closed."""
+    """Return the index of the brace that closes the first brace at or after ``start``; -1 if there is none."""
     return closing(text, start, "{}")
 
 
 def closing(text: str, start: int, brackets: str) -> int:
-    """Return the index that closes the first bracket of this kind at or after ``start``; -1 if it is not closed."""
+    """Return the index of the bracket that closes the first bracket at or after ``start``; -1 if there is none.
+
+    ``brackets`` is the pair to search, for example ``"{}"``.
+    """
     depth = 0
     for bracket in _PAIRS[brackets].finditer(text, start):
         depth += 1 if bracket[0] == brackets[0] else -1
@@ -208,7 +211,10 @@ def to_latex(text: str) -> str:
 
 
 def _rewritten(token: str, text: str, end: int, before: list[str]) -> tuple[str, int]:
-    """Return the LaTeX of a token with its arguments, and the index after them."""
+    """Return the LaTeX of a token with its arguments, and the index in ``text`` after them.
+
+    ``end`` is the index after the token, and ``before`` has the LaTeX of earlier tokens.
+    """
     name = _OTHER_NAMES.get(token.lstrip("\\"), token.lstrip("\\"))
     if name in ("sqrt", "cbrt"):
         return _root(name, text, end)

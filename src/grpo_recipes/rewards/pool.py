@@ -115,7 +115,10 @@ class RewardPool:
         self.close()
 
     def start(self) -> None:
-        """Start the children and wait until one has loaded its rewards; RewardFailed if a reward cannot be loaded."""
+        """Start the children, and wait until the first child has loaded its rewards.
+
+        Raise RewardFailed if a reward cannot be loaded; all children have then ended.
+        """
         atexit.register(self.close)
         try:
             self._fill()
@@ -217,7 +220,10 @@ class RewardPool:
         return [child for child in self._children if child.rows]
 
     def _listen(self, at_most: float) -> None:
-        """Handle the next replies; wait for them until the next deadline, and ``at_most`` seconds."""
+        """Handle the next replies of children. Wait for them at most ``at_most`` seconds, and until a row is too late.
+
+        Also send waiting requests and print the output of rewards.
+        """
         seconds_left = [self._deadline(child) - time.monotonic() for child in self._busy()]
         with selectors.DefaultSelector() as selector:
             for child in self._children:
@@ -248,7 +254,10 @@ class RewardPool:
                 print(f"\ngrpo: {self._names}: printed {limit}; later output is dropped", file=sys.stderr, flush=True)
 
     def _handle(self, child: _Child, reply: dict[str, Any]) -> None:
-        """Act on a reply; a reply that does not fit the child's state counts as garbled."""
+        """Act on a reply of a child: store a score, or replace a child that died or could not load its rewards.
+
+        A reply that does not fit the child's state counts as garbled.
+        """
         if child.ready == ("score" not in reply) or ("row" in reply and [reply["row"]] != child.rows[:1]):
             reply = reply if "died" in reply else GARBLED
         if "ready" in reply:
@@ -319,7 +328,10 @@ class RewardPool:
             self._add_score(child, Score(None, reason, time.monotonic() - child.since, by_limit=True), at_fault=True)
 
     def _add_score(self, child: _Child, score: Score, at_fault: bool = False) -> None:
-        """Store the score of a child's current row; replace a child that is at fault or exceeded a limit."""
+        """Store the score of a child's current row, and update the durations of its reward.
+
+        Replace a child that is ``at_fault`` or exceeded a limit, except an async call that exceeded its time limit.
+        """
         if child.rows:
             row = child.rows.pop(0)
             self.scores[row] = score
@@ -362,7 +374,7 @@ class _Pace:
     rows: int = 1  # rows per chunk
 
     def add(self, score: Score, first: bool) -> None:
-        """Update the durations; the first call of a process may include imports."""
+        """Update the durations with a call; ``first`` means the first call of a process, which may include imports."""
         if not first:
             self.seconds = score.seconds if self.seconds is None else 0.8 * self.seconds + 0.2 * score.seconds
             self.rows = max(1, min(_CHUNK_ROWS, int(_CHUNK_SECONDS / max(self.seconds, 1e-6))))
@@ -421,7 +433,7 @@ class _Child:
             self.unsent.clear()  # it died, which the end of its replies will show
 
     def replies(self) -> list[dict[str, Any]]:
-        """Return the new replies; the last one of a child that died is ``{"died": fault}``."""
+        """Return the new replies, which are validated; after the death of the child, the last reply is ``died``."""
         part: bytes | None = b""
         while len(self._unread) < _MOST_UNREAD and (part := self.stdout.read(1 << 16)):
             self._unread += part
@@ -433,7 +445,7 @@ class _Child:
         return [*replies, {"died": "its process died"}] if part == b"" else replies
 
     def read_output(self) -> bytes:
-        """Return its new output on stderr, at most 1 MiB."""
+        """Return the new output of the child on stderr, at most 1 MiB; empty without new output."""
         parts: list[bytes] = []
         part: bytes | None = None
         while not self.stderr.closed and len(parts) < 16 and (part := self.stderr.read(1 << 16)):
@@ -449,7 +461,10 @@ class _Child:
         self.process.send_signal(signal.SIGCONT)  # a reward may have stopped its keeper
 
     def has_ended(self) -> bool:
-        """Return whether all its processes have ended; a keeper that is late is killed with its descendants."""
+        """Return whether all processes of this child have ended, and close its pipes if they have.
+
+        A keeper that is late after ``terminate`` is killed with its descendants.
+        """
         if self.process.poll() is None:
             if time.monotonic() <= self.kill_time:
                 return False

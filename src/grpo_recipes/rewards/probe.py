@@ -95,7 +95,10 @@ class ProbeResult:
 
 
 def sample_rows(recipe: Recipe, most: int, fetched: Any) -> tuple[list[dict[str, Any]], "Counts"]:
-    """Return the first ``most`` training rows before any shuffle; ``fetched`` finds fetched datasets."""
+    """Return the first ``most`` training problems before any shuffle, with the counts of read and dropped rows.
+
+    ``fetched`` finds downloaded datasets.
+    """
     from datasets import disable_progress_bars
 
     from grpo_recipes.data.prompts import first_problems
@@ -114,7 +117,8 @@ def probe_rewards(
 ) -> list[ProbeResult]:
     """Test each reward of a recipe, loaded as in a trainer, with right and wrong completions of these rows.
 
-    ``left_out`` has the columns that rewards do not get, with the reasons.
+    ``left_out`` has the columns that rewards do not get, with the reasons. Raise ConfigError if a reward fails; with
+    several rewards, the error has the problems of all of them.
     """
     names = list(dict.fromkeys(recipe["reward_funcs"]))
     try:
@@ -130,6 +134,10 @@ def probe_rewards(
 def _probe_together(
     recipe: Recipe, names: list[str], rows: list[dict[str, Any]], left_out: Mapping[str, str]
 ) -> list[ProbeResult]:
+    """Load these rewards as in a trainer, test each of them, and return the results in order.
+
+    Raise ConfigError if any of the rewards fails.
+    """
     settings = _settings(recipe)
     settings.reward_funcs = names
     strict, most_missing = recipe["answer_matching"] == "strict", recipe["reward_max_no_verdict"]
@@ -145,7 +153,7 @@ def _probe_together(
 
 @contextlib.contextmanager
 def reward_errors_as_config_errors(recipe: Recipe) -> Iterator[None]:
-    """Raise a ConfigError if a reward fails in the block, and print the traceback of the user's code."""
+    """Raise ConfigError if the block raises RewardFailed; print the traceback if the user's code raised the error."""
     try:
         yield
     except RewardFailed as error:
@@ -158,7 +166,11 @@ def reward_errors_as_config_errors(recipe: Recipe) -> Iterator[None]:
 
 
 def find_problems(recipe: Recipe, rows: list[dict[str, Any]], findings: list[ProbeResult]) -> list[Problem]:
-    """Return a problem for each fault of the rewards, and for solutions that no completion can equal."""
+    """Return a problem for each fault in the results of ``probe_rewards``, and for data that no completion can match.
+
+    There is also a problem if no reward distinguishes right from wrong answers, if the prompt requests another format
+    than the rewards read, or if most reference solutions are too long for an answer.
+    """
     where = recipe.location("reward_funcs")
     problems = [
         Problem(where, f"reward '{finding.reward}' {fault}", fix)
@@ -267,7 +279,10 @@ def probe(
 def _score_completions(
     reward: Reward, prepared: Sequence[tuple[dict[str, Any], ProbeCompletion]], most_missing: float
 ) -> list[ProbeCompletion]:
-    """Score the first completions, then as many more as the reward can score in ``_MOST_SECONDS``."""
+    """Score the first completions, then as many as the reward can score in ``_MOST_SECONDS``; return these.
+
+    If completions of the first part were not called, because too many failed, no more are scored.
+    """
     start = time.monotonic()
     first = _call(reward, prepared[:_FIRST], most_missing)
     elapsed, remaining = time.monotonic() - start, len(prepared) - len(first)
@@ -331,7 +346,10 @@ def _server_fix(variables: Collection[str]) -> str:
 
 
 def _progress_watch(reward: IsolatedReward, most_missing: float) -> Callable[[], bool]:
-    """Return a function that prints a slow reward's progress, and returns whether too many calls failed to continue."""
+    """Return a function for ``watch_calls`` that prints the progress of a slow reward.
+
+    It returns true if too many calls have failed, so that the test gives up.
+    """
     pool, start = reward.pool, time.monotonic()
     last_line = start + _QUIET_SECONDS - _LINE_SECONDS
 
@@ -352,7 +370,7 @@ def _progress_watch(reward: IsolatedReward, most_missing: float) -> Callable[[],
 
 
 def unscored_reason(name: str, reason: str | None) -> str:
-    """Return the reason why a completion is unscored, for messages."""
+    """Return the reason why the reward ``name`` left a completion unscored, also if the reward gave none (None)."""
     return reason or ("it returned None" if name not in rewards() else "it cannot read the reference solution")
 
 
@@ -371,7 +389,10 @@ def wrong_answers(answer: str, all_answers: Sequence[str]) -> list[str]:
 def _prepare_completions(
     rows: Sequence[dict[str, Any]], formats: Sequence[str], rows_in_all: int
 ) -> list[tuple[dict[str, Any], ProbeCompletion]]:
-    """Return completions with their rows: the first ``rows_in_all`` rows in all formats, later rows in one format."""
+    """Return right and wrong completions, each with its row.
+
+    The first ``rows_in_all`` rows are written in all ``formats``, later rows in one format each.
+    """
     answers, prepared = [row["answer"] for row in rows], []
     for index, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         prompt = str(row["prompt"][-1]["content"]) if row.get("prompt") else ""
@@ -404,7 +425,10 @@ def _means(tries: list[ProbeCompletion], formats: Sequence[str]) -> tuple[float,
 
 
 def _judge(result: ProbeResult, tries: list[ProbeCompletion], exact: bool) -> list[ProbeCompletion]:
-    """Record wrong scores: with ``exact``, a right answer must get 1, otherwise more than every wrong answer."""
+    """Count wrong scores, add faults for them to ``result``, and return the completions with a wrong score.
+
+    With ``exact``, a right answer must get 1. Otherwise each right answer must get more than every wrong answer.
+    """
     right = [
         (completion, completion.value) for completion in tries if completion.right and completion.value is not None
     ]

@@ -53,7 +53,11 @@ def is_user_reward(name: str) -> bool:
 
 
 def make_reward(name: str, script_args: Any = None, args: Any = None) -> Reward:
-    """Return a built-in reward with its recipe keys bound; columns with the name of such a key are ignored."""
+    """Return a built-in reward with the values of its recipe keys; columns with the name of such a key are ignored.
+
+    The values come from ``script_args`` or ``args``; a reward without keys needs neither. Raise KeyError for an unknown
+    name.
+    """
     entry = rewards()[name]
     function = load(entry.function)
     bound_keys = {key: getattr(script_args if hasattr(script_args, key) else args, key) for key in entry.keys}
@@ -104,7 +108,10 @@ def select_columns(columns: Mapping[str, Sequence[Any]], accepted: Sequence[str]
 
 
 def call_reward(function: Callable[..., Any], columns: Mapping[str, Sequence[Any]], rows: int) -> list[Score]:
-    """Call a plain or async reward on ``rows`` completions; a result of another length leaves all unscored."""
+    """Call a plain or async reward on ``rows`` completions and return their scores.
+
+    A result of another type or length leaves all completions unscored. Exceptions of the reward are raised.
+    """
     result = function(**columns)
     if inspect.isawaitable(result):
         result = event_loop().run(_as_coroutine(result))
@@ -124,7 +131,10 @@ def event_loop() -> Any:
 
 
 def read_scores(result: Any, rows: int, converts: Callable[[Any], Score] | None = None) -> list[Score]:
-    """Return the scores of a reward's result for ``rows`` completions; ``converts`` translates each entry."""
+    """Return the scores in a reward's result for ``rows`` completions; all are unscored if type or length is wrong.
+
+    ``converts`` translates each entry to a score. By default, entries are numbers or None.
+    """
     if hasattr(result, "tolist") and getattr(result, "ndim", 0) == 1:
         result = result.tolist()
     if not isinstance(result, list | tuple):
@@ -148,7 +158,10 @@ def _score(entry: Any) -> Score:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an exception in one short line."""
+    """Describe an exception in one short line: its type and the first line of its message.
+
+    For a ConfigError, this is its first problem without the fix. Connection errors begin with ``NO_ANSWER``.
+    """
     if isinstance(error, ConfigError):
         return error.problems[0].what  # without its fix, since the caller adds a fix
     lines = str(error).strip().splitlines()
@@ -189,7 +202,10 @@ class RewardWrapper:
         self.stop: StopRequest | None = None  # ends a call early; None outside a training
 
     def start_generation(self, number: int, stop: StopRequest, give_up_after: int | None) -> None:
-        """Set the number of the generation to score next, the stop request, and the limit of unscored completions."""
+        """Set the number of the next generation, the stop request, and the limit of unscored completions.
+
+        ``give_up_after`` is None for no limit.
+        """
         self.generation, self.stop, self.give_up_after = number, stop, give_up_after
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -211,6 +227,10 @@ class RewardWrapper:
         return f"; column '{column}' is not passed to rewards: {self._left_out[column]}" if column else ""
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
+        """Call the function on the whole batch and return a score per row; raise RewardFailed if the function raises.
+
+        After a request to stop, no row has a score. A result of the wrong type or length raises RewardFailed too.
+        """
         try:
             with self.stop.interrupting() if self.stop else contextlib.nullcontext():
                 scores = call_reward(self._function, select_columns(columns, accepted_columns(self._function)), rows)

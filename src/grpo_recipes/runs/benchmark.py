@@ -20,7 +20,7 @@ _MODES = {bridge: name for name, bridge in reversed(SYNC_METHOD_ALIASES.items())
 
 
 def mode_of(run: Run) -> str:
-    """Return the name of the run's weight sync method."""
+    """Return the name of the run's weight sync method in the summary, or its vLLM mode if it has no such method."""
     bridge = run.plan.get("bridge")
     if bridge == "restart" and run.value("use_peft"):
         return "lora_restart"
@@ -28,7 +28,11 @@ def mode_of(run: Run) -> str:
 
 
 def numbers_of(run: Run) -> dict[str, Any]:
-    """Return the numbers of the summary, rounded as in the text; memory is None if no row has it."""
+    """Return the numbers of the summary by name, rounded as in the text, with the mode and the counts.
+
+    Times are in seconds and memory is in GB. Memory is None if no row has it. A method that syncs in place has no
+    syncs, and its sync time is part of the step time.
+    """
     rows = read_metrics(run.folder, lenient=True)
     steps, in_place = len(rows), run.plan.get("bridge") == _IN_PLACE
 

@@ -69,7 +69,10 @@ def _differences(folder: Path, names: Iterable[str], digests: Mapping[str, str])
 
 
 def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with a digest of its other keys; equal to ``content`` if its digest is correct."""
+    """Return a copy of a JSON object with a checksum of its other keys.
+
+    The copy equals ``content`` if ``content`` already has the correct checksum.
+    """
     other_keys = {key: value for key, value in content.items() if key != CHECKSUM}
     return {**other_keys, CHECKSUM: new_digest(json.dumps(other_keys, sort_keys=True).encode()).hexdigest()}
 
@@ -131,7 +134,10 @@ def _is_verifiable(marker: Mapping[str, Any]) -> bool:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Return whether every file in the marker exists with its full size; the contents are not read."""
+    """Return whether a checkpoint has a valid marker, and every file in the marker exists with its full size.
+
+    The contents of the files are not read.
+    """
     marker = _read_marker(checkpoint)
     return marker is not None and not _find_wrong_size(checkpoint, marker["files"])
 
@@ -148,7 +154,7 @@ def _find_wrong_size(checkpoint: Path, files: Mapping[str, int]) -> str:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest step first."""
+    """Return the complete checkpoints in ``folder``, oldest step first; an empty list if the folder does not exist."""
     return [path for path in checkpoint_folders(folder) if is_complete(path)]
 
 
@@ -169,12 +175,12 @@ def world_size_of(checkpoint: Path) -> int:
 
 
 def newest_complete(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint, or None."""
+    """Return the newest complete checkpoint in ``folder``, or None if there is none. File contents are not verified."""
     return next(iter(complete_checkpoints(folder)[::-1]), None)
 
 
 def verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """Return the checkpoint to resume from after verifying each of its bytes; None if none was ever saved.
+    """Return the newest checkpoint in ``folder`` whose every byte is verified; None if none was ever saved.
 
     Newer checkpoints that are damaged are renamed to ``checkpoint-6.damaged``, so that ``newest_complete`` returns the
     same checkpoint for the ranks. Nothing is deleted. ``say`` prints a line for the user. If no checkpoint can be
@@ -201,7 +207,11 @@ def verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None
 
 
 def find_damage(checkpoint: Path, say: Callable[[str], None]) -> str | None:
-    """Read a checkpoint with several threads; return the damaged file and its fault, or None."""
+    """Return the first damaged file of a checkpoint and its fault as text, or None if the checkpoint is not damaged.
+
+    Every byte is read, with several threads. A checkpoint that was saved without digests can't be verified: ``say``
+    prints a note, and the result is None if all sizes are correct.
+    """
     marker = _read_marker(checkpoint)
     if marker is None:
         return f"{MARKER} is {'damaged' if (checkpoint / MARKER).exists() else 'missing'}"
@@ -219,7 +229,10 @@ def find_damage(checkpoint: Path, say: Callable[[str], None]) -> str | None:
 
 
 def prune(folder: Path, limit: int | None) -> None:
-    """Remove complete checkpoints beyond the ``limit`` newest, and what interrupted saves left."""
+    """Remove complete checkpoints beyond the ``limit`` newest, and the files of interrupted saves.
+
+    A ``limit`` of None keeps all checkpoints.
+    """
     shutil.rmtree(folder / "partial", ignore_errors=True)
     if limit is None:
         return
@@ -246,9 +259,10 @@ def _recorded_files(run_dir: Path) -> list[str]:
 
 
 def verify_run_files(run_dir: Path, allow_changed: bool) -> list[str]:
-    """Reject a resume if a file that it reads is not the file that the run wrote, with one problem per file.
+    """Check that the recipe, the plan and the other recorded files of a run are the files that the run wrote.
 
-    Return notes for the user: the changes (with ``allow_changed``), or that verification is not possible.
+    Raise ConfigError with one problem for each changed file, unless ``allow_changed`` is true. Return notes for the
+    user: the changes, or that the files can't be verified because the record is missing.
     """
     path = run_dir / RECORD
     # It is missing in runs of an earlier version, and empty if the node lost power during writing.

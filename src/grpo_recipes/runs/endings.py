@@ -41,7 +41,11 @@ problem = partial(Finding, PROBLEM)  # a run fails because of it, or its results
 
 
 def combine_findings(findings: Iterable[Finding]) -> Finding:
-    """Combine findings of one check: the worst status, and the values and fixes of all that are not ok, worst first."""
+    """Combine the findings of one check to a single finding with the worst status.
+
+    If a finding is not ok, the values and fixes of all findings that are not ok are joined, worst first; otherwise all
+    values are joined. ``findings`` must not be empty.
+    """
     worst_first = sorted(findings, key=lambda finding: -_SEVERITY.index(finding.status))
     reported = [finding for finding in worst_first if finding.status != OK] or worst_first
     fixes = dict.fromkeys(finding.fix for finding in reported if finding.fix)
@@ -245,7 +249,7 @@ def _messages_in(text: str) -> list[Message]:
 
 
 def reward_fix(run: Run, cause: str) -> str:
-    """Return the fix if the user's reward ended the run, else an empty text.
+    """Return the fix, as text for the user, if a user reward ended the run with this ``cause``; else an empty text.
 
     The run uses its copy of the reward's file, so the fix includes the flag that updates the copy.
     """
@@ -279,10 +283,10 @@ def _lost_roles(run: Run, cause: str) -> list[str]:
 
 
 def advice(run: Run, cause: str) -> str:
-    """Return the fix of a failed run: by its ``cause`` if that is known, else by its logs.
+    """Return the fix of a failed run as text for the user: by its ``cause`` if that is known, else by its logs.
 
-    A known cause needs no file of the run, since files may be damaged, or missing after a full disk. Only if a server
-    died, the reason is read from its log.
+    There is always a fix; the last resort is to read the log. A known cause needs no file of the run, since files may
+    be damaged, or missing after a full disk. Only if a server died, the reason is read from its log.
     """
     if fix := reward_fix(run, cause):
         return fix

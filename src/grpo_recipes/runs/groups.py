@@ -35,11 +35,11 @@ class RunGroup(ABC):
     @classmethod
     @abstractmethod
     def read(cls, folder: Path) -> Self:
-        """Read a folder; another folder, or a damaged record, is a ``ConfigError``."""
+        """Read the record of a folder; raise ConfigError if it is not such a folder, or its record is damaged."""
 
     @classmethod
     def all_in(cls, root: Path) -> list[Self]:
-        """Return the folders of this kind in ``root``, the newest first."""
+        """Return the folders of this kind directly in ``root``, the newest first. Damaged folders are skipped."""
         groups = []
         for path in newest_first(root.glob(f"*/{cls.record_file}")):
             with contextlib.suppress(ConfigError):  # a damaged folder hides no other
@@ -62,25 +62,31 @@ class RunGroup(ABC):
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Return whether nothing is left to run."""
+        """Return whether no trial is left to run."""
 
     @abstractmethod
     def resume_command(self) -> str:
         """Return the command that continues the group."""
 
     def status(self, index: int) -> str:
-        """Return the status in the trial's ``summary.json``, or ``GONE``."""
+        """Return the status in ``summary.json`` of the trial ``index``.
+
+        The status is ``GONE`` if the trial has no summary, and ``unknown`` if the summary has no status.
+        """
         summary = read_json(self.trial_dir(index) / "summary.json")
         return str(summary.get("status", "unknown")) if summary else GONE
 
 
 def group_kinds() -> tuple[type[RunGroup], ...]:
-    """Return the kinds of folders that the extensions of this installation make."""
+    """Return the classes of folders of runs that the installed extensions define."""
     return tuple(parts("folders"))
 
 
 def find_group(root: Path, name: str) -> RunGroup | None:
-    """Return the folder with that path, or with that name below ``root``; None if it is not of any kind."""
+    """Return the folder of runs with the path ``name``, or with this name below ``root``; None if there is none.
+
+    Raise ConfigError if its record is damaged.
+    """
     for kind in group_kinds():
         for folder in (Path(name), root / kind.parent / name):
             if name and os.path.isfile(folder / kind.record_file):
@@ -89,5 +95,5 @@ def find_group(root: Path, name: str) -> RunGroup | None:
 
 
 def groups_in(root: Path) -> list[RunGroup]:
-    """Return the folders of every kind below ``root``."""
+    """Return the folders of every kind below ``root``, sorted by kind, and the newest first within a kind."""
     return [group for kind in group_kinds() for group in kind.all_in(root / kind.parent)]

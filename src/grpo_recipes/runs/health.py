@@ -99,7 +99,11 @@ class Health:
         return new_notices
 
     def notices(self, over: bool = False) -> list[Notice]:
-        """Return the notices that hold now; a run that is ``over`` early is judged by the steps that it has."""
+        """Return the notices that hold after the last row.
+
+        By default, a sign must hold for ``ENOUGH_STEPS`` rows. If the run is ``over``, fewer rows are enough for a
+        short run.
+        """
         active = self._active_rules(min(ENOUGH_STEPS, max(ENOUGH_STEPS_AT_END, self.rows)) if over else ENOUGH_STEPS)
         return [self._notice(rule, active[rule.name]) for rule in _RULES if rule.name in active]
 
@@ -123,7 +127,11 @@ class Health:
 
 
 def find_notices(rows: Iterable[Row], value: Value, over: bool = True) -> list[Notice]:
-    """Return the notices for a run with these rows; ``value`` and ``over`` as in ``Health``."""
+    """Return the notices for a run with these rows of ``metrics.jsonl``.
+
+    ``value`` returns the value of a recipe key in this run. With ``over``, the run has ended, so fewer rows are enough
+    for a short run.
+    """
     health = Health(value)
     for row in rows:
         health.add(row)
@@ -147,18 +155,21 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def first_and_last(rewards: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the initial and the final reward: means of the first 3 and the last 5 steps."""
+    """Return the initial and the final reward: the means of the first 3 and the last 5 steps.
+
+    Both are None without rewards. In a run with fewer than 8 steps, the two means share steps.
+    """
     return mean(rewards[:FIRST_STEPS]), mean(rewards[-LAST_STEPS:])
 
 
 def describe_means(steps: int) -> str:
-    """Name the steps that ``first_and_last`` averages; they overlap in a short run."""
+    """Return a text that names the steps of the means in ``first_and_last``; they overlap in a short run."""
     text = f"means of the first {min(steps, FIRST_STEPS)} and the last {min(steps, LAST_STEPS)}"
     return text + (", which overlap" if steps < FIRST_STEPS + LAST_STEPS else "")
 
 
 def percent(share: float) -> str:
-    """Format a share as a percentage: 17 % or 51.2 %."""
+    """Format a fraction as a percentage: 17 % or 51.2 %."""
     return f"{round(100 * share, 1):g} %"
 
 
@@ -185,7 +196,10 @@ class _Streak:
     rewards: tuple[float, float] = (0.0, 0.0)  # lowest and highest reward of the consecutive rows
 
     def add(self, step: int, is_true: bool | None, reward: float) -> None:
-        """Count a row."""
+        """Count a row of step ``step`` if the condition is true; end the streak if it is false.
+
+        ``is_true`` is None if the row does not have the metric; the row is then skipped.
+        """
         if is_true:
             low, high = self.rewards if self.count else (reward, reward)
             self.rewards = min(low, reward), max(high, reward)
@@ -195,7 +209,7 @@ class _Streak:
             self.count = 0
 
     def facts(self) -> Facts:
-        """Return the values that a notice prints."""
+        """Return the values for the text of a notice: the first step of the streak, and its length in words."""
         return {"first": self.first, "in_steps": f"in {self.count} steps in a row, from step {self.first} on"}
 
 
@@ -209,7 +223,7 @@ class _Metric:
     highest: float = -math.inf
 
     def add(self, step: int, value: float | None) -> None:
-        """Keep a row's value, if it has one."""
+        """Store the value of a metric in step ``step``; skip a value of None."""
         if value is not None:
             self.begin += [(step, value)] if self.count < ENOUGH_STEPS_AT_END else []
             self.window.append((step, value))
@@ -340,7 +354,10 @@ def _wrong_weights(health: Health, enough: int) -> Facts | None:
 
 
 def _tau_at_limit(health: Health, enough: int) -> Facts | None:
-    """Return facts if tau stays at a limit of its controller, which therefore misses its target."""
+    """Return the values for a notice if tau stays at a limit of its controller and misses its target; else None.
+
+    ``enough`` is the number of rows in which tau must have been at the limit.
+    """
     taus = health.metrics["maxent/tau"].window
     for key in tau_targets(health.value) if len(taus) >= enough else ():
         measure, target, is_ratio = f"maxent/{TAU_TARGETS[key]}", health.value(key), key == "maxent_target_ratio"

@@ -53,7 +53,7 @@ def read_phases(run_dir: Path) -> list[Phase]:
 
 
 def has_trained(run_dir: Path) -> bool:
-    """Return whether all ranks have taken their last step."""
+    """Return whether all ranks have made their last step; False if no rank has written its phase yet."""
     phases = read_phases(run_dir)
     return bool(phases) and all(phase.name == "end" for phase in phases)
 
@@ -92,7 +92,10 @@ class RowReader:
         self._offset = max(0, path.stat().st_size - last_bytes) if path.exists() else 0
 
     def read_new(self) -> list[dict[str, Any]]:
-        """Return the rows written since the last call."""
+        """Return the rows that were written since the last call. An incomplete last line is returned by a later call.
+
+        Lines that are not a mapping with a step are skipped. A missing file has no rows.
+        """
         content = b""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             self._offset = min(self._offset, file.seek(0, os.SEEK_END))  # a resume may have moved rows to another file
@@ -112,7 +115,11 @@ class Progress:
         self._start: tuple[float, int] | None = None
 
     def line(self, row: Mapping[str, Any], width: int = WIDTH) -> str:
-        """Format the newest row for a terminal; a narrow terminal gets fewer parts."""
+        """Format the newest row as one line of at most ``width`` characters, if possible.
+
+        The least important parts are omitted if the line is too long. The remaining time is estimated from the rows of
+        this launch.
+        """
         now, step, last_step = time.monotonic(), row["step"], row.get("max_steps", row["step"])
         seconds = finite_number(row.get("seconds/step")) or 0.0
         self._start = start_time, start_step = self._start or (now - seconds, step - 1)
@@ -135,7 +142,11 @@ class Progress:
 
 
 def run_position(rows: Sequence[Mapping[str, Any]], over: bool) -> tuple[str, str, str]:
-    """Return step, reward and remaining time as texts, each empty if unknown; time by the pace of the last steps."""
+    """Return step, reward and remaining time of a run as three texts, each empty if it is unknown.
+
+    The reward is the mean of the last steps. The time is estimated from the pace of the last steps, and is empty if the
+    run is ``over``.
+    """
     if not rows:
         return "", "", ""
     last_row, seconds = rows[-1], without_gaps(finite_number(row.get("seconds/step")) for row in rows[-PACE_ROWS:])
@@ -157,19 +168,25 @@ _UNUSUAL = {
 
 
 def unusual_shares(row: Mapping[str, Any]) -> list[str]:
-    """Return the shares of unscored and cut-off completions, and of clipped tokens, that are above their limits."""
+    """Return a text such as ``cut off 12%`` for each unusual fraction of a row that is above its limit.
+
+    The fractions are unscored completions, cut-off completions and clipped tokens.
+    """
     shares = [(name, finite_number(row.get(key)) or 0.0, least) for name, (key, least) in _UNUSUAL.items()]
     return [f"{name} {max(1, round(100 * share))}%" for name, share, least in shares if share > least]
 
 
 def won_text(row: Mapping[str, Any]) -> str:
-    """Return the share of a step's episodes that were won; empty if the environment does not report it."""
+    """Return the fraction of a step's episodes that were won as text; empty if the environment does not report it."""
     share = finite_number(row.get("episodes/won"))
     return "" if share is None else f"won {100 * share:.0f}%" if 0 <= share <= 1 else f"won {share:.3g}"
 
 
 def episodes_line(row: Mapping[str, Any]) -> str:
-    """Return a row's numbers about its episodes, as ``turns 2  legal 0.97``; empty without an environment."""
+    """Return a row's metrics of episodes, such as ``turns 2  legal 0.97``; empty without an environment.
+
+    Only the first few metrics are shown, with the number of the others.
+    """
     values = {key: finite_number(value) for key, value in row.items() if key.startswith("episodes/")}
     parts = [f"{key.removeprefix('episodes/')} {value:.3g}" for key, value in values.items() if value is not None]
     if len(parts) > _MOST_NUMBERS:
@@ -178,7 +195,7 @@ def episodes_line(row: Mapping[str, Any]) -> str:
 
 
 def unusual_totals(rows: list[dict[str, Any]]) -> str:
-    """Return the shares of ``unusual_shares`` averaged over all steps, or an empty text."""
+    """Return the fractions of ``unusual_shares`` averaged over all rows as text; empty if none is above its limit."""
     shares = [(name, mean(without_gaps(finite_number(row.get(key)) for row in rows)) or 0.0, least)
               for name, (key, least) in _UNUSUAL.items()]  # fmt: skip
     return ", ".join(f"{name} {percent(share)}" for name, share, least in shares if share > least)
@@ -199,7 +216,10 @@ def evaluation_line(row: Mapping[str, Any]) -> str:
 
 
 def sample_lines(row: Mapping[str, Any], index: int) -> list[str]:
-    """Format a sample of a row of ``samples.jsonl`` in lines of 80 columns; ``index`` is taken modulo their number."""
+    """Format one sample of a row of ``samples.jsonl`` in lines of 80 columns, with its reward and a shortened prompt.
+
+    ``index`` selects the sample, modulo the number of samples. Return no lines if the row has no samples.
+    """
     samples = [sample for sample in row.get("samples") or () if isinstance(sample, dict)]
     if not samples:
         return []

@@ -96,7 +96,7 @@ class Run:
         return keys
 
     def value(self, key: str) -> Any:
-        """Return a key's value in this run: from the plan, the recipe, or its default; None for an unknown key."""
+        """Return a key's value in this run: from the plan, the recipe, or else its default; None for an unknown key."""
         planned = self.plan.get("batch", {}).get("per_device") if key == "per_device_train_batch_size" else None
         return self.recipe.get(key, catalogue().get(key, {}).get("default")) if planned is None else planned
 
@@ -142,15 +142,15 @@ class Run:
         return self.is_running() and newest_first([lock, summary])[:1] == [lock]
 
     def numbers(self, key: str, last: int | None = None) -> list[float]:
-        """Return a metric's values that are finite numbers, in all rows or the ``last`` ones."""
+        """Return a metric's values that are finite numbers, in all rows, or only in the ``last`` rows."""
         return without_gaps(finite_number(row.get(key)) for row in (self.rows[-last:] if last else self.rows))
 
     def recent(self, key: str) -> float | None:
-        """Return the mean of a metric over the last rows, or None if they do not have it."""
+        """Return the mean of a metric over the last ``LAST_STEPS`` rows; None if these rows do not have the metric."""
         return mean(self.numbers(key, LAST_STEPS))
 
     def keys(self, matches: Callable[[str], bool]) -> list[str]:
-        """Return the matching metric names of the last row."""
+        """Return the metric names in the last row for which ``matches`` returns true, sorted; none without rows."""
         return sorted(key for key in (self.rows[-1] if self.rows else {}) if matches(key))
 
 
@@ -167,9 +167,10 @@ def timestamp() -> str:
 
 
 def make_folder(folder: Path, failure: str, *inside: str) -> dict[str, Any] | None:
-    """Create the directory of a run or sweep with folders ``inside`` and the patch of the code; None if it exists.
+    """Create the directory of a run or sweep with folders ``inside`` and the patch of the code.
 
-    Return ``command`` and ``code`` for its record. If it cannot be created, raise ConfigError with ``failure``.
+    Return ``command`` and ``code`` for its record, or None if the directory exists already. If it cannot be created,
+    raise ConfigError with the message ``failure``.
     """
     fix, code = "set run_root or RUN_ROOT to a folder that you may write to", code_state()
     with (
@@ -218,7 +219,7 @@ def runs_in(root: Path) -> list[Run]:
 def find_run(root: Path, which: str, where: str = "--resume", fix: str = "name a folder under run_root") -> Run:
     """Find a run by ``last`` (the newest below ``root``), by its path, or by its name below ``root``.
 
-    Raise ConfigError with ``where`` and ``fix`` if it is not a run.
+    Raise ConfigError with the location ``where`` and the fix ``fix`` if there is no such run.
     """
     if which == "last":
         for run in runs_in(root):
@@ -233,9 +234,10 @@ def find_run(root: Path, which: str, where: str = "--resume", fix: str = "name a
 
 
 def lock_run(run: Run) -> int:
-    """Lock a run directory for this process's life, and return the lock's descriptor.
+    """Lock a run directory for the life of this process, and return the lock's file descriptor.
 
-    Raise ConfigError if another launch is running in it.
+    The lock contains host and pid of this process. On a file system without locks, print a note and continue without a
+    lock. Raise ConfigError if another launch is running in the directory.
     """
     with _access_errors_as_config_errors(run.folder / "lock"):
         descriptor = os.open(run.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
@@ -259,7 +261,10 @@ def lock_run(run: Run) -> int:
 
 
 def wait_for_end(run: Run) -> None:
-    """Wait up to 30 seconds while process guards end the processes of a launcher that died on this host."""
+    """Wait until a run whose launcher died on this host has ended, at most 30 seconds.
+
+    In this time, process guards end its processes. Return at once if the run is not running, or if its launcher lives.
+    """
 
     def is_over() -> bool:
         if not run.is_running():
@@ -271,7 +276,10 @@ def wait_for_end(run: Run) -> None:
 
 
 def launcher_of(folder: Path) -> tuple[str, int]:
-    """Return host and pid of the last launch, which lives while the lock is held; ConfigError until it writes them."""
+    """Return host and pid of the last launch, which still runs if the run directory is locked.
+
+    Raise ConfigError if the launch has not written them yet.
+    """
     path = folder / "lock"
     words = path.read_text(errors="replace").split() if path.is_file() else []
     if len(words) != 2 or not words[1].isdecimal():
@@ -285,7 +293,10 @@ def stop_file(folder: Path) -> Path:
 
 
 def changed_code(run: Run) -> str | None:
-    """Describe the difference between the run's code and the current code; None without a difference."""
+    """Describe the first difference between the run's code and the current code; return None without a difference.
+
+    For a submitted run, the frozen code is compared with its state at the submission.
+    """
     run_code = run.identity["code"]
     if home() == run.folder / FROZEN_CODE:
         is_same = frozen_hash(run.folder) == run_code["frozen_sha256"]
@@ -315,7 +326,10 @@ def frozen_hash(folder: Path) -> str:
 
 
 def code_state() -> dict[str, Any]:
-    """Return the commit, the uncommitted patch of tracked files, and a hash of the locks."""
+    """Return commit, uncommitted patch of tracked files, whether there is a patch, and hashes of patch and locks.
+
+    The commit is None without git and without the file ``.commit`` of a container.
+    """
     commit_file = home() / ".commit"  # written by docker/install.sh, since a container's image has no git
     commit = _git("rev-parse", "HEAD").strip() or (commit_file.read_text().strip() if commit_file.is_file() else None)
     patch = _git("diff", "HEAD", "--", "src", "training.sh") if commit else ""
@@ -356,7 +370,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_last_json(path: Path, content: Any) -> None:
-    """Write JSON at the end of a run; on a full disk overwrite the existing file, else print that it failed."""
+    """Write JSON at the end of a run. No error is raised, so that a full disk does not hide how the run ended.
+
+    If the file can't be replaced, overwrite the existing file, else print that it failed.
+    """
     try:
         write_json(path, content)
     except OSError as error:
@@ -405,14 +422,14 @@ def _access_errors_as_config_errors(path: Path) -> contextlib.AbstractContextMan
 
 
 def remove_files(*paths: Path) -> None:
-    """Remove the existing files among ``paths``; raise ConfigError if one is a folder."""
+    """Remove those of ``paths`` that exist; raise ConfigError if a path is a folder or can't be removed."""
     for path in paths:
         with _access_errors_as_config_errors(path):
             path.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file of a run; empty without the file, ConfigError if it is damaged."""
+    """Return the mapping in a JSON file of a run, empty without the file; raise ConfigError if it is damaged."""
     text = b"{}"
     with contextlib.suppress(FileNotFoundError), _access_errors_as_config_errors(path):
         text = path.read_bytes()
@@ -427,20 +444,23 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_metrics(folder: Path, lenient: bool = False) -> list[dict[str, Any]]:
-    """Return the rows of ``metrics.jsonl``, without a damaged end."""
+    """Return the rows of ``metrics.jsonl``, without a damaged end; none if the file does not exist.
+
+    Other damaged rows raise ConfigError, or are skipped if ``lenient``.
+    """
     return read_rows(folder / "metrics.jsonl", lenient)
 
 
 def read_rows(path: Path, lenient: bool = False) -> list[dict[str, Any]]:
-    """Return the rows of a file of ``ROW_FILES``, without a damaged end.
+    """Return the rows of a file of ``ROW_FILES``, without a damaged end; none if the file does not exist.
 
-    Other damaged rows raise a ConfigError. They are skipped if ``lenient``, and in files that only people read.
+    Other damaged rows raise ConfigError. They are skipped if ``lenient``, and in files that only people read.
     """
     return [row for _, row in _read_lines(path, lenient)]
 
 
 def _read_lines(path: Path, lenient: bool = False) -> list[tuple[str, dict[str, Any]]]:
-    """Return each row with its line; arguments as in ``read_rows``."""
+    """Return a pair of line and row for each row of a file; the arguments are the same as in ``read_rows``."""
     lines: list[tuple[str, dict[str, Any]]] = []
     content = b""
     if path.is_file() if lenient else path.exists():
@@ -456,7 +476,10 @@ def _read_lines(path: Path, lenient: bool = False) -> list[tuple[str, dict[str, 
 
 
 def damaged_rows(folder: Path) -> str:
-    """Name the first file of ``ROW_FILES`` that would prevent a resume, or return an empty text."""
+    """Return the end of a sentence about the first file of ``ROW_FILES`` with a damaged row, or an empty text.
+
+    Such a file would prevent a resume.
+    """
     for name in ROW_FILES:
         with contextlib.suppress(ConfigError):
             read_rows(folder / name)
@@ -466,7 +489,10 @@ def damaged_rows(folder: Path) -> str:
 
 
 def move_rows_after(run_dir: Path, step: int) -> int:
-    """Move rows after a checkpoint's step into ``metrics.redone.jsonl`` and so on; return how many metrics rows."""
+    """Move the rows after ``step`` from each file of ``ROW_FILES`` to ``metrics.redone.jsonl`` and so on.
+
+    Return the number of moved rows of ``metrics.jsonl``. Raise ConfigError if a file is damaged.
+    """
     moved_rows = dict.fromkeys(ROW_FILES, 0)
     # All files are read first, so that a damaged file leaves every file unchanged.
     lines_by_path = {run_dir / name: _read_lines(run_dir / name) for name in ROW_FILES if (run_dir / name).exists()}
@@ -481,11 +507,11 @@ def move_rows_after(run_dir: Path, step: int) -> int:
 
 
 def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
-    """Write ``summary.json`` from ``facts`` and from the rows of ``metrics.jsonl`` and ``eval.jsonl``.
+    """Write ``summary.json`` from ``facts`` and from the rows of metrics and evaluations, and return its content.
 
     ``initial_reward`` and ``final_reward`` come from ``first_and_last``. ``initial_eval_reward`` and
-    ``final_eval_reward`` are the first and the last ``eval_reward``; rows of additional evaluation sets have none.
-    A damaged row is skipped: it must not hide how the run ended.
+    ``final_eval_reward`` are the first and the last ``eval_reward``; rows of additional evaluation sets have none. Keys
+    of the existing summary stay. A damaged row is skipped: it must not hide how the run ended.
     """
     rows = read_metrics(folder, lenient=True)
     first, last = first_and_last(without_gaps(finite_number(row.get("reward")) for row in rows))

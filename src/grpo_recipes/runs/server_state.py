@@ -16,13 +16,16 @@ from grpo_recipes.runs.rundir import json_mapping, read_json
 
 
 def server_state(file: Path) -> tuple[int, str]:
-    """Return epoch and state of the run's server; without the file, epoch 1 and "ready"."""
+    """Return epoch and state of the run's server from the file; epoch 1 and "ready" without the file."""
     content = read_json(file) or {"epoch": 1, "state": "ready"}
     return int(content["epoch"]), str(content["state"])
 
 
 def server_url(file: Path) -> str | None:
-    """Return the server's address, which changes if another process takes its port; None if none is recorded."""
+    """Return the server's address from the file, or None if no address is recorded.
+
+    Read it again before a request: the address changes if another process takes the server's port.
+    """
     url = (json_mapping(file) or {}).get("url")
     return url if isinstance(url, str) else None
 

@@ -69,14 +69,14 @@ class StopRequest:
             raise CutShort
 
     def requested(self) -> bool:
-        """Check the file and return whether a request has arrived."""
+        """Return whether a request has arrived; the file is checked at every call. A request is never withdrawn."""
         self._is_requested = self._is_requested or self._has_signal or self._file.exists()
         self._next_check = time.monotonic() + POLL_SECONDS
         return self._is_requested
 
     @contextmanager
     def cutting_short(self) -> Iterator[None]:
-        """Mark work with a result that is useless once a request arrives."""
+        """Mark the block as work whose result is useless after a request, so that ``cuts`` may end the work."""
         was_cutting = self._cutting
         self._cutting = True
         try:
@@ -90,7 +90,10 @@ class StopRequest:
         return self._cutting
 
     def cuts(self) -> bool:
-        """Return whether to end the current work; cheap, because the file is checked ten times per second at most."""
+        """Return whether the current work should end: it runs inside ``cutting_short``, and a request has arrived.
+
+        The call is cheap, because the file is checked at most ten times per second.
+        """
         if not self._cutting:
             return False
         return self._is_requested or self._has_signal or (time.monotonic() >= self._next_check and self.requested())

@@ -70,7 +70,10 @@ class _ServingTokens(OpenAIServingCompletion):
 @with_cancellation
 @load_aware_call
 async def complete(request: TokensRequest, raw_request: Request) -> Response:
-    """Answer as ``/v1/completions`` does, but with arrays."""
+    """Answer a sampling request like ``/v1/completions``, but with arrays (``wire``) instead of text; no streaming.
+
+    Errors are JSON, as in vLLM.
+    """
     serving = copy.copy(raw_request.app.state.openai_serving_completion)
     serving.__class__ = _ServingTokens
     request.stream = False

@@ -158,7 +158,10 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def matching_name(name: str, server_names: Container[str], packed: Mapping[str, Sequence[str]]) -> str | None:
-    """Return the server's parameter (or fused parameter) that contains the trainer's ``name``; None if not found."""
+    """Return the server's parameter that contains the trainer's parameter ``name``; None if there is none.
+
+    ``packed`` maps fused parameters, which may also be the result, to the names of their parts.
+    """
     fused_names = [name.replace(f".{part}.", f".{fused}.") for fused, parts in packed.items() for part in parts]
     return next((candidate for candidate in (name, *fused_names) if candidate in server_names), None)
 
@@ -296,7 +299,10 @@ class WeightReport:
         return sorted(self.list_loras())  # type: ignore[attr-defined]
 
     def grpo_load_adapter(self, folder: str, lora_id: int) -> bool:
-        """Load the adapter in ``folder``, which replaces the adapter with this id."""
+        """Load the adapter in ``folder``, which replaces the adapter with the id ``lora_id``.
+
+        Return whether vLLM loaded the adapter.
+        """
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(lora_name=folder, lora_int_id=lora_id, lora_path=folder, load_inplace=True)
@@ -322,7 +328,7 @@ class WeightReport:
         return {"parameters": parameters, "packed": {}, "sync": self._held_sync()}
 
     def grpo_config(self) -> dict[str, Any]:
-        """Return the values that TRL reads from vLLM's ``/server_info``, which is slow and needs pip."""
+        """Return the two settings that TRL usually reads from vLLM's ``/server_info``, which is slow and needs pip."""
         config = self.vllm_config  # type: ignore[attr-defined]
         transfer = config.weight_transfer_config
         return {

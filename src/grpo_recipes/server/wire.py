@@ -39,7 +39,10 @@ class Completions(NamedTuple):
 
 
 def completions_of(ids_BT: Sequence[Sequence[int]], logprobs_BT: Sequence[Sequence[float]] | None) -> Completions:
-    """Return flat arrays for lists of token ids and of log-probs, which may be None."""
+    """Return flat arrays for (B, T) lists of token ids and of log-probs, which may be None.
+
+    Log-probs are limited from below by ``LOWEST_LOGPROB``. Raise ValueError if a token has no log-prob.
+    """
     lengths = np.fromiter(map(len, ids_BT), np.int32)
     ids = np.fromiter(chain.from_iterable(ids_BT), np.int32)
     if logprobs_BT is None:
@@ -51,7 +54,7 @@ def completions_of(ids_BT: Sequence[Sequence[int]], logprobs_BT: Sequence[Sequen
 
 
 def packed(completions: Completions) -> bytes:
-    """Return the body of an answer."""
+    """Return completions as the bytes of an answer; ``unpacked`` is the inverse."""
     return save({name: array for name, array in completions._asdict().items() if array is not None})
 
 

@@ -76,7 +76,10 @@ def names() -> dict[str, Row]:
 
 
 def by_value(name: str, value: Any) -> dict[str, Any]:
-    """Return the recipe keys that replace a setting with this value; empty if the table lists no values for it."""
+    """Return the recipe keys that replace a foreign setting with this value.
+
+    The result is empty if the table lists no values for the setting, or no keys for this value.
+    """
     row = names().get(name) or read_table(NAMES_FILE, "values_of_owned_keys").by_name.get(name)
     return dict(row.keys_for(value) or {}) if row and row.values else {}
 
@@ -90,13 +93,16 @@ def reward_names() -> dict[str, str]:
 
 @functools.cache
 def other_rewards(judging: bool) -> dict[str, str]:
-    """Return reward names of other projects without an equivalent -> the reason; they judge answers, or only form."""
+    """Return reward names of other projects without an equivalent -> the reason.
+
+    With ``judging``, they are rewards that judge answers, otherwise rewards that judge only the form.
+    """
     rows = read_file(NAMES_FILE)["judging_rewards" if judging else "other_rewards"]
     return {name: reason for reason, other_names in rows.items() for name in other_names.split()}
 
 
 def reward_fix(name: str) -> str:
-    """Return the fix for a name that is not a reward."""
+    """Return the fix, as text for the user, for a name in ``reward_funcs`` that is not a reward."""
     if close := reward_names().get(name) or nearest_of(name, rewards()):
         return f"write {close}"
     if reason := {**other_rewards(True), **other_rewards(False)}.get(name):
@@ -140,7 +146,11 @@ def harmless(name: str, value: Any) -> str:
 
 
 def recipe_keys(layer: Iterable[tuple[str, Value]], problems: list[Problem], notes: list[str]) -> dict[str, Value]:
-    """Return the recipe keys of one layer (a file, the variables, the flags); append other names to ``problems``."""
+    """Return the recipe keys of one layer: a file, the variables, or the flags.
+
+    Aliases become the names of their keys. Append a problem for each other name, or a note if the setting changes
+    nothing.
+    """
     values: dict[str, Value] = {}
     spellings: dict[str, str] = {}  # key -> the name that the layer uses for it
     unknown = 0
@@ -189,7 +199,10 @@ def key_problem(key: str, source: str, value: Any = None, suggest: bool = True) 
 
 
 def nearest(name: str) -> str | None:
-    """Return the key that ``name`` misspells or abbreviates, or the key of a variable of this name; or None."""
+    """Return the key that ``name`` misspells or abbreviates, or that the variable ``name`` sets; None without a match.
+
+    The result may also be a foreign name that the table contains.
+    """
     if name.upper() in environment_keys():
         return environment_keys()[name.upper()]
     longer = [key for key in catalogue() if key.startswith(name)] if len(name) > 3 else []
@@ -215,7 +228,7 @@ def is_foreign(layer: Mapping[str, Value]) -> bool:
 
 
 def migration(path: Path, layer: Mapping[str, Value]) -> list[Problem]:
-    """Return the command that translates a recipe of another project; nothing for a recipe of this package."""
+    """Return a problem that recommends `grpo new --from` if a file is a recipe of another project; else []."""
     if not is_foreign(layer) or not any(extension.translate for extension in extensions()):
         return []
     command = f"grpo new {shell_quote(f'my-{path.stem}.yaml')} --from {shell_path(path)}"

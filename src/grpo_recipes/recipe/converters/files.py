@@ -76,7 +76,11 @@ class FileConverter:
     def as_keys(
         self, file: Mapping[str, Value], around: Surroundings, problems: list[Problem], notes: list[str]
     ) -> dict[str, Value]:
-        """Return a file with recipe keys instead of its settings; add to ``problems`` and ``notes``."""
+        """Return a file with recipe keys instead of its settings.
+
+        Append a note for each accepted setting, and a problem for each setting that is rejected or contradicts a recipe
+        key. Recipe keys in the file stay as they are.
+        """
         implied: dict[str, Value] = {}
         for reason, added, source in self.implied(file, {*file, *around.values}):
             notes.append(f"{source}: {reason} {in_words(added)}")

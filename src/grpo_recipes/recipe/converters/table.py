@@ -85,13 +85,13 @@ class Row:
         return None if value is None or not self.sets else self.filled(value)
 
     def filled(self, value: Any) -> dict[str, Any]:
-        """Return the keys of ``sets`` with the setting's value in them."""
+        """Return the keys of ``sets``, with the setting's value instead of the placeholder ``VALUE``."""
         if isinstance(value, list) and len(value) == 1 and [catalogue()[key]["type"] for key in self.sets] == ["str"]:
             value = value[0]
         return {key: value if template == VALUE else template for key, template in self.sets.items()}
 
     def fix_for(self, value: Any, flag: bool = False) -> str:
-        """Return what to write instead of the setting and its value: lines of a recipe, or flags."""
+        """Return the fix for a setting with this value: lines of a recipe, or flags if ``flag`` is true."""
         keys = self.filled(value)
         words = " ".join(as_flag(*item) for item in keys.items()) if flag else in_words(keys)
         return self.fix or f"write {words}"
@@ -114,7 +114,7 @@ class Row:
 
 
 def short(value: Any) -> str:
-    """Return ``: value`` as in a recipe, or an empty text if the value is too long for a message or a secret."""
+    """Return ``: value`` as in a recipe; an empty text for None, for a long value, and for a secret."""
     if isinstance(value, str) and _WORD.fullmatch(value):
         return f": {value}"
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
@@ -128,7 +128,7 @@ def in_words(keys: Mapping[str, Any]) -> str:
 
 
 def as_flag(key: str, value: Any) -> str:
-    """Return a key and its value as a flag, with ``VALUE`` for a value that is missing, long or secret."""
+    """Return a key and its value as a flag. ``VALUE`` stands for a value that is missing, long or secret."""
     text = short(",".join(map(str, value)) if isinstance(value, list) else value).removeprefix(": ")
     missing = value is True and catalogue()[key]["type"] != "bool"
     return f"--{key} {shell_quote(text) if text and not missing else 'VALUE'}"
@@ -195,7 +195,7 @@ class Setting:
         return int(self.value)
 
     def is_typed(self) -> bool:
-        """Return whether the value has the type of the row; reject any other value."""
+        """Return whether the value has the type of the row; if not, also reject the setting."""
         least = self.row.least
         if self.row.type == "bool" and not isinstance(self.value, bool):
             self.reject(f"{self.subject}must be true or false, got {self.value!r}", f"write {self.name}=true or false")
@@ -218,7 +218,11 @@ class Table:
         return {name: row for row in self.rows for name in row.names}
 
     def translate(self, name: str, raw: Value, settings: Settings) -> Setting:
-        """Translate one setting, which must be in the table, next to the other settings."""
+        """Translate one setting and return it with recipe keys, with the reason why it sets none, or with a problem.
+
+        ``name`` must be in the table. ``settings`` has all settings of the file or command line, because some settings
+        depend on others.
+        """
         row = self.by_name[name]
         setting = Setting(name, raw, row)
         for other, pattern in row.unless.items():
