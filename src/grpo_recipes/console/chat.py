@@ -108,10 +108,11 @@ def _subject(name: str, needs_model: bool) -> tuple[Recipe, str]:
 
 
 def run_or_model(name: str, needs_model: bool, fix: str) -> tuple[Run | None, str]:
-    """Return the run with this name (or None) and its model: a folder or a hub id.
+    """Return the run with this name, or None, and its model: a folder or a hub id.
 
-    A missing built-in model is created. With ``needs_model``, a run without ``model/`` is a ConfigError; ``fix`` is the
-    fix of a name that is neither a run nor a model.
+    Without a run, ``name`` is itself a model. A missing built-in model is created. With ``needs_model``, a run without
+    ``model/`` raises ConfigError. ``fix`` is the fix if ``name`` is neither a run nor a model, which also raises
+    ConfigError.
     """
     path = Path(name)
     if name.startswith(SMOKE_SCHEME):
@@ -133,7 +134,7 @@ def run_or_model(name: str, needs_model: bool, fix: str) -> tuple[Run | None, st
 
 
 def smoke_model(name: str) -> str:
-    """Return the folder of a built-in model; create it if it is missing."""
+    """Return the folder of the built-in model ``name``; create the model first if it does not exist."""
     folder, program = smoke_command(name, os.environ)
     if not (folder / "COMPLETE").exists():
         _say(f"creating the smoke model in {display_path(folder)} (once, about a minute)")
@@ -169,7 +170,7 @@ class _Conversation:
     failed: int = 0
 
     def run(self) -> int:
-        """Answer lines of stdin until it ends; return the exit code."""
+        """Answer lines of stdin until its end; return the exit code: 0, 1 if a reply failed, or 130 after Ctrl-C."""
         while True:
             try:
                 line = self._line()

@@ -123,6 +123,7 @@ def eval(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
+    """Sample, score and print an evaluation, and return the exit code; see ``eval``."""
     subject = _subject(options)
     recipe = subject.recipe
     need_dataset(recipe)
@@ -223,7 +224,10 @@ class _Subject:
 
 
 def _subject(options: argparse.Namespace) -> _Subject:
-    """Return the subject of a recipe, run, checkpoint or model on the command line."""
+    """Return the model to evaluate with its recipe, from the recipe, run, checkpoint or model on the command line.
+
+    Raise ConfigError if the name is none of these, or if options contradict it.
+    """
     name = recipe_name(options)
     if name is None or name.endswith((".yaml", ".yml")) or os.path.isfile(name):
         recipe = _resolve(name, options)
@@ -290,7 +294,10 @@ def _resolve(name: str | None, options: argparse.Namespace, extra_flags: Sequenc
 
 
 def _prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
-    """Return the evaluation rows of a training, the token ids of their prompts, and the tokenizer."""
+    """Return the rows that an evaluation in a training would use, the token ids of their prompts, and the tokenizer.
+
+    Raise ConfigError if a prompt with its completion exceeds ``vllm_max_model_length``.
+    """
     from datasets import disable_progress_bars
 
     from grpo_recipes.data.prompts import load_eval_prompts, make_renderer
@@ -322,7 +329,10 @@ def _prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
 
 @contextmanager
 def _rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"], dict[str, Any]]]:
-    """Load the recipe's rewards like a trainer; yield them and the settings on which their scores depend."""
+    """Load the recipe's rewards like a trainer, for a block; yield them and the settings that decide their scores.
+
+    For a run, its copies of the reward files are loaded. Raise ConfigError if a reward fails or needs a missing column.
+    """
     from grpo_recipes.rewards.load import lent_rewards
     from grpo_recipes.rewards.probe import reward_errors_as_config_errors
 
@@ -346,7 +356,10 @@ def _sample(
     subject: _Subject, options: argparse.Namespace, file: "CompletionsFile", prompts: list[list[int]], n: int,
     sampling: "SamplingParameters",
 ) -> bool:  # fmt: skip
-    """Sample the missing completions from the external server or a new one; return whether the file is complete."""
+    """Sample the missing completions to ``file`` from an external server, or from a new vLLM server.
+
+    Return whether the file is complete; otherwise the reasons are printed.
+    """
     from grpo_recipes.rollouts.generate import generate
     from grpo_recipes.rollouts.openai import CompletionClient
 
@@ -384,7 +397,10 @@ def _sample(
 def _score(
     completions: "CompletionsFile", rows: Rows, settings: dict[str, Any], rewards: "list[Reward]", tokenizer: Any
 ) -> Rows:
-    """Return a row per prompt with its scored completions; rows already in ``scores.jsonl`` are not scored again."""
+    """Score the completions and return one row per prompt; rows in ``scores.jsonl`` are not scored again.
+
+    If the settings have changed, ``scores.jsonl`` is written again from the start.
+    """
     from grpo_recipes.evaluate.scores import call_rewards
     from grpo_recipes.rollouts.generate import opened
 
@@ -418,7 +434,11 @@ def _score(
 
 
 def _summary(recipe: Recipe, names: list[str], scored: Rows, n: int, ks: Sequence[int] | None) -> dict[str, Any]:
-    """Return the scores; add to each completion of ``scored`` its weighted ``reward`` and whether it is ``right``."""
+    """Return the scores of an evaluation by name, for ``eval.json``; intervals are in ``NAME_ci``.
+
+    ``n`` is the number of completions per prompt, and ``ks`` the values of k. Each completion in ``scored`` also gets
+    its weighted ``reward`` (None if it is unscored) and whether it is ``right``.
+    """
     import torch
 
     from grpo_recipes.evaluate.scores import answer_in, group_scores, reward_means, verdicts, weighted_rewards

@@ -128,7 +128,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def request_limits(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options ``REQUESTS`` for a client, except the wait."""
+    """Return the options of ``REQUESTS`` as arguments of a client, except the wait."""
     return {"batch_size": options.batch_size, "timeout": options.timeout, "attempts": options.attempts}
 
 
@@ -140,7 +140,11 @@ def need_dataset(recipe: Recipe) -> None:
 
 
 def connect(url: str, backend: str, model: str | None, wait: float, **limits: Any) -> "CompletionClient":
-    """Return a client of an external server once it serves the model; errors refer to our flags."""
+    """Return a client of an external server, after waiting at most ``wait`` seconds until it serves the model.
+
+    ``model`` is None for the model that the server has. Raise ConfigError, with the flags of this command as locations,
+    if the server does not answer or has another model.
+    """
     from grpo_recipes.rollouts.openai import CompletionClient
 
     flags = {"base_url": "--base-url", "backend": "--backend"}
@@ -172,7 +176,7 @@ def _prompts(recipe: Recipe, limit: int | None) -> tuple[list[dict[str, Any]], l
 
 
 def arguments_of(recipe: Recipe) -> Any:
-    """Return the recipe's keys as attributes, like a trainer's config."""
+    """Return an object with the recipe's keys as attributes, like a trainer's config."""
     return SimpleNamespace(**{key: value.value for key, value in recipe.values.items()})
 
 
@@ -185,7 +189,10 @@ def render_prompts(renderer: Any, rows: list[dict[str, Any]]) -> list[list[int]]
 
 
 def tokenizer_of(recipe: Recipe, name: str) -> Any:
-    """Return the tokenizer of the recipe's model, a folder or a hub id."""
+    """Return the tokenizer of the recipe's model; raise ConfigError if it can't be loaded.
+
+    ``name`` is the model's folder or hub id. A built-in model makes its tokenizer, so its folder need not exist.
+    """
     if recipe["model_name_or_path"].startswith(SMOKE_SCHEME):
         from grpo_recipes.smoke import build_tokenizer
 
@@ -202,7 +209,7 @@ def tokenizer_of(recipe: Recipe, name: str) -> Any:
 
 
 def sampling_of(recipe: Recipe, temperature: float | None, max_tokens: int, seed: int | None) -> "SamplingParameters":
-    """Return a recipe's sampling parameters; ``temperature`` replaces the recipe's temperature."""
+    """Return a recipe's sampling parameters; ``temperature`` replaces the recipe's temperature unless it is None."""
     from grpo_recipes.rollouts.openai import SamplingParameters
 
     keys = {key: recipe[key] or 0 for key in ("top_p", "top_k", "min_p", "repetition_penalty")}
@@ -214,7 +221,10 @@ def settings_of(
     recipe: Recipe, data_keys: Sequence[str], model: str, backend: str, n: int, sampling: "SamplingParameters",
     first_prompt: list[int],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the settings that decide the completions; all rows of a file must have the same settings."""
+    """Return the settings that decide the completions; all rows of a file must have the same settings.
+
+    They contain the recipe's ``data_keys`` that are set, the sampling parameters, and a hash of the first prompt.
+    """
     # The first prompt stands for chat template, system prompt and tokenizer.
     prompt = hashlib.sha256(json.dumps(first_prompt).encode()).hexdigest()[:16]
     return {
@@ -237,7 +247,10 @@ class Progress:
 
 
 def _report(outcome: "Generated", options: argparse.Namespace, prompts: int, repo: str | None) -> int:
-    """Print the result, publish a complete file, and return the exit code."""
+    """Print the result, publish a complete file if ``repo`` is given, and return the exit code.
+
+    The code is 1 if completions are missing or the push failed.
+    """
     done = outcome.before + outcome.completed
     say(f"{_times(done, options.num_generations)} in {display_path(options.out)}")
     if not outcome.complete:
@@ -259,7 +272,7 @@ def _report(outcome: "Generated", options: argparse.Namespace, prompts: int, rep
 
 
 def report_failures(outcome: "Generated") -> None:
-    """Print why prompts have no completions, and how to continue."""
+    """Print to stderr why prompts have no completions, and how to continue."""
     reasons = [f"{count} prompts failed: {reason}" for reason, count in outcome.failed.most_common(3)]
     other_reasons = [f"{len(outcome.failed) - 3} other reasons"] if len(outcome.failed) > 3 else []
     untried = [f"the server is gone, and {outcome.skipped} prompts were not tried"] if outcome.skipped else []

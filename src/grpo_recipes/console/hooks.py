@@ -18,7 +18,7 @@ class ConsoleHooks(RunHooks):
         self._environment: Mapping[str, str] = {}
 
     def check(self, recipe: Recipe, environment: Mapping[str, str], run_name: str) -> list[str]:
-        """Raise ConfigError if the model can't be pushed."""
+        """Raise ConfigError if ``push_to_hub`` is set and the model can't be pushed; return a line with the target."""
         self._target, self._environment = need_target(recipe, environment, run_name), environment
         return [f"the final model will be published in {self._target}"] if self._target else []
 
@@ -31,5 +31,5 @@ class ConsoleHooks(RunHooks):
         return [report_line(run_dir)]
 
     def on_model(self, run_dir: Path) -> str:
-        """Write the model card and push the model; return the result of the push."""
+        """Write the model card and push the model; return the result of the push for the launcher's last line."""
         return publish_model(self._target, run_dir, self._environment)

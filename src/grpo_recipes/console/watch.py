@@ -56,7 +56,10 @@ class Picture:
         self._notices: list[str] | None = None  # notices about the rows so far; None if they are outdated
 
     def lines(self, width: int, state: str, over: bool) -> list[str]:
-        """Return the picture with at most ``width`` columns."""
+        """Read new rows and return the lines of the picture, at most ``width`` characters each.
+
+        ``state`` is the state of the run in words. If the run is ``over``, its activity and remaining time are omitted.
+        """
         for reader, rows in zip(self._readers, self._rows, strict=True):
             if new := reader.read_new():  # a resumed run repeats the steps after its checkpoint
                 rows[:] = [row for row in rows if row["step"] < new[0]["step"]] + new
@@ -82,7 +85,10 @@ class Picture:
 
 
 def curve(values: Sequence[float], first: int, last: int, width: int, height: int = _HEIGHT) -> list[str]:
-    """Return a text chart of values over the steps; each column of blocks is the mean of its steps."""
+    """Return the lines of a text chart of values over the steps ``first`` to ``last``; empty without values.
+
+    Each column of blocks is the mean of its steps.
+    """
     if not values:
         return []
     columns = max(1, min(len(values), width - 9))
@@ -154,7 +160,11 @@ def watch(options: argparse.Namespace) -> int:
 def _watch(
     draw: Callable[[int], list[str]], read_state: Callable[[], tuple[str, bool]], lines: Callable[[], list[str]]
 ) -> None:
-    """Draw every second until the run is over; without a terminal, only at the start and the end."""
+    """Draw every second until the run is over; without a terminal, draw only at the start and the end.
+
+    ``draw`` returns the lines of a picture for a width, and ``read_state`` the state and whether the run is over.
+    Without a terminal, the new ``lines()`` are printed in between.
+    """
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text

@@ -222,7 +222,8 @@ def log_folder(environment: Mapping[str, str]) -> Path:
 def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names) -> Process:
     """Return the vLLM server of the plan as a process of the first node.
 
-    If the weight sync method can connect to a new server, a lost server restarts alone, otherwise with the trainers.
+    If the weight sync method can connect to a new server, only a lost server restarts, otherwise the trainers restart
+    too.
     """
     variables = server_environment(plan.device, plan.ports.vllm_internal, environment) | _plugins(environment)
     for part in roles():

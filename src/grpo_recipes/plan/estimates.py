@@ -435,7 +435,7 @@ class Estimates:
     unknown: str = ""  # reason without estimates of memory and disk
 
     def lines(self) -> list[str]:
-        """Format the estimates for a person: a line for each need, and a line with the fix if a need does not fit."""
+        """Format the estimates for a person: a line for each need, and a line with a fix if the need does not fit."""
         needs = [("memory", role, need) for role, need in self.memory.items()]
         needs += [("disk", "run", self.disk)] if self.disk else []
         return [

@@ -41,13 +41,13 @@ class Machine:
 
     @property
     def device(self) -> str | None:
-        """Return ``cpu`` or ``cuda``, depending on the installed torch, or None without torch."""
+        """Return ``cpu`` or ``cuda`` by the build of the installed torch, or None without torch."""
         version = installed_version("torch")
         return version and ("cpu" if version.endswith("+cpu") else "cuda")
 
     @property
     def run_root(self) -> Path:
-        """Return the folder of run directories."""
+        """Return the folder of run directories of the recipe, or without a recipe, of the environment."""
         folder = os.path.expanduser(self.recipe["run_root"]) if self.recipe else run_root(self.environment)
         return Path(folder).absolute()
 
@@ -67,7 +67,11 @@ class Machine:
         return bool(self.environment.get("SLURM_JOB_ID"))
 
     def run_program(self, *argv: str, variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run a program; a missing program has exit code 127, and one that hangs raises ``NoAnswer``."""
+        """Run a program and return its exit code and output as text; a missing program gives exit code 127.
+
+        ``variables`` is the complete environment of the program, by default the current environment in English. Raise
+        ``NoAnswer`` if the program does not end within ``timeout`` seconds.
+        """
         if shutil.which(argv[0]) is None:
             return subprocess.CompletedProcess(argv, 127, "", "")
         timed_out = NoAnswer(f"{Path(argv[0]).name} did not answer within {self.timeout:.0f} s")
@@ -78,7 +82,11 @@ class Machine:
             )  # fmt: skip
 
     def read_table(self, separator: str, fields: Sequence[str], *argv: str) -> list[dict[str, str]]:
-        """Return the rows of a program's output as field -> cell; [] if it is missing, ``NoAnswer`` if it fails."""
+        """Run a program and return each row of its output as a mapping from ``fields`` to cells.
+
+        Rows with another number of cells are skipped. The result is empty if the program is missing. Raise ``NoAnswer``
+        if it fails or hangs.
+        """
         done = self.run_program(*argv)
         if done.returncode not in (0, 127):
             output = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
@@ -93,13 +101,19 @@ def installed_version(name: str) -> str | None:
 
 
 def first_finding(value: str, *rules: tuple[object, str, str]) -> Finding:
-    """Return ``value`` with status and fix of the first rule (condition, status, fix) that holds, or ok."""
+    """Return a finding with ``value``, and with the status and the fix of the first rule that holds.
+
+    A rule is (condition, status, fix). If no rule holds, the finding is ok.
+    """
     status, fix = next(((status, fix) for holds, status, fix in rules if holds), (OK, ""))
     return Finding(status, value, fix)
 
 
 def all_findings(value: str, *rules: tuple[object, str, str, str]) -> Finding:
-    """Return the combined findings of all rules (condition, status, value, fix) that hold, or ``value`` with ok."""
+    """Return a finding that combines all rules that hold; it is ok with ``value`` if no rule holds.
+
+    A rule is (condition, status, value, fix).
+    """
     findings = [Finding(status, text, fix) for holds, status, text, fix in rules if holds]
     return combine_findings([ok(value), *findings])
 
@@ -119,7 +133,10 @@ def check_name(check: Check) -> str:
 
 
 def examine(checks: Sequence[Check], subject: Any, seconds: float) -> dict[str, Finding]:
-    """Run checks in parallel for at most ``seconds``; return their findings by name, without secrets."""
+    """Run checks in parallel for at most ``seconds``; return their findings by name, without secrets.
+
+    Each check is called with ``subject``. A check that raises an exception or is late gets a finding about that.
+    """
     late = warning(f"no answer within {seconds:.0f} s", "check the file system, driver or daemon: it hangs")
     results = dict.fromkeys(map(check_name, checks), late)
 
@@ -141,7 +158,10 @@ def examine(checks: Sequence[Check], subject: Any, seconds: float) -> dict[str, 
 
 
 def finding_of(error: Exception) -> Finding:
-    """Return an error as a finding: a problem for a ConfigError, a warning for others."""
+    """Return an exception as a finding: a problem for a ConfigError, a warning for any other exception.
+
+    Only the first problem of a ConfigError is shown, with the number of the others.
+    """
     if isinstance(error, ConfigError):
         first, further = error.problems[0], len(error.problems) - 1
         return problem(
@@ -153,7 +173,7 @@ def finding_of(error: Exception) -> Finding:
 
 
 def as_text(results: Mapping[str, Finding]) -> str:
-    """Return a line per check with its fix below, and the number of checks, warnings and problems."""
+    """Return the findings as text: a line per check with the fix below it, and a last line with the counts."""
     width = max(map(len, results))
     lines = []
     for name, finding in results.items():

@@ -25,7 +25,11 @@ _PHASE_FIXES = {
 
 
 def _level(name: str, description: str, key: str, *notices: str, worst: str = PROBLEM) -> Callable[[Run], Finding]:
-    """Return the check of a metric: its first and latest value, with the first of these notices that the run has."""
+    """Return the check of the metric ``key``, with ``name`` and ``description`` as its name and docstring.
+
+    The finding has the first and the latest value of the metric. It is a problem or warning if the run has one of the
+    ``notices``; the first of them is shown. A serious notice gives the status ``worst``.
+    """
 
     def check_level(run: Run) -> Finding:
         values, recent = run.numbers(key), run.recent(key)

@@ -54,7 +54,10 @@ def publish_model(target: Target | None, run_dir: Path, environment: Mapping[str
 
 
 def _push(target: Target, run_dir: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Push the model in a separate process. Return repo, revision, commit and url, or repo and error."""
+    """Push the model in a separate process, and return the result for the summary.
+
+    It has repo, revision, commit and url, or repo and error.
+    """
     folder, model = run_dir / "publish", run_dir / "model"
     if not model_files(model):
         return {"repo": target.repo, "error": "model/ contains no complete model"}
@@ -75,7 +78,10 @@ def _push(target: Target, run_dir: Path, environment: Mapping[str, str]) -> dict
 
 
 def _wait_for_push(child: subprocess.Popen[bytes]) -> str:
-    """Wait for the push; kill it after Ctrl-C, SIGTERM or the time limit, and return the reason, or ""."""
+    """Wait until the push process has ended; kill it after Ctrl-C, SIGTERM or the time limit.
+
+    Return the reason why it was killed, or "".
+    """
     reasons: list[str] = []
 
     def kill_push(signum: int, _: object) -> None:

@@ -52,9 +52,10 @@ def repository_name(recipe: Recipe, run_name: str) -> str:
 
 
 def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -> Target | None:
-    """Return where the run publishes, or None without ``push_to_hub``; ``run_name`` is the default of ``hub_model_id``.
+    """Return where the run publishes its model, or None without ``push_to_hub``.
 
-    Raises a ConfigError if the hub does not answer, there is no login, or the account may not write there.
+    ``run_name`` is the default of ``hub_model_id``. The target may have a note for the user. Raise ConfigError if the
+    hub does not answer, there is no login, or the account may not write there.
     """
     if not recipe["push_to_hub"]:
         return None
@@ -79,9 +80,9 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
 
 
 def need_dataset(name: str, where: str, environment: Mapping[str, str]) -> str:
-    """Return ``user/name`` of a dataset repository; ConfigError as in ``need_target``.
+    """Return ``user/name`` of a dataset repository that this account may write to.
 
-    ``where`` is the flag that requests the push.
+    ``where`` is the flag that requests the push. Raise ConfigError in the same cases as ``need_target``.
     """
     if not hub_answers(environment):
         fix = "leave it out, and push the file on a machine that reaches the hub: hf upload --repo-type dataset"
@@ -122,9 +123,10 @@ def _account(where: str, option: str, environment: Mapping[str, str]) -> tuple[d
 
 
 def _writable_repo(where: str, name: str, account: dict[str, Any], fix: str) -> tuple[str, str]:
-    """Return ``user/name`` if this account may write there, and a note if only the push can confirm it.
+    """Return ``user/name`` of a repository that this account may write to, and a note.
 
-    ``fix`` is a format string for the repository's name.
+    The note is empty, or explains that only the push can confirm the permission. ``fix`` is a format string for the
+    repository's name. Raise ConfigError if the account may not write there.
     """
     role = account.get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
@@ -140,7 +142,10 @@ def _writable_repo(where: str, name: str, account: dict[str, Any], fix: str) -> 
 
 
 def main(path: str) -> int:
-    """Push as described in a job file, retry after each of its ``waits`` (seconds), and write its result file."""
+    """Push as the job file ``path`` describes, and write its result file; return 0, or 1 if every attempt failed.
+
+    After a failure, wait for the next of the job's ``waits`` (in seconds) and try again.
+    """
     job = json.loads(Path(path).read_text())
     target, model, result = Target(**job["target"]), Path(job["model"]), Path(job["result"])
     error = ""

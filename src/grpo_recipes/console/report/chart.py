@@ -52,7 +52,10 @@ def _tick_text(tick: float) -> str:
 
 
 def axis(low: float, high: float, count: int = 4, *, whole: bool = False) -> Axis:
-    """Return a range that contains ``low`` and ``high``, in about ``count`` steps; ``whole`` allows only integers."""
+    """Return an axis that contains ``low`` and ``high`` and has ticks at round numbers, about ``count`` intervals.
+
+    With ``whole``, all ticks are integers.
+    """
     if math.isclose(low, high):  # a mean of equal values may differ from them by a rounding error
         low, high = (min(low, 0.0), max(high, 0.0)) if low else (0.0, 1.0)
     raw = (high - low) / count
@@ -79,7 +82,10 @@ def step_axis(steps: Sequence[float], count: int = 5) -> Axis:
 
 
 def window_of(count: int) -> int:
-    """Return the number of rows of the moving mean: odd, about a fifteenth of all; 1 (no mean) below 20 rows."""
+    """Return the number of rows of the moving mean for ``count`` rows: odd, about a fifteenth of them.
+
+    Below 20 rows the result is 1, that is, no mean.
+    """
     return 1 if count < 20 else max(3, count // 15 | 1)
 
 
@@ -90,7 +96,10 @@ def buckets(count: int, limit: int = 240) -> list[slice]:
 
 
 def smooth(values: Column, parts: Sequence[slice], window: int = 1) -> Column:
-    """Return the mean of each part, over its values and the ``window`` rows around its middle."""
+    """Return a smoothed value for each slice in ``parts``; None if it has no values.
+
+    A value is the mean over the rows of its slice and over the ``window`` rows around the middle of the slice.
+    """
     line: Column = []
     for part in parts:
         middle = (part.start + part.stop - 1) // 2
@@ -100,7 +109,10 @@ def smooth(values: Column, parts: Sequence[slice], window: int = 1) -> Column:
 
 
 def usual_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range from the 1st to the 99th percentile, or the whole range if it is not much larger."""
+    """Return the lowest and highest value without rare outliers.
+
+    This is the range from the 1st to the 99th percentile with a margin, or the whole range if that is smaller.
+    """
     ordered = sorted(values)
     rare = max(1, len(ordered) // 100) if len(ordered) >= 20 else 0
     low, high = ordered[rare], ordered[-1 - rare]
@@ -132,10 +144,11 @@ def curve_of(
     tables: Sequence[Table], name: str, label: str, colour: int = 1, kind: str = "line", *, window: int | None = None,
     behind: bool = True, limits: tuple[float | None, float | None] = (None, None),
 ) -> Curve:  # fmt: skip
-    """Return a metric as a smoothed line.
+    """Return the metric ``name`` of one or several runs as a smoothed line; ``tables`` has a table per run.
 
     With ``behind``, the values of a single run (or ranges of many values) are drawn faintly behind the line. Several
     runs have the mean of their lines, and behind it the 95 % interval cut at ``limits``, or each run if they are few.
+    ``window`` is the number of rows of the moving mean, by default ``window_of``.
     """
     longest = max((table.steps for table in tables), key=len)
     parts, window = buckets(len(longest)), window or window_of(len(longest))
@@ -160,7 +173,10 @@ def curve_of(
 def around(
     middles: Column, halves: Column, limits: tuple[float | None, float | None] = (None, None)
 ) -> tuple[Column, Column]:
-    """Return the lower and upper edge of a band, clamped to ``limits``; None if the middle or the half is None."""
+    """Return the lower and the upper edge of a band of ``middles`` plus and minus ``halves``, clamped to ``limits``.
+
+    Points are None if the middle or the half is None.
+    """
     pairs = list(zip(middles, halves, strict=True))
     low, high = (
         [None if a is None or b is None else clamp(a + sign * b, limits) for a, b in pairs] for sign in (-1, 1)
@@ -169,7 +185,7 @@ def around(
 
 
 def stretches(rows: Sequence[Sequence[float | None]]) -> list[list[tuple[float, ...]]]:
-    """Split the complete rows at gaps that are longer than the usual distance between them.
+    """Return the rows without None, split at gaps that are longer than the usual distance between them.
 
     For example, if a generation is used for two steps, its metrics are on every second row, which is not a gap.
     """
@@ -269,7 +285,7 @@ class Histogram:
     ends: Sequence[tuple[str, Sequence[float]]]  # name and shares of the first steps, and of the last steps
 
     def marks(self) -> Marks:
-        """Return at most 8 of the names with their positions."""
+        """Return at most 8 of the names with their positions between 0 and 1, for the axis of rewards."""
         stride, middle = -(-len(self.names) // 8), 0.0 if self.edged else 0.5
         return [((row + middle) / len(self.names), self.names[row]) for row in range(0, len(self.names), stride)]
 

@@ -79,7 +79,10 @@ def compact(values: Iterable[float | None]) -> str:
 def spread_text(
     values: Sequence[float], text: Callable[..., str] = short, limits: tuple[float | None, float | None] = (None, None)
 ) -> str:
-    """Return the mean over seeds with its 95 % interval cut at ``limits``, or with the range of few seeds."""
+    """Return the mean over seeds as text, with its 95 % interval cut at ``limits``, or with the range of few seeds.
+
+    ``text`` formats a number. A single value is formatted without an interval.
+    """
     half, center = half_interval(values), mean(values)
     if half is None or center is None:
         return text(center)
@@ -90,13 +93,16 @@ def spread_text(
 
 
 def clamp(value: float, limits: tuple[float | None, float | None]) -> float:
-    """Return the value, or the limit that it exceeds."""
+    """Return ``value``, or the limit in ``limits`` (low, high) that it exceeds. A limit of None has no effect."""
     low, high = limits
     return max(value if high is None else min(value, high), -math.inf if low is None else low)
 
 
 def model_text(text: str) -> Markup:
-    """Return a prompt or completion with visible white space and control characters; copying it yields the text."""
+    """Return a prompt or completion as HTML with visible white space and control characters.
+
+    Copying it from the page yields the original text.
+    """
 
     def mark(match: re.Match[str]) -> str:
         char = match[0]
@@ -155,13 +161,16 @@ def _templates() -> jinja2.Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a whole page."""
+    """Return a whole page as HTML: a template with these values, and with the current time.
+
+    A template that reads a missing value raises an error of jinja2.
+    """
     now = datetime.datetime.now()
     times = {"now": now.strftime("%Y-%m-%d %H:%M"), "written": round(now.timestamp())}
     return _templates().get_template(template).render(**times, **{"live": False, **values})
 
 
 def fragment(template: str, macro: str, *values: Any) -> Markup:
-    """Return the output of a macro of a template."""
+    """Return the HTML of a macro in a template, called with ``values``."""
     output: Markup = getattr(_templates().get_template(template).module, macro)(*values)
     return output

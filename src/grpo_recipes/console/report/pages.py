@@ -73,7 +73,7 @@ def report_line(folder: Path) -> str:
 
 
 def run_page(run: RunRecord, path: Path) -> str:
-    """Return the page as text; ``path`` is where it will be written, for its links."""
+    """Return the report of a run as HTML; ``path`` is the file to which it will be written, for its links."""
     kind = run.status if run.status in _STATUSES else "unknown"
     badges = [(f"{_STATUSES.get(run.status, '?')[0]} {run.status}", kind)]
     stamp = str(run.identity.get("timestamp", ""))
@@ -248,7 +248,7 @@ _WARNINGS = {
 
 
 def group_of(label: str, runs: Sequence[RunRecord], number: int) -> Group:
-    """Return group ``number`` (from 0), with its number of seeds in the label."""
+    """Return group ``number`` (from 0) of a comparison with its color and line; the label names the number of seeds."""
     seeds = f" ({len(runs)} seeds)" if len(runs) > 1 else ""
     return Group(label + seeds, runs, number % _COLOURS + 1, "line" if number < _COLOURS else "line dashed")
 
@@ -290,7 +290,7 @@ def comparison_page(runs: Sequence[RunRecord]) -> str:
 
 
 def comparison(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return the values of ``compare.html.j2`` for these groups."""
+    """Return the values of ``compare.html.j2`` for these groups: headline, charts, scores and differences."""
     runs = [run for group in groups for run in group.runs]
     columns = [(name, key) for run in runs for name, scores in run.benchmarks.items()
                for key in score_names(scores) if finite_number(scores[key]) is not None]  # fmt: skip
@@ -323,7 +323,7 @@ def comparison(groups: Sequence[Group]) -> dict[str, Any]:
 def comparison_sentence(groups: Sequence[Group], ranked: bool) -> str:
     """Return the headline: which group ends highest, or that the two highest are not distinguishable.
 
-    Without ``ranked``, it only lists the groups.
+    Without ``ranked``, or with fewer than two groups that have a final reward, it only lists the groups.
     """
     ended = [group for group in groups if group.finals]
     if len(ended) < 2 or not ranked:

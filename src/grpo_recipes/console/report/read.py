@@ -36,7 +36,7 @@ class Table:
         return without_gaps(self.columns.get(name, ()))
 
     def last(self, name: str) -> float | None:
-        """Return the newest finite value."""
+        """Return the newest finite value of a column, or None."""
         return next(reversed(self.known(name)), None)
 
 
@@ -129,12 +129,15 @@ class Group:
         return without_gaps(run.evals.last("eval_reward") for run in self.runs)
 
     def scores(self, benchmark: str, key: str) -> list[float]:
-        """Return a benchmark's score of each run that has it."""
+        """Return the score ``key`` of a benchmark for each run that has it."""
         return without_gaps(finite_number(run.benchmarks.get(benchmark, {}).get(key)) for run in self.runs)
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run directory; ConfigError for other folders. A damaged JSON file raises when it is first read."""
+    """Read a run directory; raise ConfigError for any other folder.
+
+    A damaged ``summary.json``, ``plan.json`` or similar file raises ConfigError later, when it is first read.
+    """
     run = find_run(Path(), display_path(folder), display_path(folder))
     metrics, evals = read_table(run.folder / "metrics.jsonl"), read_table(run.folder / "eval.jsonl")
     recipe = run.folder / "recipe.yaml"
@@ -145,7 +148,10 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def read_table(path: Path) -> Table:
-    """Read rows of JSON as columns."""
+    """Read a JSONL file as columns of finite numbers; a missing file gives an empty table.
+
+    Lines without a step are counted as unreadable. Values such as ``nan`` are counted by column and are None in it.
+    """
     lines = list(read_rows(path))
     rows = [row for row in lines if finite_number(row.get("step")) is not None]
     table = Table(steps=[row["step"] for row in rows], unreadable=len(lines) - len(rows))
@@ -161,14 +167,17 @@ def read_table(path: Path) -> Table:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield each complete line as a mapping, or an empty mapping if the line is something else."""
+    """Yield each complete line of a file as a mapping, or an empty mapping if the line is something else.
+
+    A missing file has no rows, and empty lines are skipped.
+    """
     if path.exists():
         with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
             yield from (json_mapping(line) or {} for line in file if line.endswith("\n") and line.strip())
 
 
 def scored_rows(path: Path) -> Iterator[tuple[Scored, list[dict[str, Any]]]]:
-    """Yield the rewards and the samples of each row of ``samples.jsonl``."""
+    """Yield the rewards and the samples of each row of ``samples.jsonl``; rows without a step are skipped."""
     for row in read_rows(path):
         if isinstance(row.get("step"), int):
             rewards, samples = (row[key] if isinstance(row.get(key), list) else [] for key in ("rewards", "samples"))

@@ -67,10 +67,11 @@ METRICS = {**{name: metric for metrics in parts("metrics") for name, metric in m
 def metric_chart(
     groups: Sequence[Group], name: str, metric: Metric | None = None, *, evals: bool = False, large: bool = False
 ) -> Chart | None:
-    """Return the chart of a metric of every group that has it, or None if it is missing or 0 everywhere.
+    """Return the chart of a metric with a curve for each group that has it, or None if it is missing or 0 everywhere.
 
     For a single run (its group has no label), the single values are drawn faintly behind the line, or the range of a
-    step if ``metric.band`` exists. Steps with an infinite value leave a gap, and the note counts them.
+    step if ``metric.band`` exists. Steps with an infinite value leave a gap, and the note counts them. ``metric`` is by
+    default the entry in ``METRICS``. With ``evals``, the values come from the evaluations.
     """
     metric = metric or METRICS[name]
     tables = [[run.evals if evals else run.metrics for run in group.runs] for group in groups]
@@ -114,7 +115,7 @@ def _limits(group: Group, name: str, metric: Metric, tables: Sequence[Table]) ->
 
 
 def reward_chart(run: RunRecord) -> Chart | None:
-    """Return the chart of the mean reward with its deviation, and of evaluations as points."""
+    """Return the chart of the mean reward with its deviation, and of evaluations as points; None without rewards."""
     metrics, curves = run.metrics, []
     window = window_of(len(metrics.steps))
     rewards_of_steps = [row.rewards for row in run.scored if row.rewards]
@@ -179,7 +180,10 @@ def _unscored_names(metrics: Table) -> dict[str, str]:
 
 
 def phase_chart(metrics: Table) -> Chart | None:
-    """Return the chart of seconds per step: stacked areas of the phases, the first at the bottom."""
+    """Return the chart of seconds per step as stacked areas of the phases, or None if no phase was timed.
+
+    The first phase is at the bottom. The axis ends below a few very long steps.
+    """
     curves: list[Curve] = []
     above: list[float] = []
     for colour, phase in enumerate(PHASES, start=1):
@@ -195,7 +199,7 @@ def phase_chart(metrics: Table) -> Chart | None:
 
 
 def other_metrics(run: RunRecord) -> tuple[list[Chart], dict[str, str]]:
-    """Return the charts of all remaining metrics, and name -> value of metrics that never change."""
+    """Return charts of all metrics that are in no other chart, and name -> value of metrics that never change."""
     metrics, evals = run.metrics, run.evals
     drawn = [name for name in METRICS if any(metrics.known(name))]
     in_charts = {

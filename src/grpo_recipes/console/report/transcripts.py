@@ -47,7 +47,10 @@ class Transcript:
 
 
 def transcript_of(sample: Mapping[str, Any]) -> Transcript | None:
-    """Return the episode of a sample of ``samples.jsonl``, or None; values of a wrong type are left out."""
+    """Return the episode of a sample of ``samples.jsonl``, or None without an episode.
+
+    Values of a wrong type are omitted.
+    """
     episode = sample.get("episode")
     if not isinstance(episode, dict):
         return None

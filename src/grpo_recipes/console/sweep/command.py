@@ -67,7 +67,11 @@ def sweep(options: argparse.Namespace) -> int:
 def read_search(
     options: argparse.Namespace, words: Sequence[str], flags: Sequence[str]
 ) -> tuple[dict[str, list[str]], Search | None]:
-    """Read the words ``KEY=VALUES``: axes of a full grid, or axes and settings of a search."""
+    """Parse the words ``KEY=VALUES`` to axes, and return them with the settings of a search, or None for a full grid.
+
+    ``flags`` are the flags of all runs. Raise ConfigError if a word is wrong, or if a search has more trials than there
+    are combinations.
+    """
     if not options.search:
         return read_axes(words, flags), None
     axes, spans = read_space(words, flags)
@@ -79,7 +83,10 @@ def read_search(
 
 
 def sweep_backend(options: argparse.Namespace) -> Backend:
-    """Return where a sweep runs; a ConfigError lists options that need other options."""
+    """Return the backend of a sweep, this machine or Slurm, for the options of `grpo sweep`.
+
+    A ConfigError lists options that need other options or contradict them.
+    """
     problems = []
     if options.slurm and options.profile is None:
         problems.append(Problem("--slurm", "needs a site profile", "add --profile slurm/profiles/SITE.yaml"))

@@ -58,7 +58,7 @@ class Sweep(RunGroup):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read a sweep directory; ConfigError for other folders and damaged records."""
+        """Read a sweep directory; raise ConfigError for any other folder, and for a damaged record."""
         record = read_json(folder / RECORD)
         if not record:
             fix = f"use a folder under run_root/{FOLDER}"
@@ -90,7 +90,10 @@ class Sweep(RunGroup):
         return max(len(self.names), self.record.get("search", {}).get("trials", 0))
 
     def is_over(self) -> bool:
-        """Return whether nothing is left to run."""
+        """Return whether no trial is left to run.
+
+        In a sweep without a search, failed trials are left to run again.
+        """
         return not self.gaps() and len(self.names) == self.trial_count
 
     def resume_command(self) -> str:
@@ -101,7 +104,7 @@ class Sweep(RunGroup):
 
 
 def fingerprint(spec: SweepSpec, trials: Sequence[Trial]) -> str:
-    """Return a hash of the trials; it is equal if command and recipe are equal.
+    """Return a hash of a sweep and its trials; it is equal if command and recipe are equal.
 
     The hash of a search covers the metric and the values to choose from, but not the number of trials, which may be
     raised.
@@ -119,9 +122,10 @@ def sweep_root(recipe: Recipe) -> Path:
 
 
 def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, environment: Mapping[str, str]) -> Sweep:
-    """Make the directory of a sweep with a frozen run per trial; the trials were already planned for ``resources``.
+    """Make the directory of a sweep with a frozen run per trial, and return the sweep.
 
-    If the directory or one of the runs can't be made, nothing remains of it.
+    The trials were already planned for ``resources``. A search makes its runs later. If the directory or a run can't be
+    made, the directory is removed. Raise ConfigError if its name exists already.
     """
     recipe = trials[0].recipe
     stamp, name = timestamp(), str(recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
@@ -156,7 +160,10 @@ def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, en
 
 
 def freeze_trial(sweep: Sweep, trial: Trial, resources: Resources, environment: Mapping[str, str]) -> None:
-    """Make a trial's run directory; its W&B group is the sweep unless the recipe sets wandb_run_group."""
+    """Make a trial's run directory with a copy of recipe, plan and code.
+
+    Its W&B group is the sweep unless the recipe sets wandb_run_group.
+    """
     recipe = trial.recipe
     if not recipe.is_set("wandb_run_group"):
         recipe = recipe.with_value("wandb_run_group", Value(sweep.folder.name, "grpo sweep"))
@@ -176,7 +183,10 @@ def _is_trial(entry: Any, axes: Mapping[str, Any]) -> bool:
 
 
 def find_sweep(root: Path, name: str) -> Sweep:
-    """Return the sweep at a path, or the newest in ``root`` for ``last``."""
+    """Return the sweep in the folder ``name``, or the newest sweep in ``root`` if the name is ``last``.
+
+    Raise ConfigError if there is none.
+    """
     if name != "last":
         return Sweep.read(Path(name))
     if sweeps := Sweep.all_in(root):
@@ -187,7 +197,11 @@ def find_sweep(root: Path, name: str) -> Sweep:
 
 
 def unfinished(spec: SweepSpec, trials: Sequence[Trial], elsewhere: Sequence[Path]) -> Sweep | None:
-    """Return the newest unfinished sweep of the same trials, in its folder or those ``elsewhere``, or None."""
+    """Return the newest unfinished sweep of the same trials, or None.
+
+    It is searched in the folder of the recipe's sweeps, and in the run_roots ``elsewhere``. A search gets the new
+    number of trials.
+    """
     same, roots = fingerprint(spec, trials), [sweep_root(trials[0].recipe), *(root / FOLDER for root in elsewhere)]
     for sweep in (sweep for root in roots for sweep in Sweep.all_in(root) if sweep.record["fingerprint"] == same):
         if spec.search:
@@ -223,7 +237,7 @@ def read_results(sweep: Sweep) -> list[Result]:
 
 
 def settings(sweep: Sweep, results: Sequence[Result]) -> list[Group]:
-    """Return a group per setting: its completed trials, which differ only in their seed."""
+    """Return one group per setting with its completed trials, which differ only in their seed."""
     by_label: dict[str, list[RunRecord]] = {}
     for result in results:
         if result.run is not None and result.status == COMPLETED:
@@ -286,7 +300,10 @@ def _best(sweep: Sweep) -> list[str]:
 
 
 def objective(folder: Path, metric: str) -> float | None:
-    """Return a completed run's value of a search metric: final reward, last evaluation or benchmark score."""
+    """Return a completed run's value of a search metric, or None if the run does not have it.
+
+    The metric is the final reward, the last evaluation (``eval_...``), or a benchmark score (``math_500/pass@1``).
+    """
     run = read_run(folder)
     benchmark, _, score = metric.partition("/")
     if metric == REWARD:

@@ -95,7 +95,11 @@ def start(
 def _prepare_array(
     spec: SweepSpec, trials: Sequence[Trial], profile: Profile, environment: Mapping[str, str]
 ) -> list[Trial]:
-    """Check that an array job can run the trials, download what they need, and move their run_root to the scratch."""
+    """Check that an array job can run the trials, and return them with the run_root of the site.
+
+    Every trial whose text values differ is checked as for `grpo submit`. Raise ConfigError if the trials share an
+    external server or a run-api, or if a check fails.
+    """
     if trial := next((trial for trial in trials if uses_external_server(trial.recipe)), None):
         key, fix = "vllm_server_base_url", "remove it: each run starts its own server; or leave out --slurm"
         message = "the runs of an array would send different weights to one server"
@@ -122,7 +126,11 @@ def _continue_sweep(
     resources: Resources,
     environment: Mapping[str, str],
 ) -> int:
-    """Run the unfinished trials of a sweep; trials without a run directory get a new one if the code is unchanged."""
+    """Run the unfinished trials of a sweep and return the exit code.
+
+    Trials without a run directory get a new one. Raise ConfigError if this, or a search, needs new run directories but
+    the code has changed.
+    """
     say(f"continuing {display_path(sweep.folder)}, the same sweep (--new starts another)")
     missing = [] if spec.search else [trial for trial in trials if sweep.status(trial.index) == GONE]
     code = {key: value for key, value in code_state().items() if key != "patch"}
@@ -144,7 +152,10 @@ def _start_new_sweep(
     resources: Resources,
     environment: Mapping[str, str],
 ) -> int:
-    """Make the directory of a sweep and run it; remove the directory if a ConfigError prevents the first run."""
+    """Make the directory of a sweep, run its trials, and return the exit code.
+
+    If a ConfigError prevents the first run, remove the directory. It stays if a job may have been submitted.
+    """
     sweep = sweeps.new_sweep(spec, trials, resources, environment)
     say(f"{spec.search.trials if spec.search else len(trials)} runs in {display_path(sweep.folder)}")
     try:
@@ -177,7 +188,10 @@ def _list_runs(spec: SweepSpec, trials: Sequence[Trial], sweep: sweeps.Sweep | N
 
 
 def resume(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
-    """Run the unfinished trials of a sweep; ConfigError for a search, and if a run directory is missing."""
+    """Run the unfinished trials of a sweep and return the exit code.
+
+    Raise ConfigError for a search, which needs its keys to continue, and if a run directory is missing.
+    """
     if "search" in sweep.record:
         message = f"{display_path(sweep.folder)} is a search, which needs its keys to continue"
         raise config_error("--resume", message, f"run its command again: {sweep.resume_command()}")
@@ -189,7 +203,10 @@ def resume(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str]
 
 
 def run_task(folder: Path, environment: Mapping[str, str]) -> int:
-    """Run the trial of this array task, then write the comparison again with its result."""
+    """Run the trial of this array task, write the comparison with its result, and return its exit code.
+
+    Raise ConfigError if the variable with the index of the task is not the index of a trial.
+    """
     sweep = sweeps.Sweep.read(folder)
     task = environment.get(INDEX, "")  # set by Slurm
     if not task.isdecimal() or int(task) >= len(sweep.names):
@@ -204,7 +221,11 @@ def run_task(folder: Path, environment: Mapping[str, str]) -> int:
 def _run_gaps(
     sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str], proposals: Proposals | None = None
 ) -> int:
-    """Run or submit the trials that are neither completed nor running, and the trials that a search adds."""
+    """Run or submit the trials that are neither completed nor running, and the trials that a search adds.
+
+    ``proposals`` are the trials of a search. Print the comparison at the end, and return the exit code. After a
+    submission the code is 0.
+    """
     with os.fdopen(lock_run(Run(sweep.folder))):
         stop_file(sweep.folder).unlink(missing_ok=True)
         gaps, queued = sweep.gaps(), tasks_in_queue(sweep.record["jobs"])
@@ -231,7 +252,10 @@ def _run_gaps(
 
 
 def _comparison(sweep: sweeps.Sweep) -> list[str]:
-    """Write the comparison page and return the lines to print; an error is only printed, since the runs are done."""
+    """Write the comparison page of a sweep, and return the lines to print.
+
+    An error of the page becomes a line instead of an exception, since the runs are done.
+    """
     folder = shell_path(sweep.folder)
     try:
         page, results = sweeps.write_sweep(sweep)
@@ -253,7 +277,10 @@ def submit_array(
     max_parallel: int | None,
     environment: Mapping[str, str],
 ) -> int:
-    """Submit trials as one array job with at most ``max_parallel`` running tasks; record and return its id."""
+    """Submit the trials ``indices`` as one array job, record its id in the sweep, and return the id.
+
+    At most ``max_parallel`` tasks run at the same time; None sets no limit.
+    """
     name, array = profile.job_name or str(sweep.record["name"]), array_text(indices, max_parallel)
     command = ["grpo", "sweep", "--cell", str(sweep.folder)]
     variables = submission.frozen_environment(sweep.trial_dir(indices[0]), environment)
@@ -307,7 +334,7 @@ class SignalForwarder:
             child.send_signal(signum if signum == signal.SIGUSR1 else signal.SIGINT)
 
     def stop_requested(self) -> bool:
-        """Return whether a signal or ``grpo stop`` requested the end of the sweep."""
+        """Return whether a signal or ``grpo stop`` requested the end of the sweep; then the launch was told to end."""
         if self.first_signal is None and self._request is not None and self._request.exists():
             self._handle(signal.SIGINT, None)
         return self.first_signal is not None
@@ -335,7 +362,10 @@ class SignalForwarder:
 
 
 def record_rejection(folder: Path, code: int) -> None:
-    """Record the failure of a launch that ended before its attempt started and recorded nothing itself."""
+    """Record in the summary that a launch failed before its attempt started, if it recorded nothing itself.
+
+    ``code`` is the exit code of the launch; 0 changes nothing.
+    """
     summary = read_json(folder / "summary.json")
     if code and summary.get("status") == SUBMITTED:
         cause = _last_line(folder / LOG) or "rejected before it started; see the output of the job"
@@ -345,7 +375,10 @@ def record_rejection(folder: Path, code: int) -> None:
 def run_trial(
     sweep: sweeps.Sweep, index: int, forwarder: SignalForwarder, environment: Mapping[str, str], log: Path | None
 ) -> int:
-    """Run or continue a trial with the code that was frozen with it; return the exit code of its launch."""
+    """Run or continue a trial with the code that was frozen with it; return the exit code of its launch.
+
+    The output is appended to ``log``, or goes to the output of this process if it is None.
+    """
     folder = sweep.trial_dir(index)
     argv = python_module("grpo_recipes", "launch", "--resume", str(folder))
     code = forwarder.run(argv, {**environment, **submission.frozen_environment(folder, environment)}, log)

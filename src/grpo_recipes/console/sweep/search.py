@@ -82,7 +82,11 @@ class Proposals:
             yield self._freeze(len(self._trials) - 1)
 
     def report(self, index: int, code: int) -> None:
-        """Report a trial's metric or failure to Optuna; a stopped trial is not reported, since it resumes later."""
+        """Report a trial's metric or failure to Optuna, and record it in the sweep.
+
+        A stopped trial (``code`` 75) is not reported, since it resumes later. A completed trial without the metric
+        counts as failed.
+        """
         if code == EXIT_STOPPED:
             return
         value = sweeps.objective(self.sweep.trial_dir(index), self.search.metric) if code == 0 else None
@@ -93,7 +97,10 @@ class Proposals:
         self._write()
 
     def _reconcile(self) -> None:
-        """Make study and record agree after a kill between their updates."""
+        """Make the study and the record of the sweep agree, after a kill between their updates.
+
+        Wait for runs that are still ending, and report completed trials.
+        """
         by_number = {trial["number"]: trial for trial in self._trials}
         for study_trial in self._study.trials:
             trial = by_number.get(study_trial.number)
@@ -108,7 +115,10 @@ class Proposals:
         self._write()
 
     def _propose(self) -> bool:
-        """Add the next trial to the record; return False if Optuna proposes no new trial."""
+        """Ask Optuna for the next trial and add it to the record; return False if Optuna proposes no new trial.
+
+        Proposals that equal an earlier trial or can't run are reported to Optuna at once, and Optuna is asked again.
+        """
         from optuna.samplers import TPESampler
 
         seed = int(self._recipe({key: texts[0] for key, texts in self.spec.axes.items()})["seed"])

@@ -91,7 +91,11 @@ def is_number(key: str) -> bool:
 
 
 def read_axes(words: Sequence[str], flags: Iterable[str]) -> dict[str, list[str]]:
-    """Parse words ``key=values`` to key -> values; ConfigError for wrong words. ``flags`` are the flags of all runs."""
+    """Parse words ``key=values`` to key -> values, in the order of the words.
+
+    ``flags`` are the flags of all runs. A ConfigError lists wrong words, keys that are given twice or also as a flag,
+    and too many trials.
+    """
     fixed = {_canonical(name) for name, _ in read_flags(flags, [])}
     axes: dict[str, list[str]] = {}
 
@@ -114,7 +118,10 @@ def read_axes(words: Sequence[str], flags: Iterable[str]) -> dict[str, list[str]
 
 
 def read_space(words: Sequence[str], flags: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, Span]]:
-    """Parse the words of a search like ``read_axes``, and its ranges; ConfigError if the seed is searched."""
+    """Parse the words of a search to key -> values like ``read_axes``, and to key -> span for ranges of numbers.
+
+    The values of a range are its two ends. Raise ConfigError if the seed is searched, or a word is wrong.
+    """
     spans: dict[str, Span] = {}
 
     def replace_span(word: str) -> str:
@@ -134,7 +141,10 @@ def read_space(words: Sequence[str], flags: Iterable[str]) -> tuple[dict[str, li
 
 
 def _read_span(key: str, match: re.Match[str], word: str) -> Span:
-    """Return a range of a search; ConfigError if its ends are wrong."""
+    """Return the range of numbers of ``key`` from its match; raise ConfigError if its ends are wrong.
+
+    ``word`` is the word on the command line, for the message.
+    """
     whole = catalogue()[key]["type"] == "int"
     kind = "whole numbers" if whole else "numbers"
     example = "1..8" if whole else "1e-6..1e-4"
@@ -154,6 +164,7 @@ def _canonical(name: str) -> str:
 
 
 def _read_axis(word: str) -> tuple[str, list[str]]:
+    """Return the key and the list of values of a word ``key=values``; raise ConfigError if the key can't be varied."""
     if (match := _AXIS.fullmatch(word)) is None:
         fix = "put the recipe first, then e.g. seed=1..3, then --flags"
         raise config_error(f"'{word}'", "expected key=value,value", fix)
@@ -210,7 +221,7 @@ def make_trials(spec: SweepSpec, environment: Mapping[str, str], device: str) ->
 
 
 def name_of(values: Mapping[str, str]) -> str:
-    """Return values as the name of a folder; other trials may have the same name."""
+    """Return a name for a trial's folder, made from its values; long values are cut, so names may be equal."""
     return ",".join(f"{key}={_UNSAFE.sub('-', value)[-_MAX_VALUE:]}" for key, value in values.items())
 
 
@@ -243,7 +254,7 @@ def for_each(items: Mapping[str, Item], work: Callable[[Item], Made]) -> list[Ma
 
 
 def _axis_problem(key: str, values: Sequence[str], trials: Sequence[Trial]) -> Problem | None:
-    """Return a problem if the values of a key make no difference."""
+    """Return a problem if the values of a key make no difference between the trials, else None."""
     where = f"{key}={','.join(values)}"
     if len(values) == 1:
         message = f"'{key}' has only one value, so it is not varied"
