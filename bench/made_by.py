@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.paths import home
-from grpo_recipes.runs.rundir import code_state, write_json
+from grpo_recipes.runs.code_version import code_state
+from grpo_recipes.runs.rundir import write_json
 
 RECORDS = ("bench/results", "evidence/results")
 WRITTEN = (*RECORDS, "docs")  # by the scripts themselves: no code that makes a record

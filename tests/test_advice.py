@@ -42,8 +42,13 @@ SECOND_FAULT = {
     "obsolete_evaluation_strategy": "eval_strategy: steps needs eval_steps, with any name",
 }
 SAMPLES = {
-    "an integer": "8", "a number": "0.5", "true or false": "true", "a string": "x", "a mapping": "{}", "a list": "[1.0]",
-}  # fmt: skip
+    "an integer": "8",
+    "a number": "0.5",
+    "true or false": "true",
+    "a string": "x",
+    "a mapping": "{}",
+    "a list": "[1.0]",
+}
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,9 @@ def edited(case: Case, problem: Problem, words: str) -> Case | None:
         return replace(case, variables=pairs)
     pairs = [(k, v.strip()) for k, v in re.findall(r"(\w+): ((?:\[[^]]*\]|\{[^}]*\}|'[^']*'|[^,; ]+))", head)]
     pairs = [(key, value) for key, value in pairs if key in catalogue()]
-    foreign = any(words in problem.what for words in ("is not a key", "can't be set", "cannot be set", "has no equivalent"))
+    foreign = any(
+        words in problem.what for words in ("is not a key", "can't be set", "cannot be set", "has no equivalent")
+    )
     if match := re.match(r"(?:remove|take out) (\w+) from (\w+)(.*)", head):
         lines, index = case.text.splitlines(), line_of(problem) or 0
         lines[index] = re.sub(rf"\b{match[1]}: *(\[[^]]*\]|\{{[^}}]*\}}|[^,}}\n]+)(, *)?", "", lines[index])

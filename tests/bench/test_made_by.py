@@ -28,7 +28,7 @@ def made_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
     for command in (("init", "-q"), ("add", "."), ("commit", "-qm", "first")):
         subprocess.run([*GIT, *command], cwd=tmp_path, check=True)
     monkeypatch.setattr(module, "home", lambda: tmp_path)
-    monkeypatch.setattr("grpo_recipes.runs.rundir.home", lambda: tmp_path)
+    monkeypatch.setattr("grpo_recipes.runs.code_version.home", lambda: tmp_path)
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "bench/script.py"), "--name", "two words"])
     yield module
 

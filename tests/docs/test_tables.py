@@ -357,7 +357,7 @@ WRITTEN_IN = {
     "the vLLM server did not answer": "src/grpo_recipes/weights/transport.py",
     "lost the connection to the vLLM server in": "src/grpo_recipes/weights/transport.py",
     "the engine of the vLLM server is dead:": "src/grpo_recipes/weights/transport.py",
-    "; log: ": "src/grpo_recipes/weights/client.py",
+    "; log: ": "src/grpo_recipes/weights/connection.py",
     "the vLLM server is gone and is not started again": "src/grpo_recipes/weights/client.py",
     "weights did not reach the server through the": "src/grpo_recipes/weights/guard.py",
     "the server computes with other weights than the trainer's": "src/grpo_recipes/weights/guard.py",

@@ -456,7 +456,7 @@ def test_the_users_vllm_plugins_are_kept_and_ours_is_added(planned):
 
 
 def test_a_recipe_name_that_no_file_can_have(tmp_path):
-    with pytest.raises(ConfigError, match="recipe 'x+' not found"):
+    with pytest.raises(ConfigError, match=r"recipe 'x+' not found"):
         choose_recipe("x" * 5000, {}, "grpo", "cpu")
 
 

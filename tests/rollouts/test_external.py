@@ -91,7 +91,7 @@ def client(answers: list[bool], backend: str = "vllm_server") -> tuple[Any, list
 
 def test_a_cache_that_is_not_emptied_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM answers 200 though a request of somebody else's holds the cache of the weights before."""
-    monkeypatch.setattr("grpo_recipes.weights.client._RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("grpo_recipes.weights.connection._RETRY_SECONDS", 0.0)
     emptied, paths = client([False, True])
     emptied.reset_prefix_cache()
     assert paths == ["/reset_prefix_cache", "/reset_prefix_cache?reset_running_requests=true"]

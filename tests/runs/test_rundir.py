@@ -19,7 +19,7 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.runs import rundir
+from grpo_recipes.runs import code_version
 from grpo_recipes.runs.rundir import (
     Run,
     changed_code,
@@ -297,9 +297,9 @@ def test_a_run_without_rows_has_nothing_to_move(tmp_path):
 
 def test_code_without_git_has_the_commit_its_image_was_built_from(tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_HOME", str(tmp_path))
-    assert rundir.code_state()["commit"] is None
+    assert code_version.code_state()["commit"] is None
     (tmp_path / ".commit").write_text("abc\n")
-    state = rundir.code_state()
+    state = code_version.code_state()
     assert (state["commit"], state["dirty"], state["patch"]) == ("abc", False, "")
 
 
@@ -308,9 +308,9 @@ def test_a_git_that_hangs_ends_the_launch_in_one_line(tmp_path: Path, monkeypatc
     git.write_text("#!/bin/sh\nexec sleep 20\n")
     git.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(rundir, "_GIT_SECONDS", 0.2)
+    monkeypatch.setattr(code_version, "_GIT_SECONDS", 0.2)
     with pytest.raises(ConfigError, match=r"^code: git took more than 0 seconds .*\. Fix: check the disk"):
-        rundir.code_state()
+        code_version.code_state()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl", "samples.jsonl", "slow_rewards.jsonl"])

@@ -12,7 +12,7 @@ from trl.trainer import grpo_trainer
 
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs.stop_request import StopRequest
-from grpo_recipes.trainers.grpo import weight_bridge
+from grpo_recipes.trainers.sampling import weight_bridge
 from grpo_recipes.weights import client as module
 from grpo_recipes.weights.bridges import ServerGeneration
 from grpo_recipes.weights.file import FileClient

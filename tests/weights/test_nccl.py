@@ -24,9 +24,8 @@ from grpo_recipes.launch import monitor
 from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.monitor import Monitor
 from grpo_recipes.server.plugin import fingerprint, unit_of
-from grpo_recipes.weights.client import run_in_thread
 from grpo_recipes.weights.nccl import NcclClient
-from grpo_recipes.weights.transport import BadAnswer, ServerError
+from grpo_recipes.weights.transport import BadAnswer, ServerError, run_in_thread
 from weights import nccl_sides
 from weights.nccl_sides import PARAMETERS, values
 

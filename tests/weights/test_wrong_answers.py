@@ -15,6 +15,7 @@ from safetensors.numpy import save
 
 from grpo_recipes.server.wire import COMPLETIONS_PATH, completions_of, packed, unpacked
 from grpo_recipes.weights import client as client_module
+from grpo_recipes.weights import connection
 from grpo_recipes.weights.file import FileClient
 from grpo_recipes.weights.transport import BadAnswer, ServerError, check_completions
 from weights.fake_server import WEIGHT, FakeServer
@@ -61,7 +62,7 @@ answers |= st.sampled_from([(204, b""), (200, None)])  # nothing follows a 204; 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(connection, "_RETRY_SECONDS", 0.001)
     monkeypatch.setattr(client_module, "_QUEUE_SECONDS", 0.001)
 
 

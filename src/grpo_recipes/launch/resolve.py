@@ -29,7 +29,8 @@ from grpo_recipes.recipe.tasks import GRPO, requested_task, same_task
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, spec_problem, split_spec
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.checkpoints import newest_complete, step_of, verify_run_files, world_size_of
-from grpo_recipes.runs.rundir import FROZEN_CODE, Run, changed_code, find_run
+from grpo_recipes.runs.code_version import FROZEN_CODE
+from grpo_recipes.runs.rundir import Run, changed_code, find_run
 
 POINTERS = ".jobs"  # folder in run_root; its file ``<cluster>-<job>[_<task>]`` contains the run directory of the job
 

@@ -31,7 +31,8 @@ from grpo_recipes.plan.room import need_room
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.recipe.check import resolve_recipe
-from grpo_recipes.runs.rundir import FROZEN_CODE, Run, frozen_hash, new_run, write_json
+from grpo_recipes.runs.code_version import FROZEN_CODE, frozen_hash
+from grpo_recipes.runs.rundir import Run, new_run, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, submit, walltime_seconds
 from grpo_recipes.slurm.profile import Profile, read_profile, render
 

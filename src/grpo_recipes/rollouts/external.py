@@ -21,9 +21,9 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import EXTERNAL
 from grpo_recipes.rollouts.openai import VLLM, CompletionClient, Failed, Sample, SamplingParameters
 from grpo_recipes.runs.rundir import Run
-from grpo_recipes.weights.client import Answer, BridgeClient, Metadata, NamedTensors
+from grpo_recipes.weights.client import BridgeClient, Metadata, NamedTensors
 from grpo_recipes.weights.file import write_weights
-from grpo_recipes.weights.transport import ServerAdapter, ServerError
+from grpo_recipes.weights.transport import Answer, ServerAdapter, ServerError
 
 KEY = "vllm_server_base_url"
 _PROBED_TOKENS = 32  # length of the guard's completion

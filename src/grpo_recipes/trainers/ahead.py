@@ -20,8 +20,9 @@ from grpo_recipes.rollouts.backends import ServerRollouts, Tokens
 from grpo_recipes.runs.stop_request import POLL_SECONDS
 from grpo_recipes.trainers.checkpoints import begin_epoch
 from grpo_recipes.trainers.protocol import InnerTrainer
-from grpo_recipes.weights.client import BridgeClient, run_in_thread
+from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.sampling import sampling_seed
+from grpo_recipes.weights.transport import run_in_thread
 
 _PROBE_TOKENS = 32  # length of the completion that the guard compares
 _LOST_SECONDS = 10.0  # a stopping run drops the generation if the server does not answer for so long

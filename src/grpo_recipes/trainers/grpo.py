@@ -6,10 +6,9 @@ This class overrides each changed method of TRL and transformers once, with the 
 They use the trainer through ``protocol.InnerTrainer`` and do not know each other. TRL's loss and optimizer step stay.
 """
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,8 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.algorithms.maxent import KLController, TauController
-from grpo_recipes.plan.commands import seeds_sampling
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rollouts.backends import make_rollouts
-from grpo_recipes.rollouts.external import ExternalClient
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
 from grpo_recipes.trainer_protocol import Mode
@@ -39,10 +36,8 @@ from grpo_recipes.trainers.micro_batches import MicroBatches
 from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, reference_of, reject_shards
 from grpo_recipes.trainers.passes import Computed, in_trimmed_passes
 from grpo_recipes.trainers.rank import keep_outputs_as_computed
+from grpo_recipes.trainers.sampling import changed_sampling, weight_bridge
 from grpo_recipes.trainers.temperatures import at_own_temperatures
-from grpo_recipes.weights.bridges import CLIENTS, trl_building_client
-from grpo_recipes.weights.client import BridgeClient
-from grpo_recipes.weights.colocated import trl_building_colocated
 from grpo_recipes.weights.guard import WeightsDiffer
 
 
@@ -150,32 +145,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         finally:
             self.generation_config = outer_config
 
-    @contextmanager
     def sampling_with(
-        self,
-        *,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        max_completion_length: int | None = None,
-    ) -> Iterator[None]:
+        self, *, temperature: float | None = None, top_p: float | None = None, max_completion_length: int | None = None
+    ) -> AbstractContextManager[None]:
         """Sample with these settings inside. ``None`` keeps the setting of the training."""
         settings = {"temperature": temperature, "top_p": top_p, "max_completion_length": max_completion_length}
-        settings = {name: value for name, value in settings.items() if value is not None}
-        if not settings:
-            yield
-            return
-        if not self.use_vllm:
-            with self.generating_with(_changed(self.generation_config, settings)):
-                yield
-            return
-        training_settings = {name: getattr(self.vllm_generation, name) for name in settings}
-        try:
-            for name, value in settings.items():
-                setattr(self.vllm_generation, name, value)
-            yield
-        finally:
-            for name, value in training_settings.items():
-                setattr(self.vllm_generation, name, value)
+        return changed_sampling(self, {name: value for name, value in settings.items() if value is not None})
 
     # --- a training: epochs of steps -------------------------------------------------------------------------------
 
@@ -531,29 +506,3 @@ class GRPOTrainer(trl.GRPOTrainer):
         if description == "Evaluation" and isinstance(dataset, datasets.IterableDataset):
             dataset = CountedStream(dataset)
         return super()._get_dataloader(dataset, description, *args, **kwargs)
-
-
-def _changed(config: GenerationConfig, settings: dict[str, Any]) -> GenerationConfig:
-    """Return a copy of a configuration of transformers with the settings of ``sampling_with``."""
-    changed = copy.deepcopy(config)
-    for name, value in settings.items():
-        setattr(changed, "max_new_tokens" if name == "max_completion_length" else name, value)
-    if settings.get("temperature") == 0:
-        changed.do_sample = False
-        changed.temperature = changed.top_p = changed.top_k = changed.min_p = None
-    return changed
-
-
-def weight_bridge(args: GRPOConfig, run_dir: Path, stop: StopRequest) -> AbstractContextManager[None]:
-    """Let TRL build the recipe's bridge to a vLLM server inside, or vLLM in this process."""
-    if not args.use_vllm:
-        return nullcontext()
-    seed = args.seed if seeds_sampling(args.seed_server, args.use_cpu) else None
-    if args.vllm_mode == "colocate":
-        return trl_building_colocated(args=args, run_seed=seed, stop=stop)
-    return trl_building_client(client_of(args), args=args, run_dir=run_dir, seed=seed, stop=stop)
-
-
-def client_of(args: GRPOConfig) -> type[BridgeClient]:
-    """Return the client of the recipe's server."""
-    return ExternalClient if args.vllm_server_base_url else CLIENTS[args.weight_sync]

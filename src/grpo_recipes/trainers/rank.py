@@ -33,7 +33,7 @@ from grpo_recipes.recipe.learning import float32_fix, lost_updates, updates_floa
 from grpo_recipes.runs.rundir import SERVER_STATE, read_json, write_json, write_last_json
 from grpo_recipes.runs.server_state import server_state
 from grpo_recipes.runs.stop_request import StopRequest
-from grpo_recipes.weights.client import ServerError
+from grpo_recipes.weights.transport import ServerError
 
 _COLLECTIVES_SECONDS = 60.0
 _LATE_SECONDS = 60.0  # for the launcher to end a server that was not ready in time

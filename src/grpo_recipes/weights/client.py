@@ -13,15 +13,13 @@ import contextlib
 import copy
 import inspect
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-import requests
 import torch
 from torch import nn
 from trl.generation.vllm_client import VLLMClient
@@ -32,21 +30,25 @@ from grpo_recipes.process.sessions import secure_session
 from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import SYNC_METHODS
-from grpo_recipes.runs.rundir import SERVER_STATE, Run, json_mapping
+from grpo_recipes.runs.rundir import SERVER_STATE
 from grpo_recipes.runs.server_state import server_listener, server_state, server_url
 from grpo_recipes.runs.stop_request import POLL_SECONDS, StopRequest
 from grpo_recipes.server.middleware import ACTIVITY_PATH, POLICY_HEADER, SYNCED_PATH
 from grpo_recipes.server.wire import BYTES_PER_TOKEN, COMPLETIONS_PATH, completions_of, unpacked
 from grpo_recipes.trainer_protocol import Trainer
+from grpo_recipes.weights.connection import ServerConnection
 from grpo_recipes.weights.guard import WeightsDiffer, checksum_error, differing, sent_fingerprint
 from grpo_recipes.weights.sampling import sampling_seed
 from grpo_recipes.weights.transport import (
     QUICK_SECONDS,
+    Answer,
     BadAnswer,
+    GenerationAborted,
     ServerAdapter,
     ServerError,
     ServerLost,
     check_completions,
+    run_in_thread,
 )  # fmt: skip
 
 _ABORT_SECONDS = 10.0  # time the server has to release the generations under way
@@ -54,8 +56,6 @@ _SIGNAL_SECONDS = 3.0  # a signal to every process of a job may reach the server
 _QUEUE_SECONDS, _STATE_SECONDS = 0.005, 0.2  # pauses between two checks of the engine's queue and the server's state
 _NOTICE_SECONDS = 90.0  # time until the launcher notices that its server is gone and we see that through an NFS cache
 _MARGIN_SECONDS = 60.0  # added to a server start: the launcher first ends the old server and writes its state
-_ATTEMPTS, _RETRY_SECONDS = 3, 0.5  # attempts after bad answers; the pause grows by this much each time
-_MAX_TEXT = 200  # characters of an answer quoted in a message
 Metadata = list[tuple[str, str, list[int]]]  # name, dtype and shape of each tensor, in order
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 Rows = tuple[list[list[int]], list[list[list[float]]] | None]  # ids of completions, and log-probs, (B, T, 1)
@@ -64,14 +64,9 @@ _TRL_SAMPLING = {  # TRL's defaults for sampling parameters that the caller does
     for name, parameter in inspect.signature(VLLMClient.generate).parameters.items()
     if parameter.default is not None and name not in ("self", "prompts", "n")
 }
-Answer = TypeVar("Answer")
 
 
-class GenerationAborted(Exception):
-    """A generation was given up because the run stops."""
-
-
-class BridgeClient(VLLMClient):
+class BridgeClient(ServerConnection):
     """Send weights to the run's server and sample from it.
 
     A subclass implements ``_send``, or ``sync_model`` if it does not stream parameters. If it can serve a restarted
@@ -81,8 +76,6 @@ class BridgeClient(VLLMClient):
 
     bridge = ""  # the name in recipes (weight_sync) and messages
     cache_path = SYNCED_PATH  # endpoint that empties the server's prefix cache
-    base_url: str
-    session: requests.Session
     streams = True  # whether a sync streams every parameter; otherwise it calls ``sync_model`` with the trained model
 
     def __init__(self, *, args: GRPOConfig, run_dir: Path, seed: int | None, stop: StopRequest, **kwargs: Any) -> None:
@@ -201,16 +194,6 @@ class BridgeClient(VLLMClient):
             raise error
         return result[0]
 
-    def served_names(self) -> list[str] | None:
-        """Return the names of the served models, or None if no vLLM server answers."""
-        with contextlib.suppress(ServerError, LookupError, TypeError, ValueError):  # another program may answer
-            answer = self.session.get(f"{self.base_url}/v1/models", timeout=QUICK_SECONDS)
-            if answer.status_code == 401:
-                return ["(a server that refuses this run's token)"]
-            if answer.ok:
-                return [model["id"] for model in answer.json()["data"]]
-        return None
-
     def get_server_info(self) -> dict[str, Any]:
         """Return the configuration that TRL needs, from a worker of our server. Another vLLM does not have it."""
         foreign = "is it one that grpo launch started? Another vLLM of this name cannot take the trainer's weights"
@@ -219,49 +202,6 @@ class BridgeClient(VLLMClient):
             self._parsing("/collective_rpc"),
         ):
             return dict(self._through_restarts(partial(self.call_workers, "grpo_config"))[0])
-
-    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        return self._content(url, self.session.post(url, **kwargs))
-
-    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        return self._content(url, self.session.get(url, **kwargs))
-
-    def _content(self, url: str, answer: requests.Response) -> dict[str, Any]:
-        """Return the JSON object of an answer; raise BadAnswer for anything else."""
-        content = json_mapping(answer.content)
-        if answer.status_code != 200 or content is None:
-            raise self._rejected(url.removeprefix(self.base_url), answer)
-        return content
-
-    def _rejected(self, path: str, answer: requests.Response) -> BadAnswer:
-        """Return the error for an answer with an error status."""
-        text = " ".join(answer.text[:_MAX_TEXT].split()) or "nothing"
-        return self._bad_answer(path, f"answered {answer.status_code}: {text}")
-
-    def _bad_answer(self, path: str, problem: str) -> BadAnswer:
-        """Return the error for an unusable answer, with the path of the server's log."""
-        processes = Run(self._run_dir).plan.get("processes", [])
-        logs = [process["log"] for process in processes if process.get("role") == "server" and "log" in process]
-        return BadAnswer(
-            f"the vLLM server at {self.base_url} {problem} (in {path}; log: {logs[0] if logs else 'its own'})"
-        )
-
-    def _parsing(self, path: str) -> contextlib.AbstractContextManager[None]:
-        """Raise BadAnswer if the code inside, which reads an answer, finds something unexpected."""
-        kinds = (LookupError, TypeError, ValueError, AttributeError)
-
-        def bad_answer(error: Exception) -> BadAnswer:
-            text = str(error) if type(error) is ValueError else repr(error)
-            return self._bad_answer(path, f"gave no usable answer: {text[:_MAX_TEXT]}")
-
-        return translate(kinds, bad_answer)
-
-    def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker of the server; return one result per worker."""
-        answer = self._post(f"{self.base_url}/collective_rpc", json={"method": method, "kwargs": kwargs})
-        if not (isinstance(results := answer.get("results"), list) and results):
-            raise self._bad_answer("/collective_rpc", f"gave no results of {method}")
-        return results
 
     # --- restarts of the server ------------------------------------------------------------------------------------
 
@@ -279,14 +219,6 @@ class BridgeClient(VLLMClient):
             else:
                 if not self._server_changed():  # otherwise a server without the weights may have answered
                     return answer
-
-    def _retried(self, request: Callable[[], Answer]) -> Answer:
-        """Make a request, and repeat it a few times after bad answers."""
-        for attempt in range(1, _ATTEMPTS):
-            with contextlib.suppress(BadAnswer):
-                return request()
-            time.sleep(_RETRY_SECONDS * attempt)
-        return request()
 
     def _server_state(self) -> tuple[int, str]:
         """Return the number of the run's current server, and its state as the launcher wrote it."""
@@ -569,25 +501,3 @@ class BridgeClient(VLLMClient):
                 self.resume(timeout=QUICK_SECONDS)
             if wait([generation], 0.05).done or time.monotonic() > deadline:
                 return
-
-    def pause(self, mode: str, timeout: float | None = None) -> None:
-        """Stop the engine and ``keep`` its requests for later, or ``abort`` them. It still collects new requests."""
-        self._post(f"{self.base_url}/pause", params={"mode": mode}, timeout=timeout)
-
-    def resume(self, timeout: float | None = None) -> None:
-        """Let a paused engine continue."""
-        self._post(f"{self.base_url}/resume", timeout=timeout)
-
-
-def run_in_thread(work: Callable[[], Answer]) -> Future[Answer]:
-    """Run a function in a daemon thread. The interpreter would wait for an executor's threads at its exit."""
-    future: Future[Answer] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

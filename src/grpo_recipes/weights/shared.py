@@ -14,9 +14,9 @@ from transformers import TrainerCallback
 from grpo_recipes.errors import translate
 from grpo_recipes.server.plugin import gpu_of, imported, mapped_memory, matching_rows, tensor_in
 from grpo_recipes.trainer_protocol import Trainer
-from grpo_recipes.weights.client import BridgeClient, run_in_thread
+from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
-from grpo_recipes.weights.transport import ServerError, ServerLate
+from grpo_recipes.weights.transport import ServerError, ServerLate, run_in_thread
 
 PAUSE = "shared/pause_seconds"  # metric in metrics.jsonl
 

@@ -6,8 +6,11 @@ secure_session(session, adapter, token)
 
 import contextlib
 import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from http.client import RemoteDisconnected
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urljoin
 
 import numpy as np
@@ -22,6 +25,7 @@ from grpo_recipes.server.wire import Completions
 NOT_REPEATED = {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
 ADAPTER = "grpo-adapter"  # the trained adapter's name at the server, used as the model of a request
 QUICK_SECONDS = 5.0  # limit for an answer that a healthy server gives immediately
+Answer = TypeVar("Answer")
 
 
 class ServerError(RuntimeError):
@@ -38,6 +42,10 @@ class ServerLate(ServerLost):
 
 class BadAnswer(ServerError):
     """A running server gave an error, an invalid answer, or no answer; a repeated request may succeed."""
+
+
+class GenerationAborted(Exception):
+    """A generation was given up because the run stops."""
 
 
 class ServerAdapter(BoundedAdapter):
@@ -115,3 +123,17 @@ def check_completions(
         raise ValueError("not one log-prob for each token")
     if infinite := int((~np.isfinite(logprobs)).sum()):
         raise ValueError(f"{infinite} log-probs that are not finite")
+
+
+def run_in_thread(work: Callable[[], Answer]) -> Future[Answer]:
+    """Run a function in a daemon thread. The interpreter would wait for an executor's threads at its exit."""
+    future: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -169,8 +169,7 @@ def test_the_recipe_is_the_named_one_that_of_config_the_usual_file_or_the_defaul
     assert recipe() == "mine.yaml"
     assert recipe("--config", SMOKE) == SMOKE
     assert refused("--config", "none.yaml") == [
-        "--config: recipe 'none.yaml' not found."
-        " Fix: name a .yaml file in the current folder or under recipes/"
+        "--config: recipe 'none.yaml' not found. Fix: name a .yaml file in the current folder or under recipes/"
     ]
 
 

@@ -32,8 +32,8 @@ from grpo_recipes.process.answers import bounded_opener
 from grpo_recipes.recipe.converters import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import READ_VARIABLES, catalogue_trl, environment_keys, nearest_of
 from grpo_recipes.recipe.rules import starts_server
+from grpo_recipes.runs.code_version import code_state
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, combine_findings, ok, problem, warning
-from grpo_recipes.runs.rundir import code_state
 from grpo_recipes.slurm.client import slurm_job
 
 RECORD = "grpo-environment.json"

@@ -31,8 +31,9 @@ from grpo_recipes.process.terminal import LOG
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.recipe.rules import removal, uses_external_server
+from grpo_recipes.runs.code_version import code_state
 from grpo_recipes.runs.groups import COMPLETED, GONE
-from grpo_recipes.runs.rundir import Run, code_state, lock_run, read_json, stop_file, write_json
+from grpo_recipes.runs.rundir import Run, lock_run, read_json, stop_file, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
 from grpo_recipes.slurm.profile import Profile, render
 

@@ -1,0 +1,69 @@
+"""The trainer's sampler: the connection to vLLM that TRL builds, and sampling settings that change for a while."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import GenerationConfig
+
+from grpo_recipes.plan.commands import seeds_sampling
+from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.rollouts.external import ExternalClient
+from grpo_recipes.runs.stop_request import StopRequest
+from grpo_recipes.weights.bridges import CLIENTS, trl_building_client
+from grpo_recipes.weights.client import BridgeClient
+from grpo_recipes.weights.colocated import trl_building_colocated
+
+if TYPE_CHECKING:
+    from grpo_recipes.trainers.grpo import GRPOTrainer
+
+
+def weight_bridge(args: GRPOConfig, run_dir: Path, stop: StopRequest) -> AbstractContextManager[None]:
+    """Let TRL build the recipe's bridge to a vLLM server inside, or vLLM in this process."""
+    if not args.use_vllm:
+        return nullcontext()
+    seed = args.seed if seeds_sampling(args.seed_server, args.use_cpu) else None
+    if args.vllm_mode == "colocate":
+        return trl_building_colocated(args=args, run_seed=seed, stop=stop)
+    return trl_building_client(client_of(args), args=args, run_dir=run_dir, seed=seed, stop=stop)
+
+
+def client_of(args: GRPOConfig) -> type[BridgeClient]:
+    """Return the client of the recipe's server."""
+    return ExternalClient if args.vllm_server_base_url else CLIENTS[args.weight_sync]
+
+
+@contextmanager
+def changed_sampling(trainer: "GRPOTrainer", settings: dict[str, Any]) -> Iterator[None]:
+    """Let the trainer sample with these settings inside.
+
+    ``settings`` may have ``temperature``, ``top_p`` and ``max_completion_length``. A temperature of 0 is greedy.
+    """
+    if not settings:
+        yield
+        return
+    if not trainer.use_vllm:
+        with trainer.generating_with(_changed_config(trainer.generation_config, settings)):
+            yield
+        return
+    training_settings = {name: getattr(trainer.vllm_generation, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            setattr(trainer.vllm_generation, name, value)
+        yield
+    finally:
+        for name, value in training_settings.items():
+            setattr(trainer.vllm_generation, name, value)
+
+
+def _changed_config(config: GenerationConfig, settings: dict[str, Any]) -> GenerationConfig:
+    """Return a copy of a configuration of transformers with other sampling settings."""
+    changed = copy.deepcopy(config)
+    for name, value in settings.items():
+        setattr(changed, "max_new_tokens" if name == "max_completion_length" else name, value)
+    if settings.get("temperature") == 0:
+        changed.do_sample = False
+        changed.temperature = changed.top_p = changed.top_k = changed.min_p = None
+    return changed

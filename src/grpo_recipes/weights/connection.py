@@ -1,0 +1,97 @@
+"""Requests to the run's vLLM server, and errors that name the request and the server's log.
+
+A subclass of TRL's client. ``BridgeClient`` adds weight transfers, restarts of the server and sampling.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import requests
+from trl.generation.vllm_client import VLLMClient
+
+from grpo_recipes.errors import translate
+from grpo_recipes.runs.rundir import Run, json_mapping
+from grpo_recipes.weights.transport import QUICK_SECONDS, Answer, BadAnswer, ServerError
+
+_ATTEMPTS, _RETRY_SECONDS = 3, 0.5  # attempts after bad answers; the pause grows by this much each time
+_MAX_TEXT = 200  # characters of an answer quoted in a message
+
+
+class ServerConnection(VLLMClient):
+    """Send requests to the vLLM server of the run in ``_run_dir``, and check its answers."""
+
+    base_url: str
+    session: requests.Session
+    _run_dir: Path
+
+    def served_names(self) -> list[str] | None:
+        """Return the names of the served models, or None if no vLLM server answers."""
+        with contextlib.suppress(ServerError, LookupError, TypeError, ValueError):  # another program may answer
+            answer = self.session.get(f"{self.base_url}/v1/models", timeout=QUICK_SECONDS)
+            if answer.status_code == 401:
+                return ["(a server that refuses this run's token)"]
+            if answer.ok:
+                return [model["id"] for model in answer.json()["data"]]
+        return None
+
+    def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
+        """Call a method of every worker of the server; return one result per worker."""
+        answer = self._post(f"{self.base_url}/collective_rpc", json={"method": method, "kwargs": kwargs})
+        if not (isinstance(results := answer.get("results"), list) and results):
+            raise self._bad_answer("/collective_rpc", f"gave no results of {method}")
+        return results
+
+    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return self._content(url, self.session.post(url, **kwargs))
+
+    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return self._content(url, self.session.get(url, **kwargs))
+
+    def _content(self, url: str, answer: requests.Response) -> dict[str, Any]:
+        """Return the JSON object of an answer; raise BadAnswer for anything else."""
+        content = json_mapping(answer.content)
+        if answer.status_code != 200 or content is None:
+            raise self._rejected(url.removeprefix(self.base_url), answer)
+        return content
+
+    def _rejected(self, path: str, answer: requests.Response) -> BadAnswer:
+        """Return the error for an answer with an error status."""
+        text = " ".join(answer.text[:_MAX_TEXT].split()) or "nothing"
+        return self._bad_answer(path, f"answered {answer.status_code}: {text}")
+
+    def _bad_answer(self, path: str, problem: str) -> BadAnswer:
+        """Return the error for an unusable answer, with the path of the server's log."""
+        processes = Run(self._run_dir).plan.get("processes", [])
+        logs = [process["log"] for process in processes if process.get("role") == "server" and "log" in process]
+        return BadAnswer(
+            f"the vLLM server at {self.base_url} {problem} (in {path}; log: {logs[0] if logs else 'its own'})"
+        )
+
+    def _parsing(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """Raise BadAnswer if the code inside, which reads an answer, finds something unexpected."""
+        kinds = (LookupError, TypeError, ValueError, AttributeError)
+
+        def bad_answer(error: Exception) -> BadAnswer:
+            text = str(error) if type(error) is ValueError else repr(error)
+            return self._bad_answer(path, f"gave no usable answer: {text[:_MAX_TEXT]}")
+
+        return translate(kinds, bad_answer)
+
+    def _retried(self, request: Callable[[], Answer]) -> Answer:
+        """Make a request, and repeat it a few times after bad answers."""
+        for attempt in range(1, _ATTEMPTS):
+            with contextlib.suppress(BadAnswer):
+                return request()
+            time.sleep(_RETRY_SECONDS * attempt)
+        return request()
+
+    def pause(self, mode: str, timeout: float | None = None) -> None:
+        """Stop the engine and ``keep`` its requests for later, or ``abort`` them. It still collects new requests."""
+        self._post(f"{self.base_url}/pause", params={"mode": mode}, timeout=timeout)
+
+    def resume(self, timeout: float | None = None) -> None:
+        """Let a paused engine continue."""
+        self._post(f"{self.base_url}/resume", timeout=timeout)
