@@ -122,6 +122,7 @@ class StopSignals:
         self._can_save = can_save
 
     def _handle(self, signum: int, _: object) -> None:
+        """Record a signal, and request a save or raise StoppedAtOnce as the class describes."""
         now, is_repeated = time.monotonic(), signum in self.received and signum != signal.SIGUSR1
         is_same = now - self._last_times.get(signum, -math.inf) < self._same_signal_seconds
         self._last_times[signum] = now
@@ -251,9 +252,10 @@ class Monitor:
         self.reset()
 
     def reset(self) -> None:
-        """Read the files of the run directory from their start again, after processes were restarted.
+        """Start the monitor again after processes were restarted.
 
-        Forget the phases of the earlier processes, and rows that were moved aside.
+        Forget the phases of the earlier processes, and compute health and speed again from all rows that were not moved
+        aside. Rows that exist already are not printed again.
         """
         self.stepped = False  # whether a step was completed since the last reset
         self._last_step = ""
@@ -434,7 +436,7 @@ def dump_stacks(run_dir: Path, ranks: Iterable[int], server: Group | None = None
 
 
 def stale_compile_lock(folder: Path, start: float) -> str | None:
-    """Return the fix for a lock in TORCH_EXTENSIONS_DIR that may block a rank, or None if there is no such lock.
+    """Describe a lock in TORCH_EXTENSIONS_DIR that may block a rank, with the fix; None if there is no such lock.
 
     A lock blocks a rank if it is older than ``start``, the Unix time of the launch: a killed compilation has left it.
     """

@@ -303,6 +303,7 @@ class NodeWorker:
                 self._scratch.remove()
 
     def _execute_orders(self) -> None:
+        """Execute orders until their input ends; in between, report received signals and changed processes."""
         unread = b""
         while True:
             while self._signals:

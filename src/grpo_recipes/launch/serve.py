@@ -77,6 +77,10 @@ def serving(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Itera
 def _start(
     recipe: Recipe, model: str, name: str, port: int, environment: Mapping[str, str], scratch: Scratch, log: Path
 ) -> subprocess.Popen[bytes]:
+    """Start the server with its output in ``log``, and return its process. The server ends with this process.
+
+    Raise ConfigError if fewer GPUs are visible than ``vllm_tensor_parallel_size`` needs.
+    """
     resources, parallel = find_resources(environment), recipe["vllm_tensor_parallel_size"]
     if resources.device == "cuda" and len(resources.gpus) < parallel:
         problem = f"vllm_tensor_parallel_size needs {parallel} GPUs, but {len(resources.gpus)} are visible"

@@ -91,7 +91,7 @@ def site_resources(profile: Profile) -> Resources:
 def prepare_submission(
     profile: Profile, recipe_name: str | None, task: str | None, flags: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[Submission, Estimates]:
-    """Check and plan a run for submission; raise ConfigError if its job would fail. Nothing is created.
+    """Check and plan a run for submission; raise ConfigError if its job would fail. No run directory is created.
 
     Without ``recipe_name``, CONFIG or the default recipe is used. ``flags`` are flags for recipe keys. The checks
     include memory, free space, W&B and hooks, and `grpo check --deep` in a separate process.

@@ -148,6 +148,10 @@ def resolve_recipe(
 
 
 def _model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield problems of the model, the reference model and the variable VLLM_MODEL.
+
+    A name must be a local folder or have the form of a hub id. Nothing is downloaded.
+    """
     key, model = "model_name_or_path", recipe["model_name_or_path"] or ""
     path = os.path.expanduser(model)
     if model.startswith(SMOKE_SCHEME):
@@ -209,6 +213,7 @@ def reward_notes(recipe: Recipe) -> Iterator[str]:
 
 
 def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield problems of the names in ``benchmarks``, and of the columns of benchmark files."""
     source = requested_source(recipe)
     played = source.benchmarks(recipe.__getitem__) if source else []
     for name in dict.fromkeys(recipe["benchmarks"]):

@@ -96,6 +96,10 @@ def limit_note(recipe: Recipe) -> str | None:
 
 
 def _listwise_note(recipe: Recipe, ratio: float) -> str | None:
+    """Return a note if long completions make the objective ``listwise`` practically another method; else None.
+
+    ``ratio`` is the result of ``weight_ratio``.
+    """
     longest, temperature = recipe["max_completion_length"], recipe["maxent_policy_temperature"]
     length = f"max_completion_length is {longest}"
     if temperature and longest >= _VERY_LONG and not recipe["maxent_policy_spread"]:

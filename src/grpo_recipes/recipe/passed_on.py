@@ -175,6 +175,11 @@ def _part_problems(recipe: Recipe, key: str, parts: dict[str, Any], raw: Value) 
 
 
 def _unknown_name(recipe: Recipe, key: str, name: str, where: str, known: Mapping[str, Any], reader: str) -> Problem:
+    """Return the problem of a name that the dictionary ``key`` must not contain; the fix is the nearest known name.
+
+    ``known`` are the names that it may contain, and ``reader`` names the library that reads them. If no name is near,
+    the fix is to remove the name.
+    """
     if not known:
         return Problem(where, f"{key}: {reader} reads no such arguments, got '{name}'", f"remove {key}")
     is_read_elsewhere = any(name in names for names in passed_catalogue()[key].values())

@@ -73,6 +73,8 @@ def opens_thought(rendered: str) -> bool:
 
 
 def _date_note(template: str, prompt: list[Message], kwargs: Mapping[str, Any]) -> str:
+    """Return a note if the chat template writes the current date into prompts, with the fix; else an empty text."""
+
     def varies(variables: Mapping[str, Any]) -> bool:
         """Return whether the prompt differs between two dates."""
         texts = {render_with(template, {**kwargs, **variables}, clock)(prompt) for clock in _CLOCKS}

@@ -180,11 +180,11 @@ def newest_complete(folder: Path) -> Path | None:
 
 
 def verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint in ``folder`` whose every byte is verified; None if none was ever saved.
+    """Return the newest checkpoint in ``folder`` that is not damaged, after verifying each of its bytes.
 
     Newer checkpoints that are damaged are renamed to ``checkpoint-6.damaged``, so that ``newest_complete`` returns the
-    same checkpoint for the ranks. Nothing is deleted. ``say`` prints a line for the user. If no checkpoint can be
-    resumed, or the folder is a file, raise a ConfigError and rename nothing.
+    same checkpoint for the ranks. Nothing is deleted. ``say`` prints a line for the user. Return None if no checkpoint
+    was ever saved. If no checkpoint can be resumed, or the folder is a file, raise a ConfigError and rename nothing.
     """
     if folder.exists() and not folder.is_dir():
         raise config_error(display_path(folder), "is not a folder, but checkpoints are saved there", "move it away")

@@ -141,6 +141,7 @@ def command(process: dict[str, Any]) -> str:
 
 @functools.cache
 def _templates() -> jinja2.Environment:
+    """Return the jinja2 environment of all pages, with the functions for numbers and texts as filters."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE / "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined, finalize=_finalize,
