@@ -275,7 +275,7 @@ def _is_stdout_error(error: OSError) -> bool:
 
 
 def meant_option(flag: str, options: list[str], takes_recipe: bool) -> str | None:
-    """Return the one of ``options`` that an unknown flag abbreviates or misspells; None if there is none.
+    """Return the option in ``options`` that an unknown flag abbreviates or misspells; None if there is none.
 
     With ``takes_recipe``, None is also returned for a valid recipe key and if a recipe key is nearer.
     """

@@ -256,7 +256,7 @@ def copy_source(spec: str, folder: Path) -> Path:
 
 
 def changed_copies(specs: Iterable[str], folder: Path) -> list[str]:
-    """Return those of ``specs`` whose file differs from its copy in ``folder``.
+    """Return the entries of ``specs`` whose file differs from its copy in ``folder``.
 
     Specs of modules, missing files and missing copies are skipped.
     """

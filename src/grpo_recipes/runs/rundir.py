@@ -384,7 +384,7 @@ def _access_errors_as_config_errors(path: Path) -> contextlib.AbstractContextMan
 
 
 def remove_files(*paths: Path) -> None:
-    """Remove those of ``paths`` that exist; raise ConfigError if a path is a folder or can't be removed."""
+    """Remove the files in ``paths`` that exist; raise ConfigError if a path is a folder or can't be removed."""
     for path in paths:
         with _access_errors_as_config_errors(path):
             path.unlink(missing_ok=True)

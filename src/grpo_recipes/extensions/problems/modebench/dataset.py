@@ -194,7 +194,7 @@ def right_answers(answer: str) -> list[str]:
 def wrong_answers(answer: str) -> list[str]:
     """Return typical incorrect answers to the problem that ``answer`` contains as JSON.
 
-    For countdown they are two expressions with an additional number, the target alone, and an empty text. For graph
+    For countdown they are two expressions with an additional number, only the target, and an empty text. For graph
     coloring they are up to two colorings with an edge of equal colors, a coloring with a color that does not exist, and
     an empty text. Raise ValueError if ``answer`` is not a ModeBench problem.
     """
