@@ -54,7 +54,11 @@ def _only_graded(totals_B: torch.Tensor) -> bool:
 
 
 def answer_in(completion: str | list[dict[str, Any]]) -> str | None:
-    """Return the content of a completion's last ``<answer>…</answer>``, or of its last box; None without an answer."""
+    """Return the text in the last ``<answer>…</answer>`` of a completion, or in its last box if it has no such tag.
+
+    Only the text after the last ``</think>`` counts (``final_text``). Return None if there is no answer, if the answer
+    is empty, or if a think block is not closed.
+    """
     text = final_text(completion)
     answer = last_boxed(text) if (tagged := last_answer(text)) is None else tagged
     return (answer or "").strip() or None

@@ -79,9 +79,12 @@ class OverlappedRollouts(ServerRollouts):
         self._epoch, self._index = epoch, -(-micro_steps // self._window)
 
     def generate(self, draw: Callable[[], tuple[list[Tokens], Any]]) -> tuple[list[Tokens], Any]:
-        """Return the completions that were sampled ahead, or sample now. Then sample the next generation ahead.
+        """Return the completions of this generation, and let the server start to sample the next generation.
 
-        New weights are sent in between, while the server is idle.
+        ``draw`` is TRL's sampler, with new weights sent first. The generation that was sampled ahead answers its
+        request if the prompts are the same; otherwise the server samples now. ``draw`` is called only after the pending
+        generation is complete, so the server is idle while it receives weights. In an evaluation, ``draw`` is called
+        and nothing is sampled ahead.
         """
         self._wait_for_pending()
         if not self._trainer.model.training:

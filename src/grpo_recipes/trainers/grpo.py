@@ -340,7 +340,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._shared_logps = None
 
     def move_controllers(self) -> None:
-        """Move ``beta`` towards ``kl_target`` by TRL's ``kl`` of the step, over its micro-batches and ranks."""
+        """Adjust ``beta`` so that the KL divergence approaches ``kl_target``; do nothing if there is no target.
+
+        The KL divergence is the mean of TRL's metric ``kl`` over the micro-batches of this optimizer step; TRL has
+        averaged it over the ranks. The metric ``beta`` gets the value that this step used.
+        """
         controller = self._kl_controller
         if controller is None:
             return

@@ -1,8 +1,10 @@
-"""MaxEnt-GRPO: our GRPO trainer with advantages from weights over each group (docs/maxent.md).
+"""Train with MaxEnt-GRPO: the package's GRPO trainer with advantages from weights over each group.
 
     MAXENT=1 bash training.sh        # or: grpo launch RECIPE, with maxent_objective in the recipe
 
-Each objective only changes the advantages. With a fixed ``loss_type``, TRL's loss then has the objective's gradient.
+An objective changes only the advantages. The trainer sets ``loss_type`` and two other keys of TRL's loss to the values
+that the objective needs, and rejects other values except TRL's defaults. TRL's loss then has the gradient of the
+objective. The mathematics are in docs/maxent.md.
 """
 
 import math

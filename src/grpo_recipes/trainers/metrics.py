@@ -1,4 +1,9 @@
-"""Files with one row per event: ``metrics.jsonl`` per optimizer step, ``samples.jsonl`` to read, ``eval.jsonl``."""
+"""Write ``metrics.jsonl``, ``samples.jsonl`` and ``eval.jsonl`` of a run, and run its evaluations.
+
+``MetricsRows`` times the phases of a step, reports them to the launcher, and writes a row for each optimizer step.
+``write_samples`` writes completions for a person to read. ``Evaluation`` writes a row for each evaluation, and leaves
+the training unchanged.
+"""
 
 import hashlib
 import json

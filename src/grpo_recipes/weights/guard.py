@@ -84,7 +84,9 @@ def checksum_error(
 def calibrated(tolerance: float, healthy: Sequence[float]) -> float:
     """Return a dtype's tolerance, lowered to ten times the largest difference of a run's first healthy syncs.
 
-    The result is at least a tenth of the tolerance. It is never larger: a wrong first sync must not allow later ones.
+    ``healthy`` has the mean |log p_trainer - log p_server| of each such sync. With fewer than ``CALIBRATING_SYNCS``
+    values, return ``tolerance`` unchanged. The result is between a tenth of ``tolerance`` and ``tolerance``. It never
+    exceeds ``tolerance``, so that an unnoticed wrong first sync does not let later wrong syncs pass.
     """
     if len(healthy) < CALIBRATING_SYNCS:
         return tolerance

@@ -1,4 +1,9 @@
-"""``weight_sync: restart``: write a complete model to disk, and start a new server with it."""
+"""Send weights by ``weight_sync: restart``: save the model, and let the launcher restart the server with it.
+
+The client writes the complete model to the sync folder and points a link to it. When the link changes, the launcher
+ends the server and starts it with the new model. The client waits until the new server is ready. With the weight guard,
+a server that already has the weights is not restarted.
+"""
 
 import os
 import shutil

@@ -164,7 +164,13 @@ class AtroposRollouts(Source):
             output["temperature"] = self.temperatures
 
     def token_advantages(self, trainer: Any, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return TRL's advantages with the zeroed rows set to 0, (B,); (B, T) if a group of any rank has advantages."""
+        """Return advantages that replace TRL's for this rank's rows, and the mean of each row of all ranks.
+
+        Return None if no group has its own advantages and no row is zeroed. The first tensor is (B,): TRL's advantages,
+        with 0 in zeroed rows. It is (B, T) if a group of any rank brings advantages of tokens; every other row then
+        repeats its number. The second tensor has a number for each row of all ranks, and is only shown in tables. Every
+        rank calls this.
+        """
         if not (self.brings_advantages or any(row.zeroed for row in self._generation.rows)):
             return None
         zeroed_B = self._zeroed(output["advantages"].device)
@@ -184,7 +190,11 @@ class AtroposRollouts(Source):
         return advantages, torch.tensor(gather_object(means_B.tolist()))
 
     def finish_generation(self, output: dict[str, Any]) -> None:
-        """Use the policy that sampled as the old policy of the loss."""
+        """Replace the old log-probs of the loss by the log-probs of the policy that sampled the completions.
+
+        ``output`` is changed in place: ``old_per_token_logps`` becomes ``sampling_per_token_logps``, and ``fresh`` is
+        removed.
+        """
         output.pop("fresh", None)
         output["old_per_token_logps"] = output["sampling_per_token_logps"]
 

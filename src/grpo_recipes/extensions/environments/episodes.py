@@ -200,7 +200,10 @@ class Episodes(Source):
             return trainer._generate_single_turn([*prompts, *[filler] * fillers], None, {}, 1)
 
     def _advance(self, episodes: Sequence[Episode], trainer: SamplingTrainer) -> None:
-        """Play one turn of the environments of these episodes, in the child processes; every rank calls it."""
+        """Play the next turn of these episodes in the child processes, and add each answer to its episode.
+
+        Every rank calls this with its own episodes. All ranks raise Stopped if any rank has seen a stop request.
+        """
         with trainer.preemption.cutting_short(), trainer.rows.phase("score"):
             rows = len(self._rows) * trainer.accelerator.num_processes
             give_up_after = trainer.scoring.most_unscored(rows) if trainer.model.training else None
@@ -315,7 +318,10 @@ class Episodes(Source):
         return advantages_BT.to(output["advantages"]), torch.tensor(gather_object(means))
 
     def _log(self, trainer: SamplingTrainer) -> None:
-        """Store the records of a training batch, and log the mean of each episode metric over all ranks."""
+        """Log the mean of each episode metric over all ranks, and store the records of a training batch.
+
+        Every rank calls this. Records are stored only if ``report_samples`` is above 0.
+        """
         mode: Mode = "train" if trainer.model.training else "eval"
         if trainer.model.training and self._args.report_samples > 0:
             self.records = gather_object([episode.record() for episode in self.played])
