@@ -16,6 +16,12 @@ from grpo_recipes.secrets import secret_value
 
 LONGEST_FUNCTION = 60
 LONGEST_FILE = 520
+# A variable is named after the thing that it holds, not with a pronoun or a participle.
+VAGUE_NAMES = {
+    "again", "asked", "found", "given", "held", "here", "it", "kept", "left", "made", "one", "ones", "ours", "own", "rest",
+    "said", "taken", "theirs", "there", "wanted", "what", "whose",
+}  # fmt: skip
+VAGUE_FIELDS = {("errors.py", "what"), ("extensions/migrate/migrate.py", "kept"), ("rewards/probe.py", "taken")}
 
 
 def tracked_files() -> list[Path]:
@@ -47,6 +53,18 @@ def test_no_function_and_no_file_is_too_long() -> None:
             if isinstance(node, ast.FunctionDef):
                 code = node.body[1:] if ast.get_docstring(node) and node.body[1:] else node.body
                 assert (node.end_lineno or 0) - code[0].lineno < LONGEST_FUNCTION, f"{path}:{node.lineno} {node.name}"
+
+
+def test_variables_of_the_package_are_named_after_what_they_hold() -> None:
+    package = home() / "src/grpo_recipes"
+    found_names = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else None
+            name = node.arg if isinstance(node, ast.arg) else name
+            if name in VAGUE_NAMES:
+                found_names.add((str(path.relative_to(package)), name))
+    assert found_names == VAGUE_FIELDS
 
 
 def test_pre_commit_runs_programs_of_the_environment() -> None:

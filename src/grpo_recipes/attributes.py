@@ -7,17 +7,17 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of ``owner``, which may forward them to what it wraps, inside, and put back what was there."""
-    own = {name: vars(owner)[name] for name in values if name in vars(owner)}  # the others come from its class, or none
-    before = {name: getattr(owner, name) for name in values if hasattr(owner, name)} | own
+    """Set attributes of ``owner`` inside, and restore them afterwards, also forwarded attributes."""
+    instance_values = {name: vars(owner)[name] for name in values if name in vars(owner)}  # the rest is inherited
+    before = {name: getattr(owner, name) for name in values if hasattr(owner, name)} | instance_values
     try:
         for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:
         for name in values:
-            if name not in own:
+            if name not in instance_values:
                 with suppress(AttributeError):  # deleted inside, or never set
                     delattr(owner, name)
-            if name in own or (name in before and not hasattr(owner, name)):
+            if name in instance_values or (name in before and not hasattr(owner, name)):
                 setattr(owner, name, before[name])

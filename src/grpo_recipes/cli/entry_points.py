@@ -94,17 +94,17 @@ def with_flags_of(
 
 
 def with_gpus(
-    resources: Resources, wanted: int, source: str, fix: str, dry_run: bool, nodes: int = 1
+    resources: Resources, requested: int, source: str, fix: str, dry_run: bool, nodes: int = 1
 ) -> tuple[Resources, list[str]]:
-    """Return the devices for a launch that needs ``wanted`` GPUs on each node, and notes for the user.
+    """Return the devices for a launch that needs ``requested`` GPUs on each node, and notes for the user.
 
-    With too few visible GPUs, a dry run plans for ``nodes`` nodes with ``wanted`` GPUs, and any other launch raises a
+    With too few visible GPUs, a dry run plans for ``nodes`` nodes with ``requested`` GPUs, and another launch raises a
     ConfigError at ``source`` with the fix ``fix``. Without visible GPUs, the launch itself reports the error.
     """
     visible = len(resources.gpus)
-    if visible >= wanted or (not visible and not dry_run):
+    if visible >= requested or (not visible and not dry_run):
         return resources, []
     if not dry_run:
-        raise config_error(source, f"{wanted} GPUs are requested, but only {visible} are visible", fix)
-    hypothetical = replace(resources, gpus=tuple(map(str, range(wanted)))).on_nodes(nodes)
-    return hypothetical, [f"{visible} GPUs are visible: this dry run plans for a node with {wanted}"]
+        raise config_error(source, f"{requested} GPUs are requested, but only {visible} are visible", fix)
+    hypothetical = replace(resources, gpus=tuple(map(str, range(requested)))).on_nodes(nodes)
+    return hypothetical, [f"{visible} GPUs are visible: this dry run plans for a node with {requested}"]

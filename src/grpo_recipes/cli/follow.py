@@ -304,8 +304,8 @@ class LogFollower:
         log of its job or, outside Slurm, of its trainers.
         """
         logs = {**run.logs, **({"launch": run.folder / LOG} if (run.folder / LOG).is_file() else {})}
-        others = [*(_LOGS["slurm"] if run.job_id else _LOGS["trainer"])] if fall_back and "launch" not in logs else []
-        roles = tuple(self._roles or ["launch", *others])
+        fallback = [*(_LOGS["slurm"] if run.job_id else _LOGS["trainer"])] if fall_back and "launch" not in logs else []
+        roles = tuple(self._roles or ["launch", *fallback])
         paths = [path for role, path in logs.items() if str(role).startswith(roles)]
         for path in paths:
             size, offset = path.stat().st_size, self._offsets.get(path)

@@ -36,8 +36,8 @@ def find_left_out_part(templates: Mapping[str, str], roles: list[str], tools: bo
     ``chat_template_kwargs``.
     """
 
-    def render(template: str, role: str, text: str, **more: Any) -> str:
-        variables = {"tools": None, "documents": None, "add_generation_prompt": True, **TOKENS, **kwargs, **more}
+    def render(template: str, role: str, text: str, **extra: Any) -> str:
+        variables = {"tools": None, "documents": None, "add_generation_prompt": True, **TOKENS, **kwargs, **extra}
         return by_name[template].render(messages=conversation(role, text), **variables)
 
     part = ""

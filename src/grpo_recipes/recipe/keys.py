@@ -184,10 +184,10 @@ def nearest_of(name: str, names: Iterable[str]) -> str | None:
         return difflib.SequenceMatcher(None, text, other).ratio() >= least_ratio
 
     def misspells(candidate: str) -> bool:
-        words, others = name.lower().split("_"), candidate.lower().split("_")
-        by_word = len(words) == len(others) and all(similar(*pair, 0.81) for pair in zip(words, others, strict=True))
+        words, parts = name.lower().split("_"), candidate.lower().split("_")
+        by_word = len(words) == len(parts) and all(similar(*pair, 0.81) for pair in zip(words, parts, strict=True))
         swapped = sorted(name.lower()) == sorted(candidate.lower())  # letters or words in another order
-        return by_word or swapped or similar("".join(words), "".join(others), 0.92)
+        return by_word or swapped or similar("".join(words), "".join(parts), 0.92)
 
     return next(filter(misspells, difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)), None)
 

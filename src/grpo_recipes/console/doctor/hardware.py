@@ -174,14 +174,14 @@ def shared_memory(machine: Machine) -> Finding:
 def leftovers(machine: Machine) -> Finding:
     """Folders of dead runs in /dev/shm and TMPDIR."""
     paths = [path for root in {SHARED_MEMORY, machine.temporary} for path in sorted(root.glob("grpo-*"))]
-    ours = []
+    folders = []
     for path in filter(Path.is_dir, paths):
         with suppress(OSError):  # removed in the meantime
             state = path.lstat()
             if state.st_uid == os.getuid() and time.time() - state.st_mtime > _NEW_SECONDS:
-                ours.append(path)
-    alive = names_in_use(path.name for path in ours)
-    dead = [path for path in ours if path.name not in alive and not is_held(path)]
+                folders.append(path)
+    alive = names_in_use(path.name for path in folders)
+    dead = [path for path in folders if path.name not in alive and not is_held(path)]
     value = f"{len(dead)} of dead runs, {gigabytes(sum(size_of(path) for path in dead))}" if dead else "none"
     return first_finding(value, (dead, WARNING, f"remove them: rm -r {shlex.join(map(str, dead))}"))
 

@@ -292,8 +292,8 @@ def on_device(device: str, resources: Resources) -> tuple[Resources, dict[str, s
     if int(number) >= len(gpus):
         problem = f"'{device}' is not available: {len(gpus)} GPUs are visible"
         raise config_error("model.device", problem, "set a visible GPU, e.g. cuda:0")
-    others = [gpu for index, gpu in enumerate(gpus) if index != int(number)]
-    selected = (*others[:1], gpus[int(number)])
+    other_gpus = [gpu for index, gpu in enumerate(gpus) if index != int(number)]
+    selected = (*other_gpus[:1], gpus[int(number)])
     return replace(resources, gpus=selected), {"CUDA_VISIBLE_DEVICES": ",".join(selected)}
 
 
