@@ -18,8 +18,8 @@ LONGEST_FUNCTION = 60
 LONGEST_FILE = 520
 # A variable is named after the thing that it holds, not with a pronoun or a participle.
 VAGUE_NAMES = {
-    "again", "asked", "found", "given", "held", "here", "it", "kept", "left", "made", "one", "ones", "ours", "own", "rest",
-    "said", "taken", "theirs", "there", "wanted", "what", "whose",
+    "again", "asked", "found", "given", "held", "here", "it", "kept", "left", "made", "one", "ones", "ours", "own",
+    "rest", "said", "taken", "theirs", "there", "wanted", "what", "whose",
 }  # fmt: skip
 VAGUE_FIELDS = {("errors.py", "what"), ("extensions/migrate/migrate.py", "kept"), ("rewards/probe.py", "taken")}
 
