@@ -1,4 +1,8 @@
-"""Shared code of entry points that accept the flags of another tool: its flags become recipe keys and a launch."""
+"""Shared code of entry points that translate the flags of another tool to a `grpo launch` with recipe keys.
+
+Examples are ``src/atropos_grpo.py`` and ``run_offline_grpo.py``. ``LaunchRequest`` is the translated launch, and
+``with_flags_of`` puts the tool's flags into errors.
+"""
 
 import os
 import shlex
@@ -48,7 +52,7 @@ def launch_command(options: Options, variables: Mapping[str, str]) -> str:
 
 
 def _meeting_words(meeting: Meeting | None) -> list[str]:
-    """Return the flags of `grpo launch` for nodes that are started by hand."""
+    """Return the flags of `grpo launch` for a rendezvous of nodes that are started by hand; none without a meeting."""
     if meeting is None:
         return []
     flags = {"--nodes": meeting.nodes, "--node-rank": meeting.rank, "--master-addr": meeting.address,

@@ -1,7 +1,8 @@
 """The flags of a run on several nodes: in a Slurm job, or started by hand with one command per node.
 
-``read_nodes`` checks them before anything starts. Outside Slurm they become a ``Meeting`` of the nodes. Inside a job,
-one launch on the first node starts the processes of all nodes, and the flags only choose the network interface.
+``read_nodes`` checks them before anything starts. Outside Slurm they become a ``Meeting``, the rendezvous of the nodes.
+Inside a job, one launch on the first node starts the processes of all nodes. There, ``--master-addr`` only chooses the
+network interface, and ``--master-port`` is the port of the training processes.
 """
 
 import argparse

@@ -186,6 +186,10 @@ class _Conversation:
                 self._answer(line)
 
     def _line(self) -> str:
+        """Read the user's next line from stdin, without white space at its ends; print it if stdin is not a terminal.
+
+        Raise EOFError at the end of stdin, or if stdin is closed.
+        """
         if sys.stdin is None:  # closed
             raise EOFError
         line = input("> ").strip()

@@ -18,7 +18,10 @@ class ConsoleHooks(RunHooks):
         self._environment: Mapping[str, str] = {}
 
     def check(self, recipe: Recipe, environment: Mapping[str, str], run_name: str) -> list[str]:
-        """Raise ConfigError if ``push_to_hub`` is set and the model can't be pushed; return a line with the target."""
+        """Raise ConfigError if ``push_to_hub`` is set and the model can't be pushed; store the target for ``on_model``.
+
+        Return a line with the target repository, or no line without ``push_to_hub``.
+        """
         self._target, self._environment = need_target(recipe, environment, run_name), environment
         return [f"the final model will be published in {self._target}"] if self._target else []
 

@@ -80,7 +80,11 @@ def answer_labels(answers: list[str | None]) -> list[int | None]:
 
 
 def reward_means(rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Tensor) -> dict[str, float]:
-    """Return TRL's metrics, mean and standard deviation, of the weighted reward and of each reward; NaN is unscored."""
+    """Return mean and standard deviation of the weighted reward and of each reward, by the names of TRL's metrics.
+
+    Unscored values (NaN) in ``rewards_BR`` are left out. The mean of no values is NaN. The deviation of fewer than two
+    values is 0.
+    """
     weighted_B = weighted_rewards(rewards_BR, weights_R)
     means = {"reward": weighted_B.nanmean(), "reward_std": _nanstd(weighted_B)}
     for name, column_B in zip(names, rewards_BR.T, strict=True):

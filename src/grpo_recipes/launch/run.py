@@ -452,7 +452,10 @@ class Supervisor:
         ]
 
     def _with_newest_model(self, process: Process) -> Process:
-        """Return the process with the newest model from the trainer as ``--model``, if it is restarted with models."""
+        """If a process restarts with new models, return it with the trainer's newest saved model as ``--model``.
+
+        Other processes are returned unchanged, and all processes as long as the trainer has not saved a model.
+        """
         self._model = processes.newest_model(process, self._attempt.environment) or self._model
         if not process.renewed or self._model is None:
             return process

@@ -435,7 +435,11 @@ class Estimates:
     unknown: str = ""  # reason without estimates of memory and disk
 
     def lines(self) -> list[str]:
-        """Format the estimates for a person: a line for each need, and a line with a fix if the need does not fit."""
+        """Format the estimates as lines for a person: memory of each role, disk space of the run, and speed.
+
+        A need that does not fit gets another line with a fix. If memory and disk space are unknown, lines
+        have the reason.
+        """
         needs = [("memory", role, need) for role, need in self.memory.items()]
         needs += [("disk", "run", self.disk)] if self.disk else []
         return [

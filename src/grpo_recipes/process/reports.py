@@ -1,4 +1,9 @@
-"""Reports of a process (lines for the terminal, the phase of a rank, stacks of threads) and checks of connections."""
+"""Functions for the output of every process, a rank's phase file, stacks of hung threads, and network checks.
+
+``say``, ``plural`` and ``aligned`` format and print lines. ``PhaseFile`` reports the phase of a rank to the launcher.
+``dump_stacks_on_signal`` shows where a process hangs. ``can_reach`` checks that a URL, or the proxy for it, accepts
+connections.
+"""
 
 import contextlib
 import faulthandler

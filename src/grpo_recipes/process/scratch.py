@@ -66,7 +66,10 @@ class Scratch:
         new_file.replace(self.token_file)
 
     def remove(self) -> None:
-        """Remove both folders and the shared-memory segments that killed processes of the run left behind."""
+        """Remove both folders and the shared-memory segments recorded there, then release the folders' locks.
+
+        Segments remain if a living process maps them. Files that can't be removed remain, too.
+        """
         for folder in (self.memory, self.disk):
             with contextlib.suppress(OSError):
                 _remove(folder)

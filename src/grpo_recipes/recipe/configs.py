@@ -1,8 +1,9 @@
 """All recipe keys of the core: TRL's dataclasses and ours, with one line of help per field.
 
-Only the trainer imports this module, because importing TRL takes torch and seconds. ``make keys`` writes the keys to
-``keys.json`` for ``check``, ``plan`` and ``launch``, and to ``recipes/schema.json`` for editors. A test fails if these
-files differ. An extension declares its keys in its own folder.
+This module imports torch and TRL, which takes seconds. Therefore only code that needs them anyway imports it, for
+example the trainer and `grpo check --deep`. ``check``, ``plan`` and ``launch`` read the keys from ``keys.json``. ``make
+keys`` writes this file, and ``recipes/schema.json`` for editors. A test fails if these files differ. An extension
+declares its keys in its own folder.
 """
 
 import dataclasses

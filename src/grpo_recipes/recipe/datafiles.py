@@ -246,6 +246,7 @@ def _json_rows(head: str) -> Iterator[dict[str, Any]]:
 
 
 def _parquet_file(path: Path) -> Any:
+    """Open a parquet file with pyarrow; raise ValueError if it is not a parquet file."""
     import pyarrow.parquet
 
     with translate(pyarrow.ArrowInvalid, lambda error: ValueError(f"'{path}' is not a parquet file ({error})")):

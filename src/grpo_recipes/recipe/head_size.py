@@ -28,7 +28,11 @@ def head_size_problems(recipe: Recipe, _: Mapping[str, str], device: str | None 
 
 
 def head_size(folder: Path) -> int | None:
-    """Return the head_dim in a model folder's config.json; None if it has none, or if MLA decides the size."""
+    """Return the size of an attention head from a model folder's config.json, or None if it is unknown.
+
+    Without ``head_dim``, the size is ``hidden_size // num_attention_heads``. Return None for a model with multi-head
+    latent attention (MLA), and if the file is missing or damaged.
+    """
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, ZeroDivisionError):
         config = json.loads((folder / "config.json").read_bytes())
         config = config.get("text_config") or config

@@ -32,7 +32,10 @@ def reads_pictures(config: Mapping[str, Any]) -> bool:
 
 
 def kind_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield the problem of an encoder-decoder, and of a model with pictures whose vLLM can't be imported."""
+    """Yield a problem if the model is an encoder-decoder, or reads pictures and vLLM can't serve it here.
+
+    vLLM needs torchvision for models that read pictures. An external server is not checked.
+    """
     config = model_config(recipe, environment)
     if config.get("is_encoder_decoder") is True:
         fault = "the model is an encoder-decoder, and GRPO trains only decoders"
@@ -45,14 +48,19 @@ def kind_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
 
 
 def kind_note(recipe: Recipe, environment: Mapping[str, str]) -> str:
-    """Return the note of a model that reads pictures; an empty text for other models."""
+    """If the model reads pictures, return a note that only its text part is trained, else an empty text."""
     if not reads_pictures(model_config(recipe, environment)):
         return ""
     return f"{recipe[KEY]} reads pictures; only its text part is trained, on prompts without pictures"
 
 
 def check_unused_weights(recipe: Recipe, environment: Mapping[str, str], accelerator: str, trainers: int) -> None:
-    """Reject several DDP trainers of a model whose weights for pictures get no gradient: they fail at step 2."""
+    """Raise ConfigError if training on several ranks with DDP would fail at step 2 because of unused weights.
+
+    A model that reads pictures gets only text, so its weights for pictures get no gradient. With gradient
+    checkpointing, DDP fails then unless the recipe sets ``use_peft`` or ``ddp_find_unused_parameters``. ``accelerator``
+    is the method of the plan, for example "ddp". ``trainers`` is the number of ranks.
+    """
     fails = trainers > 1 and accelerator == "ddp" and recipe["gradient_checkpointing"] and not recipe["use_peft"]
     if fails and not recipe["ddp_find_unused_parameters"] and reads_pictures(model_config(recipe, environment)):
         key = "ddp_find_unused_parameters"

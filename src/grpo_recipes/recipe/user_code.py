@@ -317,6 +317,7 @@ def _allow_imports_from(folder: Path) -> None:
 
 
 def _not_found(module: str, where: str) -> Problem:
+    """Return the problem at ``where`` that the user's file (``module`` ends with ``.py``) or module is missing."""
     if module.endswith(".py"):
         return Problem(where, f"no file '{module}'", "name an existing file, relative to the folder of the launch")
     return Problem(where, f"no module '{module}'", "install it into the environment, or write file.py:name")

@@ -337,6 +337,10 @@ def _normalize_spelling(text: str) -> str:
 
 
 def _scientific(text: str, variable: str) -> Answer | None:
+    """Parse a number in scientific notation with an optional unit, for example ``3e5`` or ``3*10^5``.
+
+    Return None for another text or an unknown unit. ``variable`` becomes the variable of the answer.
+    """
     match = _SCIENTIFIC.fullmatch(text)
     unit = unit_of(match["unit"] or "") if match else None
     if match is None or unit is None:

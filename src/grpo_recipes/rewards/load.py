@@ -120,7 +120,11 @@ def load_rewards(
 def lent_rewards(
     settings: Any, run_dir: Path, left_out: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[list[Reward]]:
-    """Load a recipe's rewards for a block, then end their child processes; ``settings`` has the recipe keys."""
+    """Context manager: load a recipe's rewards, and end their child processes after the block.
+
+    ``settings`` has the recipe keys as attributes. ``left_out`` has the columns that rewards do not get, with the
+    reasons. ``run_dir`` gets the files that ``load_rewards`` writes.
+    """
     rewards = load_rewards(settings, settings, run_dir, left_out)
     try:
         yield rewards

@@ -103,7 +103,10 @@ def _equal_items(gold: answers.Answer, answer: answers.Answer) -> bool:
 
 
 def _solutions(answer: answers.Answer) -> Any:
-    """Return the set that an interval, an inequality, or inequalities joined by ``and`` or ``or`` describe, or None."""
+    """Return the sympy set of an interval, an inequality, or several inequalities joined by ``and`` or ``or``.
+
+    Return None for other answers, and for relations that sympy cannot solve.
+    """
     if isinstance(answer.value, tuple) and answer.word:
         sets = [_solutions(item) for item in answer.value]
         if None not in sets:

@@ -320,7 +320,12 @@ class RewardPool:
             self._stop(child, "memory limit")
 
     def _stop(self, child: _Child, reason: str) -> None:
-        """Replace a child that died or exceeded a limit; a single row is unscored, several are tried one by one."""
+        """Leave the current row of a child that died or exceeded a limit unscored, and replace the child.
+
+        Its other rows are sent again. If it called an async reward with several rows at once, the row at fault is not
+        known: then no row is unscored yet, and all of them are sent again one by one. ``reason`` is stored in the
+        score.
+        """
         if child.reward in self.async_rewards and len(child.rows) > 1:
             self._single_rows.update(child.rows)
             self._replace(child)
@@ -433,7 +438,10 @@ class _Child:
             self.unsent.clear()  # it died, which the end of its replies will show
 
     def replies(self) -> list[dict[str, Any]]:
-        """Return the new replies, which are validated; after the death of the child, the last reply is ``died``."""
+        """Return the child's new replies without waiting; an invalid or too long reply becomes ``GARBLED``.
+
+        After the death of the child, the last reply has only the key ``died``.
+        """
         part: bytes | None = b""
         while len(self._unread) < _MOST_UNREAD and (part := self.stdout.read(1 << 16)):
             self._unread += part

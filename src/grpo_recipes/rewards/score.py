@@ -53,10 +53,10 @@ def is_user_reward(name: str) -> bool:
 
 
 def make_reward(name: str, script_args: Any = None, args: Any = None) -> Reward:
-    """Return a built-in reward with the values of its recipe keys; columns with the name of such a key are ignored.
+    """Return a built-in reward as a function, with the values of the recipe keys that it uses as fixed arguments.
 
-    The values come from ``script_args`` or ``args``; a reward without keys needs neither. Raise KeyError for an unknown
-    name.
+    The values are attributes of ``script_args`` or ``args``. A reward without keys needs neither. A dataset column with
+    the name of a key does not replace the value. Raise KeyError for an unknown name.
     """
     entry = rewards()[name]
     function = load(entry.function)

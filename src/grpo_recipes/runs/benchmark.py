@@ -1,6 +1,7 @@
-"""Write the BENCHMARK SUMMARY of a run, which compares weight sync methods, as text and as JSON.
+"""Write the BENCHMARK SUMMARY of one run as text and as JSON: duration, times of steps and weight syncs, and memory.
 
-All numbers come from the run directory. Step, sync and data fetch times do not overlap.
+To compare weight sync methods, compare the summaries of runs. All numbers come from the run directory. Step, sync and
+data fetch times do not overlap.
 """
 
 import math

@@ -1,7 +1,8 @@
 """Requests to stop a run: a file in the run directory, or a signal.
 
-The file is needed because a signal to the launcher's process group does not reach the ranks. Work that would be thrown
-away anyway runs inside ``cutting_short``, and ends as soon as a request arrives.
+The file is needed because a signal to the launcher's process group does not reach the ranks. ``cutting_short`` only
+marks work that would be thrown away after a stop. Such work polls ``cuts`` and ends itself. Inside ``interrupting``, a
+request raises CutShort in the user's code, which cannot poll.
 """
 
 import os

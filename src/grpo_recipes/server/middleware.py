@@ -62,6 +62,11 @@ class RequireToken:
             await _answer(send, 401, b"text/plain", b"this server belongs to a run; its token is missing or wrong")
 
     def _admits(self, scope: Scope) -> bool:
+        """Return whether the token in the request's Authorization header opens its path.
+
+        The run's token opens every path. The environments' token opens only ``ENVIRONMENT_PATHS``, and only over HTTP.
+        It also marks ``scope`` as a request of an environment.
+        """
         authorization = dict(scope.get("headers", ())).get(b"authorization", b"")
         if hmac.compare_digest(authorization, self._run):
             return True

@@ -156,7 +156,10 @@ def _tokenizer(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> Any
 
 
 def _stops(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list[int]:
-    """Return the end tokens of the generation config."""
+    """Return the ids of the end tokens in the model's generation config; none for the smoke model.
+
+    Without a generation_config.json, they come from the model's config.json.
+    """
     if _is_smoke(recipe):
         return []
     folder = Path(str(model_args.model_name_or_path))

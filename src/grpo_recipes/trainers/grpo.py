@@ -194,7 +194,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     # --- sample, score, weigh --------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Sample, score and weigh a generation, write samples of it, and check the weights of the sampler."""
+        """Generate and score completions as TRL does, and check that the sampler has the trainer's weights.
+
+        In training, also replace TRL's advantages if ``weigh`` returns others, and write rewards and some samples to
+        ``samples.jsonl``. Raise WeightsDiffer if the check fails.
+        """
         is_training, transfers, step = self.model.training, self.rollouts.transfers, self.state.global_step
         name = f"{step}/{self._step}" if is_training else f"eval/{step}/{self.evaluation.batch}"
         self.rollouts.name_generation(name)

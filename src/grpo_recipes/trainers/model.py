@@ -70,9 +70,10 @@ def save_model(trainer: InnerTrainer, folder: Path) -> None:
 
 @contextmanager
 def reference_of(args: GRPOConfig) -> Iterator[None]:
-    """Let TRL load the reference of ``ref_model_name_or_path`` inside.
+    """Context manager: inside the block, TRL loads the reference model from ``ref_model_name_or_path`` if it is set.
 
-    TRL loads the reference under the name of the trained model. The function that returns the name is its only hook.
+    TRL has no setting for this: it loads the reference from the name of the trained model. The block replaces
+    ``get_config_model_id``, TRL's function that returns this name.
     """
     name, model_id = args.ref_model_name_or_path, grpo_trainer.get_config_model_id
     if name:
@@ -121,7 +122,10 @@ def _reference(trainer: InnerTrainer) -> PreTrainedModel:
 
 
 def _reference_file(trainer: InnerTrainer, folder: Path) -> Path:
-    """Return the file of this rank if ranks hold shards, else the file of rank 0."""
+    """Return the path of this rank's part of the reference model in a checkpoint.
+
+    If the ranks do not hold shards of the weights, this is rank 0's file, which has the whole reference.
+    """
     rank = trainer.args.process_index if shards_weights(trainer.accelerator) else 0
     return folder / f"reference_{rank}.pt"
 

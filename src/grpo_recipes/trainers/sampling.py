@@ -59,7 +59,10 @@ def changed_sampling(trainer: "GRPOTrainer", settings: dict[str, Any]) -> Iterat
 
 
 def _changed_config(config: GenerationConfig, settings: dict[str, Any]) -> GenerationConfig:
-    """Return a copy of a configuration of transformers with other sampling settings."""
+    """Return a copy of a transformers GenerationConfig with other sampling settings; a temperature of 0 is greedy.
+
+    ``settings`` has names of recipe keys: ``max_completion_length`` sets ``max_new_tokens``.
+    """
     changed = copy.deepcopy(config)
     for name, value in settings.items():
         setattr(changed, "max_new_tokens" if name == "max_completion_length" else name, value)

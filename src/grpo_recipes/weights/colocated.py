@@ -125,7 +125,10 @@ class ColocatedGeneration(Generation):
 
     @contextmanager
     def using_seed(self, seed: int) -> Iterator[None]:
-        """Derive sampling seeds inside from this seed instead of the run's. A run without seeds stays without."""
+        """Context manager: derive sampling seeds from ``seed`` instead of the run's seed.
+
+        In a run without a seed, the block changes nothing.
+        """
         run_seed = self._run_seed
         self._run_seed = None if run_seed is None else seed
         try:

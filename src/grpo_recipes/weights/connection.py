@@ -1,6 +1,7 @@
-"""Requests to the run's vLLM server, and errors that name the request and the server's log.
+"""Send requests to the run's vLLM server; errors name the request and the server's log.
 
-A subclass of TRL's client. ``BridgeClient`` adds weight transfers, restarts of the server and sampling.
+``ServerConnection`` extends TRL's client. Its subclass ``client.BridgeClient`` adds weight transfers, restarts of the
+server and sampling.
 """
 
 import contextlib

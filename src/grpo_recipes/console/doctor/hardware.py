@@ -238,7 +238,10 @@ def compiler(machine: Machine) -> Finding:
 
 
 def cores_and_memory(machine: Machine) -> Finding:
-    """CPU cores and memory that this process may use (machine, affinity, cgroup), and per GPU."""
+    """CPU cores and memory that this process may use, and whether they suffice for the visible GPUs.
+
+    Affinity and cgroup can limit them. Warn if there are fewer than 2 cores, little free memory, or too little per GPU.
+    """
     usable, free, (limit, _) = (
         min(len(os.sched_getaffinity(0)), preflight.cgroup_cores()),
         preflight.free_memory(),

@@ -1,7 +1,7 @@
-"""Write the model card, and push the trained model to the hub once, at the end of a run.
+"""Write the model card of a completed run, and push its model to the hub if the recipe sets ``push_to_hub``.
 
-``publish_model`` is the only entry point. The launcher calls it after every other process of the run has ended. A push
-that fails is reported and never changes the exit code of the run.
+``publish_model`` is the only entry point. The launcher calls it once, after every other process of the run has ended. A
+push that fails is reported and never changes the exit code of the run.
 """
 
 import re

@@ -246,9 +246,11 @@ class Chart:
         return sum(not self.up.low <= value <= self.up.high for column in columns for value in without_gaps(column))
 
     def path(self, kind: str, xs: Sequence[float], *edges: Column) -> str:
-        """Return the SVG path along one edge, or of the area between two edges, broken at unusually long gaps.
+        """Return the ``d`` attribute of an SVG path: a line along one edge, or the area between two edges.
 
-        A single point, and each point of ``dots``, is a line of length 0; round line ends make it visible.
+        Gaps that are longer than the usual distance of values interrupt it. ``kind`` "dots" draws each point
+        separately, and other kinds connect the points of an edge. A separate point, or the only point between two gaps,
+        is a line of length 0, which round line ends make visible.
         """
         parts = []
         for stretch in stretches(list(zip(xs, *edges, strict=True))):

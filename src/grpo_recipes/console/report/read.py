@@ -177,7 +177,10 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def scored_rows(path: Path) -> Iterator[tuple[Scored, list[dict[str, Any]]]]:
-    """Yield the rewards and the samples of each row of ``samples.jsonl``; rows without a step are skipped."""
+    """Yield the step with its rewards, and some samples, of each row of ``samples.jsonl``; a row is a generation.
+
+    Damaged lines and rows without a step are skipped. Rewards that are not finite numbers are left out.
+    """
     for row in read_rows(path):
         if isinstance(row.get("step"), int):
             rewards, samples = (row[key] if isinstance(row.get(key), list) else [] for key in ("rewards", "samples"))

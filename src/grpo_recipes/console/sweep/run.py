@@ -222,10 +222,11 @@ def run_task(folder: Path, environment: Mapping[str, str]) -> int:
 def _run_gaps(
     sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str], proposals: Proposals | None = None
 ) -> int:
-    """Run or submit the trials that are neither completed nor running, and the trials that a search adds.
+    """Run the remaining trials of a sweep, or submit them as a Slurm job, and return the exit code.
 
-    ``proposals`` are the trials of a search. Print the comparison at the end, and return the exit code. After a
-    submission the code is 0.
+    Without a search, these are the trials that are neither completed nor queued nor running. ``proposals`` are the
+    remaining trials of a search, which adds more. Trials run one after the other, and the comparison is printed at the
+    end. After a submission, return 0 without a comparison.
     """
     with os.fdopen(lock_run(Run(sweep.folder))):
         stop_file(sweep.folder).unlink(missing_ok=True)
@@ -253,9 +254,10 @@ def _run_gaps(
 
 
 def _comparison(sweep: sweeps.Sweep) -> list[str]:
-    """Write the comparison page of a sweep, and return the lines to print.
+    """Write the comparison page of a sweep, and return lines with its table, unfinished trials and the page's path.
 
-    An error of the page becomes a line instead of an exception, since the runs are done.
+    If trials are left to run, a line has the command for them. If writing fails, return a line with the error instead
+    of raising it, since the runs are done.
     """
     folder = shell_path(sweep.folder)
     try:

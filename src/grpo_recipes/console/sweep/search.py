@@ -97,9 +97,11 @@ class Proposals:
         self._write()
 
     def _reconcile(self) -> None:
-        """Make the study and the record of the sweep agree, after a kill between their updates.
+        """Make Optuna's study and the sweep's record agree, in case a kill came between their updates.
 
-        Wait for runs that are still ending, and report completed trials.
+        A trial that is only in the study is reported to Optuna as failed. A result that is only in the study is added
+        to the record. For other trials without a result, wait until their runs have ended, and report the completed
+        runs.
         """
         by_number = {trial["number"]: trial for trial in self._trials}
         for study_trial in self._study.trials:

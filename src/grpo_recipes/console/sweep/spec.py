@@ -118,9 +118,11 @@ def read_axes(words: Sequence[str], flags: Iterable[str]) -> dict[str, list[str]
 
 
 def read_space(words: Sequence[str], flags: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, Span]]:
-    """Parse the words of a search to key -> values like ``read_axes``, and to key -> span for ranges of numbers.
+    """Parse the words of a search: return the values of each key, and the spans of the keys with a range of numbers.
 
-    The values of a range are its two ends. Raise ConfigError if the seed is searched, or a word is wrong.
+    A range such as ``learning_rate=1e-6..1e-4`` is in both results: its values are its two ends. ``flags`` are the
+    recipe flags of all trials. Raise ConfigError for a wrong word, for a key that is also in ``flags``, and for the
+    seed.
     """
     spans: dict[str, Span] = {}
 

@@ -42,7 +42,7 @@ def grant_access(recipe: Recipe, plan: Plan, names: Names) -> str | None:
 
 
 def revoke_access(run_dir: Path) -> None:
-    """Remove the files of ``grant_access``."""
+    """Remove the token and the settings of ``grant_access`` from the run directory, if they exist."""
     for name in (ENVIRONMENT_TOKEN, SETTINGS):
         (run_dir / name).unlink(missing_ok=True)
 

@@ -173,7 +173,10 @@ def same_model(setting: Setting, settings: Settings) -> None:
 
 
 def same_server(setting: Setting, settings: Settings) -> None:
-    """Accept only the address of the server that the launch starts."""
+    """Accept only an address on this machine with the port of the vLLM server that the launch starts.
+
+    An accepted address sets no recipe key. Any other address becomes the problem of ``setting``. Nothing is raised.
+    """
     parts = urlsplit(setting.value)
     port = str(parts.netloc.rpartition(":")[2])
     _accept_same(setting, parts.hostname in _LOCAL and port == str(settings.values.get(PORT)))

@@ -164,7 +164,7 @@ class AtroposRoles(Roles):
         return uses_atropos(recipe.__getitem__)
 
     def processes(self, recipe: Recipe, plan: Plan, names: Names) -> list[Process]:
-        """Return run-api and the environments that the launch starts."""
+        """Return the processes that the launch starts for Atropos: run-api, if it starts one, and the environments."""
         server = run_api(plan, names)
         return [*([server] if server else []), *environments(recipe, plan, names)]
 

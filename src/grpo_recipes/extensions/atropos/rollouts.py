@@ -94,10 +94,10 @@ class AtroposRollouts(Source):
         self._labels: set[str] = set()  # all environments that have sent groups
 
     def attach(self, trainer: Any) -> None:
-        """Send the optimizer step with each weight sync; the server adds it to its answers to environments.
+        """Make each weight sync send the optimizer step, which the server adds to its answers to environments.
 
-        Environments that the launch starts end with the training. Other environments continue to send requests while
-        benchmarks sample.
+        If the launch does not start run-api, environments may send requests even while benchmarks sample. In this case,
+        the client must not pause the engine. Without vLLM, do nothing.
         """
         if not trainer.use_vllm:
             return

@@ -1,4 +1,8 @@
-"""Benchmarks that are played: the held-out episodes of an environment of the recipe, several times each."""
+"""Benchmarks in the recipe's environments: play new episodes on the run's evaluation seeds, several per seed.
+
+``benchmark_samples`` is the number of episodes per seed, and ``benchmark_max_problems`` limits the seeds. All ranks
+call ``play_benchmark``, which adds a row per seed, with the rewards of its episodes, to the benchmark's rows.
+"""
 
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -93,7 +93,11 @@ class Episode:
         return self.opponents[last.seat].ids if last.opponent else self.prompt_ids + self.ids
 
     def add_action(self, ids: Tokens, logprobs: Sequence[float | None] | None, action: str) -> None:
-        """Append the sampled turn of the model to move; ``logprobs`` are one per token, or None if unknown."""
+        """Append a sampled turn: its tokens to the model whose turn it is, and its text ``action`` to the actions.
+
+        ``logprobs`` has one value per token, or is None if they are unknown: then 0 is stored. Only the policy's
+        log-probs are stored, not an opponent's.
+        """
         last = self.turns[-1]
         if last.opponent:
             self.opponents[last.seat].ids += ids

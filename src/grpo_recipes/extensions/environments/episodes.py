@@ -191,7 +191,13 @@ class Episodes(Source):
     def _sample(
         self, prompts: list[Tokens], rows: list[int], most_rows: int, name: str, trainer: SamplingTrainer
     ) -> tuple[list[Tokens], list[list[float]] | None]:
-        """Sample with TRL's sampler; some backends need equal row counts, so that other ranks' rows are filled up."""
+        """Sample a turn for each prompt with TRL's sampler; return the token ids, and the log-probs if they are known.
+
+        Some backends need the same number of rows on every rank. Therefore this rank adds fillers to its prompts, up to
+        ``most_rows``. The fillers' samples come last in the result, and the caller ignores them. ``rows`` are the
+        indices of the prompts in the batch of all ranks. Sampling seeds derive from ``rows`` and from the generation's
+        ``name``.
+        """
         fillers = most_rows - len(prompts)
         filler = prompts[0] if prompts else [trainer.processing_class.eos_token_id]
         rows = [*rows, *[-1 - row for row in range(fillers)]]

@@ -48,7 +48,11 @@ class Game(Environment):
         self._check(name, game_args)
 
     def _take_rewards(self, game_args: dict[str, Any]) -> None:
-        """Take the rewards of actions out of the arguments."""
+        """Remove the rewards of legal, illegal and useful actions from ``game_args``, and store them; the default is 0.
+
+        Their keys are ``legal_reward``, ``illegal_reward`` and ``useful_reward``. Raise ConfigError if one is not a
+        valid number.
+        """
         self._rewards = {kind: game_args.pop(f"{kind}_reward", 0.0) for kind in ("legal", "illegal", "useful")}
         for kind, reward in self._rewards.items():
             if type(reward) not in (int, float) or reward_problem(reward):
