@@ -1,4 +1,4 @@
-"""`grpo check-rewards` on recipes whose rewards work, and on those whose rewards do not."""
+"""`grpo check-rewards` on recipes with working rewards and with broken rewards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def later(completions, answer, **columns):
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """``check(rewards, answers=[...], flags=[...], KEY=VALUE)``: exit code, what it printed, its problems."""
+    """``check(rewards, answers=[...], flags=[...], KEY=VALUE)``: return the exit code, stdout and the problems."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -55,14 +55,14 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         }
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         code = cli.main(["check-rewards", "recipe.yaml", *flags])
-        said = capsys.readouterr()
-        return code, said.out, [line for line in said.err.splitlines() if line.startswith("grpo:")]
+        captured = capsys.readouterr()
+        return code, captured.out, [line for line in captured.err.splitlines() if line.startswith("grpo:")]
 
     return run
 
 
 def table(output: str) -> dict[str, list[str]]:
-    """Reward -> the cells of its line."""
+    """Map each reward to the cells of its line."""
     lines = output.splitlines()[1:]
     return {
         line.split()[0]: line.split()[1:]
@@ -71,21 +71,23 @@ def table(output: str) -> dict[str, list[str]]:
 
 
 def test_rewards_that_work(check):
-    code, said, problems = check(["pure_accuracy_math", "math_verify", "cosine_length", "format_tags", "soft_overlong"])
+    code, output, problems = check(
+        ["pure_accuracy_math", "math_verify", "cosine_length", "format_tags", "soft_overlong"]
+    )
 
     assert (code, problems) == (0, [])
-    rows = table(said)
+    rows = table(output)
     assert rows["pure_accuracy_math"] == ["24", "1.000", "0", "96", "0.000", "0", "0"]
     assert rows["math_verify"] == ["36", "1.000", "0", "144", "0.000", "0", "0"]
     assert rows["cosine_length"][2] == rows["cosine_length"][5] == "0"
     assert rows["format_tags"][2] == "-"
-    assert "distinguish correct from incorrect answers on 12 rows" in said
-    assert "soft_overlong gives correct and incorrect answers the same" in said
+    assert "distinguish correct from incorrect answers on 12 rows" in output
+    assert "soft_overlong gives correct and incorrect answers the same" in output
 
 
 def test_the_rows_tried_are_the_first(check):
-    _, said, _ = check(["pure_accuracy_math"], flags=("--rows", "5"))
-    assert "on 5 rows" in said
+    _, output, _ = check(["pure_accuracy_math"], flags=("--rows", "5"))
+    assert "on 5 rows" in output
 
 
 def test_solutions_with_their_reasoning_are_refused_with_the_marker_to_add(check):
@@ -101,27 +103,29 @@ def test_solutions_with_their_reasoning_are_refused_with_the_marker_to_add(check
 
 
 def test_a_cosine_that_rewards_wrong_answers_is_refused(check):
-    code, said, (problem,) = check(["cosine_length"], cosine_min_value_wrong=2.0)
+    code, output, (problem,) = check(["cosine_length"], cosine_min_value_wrong=2.0)
 
     assert code == 2
     assert "reward 'cosine_length' accepts 96 of 96 wrong answers as right" in problem
-    assert "incorrect answer '<answer>11</answer>' gets 2" in said
+    assert "incorrect answer '<answer>11</answer>' gets 2" in output
 
 
 def test_solutions_that_cannot_be_read_are_refused(check):
-    code, said, (problem,) = check(["math_verify"], [r"\frac{", r"\sqrt{", r"\frac{1}{"])
+    code, output, (problem,) = check(["math_verify"], [r"\frac{", r"\sqrt{", r"\frac{1}{"])
 
     assert code == 2
     assert "completions unscored" in problem and "it cannot read the reference solution" in problem
-    assert "gets no score (it cannot read the reference solution)" in said
+    assert "gets no score (it cannot read the reference solution)" in output
 
 
 def test_rewards_of_ones_own(check):
-    code, said, problems = check(["mine.py:exact", "mine.py:short"])
+    code, output, problems = check(["mine.py:exact", "mine.py:short"])
 
     assert (code, problems) == (0, [])
-    assert table(said)["mine.py:exact"] == ["60", "1.000", "-", "240", "0.000", "-", "0"]
-    assert "grpo: note: mine.py:short gives right answers 0.5, like wrong answers: '10' to 'problem 0' gets 0.5" in said
+    assert table(output)["mine.py:exact"] == ["60", "1.000", "-", "240", "0.000", "-", "0"]
+    assert (
+        "grpo: note: mine.py:short gives right answers 0.5, like wrong answers: '10' to 'problem 0' gets 0.5" in output
+    )
 
 
 @pytest.mark.parametrize("isolation", ["completion", "none"])
@@ -148,11 +152,11 @@ def test_a_file_that_cannot_be_imported_is_refused(check, isolation):
 @pytest.mark.parametrize("isolation", ["completion", "none"])
 def test_a_function_that_the_import_leaves_out_is_refused(check, isolation):
     Path("mine.py").write_text("def exact(completions):\n    return []\n\n\ndel exact\n")
-    code, said, (problem,) = check(["mine.py:exact"], reward_isolation=isolation)
+    code, output, (problem,) = check(["mine.py:exact"], reward_isolation=isolation)
 
-    what = "reward 'mine.py:exact' cannot be loaded: 'mine.py' has no 'exact'"
-    assert (code, said) == (2, "")
-    assert problem == f"grpo: recipe.yaml:5: {what}. Fix: correct it, or set another reward in reward_funcs"
+    cause = "reward 'mine.py:exact' cannot be loaded: 'mine.py' has no 'exact'"
+    assert (code, output) == (2, "")
+    assert problem == f"grpo: recipe.yaml:5: {cause}. Fix: correct it, or set another reward in reward_funcs"
 
 
 def test_ones_own_reward_may_be_async_and_in_the_trainer(check):
@@ -187,8 +191,8 @@ def test_a_server_that_does_not_answer_is_one_message_after_a_few_calls(check, t
         "    return [float(urllib.request.urlopen(os.environ['ASKED_URL']).read())]\n"
     )
     handed = {"reward_environment": ["ASKED_URL", "ASKED_MODEL"]} if isolation == "completion" else {}
-    code, said, (problem,) = check(["asks.py:judge"], reward_isolation=isolation, reward_workers=2, **handed)
-    assert code == 2 and "gets no score" not in said
+    code, output, (problem,) = check(["asks.py:judge"], reward_isolation=isolation, reward_workers=2, **handed)
+    assert code == 2 and "gets no score" not in output
     assert problem.startswith("grpo: recipe.yaml:")
     assert "reward 'asks.py:judge' got no answer from its server (URLError: <urlopen error [Errno 111]" in problem
     fix = "start the server that it calls, or correct its address"
@@ -210,8 +214,8 @@ def test_a_slow_reward_says_how_far_it_is(check, tmp_path, monkeypatch):
 
 
 def test_json_holds_the_findings(check):
-    code, said, problems = check(["pure_accuracy_math", "mine.py:nan"], flags=("--json",))
-    answer = json.loads(said)
+    code, output, problems = check(["pure_accuracy_math", "mine.py:nan"], flags=("--json",))
+    answer = json.loads(output)
 
     assert (code, problems, answer["ok"]) == (2, [], False)
     assert [finding["reward"] for finding in answer["rewards"]] == ["pure_accuracy_math", "mine.py:nan"]
@@ -228,7 +232,7 @@ def test_no_rows_is_refused(check):
 
 
 def test_json_holds_what_is_wrong_in_the_recipe_too(check, capsys):
-    code, said, problems = check(["no_such_reward"], flags=("--json",))
-    answer = json.loads(said)
+    code, output, problems = check(["no_such_reward"], flags=("--json",))
+    answer = json.loads(output)
     assert (code, problems, answer["ok"], answer["rewards"]) == (2, [], False, [])
     assert answer["problems"][0]["what"] == "unknown reward 'no_such_reward'"

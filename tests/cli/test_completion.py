@@ -1,4 +1,4 @@
-"""`grpo completion`, in the shells themselves."""
+"""`grpo completion` in real shells."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from grpo_recipes import cli
 from grpo_recipes.recipe.keys import catalogue
 
 ASK = {
-    # What readline does: the words of the line so far, broken at "=" as well, and the place of the last.
+    # Like readline: the words of the line so far, also split at "=", and the index of the last word.
     "bash": (
         'source "$SCRIPT"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _grpo; printf "%s\\n" "${COMPREPLY[@]}"; '
         "complete -p grpo >&2"
     ),
-    # What its bashcompinit does: the function in the emulation of sh; only what fits the word is taken afterwards.
+    # Like bashcompinit: run the function in sh emulation, then keep only the words that match.
     "zsh": (
         'autoload -Uz compinit; compinit -u -d "$PWD/.zcompdump"; source "$SCRIPT"; '
         "() { emulate -L sh; setopt kshglob noshglob braceexpand; "
@@ -28,16 +28,16 @@ ASK = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("work")
+    work = tmp_path_factory.mktemp("work")
     for name in ("mine.yaml", "my two.yaml", "notes.txt"):
-        (made / name).touch()
-    (made / "more").mkdir()
-    return made
+        (work / name).touch()
+    (work / "more").mkdir()
+    return work
 
 
 @pytest.fixture(params=list(ASK))
 def offered(request: pytest.FixtureRequest, folder: Path, capsys: pytest.CaptureFixture[str]):
-    """``offered("grpo", "check", "--deep", "m")`` -> what the shell offers for the last word."""
+    """``offered("grpo", "check", "--deep", "m")``: the words that the shell offers for the last word."""
     shell = request.param
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
@@ -79,7 +79,7 @@ def test_commands_options_keys_values_and_files(offered):
     assert offered("grpo", "check", "mine.yaml", "--task", "") == {"grpo", "maxent"}
     assert offered("grpo", "plan", "mine.yaml", "--use_peft", "t") == {"true"}
     assert offered("grpo", "plan", "mine.yaml", "--weight_sync", "=", "f") == {"file"}
-    assert offered("grpo", "plan", "--max_steps", "") == set()  # a number of the user's
+    assert offered("grpo", "plan", "--max_steps", "") == set()  # the value is any number
     assert offered("grpo", "keys", "lora_t") == {key for key in catalogue() if key.startswith("lora_t")}
     assert offered("grpo", "stop", "--now", "la") == {"last"} == offered("grpo", "launch", "--resume", "")
     assert offered("grpo", "chat", "") == {"last"}
@@ -89,7 +89,7 @@ def test_commands_options_keys_values_and_files(offered):
 
 
 def test_keys_that_every_recipe_is_rejected_for_are_not_offered(offered):
-    """M5: completion offered keys that grpo check rejects, whatever the value that is worth setting."""
+    """M5: completion offered keys that grpo check rejects for every useful value."""
     for begin in ("load_in", "load_best", "save_only", "bnb_", "use_bnb"):
         assert any(key.startswith(begin) for key in catalogue()), begin
         assert offered("grpo", "launch", f"--{begin}") == offered("grpo", "keys", begin) == set()

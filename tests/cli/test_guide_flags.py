@@ -1,4 +1,4 @@
-"""Flags of the guide's batch scripts, as `grpo` takes them."""
+"""Flags of the guide's batch scripts, as `grpo` accepts them."""
 
 from __future__ import annotations
 

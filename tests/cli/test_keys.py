@@ -11,7 +11,7 @@ from grpo_recipes.recipe.keys import READ_VARIABLES, SHELL_VARIABLES, catalogue,
 from grpo_recipes.recipe.registry import benchmarks
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+def list_keys(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     assert cli.main(["keys", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -23,14 +23,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_every_key_is_listed(capsys):
     nested = {f"{path}.{name}" for path, names in nested_catalogue().items() for name in names}
-    assert told(capsys).keys() == catalogue().keys() | nested
+    assert list_keys(capsys).keys() == catalogue().keys() | nested
 
 
 def test_a_word_is_looked_for_in_names_and_meanings(capsys):
-    found = told(capsys, "benchmark")
-    assert {"benchmarks", "benchmark_samples"} <= found.keys() < catalogue().keys()
-    assert "dataset_mixture.datasets.weight" in told(capsys, "WEIGHT")
-    assert "accelerator" in told(capsys, "accelerate")
+    matches = list_keys(capsys, "benchmark")
+    assert {"benchmarks", "benchmark_samples"} <= matches.keys() < catalogue().keys()
+    assert "dataset_mixture.datasets.weight" in list_keys(capsys, "WEIGHT")
+    assert "accelerator" in list_keys(capsys, "accelerate")
 
 
 def test_a_key_is_printed_with_type_limits_default_and_class(capsys):
@@ -43,18 +43,18 @@ def test_a_key_is_printed_with_type_limits_default_and_class(capsys):
 
 
 def test_variables(capsys):
-    assert told(capsys, "--env").keys() == {
+    assert list_keys(capsys, "--env").keys() == {
         *environment_keys(),
         *READ_VARIABLES,
         *SHELL_VARIABLES,
     }
-    assert told(capsys, "vllm_port", "--env").keys() == {"VLLM_PORT"}
+    assert list_keys(capsys, "vllm_port", "--env").keys() == {"VLLM_PORT"}
     assert "nothing in grpo keys --env" in refused(capsys, "xyzzy", "--env")
 
 
 def test_benchmarks(capsys):
-    assert told(capsys, "--benchmarks").keys() == benchmarks().keys()
-    assert told(capsys, "aime", "--benchmarks").keys() == {"aime24", "aime25"}
+    assert list_keys(capsys, "--benchmarks").keys() == benchmarks().keys()
+    assert list_keys(capsys, "aime", "--benchmarks").keys() == {"aime24", "aime25"}
 
 
 @pytest.mark.parametrize(
@@ -71,17 +71,17 @@ def test_a_word_that_no_key_has(capsys, word, fix):
 
 
 def test_the_key_itself_comes_first_then_names_then_meanings(capsys):
-    found = list(told(capsys, "beta"))
-    assert found[0] == "beta" and found[1:5] == ["adam_beta1", "adam_beta2", "kl_beta_min", "maxent_beta"]
-    assert next(iter(told(capsys, "VLLM_MODE"))) == "vllm_mode"
-    with_word = ["seed" in name for name, entry in told(capsys, "seed").items() if "refused" not in entry]
+    matches = list(list_keys(capsys, "beta"))
+    assert matches[0] == "beta" and matches[1:5] == ["adam_beta1", "adam_beta2", "kl_beta_min", "maxent_beta"]
+    assert next(iter(list_keys(capsys, "VLLM_MODE"))) == "vllm_mode"
+    with_word = ["seed" in name for name, entry in list_keys(capsys, "seed").items() if "refused" not in entry]
     assert with_word == sorted(with_word, reverse=True) and not all(with_word)
 
 
 def test_names_that_are_refused_are_told_as_such_with_what_to_write(capsys):
-    found = told(capsys, "output")
-    assert found["output_dir"]["refused"] is True and "run_root" in found["output_dir"]["help"]
-    assert "refused" not in found["vllm_structured_outputs_regex"] and list(found)[-1] == "overwrite_output_dir"
+    matches = list_keys(capsys, "output")
+    assert matches["output_dir"]["refused"] is True and "run_root" in matches["output_dir"]["help"]
+    assert "refused" not in matches["vllm_structured_outputs_regex"] and list(matches)[-1] == "overwrite_output_dir"
     assert cli.main(["keys", "output"]) == 0
     assert "output_dir  (not supported)\n    remove it;" in capsys.readouterr().out
 
@@ -99,7 +99,7 @@ def test_another_name_of_a_key_shows_the_key(capsys):
     assert cli.main(["keys", "init_kl_coeff"]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first == "grpo: 'init_kl_coeff' is an alias of beta" and second.startswith("beta  (float")
-    assert next(iter(told(capsys, "gen_temperature"))) == "temperature"
+    assert next(iter(list_keys(capsys, "gen_temperature"))) == "temperature"
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ def test_another_name_of_a_key_shows_the_key(capsys):
 )
 def test_common_words_find_their_keys(capsys, word, keys):
     """M5: wandb, tensorboard and think found nothing useful."""
-    found = told(capsys, word)
-    assert keys <= found.keys()
-    refused = [index for index, entry in enumerate(found.values()) if "refused" in entry]
+    matches = list_keys(capsys, word)
+    assert keys <= matches.keys()
+    refused = [index for index, entry in enumerate(matches.values()) if "refused" in entry]
     assert not refused or refused[0] >= len(keys), "keys come before names that are refused"
 
 
 def test_a_word_is_not_found_inside_others(capsys):
     """M5: a word matches at the beginning of a word."""
     assert "no key matches" in refused(capsys, "hema")
-    assert all("ate" not in name.split("_") for name in told(capsys, "rate"))
+    assert all("ate" not in name.split("_") for name in list_keys(capsys, "rate"))

@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device of the environment."""
+    """Set the device of the environment."""
     monkeypatch.setattr(recipes, "environment_device", lambda: request.param)
     return request.param
 
@@ -38,8 +38,8 @@ def test_the_recipe_of_this_device_is_right_as_it_is_written(folder, capsys, dev
     assert capsys.readouterr().out == "grpo: wrote my.yaml; next: grpo check my.yaml\n"
     assert (folder / "my.yaml").read_text().startswith(f"{schema_line(folder / 'my.yaml')}\n")
     assert cli.main(["check", "my.yaml"]) == 0
-    found = capsys.readouterr().out
-    assert "note:" not in found
+    output = capsys.readouterr().out
+    assert "note:" not in output
     recipe = read_recipe(folder / "my.yaml")
     resources = Resources("cuda", ("0", "1"), 8) if device == "cuda" else Resources("cpu", (), 2)
     plan = make_plan(recipe, resources, {}, names_of(recipe))
@@ -50,7 +50,7 @@ SETTING = re.compile(r"^# (?=[a-z_]+: )", re.MULTILINE)
 SECTIONS = [text for text in start_text("cpu").split("\n\n") if SETTING.search(text)]
 
 
-@pytest.mark.parametrize("chosen", [*([one] for one in SECTIONS), SECTIONS], ids=lambda chosen: chosen[0][2:14])
+@pytest.mark.parametrize("chosen", [*([section] for section in SECTIONS), SECTIONS], ids=lambda chosen: chosen[0][2:14])
 def test_a_section_that_is_off_is_right_when_its_marks_are_taken_away(folder, capsys, device, chosen):
     (folder / "held_out.jsonl").write_text('{"problem": "1+1", "question": "1+1", "answer": "#### 2"}\n')
     assert cli.main(["new", "my.yaml"]) == 0
@@ -61,7 +61,7 @@ def test_a_section_that_is_off_is_right_when_its_marks_are_taken_away(folder, ca
         text = text.replace(section, SETTING.sub("", section))
     (folder / "my.yaml").write_text(text)
     on = yaml.safe_load(text)
-    assert len(on) == len(before) + sum(len(SETTING.findall(one)) for one in chosen)  # no key is given twice
+    assert len(on) == len(before) + sum(len(SETTING.findall(section)) for section in chosen)  # no key is given twice
     capsys.readouterr()
     assert cli.main(["check", "my.yaml"]) == 0, capsys.readouterr().err
     notes = [line for line in capsys.readouterr().out.splitlines() if "does nothing" in line]
@@ -69,7 +69,7 @@ def test_a_section_that_is_off_is_right_when_its_marks_are_taken_away(folder, ca
 
 
 def test_the_sections_are_what_a_beginner_asks_for():
-    off = {key for one in SECTIONS for key in yaml.safe_load(SETTING.sub("", one))}
+    off = {key for section in SECTIONS for key in yaml.safe_load(SETTING.sub("", section))}
     assert {"eval_strategy", "save_steps", "reward_timeout", "use_peft", "wandb_project", "maxent_objective"} <= off
 
 
@@ -85,7 +85,7 @@ def test_its_recipe_is_the_packages_and_not_one_of_the_folder(folder, monkeypatc
     (folder / "start").mkdir()
     for name in ("recipes/base/start.yaml", "start.yaml", "start/cpu.yaml", "start/cuda.yaml"):
         (folder / name).write_text("seed: 666\n")
-    monkeypatch.setenv("GRPO_HOME", str(folder))  # as where the package is installed without the repository
+    monkeypatch.setenv("GRPO_HOME", str(folder))  # simulate a package without the repository
     assert cli.main(["new", "my.yaml"]) == 0
     assert (folder / "my.yaml").read_text().endswith(start_text("cpu")) and "666" not in start_text("cpu")
 

@@ -24,7 +24,7 @@ SMOKE = str(home() / "recipes/smoke/grpo.yaml")
     ids=" ".join,
 )  # fmt: skip
 def test_a_full_disk_behind_stdout_is_one_line(words: list[str]) -> None:
-    """M9: no traceback, whatever command writes."""
+    """M9: no command prints a traceback."""
     with FULL.open("w") as full:
         argv = [sys.executable, "-m", "grpo_recipes", *words]
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
@@ -37,7 +37,7 @@ def test_a_full_disk_behind_stdout_is_one_line(words: list[str]) -> None:
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 def test_a_full_disk_behind_stderr_keeps_the_exit_code() -> None:
-    """M9: the problems can't be printed, and the exit code still tells of them."""
+    """M9: if the problems can't be printed, the exit code still reports them."""
     with FULL.open("w") as full:
         argv = [sys.executable, "-m", "grpo_recipes", "check", "none.yaml"]
         assert subprocess.run(argv, stderr=full, timeout=120, check=False).returncode == 2

@@ -27,13 +27,13 @@ MODEL = {
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """``plan(...)``: exit code, output and errors of `grpo plan` of a 7B model on eight GPUs."""
+    """``plan(...)``: return exit code, stdout and stderr of `grpo plan` for a 7B model on eight GPUs."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(MODEL))
     recipe = {
         "model_name_or_path": str(tmp_path / "model"), "dataset_name": "openai/gsm8k", "prompts_per_step": 105,
         "num_generations": 8, "max_prompt_length": 512, "max_completion_length": 1024, "dtype": "bfloat16",
-        "learning_rate": 1e-3,  # at which accelerator: ddp may update bfloat16 weights
+        "learning_rate": 1e-3,  # at this rate, accelerator: ddp may update bfloat16 weights
         "run_name": "seven", "run_root": str(tmp_path / "runs"), "use_vllm": True,
     }  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -65,17 +65,17 @@ def test_what_does_not_fit_is_told_with_the_key_to_change(plan):
 
 
 def test_the_same_as_json(plan):
-    given = ("--accelerator", "ddp", "--per_device_train_batch_size", "8")
-    told = json.loads(plan("--gpu-memory", "88", *given, "--json")[1])
-    memory = told["memory"]
+    flags = ("--accelerator", "ddp", "--per_device_train_batch_size", "8")
+    report = json.loads(plan("--gpu-memory", "88", *flags, "--json")[1])
+    memory = report["memory"]
     assert sum(memory["trainer"]["parts"].values()) > memory["trainer"]["available"]
     assert memory["trainer"]["available"] == 88 * 2**30
     assert [need["fix"] for need in memory.values()] == ["per_device_train_batch_size: 1", ""]
     elements = model_facts(MODEL)["parameters"]
-    assert told["disk"]["checkpoints"] == 3  # each of the weights and two states, all in bfloat16
-    assert told["disk"]["parts"] == {"checkpoints": 3 * 6 * elements, "model": 2 * elements}
-    assert told["disk"]["available"] == pytest.approx(os.statvfs(".").f_bavail * os.statvfs(".").f_frsize, rel=0.1)
-    assert told["speed"] == {"seconds": None, "runs": 0, "walltime": None, "steps": None}
+    assert report["disk"]["checkpoints"] == 3  # each contains the weights and two optimizer states in bfloat16
+    assert report["disk"]["parts"] == {"checkpoints": 3 * 6 * elements, "model": 2 * elements}
+    assert report["disk"]["available"] == pytest.approx(os.statvfs(".").f_bavail * os.statvfs(".").f_frsize, rel=0.1)
+    assert report["speed"] == {"seconds": None, "runs": 0, "walltime": None, "steps": None}
     assert json.loads(plan("--json")[1])["memory"]["trainer"]["available"] is None
 
 
@@ -96,14 +96,14 @@ def test_steps_within_the_time_limit_by_an_earlier_run(plan, tmp_path, monkeypat
 
 
 def test_with_a_time_limit_of_its_own_slurm_is_not_asked(plan, monkeypatch):
-    asked: list[object] = []
-    monkeypatch.setattr(recipes, "job_end_time", asked.append)
+    requests: list[object] = []
+    monkeypatch.setattr(recipes, "job_end_time", requests.append)
     for flags, times in ((("--time", "1-0"), 0), ((), 1)):
-        assert plan(*flags)[0] == 0 and len(asked) == times
+        assert plan(*flags)[0] == 0 and len(requests) == times
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--time", "soon"], "'soon' is not a time limit"),
         (["--time", "0"], "use --time 72:00:00"),
@@ -111,10 +111,10 @@ def test_with_a_time_limit_of_its_own_slurm_is_not_asked(plan, monkeypatch):
         (["--gpu-memory", "nan"], "no GPU has nan GiB"),
     ],
 )
-def test_wrong_numbers_are_refused(flags, said, plan):
+def test_wrong_numbers_are_refused(flags, message, plan):
     code, _, errors = plan(*flags)
     assert code == EXIT_CONFIG_ERROR
-    assert said in errors
+    assert message in errors
 
 
 def test_a_model_that_is_not_here_is_named(plan):
@@ -190,7 +190,7 @@ def test_absurd_sizes_are_rejected_with_a_size_that_is_not(plan, key, value):
 
 
 def test_a_batch_of_too_many_completions_is_rejected(plan):
-    """M8: two sizes that are possible alone."""
+    """M8: each size is valid without the other."""
     code, _, told = plan("--prompts_per_step", "1000000", "--num_generations", "1000")
     assert code == 2 and "is more than 10,000,000 completions" in told
     assert plan("--prompts_per_step", "128", "--num_generations", "8")[0] == 0
