@@ -1,4 +1,4 @@
-"""A fake server of the OpenAI API for the commands that ask one."""
+"""A fake OpenAI API server for the commands that need a server."""
 
 from __future__ import annotations
 

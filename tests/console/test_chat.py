@@ -1,4 +1,4 @@
-"""`grpo chat` with a fake server: the conversation that is sent, its orders, failures; and whom it talks to."""
+"""`grpo chat` with a fake server: the conversation that is sent, its commands, failures and servers."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that has ended, with a system prompt and a temperature of its own."""
-    made = tmp_path / "runs" / "sums-20261120-101500"
-    (made / "model").mkdir(parents=True)
-    (made / "model" / "config.json").write_text('{"max_position_embeddings": 512}')
-    (made / "recipe.yaml").write_text(
+    """Create a completed run with its own system prompt and temperature."""
+    folder = tmp_path / "runs" / "sums-20261120-101500"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text('{"max_position_embeddings": 512}')
+    (folder / "recipe.yaml").write_text(
         "# a.yaml:1\nmodel_name_or_path: a/b\n# a.yaml:2\nsystem_prompt: Add.\n# a.yaml:3\ntemperature: 0.9\n"
         "# a.yaml:4\nmax_completion_length: 33\n# a.yaml:5\nchat_template_kwargs: {enable_thinking: false}\n"
         "# a.yaml:6\nmodel_revision: abc\n"
     )
-    write_json(made / "run.json", {"run_name": "sums"})
-    write_json(made / "summary.json", {"status": "completed"})
-    return made
+    write_json(folder / "run.json", {"run_name": "sums"})
+    write_json(folder / "summary.json", {"status": "completed"})
+    return folder
 
 
 @pytest.fixture
 def talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[str]]]:
-    """``talk(words, "line", ...)``: the exit code, and the lines that are printed."""
+    """``talk(words, "line", ...)``: return the exit code and the printed lines."""
 
-    def run_it(words: list[str], *lines: str) -> tuple[int, list[str]]:
+    def run_chat(words: list[str], *lines: str) -> tuple[int, list[str]]:
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         code = main(["chat", *words])
-        said = capsys.readouterr()
-        return code, (said.err if code == 2 else said.out).splitlines()
+        captured = capsys.readouterr()
+        return code, (captured.err if code == 2 else captured.out).splitlines()
 
-    return run_it
+    return run_chat
 
 
 def user(text: str) -> dict[str, str]:
@@ -67,17 +67,19 @@ REPLY = {"role": "assistant", "content": "hello"}
 
 
 def test_a_conversation_is_sent_whole_until_it_is_reset(talk, server: FakeServer) -> None:
-    code, said = talk([server.url], "hi", "", "how?", "/reset", "again", "/system Be kind.", "now", "/system", "/what")
+    code, output = talk(
+        [server.url], "hi", "", "how?", "/reset", "again", "/system Be kind.", "now", "/system", "/what"
+    )
     assert code == 0
-    assert said[0].startswith("grpo: tiny is ready; /reset starts")
-    assert said[1:5] == ["> hi", "hello", "> ", "> how?"]
+    assert output[0].startswith("grpo: tiny is ready; /reset starts")
+    assert output[1:5] == ["> hi", "hello", "> ", "> how?"]
     assert [body["messages"] for _, body in server.asked] == [
         [user("hi")],
         [user("hi"), REPLY, user("how?")],
         [user("again")],
         [{"role": "system", "content": "Be kind."}, user("now")],
     ]
-    assert "grpo: system prompt: Be kind." in said and said[-2].startswith("grpo: /reset starts")
+    assert "grpo: system prompt: Be kind." in output and output[-2].startswith("grpo: /reset starts")
     assert all(path == "/v1/chat/completions" and body["temperature"] == 1.0 for path, body in server.asked)
 
 
@@ -85,9 +87,9 @@ def test_options_say_how_replies_are_drawn(talk, server: FakeServer) -> None:
     words = [server.url, "--temperature", "0", "--max-tokens", "5", "--seed", "3", "--system", "Add."]
     talk(words, "hi", "hi")
     talk(words, "hi")
-    first, second, again = (body for _, body in server.asked)
+    first, second, repeated = (body for _, body in server.asked)
     assert {"temperature": 0.0, "max_tokens": 5}.items() <= first.items() and first["messages"][0]["content"] == "Add."
-    assert first["seed"] == again["seed"] != second["seed"]
+    assert first["seed"] == repeated["seed"] != second["seed"]
 
 
 def test_a_run_gives_prompt_and_sampling_to_a_server_that_runs(talk, server: FakeServer, run: Path) -> None:
@@ -104,9 +106,9 @@ def test_a_run_gives_prompt_and_sampling_to_a_server_that_runs(talk, server: Fak
 
 def test_a_reply_that_fails_is_forgotten_and_counts(talk, server: FakeServer) -> None:
     server.fails = [400]
-    code, said = talk([server.url], "hi", "there")
-    assert code == 1 and "grpo: no reply: BadRequestError: Error code: 400 - told to answer 400" in said
-    assert server.asked[1][1]["messages"] == [user("there")] and "hello" in said
+    code, output = talk([server.url], "hi", "there")
+    assert code == 1 and "grpo: no reply: BadRequestError: Error code: 400 - told to answer 400" in output
+    assert server.asked[1][1]["messages"] == [user("there")] and "hello" in output
 
 
 def test_ctrl_c_in_a_reply_cuts_it_off_and_at_the_prompt_ends(talk, server: FakeServer, monkeypatch) -> None:
@@ -118,8 +120,8 @@ def test_ctrl_c_in_a_reply_cuts_it_off_and_at_the_prompt_ends(talk, server: Fake
         return text
 
     monkeypatch.setattr(module, "readable", show)
-    code, said = talk([server.url], "hi", "there")
-    assert code == 0 and "grpo: reply interrupted and dropped" in said
+    code, output = talk([server.url], "hi", "there")
+    assert code == 0 and "grpo: reply interrupted and dropped" in output
     assert server.asked[1][1]["messages"] == [user("there")]
 
     def interrupted(_: str) -> str:
@@ -155,15 +157,15 @@ def test_the_server_of_a_run_is_started_and_ended(talk, server: FakeServer, run:
     @contextlib.contextmanager
     def fake_serving(recipe: Any, model: str, environment: Any) -> Iterator[Server]:
         events.append(model)
-        owner = OwnListener("127.0.0.1", urlsplit(server.url).port or 0, os.getpid)  # of the fake server
+        owner = OwnListener("127.0.0.1", urlsplit(server.url).port or 0, os.getpid)  # the process of the fake server
         yield Server(server.url, "tiny", "the-token", owner)
         events.append("ended")
 
     monkeypatch.setattr(module, "serving", fake_serving)
     server.token = "the-token"
-    code, said = talk(["last"], "hi")
+    code, output = talk(["last"], "hi")
     assert code == 0 and events == [str(run / "model"), "ended"]
-    assert said[0] == "grpo: starting a server for runs/sums-20261120-101500/model"
+    assert output[0] == "grpo: starting a server for runs/sums-20261120-101500/model"
     assert set(server.authorized) == {"Bearer the-token"}
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`grpo eval`, with a fake server: scores, files, continuation, what is evaluated; and what it refuses."""
+"""`grpo eval`, with a fake server: scores, files, continuation, evaluated models and rejected options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from grpo_recipes.runs.rundir import write_json
 
 OUT = Path("evals/my")
 TOKENIZER = smoke.build_tokenizer()
-# What the model says to a problem whose seed is even, and odd.
+# Replies of the model to each problem, for an even and an odd seed.
 SAYS = {
     "2+1=": ("<answer>3</answer>", "<answer>4</answer>"),
     "3+1=": ("<answer>4</answer>", "<answer>4</answer>"),
@@ -49,15 +49,15 @@ bf16: false
 
 
 class Answers(FakeServer):
-    """Says what stands in ``SAYS``."""
+    """Replies with the texts in ``SAYS``."""
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        found = super().answer(path, body)
-        asked = TOKENIZER.decode(body["prompt"])
-        text = next(said for problem, said in SAYS.items() if problem in asked)[body["seed"] % 2]
+        base = super().answer(path, body)
+        prompt = TOKENIZER.decode(body["prompt"])
+        text = next(texts for problem, texts in SAYS.items() if problem in prompt)[body["seed"] % 2]
         ids = [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
         choice = {"text": text, "token_ids": ids, "logprobs": {"token_logprobs": [0.0] * len(ids)}}
-        return {**found, "choices": [found["choices"][0] | choice]}
+        return {**base, "choices": [base["choices"][0] | choice]}
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def server() -> Iterator[Answers]:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder: a recipe that is evaluated on three problems."""
+    """Create a working folder with a recipe and three evaluation problems."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
     monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
@@ -87,11 +87,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def evaluate(server: Answers) -> Callable[..., int]:
-    """``evaluate("my.yaml", "--k", "2")``: the exit code of the command with the fake's address."""
+    """``evaluate("my.yaml", "--k", "2")``: run the command with the fake server and return its exit code."""
 
-    def run(which: str, *more: str) -> int:
+    def run(target: str, *options: str) -> int:
         address = ["--base-url", server.url, "--served-model-name", "tiny", "--wait", "0"]
-        return main(["eval", which, *address, *more])
+        return main(["eval", target, *address, *options])
 
     return run
 
@@ -101,8 +101,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def result(out: Path = OUT) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "eval.json").read_text())
-    return found
+    scores: dict[str, Any] = json.loads((out / "eval.json").read_text())
+    return scores
 
 
 def problem_of(row: dict[str, Any]) -> str:
@@ -111,26 +111,28 @@ def problem_of(row: dict[str, Any]) -> str:
 
 def test_the_scores_are_those_of_the_completions(evaluate, server: Answers, capsys) -> None:
     assert evaluate("my.yaml", "--num-generations", "6", "--limit", "5") == 0
-    rows, found = lines(OUT / "completions.jsonl"), result()
-    right = [[one["text"] == f"<answer>{GOLD[problem_of(row)]}</answer>" for one in row["completions"]] for row in rows]
+    rows, scores = lines(OUT / "completions.jsonl"), result()
+    right = [
+        [entry["text"] == f"<answer>{GOLD[problem_of(row)]}</answer>" for entry in row["completions"]] for row in rows
+    ]
     assert sorted(map(sum, right))[::2] == [0, 6] and 0 < sorted(map(sum, right))[1] < 6
     for k in (1, 2, 4, 5, 6):
         drawn = [fmean(any(draw) for draw in combinations(row, k)) for row in right]
-        assert found[f"pass@{k}"] == pytest.approx(fmean(drawn)) == pytest.approx(found[f"best@{k}"])
-        assert found[f"mean@{k}"] == pytest.approx(fmean(fmean(row[:k]) for row in right))
-        low, high = found[f"pass@{k}_ci"]
-        assert 0 <= low <= found[f"pass@{k}"] <= high <= 1
-    assert found["majority@1"] == pytest.approx(fmean(row[0] for row in right))
-    assert found["reward"] == found["rewards/pure_accuracy_math/mean"] == pytest.approx(fmean(map(fmean, right)))
-    lengths = [len(one["ids"]) for row in rows for one in row["completions"]]
-    assert found["mean_length"] == fmean(lengths) and found["truncated"] == 0 and found["no_verdict"] == 0
-    assert (found["model"], found["prompts"], found["samples"]) == ("smoke:sums", 3, 6)
+        assert scores[f"pass@{k}"] == pytest.approx(fmean(drawn)) == pytest.approx(scores[f"best@{k}"])
+        assert scores[f"mean@{k}"] == pytest.approx(fmean(fmean(row[:k]) for row in right))
+        low, high = scores[f"pass@{k}_ci"]
+        assert 0 <= low <= scores[f"pass@{k}"] <= high <= 1
+    assert scores["majority@1"] == pytest.approx(fmean(row[0] for row in right))
+    assert scores["reward"] == scores["rewards/pure_accuracy_math/mean"] == pytest.approx(fmean(map(fmean, right)))
+    lengths = [len(entry["ids"]) for row in rows for entry in row["completions"]]
+    assert scores["mean_length"] == fmean(lengths) and scores["truncated"] == 0 and scores["no_verdict"] == 0
+    assert (scores["model"], scores["prompts"], scores["samples"]) == ("smoke:sums", 3, 6)
     sent = [body for _, body in server.asked]
-    wanted = {"temperature": 0.9, "max_tokens": 9, "model": "tiny"}
-    assert all(wanted.items() <= body.items() for body in sent) and len({body["seed"] for body in sent}) == 18
-    said = capsys.readouterr().out
-    assert f"\npass@6      {found['pass@6']:>8.3f}  {found['pass@6_ci'][0]:.3f} to" in said
-    assert "grpo: scores in evals/my/eval.json, samples in evals/my/eval.html" in said
+    expected = {"temperature": 0.9, "max_tokens": 9, "model": "tiny"}
+    assert all(expected.items() <= body.items() for body in sent) and len({body["seed"] for body in sent}) == 18
+    output = capsys.readouterr().out
+    assert f"\npass@6      {scores['pass@6']:>8.3f}  {scores['pass@6_ci'][0]:.3f} to" in output
+    assert "grpo: scores in evals/my/eval.json, samples in evals/my/eval.html" in output
     page = (OUT / "eval.html").read_text()
     assert page.count('data-verdict="right"') == sum(map(sum, right)) and "2+1=" in page
 
@@ -148,7 +150,7 @@ def test_what_was_cut_off_goes_on_to_the_same_result(evaluate, server: Answers, 
     assert "scoring 2 prompts" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in OUT.iterdir() if path.suffix != ".html"} == whole
     server.asked.clear()
-    assert main(["eval", "my.yaml", "--base-url", "http://127.0.0.1:9", "--wait", "0"]) == 0  # nobody is asked
+    assert main(["eval", "my.yaml", "--base-url", "http://127.0.0.1:9", "--wait", "0"]) == 0  # no request is sent
     assert not server.asked and result() == json.loads(whole["eval.json"])
 
 
@@ -161,22 +163,24 @@ def test_another_reward_scores_the_same_completions(evaluate, server: Answers, c
     assert evaluate("my.yaml") == 0 and result()["pass@1"] < 1
     server.asked.clear()
     assert evaluate("my.yaml", "--reward", "mine.py:ends", "pure_accuracy_math") == 0 and not server.asked
-    found, rows = result(), lines(OUT / "scores.jsonl")
-    assert [list(one["rewards"]) for one in rows[0]["completions"]] == [["ends", "pure_accuracy_math"]] * 4
-    sixes = [one for row in rows for one in row["completions"] if "6" in one["text"]]
-    assert sixes and all(one["rewards"] == {"ends": None, "pure_accuracy_math": 0.0} for one in sixes)
-    assert found["rewards/ends/mean"] == 2.0 and found["no_verdict"] == 0
+    scores, rows = result(), lines(OUT / "scores.jsonl")
+    assert [list(entry["rewards"]) for entry in rows[0]["completions"]] == [["ends", "pure_accuracy_math"]] * 4
+    sixes = [entry for row in rows for entry in row["completions"] if "6" in entry["text"]]
+    assert sixes and all(entry["rewards"] == {"ends": None, "pure_accuracy_math": 0.0} for entry in sixes)
+    assert scores["rewards/ends/mean"] == 2.0 and scores["no_verdict"] == 0
     assert evaluate("my.yaml", "--reward", "mine.py:ends") == 0
-    assert result()["no_verdict"] == len(sixes) and result()["pass@1"] == 1.0  # right is a reward of 1 at least
+    assert (
+        result()["no_verdict"] == len(sixes) and result()["pass@1"] == 1.0
+    )  # a right answer has a reward of at least 1
     before = Path("mine.py").read_text()
     Path("mine.py").write_text(before.replace("2.0", "0.5"))
-    assert evaluate("my.yaml", "--reward", "mine.py:ends") == 0 and result()["pass@1"] is None  # graded below 1 (M20)
+    assert evaluate("my.yaml", "--reward", "mine.py:ends") == 0 and result()["pass@1"] is None  # rewards below 1 (M20)
 
 
 def test_k_is_chosen_up_to_the_completions_there_are(evaluate, capsys) -> None:
     assert evaluate("my.yaml", "--k", "5") == 2
-    said = capsys.readouterr().err
-    assert "--k: pass@5 needs 5 completions per prompt, got 4. Fix: use --num-generations 5" in said
+    error = capsys.readouterr().err
+    assert "--k: pass@5 needs 5 completions per prompt, got 4. Fix: use --num-generations 5" in error
     assert not OUT.exists()
     assert evaluate("my.yaml", "--k", "3", "1") == 0
     assert [name for name in result() if name.startswith("pass@")] == ["pass@1", "pass@3", "pass@1_ci", "pass@3_ci"]
@@ -217,11 +221,11 @@ def test_a_folder_of_other_settings_is_refused(evaluate, change: list[str], caps
     assert evaluate("my.yaml", *change, "--out", "other") == 0 and result(Path("other"))["prompts"] == 3
 
 
-# --- what is evaluated -----------------------------------------------------------------------------------------------
+# --- evaluated models ------------------------------------------------------------------------------------------------
 
 
 def save_model(folder: Path) -> None:
-    """A folder that looks like a model, with the tokenizer of the built-in one."""
+    """Write a folder like a model's, with the tokenizer of the built-in model."""
     TOKENIZER.save_pretrained(folder)
     (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "model.safetensors").write_bytes(b"weights")
@@ -229,20 +233,22 @@ def save_model(folder: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of the recipe with a model, a checkpoint, and a reward whose file is gone."""
-    made = tmp_path / "runs" / "sums-20261120-101500"
-    (made / "rewards").mkdir(parents=True)
-    (made / "rewards" / "gone.py").write_text("def one(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    """Create a run of the recipe with a model, a checkpoint, and a reward without its original file."""
+    folder = tmp_path / "runs" / "sums-20261120-101500"
+    (folder / "rewards").mkdir(parents=True)
+    (folder / "rewards" / "gone.py").write_text(
+        "def one(completions, **kwargs):\n    return [1.0] * len(completions)\n"
+    )
     entries = [line for line in RECIPE.strip().splitlines() if not line.startswith("reward_funcs")]
     entries += ["reward_funcs: ['gone.py:one']", "reward_isolation: none"]
-    (made / "recipe.yaml").write_text("".join(f"# my.yaml:{at}\n{line}\n" for at, line in enumerate(entries)))
-    write_json(made / "run.json", {"run_name": "sums"})
-    write_json(made / "summary.json", {"status": "completed"})
-    save_model(made / "model")
-    save_model(made / "staged" / "checkpoint-2")
-    (made / "checkpoints").mkdir()
-    publish_checkpoint(made / "staged" / "checkpoint-2", made / "checkpoints", 2, 1)
-    return made
+    (folder / "recipe.yaml").write_text("".join(f"# my.yaml:{at}\n{line}\n" for at, line in enumerate(entries)))
+    write_json(folder / "run.json", {"run_name": "sums"})
+    write_json(folder / "summary.json", {"status": "completed"})
+    save_model(folder / "model")
+    save_model(folder / "staged" / "checkpoint-2")
+    (folder / "checkpoints").mkdir()
+    publish_checkpoint(folder / "staged" / "checkpoint-2", folder / "checkpoints", 2, 1)
+    return folder
 
 
 def test_a_run_is_evaluated_by_its_recipe_with_its_model(run: Path, server: Answers, capsys) -> None:
@@ -250,9 +256,9 @@ def test_a_run_is_evaluated_by_its_recipe_with_its_model(run: Path, server: Answ
     server.models = {"tiny": str(Path("link").absolute())}  # the same folder by another path
     command = ["eval", "last", "--base-url", server.url, "--wait", "0"]
     assert main(command) == 0
-    found = result(Path("evals") / run.name)
-    assert found["model"] == str(run / "model") and found["settings"]["model_files"]
-    assert found["rewards/one/mean"] == found["pass@1"] == 1.0
+    scores = result(Path("evals") / run.name)
+    assert scores["model"] == str(run / "model") and scores["settings"]["model_files"]
+    assert scores["rewards/one/mean"] == scores["pass@1"] == 1.0
     (run / "model" / "config.json").write_text('{"model_type": "another"}')
     assert main(command) == 2 and "model_files" in capsys.readouterr().err
 
@@ -261,9 +267,9 @@ def test_a_checkpoint_is_evaluated_by_the_recipe_of_its_run(run: Path, server: A
     checkpoint = run / "checkpoints" / "checkpoint-2"
     command = ["--base-url", server.url, "--wait", "0"]
     server.models = {"tiny": str(run / "model")}
-    assert main(["eval", str(checkpoint), *command]) == 2  # the server has the model of the end
-    said = capsys.readouterr().err
-    assert f"--base-url: {server.url} serves 'tiny', not '{checkpoint}'" in said and not Path("evals").exists()
+    assert main(["eval", str(checkpoint), *command]) == 2  # the server has the final model
+    error = capsys.readouterr().err
+    assert f"--base-url: {server.url} serves 'tiny', not '{checkpoint}'" in error and not Path("evals").exists()
     server.models = {"tiny": str(checkpoint)}
     assert main(["eval", str(checkpoint), *command]) == 0
     assert result(Path(f"evals/{run.name}-checkpoint-2"))["model"] == str(checkpoint)
@@ -290,8 +296,8 @@ def test_a_bare_model_is_told_its_dataset_and_reward(tmp_path: Path, evaluate, s
     save_model(tmp_path / "base")
     words = ["--dataset", "held_out.jsonl", "--reward", "pure_accuracy_math"]
     assert evaluate("base", *words, "--max_completion_length", "7") == 0
-    found = result(Path("evals/base"))
-    assert found["prompts"] == 3 and found["samples"] == 4 and server.asked[0][1]["max_tokens"] == 7
+    scores = result(Path("evals/base"))
+    assert scores["prompts"] == 3 and scores["samples"] == 4 and server.asked[0][1]["max_tokens"] == 7
     assert evaluate("base", *words[:2]) == 2
     assert "base' is a model without a recipe" in capsys.readouterr().err
     assert evaluate("base", *words[2:]) == 2
@@ -309,21 +315,21 @@ def test_another_model_dataset_and_split_are_taken(tmp_path: Path, evaluate) -> 
 
 def test_a_server_is_started_for_the_model_and_ended(tmp_path: Path, server: Answers, monkeypatch, capsys) -> None:
     save_model(tmp_path / "base")
-    seen: list[Any] = []
+    events: list[Any] = []
 
     @contextmanager
     def serving(recipe: Any, model: str, _: Any) -> Iterator[Server]:
-        seen.append((model, recipe["vllm_max_model_length"]))
-        owner = OwnListener("127.0.0.1", urlsplit(server.url).port or 0, os.getpid)  # of the fake server
+        events.append((model, recipe["vllm_max_model_length"]))
+        owner = OwnListener("127.0.0.1", urlsplit(server.url).port or 0, os.getpid)  # the process of the fake server
         yield Server(server.url, "tiny", "token", owner)
-        seen.append("ended")
+        events.append("ended")
 
     monkeypatch.setattr(module, "serving", serving)
     command = ["eval", "base", "--dataset", "held_out.jsonl", "--reward", "pure_accuracy_math"]
     assert main(command) == 0
-    assert seen[0][0] == str(tmp_path / "base") and 1024 < seen[0][1] < 1064 and seen[1:] == ["ended"]
+    assert events[0][0] == str(tmp_path / "base") and 1024 < events[0][1] < 1064 and events[1:] == ["ended"]
     assert server.authorized[-1] == "Bearer token"
-    assert main(command) == 0 and len(seen) == 2  # everything is there
+    assert main(command) == 0 and len(events) == 2  # all scores exist
 
     @contextmanager
     def failing(*_: Any) -> Iterator[Server]:
@@ -340,14 +346,14 @@ def test_a_deleted_file_of_completions_is_not_scored_by_old_scores(evaluate, mon
     (OUT / "completions.jsonl").unlink()
     monkeypatch.setitem(SAYS, "2+1=", ("no", "no"))
     assert evaluate("my.yaml") == 0
-    assert {one["text"] for row in lines(OUT / "scores.jsonl") for one in row["completions"]} >= {"no"}
+    assert {entry["text"] for row in lines(OUT / "scores.jsonl") for entry in row["completions"]} >= {"no"}
 
 
-# --- what is wrong ---------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["none.yaml"], "recipe 'none.yaml' not found"),
         (["nowhere"], "nowhere: is not a run directory (no run.json). Fix: use a recipe (.yaml)"),
@@ -383,7 +389,7 @@ def test_a_deleted_file_of_completions_is_not_scored_by_old_scores(evaluate, mon
     ],
 )
 def test_what_is_wrong_is_named_and_leaves_nothing(
-    words: list[str], said: str, tmp_path: Path, monkeypatch, capsys
+    words: list[str], message: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(module, "serving", lambda *_: pytest.fail("a server was started"))
     save_model(tmp_path / "base")
@@ -394,8 +400,8 @@ def test_what_is_wrong_is_named_and_leaves_nothing(
     )
     before = sorted(tmp_path.rglob("*"))
     assert main(["eval", *words, "--wait", "0"]) == 2
-    found = capsys.readouterr().err
-    assert said in found and "Traceback" not in found
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
     assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(path)] == before
 
 
@@ -414,9 +420,14 @@ def test_the_key_comes_from_the_environment(evaluate, server: Answers, monkeypat
 
 def test_keys_of_evaluations_are_sampled_by(evaluate, server: Answers) -> None:
     plain = {"temperature": 0.9, "top_p": 1.0, "max_tokens": 9}
-    own = ("--eval_temperature=0.5", "--eval_top_p=0.8", "--eval_max_completion_length=7", "--eval_sampling_seed=11")
+    eval_flags = (
+        "--eval_temperature=0.5",
+        "--eval_top_p=0.8",
+        "--eval_max_completion_length=7",
+        "--eval_sampling_seed=11",
+    )
     seeds = []
-    for flags, expected in (((), plain), (own, {"temperature": 0.5, "top_p": 0.8, "max_tokens": 7})):
+    for flags, expected in (((), plain), (eval_flags, {"temperature": 0.5, "top_p": 0.8, "max_tokens": 7})):
         server.asked.clear()
         assert evaluate("my.yaml", "--out", f"evals/{len(flags)}", *flags) == 0
         assert len(server.asked) == 12

@@ -1,4 +1,4 @@
-"""`grpo generate`, with a fake server: rows, settings, continuation, failures, publishing; and what it refuses."""
+"""`grpo generate`, with a fake server: rows, settings, continuation, failures, publishing and rejected options."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from grpo_recipes.rollouts import generate as module
 
 Rows = list[dict[str, Any]]
 TOKENIZER = smoke.build_tokenizer()
-PROBLEMS = [f"{one}+1=" for one in range(6)]
+PROBLEMS = [f"{number}+1=" for number in range(6)]
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder: a recipe with six problems."""
+    """Create a working folder with a recipe and six problems."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
     monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.02)
-    rows = [{"problem": text, "answer": str(place + 1), "level": place} for place, text in enumerate(PROBLEMS)]
+    rows = [{"problem": text, "answer": str(index + 1), "level": index} for index, text in enumerate(PROBLEMS)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("my.yaml").write_text(
         "model_name_or_path: smoke:sums\ndataset_name: rows.jsonl\nreward_funcs: [pure_accuracy_math]\n"
@@ -38,10 +38,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def generate(server: FakeServer) -> Callable[..., int]:
-    """``generate("--limit", "2")``: the exit code of the command, with out.jsonl and the fake's address."""
+    """``generate("--limit", "2")``: run the command with out.jsonl and the fake server and return its exit code."""
 
-    def run(*more: str) -> int:
-        return main(["generate", "my.yaml", "--out", "out.jsonl", "--base-url", server.url, "--wait", "0", *more])
+    def run(*options: str) -> int:
+        return main(["generate", "my.yaml", "--out", "out.jsonl", "--base-url", server.url, "--wait", "0", *options])
 
     return run
 
@@ -66,9 +66,11 @@ def test_each_prompt_becomes_a_row_with_its_completions(generate, server: FakeSe
     assert first == {"text": f"said {length}", "ids": [length, first["ids"][1], END], "finish_reason": "stop"}
     assert second["ids"][1] != first["ids"][1]
     sent = [body for _, body in server.asked]
-    assert sorted(body["prompt"] for body in sent) == sorted(rendered(one) for one in PROBLEMS for _ in range(2))
-    wanted = {"temperature": 0.9, "top_k": 5, "top_p": 1.0, "max_tokens": 9, "model": "tiny"}
-    assert all(wanted.items() <= body.items() for body in sent) and len({body["seed"] for body in sent}) == 12
+    assert sorted(body["prompt"] for body in sent) == sorted(
+        rendered(problem) for problem in PROBLEMS for _ in range(2)
+    )
+    expected = {"temperature": 0.9, "top_k": 5, "top_p": 1.0, "max_tokens": 9, "model": "tiny"}
+    assert all(expected.items() <= body.items() for body in sent) and len({body["seed"] for body in sent}) == 12
     assert "grpo: 6 prompts x 2 completions in out.jsonl" in capsys.readouterr().out
 
 
@@ -103,10 +105,10 @@ def test_what_failed_has_no_row_and_the_next_call_tries_it_again(generate, serve
     server.fails = [400, 400]
     assert generate("--batch-size", "1") == 1
     assert [row["index"] for row in read()] == [2, 3, 4, 5]
-    said = capsys.readouterr()
-    assert "grpo: 4 prompts in out.jsonl" in said.out
-    assert "2 prompts failed: BadRequestError: Error code: 400 - told to answer 400" in said.err
-    assert "run the same command again" in said.err
+    captured = capsys.readouterr()
+    assert "grpo: 4 prompts in out.jsonl" in captured.out
+    assert "2 prompts failed: BadRequestError: Error code: 400 - told to answer 400" in captured.err
+    assert "run the same command again" in captured.err
     assert generate() == 0 and [row["index"] for row in read()] == list(range(6))
 
 
@@ -181,7 +183,7 @@ def refused(words: list[str], capsys) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["my.yaml"], "--out: is missing"),
         (["my.yaml", "--out", "o", "--num-generations", "0"], "--num-generations: expected 1 or more, got 0"),
@@ -196,8 +198,8 @@ def refused(words: list[str], capsys) -> str:
         (["none.yaml", "--out", "o"], "recipe 'none.yaml' not found"),
     ],
 )
-def test_what_is_wrong_is_named(words: list[str], said: str, capsys) -> None:
-    assert said in refused(words, capsys)
+def test_what_is_wrong_is_named(words: list[str], message: str, capsys) -> None:
+    assert message in refused(words, capsys)
     assert not Path("o").exists()
 
 

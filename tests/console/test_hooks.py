@@ -1,4 +1,4 @@
-"""What the console does at the start, during and at the end of a run."""
+"""Hooks of the console at the start, during and at the end of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`grpo report`: paths in, a page and its path out."""
+"""`grpo report`: reads paths, writes a page and prints its path."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_last_is_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["missing"], "grpo: missing: is not a run directory (no run.json). Fix: name a folder under run_root"),
         (["RUN", "."], "grpo: .: is not a run directory (no run.json). Fix: name a folder under run_root"),
@@ -66,11 +66,15 @@ def test_last_is_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )  # fmt: skip
 def test_what_is_no_run_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
 ) -> None:
     folder = make_run(tmp_path / "runs", steps=3)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RUN_ROOT", "empty")
     assert main(["report", *[str(folder) if word == "RUN" else word for word in arguments]]) == 2
-    assert capsys.readouterr().err.strip() == said
+    assert capsys.readouterr().err.strip() == message
     assert not list(tmp_path.rglob("*.html"))

@@ -1,4 +1,4 @@
-"""What the tests of the doctor share: its command in a child, fake programs and servers."""
+"""Fixtures for the doctor tests: its command in a child process, fake programs and servers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,20 @@ GRPO = str(Path(sys.executable).with_name("grpo"))
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
-    """The tester's environment without what the launcher reads and without a network."""
-    # TRL sets VLLM_LOGGING_LEVEL in the environment of whoever imports it, as other tests of this process do.
-    ours = {*READ_VARIABLES, *environment_keys(), "VLLM_LOGGING_LEVEL"}
-    kept = {name: text for name, text in os.environ.items() if name not in ours and not name.startswith("SLURM")}
-    return {**kept, "HF_HUB_OFFLINE": "1", **variables}
+    """Return the tester's environment without the launcher's variables and without a network."""
+    # TRL sets VLLM_LOGGING_LEVEL on import, and other tests of this process import TRL.
+    launcher_variables = {*READ_VARIABLES, *environment_keys(), "VLLM_LOGGING_LEVEL"}
+    inherited = {
+        name: text
+        for name, text in os.environ.items()
+        if name not in launcher_variables and not name.startswith("SLURM")
+    }
+    return {**inherited, "HF_HUB_OFFLINE": "1", **variables}
 
 
 @pytest.fixture
 def doctor() -> Callable[..., tuple[int, dict[str, dict[str, str]]]]:
-    """``doctor(*arguments, before=..., NAME=VALUE)``: exit code and results by name of `grpo doctor --json`."""
+    """``doctor(*arguments, before=..., NAME=VALUE)``: return exit code and results by name of `grpo doctor --json`."""
 
     def run(*arguments: str, before: Callable[[], None] | None = None, **variables: str) -> Any:
         done = subprocess.run(
@@ -52,7 +56,7 @@ def doctor() -> Callable[..., tuple[int, dict[str, dict[str, str]]]]:
 
 
 class FakeCudaMachine(Machine):
-    """A machine whose environment has the CUDA packages."""
+    """A machine with the CUDA packages."""
 
     @property
     def device(self) -> str:
@@ -67,7 +71,7 @@ def cuda_machine() -> Callable[..., Machine]:
 
 @pytest.fixture
 def fake_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """``fake_program(name, script)``: a shell script of that name before all others on PATH."""
+    """``fake_program(name, script)``: put a shell script of that name first on PATH."""
     folder = tmp_path / "fake_programs"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
@@ -81,14 +85,14 @@ def fake_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
 
 @pytest.fixture
 def no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A PATH without any program."""
+    """Set a PATH without programs."""
     (tmp_path / "no_programs").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "no_programs"))
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[type[BaseHTTPRequestHandler]], str]]:
-    """``serve(handler)``: the address of a real HTTP server on loopback."""
+    """``serve(handler)``: start an HTTP server on loopback and return its address."""
     servers = []
 
     def start(handler: type[BaseHTTPRequestHandler]) -> str:

@@ -1,4 +1,4 @@
-"""`grpo doctor` as a person calls it."""
+"""`grpo doctor` from the command line."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from grpo_recipes.plan.devices import environment_device
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
 SMOKE = str(Path(__file__).resolve().parents[3] / "recipes/smoke/grpo.yaml")
-on_cpu = pytest.mark.skipif(environment_device() != "cpu", reason="the smoke recipe is that of a CPU environment")
+on_cpu = pytest.mark.skipif(environment_device() != "cpu", reason="the smoke recipe needs a CPU environment")
 
 
-def said(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     import os
 
     return subprocess.run(
@@ -34,39 +34,39 @@ def said(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_check_is_a_line_and_what_to_do_stands_below(tmp_path: Path):
-    done = said(TRANSFORMERS_CACHE="/x")
+    done = run_doctor(TRANSFORMERS_CACHE="/x")
     lines = done.stdout.splitlines()
     marks = [line.split()[0] for line in lines if not line.startswith(" ")]
     assert len(marks) == len(MACHINE) + 1 and set(marks[:-1]) <= {"ok", "warn", "PROBLEM"}
-    place = next(number for number, line in enumerate(lines) if line.startswith("warn     unread variables"))
-    assert lines[place + 1].strip().startswith("-> TRANSFORMERS_CACHE: set CACHE_ROOT")
+    index = next(number for number, line in enumerate(lines) if line.startswith("warn     unread variables"))
+    assert lines[index + 1].strip().startswith("-> TRANSFORMERS_CACHE: set CACHE_ROOT")
     assert lines[-1].startswith(f"grpo: {len(MACHINE)} checks, ")
 
 
 def test_a_problem_is_exit_code_2_and_none_is_0(doctor, tmp_path: Path):
-    code, found = doctor(SLURM_TMPDIR=str(tmp_path))
-    problems = [name for name, result in found.items() if result["status"] == "problem"]
+    code, results = doctor(SLURM_TMPDIR=str(tmp_path))
+    problems = [name for name, result in results.items() if result["status"] == "problem"]
     assert (code == 2) == bool(problems)
     long = tmp_path / ("y" * 80)
     long.mkdir()
-    code, found = doctor(SLURM_TMPDIR=str(long))
-    assert code == 2 and found["socket paths"]["status"] == "problem"
+    code, results = doctor(SLURM_TMPDIR=str(long))
+    assert code == 2 and results["socket paths"]["status"] == "problem"
 
 
 @on_cpu
 def test_a_recipe_adds_its_checks(doctor):
-    _, found = doctor(SMOKE)
-    assert set(found) == {check_name(check) for check in (*MACHINE, *RECIPE)}
-    assert found["gpu plan"]["status"] == "ok" and "smoke:sums" in found["assets"]["value"]
-    _, found = doctor(SMOKE, "--vllm_node", "own")  # which a recipe may say, and a plan on one node refuses
-    assert found["gpu plan"]["status"] == "problem" and "vllm_node: shared" in found["gpu plan"]["fix"]
+    _, results = doctor(SMOKE)
+    assert set(results) == {check_name(check) for check in (*MACHINE, *RECIPE)}
+    assert results["gpu plan"]["status"] == "ok" and "smoke:sums" in results["assets"]["value"]
+    _, results = doctor(SMOKE, "--vllm_node", "own")  # valid in a recipe, but a plan on one node rejects it
+    assert results["gpu plan"]["status"] == "problem" and "vllm_node: shared" in results["gpu plan"]["fix"]
 
 
 @on_cpu
 def test_a_wrong_recipe_is_told_and_the_machine_looked_at_all_the_same(doctor):
-    code, found = doctor(SMOKE, "--lerning_rate", "1", "--top_p", "0.9")
-    assert code == 2 and len(found) == len(MACHINE) + 1
-    assert "lerning_rate" in found["recipe"]["value"] and "1 more: grpo check" in found["recipe"]["value"]
+    code, results = doctor(SMOKE, "--lerning_rate", "1", "--top_p", "0.9")
+    assert code == 2 and len(results) == len(MACHINE) + 1
+    assert "lerning_rate" in results["recipe"]["value"] and "1 more: grpo check" in results["recipe"]["value"]
 
 
 def test_what_it_refuses(tmp_path: Path):
@@ -75,30 +75,30 @@ def test_what_it_refuses(tmp_path: Path):
         ([SMOKE, "--run", "last"], "grpo: --run: a run has its own recipe"),
         (["--run", str(tmp_path)], "is not a run directory"),
     ):
-        done = said(*arguments)
+        done = run_doctor(*arguments)
         assert done.returncode == 2 and message in done.stderr and done.stdout == ""
 
 
 def test_a_run_is_explained(doctor, make_run, row, monkeypatch):
     run = make_run(rows=[row(step, kl=5.0) for step in range(1, 7)], status="completed", beta=0.01)
-    code, found = doctor("--run", str(run.folder))
-    assert code == 2 and set(found) == {check_name(check) for check in RUN}
-    assert [name for name, result in found.items() if result["status"] == "problem"] == ["kl"]
-    code, found = doctor("--run", "last", RUN_ROOT=str(run.folder.parent))
-    assert code == 2 and found["ending"]["value"] == "completed, 6 steps"
+    code, results = doctor("--run", str(run.folder))
+    assert code == 2 and set(results) == {check_name(check) for check in RUN}
+    assert [name for name, result in results.items() if result["status"] == "problem"] == ["kl"]
+    code, results = doctor("--run", "last", RUN_ROOT=str(run.folder.parent))
+    assert code == 2 and results["ending"]["value"] == "completed, 6 steps"
 
 
 @pytest.mark.slow
 @pytest.mark.rotating
-@pytest.mark.alone  # it measures that they are waited for side by side
+@pytest.mark.alone  # it measures that the checks wait at the same time
 def test_programs_that_hang_do_not_hold_it_up(fake_program):
     for name in ("sinfo", "nvidia-smi"):
         fake_program(name, "exec sleep 60")
     began = time.monotonic()
-    found = {check["name"]: check for check in json.loads(said("--json").stdout)["checks"]}
+    results = {check["name"]: check for check in json.loads(run_doctor("--json").stdout)["checks"]}
     assert time.monotonic() - began < 8
-    assert "sinfo did not answer within 3 s" in found["slurm"]["value"]
-    assert found["gpus"]["status"] == "problem"
+    assert "sinfo did not answer within 3 s" in results["slurm"]["value"]
+    assert results["gpus"]["status"] == "problem"
 
 
 def test_nothing_secret_is_printed(tmp_path: Path):
@@ -115,16 +115,16 @@ def test_nothing_secret_is_printed(tmp_path: Path):
         "LD_PRELOAD": "",
         "VLLM_API_KEYS": key,
     }
-    for more in ({}, {"HF_TOKEN": token, "WANDB_API_KEY": key}):
+    for tokens in ({}, {"HF_TOKEN": token, "WANDB_API_KEY": key}):
         for form in ([], ["--json"]):
-            done = said(*form, **variables, **more)
+            done = run_doctor(*form, **variables, **tokens)
             assert done.stdout
             for secret in (token, key, password):
                 assert secret not in done.stdout + done.stderr
 
 
 def test_it_writes_nothing(tmp_path: Path):
-    said(RUN_ROOT=str(tmp_path / "runs"), CACHE_ROOT=str(tmp_path / "cache"))
+    run_doctor(RUN_ROOT=str(tmp_path / "runs"), CACHE_ROOT=str(tmp_path / "cache"))
     assert list(tmp_path.iterdir()) == []
 
 

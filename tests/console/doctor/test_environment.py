@@ -1,4 +1,4 @@
-"""The environment's packages, variables and code, in environments made broken on purpose."""
+"""The environment's packages, variables and code, in deliberately broken environments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_recipes.recipe.keys import catalogue_trl
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch):
-    """``recorded(KEY=VALUE)``: an environment whose record is that of this one with these entries changed."""
+    """``recorded(KEY=VALUE)``: write the record of this environment with these entries changed."""
     real = json.loads((Path(sys.prefix) / environment.RECORD).read_text())
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
 
@@ -42,8 +42,8 @@ def test_the_record_of_the_set_up(machine, recorded):
     assert "made for Python 3.10.1" in environment.environment(machine()).value
     other = {"cpu": "cuda", "cuda": "cpu"}[machine().device]
     recorded(flavour=other)
-    found = environment.environment(machine())
-    assert found.status == "problem" and "--rebuild" in found.fix
+    finding = environment.environment(machine())
+    assert finding.status == "problem" and "--rebuild" in finding.fix
 
 
 def test_an_environment_of_another_checkout_and_one_without_a_record(machine, recorded):
@@ -54,7 +54,7 @@ def test_an_environment_of_another_checkout_and_one_without_a_record(machine, re
 
 
 def fake_package(folder: Path, name: str, version: str) -> None:
-    """The files by which importlib.metadata and import find a package."""
+    """Write the files that importlib.metadata and import need to find a package."""
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -63,19 +63,19 @@ def fake_package(folder: Path, name: str, version: str) -> None:
 
 
 def test_versions_of_this_environment(machine):
-    found = environment.versions(machine())
-    assert found.status == "ok" and f"trl {catalogue_trl()}" in found.value
+    finding = environment.versions(machine())
+    assert finding.status == "ok" and f"trl {catalogue_trl()}" in finding.value
 
 
 def test_another_trl_is_a_problem_and_another_peft_a_warning(machine, tmp_path: Path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     fake_package(tmp_path, "peft", "0.1.0")
-    found = environment.versions(machine())
-    assert found.status == "warning" and "peft 0.1.0 (locked: 0." in found.value
+    finding = environment.versions(machine())
+    assert finding.status == "warning" and "peft 0.1.0 (locked: 0." in finding.value
     fake_package(tmp_path, "trl", "0.18.0")
-    found = environment.versions(machine())
-    assert found.status == "problem" and "trl 0.18.0" in found.value
-    assert "peft 0.1.0 (locked: 0." in found.value, "a problem hides no warning"
+    finding = environment.versions(machine())
+    assert finding.status == "problem" and "trl 0.18.0" in finding.value
+    assert "peft 0.1.0 (locked: 0." in finding.value, "a problem hides no warning"
 
 
 @pytest.mark.parametrize(("locked", "same"), [("2.13.0", True), ("2.13.0+cu130", True), ("2.13.0+cpu", False)])
@@ -94,20 +94,20 @@ def test_what_a_run_imports_must_be_there(machine, tmp_path: Path, monkeypatch):
     if machine().device == "cpu":
         monkeypatch.syspath_prepend(tmp_path)
         fake_package(tmp_path, "torchvision", "0.28.0")
-        found = environment.versions(machine())
-        assert found.status == "problem" and found.fix == "pip uninstall torchvision"
+        finding = environment.versions(machine())
+        assert finding.status == "problem" and finding.fix == "pip uninstall torchvision"
         fake_package(tmp_path, "peft", "0.1.0")
         assert "torchvision for CUDA" in environment.versions(machine()).value
     real = environment.importlib.util.find_spec
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None if name == "peft" else real(name))
-    found = environment.versions(machine())
-    assert found.status == "problem" and found.value.startswith("missing: peft")
+    finding = environment.versions(machine())
+    assert finding.status == "problem" and finding.value.startswith("missing: peft")
 
 
 def test_a_missing_module_is_a_problem_without_a_lock_too(machine, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("GRPO_HOME", str(tmp_path))
-    found = {"trl": "0.18.0"}
-    monkeypatch.setattr(environment, "installed_version", found.get)
+    versions = {"trl": "0.18.0"}
+    monkeypatch.setattr(environment, "installed_version", versions.get)
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None if name in ("torch", "vllm") else 1)
     missing = environment.versions(machine())
     assert missing.status == "problem" and missing.value.startswith("missing: torch, vllm; trl 0.18.0")
@@ -117,14 +117,14 @@ def test_a_missing_module_is_a_problem_without_a_lock_too(machine, tmp_path: Pat
 def test_packages_of_pythonpath_and_of_the_user(machine, tmp_path: Path):
     assert environment.user_packages(machine(PYTHONPATH="")).value == "none"
     fake_package(tmp_path, "transformers", "4.0.0")
-    found = environment.user_packages(machine(PYTHONPATH=str(tmp_path)))
-    assert found.status == "warning" and "transformers in" in found.value and "PYTHONNOUSERSITE" in found.fix
+    finding = environment.user_packages(machine(PYTHONPATH=str(tmp_path)))
+    assert finding.status == "warning" and "transformers in" in finding.value and "PYTHONNOUSERSITE" in finding.fix
     fake_package(tmp_path, "yaml", "1.0")
     fake_package(tmp_path, "math_verify", "1.0")
     (tmp_path / "peft-0.1.0.dist-info").mkdir()
     (tmp_path / "peft-0.1.0.dist-info/METADATA").write_text("Name: peft\nVersion: 0.1.0\n")
-    found = environment.user_packages(machine(PYTHONPATH=str(tmp_path)))
-    assert "math_verify, peft, transformers, yaml in" in found.value
+    finding = environment.user_packages(machine(PYTHONPATH=str(tmp_path)))
+    assert "math_verify, peft, transformers, yaml in" in finding.value
 
 
 def test_packages_of_the_documentation(machine, monkeypatch):
@@ -133,8 +133,8 @@ def test_packages_of_the_documentation(machine, monkeypatch):
     monkeypatch.setattr(
         environment, "installed_version", lambda name: None if name == "mkdocs-material" else real(name)
     )
-    found = environment.versions(machine())
-    assert found.status == "warning" and "mkdocs-material missing" in found.value and "make docs" in found.fix
+    finding = environment.versions(machine())
+    assert finding.status == "warning" and "mkdocs-material missing" in finding.value and "make docs" in finding.fix
 
 
 def test_no_heavy_import():
@@ -146,8 +146,8 @@ def test_no_heavy_import():
 
 def test_variables_that_nothing_reads_any_more(machine):
     assert environment.unread_variables(machine()).value == "none"
-    found = environment.unread_variables(machine(TRANSFORMERS_CACHE="/x"))
-    assert found.status == "warning" and "CACHE_ROOT" in found.fix
+    finding = environment.unread_variables(machine(TRANSFORMERS_CACHE="/x"))
+    assert finding.status == "warning" and "CACHE_ROOT" in finding.fix
     of_guide = environment.unread_variables(machine(GPUS_PER_NODE="8", MAX_PROMPT_CHARS="2048"))
     assert "GPUS_PER_NODE: unset it" in of_guide.fix and "MAX_PROMPT_CHARS: write max_prompt_length" in of_guide.fix
     assert environment.unread_variables(machine(SERVER_LOG="a", TRAINING_LOG="b", ACC_TEE="3")).value == "none"
@@ -157,10 +157,10 @@ def test_libraries_do_not_read_what_we_call_unread():
     import importlib.util
 
     for module in ("transformers/utils/hub.py", "transformers/__init__.py", "datasets/config.py"):
-        name, _, rest = module.partition("/")
+        name, _, path = module.partition("/")
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.origin is not None
-        text = (Path(spec.origin).parent / rest).read_text()
+        text = (Path(spec.origin).parent / path).read_text()
         assert not [variable for variable in environment.UNREAD_VARIABLES if variable in text], module
 
 
@@ -183,8 +183,8 @@ def test_libraries_that_come_before_the_packages_own(machine, cuda_machine, tmp_
 
 def test_an_encoding_other_than_utf8_is_a_problem(doctor):
     ascii_shell = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    code, found = doctor(**ascii_shell)
-    assert code == 2 and found["encoding"]["status"] == "problem" and "UTF-8" in found["encoding"]["fix"]
+    code, results = doctor(**ascii_shell)
+    assert code == 2 and results["encoding"]["status"] == "problem" and "UTF-8" in results["encoding"]["fix"]
     assert doctor(LC_ALL="C.UTF-8")[1]["encoding"] == {"name": "encoding", "status": "ok", "value": "UTF-8", "fix": ""}
 
 
@@ -195,8 +195,8 @@ def test_the_commit_of_the_code(machine, tmp_path: Path, monkeypatch):
     (tmp_path / "training.sh").write_text("#!/bin/bash\n")
     for command in (["init", "-q"], ["add", "training.sh"], ["commit", "-q", "-m", "first"]):
         subprocess.run([*git, *command], check=True)
-    found = environment.code(machine())
-    assert found.status == "ok" and len(found.value) == 12
+    finding = environment.code(machine())
+    assert finding.status == "ok" and len(finding.value) == 12
     (tmp_path / "training.sh").write_text("#!/bin/sh\n")
     assert "with uncommitted changes" in environment.code(machine()).value
 
@@ -214,19 +214,19 @@ def test_the_commit_of_the_code(machine, tmp_path: Path, monkeypatch):
     ],
 )
 def test_an_old_variable_is_told_with_what_to_do(machine, name, fix):
-    found = environment.unread_variables(machine(**{name: "1"}))
-    assert found.status == "warning" and name in found.value and fix in found.fix
+    finding = environment.unread_variables(machine(**{name: "1"}))
+    assert finding.status == "warning" and name in finding.value and fix in finding.fix
 
 
 @pytest.mark.parametrize("name", ["VLLM_ATTENTION_BACKEND", "VLLM_USAGE_STATS_PATH", "VLLM_URL"])
 def test_a_variable_that_vllm_no_longer_knows_is_told(machine, name):
-    found = environment.unread_variables(machine(**{name: "x"}))
-    assert found.status == "warning" and name in found.value and name in found.fix
+    finding = environment.unread_variables(machine(**{name: "x"}))
+    assert finding.status == "warning" and name in finding.value and name in finding.fix
 
 
 @pytest.fixture
 def broken_torch(tmp_path, monkeypatch):
-    """A Python whose torch cannot be imported, as with a library missing."""
+    """Make the import of torch fail, as if a library were missing."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     monkeypatch.setattr(
         environment, "base_environment", lambda environment: {**environment, "PYTHONPATH": str(tmp_path)}
@@ -234,9 +234,11 @@ def broken_torch(tmp_path, monkeypatch):
 
 
 def test_a_torch_that_does_not_import_is_a_problem(machine, broken_torch):
-    found = environment.imports(machine())
-    assert found.status == "problem" and found.value.startswith("the import of torch: ") and "--rebuild" in found.fix
-    assert "import of torch halted" in found.value
+    finding = environment.imports(machine())
+    assert (
+        finding.status == "problem" and finding.value.startswith("the import of torch: ") and "--rebuild" in finding.fix
+    )
+    assert "import of torch halted" in finding.value
 
 
 def test_an_import_that_hangs_is_told(machine, monkeypatch):
@@ -248,8 +250,8 @@ def test_an_import_that_hangs_is_told(machine, monkeypatch):
 
 def test_a_child_that_a_signal_ends_is_a_problem(machine, monkeypatch):
     monkeypatch.setattr(environment, "_IMPORTS", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
-    found = environment.imports(machine())
-    assert found.status == "problem" and "signal 4" in found.value
+    finding = environment.imports(machine())
+    assert finding.status == "problem" and "signal 4" in finding.value
 
 
 def test_what_torch_finds(machine, cuda_machine, monkeypatch):

@@ -1,4 +1,4 @@
-"""Checks run side by side, on one machine: none keeps another from answering, and nothing secret comes out."""
+"""Checks run at the same time on one machine: none blocks another, and no secret is printed."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def leaking(subject: str) -> Finding:
     return warning(f"token {SECRET}\nsecond line", f"http://user:pass@proxy:80 and {SECRET}")
 
 
-def one(check) -> Finding:
-    (found,) = examine([check], "x", 5).values()
-    return found
+def run_check(check) -> Finding:
+    (finding,) = examine([check], "x", 5).values()
+    return finding
 
 
 def test_a_check_is_called_after_its_function():
@@ -58,7 +58,7 @@ def test_a_check_is_called_after_its_function():
 
 
 def test_a_refusal_becomes_a_problem_with_its_fix():
-    assert one(refusing) == Finding(PROBLEM, "here: is wrong (and 1 more: grpo check)", "mend it")
+    assert run_check(refusing) == Finding(PROBLEM, "here: is wrong (and 1 more: grpo check)", "mend it")
 
 
 def test_a_check_that_fails_hides_no_other():
@@ -73,7 +73,7 @@ def test_a_check_that_hangs_is_told_when_the_time_is_over(tmp_path: Path):
     os.mkfifo(pipe)
 
     def hanging(subject: str) -> Finding:
-        """Reads a pipe that nobody writes."""
+        """Reads a pipe that has no writer."""
         return ok(pipe.read_text())
 
     began = time.monotonic()
@@ -85,7 +85,7 @@ def test_a_check_that_hangs_is_told_when_the_time_is_over(tmp_path: Path):
 
 
 def test_nothing_secret_and_no_second_line_comes_out():
-    result = one(leaking)
+    result = run_check(leaking)
     text = as_text({"leaking": result})
     assert SECRET not in text and "pass@" not in text
     assert result.value == "token ******** second line"
@@ -105,8 +105,8 @@ def test_the_report_has_a_line_a_check_and_one_below_with_what_to_do():
 
 def test_several_findings_of_a_check_show_all_that_is_not_ok_with_the_worst_status():
     assert combine_findings([ok("a"), ok("b")]) == Finding(OK, "a; b")
-    found = combine_findings([ok("a"), problem("b", "fix"), warning("c", "other"), problem("d", "fix")])
-    assert found == Finding(PROBLEM, "b; d; c", "fix; other")
+    combined = combine_findings([ok("a"), problem("b", "fix"), warning("c", "other"), problem("d", "fix")])
+    assert combined == Finding(PROBLEM, "b; d; c", "fix; other")
 
 
 def test_every_check_has_a_name_of_its_own_and_one_line_that_describes_it():
@@ -125,8 +125,8 @@ def test_the_documentation_has_a_row_a_check():
     page = (home() / "docs/troubleshooting.md").read_text()
     for subject, checks in (("machine", MACHINE + DEEP), ("recipe", RECIPE), ("run", RUN)):
         assert f"<!-- doctor {subject} -->" in page
-        made = hooks.on_page_markdown(f"<!-- doctor {subject} -->")
-        rows = made.splitlines()[2:]
+        table = hooks.on_page_markdown(f"<!-- doctor {subject} -->")
+        rows = table.splitlines()[2:]
         assert [row.split(" | ")[0].strip("| ") for row in rows] == [check_name(check) for check in checks]
 
 

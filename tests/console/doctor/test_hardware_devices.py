@@ -1,4 +1,4 @@
-"""GPUs by what a fake nvidia-smi prints in the real format, partitions and nodes by a fake sinfo."""
+"""GPUs from a fake nvidia-smi that prints the real format, partitions and nodes from a fake sinfo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def row(index: int, driver="580.95.05", used="3") -> str:
 
 @pytest.fixture
 def fake_nvidia_smi(fake_program):
-    """``fake_nvidia_smi(*rows)``: the GPUs that the driver shows."""
+    """``fake_nvidia_smi(*rows)``: set the GPUs that the driver lists."""
 
     def make(*rows: str) -> None:
         listing = "\n".join(f"GPU {index}: {NAME} (UUID: {UUIDS[index]})" for index in range(len(rows)))
@@ -39,9 +39,9 @@ def fake_cuda_torch(monkeypatch):
 
 def test_a_new_driver_is_right(fake_nvidia_smi, cuda_machine):
     fake_nvidia_smi(row(0), row(1))
-    found = hardware.gpus(cuda_machine())
-    assert found.status == "ok"
-    assert found.value == f"2 visible of 2: {NAME}, 80 GiB; driver 580.95.05, torch for CUDA 13.0"
+    finding = hardware.gpus(cuda_machine())
+    assert finding.status == "ok"
+    assert finding.value == f"2 visible of 2: {NAME}, 80 GiB; driver 580.95.05, torch for CUDA 13.0"
 
 
 @pytest.mark.parametrize(("cuda", "driver", "status"), [
@@ -53,14 +53,14 @@ def test_the_driver_must_be_of_the_branch_that_torchs_cuda_needs(
 ):
     monkeypatch.setattr(preflight, "torch_cuda", lambda: cuda)
     fake_nvidia_smi(row(0, driver=driver))
-    found = hardware.gpus(cuda_machine())
-    assert found.status == status and ("cuda-compat" in found.fix) == (status == "problem")
+    finding = hardware.gpus(cuda_machine())
+    assert finding.status == status and ("cuda-compat" in finding.fix) == (status == "problem")
 
 
 def test_a_driver_that_fails_is_a_problem(fake_program, cuda_machine):
     fake_program("nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
-    found = hardware.gpus(cuda_machine())
-    assert found.status == "problem" and "version mismatch" in found.value
+    finding = hardware.gpus(cuda_machine())
+    assert finding.status == "problem" and "version mismatch" in finding.value
 
 
 def test_a_driver_that_hangs_is_a_problem(fake_program):
@@ -82,24 +82,24 @@ def test_no_driver_is_usual_on_a_login_node(no_program, fake_program, cuda_machi
 
 def test_cuda_visible_devices_cuts_the_gpus_down(fake_nvidia_smi, cuda_machine):
     fake_nvidia_smi(row(0), row(1))
-    one = hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="1"))
-    assert one.status == "ok" and one.value.startswith("1 visible of 2 (CUDA_VISIBLE_DEVICES=1)")
+    visible = hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="1"))
+    assert visible.status == "ok" and visible.value.startswith("1 visible of 2 (CUDA_VISIBLE_DEVICES=1)")
     assert hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="")).status == "problem"
     fake_nvidia_smi(row(0, driver="450.1"), row(1))
-    found = hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="5"))
-    assert found.status == "problem" and "this machine has no GPU '5'" in found.value
-    assert "driver 450.1" in found.value, "an error hides no other"
+    finding = hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="5"))
+    assert finding.status == "problem" and "this machine has no GPU '5'" in finding.value
+    assert "driver 450.1" in finding.value, "an error hides no other"
 
 
 def test_a_job_without_gpus_is_a_problem(no_program, cuda_machine):
-    found = hardware.gpus(cuda_machine(SLURM_JOB_ID="7"))
-    assert found.status == "problem" and "sbatch --gres" in found.fix
+    finding = hardware.gpus(cuda_machine(SLURM_JOB_ID="7"))
+    assert finding.status == "problem" and "sbatch --gres" in finding.fix
 
 
 def test_slurm_and_the_driver_disagree(fake_nvidia_smi, cuda_machine):
     fake_nvidia_smi(row(0), row(1))
-    found = hardware.gpus(cuda_machine(SLURM_JOB_ID="7", SLURM_GPUS_ON_NODE="4"))
-    assert found.status == "warning" and "Slurm granted 4" in found.value
+    finding = hardware.gpus(cuda_machine(SLURM_JOB_ID="7", SLURM_GPUS_ON_NODE="4"))
+    assert finding.status == "warning" and "Slurm granted 4" in finding.value
     assert hardware.gpus(cuda_machine(SLURM_JOB_ID="7", SLURM_GPUS_ON_NODE="2")).status == "ok"
 
 
@@ -107,14 +107,14 @@ def test_gpus_that_a_cpu_environment_leaves_idle(fake_nvidia_smi, cuda_machine, 
     fake_nvidia_smi(row(0))
     cpu = cuda_machine()
     monkeypatch.setattr(type(cpu), "device", "cpu")
-    found = hardware.gpus(cpu)
-    assert found.status == "warning" and "DEVICE=cuda" in found.fix
+    finding = hardware.gpus(cpu)
+    assert finding.status == "warning" and "DEVICE=cuda" in finding.fix
 
 
 def test_memory_in_use_by_others_is_a_warning(fake_nvidia_smi, cuda_machine):
     fake_nvidia_smi(row(0, used="40960"), row(1))
-    found = hardware.gpus(cuda_machine())
-    assert found.status == "warning" and found.value == "GPU 0: 40.0 of 80 GiB are in use"
+    finding = hardware.gpus(cuda_machine())
+    assert finding.status == "warning" and finding.value == "GPU 0: 40.0 of 80 GiB are in use"
     assert hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="1")).status == "ok"
 
 
@@ -148,7 +148,7 @@ IDLE = "main|infinite|2|gpu:a100:4|idle|n[1-2]"
 
 @pytest.fixture
 def fake_slurm(fake_program):
-    """``fake_slurm(*lines)``: what sinfo shows."""
+    """``fake_slurm(*lines)``: set the lines that sinfo prints."""
 
     def make(*lines: str) -> None:
         fake_program("sinfo", "cat <<'EOF'\n{}\nEOF".format("\n".join(lines)))
@@ -163,8 +163,8 @@ def test_no_slurm(no_program, machine):
 
 def test_partitions_and_gpus(fake_slurm, cuda_machine):
     fake_slurm(IDLE, "cpu|1-00:00:00|8|(null)|mixed|c[1-8]")
-    found = hardware.slurm(cuda_machine())
-    assert found.status == "ok" and found.value == "partitions cpu, main; gpu:a100:4; 2 nodes up"
+    finding = hardware.slurm(cuda_machine())
+    assert finding.status == "ok" and finding.value == "partitions cpu, main; gpu:a100:4; 2 nodes up"
 
 
 def test_a_cluster_without_gpus_and_a_cpu_environment_on_one_with(fake_slurm, cuda_machine, monkeypatch):
@@ -194,20 +194,22 @@ def test_nodes_that_are_lost(fake_slurm, cuda_machine):
     fake_slurm("main|infinite|1|gpu:a100:4|drained|n1", "main|infinite|1|gpu:a100:4|idle|n2")
     assert hardware.slurm(cuda_machine()).value == "partitions main; gpu:a100:4; 1 node up, lost: n1 drained"
     fake_slurm("main|12:00:00|1|gpu:a100:4|drained|n1", "main|12:00:00|1|gpu:a100:4|idle|n2")
-    found = hardware.slurm(cuda_machine())
-    assert found.status == "warning" and found.value.endswith("; 1 node up, lost: n1 drained")
+    finding = hardware.slurm(cuda_machine())
+    assert finding.status == "warning" and finding.value.endswith("; 1 node up, lost: n1 drained")
     fake_slurm("main|infinite|2|gpu:a100:4|down*|n[1-2]", "cpu|infinite|4|(null)|idle|c[1-4]")
-    found = hardware.slurm(cuda_machine())
-    assert found.status == "problem" and found.value == "0 nodes up, lost: n[1-2] down*"
+    finding = hardware.slurm(cuda_machine())
+    assert finding.status == "problem" and finding.value == "0 nodes up, lost: n[1-2] down*"
 
 
 def test_time_limits_below_that_of_training_sh(fake_slurm, cuda_machine):
     fake_slurm(IDLE)
     assert hardware.slurm(cuda_machine()).status == "ok"
     fake_slurm(IDLE, "short|12:00:00|2|gpu:a100:4|idle|n[1-2]", "long|7-00:00:00|2|gpu:a100:4|idle|n[1-2]")
-    found = hardware.slurm(cuda_machine())
-    assert found.status == "warning" and "short has the limit 12:00:00" in found.value and "long" not in found.value
-    assert "sbatch --time=12:00:00" in found.fix
+    finding = hardware.slurm(cuda_machine())
+    assert (
+        finding.status == "warning" and "short has the limit 12:00:00" in finding.value and "long" not in finding.value
+    )
+    assert "sbatch --time=12:00:00" in finding.fix
 
 
 def test_sinfo_that_shows_nothing_is_not_a_problem(fake_program, cuda_machine):
@@ -220,8 +222,8 @@ def test_the_login_node_is_no_node_of_the_job(no_program, machine):
     inside = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1"}
     assert hardware.slurm(machine(**inside)).status == "ok"
     del inside["SLURMD_NODENAME"]
-    found = hardware.slurm(machine(**inside))
-    assert found.status == "warning" and "job 7, but" in found.value and "srun --pty bash" in found.fix
+    finding = hardware.slurm(machine(**inside))
+    assert finding.status == "warning" and "job 7, but" in finding.value and "srun --pty bash" in finding.fix
 
 
 @pytest.mark.parametrize(("cores", "memory", "told"), [(15, 4e9, True), (64, 256e9, False)])
@@ -233,6 +235,6 @@ def test_cores_and_memory_of_a_job_are_judged_by_its_gpus_as_a_launch_does(
     monkeypatch.setattr(preflight, "cgroup_cores", lambda: float("inf"))
     monkeypatch.setattr(preflight, "cgroup_memory", lambda: (memory, 0.0))
     monkeypatch.setattr(preflight, "free_memory", lambda: memory)
-    found = hardware.cores_and_memory(cuda_machine())
-    assert ("15 cores for 8 GPUs" in found.value) == ("--cpus-per-task=64" in found.fix) == told
-    assert ("4.0 GB of memory for 8 GPUs" in found.value) == ("sbatch --mem=256G" in found.fix) == told
+    finding = hardware.cores_and_memory(cuda_machine())
+    assert ("15 cores for 8 GPUs" in finding.value) == ("--cpus-per-task=64" in finding.fix) == told
+    assert ("4.0 GB of memory for 8 GPUs" in finding.value) == ("sbatch --mem=256G" in finding.fix) == told

@@ -1,4 +1,4 @@
-"""Limits of the kernel, set for a child in which the doctor runs; disks, and leftovers of dead runs."""
+"""Kernel limits (set in a child process that runs the doctor), disks, and leftovers of dead runs."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def limited(doctor, *limits: tuple[int, tuple[int, int]]):
 
 
 def test_low_limits_are_found(doctor):
-    code, found = limited(doctor, (resource.RLIMIT_FSIZE, (2**30, 2**30)), (resource.RLIMIT_CPU, (3600, 3600)))
-    assert found["limits"]["status"] == "problem" and code == 2
-    assert found["limits"]["value"] == f"file size (ulimit -f) {2**30}; CPU seconds (ulimit -t) 3600"
-    assert found["limits"]["fix"].startswith("set it to unlimited before sbatch; such limits")
+    code, results = limited(doctor, (resource.RLIMIT_FSIZE, (2**30, 2**30)), (resource.RLIMIT_CPU, (3600, 3600)))
+    assert results["limits"]["status"] == "problem" and code == 2
+    assert results["limits"]["value"] == f"file size (ulimit -f) {2**30}; CPU seconds (ulimit -t) 3600"
+    assert results["limits"]["fix"].startswith("set it to unlimited before sbatch; such limits")
 
 
 def test_limits_that_are_a_warning(doctor):
-    _, found = limited(
+    _, results = limited(
         doctor,
         (resource.RLIMIT_NOFILE, (1024, 8192)),
         (resource.RLIMIT_NPROC, (3000, 3000)),
         (resource.RLIMIT_CORE, (2**30, 2**30)),
     )
-    few = found["limits"]
+    few = results["limits"]
     assert few["status"] == "warning" and "open files (ulimit -n) 1024" in few["value"]
     assert "ulimit -n 8192" in few["fix"] and "processes (ulimit -u) 3000" in few["value"]
     piped = Path("/proc/sys/kernel/core_pattern").read_text().startswith("|")
@@ -53,38 +53,38 @@ def test_limits_that_are_a_warning(doctor):
 
 
 def test_high_limits_are_right(doctor):
-    _, found = limited(
+    _, results = limited(
         doctor,
         (resource.RLIMIT_NOFILE, (4096, 4096)),
         (resource.RLIMIT_NPROC, (4096, 4096)),
         (resource.RLIMIT_CORE, (0, 0)),
     )
-    assert found["limits"]["status"] == "ok" and found["limits"]["fix"] == "", found["limits"]
+    assert results["limits"]["status"] == "ok" and results["limits"]["fix"] == "", results["limits"]
 
 
 def test_a_hard_limit_that_is_low_is_the_admins(doctor):
-    _, found = limited(doctor, (resource.RLIMIT_NOFILE, (512, 512)))
-    assert found["limits"]["status"] == "warning" and "admins" in found["limits"]["fix"]
+    _, results = limited(doctor, (resource.RLIMIT_NOFILE, (512, 512)))
+    assert results["limits"]["status"] == "warning" and "admins" in results["limits"]["fix"]
 
 
 def test_one_core_is_little(doctor):
-    _, found = doctor(before=lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}))
-    few = found["cores and memory"]
+    _, results = doctor(before=lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}))
+    few = results["cores and memory"]
     assert few["status"] == "warning" and few["value"].startswith("1 of ") and "--cpus-per-task" in few["fix"]
 
 
 def test_a_temporary_folder_that_is_too_long_for_sockets(machine, tmp_path: Path):
     long = tmp_path / ("x" * 60)
     long.mkdir()
-    found = socket_paths(machine(SLURM_TMPDIR=str(long)))
-    assert found.status == "problem" and "107" in found.value and "TMPDIR" in found.fix
+    finding = socket_paths(machine(SLURM_TMPDIR=str(long)))
+    assert finding.status == "problem" and "107" in finding.value and "TMPDIR" in finding.fix
     with socket.socket(socket.AF_UNIX) as real, pytest.raises(OSError, match="too long"):
         real.bind(f"{long}/grpo-xxxxxxxx/{36 * 'x'}")
 
 
 def test_a_short_temporary_folder_is_right(machine):
-    found = socket_paths(machine(SLURM_TMPDIR="/tmp"))
-    assert found.status == "ok" and found.value.startswith("55 of 107")
+    finding = socket_paths(machine(SLURM_TMPDIR="/tmp"))
+    assert finding.status == "ok" and finding.value.startswith("55 of 107")
 
 
 def cgroup(root: Path, files: dict[str, str]) -> Path:
@@ -141,25 +141,25 @@ def quick_shared_memory(monkeypatch, tmp_path: Path):
 
 
 def test_a_disk_without_space_is_a_problem(machine, small_disk: Path):
-    found = hardware.disk(machine(RUN_ROOT=str(small_disk / "runs")))
-    assert found.status == "problem" and "run_root" in found.value and "run_root" in found.fix
-    found = hardware.disk(machine(CACHE_ROOT=str(small_disk)))
-    assert found.status == "problem" and "CACHE_ROOT" in found.value
+    finding = hardware.disk(machine(RUN_ROOT=str(small_disk / "runs")))
+    assert finding.status == "problem" and "run_root" in finding.value and "run_root" in finding.fix
+    finding = hardware.disk(machine(CACHE_ROOT=str(small_disk)))
+    assert finding.status == "problem" and "CACHE_ROOT" in finding.value
     assert "free" in hardware.disk(machine(HF_HOME=str(small_disk))).value
 
 
 def test_little_space_is_a_warning(machine, tmp_path: Path, monkeypatch):
     fake_nearly_full = SimpleNamespace(f_bavail=10**9, f_frsize=10, f_blocks=10**9, f_bfree=0)
     monkeypatch.setattr(os, "statvfs", lambda path: fake_nearly_full)
-    found = hardware.disk(machine())
-    assert found.status == "warning" and "10.0 GB free" in found.value
+    finding = hardware.disk(machine())
+    assert finding.status == "warning" and "10.0 GB free" in finding.value
     fake_nearly_full.f_frsize = 30
     assert hardware.disk(machine()).status == "ok"
 
 
 @pytest.fixture
 def unwritable(tmp_path: Path):
-    """A folder nobody writes to: a read-only mount for root, whom no mode stops; else mode 500."""
+    """Create a folder that rejects writes: a read-only mount for root, which ignores modes, otherwise mode 500."""
     folder = tmp_path / "unwritable"
     folder.mkdir(mode=0o500)
     if os.geteuid() == 0:
@@ -170,19 +170,19 @@ def unwritable(tmp_path: Path):
 
 
 def test_a_folder_that_is_not_ours_to_write(machine, unwritable: Path):
-    found = hardware.disk(machine(RUN_ROOT=str(unwritable / "runs")))
-    assert found.status == "problem" and "is not writable" in found.value
+    finding = hardware.disk(machine(RUN_ROOT=str(unwritable / "runs")))
+    assert finding.status == "problem" and "is not writable" in finding.value
 
 
 def test_a_temporary_folder_that_is_not_there(machine):
-    found = hardware.disk(machine(TMPDIR="/no/such/folder"))
-    assert found.status != "ok" and "/no/such/folder" in found.value
+    finding = hardware.disk(machine(TMPDIR="/no/such/folder"))
+    assert finding.status != "ok" and "/no/such/folder" in finding.value
 
 
 def test_space_at_home(machine, small_disk: Path):
     for home in (small_disk, "/no/such/home"):
-        found = hardware.disk(machine(HOME=str(home)))
-        assert found.status == "warning" and f"HOME {home}" in found.value
+        finding = hardware.disk(machine(HOME=str(home)))
+        assert finding.status == "warning" and f"HOME {home}" in finding.value
     assert "is not writable" in hardware.disk(machine(HOME=__file__)).value
     full = hardware.disk(machine(HOME=str(small_disk), TMPDIR="/no/such/folder"))
     assert "kB free" in full.value and "~/.cache" in full.fix and "TMPDIR=/no/such" in full.value
@@ -190,8 +190,8 @@ def test_space_at_home(machine, small_disk: Path):
 
 def test_small_and_full_shared_memory(machine, monkeypatch, small_disk: Path):
     monkeypatch.setattr(hardware, "SHARED_MEMORY", small_disk)
-    found = hardware.shared_memory(machine())
-    assert found.status == "warning" and "--shm-size" in found.fix
+    finding = hardware.shared_memory(machine())
+    assert finding.status == "warning" and "--shm-size" in finding.fix
     fake_full = SimpleNamespace(f_bavail=1000, f_blocks=2**20, f_bfree=0, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda path: fake_full)
     assert "leftovers" in hardware.shared_memory(machine()).fix
@@ -201,8 +201,8 @@ def test_small_and_full_shared_memory(machine, monkeypatch, small_disk: Path):
 
 def test_no_shared_memory(machine, monkeypatch, tmp_path: Path):
     monkeypatch.setattr(hardware, "SHARED_MEMORY", tmp_path / "none")
-    found = hardware.shared_memory(machine())
-    assert found.status == "warning" and "TMPDIR" in found.fix
+    finding = hardware.shared_memory(machine())
+    assert finding.status == "warning" and "TMPDIR" in finding.fix
 
 
 def old_folder(path: Path, size: int = 0) -> Path:
@@ -215,45 +215,45 @@ def old_folder(path: Path, size: int = 0) -> Path:
 def test_leftovers_are_told_and_the_advice_removes_them(machine, quick_shared_memory: Path, tmp_path: Path):
     scratch = tmp_path / "scratch"
     dead = [old_folder(scratch / "grpo-a b"), old_folder(quick_shared_memory / "grpo-a", 3_000_000)]
-    asked = machine(SLURM_TMPDIR=str(scratch))
-    found = hardware.leftovers(asked)
-    assert found.status == "warning" and found.value == "2 of dead runs, 3.0 MB"
-    subprocess.run(shlex.split(found.fix.removeprefix("remove them: ")), check=True)
+    slurm_machine = machine(SLURM_TMPDIR=str(scratch))
+    finding = hardware.leftovers(slurm_machine)
+    assert finding.status == "warning" and finding.value == "2 of dead runs, 3.0 MB"
+    subprocess.run(shlex.split(finding.fix.removeprefix("remove them: ")), check=True)
     assert not any(path.exists() for path in dead)
-    assert hardware.leftovers(asked).value == "none"
+    assert hardware.leftovers(slurm_machine).value == "none"
 
 
 def test_folders_of_living_runs_and_new_ones_are_no_leftovers(machine, tmp_path: Path):
     scratch = tmp_path / "scratch"
     used = old_folder(scratch / "grpo-used")
     (scratch / "grpo-new").mkdir()
-    asked = machine(SLURM_TMPDIR=str(scratch))
+    slurm_machine = machine(SLURM_TMPDIR=str(scratch))
     with subprocess.Popen(["sleep", "60"], env={**os.environ, "TMPDIR": str(used)}) as living:
-        assert hardware.leftovers(asked).value == "none"
+        assert hardware.leftovers(slurm_machine).value == "none"
         living.kill()
-    assert str(used) in hardware.leftovers(asked).fix
+    assert str(used) in hardware.leftovers(slurm_machine).fix
     with subprocess.Popen([sys.executable, "-c", "input()", "--scratch", str(used)], stdin=subprocess.PIPE) as guard:
-        assert hardware.leftovers(asked).value == "none"
+        assert hardware.leftovers(slurm_machine).value == "none"
         guard.kill()
 
 
 def test_a_run_of_another_container_holds_its_folder_and_is_no_leftover(machine, tmp_path: Path):
     (tmp_path / "scratch").mkdir()
-    asked = machine(SLURM_TMPDIR=str(tmp_path / "scratch"))
-    made = make_scratch({"SLURM_TMPDIR": str(tmp_path / "scratch")})
-    os.utime(made.disk, (1, 1))
-    assert hardware.leftovers(asked).value == "none"
-    while made.locks:
-        os.close(made.locks.pop())
-    assert str(made.disk) in hardware.leftovers(asked).fix
-    made.remove()
+    slurm_machine = machine(SLURM_TMPDIR=str(tmp_path / "scratch"))
+    scratch = make_scratch({"SLURM_TMPDIR": str(tmp_path / "scratch")})
+    os.utime(scratch.disk, (1, 1))
+    assert hardware.leftovers(slurm_machine).value == "none"
+    while scratch.locks:
+        os.close(scratch.locks.pop())
+    assert str(scratch.disk) in hardware.leftovers(slurm_machine).fix
+    scratch.remove()
 
 
 def test_a_folder_that_is_removed_while_it_is_looked_at_is_no_leftover(
     machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    gone, there = old_folder(tmp_path / "scratch/grpo-gone"), old_folder(tmp_path / "scratch/grpo-there")
+    removed, remaining = old_folder(tmp_path / "scratch/grpo-gone"), old_folder(tmp_path / "scratch/grpo-there")
     look = Path.is_dir
-    monkeypatch.setattr(Path, "is_dir", lambda path: look(path) and (path != gone or not shutil.rmtree(path)))
-    found = hardware.leftovers(machine(SLURM_TMPDIR=str(tmp_path / "scratch")))
-    assert found.fix.endswith(f" {there}") and "1 of dead runs" in found.value
+    monkeypatch.setattr(Path, "is_dir", lambda path: look(path) and (path != removed or not shutil.rmtree(path)))
+    finding = hardware.leftovers(machine(SLURM_TMPDIR=str(tmp_path / "scratch")))
+    assert finding.fix.endswith(f" {remaining}") and "1 of dead runs" in finding.value

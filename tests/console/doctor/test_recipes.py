@@ -1,4 +1,4 @@
-"""What a recipe adds: is it here, and does it fit?"""
+"""Checks that a recipe adds: are its assets here, and do they fit?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEGABYTE = 10**6
 
 @pytest.fixture
 def local(tmp_path: Path):
-    """``local(megabytes)``: a model folder of about that size in bfloat16, mostly embedding; its weights are small."""
+    """``local(megabytes)``: create a model folder. Its config has that size in bfloat16, its weight file is small."""
 
     def make(megabytes: int = 1) -> str:
         folder = tmp_path / "model"
@@ -41,18 +41,18 @@ def case(machine, read, tmp_path: Path):
     """``case(KEY=VALUE)``: a recipe on a CPU machine with an empty cache."""
 
     def make(variables: dict[str, str] | None = None, **keys) -> Case:
-        given = {"CACHE_ROOT": str(tmp_path / "cache"), "HOME": str(tmp_path), **(variables or {})}
+        machine_variables = {"CACHE_ROOT": str(tmp_path / "cache"), "HOME": str(tmp_path), **(variables or {})}
         recipe = read(run_root=str(tmp_path), dtype="bfloat16", **keys)
-        return Case(machine(**given).environment, recipe)
+        return Case(machine(**machine_variables).environment, recipe)
 
     return make
 
 
 def test_what_is_not_fetched(case, local):
-    found = recipes.assets(case())
-    assert found.status == "warning" and "Qwen/Qwen2.5-1.5B-Instruct" in found.value and "grpo fetch" in found.fix
-    assert "openai/gsm8k" in found.value
-    assert "3 checkpoints" in recipes.space(case()).value  # the shapes of the shipped recipes' models are known
+    finding = recipes.assets(case())
+    assert finding.status == "warning" and "Qwen/Qwen2.5-1.5B-Instruct" in finding.value and "grpo fetch" in finding.fix
+    assert "openai/gsm8k" in finding.value
+    assert "3 checkpoints" in recipes.space(case()).value  # the package has the shapes of the shipped recipes' models
     unknown = case(model_name_or_path="someone/model")
     assert "config.json is not on this machine" in recipes.space(unknown).value
 
@@ -64,63 +64,63 @@ def test_a_model_folder_complete_and_not(case, local, tmp_path: Path):
     (tmp_path / "model/model.safetensors").rename(tmp_path / "model/pytorch_model-00001-of-00001.bin")
     assert recipes.assets(case(model_name_or_path=str(tmp_path / "model"), **data)).status == "ok"
     (tmp_path / "model/config.json").unlink()
-    found = recipes.assets(case(model_name_or_path=str(tmp_path / "model"), **data))
-    assert found.status == "problem" and "has no config.json" in found.value
+    finding = recipes.assets(case(model_name_or_path=str(tmp_path / "model"), **data))
+    assert finding.status == "problem" and "has no config.json" in finding.value
 
 
 def test_a_local_dataset(case, local, tmp_path: Path):
     path = tmp_path / "train.jsonl"
     path.write_text('{"problem": "1+1", "answer": "2"}\n')
-    found = recipes.assets(case(dataset_name=str(path), model_name_or_path=local(1)))
-    assert found.status == "ok" and str(path) in found.value
+    finding = recipes.assets(case(dataset_name=str(path), model_name_or_path=local(1)))
+    assert finding.status == "ok" and str(path) in finding.value
 
 
 def test_a_gated_model_wants_a_token(case):
     gated = {"model_name_or_path": "meta-llama/Llama-3.1-8B-Instruct"}
-    found = recipes.assets(case(variables={"HF_TOKEN": ""}, **gated))
-    assert found.status == "problem" and "accept its license" in found.fix
-    found = recipes.assets(case(variables={"HF_TOKEN": "hf_" + "c" * 34}, **gated))
-    assert found.status == "warning" and found.value.startswith("not fetched")
+    finding = recipes.assets(case(variables={"HF_TOKEN": ""}, **gated))
+    assert finding.status == "problem" and "accept its license" in finding.fix
+    finding = recipes.assets(case(variables={"HF_TOKEN": "hf_" + "c" * 34}, **gated))
+    assert finding.status == "warning" and finding.value.startswith("not fetched")
 
 
 def test_space_for_the_checkpoints_is_that_of_the_plan(case, local):
     small = case(model_name_or_path=local(1), save_total_limit=2)
-    found, total = recipes.space(small), gigabytes(small.estimates.disk.total)
-    assert found.status == "ok" and found.value.startswith(f"about {total} for 3 checkpoints and the model, ")
+    finding, total = recipes.space(small), gigabytes(small.estimates.disk.total)
+    assert finding.status == "ok" and finding.value.startswith(f"about {total} for 3 checkpoints and the model, ")
     unlimited = recipes.space(case(model_name_or_path=local(1), save_total_limit=None))
     assert unlimited.status == "warning" and "save_total_limit: 2" in unlimited.fix
     assert "for 2 of an unlimited number of checkpoints and the model" in unlimited.value
     for few in ({"save_strategy": "no"}, {"max_steps": 5, "save_steps": 5}):
-        found = recipes.space(case(model_name_or_path=local(1), save_total_limit=None, **few))
-        assert found.status == "ok" and " for 1 checkpoint and the model" in found.value
+        finding = recipes.space(case(model_name_or_path=local(1), save_total_limit=None, **few))
+        assert finding.status == "ok" and " for 1 checkpoint and the model" in finding.value
     # a model of 10 TB: no disk holds its checkpoints
-    found = recipes.space(case(model_name_or_path=local(10**7)))
-    assert found.status == "problem" and "run_root" in found.fix
+    finding = recipes.space(case(model_name_or_path=local(10**7)))
+    assert finding.status == "problem" and "run_root" in finding.fix
 
 
 def test_way_of_the_weights_through_shared_memory(case, local, monkeypatch, small_disk: Path):
     small = case(model_name_or_path=local(1), save_total_limit=2)
     assert recipes.space(small).status == "ok"
     monkeypatch.setattr(recipes, "SHARED_MEMORY", small_disk)
-    found = recipes.space(small)
-    assert found.status == "problem" and "--shm-size" in found.fix
+    finding = recipes.space(small)
+    assert finding.status == "problem" and "--shm-size" in finding.fix
 
 
 def test_memory_for_the_training_on_cpu(case, local):
     small = {"max_completion_length": 16, "max_prompt_length": 16, "per_device_train_batch_size": 1}
-    found = recipes.training_memory(case(model_name_or_path=local(1), **small))
-    assert found.value.startswith("about ") and " free" in found.value
-    found = recipes.training_memory(case(model_name_or_path=local(10**6), **small))
-    assert found.status == "problem" and " TB" in found.value and "--mem" in found.fix
+    finding = recipes.training_memory(case(model_name_or_path=local(1), **small))
+    assert finding.value.startswith("about ") and " free" in finding.value
+    finding = recipes.training_memory(case(model_name_or_path=local(10**6), **small))
+    assert finding.status == "problem" and " TB" in finding.value and "--mem" in finding.fix
 
 
 def test_memory_of_gpus_is_that_of_the_plan(case, local, planned, monkeypatch):
     monkeypatch.setattr(recipes, "gpu_memory", lambda environment: 80.0)
 
     def memory(megabytes: int):
-        found = case(model_name_or_path=local(megabytes))
-        found.__dict__["plan"] = planned(recipe=found.recipe)
-        return recipes.training_memory(found)
+        model_case = case(model_name_or_path=local(megabytes))
+        model_case.__dict__["plan"] = planned(recipe=model_case.recipe)
+        return recipes.training_memory(model_case)
 
     too_much = memory(30_000)
     assert too_much.status == "problem" and "use_peft: true" in too_much.fix and "of 80.0 GiB" in too_much.value
@@ -129,20 +129,20 @@ def test_memory_of_gpus_is_that_of_the_plan(case, local, planned, monkeypatch):
     assert memory(30_000).status == "ok" and " of " not in memory(30_000).value
 
 
-@pytest.mark.skipif(environment_device() != "cpu", reason="what is planned in a CUDA environment depends on the GPUs")
+@pytest.mark.skipif(environment_device() != "cpu", reason="the plan in a CUDA environment depends on the GPUs")
 def test_what_a_launch_would_start(case):
-    found = recipes.gpu_plan(case())
-    assert found.status == "ok" and found.value == "vllm server, training processes: 1"
+    finding = recipes.gpu_plan(case())
+    assert finding.status == "ok" and finding.value == "vllm server, training processes: 1"
     assert recipes.gpu_plan(case(vllm_mode="colocate")).value == "vllm colocate, training processes: 1"
     with pytest.raises(ConfigError, match="nccl needs GPUs"):
         recipes.gpu_plan(case(weight_sync="nccl"))
 
 
 def test_gpus_that_nothing_uses(case, cuda_machine, planned):
-    found = case()
-    found.__dict__["plan"] = planned(gpus=[str(index) for index in range(8)], prompts_per_step=5, num_generations=2)
-    told = recipes.gpu_plan(found)
-    assert told.status == "warning" and "unused GPUs: 6, 7" in told.value
+    idle_case = case()
+    idle_case.__dict__["plan"] = planned(gpus=[str(index) for index in range(8)], prompts_per_step=5, num_generations=2)
+    finding = recipes.gpu_plan(idle_case)
+    assert finding.status == "warning" and "unused GPUs: 6, 7" in finding.value
 
 
 class FakeGpulessCase(Case):

@@ -1,4 +1,4 @@
-"""What metrics say; the names are TRL's own."""
+"""Findings from metrics. Their names come from TRL."""
 
 from __future__ import annotations
 
@@ -33,42 +33,42 @@ def test_a_run_without_a_step_says_so(make_run):
 
 def test_a_reward_that_stays_zero(make_run, row):
     run = make_run(rows=rows_of(row, reward=0.0, completions__clipped_ratio=0.9))
-    found = LEVEL["reward"](run)
-    assert found.status == "problem" and "grpo check-rewards" in found.fix
+    finding = LEVEL["reward"](run)
+    assert finding.status == "problem" and "grpo check-rewards" in finding.fix
     assert LEVEL["reward"](make_run(rows=[row(1, reward=0.0), row(2, reward=0.1)])).status == "ok"
     assert LEVEL["reward"](make_run(rows=rows_of(row, 2, reward=0.0))).status == "problem", "too short for a notice"
 
 
 def test_groups_that_teach_nothing(make_run, row):
-    found = LEVEL["reward"](make_run(rows=rows_of(row, frac_reward_zero_std=0.97)))
-    assert found.status == "warning" and "97 %" in found.value and "num_generations" in found.fix
+    finding = LEVEL["reward"](make_run(rows=rows_of(row, frac_reward_zero_std=0.97)))
+    assert finding.status == "warning" and "97 %" in finding.value and "num_generations" in finding.fix
 
 
 def test_a_run_in_which_nothing_can_be_learned_is_a_problem(make_run, row):
-    found = LEVEL["reward"](make_run(rows=rows_of(row, frac_reward_zero_std=1)))
-    assert found.status == "problem" and "every completion got the reward 0.5 in 6 steps in a row" in found.value
-    found = LEVEL["gradients"](make_run(rows=rows_of(row, grad_norm=0.0)))
-    assert found.status == "problem" and "exactly 0 in 6 steps" in found.value
-    found = LEVEL["gradients"](make_run(rows=rows_of(row, learning_rate=0.0)))
-    assert found.status == "problem" and "learning rate is 0 in 6 steps" in found.value
+    finding = LEVEL["reward"](make_run(rows=rows_of(row, frac_reward_zero_std=1)))
+    assert finding.status == "problem" and "every completion got the reward 0.5 in 6 steps in a row" in finding.value
+    finding = LEVEL["gradients"](make_run(rows=rows_of(row, grad_norm=0.0)))
+    assert finding.status == "problem" and "exactly 0 in 6 steps" in finding.value
+    finding = LEVEL["gradients"](make_run(rows=rows_of(row, learning_rate=0.0)))
+    assert finding.status == "problem" and "learning rate is 0 in 6 steps" in finding.value
 
 
 def test_completions_that_are_cut_off(make_run, row):
-    found = LEVEL["truncated"](make_run(rows=rows_of(row, completions__clipped_ratio=0.8), max_completion_length=700))
-    assert found.status == "warning" and "max_completion_length (now 700)" in found.fix
+    finding = LEVEL["truncated"](make_run(rows=rows_of(row, completions__clipped_ratio=0.8), max_completion_length=700))
+    assert finding.status == "warning" and "max_completion_length (now 700)" in finding.fix
     assert LEVEL["truncated"](make_run(rows=rows_of(row, completions__clipped_ratio=0.2))).status == "ok"
     assert LEVEL["truncated"](make_run(rows=rows_of(row, completions__clipped_ratio=1.0))).status == "warning"
 
 
 def test_a_very_high_kl(make_run, row):
     run = make_run(rows=rows_of(row, kl=4.0), beta=0.02, learning_rate=5e-5)
-    found = LEVEL["kl"](run)
-    assert found.status == "problem" and found.value.startswith("4 -> 4; the KL divergence")
+    finding = LEVEL["kl"](run)
+    assert finding.status == "problem" and finding.value.startswith("4 -> 4; the KL divergence")
     for part in ("learning_rate (now 5e-05)", "beta (now 0.02", "init_kl_coeff", "chat_template", "system_prompt"):
-        assert part in found.fix, part
+        assert part in finding.fix, part
     assert LEVEL["kl"](make_run(rows=rows_of(row, kl=0.3))).status == "ok"
     assert LEVEL["kl"](make_run(rows=rows_of(row, kl="nan"))).value == "no value that is a number"
-    without = [{key: value for key, value in one.items() if key != "kl"} for one in rows_of(row)]
+    without = [{key: value for key, value in metrics.items() if key != "kl"} for metrics in rows_of(row)]
     assert LEVEL["kl"](make_run(rows=without)).value == "not measured: beta is 0"
 
 
@@ -81,28 +81,28 @@ def test_an_entropy_that_collapses(make_run, row):
 def test_a_tau_at_its_limit(make_run, row):
     keys = {"maxent_objective": "tempered", "maxent_target_eff_rollouts": 4.0}
     run = make_run(rows=rows_of(row, maxent__tau=0.001, maxent__eff_rollouts=9.0), **keys)
-    found = LEVEL["maxent"](run)
-    assert found.status == "warning" and found.value.startswith("0.001 -> 0.001; tau stays at maxent_tau_min")
-    assert "maxent_target_ratio" in found.fix
+    finding = LEVEL["maxent"](run)
+    assert finding.status == "warning" and finding.value.startswith("0.001 -> 0.001; tau stays at maxent_tau_min")
+    assert "maxent_target_ratio" in finding.fix
     assert LEVEL["maxent"](make_run(rows=rows_of(row))).value == "not measured: no temperature, as in GRPO and MaxRL"
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_gradients_that_are_no_numbers(make_run, row, value):
-    found = LEVEL["gradients"](make_run(rows=[row(1), row(2, grad_norm=value), row(3, grad_norm=value)]))
-    assert found.status == "problem" and "step 2 (2 of 3 steps)" in found.value
+    finding = LEVEL["gradients"](make_run(rows=[row(1), row(2, grad_norm=value), row(3, grad_norm=value)]))
+    assert finding.status == "problem" and "step 2 (2 of 3 steps)" in finding.value
     assert LEVEL["gradients"](make_run(rows=[row(1, loss=value)])).status == "problem"
 
 
 def test_gradients_that_are_steep(make_run, row):
-    found = LEVEL["gradients"](make_run(rows=rows_of(row, grad_norm=900.0), learning_rate=1e-4))
-    assert found.status == "warning" and "learning_rate (now 0.0001)" in found.fix
+    finding = LEVEL["gradients"](make_run(rows=rows_of(row, grad_norm=900.0), learning_rate=1e-4))
+    assert finding.status == "warning" and "learning_rate (now 0.0001)" in finding.fix
 
 
 def test_completions_without_a_verdict(make_run, row):
-    found = training.no_verdict(make_run(rows=rows_of(row, rewards__mine__no_verdict=0.3), reward_timeout=2.0))
-    assert found.status == "warning" and "rewards/mine/no_verdict 30%" in found.value
-    assert "reward_timeout (now 2 s)" in found.fix and "slow_rewards.jsonl" in found.fix
+    finding = training.no_verdict(make_run(rows=rows_of(row, rewards__mine__no_verdict=0.3), reward_timeout=2.0))
+    assert finding.status == "warning" and "rewards/mine/no_verdict 30%" in finding.value
+    assert "reward_timeout (now 2 s)" in finding.fix and "slow_rewards.jsonl" in finding.fix
     game = {"environment": f"{Path(__file__).parents[2]}/rollouts/wild_environment.py:Sums", "dataset_name": None}
     played = make_run(
         rows=rows_of(row, rewards__mine__no_verdict=0.3), reward_funcs=["environment"], environment_timeout=7.0, **game
@@ -115,12 +115,12 @@ def test_completions_without_a_verdict(make_run, row):
 @pytest.mark.parametrize("nothing", [None, "nan"])  # TRL logs None
 def test_a_reward_that_judges_nothing(make_run, row, nothing):
     run = make_run(rows=rows_of(row, rewards__mine__mean=nothing, rewards__mine__std=nothing, reward=nothing))
-    found = training.no_verdict(run)
-    assert found.status == "problem" and found.value.startswith("mine scored nothing")
-    one = training.no_verdict(make_run(rows=rows_of(row, rewards__mine__std=nothing)))
-    assert one.status == "ok", "of a single completion there is no deviation"
-    found = LEVEL["reward"](run)
-    assert found.status == "problem" and found.fix == "see the check no verdict"
+    finding = training.no_verdict(run)
+    assert finding.status == "problem" and finding.value.startswith("mine scored nothing")
+    single = training.no_verdict(make_run(rows=rows_of(row, rewards__mine__std=nothing)))
+    assert single.status == "ok", "a single completion has no standard deviation"
+    finding = LEVEL["reward"](run)
+    assert finding.status == "problem" and finding.fix == "see the check no verdict"
     stopped = make_run(cause="rank 0: TooManyWithoutVerdict: 80% of the completions", reward_max_no_verdict=0.4)
     assert training.no_verdict(stopped).status == "problem"
     assert "reward_max_no_verdict (0.4)" in training.no_verdict(stopped).value
@@ -128,13 +128,13 @@ def test_a_reward_that_judges_nothing(make_run, row, nothing):
 
 
 def test_a_reward_that_is_lost_halfway(make_run, row):
-    found = LEVEL["reward"](make_run(rows=[*rows_of(row)[:3], *rows_of(row, reward="nan")]))
-    assert (found.status, found.value) == ("problem", "no value that is a number")
+    finding = LEVEL["reward"](make_run(rows=[*rows_of(row)[:3], *rows_of(row, reward="nan")]))
+    assert (finding.status, finding.value) == ("problem", "no value that is a number")
 
 
 def test_a_server_that_computes_otherwise(make_run, row):
-    found = training.server_agreement(make_run(rows=rows_of(row, sampling__importance_sampling_ratio__mean=0.4)))
-    assert found.status == "warning" and "0.400" in found.value and "one dtype" in found.fix
+    finding = training.server_agreement(make_run(rows=rows_of(row, sampling__importance_sampling_ratio__mean=0.4)))
+    assert finding.status == "warning" and "0.400" in finding.value and "one dtype" in finding.fix
     apart = rows_of(row, sampling__importance_sampling_ratio__mean=0.4)
     assert "learning_rate" in training.server_agreement(make_run(rows=apart, overlap_generation=True)).fix
 
@@ -143,8 +143,8 @@ def test_a_server_that_computes_otherwise(make_run, row):
     ("score", "seconds_max"), ("sync", "prompts_per_step"), ("evaluate", "eval_steps"), ("save", "save_steps"),
 ])  # fmt: skip
 def test_a_phase_that_takes_most_of_the_time(make_run, row, phase, advice):
-    found = training.phases(make_run(rows=rows_of(row, **{f"seconds__{phase}": 40.0})))
-    assert found.status == "warning" and advice in found.fix
+    finding = training.phases(make_run(rows=rows_of(row, **{f"seconds__{phase}": 40.0})))
+    assert finding.status == "warning" and advice in finding.fix
     assert training.phases(make_run(rows=rows_of(row, seconds__sample=90.0))).status == "ok"
 
 
@@ -152,9 +152,9 @@ def test_a_slow_start_is_told_with_what_makes_data_slow(make_run, row):
     run = make_run(rows=rows_of(row))
     launched = (run.folder / "run.json").stat().st_mtime
     os.utime(run.folder / "metrics.jsonl", (launched, launched + 1000))
-    found = training.start(run)
-    assert found.status == "warning" and "before 6 steps" in found.value
-    assert "columns" in found.fix and "grpo fetch" in found.fix
+    finding = training.start(run)
+    assert finding.status == "warning" and "before 6 steps" in finding.value
+    assert "columns" in finding.fix and "grpo fetch" in finding.fix
     os.utime(run.folder / "metrics.jsonl", (launched, launched + 90))
     assert training.start(run).status == "ok"
 
@@ -165,10 +165,10 @@ def test_metrics_are_named_as_trl_and_we_write_them():
     spec = importlib.util.find_spec("trl")
     assert spec is not None and spec.origin is not None
     source = (Path(spec.origin).parent / "trainer/grpo_trainer.py").read_text()
-    ours = Path(training.__file__).parents[2] / "trainers"
-    source += "".join((ours / name).read_text() for name in ("metrics.py", "checks.py", "maxent.py"))
-    asked = Path(training.__file__).read_text() + Path(health.__file__).read_text()
-    names = set(re.findall(r'(?:recent|numbers|row\.get|_where)\("([^"]+)"', asked))
+    trainers = Path(training.__file__).parents[2] / "trainers"
+    source += "".join((trainers / name).read_text() for name in ("metrics.py", "checks.py", "maxent.py"))
+    doctor_source = Path(training.__file__).read_text() + Path(health.__file__).read_text()
+    names = set(re.findall(r'(?:recent|numbers|row\.get|_where)\("([^"]+)"', doctor_source))
     names |= set(health._METRICS) - {"maxent/incorrect_mass"}
     assert {"reward", "kl", "entropy", "completions/clipped_ratio", "frac_reward_zero_std"} <= names
     for name in names - {"grad_norm", "learning_rate", "seconds/step"}:

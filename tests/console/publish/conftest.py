@@ -1,4 +1,4 @@
-"""A fake hub, and run directories as a launch leaves them."""
+"""A fake hub, and run directories like those of real launches."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def hub() -> Iterator[FakeHub]:
 
 @pytest.fixture
 def logged_in(hub: FakeHub, tmp_path: Path) -> dict[str, str]:
-    """The environment of a user who may write."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    return {**kept, **hub.environment(WRITER), "HF_HOME": str(tmp_path / "hf")}
+    """Return the environment of a user with write access."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return {**inherited, **hub.environment(WRITER), "HF_HOME": str(tmp_path / "hf")}
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run that has just trained five steps."""
+    """Create a run that has trained five steps."""
     folder = tmp_path / "run"
     write(folder / "model", MODEL)
     source = {"config": None, "split": None, "limit": None, "revision": "main", "commit": COMMIT, "path": "/there"}

@@ -25,7 +25,7 @@ def front_matter(card: str) -> dict[str, Any]:
 
 @pytest.fixture
 def card(tmp_path: Path) -> Callable[..., str]:
-    """``card(identity=..., summary=..., plan=..., rows=..., recipe=...)``: the card of a run of which that is known."""
+    """``card(identity=..., summary=..., plan=..., rows=..., recipe=...)``: the card of a run with these files."""
 
     def card_with(rows: Sequence[dict[str, Any]] = (), recipe: str = "seed: 1", **files: dict[str, Any]) -> str:
         for name in ("identity", "summary", "plan"):
@@ -107,7 +107,7 @@ def test_training_that_goes_on_and_smoke_tests_say_so(card: Card) -> None:
 
 def test_a_long_run_has_a_short_curve_of_means(card: Card) -> None:
     rows = [{"step": step, "max_steps": 100, "reward": float(step)} for step in range(1, 101)]
-    rows[0]["reward"] = "nan"  # as metrics.jsonl writes it
+    rows[0]["reward"] = "nan"  # the spelling in metrics.jsonl
     text = card(rows=rows)
     curve = text.split("## Reward by step\n\n")[1].split("\n\n")[0].splitlines()[2:]
     assert len(curve) == 11 and curve[0] == "| 10 | 6 |" and curve[-1] == "| 100 | 96 |"

@@ -23,7 +23,7 @@ SUMS = ("model", "ada/sums")
 
 @pytest.fixture
 def publish(run_dir: Path, logged_in: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """``publish()``: push the model of the run, with short waits; returns the end of the launcher's last line."""
+    """``publish()``: push the run's model with short waits and return the end of the launcher's last line."""
     monkeypatch.setattr(module, "WAITS", (0.1, 0.1))
     return lambda: publish_model(TARGET, run_dir, logged_in)
 
@@ -110,6 +110,6 @@ def test_a_run_without_push_to_hub_has_a_card(run_dir: Path) -> None:
 
 
 def test_a_complete_run_does_not_fail_for_its_card(publish: Callable[[], str], run_dir: Path) -> None:
-    (run_dir / "model" / "README.md").mkdir()  # no card can be written there
+    (run_dir / "model" / "README.md").mkdir()  # the card cannot be written here
     assert publish_model(None, run_dir, {}).startswith("; no model card (IsADirectoryError")
     assert publish().startswith("; NOT published (IsADirectoryError")

@@ -1,4 +1,4 @@
-"""One push, with the real client against the fake hub; and a run that cannot publish is refused before it starts."""
+"""Pushes with the real client to the fake hub, and the check for publishing before a run starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .conftest import MODEL, write
 def push(tmp_path: Path, logged_in: dict[str, str]):
     """``push(waits=..., KEY=VALUE...)``: push ``model`` to the target with other keys.
 
-    Return the exit code, what the process printed, and the result it left.
+    Return the exit code, the output of the process, and the result file.
     """
 
     def push_it(waits: tuple[float, ...] = (0.0, 0.0), **changes: Any) -> tuple[int, str, dict[str, Any]]:
@@ -56,7 +56,7 @@ SHARDS = {"model-00001-of-00002.safetensors": b"new", "model.safetensors.index.j
 
 
 @pytest.mark.parametrize(
-    ("there", "new", "gone"),
+    ("existing", "new", "removed"),
     [
         (["model.safetensors", "a.md"], SHARDS, ["model.safetensors"]),
         (["model.safetensors"], {"model.safetensors": b"new"}, []),
@@ -67,21 +67,21 @@ SHARDS = {"model-00001-of-00002.safetensors": b"new", "model.safetensors.index.j
     ],
 )  # fmt: skip
 def test_what_would_be_read_together_with_the_new_files_goes(
-    push, hub: FakeHub, tmp_path: Path, there: list[str], new: dict[str, bytes], gone: list[str]
+    push, hub: FakeHub, tmp_path: Path, existing: list[str], new: dict[str, bytes], removed: list[str]
 ) -> None:
-    hub.add("model", "ada/sums", dict.fromkeys(there, b"old"))
+    hub.add("model", "ada/sums", dict.fromkeys(existing, b"old"))
     for name, content in new.items():
         write((tmp_path / "model" / name).parent, {Path(name).name: content})
     assert push()[0] == 0
-    left = {name: b"old" for name in there if name not in gone}
-    assert hub.repos["model", "ada/sums"].files() == {**left, **new}
+    remaining = {name: b"old" for name in existing if name not in removed}
+    assert hub.repos["model", "ada/sums"].files() == {**remaining, **new}
 
 
 def test_a_branch_is_made_and_the_main_one_left_alone(push, hub: FakeHub, tmp_path: Path) -> None:
     for content in (b"first", b"second"):
         write(tmp_path / "model", {**MODEL, "config.json": content})
-        code, said, _ = push(branch="run-7")
-        assert code == 0, said
+        code, output, _ = push(branch="run-7")
+        assert code == 0, output
     repo = hub.repos["model", "ada/sums"]
     assert repo.files("main") == {".gitattributes": b""} and repo.files("run-7")["config.json"] == b"second"
 
@@ -90,18 +90,18 @@ def test_a_branch_is_made_and_the_main_one_left_alone(push, hub: FakeHub, tmp_pa
 def test_it_is_tried_three_times(push, hub: FakeHub, tmp_path: Path, failures: int, code: int) -> None:
     write(tmp_path / "model", MODEL)
     hub.failing = {"/commit/": failures}
-    ended, said, result = push()
+    ended, output, result = push()
     assert ended == code and hub.asked("/commit/") == 3
-    assert said.count("grpo: push to ada/sums failed: HfHubHTTPError: Server error '500") == failures
+    assert output.count("grpo: push to ada/sums failed: HfHubHTTPError: Server error '500") == failures
     assert ("error" in result) is bool(code) and (not code or "(3 attempts)" in result["error"])
-    assert WRITER not in said
+    assert WRITER not in output
 
 
 def test_a_login_that_has_gone_bad_is_reported(push, hub: FakeHub, tmp_path: Path) -> None:
     write(tmp_path / "model", MODEL)
     del hub.users[WRITER]
-    code, said, result = push(waits=())
-    assert code == 1 and "401" in result["error"] and WRITER not in said
+    code, output, result = push(waits=())
+    assert code == 1 and "401" in result["error"] and WRITER not in output
 
 
 def test_the_model_is_pushed_without_the_state_of_training(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ Read = Callable[..., Recipe]
 
 @pytest.fixture
 def ask(read: Read, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path) -> Callable[..., object]:
-    """``ask(token, KEY=VALUE...)``: the target of a recipe that pushes, asked by who has that token."""
+    """``ask(token, KEY=VALUE...)``: check the target of a recipe that pushes with this token."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-login"))
@@ -172,15 +172,15 @@ def test_a_fine_grained_token_is_believed(ask, hub: FakeHub) -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "what"),
+    ("token", "message"),
     [
         (None, r"push_to_hub needs a login, which the hub did not confirm \(Token is required"),
         ("hf_" + "unknown" * 4, r"push_to_hub needs a login, which the hub did not confirm \(Invalid user token"),
         (READER, "the token is read-only"),
     ],
 )
-def test_a_login_that_may_write_is_needed(ask, token: str | None, what: str) -> None:
-    with pytest.raises(ConfigError, match=what) as refused:
+def test_a_login_that_may_write_is_needed(ask, token: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
         ask(token)
     assert "hf_" not in str(refused.value)
 

@@ -1,4 +1,4 @@
-"""Run directories made from formulas, of any length and with any trouble."""
+"""Run directories generated from formulas, with any length and any defect."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_run(
     objective: str | None = None,
     without: tuple[str, ...] = (),
 ) -> Path:
-    """A run directory as the launcher and the trainer leave it.
+    """Create a run directory with the files of launcher and trainer.
 
     Args:
         root: folder it is made in.
@@ -75,7 +75,7 @@ def make_sweep(
     seeds: tuple[int, ...] = (1, 2, 3),
     statuses: dict[str, str] | None = None,
 ) -> Sweep:
-    """A sweep directory of synthetic runs; the reward rises with the learning rate."""
+    """Create a sweep directory of synthetic runs. The reward rises with the learning rate."""
     cells = []
     for rate in rates:
         for seed in seeds:
@@ -146,7 +146,7 @@ def _row(step: int, steps: int, lift: float, noise: random.Random) -> dict[str, 
 
 
 def _weights(done: float) -> dict[str, Any]:
-    """Metrics of the weights: tau and beta move, and in the last tenth no wrong answer has weight."""
+    """Return metrics of the weights: tau and beta change, and wrong answers have no weight in the last tenth."""
     return {
         "beta": 0.04 + 0.02 * done,
         "maxent/tau": 0.5 - 0.3 * done,
@@ -166,7 +166,7 @@ def _scored(row: dict[str, Any], noise: random.Random, samples: list[dict[str, A
 
 
 def two_samples() -> list[dict[str, Any]]:
-    """A right and a wrong completion of one prompt."""
+    """Return a right and a wrong completion of one prompt."""
     prompt = "[user]\nA train has 3 cars of 12 seats.  How many seats has it?"
     scores = {"pure_accuracy_math": 1.0, "format_tags": 0.5}
     right = {"completion": "3 times 12 is 36.\n\n<answer>36</answer>", "reward": 1.5, "advantage": 0.9321}
@@ -178,15 +178,17 @@ def two_samples() -> list[dict[str, Any]]:
 
 
 def game_samples(turns: int = 10, **ended: str) -> list[dict[str, Any]]:
-    """A sample of a game of so many turns: a Doctor's, who wins it; ``ended`` says why it did not end by itself."""
+    """Return a sample of a game that a Doctor wins in ``turns`` turns. ``ended`` gives the reason of an early end."""
     begun = [{"role": "system", "content": "You are Player 2."}, {"role": "user", "content": "[GAME] Night falls."}]
     played: list[dict[str, Any]] = []
     for turn in range(1, turns + 1):
         phase, valid = ("Night-Doctor", "Day-Voting")[turn % 2], turn != 2
         info = {"legal": float(valid), "role": "Doctor", "phase": phase}
         info |= {} if valid else {"illegal": "[7] is no target in Day-Voting; valid: [0], [1]"}
-        said = [{"role": "user", "content": f"[Player 0] I trust round {turn}."}]
-        played.append({"action": f"[{turn % 5}] of turn {turn}", "reward": 0.1 * valid, "info": info, "messages": said})
+        messages = [{"role": "user", "content": f"[Player 0] I trust round {turn}."}]
+        played.append(
+            {"action": f"[{turn % 5}] of turn {turn}", "reward": 0.1 * valid, "info": info, "messages": messages}
+        )
     if ended.get("failed"):
         played[-1] = {"action": played[-1]["action"]}
     elif not ended:

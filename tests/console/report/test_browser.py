@@ -1,6 +1,6 @@
 """The pages in a real browser: at a phone's and a desk's width, light and dark, nothing overflows, hides or fails.
 
-The page's own policy lets no other script into it, so a frame around it looks in from outside.
+The page's policy blocks other scripts, so an outer page measures it in a frame.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from scripts import report_picture
 from .synthetic_runs import game_samples, make_run, make_sweep, two_samples
 
 CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
 HOME = Path(report_picture.__file__).parents[1]
 WIDTHS = (390, 1400)
@@ -36,8 +36,8 @@ PROBE = (Path(__file__).parent / "browser_probe.html").read_text()
 
 
 @dataclass(frozen=True)
-class Seen:
-    """(page, width) -> what was measured there, and the lines of the console."""
+class BrowserViews:
+    """Measurements by (page, width), and the lines of the console."""
 
     dark: bool
     views: dict[tuple[str, int], dict[str, Any]]
@@ -45,7 +45,7 @@ class Seen:
 
 
 def chromium(folder: Path, page: Path, budget: int, dark: bool) -> subprocess.CompletedProcess[str]:
-    """Run a page for ``budget`` virtual milliseconds and return what is then in it, and the console."""
+    """Run a page for ``budget`` virtual milliseconds and return its content and the console."""
     done = subprocess.run(
         [
             str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
@@ -60,9 +60,9 @@ def chromium(folder: Path, page: Path, budget: int, dark: bool) -> subprocess.Co
 
 
 def run_chromium(folder: Path, page: Path, budget: int) -> dict[str, Any]:
-    (found,) = re.findall(r'<pre id="found">(.*?)</pre>', chromium(folder, page, budget, False).stdout, re.DOTALL)
-    made: dict[str, Any] = json.loads(html.unescape(found))
-    return made
+    (text,) = re.findall(r'<pre id="found">(.*?)</pre>', chromium(folder, page, budget, False).stdout, re.DOTALL)
+    measurements: dict[str, Any] = json.loads(html.unescape(text))
+    return measurements
 
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
@@ -70,60 +70,62 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The page of a run with texts that overflow if they can, one that compares it with two others, and a sweep's."""
+    """Write the page of a run with very long texts, its comparison with two runs, and the page of a sweep."""
     root = tmp_path_factory.mktemp("browser")
     long_word = {**two_samples()[0], "completion": "x" * 3000, "prompt": "<script>console.error(1)</script>" * 20}
     summary = {"status": "failed", "exit_code": 1, "cause": "y" * 300}
     run = make_run(root, steps=80, samples=[long_word, *two_samples()], summary=summary, objective="listwise")
     recipe = {"beta": (0.0, "config_math.yaml:20")}
-    others = [make_run(root, f"base-20261120-10150{seed}", steps=40, seed=seed, recipe=recipe) for seed in (1, 2)]
+    base_runs = [make_run(root, f"base-20261120-10150{seed}", steps=40, seed=seed, recipe=recipe) for seed in (1, 2)]
     sweep = make_sweep(root / "sweep", statuses={"learning_rate=1e-6,seed=2": "failed"})
     return {
         "run": write_report(run),
-        "comparison": write_comparison([run, *others], root / "comparison.html"),
+        "comparison": write_comparison([run, *base_runs], root / "comparison.html"),
         "sweep": write_sweep(sweep)[0],
         "episodes": write_report(make_run(root, "game-20261120-101503", steps=30, samples=game_samples(20))),
     }
 
 
 @pytest.fixture(scope="module", params=["light", "dark"])
-def seen(request: pytest.FixtureRequest, pages: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """What the pages look like at each width, and what the browser's console said."""
+def browser_views(
+    request: pytest.FixtureRequest, pages: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> BrowserViews:
+    """Measure the pages at each width and collect the lines of the browser's console."""
     folder, dark = tmp_path_factory.mktemp(request.param), request.param == "dark"
     views = [(name, width) for name in pages for width in WIDTHS]
     frames = [f'<iframe src="{pages[name].as_uri()}" width="{width}" height="900"></iframe>' for name, width in views]
     (folder / "outer.html").write_text(PROBE.replace("FRAMES", "".join(frames)))
     done = chromium(folder, folder / "outer.html", 1_000_000, dark)
-    (found,) = re.findall(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+    (text,) = re.findall(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return Seen(dark, dict(zip(views, json.loads(html.unescape(found)), strict=True)), console)
+    return BrowserViews(dark, dict(zip(views, json.loads(html.unescape(text)), strict=True)), console)
 
 
-def test_the_console_is_silent(seen: Seen) -> None:
-    assert seen.console == []
+def test_the_console_is_silent(browser_views: BrowserViews) -> None:
+    assert browser_views.console == []
 
 
-def test_no_page_is_wider_than_the_screen(seen: Seen) -> None:
-    for (name, width), view in seen.views.items():
+def test_no_page_is_wider_than_the_screen(browser_views: BrowserViews) -> None:
+    for (name, width), view in browser_views.views.items():
         assert view["width"] == width
         assert view["scroll"] <= width, f"{name}: {view['scroll']} px wide"
 
 
-def test_every_text_stands_out_from_its_ground(seen: Seen) -> None:
-    for view in seen.views.values():
-        assert (sum(view["ground"][:3]) < 200) == seen.dark
+def test_every_text_stands_out_from_its_ground(browser_views: BrowserViews) -> None:
+    for view in browser_views.views.values():
+        assert (sum(view["ground"][:3]) < 200) == browser_views.dark
         assert 4.5 <= view["contrast"][0] < 21, view["contrast"]
 
 
-def test_charts_are_wide_and_their_letters_large_enough(seen: Seen) -> None:
-    for view in seen.views.values():
+def test_charts_are_wide_and_their_letters_large_enough(browser_views: BrowserViews) -> None:
+    for view in browser_views.views.values():
         assert view["smallest"] > 250
         assert float(view["letters"].removesuffix("px")) >= 11
 
 
-def test_read_out_and_slider_say_what_the_run_has(seen: Seen) -> None:
+def test_read_out_and_slider_say_what_the_run_has(browser_views: BrowserViews) -> None:
     for width in WIDTHS:
-        view = seen.views["run", width]
+        view = browser_views.views["run", width]
         lines = view["tip"].splitlines()
         assert lines[0] == "step 80"
         assert re.fullmatch(r"training: 0\.\d+ \(0\.\d+ to 0\.\d+\)", lines[1])
@@ -131,32 +133,32 @@ def test_read_out_and_slider_say_what_the_run_has(seen: Seen) -> None:
         assert view["steps"] == [["80"], ["77"]]
 
 
-def test_the_comparison_reads_out_every_group(seen: Seen) -> None:
-    lines = seen.views["comparison", 1400]["tip"].splitlines()
+def test_the_comparison_reads_out_every_group(browser_views: BrowserViews) -> None:
+    lines = browser_views.views["comparison", 1400]["tip"].splitlines()
     assert [line.split(":")[0] for line in lines] == ["step 80", "math", "base (2 seeds)"]
     assert lines[2].endswith(" at 40")
 
 
-def test_a_search_leaves_the_completions_that_have_the_words(seen: Seen) -> None:
-    (found, said), none, (again, _) = seen.views["run", 1400]["hits"]
-    assert found > 1 and said == f"{found} completions"
+def test_a_search_leaves_the_completions_that_have_the_words(browser_views: BrowserViews) -> None:
+    (matches, note), none, (shown, _) = browser_views.views["run", 1400]["hits"]
+    assert matches > 1 and note == f"{matches} completions"
     assert none == [0, "0 completions"]
-    assert 0 < again < found  # without words there is one step again, that of the slider
+    assert 0 < shown < matches  # without words, the page shows only the slider's step again
 
 
-def test_figures_are_saved_as_numbers_drawing_and_picture(seen: Seen) -> None:
-    for (name, _), view in seen.views.items():
-        made = view["files"]
-        assert [made[kind][0] for kind in ("CSV", "SVG", "PNG")] == ["text/csv", "image/svg+xml", "image/png"], name
-        head, *rows = list(csv.reader(io.StringIO(made["CSV"][1])))
+def test_figures_are_saved_as_numbers_drawing_and_picture(browser_views: BrowserViews) -> None:
+    for (name, _), view in browser_views.views.items():
+        files = view["files"]
+        assert [files[kind][0] for kind in ("CSV", "SVG", "PNG")] == ["text/csv", "image/svg+xml", "image/png"], name
+        head, *rows = list(csv.reader(io.StringIO(files["CSV"][1])))
         assert head == ["curve", "step", "value", "low", "high"] and len(rows) > 20
-        drawing = ElementTree.fromstring(made["SVG"][1])
+        drawing = ElementTree.fromstring(files["SVG"][1])
         words = {node.text for node in drawing.iter("{http://www.w3.org/2000/svg}text")}
         assert {"Reward", "mean reward", "optimizer step"} <= words
         strokes = {node.get("stroke") for node in drawing.iter("{http://www.w3.org/2000/svg}path")}
         assert len(strokes) > 2 and not any("var(" in str(stroke) for stroke in strokes)
-        assert int(made["PNG"][1]) > 2000
-    label, step, value, low, high = rows_of(seen.views["run", 1400])[-1]
+        assert int(files["PNG"][1]) > 2000
+    label, step, value, low, high = rows_of(browser_views.views["run", 1400])[-1]
     assert (label, step) == ("evaluation", "78") and 0 < float(value) < 1 and low == high == ""
 
 

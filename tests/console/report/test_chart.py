@@ -1,4 +1,4 @@
-"""Charts put values where they belong."""
+"""Charts draw each value at its position."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def test_a_missing_value_breaks_the_line_and_the_band() -> None:
 def test_a_chart_holds_its_numbers_for_the_read_out() -> None:
     curve = Curve("mean", [1, 2, 3], [0.5, None, 0.25], band=([0.0, None, 0.0], [1.0, None, 0.5]), band_label="range")
     other = Curve("dots", [2], [0.125], 2, "dots")
-    made = draw(Chart("Title <b>", [curve, other]))
-    assert 'data-x="1 2 3"' in made and 'data-y="0.5 - 0.25"' in made and 'data-range="0:1 - 0:0.5"' in made
-    assert 'class="dots c2"' in made and 'data-x="2"' in made
-    assert "Title &lt;b&gt;" in made and "<b>" not in made
+    figure = draw(Chart("Title <b>", [curve, other]))
+    assert 'data-x="1 2 3"' in figure and 'data-y="0.5 - 0.25"' in figure and 'data-range="0:1 - 0:0.5"' in figure
+    assert 'class="dots c2"' in figure and 'data-x="2"' in figure
+    assert "Title &lt;b&gt;" in figure and "<b>" not in figure
 
 
 def test_a_single_spike_leaves_the_others_readable_and_is_told() -> None:
     values: list[float | None] = [1.0 + 0.1 * (row % 3) for row in range(300)]
     values[77] = 1e6
-    made = draw(Chart("Norm", [Curve("norm", list(range(300)), values)]))
-    assert "1 value outside the axis" in made
-    labels = re.findall(r'dy=".32em">([^<]*)<', made)
+    figure = draw(Chart("Norm", [Curve("norm", list(range(300)), values)]))
+    assert "1 value outside the axis" in figure
+    labels = re.findall(r'dy=".32em">([^<]*)<', figure)
     assert all(float(label) < 10 for label in labels)
 
 
@@ -75,8 +75,8 @@ def test_a_single_spike_leaves_the_others_readable_and_is_told() -> None:
     ],
 )
 def test_the_axis_begins_at_zero_where_that_is_near(values: list[float], labels: list[str]) -> None:
-    made = draw(Chart("x", [Curve("x", [1, 2], list(values))], large=True))
-    assert re.findall(r'dy=".32em">([^<]*)<', made) == [minus(label) for label in labels]
+    figure = draw(Chart("x", [Curve("x", [1, 2], list(values))], large=True))
+    assert re.findall(r'dy=".32em">([^<]*)<', figure) == [minus(label) for label in labels]
 
 
 def test_a_long_metric_is_thinned_to_a_line_and_its_range() -> None:
@@ -93,28 +93,28 @@ def test_areas_stand_on_one_another() -> None:
     seconds = {"seconds/sample": [1.0, 1.0], "seconds/score": [1.0, 3.0]}
     chart = phase_chart(Table(steps=[1, 2], columns={name: [*values] for name, values in seconds.items()}))
     assert chart is not None
-    made = draw(chart)
-    first, second = re.findall(r'class="layer c\d" d="([^"]*)"', made)
+    figure = draw(chart)
+    first, second = re.findall(r'class="layer c\d" d="([^"]*)"', figure)
     assert first == "M0 750L2000 750L2000 1000L0 1000z"
     assert second == "M0 500L2000 0L2000 750L0 750z"
 
 
 def test_a_heat_map_has_a_cell_for_each_share_above_zero() -> None:
-    made = fragment("charts.html.j2", "heat_map", "r", "", HISTOGRAM)
+    figure = fragment("charts.html.j2", "heat_map", "r", "", HISTOGRAM)
     half = f"{0.5**0.7:.2f}"
-    assert re.findall(r'x="(\d)" y="(\d)"[^>]*fill-opacity="([\d.]+)"', made) == [
+    assert re.findall(r'x="(\d)" y="(\d)"[^>]*fill-opacity="([\d.]+)"', figure) == [
         ("0", "1", "1.00"), ("1", "0", half), ("1", "1", half), ("2", "0", "1.00")
     ]  # fmt: skip
 
 
 def test_bars_are_as_high_as_their_shares() -> None:
-    made = fragment("charts.html.j2", "bar_pairs", "r", "", HISTOGRAM)
-    assert re.findall(r'class="bar c\d".*?height="(\d+)"', made) == ["625", "625", "312", "938"]
+    figure = fragment("charts.html.j2", "bar_pairs", "r", "", HISTOGRAM)
+    assert re.findall(r'class="bar c\d".*?height="(\d+)"', figure) == ["625", "625", "312", "938"]
 
 
 def test_an_interval_shows_value_and_ends() -> None:
-    made = fragment("charts.html.j2", "interval", 0.5, 0.25, 1.0)
-    assert 'x1="25.00%" x2="100.00%"' in made and 'cx="50.00%"' in made
+    figure = fragment("charts.html.j2", "interval", 0.5, 0.25, 1.0)
+    assert 'x1="25.00%" x2="100.00%"' in figure and 'cx="50.00%"' in figure
 
 
 def test_names_of_many_bins_are_thinned() -> None:
@@ -124,8 +124,8 @@ def test_names_of_many_bins_are_thinned() -> None:
 
 def test_values_that_are_all_the_same_are_drawn() -> None:
     for value in (0.0, 3e-4, -2.0, 1e30):
-        made = draw(Chart("x", [Curve("x", [1, 2, 3], [value] * 3)]))
-        places = [int(y) for y in re.findall(r"[ML]\d+ (\d+)", re.findall(r'class="line c1" d="([^"]*)"', made)[0])]
+        figure = draw(Chart("x", [Curve("x", [1, 2, 3], [value] * 3)]))
+        places = [int(y) for y in re.findall(r"[ML]\d+ (\d+)", re.findall(r'class="line c1" d="([^"]*)"', figure)[0])]
         assert len(set(places)) == 1 and math.isfinite(places[0])
 
 
@@ -141,36 +141,36 @@ def test_values_that_are_all_the_same_are_drawn() -> None:
     ],
 )
 def test_axes_have_round_marks_and_hold_the_data(low, high, ticks, labels) -> None:
-    made = axis(low, high)
-    assert made.ticks == pytest.approx(ticks)
-    assert made.low <= low and made.high >= high
-    assert [label for _, label in made.marks()] == [minus(label) for label in labels]
+    scale = axis(low, high)
+    assert scale.ticks == pytest.approx(ticks)
+    assert scale.low <= low and scale.high >= high
+    assert [label for _, label in scale.marks()] == [minus(label) for label in labels]
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-9, 1e30])
 def test_an_axis_of_one_value_has_a_width(value: float) -> None:
-    made = axis(value, value)
-    assert made.low < made.high and made.low <= value <= made.high
-    assert 0 <= made.share(value) <= 1
+    scale = axis(value, value)
+    assert scale.low < scale.high and scale.low <= value <= scale.high
+    assert 0 <= scale.share(value) <= 1
 
 
 def test_the_axis_of_steps_ends_where_the_data_end() -> None:
-    made = step_axis([1, 2, 60])
-    assert (made.low, made.high, made.ticks) == (1, 60, (1, 20, 40, 60))
+    scale = step_axis([1, 2, 60])
+    assert (scale.low, scale.high, scale.ticks) == (1, 60, (1, 20, 40, 60))
     assert step_axis([7]).ticks == (7,)
     assert step_axis([3, 4]).ticks == (3, 4)
 
 
 def test_what_is_beyond_an_axis_stands_at_its_end() -> None:
-    made = axis(0.0, 1.0)
-    assert (made.share(-5.0), made.share(0.5), made.share(7.0)) == (0.0, 0.5, 1.0)
+    scale = axis(0.0, 1.0)
+    assert (scale.share(-5.0), scale.share(0.5), scale.share(7.0)) == (0.0, 0.5, 1.0)
 
 
 @pytest.mark.parametrize(("count", "parts"), [(0, 0), (1, 1), (240, 240), (241, 240), (5000, 240)])
 def test_parts_cover_every_row_once(count: int, parts: int) -> None:
-    made = buckets(count)
-    assert len(made) == parts
-    assert [row for part in made for row in range(part.start, part.stop)] == list(range(count))
+    slices = buckets(count)
+    assert len(slices) == parts
+    assert [row for part in slices for row in range(part.start, part.stop)] == list(range(count))
 
 
 def test_parts_have_a_mean_and_gaps_stay_gaps() -> None:
@@ -180,15 +180,15 @@ def test_parts_have_a_mean_and_gaps_stay_gaps() -> None:
 
 
 def test_the_line_is_the_mean_around_each_row() -> None:
-    ones = [slice(row, row + 1) for row in range(5)]
-    assert smooth([1.0, 2.0, 6.0, None, 2.0], ones, 3) == [1.5, 3.0, 4.0, 4.0, 2.0]
-    assert smooth([1.0, 2.0, 6.0, None, 2.0], ones, 1) == [1.0, 2.0, 6.0, None, 2.0]
+    single_rows = [slice(row, row + 1) for row in range(5)]
+    assert smooth([1.0, 2.0, 6.0, None, 2.0], single_rows, 3) == [1.5, 3.0, 4.0, 4.0, 2.0]
+    assert smooth([1.0, 2.0, 6.0, None, 2.0], single_rows, 1) == [1.0, 2.0, 6.0, None, 2.0]
 
 
 def test_a_huge_value_does_not_spoil_those_after_it() -> None:
     values = [1e30, *[0.5] * 30]
-    ones = [slice(row, row + 1) for row in range(31)]
-    assert smooth(values, ones, 3)[10] == 0.5
+    single_rows = [slice(row, row + 1) for row in range(31)]
+    assert smooth(values, single_rows, 3)[10] == 0.5
 
 
 def test_short_runs_are_not_smoothed() -> None:
@@ -204,10 +204,10 @@ def test_rare_extremes_do_not_set_the_range() -> None:
 
 def test_a_reward_on_the_edge_of_a_range_is_in_the_range_above_it():
     rewards = array("d", [tenth / 10 for tenth in range(11)])
-    made = histogram([Scored(step, rewards) for step in (1, 2, 3)])
-    assert made is not None
-    assert [name for name, _ in made.ends] == ["step 1", "step 3"]
-    assert made.ends[0][1] == pytest.approx([1 / 11] * 9 + [2 / 11])
+    distribution = histogram([Scored(step, rewards) for step in (1, 2, 3)])
+    assert distribution is not None
+    assert [name for name, _ in distribution.ends] == ["step 1", "step 3"]
+    assert distribution.ends[0][1] == pytest.approx([1 / 11] * 9 + [2 / 11])
 
 
 @pytest.mark.parametrize(
@@ -220,9 +220,9 @@ def test_a_reward_on_the_edge_of_a_range_is_in_the_range_above_it():
     ],
 )
 def test_no_two_labels_of_an_axis_are_the_same(ticks: tuple[float, ...]) -> None:
-    made = Axis(ticks[0], ticks[-1], ticks)
+    scale = Axis(ticks[0], ticks[-1], ticks)
     for text in (None, short, percent, "{:,.0f}".format):
-        labels = [label for _, label in made.marks(text)]
+        labels = [label for _, label in scale.marks(text)]
         assert len(set(labels)) == len(ticks), labels
 
 
@@ -234,8 +234,8 @@ def test_an_axis_of_shares_ends_at_a_whole() -> None:
 
 
 def test_axes_have_titles() -> None:
-    made = draw(Chart("Entropy", [Curve("x", [1, 2], [0.5, 1.0])], y_name="nats a token"))
-    assert '<p class="y-title">nats a token</p>' in made and ">optimizer step</text>" in made
+    figure = draw(Chart("Entropy", [Curve("x", [1, 2], [0.5, 1.0])], y_name="nats a token"))
+    assert '<p class="y-title">nats a token</p>' in figure and ">optimizer step</text>" in figure
     assert ">share</p>" in draw(Chart("x", [Curve("x", [1, 2], [0.5, 1.0])], shares=True))
     assert ">minutes in steps</text>" in draw(Chart("x", [Curve("x", [1, 2], [0.5, 1.0])], x_name="min"))
 

@@ -1,4 +1,4 @@
-"""The page of an evaluation alone: what it shows, what it leaves out, and its filter in a real browser."""
+"""The page of a separate evaluation: its content, omitted parts, and its filter in a real browser."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_recipes.stats import scores_at_k
 from .test_browser import CHROMIUM, chromium
 
 WIDTHS = (390, 1300)
-# Choose each kind of completions, and count those that are seen.
+# Select each kind of completion and count the visible completions.
 PROBE = """<!doctype html><body>FRAMES<pre id="found"></pre><script>
 addEventListener("load", () => {
   const ticks = setInterval(() => {}, 1);
@@ -41,8 +41,8 @@ addEventListener("load", () => {
 
 def completion(right: bool | None, text: str = "said") -> dict[str, Any]:
     reward = None if right is None else float(right)
-    made = {"text": text, "tokens": 3, "truncated": right is False, "reward": reward, "right": right}
-    return made | {"rewards": {"mine": reward, "other": reward}, **({"reason": "timed out"} if right is None else {})}
+    entry = {"text": text, "tokens": 3, "truncated": right is False, "reward": reward, "right": right}
+    return entry | {"rewards": {"mine": reward, "other": reward}, **({"reason": "timed out"} if right is None else {})}
 
 
 def row(index: int, *completions: dict[str, Any]) -> dict[str, Any]:
@@ -51,11 +51,11 @@ def row(index: int, *completions: dict[str, Any]) -> dict[str, Any]:
 
 
 def page_of(rows: list[dict[str, Any]], **changes: Any) -> str:
-    right = [[one["right"] for one in each["completions"]] for each in rows]
-    rewards = [[one["reward"] for one in each["completions"]] for each in rows]
-    found = scores_at_k(rewards, right, [["a"] * len(each) for each in right])
-    result: dict[str, Any] = {name: score for name, (score, _) in found.items()}
-    result |= {f"{name}_ci": list(limits) for name, (_, limits) in found.items() if limits}
+    right = [[entry["right"] for entry in line["completions"]] for line in rows]
+    rewards = [[entry["reward"] for entry in line["completions"]] for line in rows]
+    scores = scores_at_k(rewards, right, [["a"] * len(each) for each in right])
+    result: dict[str, Any] = {name: score for name, (score, _) in scores.items()}
+    result |= {f"{name}_ci": list(limits) for name, (_, limits) in scores.items() if limits}
     result |= {"model": "a/model", "recipe": "my.yaml", "prompts": len(rows), "samples": len(right[0]), "seed": 0}
     result |= {"reward": 0.5, "reward_std": 0.1, "truncated": 0.25, "mean_length": 3.0, "no_verdict": 2, **changes}
     how = {"dataset_name": "d", "eval_dataset_name": "held_out.jsonl", "max_tokens": 64, "temperature": 0.7}
@@ -72,7 +72,7 @@ def mixed(count: int) -> list[dict[str, Any]]:
 def test_scores_settings_and_samples_are_on_the_page() -> None:
     page = page_of(mixed(3))
     assert "pass@1 33.3 % (" in page and "on 3 prompts</h1>" in page
-    assert "<td>66.7 % (" in page  # pass@2 of one right among three that are scored
+    assert "<td>66.7 % (" in page  # pass@2 with 1 right completion and 3 scored
     for text in (
         "a/model",
         "my.yaml",
@@ -125,8 +125,8 @@ def test_the_filter_leaves_right_or_wrong_completions_and_nothing_overflows(tmp_
     (tmp_path / "outer.html").write_text(PROBE.replace("FRAMES", frames))
     done = chromium(tmp_path, tmp_path / "outer.html", 60_000, dark)
     assert "CONSOLE" not in done.stderr
-    (found,) = re.findall(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
-    for width, view in zip(WIDTHS, json.loads(html.unescape(found)), strict=True):
+    (text,) = re.findall(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+    for width, view in zip(WIDTHS, json.loads(html.unescape(text)), strict=True):
         assert view["width"] == width >= view["scroll"]
         assert view["counts"] == {
             "": [13, 4, ""],

@@ -1,4 +1,4 @@
-"""Numbers and times are short; no text of a model becomes markup, hides, or reorders the text around it."""
+"""Short numbers and times. Texts of a model never become markup and never hide or reorder other text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_recipes.runs.health import percent
 
 
 def escape(text: str) -> str:
-    """Return a text as an expression of a template writes it."""
+    """Return a text as a template expression renders it."""
     return re.findall(r"<dt>(.*)</dt>", fragment("parts.html.j2", "facts", [(text, "x")]), re.DOTALL)[0]
 
 
@@ -55,10 +55,10 @@ def test_values_of_attributes_are_escaped_and_markup_of_ours_is_not(value: str) 
     ],
 )
 def test_characters_that_hide_or_reorder_are_named(char: str, name: str) -> None:
-    for made in (escape(f"a{char}b"), model_text(f"a{char}b")):
-        assert char not in made
-        assert read_back(made) == f"a{name}b"
-        made.encode("utf-8")
+    for escaped in (escape(f"a{char}b"), model_text(f"a{char}b")):
+        assert char not in escaped
+        assert read_back(escaped) == f"a{name}b"
+        escaped.encode("utf-8")
 
 
 @pytest.mark.parametrize("char", ["é", "漢", "🎉", "\u0627", "\u200d"])
@@ -68,11 +68,11 @@ def test_letters_of_any_script_stay(char: str) -> None:
 
 def test_white_space_is_marked_and_copies_as_it_was() -> None:
     text = "a b\n  two\tend \n\n$x^2$   y"
-    made = model_text(text)
-    assert read_back(made) == text
-    assert made.count('class="nl"') == 3
-    assert made.count('class="tab"') == 1
-    assert made.count('class="sp"') == 3  # not the single space between two words
+    marked = model_text(text)
+    assert read_back(marked) == text
+    assert marked.count('class="nl"') == 3
+    assert marked.count('class="tab"') == 1
+    assert marked.count('class="sp"') == 3  # not the single space between two words
 
 
 @pytest.mark.parametrize(

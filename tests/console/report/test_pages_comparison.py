@@ -1,4 +1,4 @@
-"""The page that compares runs: who is better, by how much, and what differs."""
+"""The page that compares runs: the best run, its margin, and differences."""
 
 from __future__ import annotations
 
@@ -115,14 +115,16 @@ def test_the_page_says_who_ends_highest_and_what_differs(tmp_path: Path) -> None
     )
     page = Page(comparison_page(runs))
     assert page.problems == []
-    said = r"highest are not distinguishable with 1 and 2 seeds: run0 ends at reward 0\.8\d*, base \(2 seeds\) at 0\.6"
-    assert re.search(said, page.text) and "ends highest" not in page.text
+    pattern = (
+        r"highest are not distinguishable with 1 and 2 seeds: run0 ends at reward 0\.8\d*, base \(2 seeds\) at 0\.6"
+    )
+    assert re.search(pattern, page.text) and "ends highest" not in page.text
     for name in ("Runs", "Curves", "Benchmarks", "Differences", "Evaluation reward", "Reward by time", "KL divergence",
                  "Entropy", "Completion length"):  # fmt: skip
         assert name in page.texts, name
     table = page.text[page.text.rindex("Differences") :]
     assert "beta0.040.00.1" in table
-    assert "max_grad_norm1.00.51.0" in table  # the default of those that do not set it
+    assert "max_grad_norm1.00.51.0" in table  # the default for runs that do not set it
     assert "learning_rate" not in table and "seed0" not in table
     assert re.search(r"base \(2 seeds\)0\.6\d* \(seeds [\d.]+ to [\d.]+\)0\.\d+ \(seeds", page.text)
     assert "51.2 % (46.8 to 55.6)" in page.text
@@ -135,7 +137,7 @@ def test_weights_of_maxent_runs_are_drawn_beside_each_other(tmp_path: Path) -> N
     figures = re.findall(r"<figure.*?</figure>", text, re.DOTALL)
     (ratio,) = [figure for figure in figures if "MaxEnt weight, right over wrong" in figure]
     lines = re.findall(r'data-label="([^"]*)"', ratio)
-    assert lines == ["list (2 seeds)", "run0"]  # the last is a GRPO run and has no weights
+    assert lines == ["list (2 seeds)", "run0"]  # the last run uses GRPO and has no weights
     assert "infinite in 6 steps, not drawn" in ratio  # two of each
     for title in ("KL coefficient", "MaxEnt temperature", "MaxEnt pull to the reference", "MaxEnt weight entropy",
                   "Effective completions", "MaxEnt weight on wrong answers"):  # fmt: skip
@@ -185,8 +187,8 @@ def test_a_run_named_twice_counts_once(tmp_path: Path) -> None:
 
 
 def test_a_run_without_rows_can_be_compared(tmp_path: Path) -> None:
-    left = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
-    runs = runs_of(tmp_path, {"steps": 5}, {"steps": 1, "without": left})
+    missing_files = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
+    runs = runs_of(tmp_path, {"steps": 5}, {"steps": 1, "without": missing_files})
     page = Page(comparison_page(runs))
     assert page.problems == [] and "run1-20261120-101501" in page.text
 
@@ -196,7 +198,7 @@ def test_time_is_minutes_in_steps(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (runs[0].folder / "metrics.jsonl").read_text().splitlines()]
     minutes = sum(row["seconds/step"] for row in rows) / 60
     figures = re.findall(r"<figure.*?</figure>", comparison_page(runs), re.DOTALL)
-    (figure,) = [one for one in figures if "Reward by time" in one]
+    (figure,) = [text for text in figures if "Reward by time" in text]
     (xs,) = re.findall(r'<figure[^>]*data-x="([^"]*)"', figure)
     assert float(xs.split()[-1]) == pytest.approx(minutes, rel=1e-3)
     assert 'data-low="0"' in figure and 'data-xname="min"' in figure
@@ -228,13 +230,13 @@ def test_scores_of_modebench_stand_beside_those_of_what_knows_nothing(tmp_path: 
 
 
 def ends(label: str, *finals: float) -> Group:
-    """A group of runs that ended at these rewards; single completions got 0 to 1."""
+    """Return a group of runs with these final rewards; single completions have rewards from 0 to 1."""
     runs = [SimpleNamespace(outcome=SimpleNamespace(last=end), scored=[Scored(1, [0.0, 1.0])]) for end in finals]
     return Group(label, runs)
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "said"),
+    ("first", "second", "sentence"),
     [
         ((0.294, 0.9, 0.1), (0.141, 0.2, 0.1), "Not distinguishable with 3 seeds: A ends at reward 0.431 (seeds"),
         ((0.9,), (0.1,), "Not distinguishable with 1 seed: A ends at reward 0.9, B at 0.1."),
@@ -244,9 +246,9 @@ def ends(label: str, *finals: float) -> Group:
     ],
 )
 def test_no_setting_wins_where_intervals_overlap(
-    first: tuple[float, ...], second: tuple[float, ...], said: str
+    first: tuple[float, ...], second: tuple[float, ...], sentence: str
 ) -> None:
-    assert comparison_sentence([ends("B", *second), ends("A", *first)], ranked=True).startswith(said)
+    assert comparison_sentence([ends("B", *second), ends("A", *first)], ranked=True).startswith(sentence)
 
 
 def test_intervals_end_where_the_metric_does(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page of a run says what the run's files say, however the run went."""
+"""The page of a run shows the contents of the run's files for every ending."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NASTY = (
 
 
 class Page(HTMLParser):
-    """Elements and texts of a page; ``problems`` are tags closed that were not open."""
+    """Elements and texts of a page. ``problems`` lists closing tags without an opening tag."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -110,17 +110,17 @@ def test_sampled_completions_stand_with_their_scores(tmp_path: Path) -> None:
     text = page_of(make_run(tmp_path)).text
     step = text[text.index("Step 60") :]
     assert "mean reward 0." in step and "over 64 completions" in step
-    for said in ("A train has 3 cars", "Reference answer 36", "reward1.5", "advantage+0.932", "format_tags0.5",
+    for part in ("A train has 3 cars", "Reference answer 36", "reward1.5", "advantage+0.932", "format_tags0.5",
                  "3 times 12 is 36.", "format_tagsno score", "\t3 + 12 = 15 \n<answer>15</answer>"):  # fmt: skip
-        assert said in step, said
+        assert part in step, part
 
 
 def test_a_chart_with_nothing_to_show_is_left_out(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=5)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    kept = [{**row, "completions/clipped_ratio": 0.0, "same": 3.0} for row in rows]
+    edited_rows = [{**row, "completions/clipped_ratio": 0.0, "same": 3.0} for row in rows]
     (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps({k: v for k, v in row.items() if k != "kl"}) + "\n" for row in kept)
+        "".join(json.dumps({k: v for k, v in row.items() if k != "kl"}) + "\n" for row in edited_rows)
     )
     page = page_of(folder)
     assert "KL divergence" not in page.text and "Clipped completions" not in page.text
@@ -128,7 +128,7 @@ def test_a_chart_with_nothing_to_show_is_left_out(tmp_path: Path) -> None:
 
 
 def drawn(page: str) -> dict[str, str]:
-    """Title -> figure of the line charts of a page."""
+    """Map the titles of a page's line charts to their figures."""
     figures = re.findall(r"<figure.*?</figure>", page, re.DOTALL)
     return {html.unescape(re.findall(r"<h3>(.*?)</h3>", figure)[0]): figure for figure in figures}
 
@@ -146,7 +146,7 @@ def test_the_weights_of_a_maxent_run_are_drawn(tmp_path: Path) -> None:
     assert values(charts["MaxEnt temperature"])[-1] == "0.2"
     assert set(values(charts["MaxEnt pull to the reference"])) == {"1.5"}
     assert values(charts["MaxEnt weight entropy"])[-1] == "1.1"
-    assert 'data-range="1.12:2.07 ' in charts["MaxEnt weight entropy"]  # of the least and the greatest group
+    assert 'data-range="1.12:2.07 ' in charts["MaxEnt weight entropy"]  # lowest to highest group
     assert "shaded: lowest to highest of a step" in charts["MaxEnt weight entropy"]
     assert values(charts["Effective completions"])[-1] == "3.004"
     assert values(charts["MaxEnt weight on wrong answers"])[-1] == "0.1"
@@ -173,7 +173,7 @@ def test_a_temperature_of_infinity_has_no_curve_and_is_told(tmp_path: Path) -> N
         ("weighted_mle", [0.7] * 18 + [0.3] * 12, True),
         ("listwise", [0.7] * 18 + [0.3] * 12, True),
         ("listwise", [0.7] * 12 + [0.3] * 18, False),
-        ("tempered", [0.7] * 30, False),  # it pushes away from what is wrong, whatever its weight
+        ("tempered", [0.7] * 30, False),  # it pushes away from wrong answers at any weight
     ],
 )
 def test_weight_on_wrong_answers_is_told(tmp_path: Path, objective: str, masses: list[float], told: bool) -> None:
@@ -181,8 +181,8 @@ def test_weight_on_wrong_answers_is_told(tmp_path: Path, objective: str, masses:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [{**row, "maxent/incorrect_mass": mass} for row, mass in zip(rows, masses, strict=True)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = "More than half of the MaxEnt weight was on wrong answers in 60 % of the steps, and " + objective
-    assert (said in page_of(folder).text) == told
+    notice = "More than half of the MaxEnt weight was on wrong answers in 60 % of the steps, and " + objective
+    assert (notice in page_of(folder).text) == told
 
 
 def test_no_metric_is_hidden(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_no_metric_is_hidden(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("summary", "said"),
+    ("summary", "parts"),
     [
         (
             {"status": "failed", "exit_code": 137, "failed_rank": 3, "cause": "killed by signal 9"},
@@ -219,9 +219,9 @@ def test_no_metric_is_hidden(tmp_path: Path) -> None:
         ({"smoke": True}, ["smoke test, not an experiment"]),
     ],
 )  # fmt: skip
-def test_how_it_ended_and_what_to_do(tmp_path: Path, summary: dict, said: list[str]) -> None:
+def test_how_it_ended_and_what_to_do(tmp_path: Path, summary: dict, parts: list[str]) -> None:
     text = page_of(make_run(tmp_path, steps=12, summary=summary)).text
-    for part in said:
+    for part in parts:
         assert part in text, part
 
 
@@ -245,14 +245,18 @@ def test_a_run_that_runs_and_was_silent_for_long_is_told(tmp_path: Path) -> None
 def test_a_run_that_runs_says_the_time_that_is_left(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=100, summary={"status": "running"})
     lines = (folder / "metrics.jsonl").read_text().splitlines()[:50]
-    lines[0] = json.dumps({**json.loads(lines[0]), "seconds/step": 1e5})  # compiles kernels, and says nothing later
+    lines[0] = json.dumps(
+        {**json.loads(lines[0]), "seconds/step": 1e5}
+    )  # the first step compiles kernels and is left out of the estimate
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     assert re.search(r"50 of 100.*33 min \d\d s per step, 7 min \d\d s left", page_of(folder).text)
 
 
 def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
-    left = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
-    folder = make_run(tmp_path, steps=1, summary={"status": "failed", "exit_code": 1, "cause": "no"}, without=left)
+    missing_files = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
+    folder = make_run(
+        tmp_path, steps=1, summary={"status": "failed", "exit_code": 1, "cause": "no"}, without=missing_files
+    )
     page = page_of(folder)
     assert "Failed. No step was finished." in page.text
     assert headings(page) == {"recipe", "plan", "versions", "files", "benchmarks"}
@@ -275,10 +279,10 @@ def test_what_is_worth_a_look_is_said(tmp_path: Path) -> None:
     rows[4]["grad_norm"] = "nan"
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "broken\n")
     text = page_of(folder).text
-    for said in ("40 % of completions reach max_completion_length", "90 % of groups get one reward",
+    for notice in ("40 % of completions reach max_completion_length", "90 % of groups get one reward",
                  "Entropy fell from 2 to 0.01", "grad_norm was inf or nan in 1 step",
                  "1 line of metrics.jsonl could not be read"):  # fmt: skip
-        assert said in text, said
+        assert notice in text, notice
     assert "Notices" not in page_of(make_run(tmp_path, "good-20261120-101501", steps=60)).text
 
 
@@ -362,18 +366,18 @@ def test_the_report_at_the_end_of_a_run_never_fails_the_run(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("status", "again"), [("running", True), ("requeued", True), ("completed", False), ("failed", False)]
+    ("status", "reloads"), [("running", True), ("requeued", True), ("completed", False), ("failed", False)]
 )
-def test_the_page_of_a_run_that_goes_on_loads_itself_again(tmp_path: Path, status: str, again: bool) -> None:
+def test_the_page_of_a_run_that_goes_on_loads_itself_again(tmp_path: Path, status: str, reloads: bool) -> None:
     text = write_report(make_run(tmp_path, summary={"status": status})).read_text()
     (head, _) = text.split("<style>", 1)
-    assert ('<noscript><meta http-equiv="refresh"' in head) == again
-    assert bool(re.search(r'class="live" data-written="\d{10}"', text)) == again
+    assert ('<noscript><meta http-equiv="refresh"' in head) == reloads
+    assert bool(re.search(r'class="live" data-written="\d{10}"', text)) == reloads
 
 
 def test_resumes_are_marked(tmp_path: Path) -> None:
     text = write_report(make_run(tmp_path, steps=60, summary={"resumed_at": [20, 40]})).read_text()
-    (reward,) = [one for one in re.findall(r"<figure.*?</figure>", text, re.DOTALL) if ">Reward<" in one]
+    (reward,) = [figure for figure in re.findall(r"<figure.*?</figure>", text, re.DOTALL) if ">Reward<" in figure]
     places = [int(place) for place in re.findall(r'class="resumed" d="M(\d+) 0v1000"', reward)]
     assert places == [round(2000 * (step - 1) / 59) for step in (20, 40)]
     assert "the run was resumed after step 20, 40" in Page(text).text
@@ -389,18 +393,18 @@ def test_rewards_of_zero_or_one_have_a_standard_error(tmp_path: Path) -> None:
     assert chart is not None and chart.curves[0].band is not None
     (low, *_), (high, *_) = chart.curves[0].band
     assert low is not None and high is not None
-    assert (high - low) / 2 == pytest.approx(run.metrics.column("reward_std")[0] / 2)  # of four that have a score
+    assert (high - low) / 2 == pytest.approx(run.metrics.column("reward_std")[0] / 2)  # four completions have a score
     assert "shaded: ± one standard error of a step's mean" in chart.note
     wide = reward_chart(read_run(make_run(tmp_path / "other", steps=10)))
     assert wide is not None and "one standard deviation" in wide.note
 
 
 def test_the_page_says_how_many_prompts_were_dropped(tmp_path: Path) -> None:
-    folder, said = make_run(tmp_path), "62 of 200 prompts were longer than max_prompt_length and dropped"
+    folder, notice = make_run(tmp_path), "62 of 200 prompts were longer than max_prompt_length and dropped"
     (folder / "prompts.jsonl").write_text('{"step": 0, "said": [], "read": 200, "too_long": 0}\n')
     assert "and dropped" not in write_report(folder).read_text()
     (folder / "prompts.jsonl").write_text('{"step": 0, "said": [], "read": 200, "too_long": 62}\n')
-    assert said in write_report(folder).read_text()
+    assert notice in write_report(folder).read_text()
 
 
 def test_the_page_names_the_run_in_wandb(tmp_path: Path) -> None:

@@ -43,9 +43,9 @@ def test_a_torn_row_of_samples_is_left_out(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path, steps=7))
     with (run.folder / "samples.jsonl").open("a") as file:
         file.write('{"step": 8, "rewa')
-    again = read_run(run.folder)
-    assert [row.step for row in again.scored] == list(range(1, 8))
-    assert len(again.scored[3].rewards) == 64  # the one without a verdict is none
+    reread = read_run(run.folder)
+    assert [row.step for row in reread.scored] == list(range(1, 8))
+    assert len(reread.scored[3].rewards) == 64  # the unscored completion is not counted
 
 
 def test_secrets_are_masked_wherever_they_stand(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_secrets_are_masked_wherever_they_stand(tmp_path: Path) -> None:
     (folder / "samples.jsonl").write_text(
         json.dumps({"step": 1, "samples": [{"prompt": "x" * 2495 + " " + SECRET}]}) + "\n"
     )
-    assert SECRET[:4] not in write_report(folder).read_text()  # not a part of it either, where a text is cut
+    assert SECRET[:4] not in write_report(folder).read_text()  # not even a part of the secret, after a text is cut
 
 
 def test_origins_stand_above_the_keys(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_origins_stand_above_the_keys(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_only_begun_is_read(tmp_path: Path) -> None:
-    left = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "summary.json", "plan.json", "recipe.yaml")
-    run = read_run(make_run(tmp_path, steps=1, without=left))
+    missing_files = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "summary.json", "plan.json", "recipe.yaml")
+    run = read_run(make_run(tmp_path, steps=1, without=missing_files))
     assert (run.status, run.recipe, run.metrics.steps, run.scored) == ("unknown", {}, [], [])
 
 
@@ -117,7 +117,7 @@ def test_a_folder_without_identity_is_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "key", "value", "said"),
+    ("file", "key", "value", "message"),
     [
         ("plan.json", "batch", None, "'batch' is not a mapping"),
         ("plan.json", "processes", {"role": "server"}, "'processes' is not a list"),
@@ -127,11 +127,11 @@ def test_a_folder_without_identity_is_no_run(tmp_path: Path) -> None:
         ("run.json", "versions", [], "'versions' is not a mapping"),
     ],
 )
-def test_a_part_of_another_kind_is_told(tmp_path: Path, file: str, key: str, value: object, said: str) -> None:
+def test_a_part_of_another_kind_is_told(tmp_path: Path, file: str, key: str, value: object, message: str) -> None:
     folder = make_run(tmp_path, steps=2)
     content = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps({**content, key: value}))
-    with pytest.raises(ConfigError, match=f"{file}: is damaged \\({said}"):
+    with pytest.raises(ConfigError, match=f"{file}: is damaged \\({message}"):
         write_report(folder)
 
 
@@ -167,11 +167,11 @@ def test_four_times_the_rows_take_about_four_times_as_long_to_read(tmp_path: Pat
     def seconds(rows: int) -> float:
         file, row = tmp_path / f"{rows}.jsonl", dict.fromkeys("abcdefgh", 0.5)
         file.write_text("".join(json.dumps({"step": step, **row}) + "\n" for step in range(rows)))
-        taken = []
+        durations = []
         for _ in range(3):
             began = time.process_time()
             assert len(read_table(file).columns["h"]) == rows
-            taken.append(time.process_time() - began)
-        return min(taken)
+            durations.append(time.process_time() - began)
+        return min(durations)
 
-    assert seconds(12_000) / seconds(3_000) < 8  # 16 and more where each cell costs a column
+    assert seconds(12_000) / seconds(3_000) < 8  # 16 or more if each cell reads a whole column

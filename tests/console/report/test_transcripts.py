@@ -1,4 +1,4 @@
-"""Episodes on the page of a run: who speaks, in which role, what each action was worth, and how it ended."""
+"""Episodes on the page of a run: speakers, roles, rewards of the actions, and the ending."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ def test_a_turn_has_the_seat_in_which_it_was_taken_and_what_it_was_worth() -> No
     (sample,) = game_samples(3)
     transcript = transcript_of(sample)
     assert transcript is not None
-    assert [(one.speaker, one.text) for one in transcript.opening] == [
+    assert [(message.speaker, message.text) for message in transcript.opening] == [
         ("system", "You are Player 2."), ("user", "[GAME] Night falls."),
     ]  # fmt: skip
-    policy = [one for one in transcript.messages if one.speaker == "policy"]
-    assert [one.seat for one in policy] == ["Doctor, Night-Doctor", "Doctor, Day-Voting", "Doctor, Night-Doctor"]
+    policy = [message for message in transcript.messages if message.speaker == "policy"]
+    assert [message.seat for message in policy] == [
+        "Doctor, Night-Doctor",
+        "Doctor, Day-Voting",
+        "Doctor, Night-Doctor",
+    ]
     assert list(policy[1].facts)[:2] == [("reward", "0"), ("legal", "0")]
     assert policy[1].facts[2] == ("illegal", "[7] is no target in Day-Voting; valid: [0], [1]")
     assert policy[2].facts[:2] == [("reward", "1.1"), ("legal", "1")] and policy[2].facts[3][0] == "end"
@@ -32,15 +36,15 @@ def test_a_turn_has_the_seat_in_which_it_was_taken_and_what_it_was_worth() -> No
 
 
 @pytest.mark.parametrize(
-    ("ended", "said"),
+    ("ended", "message"),
     [
         ({"unfinished": "environment_max_turns"}, "unfinished: reached the limit environment_max_turns"),
         ({"failed": "time limit"}, "failed: time limit"),
     ],
 )
-def test_why_an_episode_has_no_end_is_said(tmp_path: Path, ended: dict[str, str], said: str) -> None:
+def test_why_an_episode_has_no_end_is_said(tmp_path: Path, ended: dict[str, str], message: str) -> None:
     page = page_of(make_run(tmp_path, steps=1, samples=game_samples(4, **ended)))
-    assert said in page.text and "wonyes" not in page.text and "of turn 4" in page.text
+    assert message in page.text and "wonyes" not in page.text and "of turn 4" in page.text
 
 
 def test_the_page_shows_episodes_in_place_of_prompts_and_completions(tmp_path: Path) -> None:
@@ -50,11 +54,11 @@ def test_the_page_shows_episodes_in_place_of_prompts_and_completions(tmp_path: P
     }
     (folder / "plan.json").write_text(json.dumps(plan))
     text = page_of(folder).text
-    for said in ("Episodes of textarena:SecretMafia-v0, seed 77", "You are Player 2.", "policy Doctor, Night-Doctor",
+    for part in ("Episodes of textarena:SecretMafia-v0, seed 77", "You are Player 2.", "policy Doctor, Night-Doctor",
                  "length20 turns", "wonyes", "[1] of turn 1", "[0] of turn 20",
                  "reward1.1", "Environmenta:Game, b:GameTrainer", "Environment a:Game, b:Game; at most 20",
                  "eliminated all members"):  # fmt: skip
-        assert said in text, said
+        assert part in text, part
     assert "Reference answer" not in text
     (folded, *_) = re.findall(
         r"<details class=\"more\"><summary>(\d+) more messages", (folder / "report.html").read_text()
@@ -89,9 +93,9 @@ def test_what_does_not_fit_is_left_out(tmp_path: Path, broken: Any) -> None:
 
 
 def test_episodes_of_two_seeds_that_begin_alike_stand_apart(tmp_path: Path) -> None:
-    (one,), (other,) = game_samples(2), game_samples(2)
+    (sample,), (other,) = game_samples(2), game_samples(2)
     other["episode"]["seed"] = 78
-    text = page_of(make_run(tmp_path, steps=1, samples=[one, one, other])).text
+    text = page_of(make_run(tmp_path, steps=1, samples=[sample, sample, other])).text
     assert text.count("seed 77") == text.count("seed 78") == 1
 
 
@@ -105,7 +109,7 @@ def test_a_users_own_number_by_the_name_of_a_share_is_drawn_as_a_number(tmp_path
     for title, last in (("Won", "20"), ("Legal actions", "-10")):
         assert values(charts[title])[-1] == last
         assert "number from the environment" in charts[title] and " %<" not in charts[title]
-    assert ">20</text>" in charts["Won"]  # the end of its axis
+    assert ">20</text>" in charts["Won"]  # the end of the axis
 
 
 def test_numbers_of_episodes_are_curves(tmp_path: Path) -> None:

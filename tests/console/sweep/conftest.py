@@ -20,7 +20,7 @@ SMOKE = "recipes/smoke/grpo.yaml"
 
 
 class FakeLaunches:
-    """In place of `grpo launch --resume DIR`: what it leaves of a run that completes, fails or is stopped.
+    """Replaces `grpo launch --resume DIR`: writes the files of a run that completes, fails or is stopped.
 
     Attributes:
         started: names of the trials, in the order they were started.
@@ -63,7 +63,7 @@ def fake_launches(monkeypatch: pytest.MonkeyPatch) -> FakeLaunches:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with runs of its own, and none of the tester's variables."""
+    """Create a working folder with its own runs and without the tester's variables."""
     if environment_device() != "cpu":
         pytest.skip("the smoke recipe is planned for CPU")
     for name in (*READ_VARIABLES, *environment_keys()):
@@ -75,11 +75,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def sweep(folder: Path) -> Callable[..., int]:
-    """``sweep("seed=1..2", ...)``: `grpo sweep` of the smoke recipe; its exit code."""
+    """``sweep("seed=1..2", ...)``: run `grpo sweep` with the smoke recipe and return its exit code."""
     return lambda *arguments: cli.main(["sweep", SMOKE, *arguments])
 
 
 @pytest.fixture
-def made(folder: Path) -> Callable[[], list[Sweep]]:
-    """The sweeps in the working folder, the oldest first."""
+def read_sweeps(folder: Path) -> Callable[[], list[Sweep]]:
+    """Return a function that reads the sweeps in the working folder, oldest first."""
     return lambda: [Sweep.read(path.parent) for path in sorted(folder.glob("runs/sweeps/*/sweep.json"))]

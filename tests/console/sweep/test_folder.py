@@ -1,4 +1,4 @@
-"""The comparison at the end: intervals over seeds, every curve, what did not complete."""
+"""The comparison at the end: intervals over seeds, curves, and trials that did not complete."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_text_table_has_every_trial(tmp_path):
     lines = text_table(sweep, read_results(sweep)).splitlines()
     assert lines[0].split() == ["learning_rate", "seed", "status", "steps", "reward", "evaluation"]
     assert lines[2].split()[:4] == ["1e-6", "2", "failed", "30"]
-    assert "learning_rate=1e-6 (2 seeds)" in lines[9]  # the failed one is no sample
+    assert "learning_rate=1e-6 (2 seeds)" in lines[9]  # the failed trial is not a sample
 
 
 def test_without_seeds_there_are_no_means(tmp_path):
@@ -60,15 +60,15 @@ def test_without_seeds_there_are_no_means(tmp_path):
 def test_the_page_has_a_curve_and_a_band_for_each_setting(tmp_path):
     page, _ = write_sweep(make_sweep(tmp_path))
     text = page.read_text()
-    seen = Page(text)
-    assert seen.problems == []
+    parsed = Page(text)
+    assert parsed.problems == []
     figures = re.findall(r"<figure.*?</figure>", text, re.DOTALL)
     (reward,) = [figure for figure in figures if ">Reward<" in figure]
     labels = re.findall(r'data-label="([^"]*)"', reward)
     assert labels == ["learning_rate=1e-6 (3 seeds)", "learning_rate=3e-6 (3 seeds)"]
     assert len(re.findall(r"<path class=\"faint[^\"]*\"", reward)) == 6  # each seed; no band of three
-    assert "learning_rate=3e-6 (3 seeds) ends highest" in seen.text
-    assert "6 of 6 completed" in seen.text
+    assert "learning_rate=3e-6 (3 seeds) ends highest" in parsed.text
+    assert "6 of 6 completed" in parsed.text
 
 
 def test_what_did_not_complete_is_named_and_no_sample(tmp_path):
@@ -98,9 +98,9 @@ def test_a_sweep_of_which_nothing_has_run_has_a_page(tmp_path):
 
 def test_a_lock_that_is_held_is_waited_for_a_minute_and_none_is_no_obstacle(tmp_path, monkeypatch):
     sweep, waits = make_sweep(tmp_path), []
-    monkeypatch.setattr(folder, "time", SimpleNamespace(sleep=waits.append))  # this module's alone: threads sleep too
-    with (sweep.folder / "page.lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    monkeypatch.setattr(folder, "time", SimpleNamespace(sleep=waits.append))  # only in this module: threads sleep too
+    with (sweep.folder / "page.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         assert write_sweep(sweep)[0].is_file() and waits == 60 * [1]
 
     def fake_no_locks(*_):
@@ -113,8 +113,8 @@ def test_a_lock_that_is_held_is_waited_for_a_minute_and_none_is_no_obstacle(tmp_
 def test_grpo_report_shows_the_same(tmp_path, capsys):
     sweep = make_sweep(tmp_path)
     assert cli.main(["report", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert said == f"{text_table(sweep, read_results(sweep))}\ngrpo: {tmp_path}/sweep.html\n"
+    output = capsys.readouterr().out
+    assert output == f"{text_table(sweep, read_results(sweep))}\ngrpo: {tmp_path}/sweep.html\n"
     assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "x.html")]) == 0
     assert (tmp_path / "x.html").is_file()
 
@@ -135,7 +135,7 @@ def test_a_sweep_that_is_removed_while_the_newest_is_looked_for_is_passed_over(t
 def test_a_record_that_lacks_a_part_is_damaged(tmp_path, key, value):
     sweep = make_sweep(tmp_path, rates=("1e-6",), seeds=("1",))
     assert folder.Sweep.read(sweep.folder).record == sweep.record
-    kept = {name: part for name, part in sweep.record.items() if name != key}
-    write_json(sweep.folder / folder.RECORD, kept if value is None else {**kept, key: value})
+    partial_record = {name: part for name, part in sweep.record.items() if name != key}
+    write_json(sweep.folder / folder.RECORD, partial_record if value is None else {**partial_record, key: value})
     with pytest.raises(ConfigError, match=rf"damaged: '{key}' has an unexpected value"):
         folder.Sweep.read(sweep.folder)

@@ -27,7 +27,7 @@ def multirun(*words: str) -> int:
     return offline.main(["-m", *SMOKE, *words])
 
 
-def made(folder: Path) -> list:
+def read_sweeps(folder: Path) -> list:
     return [Sweep.read(path.parent) for path in sorted(folder.glob("multirun/*/*/sweeps/*/sweep.json"))]
 
 
@@ -36,18 +36,20 @@ def made(folder: Path) -> list:
 @pytest.mark.parametrize("words", [EIGHTEEN, pytest.param(LISTS, marks=ROTATES)], ids=["commas", "lists"])
 def test_eighteen_runs_differ_in_folder_and_configuration_and_end_in_one_table(folder, fake_launches, capsys, words):
     assert multirun(FREE, *words) == 0
-    (one,) = made(folder)
-    recipes = [read_frozen(one.trial_dir(index) / "recipe.yaml") for index in range(18)]
+    (saved_sweep,) = read_sweeps(folder)
+    recipes = [read_frozen(saved_sweep.trial_dir(index) / "recipe.yaml") for index in range(18)]
     keys = ("learning_rate", "beta", "per_device_train_batch_size", "steps_per_generation", "max_steps", "save_steps")
-    wanted = {
+    expected = {
         (rate, kl, size, 16 // size, 16 // size, 16 // size)
         for rate in (5e-6, 1e-5, 2e-5) for kl in (0.02, 0.05, 0.1) for size in (4, 8)
     }  # fmt: skip
-    assert {tuple(recipe[key] for key in keys) for recipe in recipes} == wanted
-    assert len(set(fake_launches.started)) == 18 and sorted(fake_launches.started) == sorted(one.names)
-    said = capsys.readouterr().out
-    assert said.count("learning_rate  beta") == 1 and said.count("grpo: comparison in") == 1
-    assert said.count(" completed  ") == 18 and "18 of 18 completed" in (one.folder / "sweep.html").read_text()
+    assert {tuple(recipe[key] for key in keys) for recipe in recipes} == expected
+    assert len(set(fake_launches.started)) == 18 and sorted(fake_launches.started) == sorted(saved_sweep.names)
+    output = capsys.readouterr().out
+    assert output.count("learning_rate  beta") == 1 and output.count("grpo: comparison in") == 1
+    assert (
+        output.count(" completed  ") == 18 and "18 of 18 completed" in (saved_sweep.folder / "sweep.html").read_text()
+    )
 
 
 def test_the_same_command_goes_on_in_the_folder_of_another_second(folder, fake_launches, capsys):
@@ -60,18 +62,18 @@ def test_the_same_command_goes_on_in_the_folder_of_another_second(folder, fake_l
     assert "2 runs would start in multirun/" in capsys.readouterr().out
     assert multirun(FREE, "train.lr=5e-6,1e-5") == 0
     assert began == ["learning_rate=5e-06", "learning_rate=1e-05"] and fake_launches.started == began[:1]
-    assert len(made(folder)) == 1 and "continuing multirun/" in capsys.readouterr().out
+    assert len(read_sweeps(folder)) == 1 and "continuing multirun/" in capsys.readouterr().out
     assert multirun(FREE, "train.lr=5e-6,1e-5", "hydra.sweep.dir=mine") == 0
     assert len(list(folder.glob("mine/sweeps/*/sweep.json"))) == 1
 
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Scripts that were submitted."""
-    found: list[str] = []
-    monkeypatch.setattr(submission, "submit", lambda script: found.append(script.read_text()) or 41)
+    """Record the submitted scripts."""
+    texts: list[str] = []
+    monkeypatch.setattr(submission, "submit", lambda script: texts.append(script.read_text()) or 41)
     monkeypatch.setattr(submission, "_check_deep", lambda *arguments: None)
-    return found
+    return texts
 
 
 @pytest.mark.slow
@@ -79,15 +81,19 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_it_is_submitted_as_one_array_job_whose_servers_have_ports_of_their_own(folder, scripts, capsys):
     words = ("train.lr=5e-6,1e-5", "train.kl_coef=[0.02,0.05,0.1]", *ON_SLURM)
     assert multirun(*words, "--time", "00:10:00", "--name", "mine") == 0
-    (one,) = made(folder)
+    (saved_sweep,) = read_sweeps(folder)
     (script,) = scripts
     assert "#SBATCH --array=0-5%2\n" in script and "#SBATCH --time=00:10:00\n" in script
-    assert script.endswith(f"exec grpo sweep --cell {one.folder}\n") and one.folder.name.startswith("mine-")
-    recipes = [read_frozen(one.trial_dir(index) / "recipe.yaml") for index in range(6)]
+    assert script.endswith(f"exec grpo sweep --cell {saved_sweep.folder}\n") and saved_sweep.folder.name.startswith(
+        "mine-"
+    )
+    recipes = [read_frozen(saved_sweep.trial_dir(index) / "recipe.yaml") for index in range(6)]
     assert len({(recipe["learning_rate"], recipe["beta"]) for recipe in recipes}) == 6
     assert not any(recipe.is_set("vllm_server_port") for recipe in recipes)
     assert multirun(*words[:2], "train.iterations=2", FREE, *words[2:]) == 0
-    assert read_frozen(made(folder)[1].trial_dir(0) / "recipe.yaml")["vllm_server_port"] == 29876  # as it is named
+    assert (
+        read_frozen(read_sweeps(folder)[1].trial_dir(0) / "recipe.yaml")["vllm_server_port"] == 29876
+    )  # the port in the command
 
 
 @pytest.mark.slow
@@ -100,21 +106,22 @@ def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys, monk
     assert multirun(FREE, *words) == 2 and refused in capsys.readouterr().err  # an end of a range cannot run
     words = ("train.lr=log:1e-6..1e-4", "train.batch_size=1..8", "--search", "optuna", "--trials", "3")
     assert multirun(FREE, *words, "--metric", "reward") == 0
-    (one,) = made(folder)
-    assert one.resume_command() == "python run_offline_grpo.py -m train.lr=log:1e-6..1e-4"
-    recipes = [read_frozen(one.trial_dir(index) / "recipe.yaml") for index in range(3)]
+    (saved_sweep,) = read_sweeps(folder)
+    assert saved_sweep.resume_command() == "python run_offline_grpo.py -m train.lr=log:1e-6..1e-4"
+    recipes = [read_frozen(saved_sweep.trial_dir(index) / "recipe.yaml") for index in range(3)]
     assert len({recipe["learning_rate"] for recipe in recipes}) == 3
     assert all(1e-6 <= recipe["learning_rate"] <= 1e-4 for recipe in recipes)
-    for recipe in recipes:  # what follows from a key follows in each run
+    for recipe in recipes:  # derived keys are computed per run
         assert recipe["max_steps"] == 16 // recipe["per_device_train_batch_size"]
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "can't run, so Optuna chooses other values: train.batch_size" in said and "highest reward of 3 trials" in said
+        "can't run, so Optuna chooses other values: train.batch_size" in output
+        and "highest reward of 3 trials" in output
     )
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("train.lr=5e-6,fast",), "learning_rate=fast: train.lr: expected a number, got 'fast'"),
         (("train.batch_size=4,5",), "per_device_train_batch_size=5: train.batch_size: steps of 5 x 1 completions"),
@@ -134,9 +141,9 @@ def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys, monk
         (("train.lr=5e-6,1e-5", "--trails", "3"), "is not an option of run_offline_grpo.py. Fix: use --trials"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_and_nothing_is_made(folder, capsys, words, said):
+def test_what_is_wrong_is_said_and_nothing_is_made(folder, capsys, words, message):
     assert multirun(*words) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert list(folder.iterdir()) == []
 
 

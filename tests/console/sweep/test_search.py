@@ -1,4 +1,4 @@
-"""`grpo sweep --search optuna`: what is drawn, what Optuna is told, and how a search that was killed goes on."""
+"""`grpo sweep --search optuna`: ranges, the results that Optuna gets, and how a killed search resumes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOUR = ("--search", "optuna", "--trials", "4")
 
 
 class Killed(BaseException):
-    """In place of SIGKILL: nothing of ours catches it."""
+    """Stands in for SIGKILL: the package does not catch it."""
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,12 @@ class Killed(BaseException):
 )
 def test_ranges_and_lists_are_read(word: str, axis: list[str], span: Span | None) -> None:
     axes, spans = read_space([word], [])
-    ((key, found),) = axes.items()
-    assert found == axis and spans == ({} if span is None else {key: span})
+    ((key, values),) = axes.items()
+    assert values == axis and spans == ({} if span is None else {key: span})
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("learning_rate=1e-4..1e-6", "1e-4 is not below 1e-6"),
         ("learning_rate=fast..1", "'fast..1' is not a range of numbers"),
@@ -57,127 +57,129 @@ def test_ranges_and_lists_are_read(word: str, axis: list[str], span: Span | None
         ("run_name=a,b", "is set by the sweep"),
     ],
 )
-def test_a_range_that_cannot_be_drawn_from_is_refused(word: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_range_that_cannot_be_drawn_from_is_refused(word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read_space([word], [])
 
 
 @pytest.fixture
 def rewards(fake_launches, monkeypatch):
-    """Runs whose final reward is 1000 times their learning rate; it raises or fails at the trials that it names."""
-    asked = {"kill": None, "after": None, "fail": None}
+    """Give each run a final reward of 1000 times its learning rate. ``rewards["kill"] = 2`` kills trial 2."""
+    faults = {"kill": None, "after": None, "fail": None}
 
     def fake_run(forwarder, argv, environment, log):
         from pathlib import Path
 
         folder, number = Path(argv[-1]), len(fake_launches.started)
-        if asked["kill"] == number:
+        if faults["kill"] == number:
             fake_launches.started.append(folder.name)
             raise Killed
-        fake_launches.codes[folder.name] = int(asked["fail"] == number)
+        fake_launches.codes[folder.name] = int(faults["fail"] == number)
         fake_launches.rewards[folder.name] = [1000 * read_frozen(folder / "recipe.yaml")["learning_rate"]] * 3
         code = fake_launches.run(forwarder, argv, environment, log)
-        if asked["after"] == number:
+        if faults["after"] == number:
             raise Killed
         return code
 
     monkeypatch.setattr(SignalForwarder, "run", fake_run)
-    return asked
+    return faults
 
 
-def study_of(one):
-    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(one.folder / STORAGE)))
+def load_study(sweep):
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(sweep.folder / STORAGE)))
     return optuna.load_study(study_name=None, storage=storage)
 
 
-def chosen(one) -> list[dict[str, str]]:
-    return [trial["values"] for trial in one.record["cells"]]
+def chosen_values(sweep) -> list[dict[str, str]]:
+    return [trial["values"] for trial in sweep.record["cells"]]
 
 
-def test_optuna_chooses_runs_and_hears_what_they_reached(sweep, made, rewards, fake_launches, capsys):
+def test_optuna_chooses_runs_and_hears_what_they_reached(sweep, read_sweeps, rewards, fake_launches, capsys):
     rewards["fail"] = 2
     assert sweep(*SPACE, *FOUR) == 1
-    (one,) = made()
-    assert len(set(fake_launches.started)) == 4 and one.names == fake_launches.started
-    trials = study_of(one).trials
+    (saved_sweep,) = read_sweeps()
+    assert len(set(fake_launches.started)) == 4 and saved_sweep.names == fake_launches.started
+    trials = load_study(saved_sweep).trials
     states = [trial.state.name for trial in trials]
     assert states == ["COMPLETE", "COMPLETE", "FAIL", "COMPLETE"] and trials[2].value is None
     for index, trial in enumerate(trials):
-        rate = read_frozen(one.trial_dir(index) / "recipe.yaml")["learning_rate"]
+        rate = read_frozen(saved_sweep.trial_dir(index) / "recipe.yaml")["learning_rate"]
         assert rate == pytest.approx(trial.params["learning_rate"], rel=1e-5) and 1e-6 <= rate <= 1e-3
         assert trial.value is None or trial.value == pytest.approx(1000 * rate)
-        assert read_frozen(one.trial_dir(index) / "recipe.yaml")["loss_type"] == trial.params["loss_type"]
-    said = capsys.readouterr().out
+        assert read_frozen(saved_sweep.trial_dir(index) / "recipe.yaml")["loss_type"] == trial.params["loss_type"]
+    output = capsys.readouterr().out
     best = max((trial for trial in trials if trial.value), key=lambda trial: trial.value).number
     assert (
-        f"highest reward of 3 trials: {trials[best].value:.3g}" in said
-        and f"by {one.names[best]} (a single seed" in said
+        f"highest reward of 3 trials: {trials[best].value:.3g}" in output
+        and f"by {saved_sweep.names[best]} (a single seed" in output
     )
-    assert f"grpo: not completed: {one.names[2]} (failed)" in said and "go on with" not in said
-    assert one.is_over()
+    assert f"grpo: not completed: {saved_sweep.names[2]} (failed)" in output and "go on with" not in output
+    assert saved_sweep.is_over()
 
 
-def test_a_search_that_ended_begins_anew_or_takes_more_trials(sweep, made, rewards, fake_launches, monkeypatch):
+def test_a_search_that_ended_begins_anew_or_takes_more_trials(sweep, read_sweeps, rewards, fake_launches, monkeypatch):
     monkeypatch.setattr("grpo_recipes.console.sweep.folder.timestamp", lambda: str(len(fake_launches.started)))
     assert sweep(*SPACE, *FOUR) == 0
     assert sweep(*SPACE, "--search", "optuna", "--trials", "6") == 0
-    (one,) = made()
-    assert len(fake_launches.started) == len(set(fake_launches.started)) == 6 and len(study_of(one).trials) == 6
+    (saved_sweep,) = read_sweeps()
+    assert (
+        len(fake_launches.started) == len(set(fake_launches.started)) == 6 and len(load_study(saved_sweep).trials) == 6
+    )
     assert sweep(*SPACE, "--search", "optuna", "--trials", "6") == 0
-    assert len(made()) == 2 and len(fake_launches.started) == 12
-    assert sweep("learning_rate=1e-6,1e-3", "loss_type=grpo,dapo") == 0  # its ends are no search
-    assert len(made()) == 3
+    assert len(read_sweeps()) == 2 and len(fake_launches.started) == 12
+    assert sweep("learning_rate=1e-6,1e-3", "loss_type=grpo,dapo") == 0  # the two ends are values, not a range
+    assert len(read_sweeps()) == 3
 
 
 @pytest.mark.slow
 @pytest.mark.rotating
 @pytest.mark.parametrize("moment", ["kill", "after"])
-def test_a_killed_search_goes_on_as_if_it_had_not_been(sweep, made, rewards, fake_launches, capsys, moment):
+def test_a_killed_search_goes_on_as_if_it_had_not_been(sweep, read_sweeps, rewards, fake_launches, capsys, moment):
     assert sweep(*SPACE, "--search", "optuna", "--trials", "14", "--name", "whole") == 0
-    (whole,) = made()
-    fake_launches.started, rewards[moment] = [], 12  # from the 11th the sampler learns from the others
+    (whole,) = read_sweeps()
+    fake_launches.started, rewards[moment] = [], 12  # from the 11th trial, the sampler uses earlier results
     with pytest.raises(Killed):
         sweep(*SPACE, "--search", "optuna", "--trials", "14", "--name", "killed")
-    (killed,) = (one for one in made() if one.record["name"] == "killed")
+    (killed,) = (saved for saved in read_sweeps() if saved.record["name"] == "killed")
     assert not killed.is_over() and len(fake_launches.started) == 13
 
     assert cli.main(["sweep", "--resume", str(killed.folder)]) == 2
     assert "run its command again" in capsys.readouterr().err
     rewards[moment] = None
     assert sweep(*SPACE, "--search", "optuna", "--trials", "14", "--name", "killed") == 0
-    (killed,) = (one for one in made() if one.record["name"] == "killed")
-    again = fake_launches.started[13:]
-    assert again == killed.names[12:] if moment == "kill" else again == killed.names[13:]
-    assert chosen(killed) == chosen(whole) and len({str(one) for one in chosen(whole)}) == 14
-    assert [trial.value for trial in study_of(killed).trials] == [trial.value for trial in study_of(whole).trials]
+    (killed,) = (saved for saved in read_sweeps() if saved.record["name"] == "killed")
+    resumed = fake_launches.started[13:]
+    assert resumed == killed.names[12:] if moment == "kill" else resumed == killed.names[13:]
+    assert chosen_values(killed) == chosen_values(whole) and len({str(values) for values in chosen_values(whole)}) == 14
+    assert [trial.value for trial in load_study(killed).trials] == [trial.value for trial in load_study(whole).trials]
 
 
-def test_what_a_kill_left_half_done_is_put_right(sweep, made, rewards, fake_launches):
+def test_what_a_kill_left_half_done_is_put_right(sweep, read_sweeps, rewards, fake_launches):
     rewards["kill"] = 2
     with pytest.raises(Killed):
         sweep(*SPACE, *FOUR)
-    (one,) = made()
-    (one.trial_dir(2) / "summary.json").unlink()  # the run was being frozen
-    record = read_json(one.folder / "sweep.json")
-    del record["cells"][1]["value"]  # Optuna knew it first
-    write_json(one.folder / "sweep.json", record)
-    study_of(one).ask()  # no run was made of this one
+    (saved_sweep,) = read_sweeps()
+    (saved_sweep.trial_dir(2) / "summary.json").unlink()  # killed while freezing the run
+    record = read_json(saved_sweep.folder / "sweep.json")
+    del record["cells"][1]["value"]  # Optuna stored it first
+    write_json(saved_sweep.folder / "sweep.json", record)
+    load_study(saved_sweep).ask()  # a proposal without a run
     rewards["kill"] = None
     assert sweep(*SPACE, *FOUR) == 0
-    (one,) = made()
-    assert one.is_over() and fake_launches.started[3:] == one.names[2:]
-    assert [trial.state.name for trial in study_of(one).trials] == ["COMPLETE"] * 3 + ["FAIL", "COMPLETE"]
+    (saved_sweep,) = read_sweeps()
+    assert saved_sweep.is_over() and fake_launches.started[3:] == saved_sweep.names[2:]
+    assert [trial.state.name for trial in load_study(saved_sweep).trials] == ["COMPLETE"] * 3 + ["FAIL", "COMPLETE"]
 
 
-def test_a_damaged_study_is_refused_and_left_alone(sweep, made, rewards, capsys):
+def test_a_damaged_study_is_refused_and_left_alone(sweep, read_sweeps, rewards, capsys):
     rewards["kill"] = 1
     with pytest.raises(Killed):
         sweep(*SPACE, *FOUR)
-    (one,) = made()
-    text = "no JSON\n" + (one.folder / STORAGE).read_text()
-    (one.folder / STORAGE).write_text(text)
+    (saved_sweep,) = read_sweeps()
+    text = "no JSON\n" + (saved_sweep.folder / STORAGE).read_text()
+    (saved_sweep.folder / STORAGE).write_text(text)
     assert sweep(*SPACE, *FOUR) == 2
-    assert f"{STORAGE}: damaged" in capsys.readouterr().err and (one.folder / STORAGE).read_text() == text
+    assert f"{STORAGE}: damaged" in capsys.readouterr().err and (saved_sweep.folder / STORAGE).read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -194,16 +196,16 @@ def test_a_metric_is_the_last_of_the_run(tmp_path, metric, value):
     assert objective(tmp_path, metric) == value
 
 
-def test_no_run_is_made_twice(sweep, made, rewards, fake_launches, capsys):
+def test_no_run_is_made_twice(sweep, read_sweeps, rewards, fake_launches, capsys):
     words = ("max_steps=2,3", "loss_type=grpo,dapo", *FOUR)
     assert sweep(*words) == 0
-    assert len({json.dumps(one) for one in chosen(made()[0])}) == len(fake_launches.started) == 4
-    assert len(study_of(made()[0]).trials) > 4  # some proposals were runs that there were
+    assert len({json.dumps(values) for values in chosen_values(read_sweeps()[0])}) == len(fake_launches.started) == 4
+    assert len(load_study(read_sweeps()[0]).trials) > 4  # some proposals repeat existing runs
     assert "go on with" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((*SPACE, "--search", "grid", "--trials", "4"), "--search: invalid choice: 'grid'"),
         ((*SPACE, "--search", "optuna"), "--search: needs the number of runs. Fix: add --trials N"),
@@ -230,24 +232,26 @@ def test_no_run_is_made_twice(sweep, made, rewards, fake_launches, capsys):
         (("cosine_max_len=100..200", *FOUR), "'cosine_max_len' changes nothing in any run"),
     ],
 )
-def test_a_search_that_cannot_be_is_refused_and_nothing_is_made(sweep, folder, capsys, words, said):
+def test_a_search_that_cannot_be_is_refused_and_nothing_is_made(sweep, folder, capsys, words, message):
     assert sweep(*words) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert list(folder.iterdir()) == []
 
 
 def test_without_optuna_the_fix_is_named_and_nothing_is_made(sweep, folder, capsys, monkeypatch):
-    found = importlib.util.find_spec
+    real_find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "optuna" else found(name, *rest)
+        importlib.util,
+        "find_spec",
+        lambda name, *arguments: None if name == "optuna" else real_find_spec(name, *arguments),
     )
     assert sweep(*SPACE, *FOUR) == 2
-    said = capsys.readouterr().err
-    assert said == "grpo: --search optuna: Optuna is not installed. Fix: install it with: EXTRAS=search make setup\n"
+    error = capsys.readouterr().err
+    assert error == "grpo: --search optuna: Optuna is not installed. Fix: install it with: EXTRAS=search make setup\n"
     assert list(folder.iterdir()) == []
 
 
-def test_changed_code_begins_no_new_trials(sweep, made, rewards, capsys, monkeypatch):
+def test_changed_code_begins_no_new_trials(sweep, read_sweeps, rewards, capsys, monkeypatch):
     rewards["kill"] = 1
     with pytest.raises(Killed):
         sweep(*SPACE, *FOUR)
@@ -258,9 +262,9 @@ def test_changed_code_begins_no_new_trials(sweep, made, rewards, capsys, monkeyp
 
 def test_a_dry_run_lists_and_makes_nothing(sweep, folder, capsys):
     assert sweep(*SPACE, *FOUR, "--dry-run") == 0
-    said = capsys.readouterr().out
-    assert "4 runs would start in runs/sweeps, chosen from:" in said
-    assert "learning_rate=1e-6 to 1e-3" in said and "loss_type=grpo, dapo" in said
+    output = capsys.readouterr().out
+    assert "4 runs would start in runs/sweeps, chosen from:" in output
+    assert "learning_rate=1e-6 to 1e-3" in output and "loss_type=grpo, dapo" in output
     assert cli.main(["sweep", SMOKE, "seed=1..2", "--dry-run"]) == 0
     assert "2 runs would start" in capsys.readouterr().out
     assert list(folder.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Signals to a sweep, passed on to the launch that runs. The launch is a small program that tells what it gets."""
+"""Signals that a sweep forwards to the running launch, a small program that prints the signals it gets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-# A fake launch: says when it is ready, and what reaches it; like a launch it ends with 75.
+# A fake launch: prints a line when it is ready and the signal that it gets. It exits with 75, as a launch does.
 FAKE_LAUNCH = """
 import os, signal, sys
 def told(signum, frame):
@@ -49,7 +49,7 @@ def sweep(tmp_path):
 
 
 def _as_a_terminal_leaves_them() -> None:
-    for signum in (signal.SIGINT, signal.SIGHUP):  # which a shell's background job has ignored
+    for signum in (signal.SIGINT, signal.SIGHUP):  # a shell ignores them in background jobs
         signal.signal(signum, signal.SIG_DFL)
 
 
@@ -58,7 +58,7 @@ def _as_a_terminal_leaves_them() -> None:
     [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGINT"), (signal.SIGHUP, "SIGINT"), (signal.SIGUSR1, "SIGUSR1")],
 )
 def test_a_signal_reaches_the_launch_once_and_its_code_comes_back(sweep, signum, passed):
-    os.killpg(sweep.pid, signum)  # as a terminal does: the launch is in a session of its own
+    os.killpg(sweep.pid, signum)  # like a terminal: the launch runs in its own session
     assert sweep.stdout.read().splitlines() == [passed, f"code 75 {signum:d}"]
 
 
@@ -71,5 +71,7 @@ def test_a_launch_ends_with_its_sweep(sweep):
     sweep.kill()
     sweep.wait(10)
     deadline = time.monotonic() + 10
-    assert sweep.stdout.read() == "SIGTERM\n"  # ends when the launch, which holds it too, has ended
+    assert (
+        sweep.stdout.read() == "SIGTERM\n"
+    )  # the launch also holds the pipe, so the pipe closes when the launch has ended
     assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""What is read of ``key=values``, the trials it makes, and what is refused."""
+"""``key=values`` arguments: parsing, the trials they create, and rejected values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MATH = home() / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
 
 
 def values(word: str) -> list[str]:
-    (found,) = read_axes([word], []).values()
-    return found
+    (texts,) = read_axes([word], []).values()
+    return texts
 
 
 @pytest.mark.parametrize(
-    ("word", "found"),
+    ("word", "expected"),
     [
         ("learning_rate=1e-6,3e-6", ["1e-6", "3e-6"]),
         ("seed=1..3", ["1", "2", "3"]),
@@ -32,8 +32,8 @@ def values(word: str) -> list[str]:
         ('generation_kwargs={"a": 1},{a: 2}', ['{"a": 1}', "{a: 2}"]),
     ],
 )
-def test_values_are_read(word, found):
-    assert values(word) == found
+def test_values_are_read(word, expected):
+    assert values(word) == expected
 
 
 def test_other_names_of_a_key_are_that_key():
@@ -41,7 +41,7 @@ def test_other_names_of_a_key_are_that_key():
 
 
 @pytest.mark.parametrize(
-    ("word", "what", "fix"),
+    ("word", "cause", "fix"),
     [
         ("sed=1,2", "unknown key 'sed'", "write 'seed'"),
         ("foo", "expected key=value,value", "e.g. seed=1..3"),
@@ -63,11 +63,11 @@ def test_other_names_of_a_key_are_that_key():
         ("save_steps=5,10", "does not change the training", "--save_steps"),
     ],
 )
-def test_what_cannot_be_varied_is_refused_with_the_edit(word, what, fix):
+def test_what_cannot_be_varied_is_refused_with_the_edit(word, cause, fix):
     with pytest.raises(ConfigError) as refused:
         read_axes([word], [])
     (problem,) = refused.value.problems
-    assert what in problem.what and fix in problem.fix
+    assert cause in problem.what and fix in problem.fix
 
 
 def test_a_key_is_given_once():
@@ -111,14 +111,17 @@ def problems(*words, **keys):
 
 
 def test_trials_are_every_combination():
-    found = trials("learning_rate=1e-6,3e-6", "seed=1..3", flags=["--max_steps", "9"])
-    assert [trial.name for trial in found[:4]] == [
+    combinations = trials("learning_rate=1e-6,3e-6", "seed=1..3", flags=["--max_steps", "9"])
+    assert [trial.name for trial in combinations[:4]] == [
         "learning_rate=1e-6,seed=1", "learning_rate=1e-6,seed=2", "learning_rate=1e-6,seed=3",
         "learning_rate=3e-6,seed=1",
     ]  # fmt: skip
-    assert [trial.index for trial in found] == list(range(6))
-    assert [(trial.recipe["learning_rate"], trial.recipe["seed"]) for trial in found[2:4]] == [(1e-6, 3), (3e-6, 1)]
-    assert {trial.recipe["max_steps"] for trial in found} == {9}
+    assert [trial.index for trial in combinations] == list(range(6))
+    assert [(trial.recipe["learning_rate"], trial.recipe["seed"]) for trial in combinations[2:4]] == [
+        (1e-6, 3),
+        (3e-6, 1),
+    ]
+    assert {trial.recipe["max_steps"] for trial in combinations} == {9}
 
 
 def test_a_value_wins_over_variables():
@@ -165,4 +168,4 @@ def test_problems_of_all_trials_are_told_at_once():
     told = problems("learning_rate=-1,1e-6", "seed=1..2", flags=["--maxent_tau", "0.5"])
     assert len(told) == 2
     assert told[0].startswith("learning_rate=-1,seed=1 and 1 more: --learning_rate: ")
-    assert told[1].startswith("--maxent_tau: ")  # of every trial
+    assert told[1].startswith("--maxent_tau: ")  # the problem concerns every trial
