@@ -1,4 +1,4 @@
-"""A fake hub, and run directories like those of real launches."""
+"""A fake hub, and run directories with the files of a real launch."""
 
 from __future__ import annotations
 
