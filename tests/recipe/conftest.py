@@ -5,5 +5,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def beside_the_recipe(tmp_path, monkeypatch) -> None:
-    """Stand where the tests write their recipes: messages name a file as it is typed from there."""
+    """Change to the folder of the test's recipes, so that messages show the names of files without a folder."""
     monkeypatch.chdir(tmp_path)

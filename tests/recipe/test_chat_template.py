@@ -54,7 +54,8 @@ def test_a_template_is_asked_for_the_roles_of_an_environment_alone(read: Read) -
     assert "of the role system: no system" in str(problem)
     pytest.importorskip("verifiers")
     gym = task | {"environment": "verifiers:ReasoningGymEnv"}
-    (problem,) = check(read(**gym, environment_args={"gym": "basic_arithmetic"}), {})  # a system prompt of its own
+    # This environment has its own system prompt.
+    (problem,) = check(read(**gym, environment_args={"gym": "basic_arithmetic"}), {})
     assert "of the role system: no system" in str(problem)
     assert check(read(**gym, environment_args={"gym": "basic_arithmetic", "system_prompt": ""}), {}) == []
 
@@ -108,15 +109,15 @@ def test_the_template_of_a_model_that_is_here_is_read(read: Read, tmp_path: Path
 @pytest.mark.parametrize("role", ["user", "assistant", "system", "tool"])
 def test_a_template_is_rendered_as_transformers_does(role: str, tools: list[Any] | None) -> None:
     templates = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
-    given: dict[str, Any] = {"tools": tools, "add_generation_prompt": True, **chat_template.TOKENS}
+    arguments: dict[str, Any] = {"tools": tools, "add_generation_prompt": True, **chat_template.TOKENS}
     chat, rendered = chat_template.conversation(role, "1"), 0
     for file in templates:
         try:
-            theirs = render_jinja_template([chat], chat_template=file.read_text(), **given)[0][0]
+            expected = render_jinja_template([chat], chat_template=file.read_text(), **arguments)[0][0]
         except jinja2.TemplateError as error:
             with pytest.raises(jinja2.TemplateError, match=re.escape(str(error))):
-                chat_template.compiled(file.read_text()).render(messages=chat, **given)
+                chat_template.compiled(file.read_text()).render(messages=chat, **arguments)
             continue
-        assert chat_template.compiled(file.read_text()).render(messages=chat, **given) == theirs, file.name
+        assert chat_template.compiled(file.read_text()).render(messages=chat, **arguments) == expected, file.name
         rendered += 1
     assert rendered > 20

@@ -1,4 +1,4 @@
-"""Each rule with a recipe that breaks it and the corrected one."""
+"""Check each rule with a recipe that breaks it and with the corrected recipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECIPES = sorted(path for path in ROOT.rglob("*.yaml") if path.parent != ROOT / 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_shipped_recipes_are_right(path, monkeypatch):
-    monkeypatch.chdir(ROOT.parent)  # as their own files are named
+    monkeypatch.chdir(ROOT.parent)  # the recipes name their files relative to this folder
     recipe = read_recipe(path)
     assert check(recipe, dict.fromkeys(recipe["reward_environment"], "set")) == []
 
@@ -160,17 +160,17 @@ def test_a_chat_template_is_no_file_name(read):
     assert check(read(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"), {}) == []
 
 
-@pytest.mark.parametrize(("keys", "more"), [
+@pytest.mark.parametrize(("keys", "message"), [
     ({"reward_funcs": {"a": 1}, "callbacks": ["nope.py:C"]}, "nope.py"),
     ({"use_vllm": True, "top_k": 20, "min_p": "x"}, "top_k 20 biases"),
     ({"maxent_objective": "tempered", "maxent_beta": "x"}, "changes nothing"),
 ])  # fmt: skip
-def test_a_value_of_the_wrong_type_hides_no_other_problem(tmp_path, keys, more):
+def test_a_value_of_the_wrong_type_hides_no_other_problem(tmp_path, keys, message):
     path = tmp_path / "wrong.yaml"
     path.write_text(yaml.safe_dump({"model_name_or_path": "a/b", "dataset_name": "c/d", **keys}))
     with pytest.raises(ConfigError) as refused:
         resolve_recipe(str(path), None, [], {}, "cpu")
-    assert len(refused.value.problems) > 1 and more in str(refused.value)
+    assert len(refused.value.problems) > 1 and message in str(refused.value)
 
 
 def test_the_callback_of_another_tracker_needs_its_package(read, monkeypatch):

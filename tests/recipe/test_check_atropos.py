@@ -1,4 +1,4 @@
-"""What `grpo check` says of a recipe whose groups come from Atropos."""
+"""Check recipes that get their groups from Atropos."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ Read = Callable[..., Recipe]
 
 
 def mixture(*entries: dict[str, Any]) -> dict[str, Any]:
-    """A recipe of several environments; the batch is 12 groups of 4 sequences."""
+    """Return the keys of a recipe with several environments and a batch of 12 groups of 4 sequences."""
     return {**MIXED, "atropos_mixture": {"environments": list(entries)}}
 
 
 def place_of(recipe: Recipe, text: str) -> str:
-    """The line of the recipe's file that holds a text."""
+    """Return the line of the recipe file that contains a text."""
     lines = recipe.path.read_text().splitlines()
     return f"{display_path(recipe.path)}:{next(number for number, line in enumerate(lines, 1) if text in line)}"
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> str:
-    """A file of the user's with a class."""
+def user_file(tmp_path: Path) -> str:
+    """Write a Python file with the user's environment class."""
     (tmp_path / "own.py").write_text(OWN)
     return str(tmp_path / "own.py")
 
@@ -62,8 +62,8 @@ def test_a_problem_of_an_environment_is_at_its_own_line(read: Read) -> None:
 
 
 def test_without_atroposlib_it_says_how_to_install_it(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "atroposlib" else found(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "atroposlib" else find_spec(name))
     for keys, key in ((GROUPS, "atropos_environment"), (mixture({"id": "arithmetic"}), "atropos_mixture")):
         (problem,) = check(read(**keys), {})
         assert problem.what == f"{key} needs the package atroposlib, which is not installed"
@@ -95,8 +95,8 @@ def test_a_frozen_recipe_says_by_itself_that_its_groups_come_from_there(read: Re
     recipe = read(variables={"ATROPOS_API_URL": "http://here:1"}, **THEIRS)
     frozen = tmp_path / "frozen.yaml"
     frozen.write_text(recipe.as_yaml())
-    again = read_frozen(frozen)
-    assert again.source("atropos_api_url") == "ATROPOS_API_URL" and check(again, {}) == []
+    reread = read_frozen(frozen)
+    assert reread.source("atropos_api_url") == "ATROPOS_API_URL" and check(reread, {}) == []
 
 
 def test_a_broken_key_is_reported_once_and_hides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,26 +108,26 @@ def test_a_broken_key_is_reported_once_and_hides_nothing(tmp_path: Path, capsys:
     told = capsys.readouterr().err.splitlines()
     assert (
         len(told) == 2
-        and any("atropos_port: expected" in one for one in told)
-        and any("max_steps" in one for one in told)
+        and any("atropos_port: expected" in line for line in told)
+        and any("max_steps" in line for line in told)
     )
 
 
 def test_an_environment_of_the_users_is_read_and_kept_with_its_reward(
-    read: Read, own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    read: Read, user_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = {"reward": f"{own}:score"}
-    recipe = read(**mixture({"id": f"{own}:Sums"}, {"id": "dataset", "args": args}))
+    args = {"reward": f"{user_file}:score"}
+    recipe = read(**mixture({"id": f"{user_file}:Sums"}, {"id": "dataset", "args": args}))
     (problem,) = check(recipe, {})
     assert problem.where == place_of(recipe, "args:") and "has no 'score'" in problem.what
     (tmp_path / "own.py").write_text(f"{OWN}\ndef score(completions): ...")
     assert check(recipe, {}) == []
-    assert user_code(recipe.__getitem__) == ["environment", f"{own}:Sums", f"{own}:score"]
+    assert user_code(recipe.__getitem__) == ["environment", f"{user_file}:Sums", f"{user_file}:score"]
 
 
 def test_environments_have_short_names_of_their_own(read: Read) -> None:
     ids = ["arithmetic", "my_own.py:Two Sums!", "a.b:arithmetic", "arithmetic", "x:Ä", f"x:{'l' * 99}"]
-    recipe = read(**mixture(*({"id": one} for one in ids)))
+    recipe = read(**mixture(*({"id": name} for name in ids)))
     labels = atropos_labels(recipe.__getitem__)
     assert labels == ["arithmetic", "two-sums", "arithmetic-2", "arithmetic-3", "environment", "l" * 40]
 

@@ -1,4 +1,4 @@
-"""What is told of the datasets of a recipe before anything is started."""
+"""Check the datasets of a recipe before a run starts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from golden import compare_messages, golden_files
 
 from grpo_recipes.recipe.check import check
 
-RIGHT = '{"problem": "1", "answer": "1"}\n' * 12  # as many as a step of the right recipe needs prompts
+RIGHT = '{"problem": "1", "answer": "1"}\n' * 12  # one row for each prompt of a step
 
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """The folder of the launch, with data in it."""
+    """Change to a folder with data files, as at a launch."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text(RIGHT)
     (tmp_path / "other.csv").write_text("question,gold,level,prompt\n" + "1,2,3,4\n" * 12)
-    made = datasets.Dataset.from_list([{"problem": "1", "answer": "1"}] * 12)
-    made.to_parquet("rows.parquet")
-    made.save_to_disk("one")
-    datasets.DatasetDict({"train": made, "test": made}).save_to_disk("both")
+    dataset = datasets.Dataset.from_list([{"problem": "1", "answer": "1"}] * 12)
+    dataset.to_parquet("rows.parquet")
+    dataset.save_to_disk("one")
+    datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk("both")
     (tmp_path / "empty").mkdir()
 
 

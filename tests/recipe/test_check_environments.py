@@ -1,4 +1,4 @@
-"""What `grpo check` and `grpo plan` say of a recipe whose prompts come from environments."""
+"""Check and plan recipes that get their prompts from environments."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def test_the_base_model_plays_only_if_the_server_has_it(read: Read) -> None:
 def test_a_checkpoint_is_no_opponent(read: Read, tmp_path: Path, mixed: bool) -> None:
     pytest.importorskip("textarena")
     (tmp_path / "config.json").write_text("{}")
-    for opponents, others in ((str(tmp_path), ["random", "policy"]), ("Qwen/Qwen2.5-0.5B-Instruct", ["random"])):
+    for opponents, alternatives in ((str(tmp_path), ["random", "policy"]), ("Qwen/Qwen2.5-0.5B-Instruct", ["random"])):
         (problem,) = check(read(**game(opponents, mixed)), {})
         assert problem.what == f"opponents: '{opponents}' is not supported"
         assert problem.fix == 'set "random", "policy" or "base"'
-        assert not any(check(read(**game(other, mixed)), {}) for other in others)
+        assert not any(check(read(**game(other, mixed)), {}) for other in alternatives)
 
 
 def game(opponents: str, mixed: bool) -> dict[str, Any]:
-    """Keys of a recipe with a game, alone or with another environment."""
+    """Return the keys of a recipe with a game, with or without another environment."""
     entry = {"id": "textarena:TicTacToe-v0", "args": {"opponents": opponents}}
     if mixed:
         return MIXED | {"environment_mixture": {"environments": [{"id": f"{GAME}:Sums"}, entry]}}
@@ -71,7 +71,7 @@ def test_what_is_refused_of_environments(read: Read, path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "said"),
+    ("named", "message"),
     [
         (f"environment: {GAME}:Sums",
          ":Sums; an episode has at most 4 turns of 8 tokens, and 32 of max_completion_length 64 for messages"),
@@ -82,7 +82,7 @@ def test_what_is_refused_of_environments(read: Read, path: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_plan_says_how_long_an_episode_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, named: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, named: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = tmp_path / "recipe.yaml"
@@ -91,7 +91,7 @@ def test_the_plan_says_how_long_an_episode_is(
         "reward_funcs: [environment]\nenvironment_max_turns: 4\nmax_completion_length: 64\nprompts_per_step: 4\n"
     )
     assert cli.main(["plan", str(recipe)]) == 0
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out
 
 
 def test_the_rewards_of_an_environment_are_not_tried_on_answers(
@@ -118,9 +118,10 @@ def test_each_problem_of_an_environment_has_its_own_line(read: Read, tmp_path: P
     mixture = [{"id": f"{GAME}:Sums"}, {"id": f"{GAME}:Summs", "args": {"most": 2}}, entry, {"weight": 2.0}]
     problems = check(read(**MIXED | {"environment_mixture": {"environments": mixture}}), {})
     lines = (tmp_path / "recipe.yaml").read_text().splitlines()
-    found = [(lines[int(one.where.rpartition(":")[2]) - 1].strip("- "), one.what) for one in problems]
-    assert [line for line, _ in found] == [f"id: {GAME}:Summs", "args:", "weight: 2.0"], found
-    assert [what.split()[-1] for _, what in found] == ["'Summs'", "supported", "id"]
+    numbers = [int(problem.where.rpartition(":")[2]) for problem in problems]
+    expected = [f"id: {GAME}:Summs", "args:", "weight: 2.0"]
+    assert [lines[number - 1].strip("- ") for number in numbers] == expected, problems
+    assert [problem.what.split()[-1] for problem in problems] == ["'Summs'", "supported", "id"]
 
     (problem,) = check(read(**PLAYS | {"environment": entry["id"], "environment_args": entry["args"]}), {})
     line = (tmp_path / "recipe.yaml").read_text().splitlines()[int(problem.where.rpartition(":")[2]) - 1]

@@ -1,4 +1,4 @@
-"""Recipes that are wrong about evaluation, benchmarks and callbacks, and the next right ones."""
+"""Check recipes with wrong evaluations, benchmarks and callbacks, and the corrected recipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes that would complete and learn nothing, beside those that look alike and learn."""
+"""Check recipes that would complete and learn nothing, and similar recipes that learn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grpo_recipes.recipe.check import check, notes
 
 
 @pytest.mark.parametrize(
-    ("wrong", "right", "said"),
+    ("wrong", "right", "message"),
     [
         ({"dtype": "bfloat16", "accelerator": "ddp"}, {"dtype": "bfloat16", "accelerator": "zero2"}, "rounded away"),
         ({"dtype": "bfloat16", "accelerator": "ddp"}, {"dtype": "float32", "accelerator": "ddp"}, "rounded away"),
@@ -56,9 +56,9 @@ from grpo_recipes.recipe.check import check, notes
         ),
     ],
 )
-def test_what_cannot_learn_is_refused(read, wrong, right, said):
+def test_what_cannot_learn_is_refused(read, wrong, right, message):
     (problem,) = check(read(**wrong), {})
-    assert said in problem.what
+    assert message in problem.what
     assert check(read(**right), {}) == []
 
 
@@ -68,14 +68,14 @@ def test_a_file_of_accelerate_is_left_to_the_trainer(read):
 
 
 @pytest.mark.parametrize(
-    ("warmup", "said"), [(100, "warmup_steps 100 with max_steps 20: the learning rate reaches 19% of"), (19, "")]
+    ("warmup", "start"), [(100, "warmup_steps 100 with max_steps 20: the learning rate reaches 19% of"), (19, "")]
 )
-def test_a_warmup_that_does_not_end_is_noted(read, warmup, said):
+def test_a_warmup_that_does_not_end_is_noted(read, warmup, start):
     told = [note for note in notes(read(warmup_steps=warmup, max_steps=20)) if "warmup" in note]
-    assert [note.startswith(said) for note in told] == ([True] if said else [])
+    assert [note.startswith(start) for note in told] == ([True] if start else [])
 
 
-@pytest.mark.parametrize(("hides", "said"), [(True, 1), (False, 0), (None, 0)])
-def test_a_loss_that_is_no_number_is_not_hidden(read, hides, said):
+@pytest.mark.parametrize(("hides", "count"), [(True, 1), (False, 0), (None, 0)])
+def test_a_loss_that_is_no_number_is_not_hidden(read, hides, count):
     recipe = read() if hides is None else read(logging_nan_inf_filter=hides)
-    assert sum("logging_nan_inf_filter hides nothing here" in note for note in notes(recipe)) == said
+    assert sum("logging_nan_inf_filter hides nothing here" in note for note in notes(recipe)) == count

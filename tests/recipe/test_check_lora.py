@@ -1,4 +1,4 @@
-"""What `grpo check` says of LoRA keys: each rule with a recipe that breaks it and the corrected one."""
+"""Check each rule of LoRA keys with a recipe that breaks it and with the corrected recipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PEFT = {"use_peft": True}
 
 
 @pytest.mark.parametrize(
-    ("wrong", "right", "said"),
+    ("wrong", "right", "message"),
     [
         ({"lora_r": 8}, {"lora_r": 8, **PEFT}, "lora_r does nothing without use_peft"),
         ({"lora_target_modules": ["q_proj"]}, {}, "lora_target_modules does nothing without use_peft"),
@@ -45,9 +45,9 @@ PEFT = {"use_peft": True}
     ],
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
 )
-def test_a_broken_rule_is_told_and_the_correction_passes(read, wrong, right, said):
+def test_a_broken_rule_is_told_and_the_correction_passes(read, wrong, right, message):
     (problem,) = check(read(**wrong), {})
-    assert said in str(problem) and problem.fix
+    assert message in str(problem) and problem.fix
     assert problem.where.startswith("recipe.yaml")
     assert check(read(**right), {}) == []
 

@@ -1,4 +1,4 @@
-"""Each rule of MaxEnt-GRPO's keys and of the controllers with a recipe that breaks it and the corrected one."""
+"""Check each rule of MaxEnt-GRPO and of its controllers with a wrong recipe and with the corrected recipe."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_variable_of_maxent_is_its_key_there_and_refused_in_a_grpo_run(read, n
     recipe = read([], {name: texts.get(name, "0.125")}, **LISTWISE, **keys)
     assert (recipe[key], recipe.source(key)) == (values.get(name, 0.125), name)
     assert check(recipe, {}) == []
-    if not objective:  # whose rule is that of the task
+    if not objective:  # the same rule applies to the task
         (problem,) = check(read([], {name: texts.get(name, "0.125")}), {})
         assert problem.where == name and f"'{key}' changes nothing" in problem.what
         assert problem.fix.startswith(f"unset {name}, or make it a MaxEnt run")
@@ -132,16 +132,16 @@ def test_no_other_word_is_a_tau(tmp_path: Path, written: str, read):
     ],
 )
 def test_a_recipe_says_how_much_a_right_answer_weighs_and_of_which_method_that_is_the_limit(read, keys, ratio, limit):
-    if "maxent_q_epsilon" in keys:  # q of two right answers and two wrong ones, floored
+    if "maxent_q_epsilon" in keys:  # q of two correct and two wrong answers, with a floor
         right = math.e / (2 * math.e + 2) * 0.6 + 0.1
         ratio = (right / (0.5 - right)) ** 5
     recipe = read(
         **{"maxent_q_epsilon": 0.0, **keys} if keys["maxent_objective"] in ("listwise", "weighted_mle") else keys
     )
     assert maxent.weight_ratio(recipe) == pytest.approx(ratio, rel=1e-9)
-    found = maxent.limit_note(recipe)
-    assert found is None if limit is None else limit in found
-    assert [note for note in notes(recipe) if note == found] == ([found] if found else [])
+    printed = maxent.limit_note(recipe)
+    assert printed is None if limit is None else limit in printed
+    assert [note for note in notes(recipe) if note == printed] == ([printed] if printed else [])
 
 
 def test_a_grpo_recipe_is_the_limit_of_nothing(read):

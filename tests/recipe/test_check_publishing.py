@@ -1,4 +1,4 @@
-"""Names that the hub would reject are rejected by `grpo check`, and so is a push that nothing serves."""
+"""Reject names that the hub would reject, and a push without a model to push."""
 
 from __future__ import annotations
 

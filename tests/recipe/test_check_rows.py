@@ -1,4 +1,4 @@
-"""What `grpo check` reads in the first rows of a file; every fix is followed, and the problem is gone."""
+"""Check the first rows of a file. Each test applies the fix and sees the problem gone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VERL = {
 
 @pytest.fixture
 def problems_of(read, tmp_path, monkeypatch):
-    """Return the problems of a recipe with a file of 12 such rows."""
+    """Return the problems of a recipe with a file that repeats this row 12 times."""
     monkeypatch.chdir(tmp_path)
 
     def problems_of_row(row: dict[str, Any], kind: str = "jsonl", **keys: Any) -> list[Any]:
@@ -47,7 +47,7 @@ def problems_of(read, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
-    ("row", "keys", "said"),
+    ("row", "keys", "message"),
     [
         ({"conversations": SHAREGPT, "answer": "2"}, {"dataset_prompt_column": "conversations"}, "holds {'from':"),
         ({"conversations": [{"from": "system", "value": "x"}, *SHAREGPT], "answer": "2"},
@@ -67,10 +67,10 @@ def problems_of(read, tmp_path, monkeypatch):
         ({"problem": "", "question": "1+1=", "answer": "2"}, {}, "has no prompt in the first 12 rows"),
     ],
 )  # fmt: skip
-def test_a_row_of_the_wrong_kind_is_rejected_and_the_fix_works(problems_of, row, keys, said, kind):
-    """R4: what the first rows show, with a fix that names a column or a path."""
+def test_a_row_of_the_wrong_kind_is_rejected_and_the_fix_works(problems_of, row, keys, message, kind):
+    """R4: the fix for a problem of the first rows names a column or a path."""
     (problem,) = problems_of(row, kind, **keys)
-    assert said in problem.what
+    assert message in problem.what
     edit = re.search(r"set (dataset_\w+): ([\w.]+)", problem.fix)
     if edit:
         changed = {edit[1]: edit[2]}
@@ -81,7 +81,7 @@ def test_a_row_of_the_wrong_kind_is_rejected_and_the_fix_works(problems_of, row,
 
 
 @pytest.mark.parametrize(
-    ("row", "said", "fix"),
+    ("row", "message", "fix"),
     [
         ({"problem": [1, 2, 3], "answer": "2"}, "holds token ids ([1, 2, 3])", "save the text of the prompts"),
         ({"problem": ["a", "b"], "answer": "2"}, "holds a list of texts", "save each prompt as one text"),
@@ -93,10 +93,10 @@ def test_a_row_of_the_wrong_kind_is_rejected_and_the_fix_works(problems_of, row,
         ({"problem": "1+1=", "answer": None}, "has no solution in the first 12 rows", "add a solution to each row"),
     ],
 )  # fmt: skip
-def test_a_row_that_only_other_data_fixes_is_rejected(problems_of, row, said, fix):
+def test_a_row_that_only_other_data_fixes_is_rejected(problems_of, row, message, fix):
     """R4: integer prompts, several texts, more turns, more keys, a chat as text."""
     (problem,) = problems_of(row)
-    assert said in problem.what and fix in problem.fix
+    assert message in problem.what and fix in problem.fix
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -110,11 +110,11 @@ def test_rows_of_a_mixture_are_checked_too(read, tmp_path, monkeypatch):
     """R4: the fix names the columns of the entry."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text((json.dumps({"problem": "1", "answer": {"value": 2}}) + "\n") * 12)
-    given = {"dataset_name": None, "dataset_mixture": {"datasets": [{"id": "rows.jsonl"}]}}
-    (problem,) = check(read(**given), {})
+    keys = {"dataset_name": None, "dataset_mixture": {"datasets": [{"id": "rows.jsonl"}]}}
+    (problem,) = check(read(**keys), {})
     assert problem.fix == "set columns: [problem, answer.value] in dataset_mixture"
-    given["dataset_mixture"]["datasets"][0]["columns"] = ["problem", "answer.value"]
-    assert check(read(**given), {}) == []
+    keys["dataset_mixture"]["datasets"][0]["columns"] = ["problem", "answer.value"]
+    assert check(read(**keys), {}) == []
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "saved", "folder"])
@@ -122,7 +122,7 @@ def test_fewer_rows_than_a_step_needs_are_rejected_and_the_fix_works(read, tmp_p
     """R4: prompts_per_step above the number of rows."""
     monkeypatch.chdir(tmp_path)
     rows = [{"problem": f"{n}", "answer": "1"} for n in range(7)]
-    made, name = datasets.Dataset.from_list(rows), f"rows.{kind}"
+    dataset, name = datasets.Dataset.from_list(rows), f"rows.{kind}"
     if kind == "jsonl":
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif kind == "json":
@@ -130,13 +130,13 @@ def test_fewer_rows_than_a_step_needs_are_rejected_and_the_fix_works(read, tmp_p
     elif kind == "csv":
         Path(name).write_text("problem,answer\n" + "".join(f"{n},1\n" for n in range(7)))
     elif kind == "parquet":
-        made.to_parquet(name)
+        dataset.to_parquet(name)
     elif kind == "saved":
-        made.save_to_disk(name)
+        dataset.save_to_disk(name)
     else:
         Path(name).mkdir()
-        made.select(range(3)).to_parquet(f"{name}/train-0.parquet")
-        made.select(range(3, 7)).to_parquet(f"{name}/train-1.parquet")
+        dataset.select(range(3)).to_parquet(f"{name}/train-0.parquet")
+        dataset.select(range(3, 7)).to_parquet(f"{name}/train-1.parquet")
     (problem,) = check(read(dataset_name=name, prompts_per_step=8), {})
     assert str(problem).endswith(f"one step needs 8 prompts, '{name}' has 7 rows. Fix: set prompts_per_step: 7, "
                                  "or name a larger dataset")  # fmt: skip
@@ -147,7 +147,7 @@ def test_fewer_rows_than_a_step_needs_are_rejected_and_the_fix_works(read, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("rows.csv", "problem,answer\nAdd 0, then 1 =,1\n", ":2 has 3 fields, the header has 2"),
         ("rows.csv", "problem,answer\n1,1\n\n2\n", ":4 has 1 fields, the header has 2"),
@@ -159,20 +159,20 @@ def test_fewer_rows_than_a_step_needs_are_rejected_and_the_fix_works(read, tmp_p
         ("rows.tsv", "problem\tanswer\nAdd 0\n", ":2 has 1 fields, the header has 2"),
     ],
 )
-def test_a_row_with_other_fields_than_the_header_is_rejected(read, tmp_path, monkeypatch, name, content, said):
+def test_a_row_with_other_fields_than_the_header_is_rejected(read, tmp_path, monkeypatch, name, content, message):
     """S1: the line number is named before the launch, and by the reader."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_text(content)
-    (problem,) = [one for one in check(read(dataset_name=name), {}) if "prompts, '" not in one.what]
-    assert said in problem.what and ("in quotes" in problem.fix or problem.fix == "rename one of the columns")
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    (problem,) = [problem for problem in check(read(dataset_name=name), {}) if "prompts, '" not in problem.what]
+    assert message in problem.what and ("in quotes" in problem.fix or problem.fix == "rename one of the columns")
+    with pytest.raises(ConfigError, match=re.escape(message)):
         read_rows(name, None, "train")
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         read_rows(name, None, "train", streaming=True)
 
 
 def test_a_wrong_line_far_behind_the_first_rows_is_rejected(read, tmp_path, monkeypatch):
-    """S1: the reader looks at every line, and the check at many."""
+    """S1: the reader reads every line, and the check reads many."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.csv").write_text("problem,answer\n" + "1,1\n" * 5000 + "1,2,3\n")
     (problem,) = check(read(dataset_name="rows.csv"), {})
@@ -182,7 +182,7 @@ def test_a_wrong_line_far_behind_the_first_rows_is_rejected(read, tmp_path, monk
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 @pytest.mark.parametrize(("name", "tab"), [("rows.csv", ","), ("rows.tsv", "\t")])
 def test_quoted_separators_line_ends_and_a_byte_order_mark_are_read(read, tmp_path, monkeypatch, name, tab, mark):
-    """S1: what is quoted stays one field."""
+    """S1: quoted text stays one field."""
     monkeypatch.chdir(tmp_path)
     lines = [f"problem{tab}answer", f'"Add 0{tab} then\n""1"" ="{tab}007', f'5" pipe{tab}2'] + [f"3{tab}3"] * 10
     (tmp_path / name).write_text(mark + "\n".join(lines) + "\n", encoding="utf-8")
@@ -200,7 +200,7 @@ def test_quoted_separators_line_ends_and_a_byte_order_mark_are_read(read, tmp_pa
     ],
 )
 def test_another_separator_is_named(read, tmp_path, monkeypatch, content, fix):
-    """S1: a file with one column that contains all of them."""
+    """S1: a file with a single column that contains every field."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.csv").write_text(content + content.splitlines()[1] * 11)
     assert fix in [problem.fix for problem in check(read(dataset_name="rows.csv", prompts_per_step=1), {})]
@@ -218,7 +218,7 @@ def test_a_file_in_another_encoding_is_rejected(read, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "note"),
     [
         ({}, "evaluation: 40 of 40 rows of 'held.jsonl' (eval_max_prompts 1000)"),
         ({"eval_max_prompts": 10}, "evaluation: 10 of more than 10 rows of 'held.jsonl' (eval_max_prompts 10)"),
@@ -226,14 +226,14 @@ def test_a_file_in_another_encoding_is_rejected(read, tmp_path, monkeypatch):
         ({"eval_strategy": "no"}, ""),
     ],
 )  # fmt: skip
-def test_check_prints_how_many_rows_an_evaluation_takes(read, tmp_path, monkeypatch, keys, said):
+def test_check_prints_how_many_rows_an_evaluation_takes(read, tmp_path, monkeypatch, keys, note):
     """S12: all held-out rows by default."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "held.jsonl").write_text('{"problem": "1", "answer": "1"}\n' * 40)
-    given = {"eval_strategy": "steps", "eval_steps": 5, "eval_dataset_name": "held.jsonl"} | keys
-    if given["eval_strategy"] == "no":
-        given = {}
-    assert evaluation_note(read(**given)).startswith(said) and bool(said) == bool(evaluation_note(read(**given)))
+    options = {"eval_strategy": "steps", "eval_steps": 5, "eval_dataset_name": "held.jsonl"} | keys
+    if options["eval_strategy"] == "no":
+        options = {}
+    assert evaluation_note(read(**options)).startswith(note) and bool(note) == bool(evaluation_note(read(**options)))
 
 
 def test_the_held_out_rows_of_a_mixture_are_named(read, tmp_path, monkeypatch):

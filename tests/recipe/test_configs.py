@@ -1,4 +1,4 @@
-"""The catalogue against the dataclasses it is made from, and a frozen recipe through TRL's own parser."""
+"""Compare the catalogue with its dataclasses, and parse a frozen recipe with TRL's parser."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_hand_kept_limits_are_of_existing_keys_and_in_the_catalogue(table):
 
 
 def test_our_own_keys_are_told_apart_from_trls():
-    ours = {spec.name for spec in dataclasses.fields(configs.GRPOConfig)} - {
+    added = {spec.name for spec in dataclasses.fields(configs.GRPOConfig)} - {
         spec.name for spec in dataclasses.fields(trl.GRPOConfig)
     }
-    assert ours == {
+    assert added == {
         "prompts_per_step", "trim_padding", "padding_free", "ref_model_name_or_path",
         "eval_temperature", "eval_top_p", "eval_max_completion_length", "eval_sampling_seed", "server_backend",
         "max_concurrent_requests", "weight_sync", "weight_guard", "weight_guard_tolerance", "seed_server",
@@ -77,17 +77,17 @@ def test_our_own_keys_are_told_apart_from_trls():
 
 
 def parsed(frozen: Path, out: Path, *flags: str) -> dict[str, object]:
-    """Every field of TRL's parse of a frozen recipe, with what the launcher adds on a CPU machine."""
+    """Parse a frozen recipe with TRL and the launcher's flags for a CPU machine. Return every field."""
     parser = trl.TrlParser(configs.CONFIGS, allow_abbrev=False)
     arguments = ["--config", str(frozen), "--output_dir", str(out), "--use_cpu", "true", "--bf16", "false"]
     arguments += flags
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for config in parser.parse_args_and_config(arguments):
-        found |= {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
-    return found
+        values |= {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
+    return values
 
 
-# What the launcher settles beside the recipe, or TRL derives from other keys.
+# Values that the launcher sets, or that TRL derives from other keys.
 DERIVED = {"bf16", "generation_batch_size", "steps_per_generation", "run_name"}
 
 
@@ -97,14 +97,14 @@ def test_trl_reads_the_same_values_from_a_frozen_recipe(path, tmp_path):
     frozen = tmp_path / "recipe.yaml"
     frozen.write_text(recipe.as_yaml())
 
-    # A generation of whole groups, which the launcher's arithmetic makes of prompts_per_step.
+    # The launcher computes a generation of whole groups from prompts_per_step.
     accumulation = str(recipe["prompts_per_step"] * recipe["num_generations"])
-    found = parsed(frozen, tmp_path / "out", "--gradient_accumulation_steps", accumulation)
+    values = parsed(frozen, tmp_path / "out", "--gradient_accumulation_steps", accumulation)
 
-    given = [key for key in catalogue() if recipe.is_set(key) and key not in DERIVED]
-    assert len(given) > 15
-    for key in given:
-        value = plain(found[key])
+    keys = [key for key in catalogue() if recipe.is_set(key) and key not in DERIVED]
+    assert len(keys) > 15
+    for key in keys:
+        value = plain(values[key])
         expected = recipe[key]
         if key == "report_to":
             assert value in ([], ["none"], "none") and expected == []
@@ -122,7 +122,7 @@ def test_trl_reads_awkward_values_from_a_frozen_recipe(tmp_path):
     recipe = read_recipe(path)
     frozen.write_text(recipe.as_yaml())
 
-    found = parsed(frozen, tmp_path / "out")
+    values = parsed(frozen, tmp_path / "out")
 
     for key in (
         "run_name",
@@ -133,7 +133,7 @@ def test_trl_reads_awkward_values_from_a_frozen_recipe(tmp_path):
         "model_init_kwargs",
         "chat_template",
     ):
-        assert found[key] == recipe[key], key
+        assert values[key] == recipe[key], key
 
 
 @pytest.mark.parametrize("name", ["grpo.py", "maxent-grpo.py"])

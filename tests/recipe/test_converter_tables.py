@@ -1,4 +1,4 @@
-"""The table format of config converters: every part of a row has its effect, whatever tool the table is for."""
+"""The table format of config converters: every part of a row has its effect, for any tool."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ settings:
 
 
 def doubled(setting: Setting, settings: Settings) -> None:
-    """A function that the table names: it needs another setting."""
+    """Convert a value with the help of another setting. The table lists this function."""
     setting.write({"max_steps": setting.number * settings.values.get("data.seed", 2)})
 
 
@@ -69,9 +69,9 @@ def read(
     ],
 )
 def test_a_setting_becomes_recipe_keys(converter, tmp_path: Path, file: dict, keys: dict) -> None:
-    made, problems, _ = read(converter, tmp_path, {"dataset_name": "c/d", **file})
+    converted, problems, _ = read(converter, tmp_path, {"dataset_name": "c/d", **file})
     assert problems == []
-    assert made == {"use_vllm": True, "dataset_name": "c/d", **keys}
+    assert converted == {"use_vllm": True, "dataset_name": "c/d", **keys}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Names of other recipes: translated to recipe keys, noted, or refused with what to write instead."""
+"""Keys of other tools: translated to recipe keys, noted, or rejected with a replacement."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.keys import OWNED_KEYS, READ_VARIABLES, SHELL_VARIABLES, catalogue, environment_keys
 from grpo_recipes.recipe.registry import rewards
 
-OTHERS = Path(__file__).with_name("options_elsewhere.txt")  # of TRL, transformers, PEFT, accelerate and vLLM
+OTHERS = Path(__file__).with_name("options_elsewhere.txt")  # options of TRL, transformers, PEFT, accelerate and vLLM
 
 
 def translated(**keys: object) -> tuple[dict[str, object], list[Problem], list[str]]:
-    """Translate one layer, and return what it gives for keys of the catalogue, its problems and its notes."""
+    """Translate one layer. Return its keys of the catalogue, its problems and its notes."""
     problems: list[Problem] = []
     notes: list[str] = []
     layer = [(key, Value(value, f"recipe.yaml:{line}")) for line, (key, value) in enumerate(keys.items(), 1)]
@@ -37,7 +37,7 @@ def translated(**keys: object) -> tuple[dict[str, object], list[Problem], list[s
 
 
 def fix(**key: object) -> str:
-    """Return what the only problem of one key says to do."""
+    """Return the fix of the only problem of this key."""
     (problem,) = translated(**key)[1]
     return problem.fix
 
@@ -52,8 +52,8 @@ def test_another_name_is_read_as_its_key_and_noted(name: str, key: str) -> None:
 
 
 def test_every_other_name_is_refused_at_its_place_and_gives_nothing() -> None:
-    noted = {name for name, values in HARMLESS.items() if values == "*"}
-    for name in {*names(), *OWNED_KEYS, "seeed", "env"} - noted:
+    harmless = {name for name, values in HARMLESS.items() if values == "*"}
+    for name in {*names(), *OWNED_KEYS, "seeed", "env"} - harmless:
         keys, (problem,), notes = translated(seed=1, **{name: "x"})
         assert (keys, problem.where, notes) == ({"seed": 1}, "recipe.yaml:2", [])
         assert f"'{name}'" in problem.what and problem.fix
@@ -76,8 +76,8 @@ def test_every_other_name_is_refused_at_its_place_and_gives_nothing() -> None:
 def test_what_asks_for_what_happens_anyway_is_noted_and_its_opposite_refused(name, usual, other) -> None:
     keys, problems, (note,) = translated(**{name: usual})
     assert (keys, problems) == ({}, []) and note.startswith(f"recipe.yaml:1: {name}") and "changes nothing: " in note
-    given, problems, notes = translated(**{name: other})
-    assert not notes and (problems or given)
+    keys, problems, notes = translated(**{name: other})
+    assert not notes and (problems or keys)
 
 
 @pytest.mark.parametrize("name", ["output_dir", "overwrite_output_dir", "logging_first_step"])
@@ -87,9 +87,9 @@ def test_what_cannot_change_a_run_is_noted_whatever_its_value(name) -> None:
         assert (keys, problems) == ({}, []) and name in note
 
 
-@pytest.mark.parametrize(("given", "ours"), [(True, "group"), (False, "none"), ("true", "group"), ("batch", "batch")])
-def test_scale_rewards_takes_trls_booleans(given, ours) -> None:
-    assert translated(scale_rewards=given) == ({"scale_rewards": ours}, [], [])
+@pytest.mark.parametrize(("value", "scale"), [(True, "group"), (False, "none"), ("true", "group"), ("batch", "batch")])
+def test_scale_rewards_takes_trls_booleans(value, scale) -> None:
+    assert translated(scale_rewards=value) == ({"scale_rewards": scale}, [], [])
 
 
 def test_save_steps_may_be_a_share_of_all_steps(tmp_path: Path) -> None:
@@ -184,18 +184,18 @@ def told(folder: Path, text: str) -> list[str]:
 
 def test_a_recipe_of_another_project_is_answered_with_the_command_that_translates_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    own = "model_name_or_path: a/b\ndataset_name: a/b\n"
-    theirs = told(tmp_path, own + "torch_dtype: bfloat16\nwarmup_ratio: 0.1\nhub_model_revision: v1\n")
-    assert theirs[-1].endswith("Fix: grpo new my-theirs.yaml --from theirs.yaml translates it")
-    assert len(theirs) == 4
-    assert len(told(tmp_path, own + "torch_dtype: bfloat16\n")) == 1, "a slip alone is no other project"
+    head = "model_name_or_path: a/b\ndataset_name: a/b\n"
+    messages = told(tmp_path, head + "torch_dtype: bfloat16\nwarmup_ratio: 0.1\nhub_model_revision: v1\n")
+    assert messages[-1].endswith("Fix: grpo new my-theirs.yaml --from theirs.yaml translates it")
+    assert len(messages) == 4
+    assert len(told(tmp_path, head + "torch_dtype: bfloat16\n")) == 1, "one wrong key does not mean another project"
 
 
 def test_a_reward_of_another_project_is_answered_with_ours_or_why_there_is_none(tmp_path):
-    own = "model_name_or_path: a/b\ndataset_name: a/b\nreward_funcs: "
-    assert told(tmp_path, own + "[accuracy]")[0].endswith("unknown reward 'accuracy'. Fix: write math_verify")
-    assert "Fix: remove it (it runs code" in told(tmp_path, own + "[code]")[0]
-    assert told(tmp_path, own + "[math_verfy]")[0].endswith("Fix: write math_verify")
+    head = "model_name_or_path: a/b\ndataset_name: a/b\nreward_funcs: "
+    assert told(tmp_path, head + "[accuracy]")[0].endswith("unknown reward 'accuracy'. Fix: write math_verify")
+    assert "Fix: remove it (it runs code" in told(tmp_path, head + "[code]")[0]
+    assert told(tmp_path, head + "[math_verfy]")[0].endswith("Fix: write math_verify")
 
 
 @pytest.mark.parametrize("name", ["weight_sync", "weight_bridge_mode"])
@@ -210,8 +210,8 @@ def test_a_reward_of_another_project_is_answered_with_ours_or_why_there_is_none(
     ],
 )
 def test_the_modes_of_atropos_example_trainer_are_bridges(name, mode, bridge, adapter) -> None:
-    found, problems, notes = translated(**{name: mode})
-    assert (found, problems) == ({"weight_sync": bridge, **adapter}, [])
+    keys, problems, notes = translated(**{name: mode})
+    assert (keys, problems) == ({"weight_sync": bridge, **adapter}, [])
     assert len(notes) == (name != "weight_sync")
 
 
@@ -223,5 +223,5 @@ def test_the_names_of_their_single_copy_point_to_the_bridge(name, value) -> None
 
 
 def test_a_mode_of_an_adapter_does_not_overrule_what_is_said_of_it() -> None:
-    found, _, _ = translated(use_peft=False, weight_sync="lora_restart")
-    assert found == {"use_peft": False, "weight_sync": "restart"}
+    keys, _, _ = translated(use_peft=False, weight_sync="lora_restart")
+    assert keys == {"use_peft": False, "weight_sync": "restart"}

@@ -14,14 +14,14 @@ from grpo_recipes.recipe.datafiles import columns_of, has_splits, split_name
 
 def test_columns_of_every_kind_are_those_that_datasets_reads(tmp_path):
     rows = [{"problem": "1", "answer": "2", "level": 3}]
-    made = datasets.Dataset.from_list(rows)
+    dataset = datasets.Dataset.from_list(rows)
     (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]) + "\n")
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
     (tmp_path / "lines.json").write_text(json.dumps(rows[0]) + "\n" + json.dumps(rows[0]) + "\n")
     (tmp_path / "a.csv").write_text("problem,answer,level\n1,2,3\n")
-    made.to_parquet(tmp_path / "a.parquet")
-    made.save_to_disk(tmp_path / "saved")
-    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "both")
+    dataset.to_parquet(tmp_path / "a.parquet")
+    dataset.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": dataset}).save_to_disk(tmp_path / "both")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "train.jsonl").write_text(json.dumps(rows[0]) + "\n")
     for path in tmp_path.iterdir():
@@ -47,7 +47,7 @@ def test_a_first_row_longer_than_the_head_says_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("rows.jsonl", "not json\n", "does not begin with a JSON object"),
         ("rows.json", "[1, 2]", "does not begin with a JSON object"),
@@ -56,9 +56,9 @@ def test_a_first_row_longer_than_the_head_says_nothing(tmp_path):
         ("rows.txt", "1\n", "is not a .json, .jsonl, .csv, .tsv, .parquet file"),
     ],
 )
-def test_what_is_no_dataset_is_told(tmp_path, name, content, said):
+def test_what_is_no_dataset_is_told(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         columns_of(tmp_path / name)
 
 
@@ -75,9 +75,9 @@ def test_a_folder_holds_one_kind_of_file(tmp_path):
 
 
 def test_splits_are_told_from_another_in_folders(tmp_path):
-    made = datasets.Dataset.from_list([{"a": 1}])
-    made.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "both")
+    dataset = datasets.Dataset.from_list([{"a": 1}])
+    dataset.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": dataset}).save_to_disk(tmp_path / "both")
     (tmp_path / "file.csv").write_text("a\n")
     assert [has_splits(tmp_path / name) for name in ("one", "both", "file.csv")] == [False, True, False]
     with pytest.raises(ValueError, match=r"has no split 'test\[:3\]', only train"):

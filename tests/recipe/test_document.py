@@ -1,4 +1,4 @@
-"""Recipe files and values that nobody should write, each refused in one line; and bases, file by file."""
+"""Wrong recipe files and values, each rejected in one line, and bases, file by file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAUGHS = "model_init_kwargs:\n  a: &a [l, l, l, l, l, l, l, l, l, l]\n" + "".joi
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("benchmarks: &x [*x]", "nested too deeply, or in themselves"),
         ("seed: 1\nmodel_init_kwargs: &x {a: *x}", "nested too deeply, or in themselves"),
@@ -43,8 +43,8 @@ LAUGHS = "model_init_kwargs:\n  a: &a [l, l, l, l, l, l, l, l, l, l]\n" + "".joi
     ],
     ids=["list", "map", "whole", "laughs", "deep", "bool", "nested", "int", "timestamp", "long", "merge", "documents"],
 )
-def test_what_yaml_allows_and_no_recipe_needs_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    assert said in refusal(tmp_path / "recipe.yaml", text)
+def test_what_yaml_allows_and_no_recipe_needs_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    assert message in refusal(tmp_path / "recipe.yaml", text)
 
 
 def test_anchors_of_ordinary_size_are_read(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ HUGE = "9" * 400
 
 
 @pytest.mark.parametrize(
-    ("text", "flags", "said"),
+    ("text", "flags", "message"),
     [
         (f"seed: {HUGE}", [], "seed: expected an integer, got"),
         (f"learning_rate: {HUGE}", [], "expected a finite number"),
@@ -127,14 +127,14 @@ HUGE = "9" * 400
     ],
 )
 def test_a_value_that_no_type_holds_is_refused_in_one_short_line(
-    tmp_path: Path, text: str, flags: list[str], said: str
+    tmp_path: Path, text: str, flags: list[str], message: str
 ) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as refused:
         read_recipe(path, flags)
     (problem,) = refused.value.problems
-    assert said in str(problem) and len(str(problem)) < 300
+    assert message in str(problem) and len(str(problem)) < 300
 
 
 @pytest.mark.parametrize(
@@ -175,13 +175,13 @@ def test_numbers_that_the_trainer_would_die_of_are_out_of_range(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("seed: 042", "YAML reads 042 as an octal number"),
         ("lr_scheduler_kwargs: {min_lr: 1e-7}", "YAML reads 1e-7 as a string"),
         ("chat_template_kwargs: {enable_thinking: no}", "YAML reads no as false"),
     ],
 )
-def test_a_word_that_yaml_reads_otherwise_than_it_looks_is_told(line, said, tmp_path):
+def test_a_word_that_yaml_reads_otherwise_than_it_looks_is_told(line, message, tmp_path):
     (tmp_path / "recipe.yaml").write_text(f"{line}\n")
-    assert any(problem.what.startswith(said) for problem in merge_recipe(tmp_path / "recipe.yaml")[1])
+    assert any(problem.what.startswith(message) for problem in merge_recipe(tmp_path / "recipe.yaml")[1])

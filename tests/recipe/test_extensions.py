@@ -1,4 +1,4 @@
-"""The registry of extensions: what each names exists, and two extensions can't declare one key."""
+"""The registry of extensions: named objects exist, and two extensions can't declare the same key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_recipes.recipe import keys
 from grpo_recipes.recipe.extensions import Extension, extensions, load
 from grpo_recipes.recipe.fields import key
 
-# Mappings whose values name objects.
+# The values of these mappings are names of objects.
 REFERENCES = ("nested", "ports", "commands")
 
 
@@ -36,7 +36,7 @@ def test_an_extension_is_named_after_its_folder() -> None:
 
 @dataclass
 class Twice:
-    """Declares a key of the core."""
+    """Declare a key of the core again."""
 
     run_name: str = key("x", "A name.")
 

@@ -1,4 +1,4 @@
-"""Recipes that ask a server which somebody started, and evaluations that sample by keys of their own."""
+"""Recipes with an external server, and evaluations with separate sampling keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Read = Callable[..., Recipe]
 
 
 @pytest.mark.parametrize(
-    ("wrong", "right", "said"),
+    ("wrong", "right", "message"),
     [
         ({"vllm_server_base_url": "far:30000"}, {},
          "expected an http or https URL, got 'far:30000'. Fix: set vllm_server_base_url"),
@@ -34,19 +34,19 @@ Read = Callable[..., Recipe]
     ],
 )  # fmt: skip
 def test_a_wrong_recipe_is_told_and_the_right_one_passes(
-    read: Read, wrong: dict[str, Any], right: dict[str, Any], said: str
+    read: Read, wrong: dict[str, Any], right: dict[str, Any], message: str
 ) -> None:
     assert check(read(**URL | right), {}) == []
     if "server_backend" in wrong:
-        with pytest.raises(Exception, match=said):
+        with pytest.raises(Exception, match=message):
             read(**URL | wrong)
         return
     (problem,) = check(read(**URL | wrong), {})
-    assert said in str(problem)
+    assert message in str(problem)
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         (URL | {"vllm_server_port": 8001}, "vllm_server_port does nothing without a server that the launch starts"),
         ({"server_backend": "sglang_server"}, "server_backend does nothing without vllm_server_base_url"),
@@ -58,9 +58,9 @@ def test_a_wrong_recipe_is_told_and_the_right_one_passes(
         (URL | {"server_backend": "sglang_server"}, None),
     ],
 )
-def test_a_key_that_changes_nothing_is_told(read: Read, keys: dict[str, Any], said: str | None) -> None:
-    found = [line for line in notes(read(**keys)) if "does nothing" in line and "vllm_max_model_length" not in line]
-    assert len(found) == (said is not None) and (said is None or said in found[0])
+def test_a_key_that_changes_nothing_is_told(read: Read, keys: dict[str, Any], message: str | None) -> None:
+    lines = [line for line in notes(read(**keys)) if "does nothing" in line and "vllm_max_model_length" not in line]
+    assert len(lines) == (message is not None) and (message is None or message in lines[0])
 
 
 def test_the_plan_has_no_server_and_the_weights_lie_where_the_other_one_can_read_them(
@@ -68,13 +68,13 @@ def test_the_plan_has_no_server_and_the_weights_lie_where_the_other_one_can_read
 ) -> None:
     names = Names(tmp_path / "runs/one", "one", "served", "now")
     environment = {"OPENAI_API_KEY": "key", "CACHE_ROOT": str(tmp_path)}
-    for url, there in (("http://10.0.0.3:30000", True), ("http://localhost:30000", False)):
+    for url, remote in (("http://10.0.0.3:30000", True), ("http://localhost:30000", False)):
         plan = make_plan(
             read(**URL | {"vllm_server_base_url": url}), Resources("cuda", ("0", "1"), 8), environment, names
         )
         assert (plan.mode, plan.bridge, plan.server_gpus, plan.batch.world_size) == ("external", None, (), 2)
         (trainer,) = plan.processes
-        assert trainer.environment.get("GRPO_SYNC_DIR") == (str(names.run_dir / "sync") if there else None)
+        assert trainer.environment.get("GRPO_SYNC_DIR") == (str(names.run_dir / "sync") if remote else None)
         assert "OPENAI_API_KEY" in trainer.keeps and trainer.after == ()
         assert url in plan.vllm
 
@@ -90,5 +90,5 @@ def test_the_server_is_started_for_the_longer_completions_of_evaluations(read: R
 
 def test_an_episode_has_one_limit(read: Read) -> None:
     keys = STEPS | {"environment": "reasoning_gym:chain_sum", "reward_funcs": ["environment"]}
-    found = check(read(**keys | {"dataset_name": None, "eval_max_completion_length": 9}), {})
-    assert "does nothing with environment: evaluations use max_completion_length" in " ".join(map(str, found))
+    problems = check(read(**keys | {"dataset_name": None, "eval_max_completion_length": 9}), {})
+    assert "does nothing with environment: evaluations use max_completion_length" in " ".join(map(str, problems))

@@ -15,9 +15,9 @@ RECIPES = [path for path in sorted((home() / "recipes").rglob("*.yaml")) if "bas
 @pytest.mark.parametrize("flags", [(), ("--logging_steps", "1")])
 def test_a_frozen_recipe_is_read_without_notes(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """M20: a resume printed that a key in a file of the run's own changes nothing."""
-    frozen, noted = tmp_path / "recipe.yaml", {}
+    frozen, notes_of = tmp_path / "recipe.yaml", {}
     for path in RECIPES:
         frozen.write_text(read_recipe(path, flags).as_yaml())
         if notes := read_frozen(frozen).notes:
-            noted[path.name] = notes
-    assert noted == {}
+            notes_of[path.name] = notes
+    assert notes_of == {}

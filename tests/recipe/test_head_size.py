@@ -36,15 +36,15 @@ def test_the_size_of_a_head_is_read(tmp_path: Path, config: dict, size: int | No
 
 def test_a_head_that_the_cpu_lacks_is_rejected_there_only(tmp_path: Path, read) -> None:
     recipe = read(model_name_or_path=model(tmp_path / "model"))
-    (problem,) = [one for one in check(recipe, {}, "cpu") if "head_dim" in one.what]
+    (problem,) = [problem for problem in check(recipe, {}, "cpu") if "head_dim" in problem.what]
     assert problem.what.startswith("head_dim is 16, but vLLM's attention on CPU supports only 32, 64, ")
     assert problem.fix == "use a model with one of these, or set use_vllm: false"
-    assert not [one for one in check(recipe, {}, "cuda") if "head_dim" in one.what]
+    assert not [problem for problem in check(recipe, {}, "cuda") if "head_dim" in problem.what]
     for fixed in (
         read(model_name_or_path=recipe["model_name_or_path"], use_vllm=False),
         read(model_name_or_path=model(tmp_path / "other", head_dim=32)),
     ):
-        assert not [one for one in check(fixed, {}, "cpu") if "head_dim" in one.what]
+        assert not [problem for problem in check(fixed, {}, "cpu") if "head_dim" in problem.what]
 
 
 def test_the_sizes_are_those_of_the_installed_vllm() -> None:

@@ -1,4 +1,4 @@
-"""What becomes of an optimizer's steps in weights of each dtype, measured, and who keeps float32 weights."""
+"""Measure how optimizer steps change weights of each dtype, and check which recipes keep float32 weights."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ COUNT = 100_000
 
 
 def steps_of_adamw(dtype: torch.dtype, learning_rate: float, steps: int) -> tuple[float, float]:
-    """Return the share of weights that differ after these steps, and their movement by that of float32 weights."""
+    """Return the fraction of changed weights, and their movement relative to the movement of float32 weights."""
     torch.manual_seed(0)
     first = (0.02 * torch.randn(COUNT)).to(dtype)
     drift = 1e-3 * torch.randn(COUNT)
     low, exact = torch.nn.Parameter(first.clone()), torch.nn.Parameter(first.float().clone())
-    optimizers = [torch.optim.AdamW([one], lr=learning_rate, weight_decay=0.0) for one in (low, exact)]
+    optimizers = [torch.optim.AdamW([weight], lr=learning_rate, weight_decay=0.0) for weight in (low, exact)]
     for _ in range(steps):
         gradient = drift + 1e-3 * torch.randn(COUNT)
         low.grad, exact.grad = gradient.to(dtype), gradient
         for optimizer in optimizers:
             optimizer.step()
-    wanted, got = exact.detach() - first.float(), low.detach().float() - first.float()
-    return float((got != 0).float().mean()), float((got * wanted).sum() / (wanted * wanted).sum())
+    expected, got = exact.detach() - first.float(), low.detach().float() - first.float()
+    return float((got != 0).float().mean()), float((got * expected).sum() / (expected * expected).sum())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is foreseen of run-api's packing, against run-api's own packing."""
+"""Compare the prediction of run-api's packing with run-api's code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Shares = Sequence[float | None]
 def handed_out(
     batch_size: int, sizes: Sequence[int], shares: Shares, first: Sequence[int], alive: Sequence[int], rounds: int
 ) -> list[int]:
-    """How many groups run-api hands out of each living environment: the first ones post, then the living in turns."""
+    """Count the groups that run-api hands out for each living environment.
+
+    Environments of ``first`` post first, then the living environments in turns.
+    """
     envs = [
         {"connected": True, "registered_id": index, "min_batch_allocation": share, "group_size": size}
         for index, (size, share) in enumerate(zip(sizes, shares, strict=True))
@@ -28,7 +31,7 @@ def handed_out(
     for number, index in enumerate([*first, *(env for _ in range(rounds) for env in alive)], 1):
         queue.append({"tokens": [[1]] * sizes[index], "env_id": index})
         if number > len(first) and (number - len(first)) % (2 * len(alive)):
-            continue  # as a trainer, which asks less often than environments post
+            continue  # a trainer asks less often than environments post
         while True:
             if shared:
                 batch, queue = packing.grab_batch_with_minimum_allocations(queue, batch_size, envs)
@@ -43,13 +46,13 @@ def handed_out(
 
 
 def stops(batch_size: int, sizes: Sequence[int], shares: Shares) -> Any:
-    """Which groups, and which living environments after them, let run-api hand out nothing of one that lives."""
+    """Find first groups and living environments that let run-api hand out no group of a living environment."""
     every = range(len(sizes))
     needed = {index for index in every if int(batch_size * (shares[index] or 0)) > 0}
     for count in range(1, len(sizes) + 1):
         for alive in itertools.combinations(every, count):
             if not needed <= set(alive):
-                continue  # a dead environment with a least share stops run-api whatever the sizes
+                continue  # a dead environment with a least share stops run-api for any sizes
             for first in itertools.chain.from_iterable(itertools.product(every, repeat=length) for length in range(3)):
                 if not min(handed_out(batch_size, sizes, shares, first, alive, 4 * batch_size)):
                     return first, alive
@@ -57,7 +60,7 @@ def stops(batch_size: int, sizes: Sequence[int], shares: Shares) -> Any:
 
 
 def of_plenty(batch_size: int, sizes: Sequence[int], shares: Shares) -> list[int]:
-    """How many groups of each environment the first batches hold, where all have posted more than is asked for."""
+    """Count the groups of each environment in the first batches, if every environment posted more than enough."""
     envs = [
         {"connected": True, "registered_id": index, "min_batch_allocation": share} for index, share in enumerate(shares)
     ]
@@ -97,13 +100,13 @@ def test_a_least_share_is_served_first_as_far_as_its_groups_wait(waiting: int, i
     ],
 )
 def test_the_five_ways_in_which_sizes_pack_or_do_not(batch_size: int, sizes: list[int], why: str | None) -> None:
-    found = predict_deadlock(batch_size, sizes)
-    assert found is None if why is None else found is not None and why in found
+    deadlock = predict_deadlock(batch_size, sizes)
+    assert deadlock is None if why is None else deadlock is not None and why in deadlock
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 6, 8])
 def test_sizes_are_said_to_stop_run_api_exactly_where_they_do(batch_size: int) -> None:
-    cases = [one for count in (1, 2) for one in itertools.combinations_with_replacement(range(1, 7), count)]
+    cases = [pair for count in (1, 2) for pair in itertools.combinations_with_replacement(range(1, 7), count)]
     for sizes in [*cases, (1, 2, 4), (2, 3, 6), (1, 1, 3)]:
         foreseen = predict_deadlock(batch_size, sizes) is not None
         assert foreseen == (stops(batch_size, sizes, [None] * len(sizes)) is not None), sizes
@@ -138,10 +141,10 @@ def test_nothing_stops_that_is_not_foreseen_with_least_shares(batch_size: int) -
 def test_an_environment_that_least_shares_leave_no_room_for_gets_none(
     sizes: tuple[int, ...], shares: Shares, left_out: str | None
 ) -> None:
-    found = predict_deadlock(8, sizes, shares)
+    deadlock = predict_deadlock(8, sizes, shares)
     counts = of_plenty(8, sizes, shares)
     if left_out is None:
-        assert found is None and all(counts)
+        assert deadlock is None and all(counts)
     else:
-        assert found is not None and f"groups of {left_out}" in found
+        assert deadlock is not None and f"groups of {left_out}" in deadlock
         assert counts[int(left_out.split()[1]) - 1] == 0

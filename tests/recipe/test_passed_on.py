@@ -18,7 +18,7 @@ GAME = "class Game:\n    def __init__(self, size, seats=2):\n        ...\n"
 
 
 def problems_of(tmp_path: Path, text: str, *flags: str) -> list[str]:
-    """Every problem of a recipe with a model and a dataset, as `grpo check` prints them."""
+    """Return every problem of a recipe with a model and a dataset, as `grpo check` prints them."""
     path = tmp_path / "recipe.yaml"
     path.write_text(text if "environment" in text else MODEL + text)
     recipe, problems = merge_recipe(path, flags)
@@ -26,7 +26,7 @@ def problems_of(tmp_path: Path, text: str, *flags: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "what", "fix"),
+    ("text", "message", "fix"),
     [
         ("use_vllm: true\ngeneration_kwargs: {top_p: 0.5}", "'top_p' would override the key top_p", "set top_p: 0.5"),
         ("generation_kwargs: {max_new_tokens: 9}", "the key max_completion_length", "set max_completion_length: 9"),
@@ -87,10 +87,10 @@ def problems_of(tmp_path: Path, text: str, *flags: str) -> list[str]:
         ("gradient_checkpointing_kwargs: {every_n_layer: 2}", "unknown key 'every_n_layer'", "write 'every_n_layers'"),
     ],
 )
-def test_a_dictionary_for_another_library_is_checked(tmp_path: Path, text: str, what: str, fix: str) -> None:
+def test_a_dictionary_for_another_library_is_checked(tmp_path: Path, text: str, message: str, fix: str) -> None:
     """S2: unknown names, names that a key owns, and values of a wrong kind are rejected."""
     problems = problems_of(tmp_path, text)
-    assert any(what in problem and fix in problem.partition(". Fix: ")[2] for problem in problems), problems
+    assert any(message in problem and fix in problem.partition(". Fix: ")[2] for problem in problems), problems
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_flag_is_checked_as_the_recipe_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "what"),
+    ("args", "message"),
     [
         ("{size: 1, seat: 2}", "has no parameter 'seat'. Fix: use 'seats'"),
         ("{seats: 2}", "needs the argument 'size'. Fix: add size to environment_args"),
@@ -127,14 +127,14 @@ def test_a_flag_is_checked_as_the_recipe_is(tmp_path: Path) -> None:
     ],
 )
 def test_arguments_of_the_users_environment_are_compared_with_its_class(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: str, what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: str, message: str
 ) -> None:
-    """S2: ``environment_args`` of a class of the user, whose code is read and not run."""
+    """S2: ``environment_args`` of the user's class. Its code is read and not run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "game.py").write_text(GAME)
     head = "model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct\nreward_funcs: [environment]\n"
     problems = problems_of(tmp_path, f"{head}environment: game.py:Game\nenvironment_args: {args}\n")
-    assert ([problem for problem in problems if what in problem] != []) if what else problems == []
+    assert ([problem for problem in problems if message in problem] != []) if message else problems == []
 
 
 def test_every_key_that_holds_a_dictionary_is_checked() -> None:

@@ -1,4 +1,4 @@
-"""Reading a recipe: precedence, sources, types, and everything wrong told at once."""
+"""Reading a recipe: precedence, sources, types, and all problems reported together."""
 
 from __future__ import annotations
 
@@ -102,16 +102,16 @@ def test_every_key_of_the_catalogue_has_a_value(path):
     ],
 )
 def test_ways_to_write_a_flag(path, flags, key, value):
-    found = value_of(path, "", key, *flags)
-    assert found == value
-    assert type(found) is type(value)
+    parsed = value_of(path, "", key, *flags)
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
 def test_the_guides_overwrite_flag_is_accepted_with_a_note(path):
     path.write_text("")
-    for given in ("false", "true"):
-        (note,) = read_recipe(path, ["--overwrite_output_dir", given]).notes
-        assert note.startswith(f"--overwrite_output_dir: overwrite_output_dir: {given} changes nothing: every launch")
+    for value in ("false", "true"):
+        (note,) = read_recipe(path, ["--overwrite_output_dir", value]).notes
+        assert note.startswith(f"--overwrite_output_dir: overwrite_output_dir: {value} changes nothing: every launch")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_flag_takes_back_a_key_of_the_file_or_of_a_variable(path, flags, value
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--unset", "eval_step"], "unknown key 'eval_step'. Fix: write --unset eval_steps"),
         (["--unset", "xyzzy"], "unknown key 'xyzzy'. Fix: remove --unset xyzzy"),
@@ -142,9 +142,9 @@ def test_a_flag_takes_back_a_key_of_the_file_or_of_a_variable(path, flags, value
         (["--unset", "seed", "--seed", "1"], "--unset seed and --seed can't be combined. Fix: remove one of them"),
     ],
 )
-def test_a_wrong_unset_is_refused(path, flags, said):
+def test_a_wrong_unset_is_refused(path, flags, message):
     (problem,) = problems_of(path, "seed: 1", *flags)
-    assert problem == f"--unset: {said}"
+    assert problem == f"--unset: {message}"
 
 
 def test_a_chain_of_bases_has_a_limit(tmp_path):
@@ -168,14 +168,14 @@ def test_thousands_of_unknown_keys_are_told_without_delay(path):
 
 
 @pytest.mark.parametrize(
-    ("text", "flags", "where", "said"),
+    ("text", "flags", "where", "message"),
     [
         ("learning_rte: 1", [], "recipe.yaml:1", "write 'learning_rate'"),
         ("seed: 1\nxyzzyx: 1", [], "recipe.yaml:2", "remove it"),
         ("", ["--max_comp", "7"], "--max_comp", "unknown key 'max_comp'"),
         ("", ["--seeed=7"], "--seeed", "Fix: write --seed 7"),
         ("", ["--lr", "1e-6"], "--lr", "Fix: write --learning_rate 1e-6"),
-        *(("", ["--lr", *rest], "--lr", "Fix: write --learning_rate VALUE") for rest in ([], ["--seed", "3"])),
+        *(("", ["--lr", *values], "--lr", "Fix: write --learning_rate VALUE") for values in ([], ["--seed", "3"])),
         ("", ["--temp", "0.5"], "--temp", "(flags are not abbreviated). Fix: write --temperature 0.5"),
         ("", ["--num_gen=4"], "--num_gen", "Fix: write --num_generations 4"),
         ("", ["--dataset_configs", "a b"], "--dataset_configs", "Fix: write --dataset_config 'a b'"),
@@ -215,10 +215,10 @@ def test_thousands_of_unknown_keys_are_told_without_delay(path):
         ("loss_type: gspo", [], "recipe.yaml:1", "set loss_type to one of grpo"),
     ],
 )
-def test_a_fault_is_told_with_its_place_and_what_to_write(path, text, flags, where, said):
+def test_a_fault_is_told_with_its_place_and_what_to_write(path, text, flags, where, message):
     (problem,) = problems_of(path, text, *flags)
     assert problem.startswith(f"{where}: ")
-    assert said in problem
+    assert message in problem
     assert ". Fix: " in problem and "\n" not in problem
 
 
@@ -226,7 +226,7 @@ def test_names_of_others_are_refused_with_what_to_write(path):
     for key, fix in [*((name, row.fix_for("x")) for name, row in names().items()), *OWNED_KEYS.items()]:
         assert key not in catalogue()
         if key in ("output_dir", "logging_first_step", "overwrite_output_dir"):
-            continue  # noted, whatever the value
+            continue  # any value is noted
         (problem,) = problems_of(path, f"{key}: x")
         assert problem.startswith("recipe.yaml:1: ") and problem.endswith(f"Fix: {fix}")
 
@@ -247,9 +247,9 @@ def test_names_of_others_are_refused_with_what_to_write(path):
     ],
 )
 def test_values_are_typed_by_the_catalogue(path, text, key, value):
-    found = value_of(path, text, key)
-    assert found == value
-    assert type(found) is type(value)
+    parsed = value_of(path, text, key)
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
 def test_everything_wrong_is_told_at_once(path):
@@ -288,7 +288,7 @@ def test_a_secret_in_a_value_is_refused_and_not_repeated(path, text, flags):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"seed: [1", "not valid YAML"),
         (b"seed: 1\n  learning_rate: 2\n", "not valid YAML"),
@@ -300,12 +300,12 @@ def test_a_secret_in_a_value_is_refused_and_not_repeated(path, text, flags):
         (b"run_name: \xff\xfe\n", "cannot be read"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused_in_one_line(path, content, said):
+def test_a_file_that_is_no_recipe_is_refused_in_one_line(path, content, message):
     path.write_bytes(content)
     with pytest.raises(ConfigError) as refused:
         read_recipe(path)
     (problem,) = refused.value.problems
-    assert said in str(problem) and "\n" not in str(problem)
+    assert message in str(problem) and "\n" not in str(problem)
     assert "recipe.yaml" in problem.where
 
 
@@ -332,11 +332,11 @@ def test_the_yaml_of_a_recipe_reads_back_as_the_same_recipe(path, tmp_path):
     frozen = tmp_path / "frozen.yaml"
     frozen.write_text(recipe.as_yaml())
 
-    again = read_recipe(frozen)
+    reread = read_recipe(frozen)
 
     for key in catalogue():
-        assert again[key] == recipe[key], key
-        assert again.is_set(key) == recipe.is_set(key), key
+        assert reread[key] == recipe[key], key
+        assert reread.is_set(key) == recipe.is_set(key), key
     assert "# VLLM_PORT" in frozen.read_text() and "# --seed" in frozen.read_text()
     assert "# recipe.yaml:" in frozen.read_text()
 
@@ -354,8 +354,8 @@ def test_a_base_is_overridden_key_by_key(tmp_path):
     path = tmp_path / "leaf.yaml"
     path.write_text("base: middle.yaml\nseed: 3\n")
     recipe = read_recipe(path, ["--beta", "0.2"])
-    found = {key: (recipe[key], recipe.source(key)) for key in ("seed", "run_name", "beta")}
-    assert found == {"seed": (3, "leaf.yaml:2"), "run_name": ("middle", "middle.yaml:3"), "beta": (0.2, "--beta")}
+    values = {key: (recipe[key], recipe.source(key)) for key in ("seed", "run_name", "beta")}
+    assert values == {"seed": (3, "leaf.yaml:2"), "run_name": ("middle", "middle.yaml:3"), "beta": (0.2, "--beta")}
     assert "base" not in recipe.as_yaml()
 
 
@@ -379,13 +379,13 @@ def test_a_fault_in_a_base_names_its_own_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [("base: leaf.yaml", "builds on this recipe"), ("base: other.yaml", "builds on"), ("base: 7", "got 7")],
 )
-def test_bases_that_go_nowhere(tmp_path, text, said):
+def test_bases_that_go_nowhere(tmp_path, text, message):
     (tmp_path / "other.yaml").write_text("base: leaf.yaml\n")
     (problem,) = problems_of(tmp_path / "leaf.yaml", text)
-    assert said in problem
+    assert message in problem
 
 
 def test_another_name_of_a_key(path):

@@ -35,7 +35,7 @@ def test_there_is_one_for_each_model() -> None:
     assert {path.parents[1].name for path in MATH} == MODELS
     for path in MATH:
         assert read_recipe(path)["model_name_or_path"].endswith(f"/{path.parents[1].name}")
-        assert len(yaml.safe_load(path.read_text())) <= 8, "what recipes share is in the base"
+        assert len(yaml.safe_load(path.read_text())) <= 8, "values that recipes share are in the base"
 
 
 def test_there_is_one_for_each_model_and_objective() -> None:
@@ -45,10 +45,10 @@ def test_there_is_one_for_each_model_and_objective() -> None:
         named = path.stem.removeprefix("config_math").removeprefix("_") or "listwise"
         assert recipe["maxent_objective"] == named
         differing = {key for key in catalogue() if recipe[key] != grpo[key]}
-        own = {"maxent_objective", "run_name", *(["maxent_policy_spread"] if named == "listwise" else [])}
-        assert differing <= own, "the experiment is GRPO's but for the objective"
+        allowed = {"maxent_objective", "run_name", *(["maxent_policy_spread"] if named == "listwise" else [])}
+        assert differing <= allowed, "the experiment differs from GRPO only in the objective"
         written = yaml.safe_load(path.read_text()).keys()
-        assert written == {"base", *own}, "values that are defaults stand in registry.py"
+        assert written == {"base", *allowed}, "default values are in registry.py"
     names = [read_recipe(path)["run_name"] for path in (*MATH, *MAXENT)]
     assert len(set(names)) == len(names)
 
@@ -107,8 +107,8 @@ def test_a_copied_recipe_still_finds_its_base(tmp_path: Path) -> None:
 
 def test_batches_on_several_nodes_need_the_gpus_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", str(MATH[0]), "--nodes", "2"]) == 2
-    said = "--nodes: needs --gpus, the number of GPUs of a node. Fix: add --gpus 8"
-    assert said in capsys.readouterr().err
+    message = "--nodes: needs --gpus, the number of GPUs of a node. Fix: add --gpus 8"
+    assert message in capsys.readouterr().err
     assert cli.main(["plan", str(MATH[0]), "--nodes", "0", "--gpus", "8"]) == 2
     assert cli.main(["plan", str(MATH[0]), "--nodes", "2", "--gpus", "8"]) == 0
     assert "15 trainers x 4 per device x 14 accumulated" in capsys.readouterr().out
@@ -145,7 +145,7 @@ def test_recipes_of_atropos_train_the_models_of_those_with_datasets_on_groups(tm
         resources, names = Resources("cuda", tuple(map(str, range(count))), 8), Names(tmp_path, "n", "n-a", "s")
         plan = make_plan(gsm8k, resources, {"CACHE_ROOT": str(tmp_path)}, names)
         assert plan.batch.world_size == count - 1 and plan.unused_gpus == ()
-        assert [one.role for one in plan.processes] == ["run-api", "server", "trainer", "environment-dataset"]
+        assert [process.role for process in plan.processes] == ["run-api", "server", "trainer", "environment-dataset"]
         batches.append(plan.data.text)
     assert len(set(batches)) == 1 and batches[0].startswith("dataset; 840 sequences (105 groups of 8) a batch")
     assert gsm8k["max_steps"] == 7473 // 105, "about an epoch"

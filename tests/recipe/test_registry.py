@@ -138,5 +138,5 @@ def test_callbacks_of_trackers_are_classes_of_transformers():
     source = Path(importlib.util.find_spec("transformers").origin).with_name("integrations") / "integration_utils.py"
     classes = set(re.findall(r"^class (\w+Callback)\(", source.read_text(), re.MULTILINE))
     assert {name for name, _ in TRACKER_CALLBACKS.values()} <= classes
-    ours = {"TensorBoardCallback", "WandbCallback", "KubeflowCallback"}
-    assert classes - {name for name, _ in TRACKER_CALLBACKS.values()} <= ours
+    replaced = {"TensorBoardCallback", "WandbCallback", "KubeflowCallback"}
+    assert classes - {name for name, _ in TRACKER_CALLBACKS.values()} <= replaced

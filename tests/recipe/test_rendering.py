@@ -29,7 +29,7 @@ def test_the_families_of_the_findings_have_a_template():
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_prompt_whose_messages_are_all_rendered_is_accepted(name):
-    """S3: stripped white space and earlier thoughts are no missing message."""
+    """S3: stripped white space and earlier thoughts do not count as a missing message."""
     render = render_with(TEMPLATES[name], {})
     for prompt in ([USER], TURNS, *([[SYSTEM, USER], [SYSTEM, *TURNS]] if name not in NO_SYSTEM else [])):
         assert missing_message(render, prompt) is None, prompt
@@ -105,13 +105,13 @@ def test_check_rejects_a_model_without_a_chat_template(read: Read, tmp_path: Pat
     assert check(read(**keys, chat_template=TEMPLATES["qwen3"]), {}) == []
 
 
-@pytest.mark.parametrize(("kwargs", "noted"), [({}, True), ({"date_string": "26 Jul 2024"}, False)])
-def test_a_date_in_the_prompt_is_noted_and_the_fix_pins_it(read: Read, tmp_path: Path, kwargs, noted):
+@pytest.mark.parametrize(("kwargs", "has_note"), [({}, True), ({"date_string": "26 Jul 2024"}, False)])
+def test_a_date_in_the_prompt_is_noted_and_the_fix_pins_it(read: Read, tmp_path: Path, kwargs, has_note):
     """M7, S3: two renderings with different clocks differ."""
     recipe = read(dataset_name=rows(tmp_path, "1+1="), chat_template=TEMPLATES["llama3.1"], chat_template_kwargs=kwargs)
     notes = [note for note in prompt_notes(recipe, {}) if "current date" in note]
-    assert bool(notes) == noted
-    if noted:
+    assert bool(notes) == has_note
+    if has_note:
         assert 'Fix: set chat_template_kwargs: {date_string: "26 Jul 2024"}' in notes[0]
 
 
@@ -124,7 +124,7 @@ def test_a_date_that_nothing_pins_is_noted(read: Read, tmp_path: Path):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_an_open_thought_is_noted(read: Read, tmp_path: Path, name):
-    """S4: prompts that end in an open <think>, also as the reason for a format reward that cannot be met."""
+    """S4: prompts that end in an open <think>, also as the reason for a format reward that cannot be earned."""
     (tmp_path / "mine.py").write_text(
         'import re\nSHAPE = re.compile(r"^<think>.*</think>")\n'
         "def shape(completions):\n    return [0.0 for _ in completions]\n"

@@ -1,4 +1,4 @@
-"""What is told of a right recipe."""
+"""Notes on a correct recipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grpo_recipes.recipe.check import notes
 
 
 @pytest.mark.parametrize(
-    ("keys", "cure", "said"),
+    ("keys", "cure", "message"),
     [
         ({"cosine_max_len": 9}, {"reward_funcs": ["cosine_length"]}, "does nothing without cosine_length"),
         ({"answer_matching": "strict", "reward_funcs": ["format_tags"]}, {"reward_funcs": ["pure_accuracy_math"]},
@@ -22,9 +22,9 @@ from grpo_recipes.recipe.check import notes
         ({"reward_timeout": 9.0}, {"reward_funcs": ["math_verify"]}, "reward_timeout does nothing"),
     ],
 )  # fmt: skip
-def test_a_key_that_does_nothing_is_told(read, keys, cure, said):
+def test_a_key_that_does_nothing_is_told(read, keys, cure, message):
     (note,) = notes(read(prompts_per_step=12, **keys))
-    assert said in note and note.startswith("recipe.yaml:")
+    assert message in note and note.startswith("recipe.yaml:")
     assert notes(read(prompts_per_step=12, **{**keys, **cure})) == []
 
 

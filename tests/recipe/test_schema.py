@@ -1,4 +1,4 @@
-"""The editors' schema: it accepts what `grpo check` accepts, refuses what an editor can see, and is found."""
+"""The schema for editors: it accepts all shipped recipes, marks faults while you type, and is found."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_editors_allow_an_infinite_tau_and_no_negative_one() -> None:
 def test_a_recipe_outside_the_repository_names_the_schema_by_its_full_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.path.commonpath", lambda _: "/")  # as where the repository is not in /tmp too
+    monkeypatch.setattr("os.path.commonpath", lambda _: "/")  # simulates a repository outside /tmp
     copied = tmp_path / "mine.yaml"
     copied.write_text(RECIPES[-1].read_text())
     note = schema_note(copied)

@@ -1,4 +1,4 @@
-"""Which trainer a run uses: asked for, or said by the recipe; and that every command agrees."""
+"""Which trainer a run uses: requested, or chosen by the recipe. Every command agrees."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ def test_a_home_without_a_repository_is_told_as_such(tmp_path: Path, monkeypatch
         requested_task({})
 
 
-@pytest.mark.parametrize("asked", [RequestedTask(), MAXENT])
-def test_a_recipe_that_names_its_objective_is_maxents(read: Callable[..., Recipe], asked: RequestedTask) -> None:
-    recipe, problems = with_task(read(maxent_objective="listwise"), asked)
+@pytest.mark.parametrize("requested", [RequestedTask(), MAXENT])
+def test_a_recipe_that_names_its_objective_is_maxents(read: Callable[..., Recipe], requested: RequestedTask) -> None:
+    recipe, problems = with_task(read(maxent_objective="listwise"), requested)
     assert (task_of(recipe), recipe.entry, problems) == ("maxent", None, [])
     assert recipe["maxent_objective"] == "listwise" and recipe.source("maxent_objective").startswith("recipe.yaml:")
-    recipe, problems = with_task(read(["--maxent_objective", "listwise"]), asked)
+    recipe, problems = with_task(read(["--maxent_objective", "listwise"]), requested)
     assert (task_of(recipe), recipe.source("maxent_objective"), problems) == ("maxent", "--maxent_objective", [])
 
 
@@ -176,11 +176,11 @@ def test_grpo_asked_for_against_a_maxent_recipe_is_refused(
     assert problem.where == "--task" and problem.fix == f"remove --task, or {cure}"
 
 
-@pytest.mark.parametrize("asked", [RequestedTask(), MAXENT])
+@pytest.mark.parametrize("requested", [RequestedTask(), MAXENT])
 def test_the_variable_of_the_objective_overrides_a_maxent_recipe(
-    read: Callable[..., Recipe], asked: RequestedTask
+    read: Callable[..., Recipe], requested: RequestedTask
 ) -> None:
-    recipe, problems = with_task(read([], {"MAXENT_OBJECTIVE": "listwise"}, maxent_objective="tempered"), asked)
+    recipe, problems = with_task(read([], {"MAXENT_OBJECTIVE": "listwise"}, maxent_objective="tempered"), requested)
     assert (recipe["maxent_objective"], recipe.source("maxent_objective"), problems) == (
         "listwise", "MAXENT_OBJECTIVE", [],
     )  # fmt: skip
@@ -206,12 +206,12 @@ def test_the_variable_of_the_objective_alone_chooses_nothing(read: Callable[...,
 def test_a_frozen_recipe_says_its_task_by_itself(read: Callable[..., Recipe], tmp_path: Path) -> None:
     recipe, _ = with_task(read([], {"MAXENT_OBJECTIVE": "listwise"}), MAXENT)
     (tmp_path / "frozen.yaml").write_text(recipe.as_yaml())
-    again = read_frozen(tmp_path / "frozen.yaml")
-    assert task_of(again) == "maxent" and again.source("maxent_objective") == "MAXENT_OBJECTIVE"
-    same_task(again, RequestedTask(), "maxent")
-    same_task(again, MAXENT, "maxent")
+    reread = read_frozen(tmp_path / "frozen.yaml")
+    assert task_of(reread) == "maxent" and reread.source("maxent_objective") == "MAXENT_OBJECTIVE"
+    same_task(reread, RequestedTask(), "maxent")
+    same_task(reread, MAXENT, "maxent")
     with pytest.raises(ConfigError, match="--task: requests GRPO, but this run is MaxEnt"):
-        same_task(again, GRPO, "maxent")
+        same_task(reread, GRPO, "maxent")
     with pytest.raises(ConfigError, match="MAXENT: requests MaxEnt, but this run is GRPO"):
         same_task(read(), MAXENT, "grpo")
     with pytest.raises(ConfigError, match="--maxent_objective: 'maxent_objective' would turn this run into"):
@@ -223,8 +223,8 @@ def test_a_plan_shows_what_is_optimised(planned: Callable, read: Callable[..., R
     assert (plan.task, plan.entry) == ("maxent", "src/maxent-grpo.py")
     assert any(word.endswith("/src/maxent-grpo.py") for word in plan.process("trainer").argv)
     weight = "with rewards of 0 and 1, a correct answer weighs {} an incorrect one"
-    said = f"objective  listwise, tau 0.25, maxent_beta 1, loss_type dr_grpo; {weight.format('2.23 times')}"
-    assert said in describe(plan).splitlines()
+    line = f"objective  listwise, tau 0.25, maxent_beta 1, loss_type dr_grpo; {weight.format('2.23 times')}"
+    assert line in describe(plan).splitlines()
     sums = planned(maxent_objective="weighted_mle", maxent_length_normalize_policy=False).as_json()["maxent"]
     assert sums == {
         "objective": "weighted_mle",
@@ -236,10 +236,10 @@ def test_a_plan_shows_what_is_optimised(planned: Callable, read: Callable[..., R
     plan = planned(flags=["--maxent_objective", "tempered", "--maxent_tau", "inf"])
     assert f"objective  tempered, tau inf, loss_type dr_grpo; {weight.format('1 times')}" in describe(plan).splitlines()
     varied = planned(environment={"MAXENT_TAU": "0.125"}, maxent_objective="tempered")
-    said = f"objective  tempered, tau 0.125, loss_type dr_grpo; {weight.format('2.98e+03 times')}"
-    assert said in describe(varied).splitlines()
-    again = json.loads(json.dumps(plan.as_json(), allow_nan=False))["maxent"]
-    assert again == {"objective": "tempered", "tau": "inf", "beta": None, "loss_type": "dr_grpo", "ratio": "1 times"}
+    line = f"objective  tempered, tau 0.125, loss_type dr_grpo; {weight.format('2.98e+03 times')}"
+    assert line in describe(varied).splitlines()
+    facts = json.loads(json.dumps(plan.as_json(), allow_nan=False))["maxent"]
+    assert facts == {"objective": "tempered", "tau": "inf", "beta": None, "loss_type": "dr_grpo", "ratio": "1 times"}
     plan = planned()
     assert (plan.task, plan.entry, plan.maxent) == ("grpo", "src/grpo.py", None) and "objective" not in describe(plan)
 
@@ -249,15 +249,15 @@ def test_a_launch_says_what_is_optimised(
 ) -> None:
     run = new_run(tmp_path / "runs" / "mine-stamp", "mine", "stamp", Resources("cpu", (), 2, None).facts())
     assert run is not None
-    for keys, said in (({"maxent_objective": "weighted_mle", "maxent_tau": 0.2, "maxent_beta": 0.5}, 1), ({}, 0)):
+    for keys, count in (({"maxent_objective": "weighted_mle", "maxent_tau": 0.2, "maxent_beta": 0.5}, 1), ({}, 0)):
         plan = planned(**keys)
         names = Names(run.folder, "mine", "mine-abcd", "stamp")
         print_start(Attempt(run, read(**keys), plan, names, Scratch(tmp_path, tmp_path), {}, "", workers=None))
         told = capsys.readouterr().out
         assert (
-            told.count("grpo: objective weighted_mle, tau 0.2, maxent_beta 0.5, loss_type grpo; with rewards") == said
+            told.count("grpo: objective weighted_mle, tau 0.2, maxent_beta 0.5, loss_type grpo; with rewards") == count
         )
-        assert told.count("objective weighted_mle") == said
+        assert told.count("objective weighted_mle") == count
 
 
 @on_cpu

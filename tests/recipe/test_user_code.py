@@ -1,4 +1,4 @@
-"""The user's own code: told from its source before a job, loaded in it, from the copy of the run."""
+"""The user's code: checked from its source before a job, and loaded in the job from the run's copy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_names_of_a_file_are_found_without_running_it(folder: Path, name: str) -
 
 
 @pytest.mark.parametrize(
-    ("spec", "said", "fix"),
+    ("spec", "message", "fix"),
     [
         ("mine.py:inner", "'mine.py' has no 'inner'", "write one of Class, function"),
         ("mine.py:method", "has no 'method'", "write one of"),
@@ -62,12 +62,12 @@ def test_names_of_a_file_are_found_without_running_it(folder: Path, name: str) -
         ("broken.py:name", "'broken.py:2' is not valid Python", "correct it there"),
     ],
 )
-def test_what_cannot_be_loaded_is_told(folder: Path, spec: str, said: str, fix: str) -> None:
+def test_what_cannot_be_loaded_is_told(folder: Path, spec: str, message: str, fix: str) -> None:
     (folder / "mine.py").write_text(CODE)
     (folder / "broken.py").write_text("x = 1\ndef f(:\n")
     problem = spec_problem(spec, "recipe.yaml:3")
     assert problem is not None and problem.where == "recipe.yaml:3"
-    assert said in problem.what and fix in problem.fix
+    assert message in problem.what and fix in problem.fix
 
 
 def test_a_module_is_found_without_importing_its_parents(folder: Path) -> None:
@@ -133,7 +133,7 @@ def test_nothing_heavy_is_imported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("x = " + "-" * 100_000 + "1\n", "'mine.py' is not valid Python (too deeply nested)"),
         ("x = (1\n", "'mine.py:1' is not valid Python ('(' was never closed)"),
@@ -141,10 +141,10 @@ def test_nothing_heavy_is_imported() -> None:
     ],
     ids=["deep", "open", "null"],
 )
-def test_a_file_that_python_cannot_parse_is_told(folder: Path, content: str, said: str) -> None:
+def test_a_file_that_python_cannot_parse_is_told(folder: Path, content: str, message: str) -> None:
     (folder / "mine.py").write_text(content)
     problem = spec_problem("mine.py:f", "recipe.yaml:3")
-    assert problem is not None and said in problem.what
+    assert problem is not None and message in problem.what
 
 
 def test_a_file_that_cannot_be_read_is_not_called_wrong_python(folder: Path) -> None:
