@@ -1,4 +1,4 @@
-"""Folders with a model's config.json alone: all an estimate reads."""
+"""Model folders with only a config.json, the only file that an estimate reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL = {**QWEN_7B, "hidden_size": 64, "intermediate_size": 128, "num_hidden_lay
 
 
 def model_folder(folder: Path, config: dict | None = None) -> str:
-    """Make it; a 7B model by default."""
+    """Create the folder of a model. The default is a 7B model."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(QWEN_7B if config is None else config))
     return str(folder)

@@ -1,4 +1,4 @@
-"""Every cache the guide's script moved into the repository: where it is today, and that one's own choice stands."""
+"""Every cache that the guide's script moved into the repository: its folder today, and the user's choice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_recipes.paths import home
 from grpo_recipes.plan.commands import base_environment, run_environment
 from grpo_recipes.process.scratch import Scratch
 
-# Below CACHE_ROOT, unless the user chose a folder; those of the node and of the run are not caches to keep.
+# Below CACHE_ROOT, unless the user chose a folder. Caches of a node or a run are not kept.
 UNDER_CACHE_ROOT = {
     "HF_HOME": "huggingface", "XDG_CACHE_HOME": "", "WANDB_CACHE_DIR": "wandb", "VLLM_CACHE_ROOT": "vllm",
 }  # fmt: skip
@@ -27,8 +27,8 @@ def added(tmp_path: Path, **environment: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", UNDER_CACHE_ROOT)
 def test_downloads_go_under_one_folder(tmp_path, name):
-    found = added(tmp_path, CACHE_ROOT=str(tmp_path / "cache"))
-    assert Path(found[name]) == tmp_path / "cache" / UNDER_CACHE_ROOT[name]
+    variables = added(tmp_path, CACHE_ROOT=str(tmp_path / "cache"))
+    assert Path(variables[name]) == tmp_path / "cache" / UNDER_CACHE_ROOT[name]
     assert Path(added(tmp_path)[name]).is_relative_to(home() / ".cache")
 
 

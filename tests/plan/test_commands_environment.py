@@ -1,4 +1,4 @@
-"""What children get of the login shell, and the folders of one attempt."""
+"""The environment of child processes, and the folders of an attempt."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def test_the_rest_of_the_users_environment_is_kept(name):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("exported", "expected"),
     [
         ({}, "localhost,127.0.0.1,::1"),
         ({"NO_PROXY": "a.org"}, "a.org,localhost,127.0.0.1,::1"),
         ({"NO_PROXY": "127.0.0.1,,b"}, "127.0.0.1,b,localhost,::1"),
     ],
 )
-def test_a_proxy_is_never_asked_for_this_machine(given, expected):
-    kept = base_environment({**given, "http_proxy": "http://proxy:1"})
-    assert kept["NO_PROXY"] == expected
-    assert "127.0.0.1" in kept["no_proxy"].split(",")
-    assert kept["http_proxy"] == "http://proxy:1"
+def test_a_proxy_is_never_asked_for_this_machine(exported, expected):
+    environment = base_environment({**exported, "http_proxy": "http://proxy:1"})
+    assert environment["NO_PROXY"] == expected
+    assert "127.0.0.1" in environment["no_proxy"].split(",")
+    assert environment["http_proxy"] == "http://proxy:1"
 
 
 def test_the_list_of_variables_we_read_has_no_double():
@@ -105,12 +105,12 @@ LOGIN = {"HF_TOKEN": "a", "WANDB_API_KEY": "b", "JUDGE_KEY": "c", "AWS_SECRET_AC
 )
 def test_each_process_gets_the_secrets_of_its_role_alone(read, tmp_path, keys, offline, trainer):
     recipe, resources = read(**keys), Resources("cuda", ("0", "1"), 8)
-    here = SimpleNamespace(offline_variables=lambda _: {"HF_HUB_OFFLINE": "1"}) if offline else None
+    assets = SimpleNamespace(offline_variables=lambda _: {"HF_HUB_OFFLINE": "1"}) if offline else None
     plan = make_plan(recipe, resources, LOGIN)
     got = {
         process.role: {name for name in process.full_environment(LOGIN) if name in LOGIN}
         for process in with_processes(
-            plan, recipe, resources, LOGIN, Names(tmp_path, "a", "a-1", "now"), here
+            plan, recipe, resources, LOGIN, Names(tmp_path, "a", "a-1", "now"), assets
         ).processes
     }
     assert got == {"server": {"HOME", *(() if offline else ("HF_TOKEN",))}, "trainer": {"HOME", *trainer}}

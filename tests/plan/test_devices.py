@@ -1,4 +1,4 @@
-"""What a machine and a job offer."""
+"""The devices of a machine and of a job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GPU 1: NVIDIA A100-SXM4-80GB (UUID: {UUIDS[1]})
         (" 0 , 1 ", ("0", "1")),
         ("", ()),
         (UUIDS[1], (UUIDS[1],)),
-        ("GPU-2222", (UUIDS[1],)),  # NVML takes whole UUIDs alone
+        ("GPU-2222", (UUIDS[1],)),  # NVML accepts only complete UUIDs
         (MIG[:12], (MIG,)),
         (MIG, (MIG,)),
         (f"0,{UUIDS[1]}", ("0", UUIDS[1])),
@@ -60,7 +60,7 @@ def test_a_driver_without_gpus_lists_none():
 
 @pytest.fixture
 def fake_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A script that lists GPUs as nvidia-smi -L does."""
+    """Write a script that lists GPUs as nvidia-smi -L does."""
     fake = tmp_path / "bin" / "nvidia-smi"
     fake.parent.mkdir()
     fake.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] || exit 9\ncat <<'EOF'\n{LISTING}EOF\n")

@@ -1,4 +1,4 @@
-"""Bytes of checkpoints against the room of a real file system."""
+"""Compare the bytes of checkpoints with the free space of a real file system."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ P = model_facts(SMALL)["parameters"]
 
 @pytest.fixture
 def disk(read, planned, tmp_path):
-    """``disk(KEY=VALUE, ...)`` of a small model."""
+    """``disk(KEY=VALUE, ...)``: the disk estimate of a small model."""
     model = model_folder(tmp_path / "model", SMALL)
 
     def estimate(**keys):
@@ -44,14 +44,14 @@ def disk(read, planned, tmp_path):
     ],
 )
 def test_what_a_checkpoint_holds(keys, checkpoint, disk):
-    found = disk(**keys)
-    assert found.parts == {"checkpoints": 3 * checkpoint, "model": 2 * P}  # a limit of two, and the one being written
+    need = disk(**keys)
+    assert need.parts == {"checkpoints": 3 * checkpoint, "model": 2 * P}  # a limit of two, and the one being written
 
 
 def test_an_adapter_is_small_and_its_model_is_merged(disk):
-    found = disk(use_peft=True, lora_r=1)
-    assert found.parts["checkpoints"] < 3 * P
-    assert found.parts["model"] > 2 * P
+    need = disk(use_peft=True, lora_r=1)
+    assert need.parts["checkpoints"] < 3 * P
+    assert need.parts["model"] > 2 * P
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_an_adapter_is_small_and_its_model_is_merged(disk):
     ],
 )
 def test_how_many_checkpoints_there_are_at_a_time(keys, checkpoints, disk):
-    found = disk(**keys)
-    assert found.checkpoints == checkpoints
-    assert found.parts["checkpoints"] == (checkpoints or 2) * 6 * P
+    need = disk(**keys)
+    assert need.checkpoints == checkpoints
+    assert need.parts["checkpoints"] == (checkpoints or 2) * 6 * P
 
 
 def test_the_number_of_checkpoints_is_named(disk):
@@ -84,24 +84,24 @@ def test_a_model_without_a_single_weight_has_a_disk_estimate(disk, tmp_path):
 
 
 def test_free_bytes_are_those_the_user_may_write(disk, tmp_path):
-    there = os.statvfs(tmp_path)
-    assert disk().available == pytest.approx(there.f_bavail * there.f_frsize, rel=0.1)
+    usage = os.statvfs(tmp_path)
+    assert disk().available == pytest.approx(usage.f_bavail * usage.f_frsize, rel=0.1)
 
 
 def test_what_a_resumed_run_has_written_is_room(disk, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=10, f_frsize=100, f_files=0))
-    kept = tmp_path / "runs/one/checkpoints/checkpoint-2"
-    kept.mkdir(parents=True)
-    (kept / "weights").write_bytes(b"x" * 500)
+    checkpoint = tmp_path / "runs/one/checkpoints/checkpoint-2"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "weights").write_bytes(b"x" * 500)
     assert disk().available == 1500
 
 
 def test_the_limit_that_is_named_fits(disk, monkeypatch):
     free = 10 * 6 * P
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1, f_files=0))
-    found = disk(save_total_limit=20)
-    assert not found.fits
-    named = yaml.safe_load(found.fix)
+    need = disk(save_total_limit=20)
+    assert not need.fits
+    named = yaml.safe_load(need.fix)
     assert disk(**named).fits
     assert not disk(save_total_limit=named["save_total_limit"] + 1).fits
 
@@ -143,7 +143,7 @@ def test_launch_refuses_before_it_makes_anything(tmp_path, monkeypatch, capsys):
     full, statvfs = SimpleNamespace(f_bavail=0, f_frsize=1, f_files=0), os.statvfs
     monkeypatch.setattr(os, "statvfs", lambda path: statvfs(path) if str(path).startswith("/dev/") else full)
     assert cli.main(["launch", "recipe.yaml"]) == EXIT_CONFIG_ERROR
-    said = capsys.readouterr().err
-    assert said.startswith("grpo: run_root: the run writes ")
-    assert "Fix: set run_root: a folder with" in said
+    output = capsys.readouterr().err
+    assert output.startswith("grpo: run_root: the run writes ")
+    assert "Fix: set run_root: a folder with" in output
     assert not (tmp_path / "runs").exists()

@@ -40,7 +40,7 @@ GPUS = tuple(str(index) for index in range(8))
 
 @pytest.fixture
 def estimate(read, planned, tmp_path):
-    """``estimate(GIB_OF_A_GPU, KEY=VALUE, ...)`` of a 7B model on eight GPUs."""
+    """``estimate(GIB_OF_A_GPU, KEY=VALUE, ...)``: the estimate of a 7B model on eight GPUs."""
     model = model_folder(tmp_path / "model")
 
     def estimate_it(gib, gpus=GPUS, **keys):
@@ -51,12 +51,12 @@ def estimate(read, planned, tmp_path):
     return estimate_it
 
 
-def fits(found: Estimates) -> bool:
-    return all(need.fits for need in found.memory.values())
+def fits(estimates: Estimates) -> bool:
+    return all(need.fits for need in estimates.memory.values())
 
 
-def fix(found: Estimates) -> str:
-    return next(need.fix for need in found.memory.values() if not need.fits)
+def fix(estimates: Estimates) -> str:
+    return next(need.fix for need in estimates.memory.values() if not need.fits)
 
 
 def test_a_shipped_size_fits_and_shows_its_parts(estimate):
@@ -110,11 +110,13 @@ def test_the_key_that_is_named_makes_it_fit(gib, keys, gpus, key, estimate):
 
 
 def test_a_server_on_rank_0s_gpu_takes_its_share_first(estimate):
-    apart, one = (estimate(80, accelerator="ddp", weight_sync=bridge).memory for bridge in ("file", "shared"))
+    apart, together = (estimate(80, accelerator="ddp", weight_sync=bridge).memory for bridge in ("file", "shared"))
     assert apart["trainer"].available == 80 * GIB and apart["server"].available == int(80 * GIB * 0.9)
-    assert one["trainer"].available == pytest.approx(80 * GIB * 0.7) and one["server"].available == int(80 * GIB * 0.3)
+    assert together["trainer"].available == pytest.approx(80 * GIB * 0.7) and together["server"].available == int(
+        80 * GIB * 0.3
+    )
     # A model split over trainers or workers, and an adapter, are refused with it.
-    assert one["trainer"].fix == "no single key makes it fit; use larger GPUs"
+    assert together["trainer"].fix == "no single key makes it fit; use larger GPUs"
     keys = {"accelerator": "ddp", "weight_sync": "shared", "vllm_max_model_length": 2048, "optim": "sgd"}
     tight = estimate(60, **keys, per_device_train_batch_size=1, vllm_gpu_memory_utilization=0.2).memory
     assert tight["server"].fix == "no single key makes it fit; use larger GPUs for the server"
@@ -125,7 +127,7 @@ def test_a_vllm_that_sleeps_leaves_its_share_to_the_update(estimate):
             "per_device_train_batch_size": 1, "vllm_gpu_memory_utilization": 0.4}  # fmt: skip
     assert fix(estimate(54, **keys)) == "vllm_enable_sleep_mode: true"
     trainer = estimate(54, **keys, vllm_enable_sleep_mode=True).memory["trainer"]
-    # While it generates it has its share all the same, beside all but the update.
+    # While vLLM generates, it keeps its share next to everything except the update.
     assert trainer.available == 54 * GIB and trainer.parts["vLLM awake"] == int(54 * GIB * 0.4)
     assert trainer.fits and "gradients" not in trainer.parts
     assert not estimate(48, **keys, vllm_enable_sleep_mode=True).memory["trainer"].fits
@@ -150,12 +152,12 @@ def test_larger_gpus_are_named_where_no_key_is_enough(read, planned, tmp_path):
     recipe, work = workload(read, planned, model_folder(tmp_path / "model"))
     larger = "no single key makes it fit; use larger GPUs"
     assert suggest("server", recipe, work, GIB) == f"{larger} for the server"
-    for changes, more in (
+    for changes, ending in (
         ({}, ", or more GPUs with accelerator: zero3"),
         ({"accelerator": "zero3"}, ", or more GPUs"),
         ({"use_peft": True}, ""),
     ):
-        assert suggest("trainer", recipe, Workload({**work, **changes}), GIB) == larger + more
+        assert suggest("trainer", recipe, Workload({**work, **changes}), GIB) == larger + ending
 
 
 def test_a_server_is_split_where_one_gpu_is_too_small(read, planned, tmp_path):
@@ -173,7 +175,7 @@ def test_the_server_needs_room_for_its_longest_sequence(estimate):
 
 
 def test_a_transfer_by_nccl_needs_memory_outside_of_the_servers_share(estimate):
-    """G2: vLLM's two packed buffers of 1 GiB, and the tensor with which the first of them was full."""
+    """G2: vLLM's two packed buffers of 1 GiB, and the tensor that filled the first buffer."""
     embedding = 2 * 152064 * 3584
     for gib, fits_in in ((80, True), (24, False)):
         server = estimate(gib, accelerator="zero3").memory["server"]
@@ -193,11 +195,11 @@ def test_on_cpu_the_parts_are_told_and_nothing_is_judged(read, planned, tmp_path
 def test_a_model_that_is_not_here_is_not_guessed(read, planned, tmp_path):
     recipe = read(**{**KEYS, "model_name_or_path": "some/model"})
     names = Names(tmp_path / "runs/fine-now", "fine", "fine", "now")
-    found = estimates.estimate(planned(recipe=recipe), recipe, names, 80, None)
-    plain = json.loads(json.dumps(asdict(found)))
+    result = estimates.estimate(planned(recipe=recipe), recipe, names, 80, None)
+    plain = json.loads(json.dumps(asdict(result)))
     assert (plain["memory"], plain["disk"]) == ({}, None) and "grpo fetch" in plain["unknown"]
     assert plain["speed"] == {"seconds": None, "runs": 0, "walltime": None, "steps": None}
-    assert found.lines()[:2] == [f"{topic:<10} not estimated: {found.unknown}" for topic in ("memory", "disk")]
+    assert result.lines()[:2] == [f"{topic:<10} not estimated: {result.unknown}" for topic in ("memory", "disk")]
 
 
 @pytest.mark.parametrize("folder", sorted(SHIPPED))
@@ -216,10 +218,10 @@ def test_shipped_recipes_fit_eight_gpus_of_80_gb(folder, planned, tmp_path):
 def test_every_shipped_model_is_counted():
     folders = {path.name for path in (REPOSITORY / "recipes").iterdir() if path.is_dir()}
     assert folders - {"base", "smoke", "examples", "environments", "atropos"} == SHIPPED.keys()
-    others = [
+    paths = [
         path for folder in ("environments", "atropos") for path in (REPOSITORY / "recipes" / folder).glob("*.yaml")
     ]
-    models = {read_recipe(path, [])["model_name_or_path"] for path in others}
+    models = {read_recipe(path, [])["model_name_or_path"] for path in paths}
     assert {name.rpartition("/")[2] for name in models if not name.startswith("smoke:")} <= SHIPPED.keys()
 
 
@@ -228,18 +230,18 @@ def test_a_need_in_numbers():
     assert (need.total, need.fits, str(need)) == (3 * GIB, False, "3.0 of 2.0 GiB: weights 1.0, optimizer 2.0")
 
 
-@pytest.mark.parametrize(("printed", "found"), [
+@pytest.mark.parametrize(("printed", "gib"), [
     ("0, GPU-a, 81559\n1, GPU-b, 40536\n", 40536 / 1024), ("0, GPU-a, [N/A]\n", None), ("", None),
 ])  # fmt: skip
-def test_the_driver_names_the_smallest_gpu(printed, found, tmp_path, monkeypatch):
+def test_the_driver_names_the_smallest_gpu(printed, gib, tmp_path, monkeypatch):
     fake = tmp_path / "nvidia-smi"
     fake.write_text(f"#!/bin/sh\nprintf '{printed}'\n")
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert gpu_memory({}) == found
+    assert gpu_memory({}) == gib
     for visible in ("0", "GPU-a"):
-        assert gpu_memory({"CUDA_VISIBLE_DEVICES": visible}) == (found and 81559 / 1024)
-    assert gpu_memory({"CUDA_VISIBLE_DEVICES": "MIG-1"}) == found
+        assert gpu_memory({"CUDA_VISIBLE_DEVICES": visible}) == (gib and 81559 / 1024)
+    assert gpu_memory({"CUDA_VISIBLE_DEVICES": "MIG-1"}) == gib
 
 
 def test_without_a_driver_no_memory_is_known(tmp_path, monkeypatch):

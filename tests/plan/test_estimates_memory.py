@@ -1,4 +1,4 @@
-"""The memory estimate: what each option does to its part, and how near it was to recorded peaks."""
+"""The memory estimate: the effect of each option, and the distance from recorded peaks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_constants_of_a_gpu_cover_every_recorded_row():
 
 
 def test_vllm_inside_a_trainer_on_cpu_adds_its_cache_and_weights_alone():
-    # Recorded of the smoke recipe in two processes: a peak of 1.75 GiB each, 1.0 of them without vLLM.
+    # Recorded for the smoke recipe in two processes: a peak of 1.75 GiB each, including 1.0 GiB without vLLM.
     apart, inside = (work(device="cpu", mode=mode, bridge=None).server() for mode in ("server", "colocate"))
     assert apart.pop("libraries") > inside.pop("libraries") == 0
     assert apart == inside and inside["KV cache"] == GIB
@@ -117,13 +117,15 @@ def test_autocast_keeps_16_bit_copies_of_float32_weights_during_a_forward_pass()
         changed = work(**{**whole, **changes})
         assert changed.autocast_copies == (0 if changes else copies)
     frozen = {**whole, "use_peft": True, "bridge": "lora"}
-    assert [work(**frozen, gradient_checkpointing=kept).autocast_copies for kept in (True, False)] == [0, copies]
+    assert [
+        work(**frozen, gradient_checkpointing=checkpointing).autocast_copies for checkpointing in (True, False)
+    ] == [0, copies]
 
 
 def test_gaps_of_the_allocator_grow_with_the_tensors_of_a_gpu():
-    found = parts()
-    gaps = found.pop("allocator gaps")
-    assert gaps == int(0.16 * (sum(found.values()) - found["libraries"]))
+    sizes = parts()
+    gaps = sizes.pop("allocator gaps")
+    assert gaps == int(0.16 * (sum(sizes.values()) - sizes["libraries"]))
     assert "allocator gaps" not in parts(device="cpu")
 
 
@@ -153,10 +155,10 @@ def test_fsdp_shards_float32_weights():
 
 
 def test_what_fsdp_offloads_to_the_cpu_is_not_on_the_gpu():
-    held = parts(accelerator="fsdp2", reference=True)
+    resident = parts(accelerator="fsdp2", reference=True)
     offloaded = parts(accelerator="fsdp2", reference=True, fsdp_cpu_offload=True)
     assert offloaded.keys() & {"optimizer", "gradients", "reference"} == set()
-    assert held["weights"] - offloaded["weights"] == 4 * P // 8 and 0 < offloaded["weights"] < 4 * GIB
+    assert resident["weights"] - offloaded["weights"] == 4 * P // 8 and 0 < offloaded["weights"] < 4 * GIB
     assert offloaded["activations"] == parts(accelerator="fsdp2", completions=4)["activations"]
     sizes = work(accelerator="fsdp2"), work(accelerator="fsdp2", fsdp_cpu_offload=True)
     assert sizes[0].checkpoint() == sizes[1].checkpoint()
@@ -213,8 +215,8 @@ def test_activations_follow_batch_length_and_checkpointing(changes, direction):
 def test_queries_and_keys_that_are_normalised_head_by_head_count():
     config, _ = SHIPPED["Qwen3-4B"]
     with_norms, plain = (model_facts({**config, "model_type": kind}) for kind in ("qwen3", "llama"))
-    more = work(**with_norms).activations - work(**plain).activations
-    assert more == 4 * 1536 * (32 + 8) * 128 * 8  # tokens, width of queries and keys, bytes of a norm
+    added = work(**with_norms).activations - work(**plain).activations
+    assert added == 4 * 1536 * (32 + 8) * 128 * 8  # tokens, width of queries and keys, bytes of a norm
 
 
 def test_zeros_of_a_config_are_estimated_all_the_same():
@@ -232,7 +234,7 @@ def test_logits_are_a_tile_never_batch_by_sequence_by_vocabulary():
 
 def test_the_worst_moment_of_a_step_counts():
     assert {"gradients", "activations"} <= parts().keys()
-    # The optimizer's step of DeepSpeed, with a float32 copy of the gradients, where that is more than a backward pass.
+    # DeepSpeed's optimizer step copies the gradients to float32, and counts if it needs more than a backward pass.
     tiny = {"per_device_train_batch_size": 1, "sequence": 16, "completion": 8, "accelerator": "zero2", "world_size": 1}
     assert parts(**tiny)["gradients"] == 2 * (P + 500_000_000) + 4 * P
     assert "activations" not in parts(**tiny)
@@ -266,11 +268,11 @@ def test_transformers_generation_keeps_a_cache_for_every_completion():
 
 
 def test_a_server_is_split_over_its_gpus():
-    one, two = work(), work(vllm_tensor_parallel_size=2)
-    assert one.server()["weights"] == 2 * P == 2 * two.server()["weights"]
-    assert one.sequence_cache(100) == 2 * two.sequence_cache(100)
-    assert one.sequence_cache(1) == 2 * 28 * 4 * 128 * 2
-    split = work(vllm_tensor_parallel_size=28)  # by which one GPU's part of the MLP is narrower than the model
+    single, double = work(), work(vllm_tensor_parallel_size=2)
+    assert single.server()["weights"] == 2 * P == 2 * double.server()["weights"]
+    assert single.sequence_cache(100) == 2 * double.sequence_cache(100)
+    assert single.sequence_cache(1) == 2 * 28 * 4 * 128 * 2
+    split = work(vllm_tensor_parallel_size=28)  # each GPU's part of the MLP is narrower than the model
     assert split.server()["activations"] == 8192 * 4 * 3584 * 2
 
 
@@ -290,26 +292,26 @@ def test_the_workload_of_a_plan(planned, read, tmp_path):
     keys = {"max_prompt_length": 100, "max_completion_length": 300, "beta": 0.1, "attn_implementation": "eager",
             "model_name_or_path": model_folder(tmp_path / "model")}  # fmt: skip
     recipe = read(**keys, dtype="bfloat16", optim="sgd", gradient_checkpointing=False, accelerator="zero2")
-    found = Workload.of(recipe, planned(recipe=recipe))
-    assert (found["sequence"], found["completion"], found["vllm_max_model_length"]) == (400, 300, 2048)
-    assert (found["reference"], found["gradient_checkpointing"], found["low"]) == (True, False, True)
-    assert (found["accelerator"], found["world_size"], found["optim"]) == ("zero2", 3, "sgd")
-    assert found.element == 2 and found.keys() == WORK.keys()
+    workload = Workload.of(recipe, planned(recipe=recipe))
+    assert (workload["sequence"], workload["completion"], workload["vllm_max_model_length"]) == (400, 300, 2048)
+    assert (workload["reference"], workload["gradient_checkpointing"], workload["low"]) == (True, False, True)
+    assert (workload["accelerator"], workload["world_size"], workload["optim"]) == ("zero2", 3, "sgd")
+    assert workload.element == 2 and workload.keys() == WORK.keys()
     adapted = read(**keys, use_peft=True, lora_r=8, lora_modules_to_save=["lm_head"])
-    found = Workload.of(adapted, planned(recipe=adapted))
-    assert (found["use_peft"], found["lora_r"], found["lora_modules_to_save"]) == (True, 8, ["lm_head"])
+    workload = Workload.of(adapted, planned(recipe=adapted))
+    assert (workload["use_peft"], workload["lora_r"], workload["lora_modules_to_save"]) == (True, 8, ["lm_head"])
 
 
 @pytest.mark.parametrize(
-    ("keys", "environment", "said"),
+    ("keys", "environment", "message"),
     [
         ({"vllm_max_model_length": None}, {}, "max_prompt_length"),
         ({}, {"CONFIG_FILE": "custom.yaml"}, "CONFIG_FILE"),
     ],
 )
-def test_what_cannot_be_estimated_is_said(keys, environment, said, planned, read, tmp_path, monkeypatch):
+def test_what_cannot_be_estimated_is_said(keys, environment, message, planned, read, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("custom.yaml").write_text("distributed_type: MULTI_GPU\n")
     recipe = read(model_name_or_path=model_folder(tmp_path / "model"), **keys)
-    with pytest.raises(UnknownShape, match=said):
+    with pytest.raises(UnknownShape, match=message):
         Workload.of(recipe, planned(recipe=recipe, environment=environment))

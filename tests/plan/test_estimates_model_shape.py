@@ -22,7 +22,7 @@ def test_parameters_are_those_of_the_built_model(kind, tied):
     config = AutoConfig.for_model(kind, **SIZES, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert model_facts(config.to_dict())["parameters"] == sum(one.numel() for one in model.parameters())
+    assert model_facts(config.to_dict())["parameters"] == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_numbers_a_file_may_leave_out():
@@ -30,11 +30,11 @@ def test_numbers_a_file_may_leave_out():
     llama = model_facts({**plain, "model_type": "llama", "torch_dtype": "bfloat16"})
     assert (llama["queries"], llama["keys"], llama["kv_heads"], llama["saved"]) == (64, 64, 4, "bfloat16")
     gemma = model_facts({**plain, "model_type": "gemma"})
-    assert llama["parameters"] - gemma["parameters"] == gemma["embedding"]  # which gemma ties by default
+    assert llama["parameters"] - gemma["parameters"] == gemma["embedding"]  # gemma ties its embeddings by default
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({**SIZES, "model_type": "mixtral"}, "type 'mixtral'"),
         ({"model_type": "qwen2", "hidden_size": 8}, "intermediate_size"),
@@ -43,19 +43,19 @@ def test_numbers_a_file_may_leave_out():
         ([], "not a JSON mapping"),
     ],
 )
-def test_what_is_not_counted_is_said(config, said, tmp_path):
+def test_what_is_not_counted_is_said(config, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnknownShape, match=said):
+    with pytest.raises(UnknownShape, match=message):
         read_model(str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [(None, "grpo fetch"), ("{", "not a JSON mapping"), ("\udcff", "not a JSON mapping")]
+    ("text", "message"), [(None, "grpo fetch"), ("{", "not a JSON mapping"), ("\udcff", "not a JSON mapping")]
 )
-def test_a_model_that_is_not_here_or_broken(text, said, tmp_path):
+def test_a_model_that_is_not_here_or_broken(text, message, tmp_path):
     if text is not None:
         (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UnknownShape, match=said):
+    with pytest.raises(UnknownShape, match=message):
         read_model(str(tmp_path))
 
 

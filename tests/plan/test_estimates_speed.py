@@ -1,4 +1,4 @@
-"""Speed of earlier runs: which count, and what is made of them."""
+"""Speed of earlier runs: which runs count, and the estimate from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_recipes.plan.types import Names
 
 @pytest.fixture
 def past(planned, tmp_path):
-    """``past(seconds, name=..., KEY=VALUE)``: an earlier run; ``past.speed(...)``: what a new one is told."""
+    """``past(seconds, name=..., KEY=VALUE)``: an earlier run; ``past.speed(...)``: the estimate for a new run."""
     plan = planned()
     count = iter(range(1000))
 

@@ -25,7 +25,7 @@ def served(plan: Any, option: Any) -> str:
 def test_the_server_generates_all_completions_of_a_generation_at_the_same_time(
     planned: Any, option: Any, device: str
 ) -> None:
-    keys = {**STEP, "model_name_or_path": "someone/unknown"}  # no known shape, so memory is no bound
+    keys = {**STEP, "model_name_or_path": "someone/unknown"}  # no known shape, so memory sets no limit
     assert served(planned(device=device, gpus=GPUS, **keys), option) == "840"
     assert served(planned(device=device, gpus=GPUS, **keys | {"prompts_per_step": 35}), option) == "280"
 
@@ -67,7 +67,7 @@ def test_each_vllm_inside_a_trainer_has_a_part_of_the_generation(planned: Any, o
 
 @pytest.fixture
 def bounded(read: Any, planned: Any, tmp_path: Any) -> Any:
-    """``bounded(GIB_OF_A_GPU, KEY=VALUE, ...)`` of a 7B model on eight GPUs."""
+    """``bounded(GIB_OF_A_GPU, KEY=VALUE, ...)``: the bound of a 7B model on eight GPUs."""
     model = model_folder(tmp_path / "model")
 
     def number(gib: float | None, device: str = "cuda", **keys: Any) -> int | None:
@@ -82,7 +82,7 @@ def test_memory_bounds_the_number_down_to_the_default_of_vllm(bounded: Any) -> N
     assert 256 < bounded(30) < 840
     assert bounded(20) == 256
     assert bounded(None, device="cpu", bf16=False) == 128
-    assert bounded(20, vllm_max_num_seqs=2000) == 2000  # the recipe's own number is passed as it is
+    assert bounded(20, vllm_max_num_seqs=2000) == 2000  # the recipe's number is passed unchanged
 
 
 def test_a_run_without_its_own_vllm_has_no_number(planned: Any) -> None:
@@ -92,5 +92,5 @@ def test_a_run_without_its_own_vllm_has_no_number(planned: Any) -> None:
 def test_a_launch_bounds_the_number_by_the_fetched_model(read: Any, planned: Any, tmp_path: Any) -> None:
     recipe = read(**STEP, model_name_or_path=model_folder(tmp_path / "model"), dtype="bfloat16", learning_rate=1e-3)
     plan = planned(recipe=recipe, gpus=GPUS)
-    found = with_sources(plan, recipe, Resources("cuda", GPUS, 16, gpu_gib=30.0), Assets([], []))
-    assert plan.max_num_seqs == 840 > (found.max_num_seqs or 0) > 256
+    bounded = with_sources(plan, recipe, Resources("cuda", GPUS, 16, gpu_gib=30.0), Assets([], []))
+    assert plan.max_num_seqs == 840 > (bounded.max_num_seqs or 0) > 256

@@ -1,4 +1,4 @@
-"""Settings that today's vLLM, transformers and hub do not read: no process of a run is given one."""
+"""Settings that today's vLLM, transformers and hub do not read: no process of a run gets such a setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a run with overlap_generation: it says that it is off-policy, and needs a device for the server alone."""
+"""The plan of a run with overlap_generation: it is marked off-policy, and the server needs a separate device."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_without_vllm_everything_trains(planned):
 
 
 @pytest.mark.parametrize(
-    ("resources", "keys", "said"),
+    ("resources", "keys", "message"),
     [
         ({"gpus": ("0",)}, {"vllm_mode": "server"}, "vllm_mode: colocate"),
         ({"gpus": ()}, {}, "--gres"),
@@ -137,13 +137,13 @@ def test_without_vllm_everything_trains(planned):
         ({}, {"reward_funcs": ["nothing"]}, "unknown reward 'nothing'"),
     ],
 )
-def test_what_the_machine_cannot_do_is_refused_with_the_way_out(planned, resources, keys, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_the_machine_cannot_do_is_refused_with_the_way_out(planned, resources, keys, message):
+    with pytest.raises(ConfigError, match=message):
         planned(**resources, **keys)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "parallelism_config:\n  parallelism_config_cp_size: 2\n",
@@ -157,10 +157,10 @@ def test_what_the_machine_cannot_do_is_refused_with_the_way_out(planned, resourc
         ("parallelism_config:\n  parallelism_config_cp_size: 1\n  parallelism_config_dp_shard_size: 2\n", None),
     ],
 )
-def test_an_accelerate_file_that_splits_sequences_is_refused(planned, tmp_path, text, said):
+def test_an_accelerate_file_that_splits_sequences_is_refused(planned, tmp_path, text, message):
     file = tmp_path / "accelerate.yaml"
     file.write_text(text)
-    refused = pytest.raises(ConfigError, match=said) if said else nullcontext()
+    refused = pytest.raises(ConfigError, match=message) if message else nullcontext()
     with refused:
         planned(environment={"CONFIG_FILE": str(file)})
 
@@ -242,7 +242,7 @@ def test_slurms_other_count_of_gpus_is_told_and_the_drivers_used(planned):
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "where", "seen"),
+    ("variable", "value", "where", "argument"),
     [
         ("VLLM_PORT", "9000", "server --port", "9000"),
         ("VLLM_PORT", "9000", "trainer --vllm_server_port", "9000"),
@@ -260,11 +260,11 @@ def test_slurms_other_count_of_gpus_is_told_and_the_drivers_used(planned):
         ("ACC_TEE", "3", "trainer --tee", "3"),
     ],
 )
-def test_a_variable_of_the_guide_reaches_the_command(planned, option, variable, value, where, seen):
+def test_a_variable_of_the_guide_reaches_the_command(planned, option, variable, value, where, argument):
     role, flag = where.split()
-    assert option(planned(environment={variable: value}).process(role).argv, flag) == seen
+    assert option(planned(environment={variable: value}).process(role).argv, flag) == argument
     plain = planned().process(role).argv
-    assert flag not in plain or option(plain, flag) != seen
+    assert flag not in plain or option(plain, flag) != argument
 
 
 def test_the_guides_variables_name_the_logs(planned):
@@ -366,7 +366,9 @@ def test_a_process_says_what_it_starts_after_when_it_is_ready_and_what_its_loss_
 
 def test_a_process_is_read_back_from_the_plan_as_json(planned):
     plan = planned()
-    assert [Process.of_json(one) for one in json.loads(json.dumps(plan.as_json()))["processes"]] == plan.processes
+    assert [
+        Process.of_json(process) for process in json.loads(json.dumps(plan.as_json()))["processes"]
+    ] == plan.processes
 
 
 @pytest.mark.parametrize(
@@ -387,9 +389,9 @@ def test_smoke_model_and_data_come_from_the_cache(planned, option, tmp_path):
 
 def test_a_plan_is_plain_data_and_readable(planned):
     plan = planned()
-    again = json.loads(json.dumps(plan.as_json()))
-    assert again["batch"]["completions"] == 48
-    assert [process["role"] for process in again["processes"]] == ["server", "trainer"]
+    data = json.loads(json.dumps(plan.as_json()))
+    assert data["batch"]["completions"] == 48
+    assert [process["role"] for process in data["processes"]] == ["server", "trainer"]
     text = describe(plan)
     for fact in ("recipe.yaml", "48 per step", "8000", "51216", "29525", "nccl", "--served-model-name"):
         assert fact in text
@@ -417,15 +419,15 @@ def test_a_recipe_may_be_named_from_the_users_home(tmp_path, monkeypatch):
     assert choose_recipe("~/my.yaml", {}, "grpo", "cpu") == tmp_path / "my.yaml"  # of --config=~/my.yaml
 
 
-@pytest.mark.parametrize(("given", "config", "where"), [("no.yaml", None, "RECIPE"), (None, "no.yaml", "CONFIG")])
-def test_a_missing_recipe_is_named_with_where_it_came_from(given, config, where):
+@pytest.mark.parametrize(("path", "config", "where"), [("no.yaml", None, "RECIPE"), (None, "no.yaml", "CONFIG")])
+def test_a_missing_recipe_is_named_with_where_it_came_from(path, config, where):
     with pytest.raises(ConfigError) as refused:
-        choose_recipe(given, {"CONFIG": config} if config else {}, "grpo", "cpu")
+        choose_recipe(path, {"CONFIG": config} if config else {}, "grpo", "cpu")
     assert refused.value.problems[0].where == where and "'no.yaml'" in refused.value.problems[0].what
 
 
 @pytest.mark.parametrize(
-    ("given", "fix"),
+    ("path", "fix"),
     [
         ("gpro.yaml", "write recipes/smoke/grpo.yaml"),
         ("runs/grpo.yaml", "write recipes/smoke/grpo.yaml"),
@@ -439,13 +441,13 @@ def test_a_missing_recipe_is_named_with_where_it_came_from(given, config, where)
         ("another.yaml", "name a .yaml file in the current folder or under recipes/"),
     ],
 )
-def test_a_misspelt_file_name_finds_the_recipe_in_whatever_folder(given, fix, tmp_path, monkeypatch):
+def test_a_misspelt_file_name_finds_the_recipe_in_whatever_folder(path, fix, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes/deep").mkdir(parents=True)
     for name in ("first_run.yaml", "recipes/deep/mine.yaml"):
         (tmp_path / name).touch()
     with pytest.raises(ConfigError) as refused:
-        choose_recipe(given, {}, "grpo", "cuda")
+        choose_recipe(path, {}, "grpo", "cuda")
     assert refused.value.problems[0].fix == fix
 
 
@@ -488,10 +490,10 @@ def test_limits_of_a_start_grow_with_the_weights_unless_the_recipe_says_one(plan
 def test_a_model_folder_that_vllm_takes_for_a_pattern_is_refused(planned, read, tmp_path, name):
     folder = tmp_path / name
     folder.mkdir()
-    here = Resources("cpu", (), 2)
+    resources = Resources("cpu", (), 2)
     with pytest.raises(ConfigError, match=r"as a pattern and finds no files\. Fix: move it"):
-        with_sources(planned(model_name_or_path=str(folder)), read(), here, Assets([], []))
-    assert with_sources(planned(model_name_or_path=str(folder), use_vllm=False), read(), here, Assets([], []))
+        with_sources(planned(model_name_or_path=str(folder)), read(), resources, Assets([], []))
+    assert with_sources(planned(model_name_or_path=str(folder), use_vllm=False), read(), resources, Assets([], []))
 
 
 def test_slices_of_a_gpu_are_planned_with_a_note(planned):

@@ -41,9 +41,9 @@ def roles(plan: Plan) -> list[str]:
 
 
 def process_of(plan: Plan, role: str) -> Process:
-    found = plan.process(role)
-    assert found is not None
-    return found
+    process = plan.process(role)
+    assert process is not None
+    return process
 
 
 def test_run_api_and_environments_are_processes_beside_server_and_trainers(planned: Planned, option: Option) -> None:
@@ -72,7 +72,7 @@ def test_run_api_and_environments_are_processes_beside_server_and_trainers(plann
 
 def test_nothing_starts_before_what_it_asks(planned: Planned) -> None:
     plan = planned(**TWO)
-    order = list(TopologicalSorter({one.role: one.after for one in plan.processes}).static_order())
+    order = list(TopologicalSorter({process.role: process.after for process in plan.processes}).static_order())
     assert order == roles(plan)
     assert process_of(plan, "trainer").after == ("server", "run-api")
     assert process_of(plan, "environment-dataset").after == ("run-api", "server")
@@ -133,10 +133,11 @@ def test_a_plan_is_the_same_after_it_was_written(planned: Planned) -> None:
 def test_environments_get_the_variables_of_the_recipe_and_run_api_no_secret(planned: Planned) -> None:
     secrets = {"HF_TOKEN": "hf", "JUDGE_KEY": "judge", "WANDB_API_KEY": "wandb", "OTHER_TOKEN": "other"}
     plan = planned(**GROUPS, reward_environment=["JUDGE_KEY"], report_to=["wandb"], environment=secrets)
-    kept = {
-        one.role: {name for name in secrets if name in one.full_environment(secrets)} for one in plan.processes
+    secrets_of = {
+        process.role: {name for name in secrets if name in process.full_environment(secrets)}
+        for process in plan.processes
     }  # fmt: skip
-    assert kept == {
+    assert secrets_of == {
         "run-api": set(), "server": {"HF_TOKEN"}, "environment-arithmetic": {"HF_TOKEN", "JUDGE_KEY"},
         "trainer": {"HF_TOKEN", "JUDGE_KEY", "WANDB_API_KEY"},
     }  # fmt: skip
@@ -151,7 +152,9 @@ def test_on_several_nodes_they_are_on_the_first_and_ask_the_server_where_it_list
 ) -> None:
     plan = planned(**GROUPS, gpus=("0", "1"), nodes=nodes(2))
     api, environment = process_of(plan, "run-api"), process_of(plan, "environment-arithmetic")
-    assert (api.node, environment.node) == (0, 0) and [one.node for one in plan.processes if one.trains] == [0, 1]
+    assert (api.node, environment.node) == (0, 0) and [
+        process.node for process in plan.processes if process.trains
+    ] == [0, 1]
     assert option(api.argv, "--host") == "127.0.0.1"
     assert option(environment.argv, "--server-url") == "http://10.0.0.1:8000"
     assert "10.0.0.1" in environment.environment["NO_PROXY"]
@@ -159,13 +162,13 @@ def test_on_several_nodes_they_are_on_the_first_and_ask_the_server_where_it_list
 
 def test_rank_0_on_another_node_than_run_api_is_refused(planned: Planned) -> None:
     apart = {"vllm_tensor_parallel_size": 2, "gpus": ("0", "1"), "nodes": nodes(2)}
-    said = (
+    message = (
         "rank 0 is on node 1, but run-api checks no token and listens only on the first node's loopback. Fix: "
         "lower vllm_tensor_parallel_size, or start a run-api yourself and set atropos_api_url"
     )
     with pytest.raises(ConfigError) as refused:
         planned(**GROUPS, **apart)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert planned(**GROUPS, **THEIRS, **apart).server_apart
 
 
@@ -189,8 +192,8 @@ def test_batches_that_only_the_number_of_trainers_shows_are_looked_at_in_the_pla
 
 
 def unused() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def test_its_port_is_one_of_the_jobs_block(read: Read) -> None:
@@ -205,14 +208,14 @@ def test_its_port_is_one_of_the_jobs_block(read: Read) -> None:
 def test_a_busy_port_of_run_api_is_replaced_or_refused_with_the_pid(read: Read) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         busy = other.getsockname()[1]
-        wanted = Ports(unused(), unused(), unused(), None, {"atropos_port": busy})
-        ports, notes = choose_free_ports(read(**GROUPS), wanted, "127.0.0.1")
-        assert ports.extensions["atropos_port"] not in (busy, None) and ports.server == wanted.server
+        requested = Ports(unused(), unused(), unused(), None, {"atropos_port": busy})
+        ports, notes = choose_free_ports(read(**GROUPS), requested, "127.0.0.1")
+        assert ports.extensions["atropos_port"] not in (busy, None) and ports.server == requested.server
         assert notes == [
             f"port {busy} (atropos_port) is in use by another process; using {ports.extensions['atropos_port']}"
         ]
         recipe = read(**GROUPS, atropos_port=busy)
-        for refuse in (lambda: choose_free_ports(recipe, wanted, "127.0.0.1"), lambda: need_named_ports(recipe)):
+        for refuse in (lambda: choose_free_ports(recipe, requested, "127.0.0.1"), lambda: need_named_ports(recipe)):
             with pytest.raises(ConfigError) as refused:
                 refuse()
             (problem,) = refused.value.problems
@@ -230,10 +233,10 @@ def test_a_port_that_the_user_gave_is_not_taken_by_one_of_ours(read: Read) -> No
 
 
 def test_a_port_is_not_asked_for_on_the_node_of_rank_0(read: Read) -> None:
-    asked: list[int] = []
-    wanted = Ports(unused(), 51216, 29525, None, {"atropos_port": unused()})
-    ports, notes = choose_free_ports(read(**GROUPS), wanted, "127.0.0.1", lambda port: asked.append(port) or True)
-    assert (ports, notes, asked) == (wanted, [], [51216, 29525])
+    checked: list[int] = []
+    requested = Ports(unused(), 51216, 29525, None, {"atropos_port": unused()})
+    ports, notes = choose_free_ports(read(**GROUPS), requested, "127.0.0.1", lambda port: checked.append(port) or True)
+    assert (ports, notes, checked) == (requested, [], [51216, 29525])
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -242,8 +245,8 @@ def test_a_port_is_not_asked_for_on_the_node_of_rank_0(read: Read) -> None:
 def test_the_dataset_of_an_environment_is_fetched_as_a_recipes_is(read: Read) -> None:
     args = {"dataset_name": "openai/gsm8k", "dataset_config": "main", "dataset_train_split": "train[:9]"}
     recipe = read(**{**GROUPS, "atropos_environment": "dataset", "atropos_environment_args": args})
-    (asset,) = (one for one in list_assets(recipe) if one.kind == "dataset")
+    (asset,) = (asset for asset in list_assets(recipe) if asset.kind == "dataset")
     assert (asset.id, asset.config, asset.split) == ("openai/gsm8k", "main", "train[:9]")
     mixed = {"environments": [{"id": "dataset", "args": {"dataset_name": "a/b"}}, {"id": "arithmetic"}]}
     recipe = read(**{**GROUPS, "atropos_environment": None, "atropos_mixture": mixed})
-    assert [(one.id, one.split) for one in list_assets(recipe) if one.kind == "dataset"] == [("a/b", "train")]
+    assert [(asset.id, asset.split) for asset in list_assets(recipe) if asset.kind == "dataset"] == [("a/b", "train")]

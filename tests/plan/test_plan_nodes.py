@@ -36,37 +36,37 @@ def test_the_first_gpus_of_the_first_node_serve_and_all_others_train(planned, op
     plan = planned(gpus=EIGHT, nodes=gpu_nodes(count), prompts_per_step=8 * count - 1, num_generations=2)
     server, *trainers = plan.processes
     assert (server.role, server.node, server.gpus) == ("server", 0, ("0",))
-    assert [(one.role, one.node, len(one.gpus)) for one in trainers] == [
+    assert [(trainer.role, trainer.node, len(trainer.gpus)) for trainer in trainers] == [
         ("trainer", node, 8 if node else 7) for node in range(count)
     ]
     assert plan.batch.world_size == 8 * count - 1 and plan.unused_gpus == ()
-    for machine, one in enumerate(trainers):
-        assert option(one.argv, "--machine_rank") == str(machine)
-        assert option(one.argv, "--num_machines") == str(count)
-        # accelerate divides by the machines; torch adds up what each starts.
-        assert int(option(one.argv, "--num_processes")) // count == len(one.gpus)
-        assert option(one.argv, "--main_process_ip") == "10.0.0.1"
-        assert option(one.argv, "--main_process_port") == str(plan.ports.main_process)
-        assert one.environment["CUDA_VISIBLE_DEVICES"] == ",".join(one.gpus)
-        assert one.environment["GRPO_NODE"] == str(machine)
+    for machine, trainer in enumerate(trainers):
+        assert option(trainer.argv, "--machine_rank") == str(machine)
+        assert option(trainer.argv, "--num_machines") == str(count)
+        # accelerate divides by the machines. torch adds up the processes of each machine.
+        assert int(option(trainer.argv, "--num_processes")) // count == len(trainer.gpus)
+        assert option(trainer.argv, "--main_process_ip") == "10.0.0.1"
+        assert option(trainer.argv, "--main_process_port") == str(plan.ports.main_process)
+        assert trainer.environment["CUDA_VISIBLE_DEVICES"] == ",".join(trainer.gpus)
+        assert trainer.environment["GRPO_NODE"] == str(machine)
 
 
 def test_the_server_listens_where_the_other_nodes_reach_it(planned, option):
     plan = planned(gpus=EIGHT, nodes=gpu_nodes(2))
     server, first, second = plan.processes
     assert option(server.argv, "--host") == option(second.argv, "--vllm_server_host") == "10.0.0.1"
-    assert [one.environment["VLLM_HOST_IP"] for one in plan.processes] == ["10.0.0.1", "10.0.0.1", "10.0.0.2"]
-    for one in plan.processes:
-        assert one.environment["NCCL_SOCKET_IFNAME"] == one.environment["GLOO_SOCKET_IFNAME"] == "ib0"
-        assert {"10.0.0.1", "10.0.0.2"} <= set(one.environment["NO_PROXY"].split(","))
+    assert [process.environment["VLLM_HOST_IP"] for process in plan.processes] == ["10.0.0.1", "10.0.0.1", "10.0.0.2"]
+    for process in plan.processes:
+        assert process.environment["NCCL_SOCKET_IFNAME"] == process.environment["GLOO_SOCKET_IFNAME"] == "ib0"
+        assert {"10.0.0.1", "10.0.0.2"} <= set(process.environment["NO_PROXY"].split(","))
     assert first.log != second.log and second.log.endswith("_node1.log")
     assert (first.name, second.name) == ("trainer", "trainer_1")
 
 
 def test_an_interface_the_user_exported_stays(planned):
     plan = planned(gpus=EIGHT, nodes=gpu_nodes(2), environment={"NCCL_SOCKET_IFNAME": "^docker"})
-    assert all("NCCL_SOCKET_IFNAME" not in one.environment for one in plan.processes)
-    assert all(one.environment["GLOO_SOCKET_IFNAME"] == "ib0" for one in plan.processes)
+    assert all("NCCL_SOCKET_IFNAME" not in process.environment for process in plan.processes)
+    assert all(process.environment["GLOO_SOCKET_IFNAME"] == "ib0" for process in plan.processes)
 
 
 def test_a_host_the_recipe_names_is_literal(planned, option):
@@ -78,22 +78,22 @@ def test_the_server_can_have_a_node_of_its_own(planned, option):
     plan = planned(gpus=EIGHT, nodes=gpu_nodes(3), vllm_node="own", vllm_tensor_parallel_size=2, prompts_per_step=16)
     server, *trainers = plan.processes
     assert (server.node, server.gpus) == (0, ("0", "1"))
-    assert [(one.node, len(one.gpus), option(one.argv, "--machine_rank")) for one in trainers] == [
+    assert [(process.node, len(process.gpus), option(process.argv, "--machine_rank")) for process in trainers] == [
         (1, 8, "0"),
         (2, 8, "1"),
     ]
     assert option(trainers[0].argv, "--main_process_ip") == "10.0.0.2"
     assert plan.unused_gpus == tuple(f"{gpu} of node 0" for gpu in EIGHT[2:])
     assert any(note == f"GPU {', '.join(plan.unused_gpus)} is unused" for note in plan.notes)
-    assert plan.server_apart and not any("GRPO_SYNC_DIR" in one.environment for one in plan.processes)
+    assert plan.server_apart and not any("GRPO_SYNC_DIR" in process.environment for process in plan.processes)
 
 
 def test_weights_go_through_the_run_directory_where_server_and_rank_0_share_no_memory(planned):
     apart = planned(device="cpu", nodes=cpu_nodes(2), vllm_node="own")
-    assert {one.environment["GRPO_SYNC_DIR"] for one in apart.processes} == {"runs/unnamed-stamp/sync"}
+    assert {process.environment["GRPO_SYNC_DIR"] for process in apart.processes} == {"runs/unnamed-stamp/sync"}
     assert apart.why_bridge == "no GPU: safetensors in the run directory"
     shared = planned(device="cpu", nodes=cpu_nodes(2))
-    assert not shared.server_apart and not any("GRPO_SYNC_DIR" in one.environment for one in shared.processes)
+    assert not shared.server_apart and not any("GRPO_SYNC_DIR" in process.environment for process in shared.processes)
 
 
 @pytest.mark.parametrize(
@@ -104,27 +104,30 @@ def test_weights_go_through_the_run_directory_where_server_and_rank_0_share_no_m
 def test_cpu_processes_are_spread_over_the_nodes(planned, option, keys, counts):
     plan = planned(device="cpu", nodes=cpu_nodes(2), **keys)
     trainers = [process for process in plan.processes if process.trains]
-    found = [0, 0]
-    for one in trainers:
-        found[one.node] = int(option(one.argv, "--num_processes")) // len(trainers)
-    assert found == counts
-    assert {option(one.argv, "--num_cpu_threads_per_process") for one in trainers} == {str(plan.threads)}
+    processes = [0, 0]
+    for trainer in trainers:
+        processes[trainer.node] = int(option(trainer.argv, "--num_processes")) // len(trainers)
+    assert processes == counts
+    assert {option(trainer.argv, "--num_cpu_threads_per_process") for trainer in trainers} == {str(plan.threads)}
     assert plan.threads == 7 // max(counts)
 
 
 def test_colocated_processes_train_on_every_gpu_of_every_node(planned):
     plan = planned(gpus=EIGHT, nodes=gpu_nodes(2), vllm_mode="colocate", prompts_per_step=16)
-    assert [(one.role, one.node, len(one.gpus)) for one in plan.processes] == [("trainer", 0, 8), ("trainer", 1, 8)]
+    assert [(process.role, process.node, len(process.gpus)) for process in plan.processes] == [
+        ("trainer", 0, 8),
+        ("trainer", 1, 8),
+    ]
 
 
 def test_one_gpu_a_node_is_enough_for_a_server(planned):
     plan = planned(gpus=("0",), nodes=gpu_nodes(2, ("0",)))
-    assert [(one.role, one.node) for one in plan.processes] == [("server", 0), ("trainer", 1)]
+    assert [(process.role, process.node) for process in plan.processes] == [("server", 0), ("trainer", 1)]
     assert plan.mode == "server" and plan.server_apart
 
 
 @pytest.mark.parametrize(
-    ("nodes", "keys", "said"),
+    ("nodes", "keys", "message"),
     [
         (
             gpu_nodes(2),
@@ -139,9 +142,9 @@ def test_one_gpu_a_node_is_enough_for_a_server(planned):
         ([*gpu_nodes(1), Node((), 8, "10.0.0.2")], {}, "no GPU is visible on node 1"),
     ],
 )
-def test_nodes_that_would_do_nothing_are_refused(planned, nodes, keys, said):
+def test_nodes_that_would_do_nothing_are_refused(planned, nodes, keys, message):
     device = "cpu" if nodes and not nodes[0].gpus else "cuda"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         planned(device=device, gpus=EIGHT, nodes=nodes, **keys)
 
 
@@ -150,10 +153,10 @@ def test_a_plan_of_several_nodes_is_readable(planned):
     text = describe(plan)
     for fact in ("nodes      2: 10.0.0.1, 10.0.0.2", "trainer_1", "node 1, GPU 0, 1"):
         assert fact in text
-    assert [one["node"] for one in json.loads(json.dumps(plan.as_json()))["processes"]] == [0, 0, 1]
+    assert [process["node"] for process in json.loads(json.dumps(plan.as_json()))["processes"]] == [0, 0, 1]
 
 
 def test_without_the_nodes_they_are_taken_to_be_alike():
-    here = Resources("cuda", EIGHT, 64, SlurmJob(7, "c", 2, None))
-    assert [(node.gpus, node.cores) for node in here.on_nodes(2).nodes] == [(EIGHT, 64)] * 2
-    assert here.on_nodes(1).nodes == () and here.all_nodes()[0].address == "127.0.0.1"
+    resources = Resources("cuda", EIGHT, 64, SlurmJob(7, "c", 2, None))
+    assert [(node.gpus, node.cores) for node in resources.on_nodes(2).nodes] == [(EIGHT, 64)] * 2
+    assert resources.on_nodes(1).nodes == () and resources.all_nodes()[0].address == "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Ports: planned by arithmetic, then looked at for real."""
+"""Ports: planned by arithmetic, then checked on the machine."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def test_inside_slurm_ports_come_from_the_job_id(read, number):
 
 
 def test_neighbouring_jobs_share_no_port(read):
-    seen: set[int] = set()
+    used: set[int] = set()
     for number in range(5000, 5200):
         ports = all_of(plan_ports(read(), job(number)))
-        assert not ports & seen
-        seen |= ports
+        assert not ports & used
+        used |= ports
 
 
 def test_ports_the_user_gave_are_literal_in_slurm_too(read):
@@ -87,16 +87,16 @@ def test_a_busy_port_of_our_choosing_is_replaced_with_a_note(read):
 
 
 def test_ports_that_rank_0_opens_on_another_node_are_asked_for_there(read):
-    wanted, asked = Ports(unused(), 51216, 29525, None), []
-    ports, notes = choose_free_ports(read(), wanted, LOOPBACK, lambda port: asked.append(port) or port != 29525)
-    assert ports.server == wanted.server and ports.group == 51216 and ports.main_process == 29535
-    assert asked == [51216, 29525, 29535] and len(notes) == 1
+    requested, checked = Ports(unused(), 51216, 29525, None), []
+    ports, notes = choose_free_ports(read(), requested, LOOPBACK, lambda port: checked.append(port) or port != 29525)
+    assert ports.server == requested.server and ports.group == 51216 and ports.main_process == 29535
+    assert checked == [51216, 29525, 29535] and len(notes) == 1
 
 
 def test_ports_of_a_server_that_there_is_not_are_not_looked_at(read):
     with listening() as busy, listening() as other:
-        wanted = Ports(busy, other, unused(), None)
-        assert choose_free_ports(read(vllm_server_port=busy), wanted, LOOPBACK, server=False) == (wanted, [])
+        requested = Ports(busy, other, unused(), None)
+        assert choose_free_ports(read(vllm_server_port=busy), requested, LOOPBACK, server=False) == (requested, [])
 
 
 def test_free_ports_are_kept_without_a_note(read):
@@ -161,18 +161,18 @@ sys.stdin.readline()
 
 def test_launches_of_the_same_moment_choose_different_ports(read):
     recipe = read()
-    wanted = [str(unused()) for _ in range(3)]
-    command = [sys.executable, "-c", CHOOSES, *wanted, str(recipe.path)]
+    requested = [str(unused()) for _ in range(3)]
+    command = [sys.executable, "-c", CHOOSES, *requested, str(recipe.path)]
     launches = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    for one in launches:
-        one.stdin.write("choose\n")
-        one.stdin.flush()
-    chosen = [one.stdout.readline() for one in launches]
-    for one in launches:
-        one.communicate("end\n")
+    for launch in launches:
+        launch.stdin.write("choose\n")
+        launch.stdin.flush()
+    chosen = [launch.stdout.readline() for launch in launches]
+    for launch in launches:
+        launch.communicate("end\n")
 
-    assert len(set(chosen)) == 4 and f"{wanted[0]}\n" in chosen
-    assert choose_free_ports(recipe, Ports(*map(int, wanted), None), LOOPBACK)[1] == []  # their ends freed all
+    assert len(set(chosen)) == 4 and f"{requested[0]}\n" in chosen
+    assert choose_free_ports(recipe, Ports(*map(int, requested), None), LOOPBACK)[1] == []  # their ends freed all
 
 
 KEEPS = """
@@ -215,11 +215,11 @@ def test_connections_that_an_earlier_run_closed_are_not_in_the_way():
 
 def test_a_machine_without_a_free_port_is_told_at_once(read, monkeypatch):
     """R5: the search for a port ends."""
-    asked = []
-    monkeypatch.setattr(ours, "is_free", lambda host, port: asked.append(port))
+    checked = []
+    monkeypatch.setattr(ours, "is_free", lambda host, port: checked.append(port))
     with pytest.raises(ConfigError) as refused:
         choose_free_ports(read(), Ports(8000, 51216, 29525, None), LOOPBACK)
-    assert 10 < len(asked) < 1000
+    assert 10 < len(checked) < 1000
     assert "no free port found: 100 ports from 8000 on are in use" in str(refused.value)
     assert "Fix: set vllm_server_port to a free port" in str(refused.value)
     with pytest.raises(ConfigError, match="no free port found"):
@@ -240,22 +240,22 @@ sys.stdin.readline()
 
 @needs_root
 def test_names_that_another_user_takes_do_not_hang_a_launch(read):
-    """R5: user nobody binds the abstract sockets of all ports that a launch would try."""
-    wanted = unused()
-    tried = [str(wanted + 10 * index) for index in range(50)]
+    """R5: another user binds the abstract sockets of all ports that a launch would try."""
+    requested = unused()
+    tried = [str(requested + 10 * index) for index in range(50)]
     command = [sys.executable, "-S", "-c", BINDS_NAMES, *tried]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/") as other:
         assert other.stdout.readline() == "bound\n"
-        ports, notes = choose_free_ports(read(), Ports(wanted, unused(), unused(), None), LOOPBACK)
+        ports, notes = choose_free_ports(read(), Ports(requested, unused(), unused(), None), LOOPBACK)
         other.communicate("end\n")
-    assert ports.server == wanted and notes == []
+    assert ports.server == requested and notes == []
 
 
 @needs_root
 def test_a_port_on_which_another_user_listens_is_replaced(read, tmp_path):
     """R5: only the kernel's own table of ports counts."""
-    wanted = unused()
-    with other_user(wanted, tmp_path / "received") as user:
+    requested = unused()
+    with other_user(requested, tmp_path / "received") as user:
         user.wait()
-        ports, notes = choose_free_ports(read(), Ports(wanted, unused(), unused(), None), LOOPBACK)
-    assert ports.server != wanted and len(notes) == 1 and not user.received
+        ports, notes = choose_free_ports(read(), Ports(requested, unused(), unused(), None), LOOPBACK)
+    assert ports.server != requested and len(notes) == 1 and not user.received

@@ -1,4 +1,7 @@
-"""What a node lacks is told before anything starts: real limits and folders, a fake nvidia-smi and fake cgroups."""
+"""Report missing resources of a node before a run starts.
+
+Limits and folders are real, nvidia-smi and cgroups are fake.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +123,7 @@ def test_shared_memory_too_small_for_vllms_queues_is_told(small_disk, monkeypatc
 
 
 def launched(tmp_path: Path, hard: int | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A real launch in an empty folder."""
+    """Run a real launch in an empty folder."""
 
     def limit() -> None:
         if hard is not None:

@@ -1,4 +1,4 @@
-"""R8: a file system without inodes is found before anything starts: bytes alone are not room."""
+"""R8: a file system without free inodes is found before a run starts, even if it has free bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_recipes.plan.room import need_room
 
 @pytest.fixture
 def few(tmp_path: Path) -> Iterator[Path]:
-    """A disk with room for 50 files."""
+    """Mount a disk with room for 50 files."""
     folder = tmp_path / "few"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=400m,nr_inodes=50", "tmpfs", str(folder)]
@@ -38,12 +38,12 @@ def test_a_run_folder_without_inodes_is_rejected(few: Path, read, planned) -> No
 
 def test_tmpdir_and_shared_memory_without_inodes_are_problems(few: Path, monkeypatch) -> None:
     monkeypatch.setattr(preflight, "SHARED_MEMORY", few)
-    found = {problem.where: problem for problem in node_problems(0, {"SLURM_TMPDIR": str(few)})}
-    assert "space for 49 more files" in found["TMPDIR"].what and "space for 49 more files" in found[str(few)].what
+    problems = {problem.where: problem for problem in node_problems(0, {"SLURM_TMPDIR": str(few)})}
+    assert "space for 49 more files" in problems["TMPDIR"].what and "space for 49 more files" in problems[str(few)].what
     assert not any("more files, but" in problem.what for problem in node_problems(0, {}) if problem.where == "TMPDIR")
 
 
 def test_a_file_system_that_counts_no_inodes_is_accepted(tmp_path: Path, monkeypatch) -> None:
-    found = os.statvfs(tmp_path)
-    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*found[:5], 0, 0, 0, *found[8:])))
+    status = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*status[:5], 0, 0, 0, *status[8:])))
     assert inode_shortage(tmp_path) == ""

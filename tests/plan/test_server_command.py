@@ -20,13 +20,13 @@ def command(recipe, device: str = "cuda") -> list[str]:
 
 @pytest.fixture
 def versions(monkeypatch):
-    """``versions(vllm=..., trl=...)`` replaces what the metadata of installed packages says."""
+    """``versions(vllm=..., trl=...)`` replaces the versions of installed packages."""
 
-    def set_versions(**found: str | None) -> None:
+    def set_versions(**installed: str | None) -> None:
         def version(name: str) -> str:
-            if found.get(name) is None:
+            if installed.get(name) is None:
                 raise importlib.metadata.PackageNotFoundError(name)
-            return found[name]
+            return installed[name]
 
         monkeypatch.setattr(importlib.metadata, "version", version)
 
@@ -45,7 +45,7 @@ def test_every_server_is_named_bound_guarded_and_reports_its_weights(read, optio
     assert option(argv, "--dtype") == "bfloat16"
     assert option(argv, "--max-model-len") == "2048"
     middleware = [value for flag, value in itertools.pairwise(argv) if flag == "--middleware"]
-    # The last is the first that a request meets: nobody without the token learns anything.
+    # A request meets the last middleware first, so a client without the token gets no information.
     assert middleware == [
         "grpo_recipes.server.completions.AnswerInArrays",
         "grpo_recipes.server.middleware.ReportActivity",
@@ -68,9 +68,9 @@ def test_trls_own_command_where_its_vllm_is_installed(read, versions):
     assert "--weight-transfer-config" not in argv and "--logprobs-mode" not in argv
 
 
-@pytest.mark.parametrize("found", [{"vllm": None, "trl": "1.16.0"}, {"vllm": "0.31.0", "trl": "2.0.0"}])
-def test_the_module_with_what_trl_would_have_added_otherwise(read, option, versions, found):
-    versions(**found)
+@pytest.mark.parametrize("installed", [{"vllm": None, "trl": "1.16.0"}, {"vllm": "0.31.0", "trl": "2.0.0"}])
+def test_the_module_with_what_trl_would_have_added_otherwise(read, option, versions, installed):
+    versions(**installed)
     assert not has_trl_serve()
     argv = command(read())
     assert argv[:4] == [sys.executable, "-P", "-m", "grpo_recipes.server.serve"]

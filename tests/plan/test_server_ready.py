@@ -1,4 +1,4 @@
-"""How long the launcher waits for its server, and for which: against real sockets of this process."""
+"""The launcher waits for its own server, and only for a limited time: real sockets of this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME, TOKEN = "run-abcd", "the-runs-token"
 
 
 class FakeServer(http.server.BaseHTTPRequestHandler):
-    """Lists one model to whoever has the token; /health is 200 for everyone, as vLLM's is."""
+    """List one model for a client with the token. /health answers 200 to all clients, as in vLLM."""
 
     served = NAME
 
@@ -40,7 +40,7 @@ class FakeServer(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Of a server in this process that serves ``request.param``."""
+    """Start a server in this process with the model ``request.param``, and yield its port."""
     handler = type("FakeNamedServer", (FakeServer,), {"served": getattr(request, "param", NAME)})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

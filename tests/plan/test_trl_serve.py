@@ -1,4 +1,4 @@
-"""What the launcher hands to `trl vllm-serve` reaches vLLM whole, by TRL's own parser."""
+"""Every flag that the launcher passes to `trl vllm-serve` reaches vLLM through TRL's parser."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_trl_hands_every_flag_on_to_vllm(read: Callable[..., Recipe], monkeypatc
     argv = server_command(recipe, "a/model", "served", "127.0.0.1", 8001, "cuda")
     assert argv[1] == "vllm-serve"
 
-    arguments, rest = make_parser().parse_args_and_config(argv[2:], return_remaining_strings=True)
-    command = build_command(arguments, rest)
+    arguments, remaining = make_parser().parse_args_and_config(argv[2:], return_remaining_strings=True)
+    command = build_command(arguments, remaining)
 
     assert command[command.index("serve") + 1] == "a/model"
     flags = equivalent[equivalent.index("--model") + 2 :]
@@ -31,4 +31,4 @@ def test_trl_hands_every_flag_on_to_vllm(read: Callable[..., Recipe], monkeypatc
         if flag.startswith("--"):
             assert flag in command, flag
             if not value.startswith("--"):
-                assert (flag, value) in itertools.pairwise(command)  # a flag may stand there twice
+                assert (flag, value) in itertools.pairwise(command)  # a flag may occur twice
