@@ -14,7 +14,7 @@ from grpo_recipes.plan.types import Plan
 from grpo_recipes.recipe import Recipe
 from launch.fake_run import FakeRun, make_fake_run
 
-_OF_RUN = ("steps", "phase", "bridge", "server", "first", "others")
+_OF_RUN = ("steps", "phase", "bridge", "server", "first", "last")
 
 
 @pytest.fixture
@@ -23,12 +23,12 @@ def fake_run(
 ) -> Iterator[Callable[..., FakeRun]]:
     """``fake_run(steps=..., phase=..., bridge=..., KEY=VALUE)``: the run, its processes not yet started."""
 
-    def make(**given: Any) -> FakeRun:
-        recipe = read(**{key: value for key, value in given.items() if key not in _OF_RUN})
-        of_run = {key: value for key, value in given.items() if key in _OF_RUN}
+    def make(**options: Any) -> FakeRun:
+        recipe = read(**{key: value for key, value in options.items() if key not in _OF_RUN})
+        of_run = {key: value for key, value in options.items() if key in _OF_RUN}
         return make_fake_run(recipe, planned(recipe=recipe), tmp_path, **of_run)
 
     yield make
     for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
+        with contextlib.suppress(psutil.NoSuchProcess):  # already ended
             child.kill()

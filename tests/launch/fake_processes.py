@@ -1,9 +1,9 @@
 """Stand-ins for the vLLM server and the trainers: `python fake_processes.py server|trainer ...`.
 
-The server, a late one once there is a file ``go``, answers what the launcher asks; with a file ``hang`` in the run
-directory its counters stand and a request is out. The trainer makes a step, a row and a checkpoint each 0.1 s, honours
-the stop request, and like a trainer that reconnects it waits while its server is not ready. With a file ``benchmarks``
-it goes on after its last step.
+The server answers the launcher's requests. A late server starts to answer once a file ``go`` exists. With a file
+``hang`` in the run directory, its counters do not change and a request is open. The trainer makes a step, a row and a
+checkpoint each 0.1 s. It obeys the stop request, and waits while its server is not ready, like a trainer that
+reconnects. With a file ``benchmarks`` it continues after its last step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RUN = Path(os.environ["GRPO_RUN_DIR"])
 
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """What the launcher asks of vLLM."""
+    """Answer the requests that the launcher sends to vLLM."""
 
     def do_GET(self) -> None:
         hangs = (RUN / "hang").exists()
@@ -51,11 +51,11 @@ def checkpoint(step: int) -> None:
 
 
 def train(steps: int, phase: str) -> None:
-    """Take ``steps`` steps; with ``phase`` other than sample stay in it, and do nothing."""
+    """Take ``steps`` steps. With another ``phase`` than sample, stay in that phase and take no step."""
     record = {"rank": 0, "pid": os.getpid()}
     write("rank_0.json", record)
-    found = sorted(int(path.name.rpartition("-")[2]) for path in RUN.glob("checkpoints/checkpoint-*[0-9]"))
-    step = found[-1] if found else 0
+    saved = sorted(int(path.name.rpartition("-")[2]) for path in RUN.glob("checkpoints/checkpoint-*[0-9]"))
+    step = saved[-1] if saved else 0
     write("phase_0.json", {"phase": phase, "since": time.time(), "step": step})
     while step < steps:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""A run of fake processes under the real launcher: how a test starts it, drives it and looks at it."""
+"""A run of fake processes under the real launcher: how a test starts, drives and inspects it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.rundir import SERVER_STATE, Run, read_json, read_metrics, stop_file
 
-_SECONDS = 60.0  # for what takes a few, on a machine with much to do
+_SECONDS = 60.0  # limit for a wait of a few seconds on a busy machine
 FAKE = str(Path(__file__).with_name("fake_processes.py"))
 
 
@@ -41,7 +41,7 @@ def free_port() -> int:
 
 
 class FakeRun:
-    """A run of fake processes, driven from a thread while the launcher's loop has the main one."""
+    """A run of fake processes. The launcher's loop runs in the main thread, the test's actions in a second thread."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
@@ -54,7 +54,7 @@ class FakeRun:
         return self
 
     def end(self, whole: bool = False) -> Ending:
-        """Run the processes to the end; ``whole``: with the clean-up after it."""
+        """Run the processes to the end; ``whole``: with the clean-up afterwards."""
         with StopSignals() as stop:
             try:
                 if whole:
@@ -73,7 +73,7 @@ class FakeRun:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Let the trainer take no step meanwhile."""
+        """Stop the trainer's steps inside the ``with`` block."""
         (self.folder / "hang").touch()
         yield
         (self.folder / "hang").unlink()
@@ -88,7 +88,7 @@ class FakeRun:
         return [read_json(self.folder / f"processes/{role}.json") for role in roles]
 
     def began_again(self, before: dict[str, dict[str, Any]]) -> bool:
-        """Whether each of these roles has another process than the one of this record, and it runs."""
+        """Check that each of these roles has a new running process, not the process of this record."""
         return all((now := self.records(role)[0]) and now != before[role] and "exit" not in now for role in before)
 
     def kill(self, role: str, signum: int = signal.SIGKILL) -> None:
@@ -97,7 +97,7 @@ class FakeRun:
         os.kill(record["pid"], signum)
 
     def state(self) -> dict:
-        """What the launcher says of the server, without its address and process guard."""
+        """Read the launcher's record of the server, without its address and process guard."""
         state = read_json(self.folder / SERVER_STATE)
         return {name: fact for name, fact in state.items() if name not in ("url", "guard")}
 
@@ -107,12 +107,12 @@ class FakeRun:
 
 def make_fake_run(
     recipe: Recipe, plan: Plan, tmp_path: Path, steps: int = 8, phase: str = "sample", bridge: str = "file",
-    server: str = "server", first: Sequence[Process] = (), others: Sequence[Process] = (),
+    server: str = "server", first: Sequence[Process] = (), last: Sequence[Process] = (),
 ) -> FakeRun:  # fmt: skip
-    """Make the run, its processes not yet started.
+    """Create the run without starting its processes.
 
-    ``first`` stand before the server in the plan, ``others`` behind the trainers, which start after them unless they
-    are environments.
+    In the plan, ``first`` come before the server and ``last`` come after the trainers. The trainers start after both,
+    but do not wait for environments.
     """
     folder = tmp_path / "run"
     (folder / "processes").mkdir(parents=True)
@@ -120,7 +120,7 @@ def make_fake_run(
     scratch.disk.mkdir()
     scratch.token_file.write_text("token")
     plan = replace(plan, bridge=bridge, ports=replace(plan.ports, server=free_port()))
-    before_trainers = [one.role for one in (*first, *others) if not one.role.startswith(ENVIRONMENT)]
+    before_trainers = [process.role for process in (*first, *last) if not process.role.startswith(ENVIRONMENT)]
     alone = bridge != "nccl"
     processes = [
         *first,
@@ -144,7 +144,7 @@ def make_fake_run(
             after=("server", *before_trainers),
             beside=("server",),
         ),
-        *others,
+        *last,
     ]
     environment = {
         **os.environ,

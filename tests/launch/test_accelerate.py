@@ -17,7 +17,7 @@ def test_the_rendezvous_listens_at_its_own_address_alone(monkeypatch) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    plain, found, stores = torchs.TCPStore, [], []
+    plain, values, stores = torchs.TCPStore, [], []
 
     def fake_launch() -> None:
         def store(is_master: bool) -> Any:
@@ -25,10 +25,14 @@ def test_the_rendezvous_listens_at_its_own_address_alone(monkeypatch) -> None:
 
         stores.extend([store(True), store(False)])
         stores[0].set("key", "value")
-        found.append(stores[1].get("key"))
+        values.append(stores[1].get("key"))
 
     monkeypatch.setattr(launch, "main", fake_launch)
     accelerate.main()
-    listening = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    listening = [
+        connection.laddr
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
     assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
-    assert found == [b"value"] and torchs.TCPStore is plain
+    assert values == [b"value"] and torchs.TCPStore is plain

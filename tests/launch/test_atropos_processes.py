@@ -1,6 +1,6 @@
-"""How a run with Atropos goes on when run-api, an environment, the server or several of them are lost.
+"""How a run with Atropos continues when run-api, an environment, the server or several of them are lost.
 
-Server, trainers and environments are stand-ins, run-api is one too where the test only needs that something answers.
+Server, trainers and environments are fake. run-api is fake too if a test needs only an answer from it.
 """
 
 from __future__ import annotations
@@ -88,16 +88,16 @@ def port() -> int:
 def atropos_run(fake_run: FakeRunOf, tmp_path: Path, port: int) -> FakeRunOf:
     """``atropos_run(steps=..., bridge=..., KEY=VALUE)``: a fake run with a run-api and two environments."""
 
-    def make(argv: list[str] | None = None, **given: Any) -> FakeRun:
+    def make(argv: list[str] | None = None, **options: Any) -> FakeRun:
         both = [environment(tmp_path, port, label) for label in ("sums", "more")]
-        return fake_run(first=[run_api(tmp_path, port, argv)], others=both, **{"steps": 30} | given)
+        return fake_run(first=[run_api(tmp_path, port, argv)], last=both, **{"steps": 30} | options)
 
     return make
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The roles of all processes, in the order of their starts."""
+    """Record the roles of all processes, in the order of their starts."""
     roles: list[str] = []
 
     class RecordedChild(Child):
@@ -114,7 +114,7 @@ ANEW = ["run-api", "trainer", "environment-sums", "environment-more"]
 
 
 def told_of(run: FakeRun, *roles: str) -> dict[str, dict[str, Any]]:
-    """The records of these roles, once they are there and both environments have looked for run-api."""
+    """Wait for the records of these roles and until both environments looked for run-api. Return the records."""
     began = run.folder / "began"
     run.wait_until(lambda: all(run.records(*roles)) and began.exists() and len(began.read_text().split()) >= 2)
     return dict(zip(roles, run.records(*roles), strict=True))
@@ -165,7 +165,7 @@ def test_a_lost_environment_is_started_again_alone(
             run.kill("environment-sums")
             run.wait_until(lambda: run.began_again(lost))
             assert run.records(*before) == list(before.values())
-            assert (run.folder / "processes/server_state.json").stat() == state, "nobody has touched it"
+            assert (run.folder / "processes/server_state.json").stat() == state, "the file must not change"
 
     assert run.then(kill).end() == Ending(0)
     assert started == [*ALL, "environment-sums"]

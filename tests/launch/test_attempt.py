@@ -28,7 +28,7 @@ STOPPED = Ending(EXIT_STOPPED, "rank 0: stopped on request after step 5, state s
 
 @pytest.fixture
 def scontrol(tmp_path, monkeypatch):
-    """A fake scontrol that obeys, and the file with what it was asked."""
+    """Install a fake scontrol that obeys, and return the file with its arguments."""
     program = tmp_path / "bin/scontrol"
     program.parent.mkdir()
     program.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\nkill -TERM $PPID\n')
@@ -40,7 +40,7 @@ def scontrol(tmp_path, monkeypatch):
 
 @pytest.fixture
 def attempt(read, planned, tmp_path):
-    """``attempt(idle=..., saved=..., KEY=VALUE)``: one that began at step 4 and saved ``saved``."""
+    """``attempt(idle=..., saved=..., KEY=VALUE)``: an attempt that started at step 4 and saved ``saved``."""
 
     def make(idle: int = 0, saved: int = 5, phase: str = "sample", trained: int | None = None, **keys) -> Attempt:
         folder = tmp_path / "run"
@@ -88,16 +88,16 @@ def summary_of(attempt: Attempt) -> dict:
 
 
 def test_a_run_stopped_to_go_on_later_is_requeued(attempt, scontrol, capsys):
-    made = attempt()
-    assert finish(made, STOPPED, wants_requeue=True, job=JOB).code == 75
-    assert summary_of(made)["status"] == "requeued" and summary_of(made)["idle_attempts"] == 0
+    current = attempt()
+    assert finish(current, STOPPED, wants_requeue=True, job=JOB).code == 75
+    assert summary_of(current)["status"] == "requeued" and summary_of(current)["idle_attempts"] == 0
     assert scontrol.read_text() == "requeue 7\n"
     out = capsys.readouterr().out
     assert "grpo: job 7 is requeued and continues in the same run directory" in out and "continue with" not in out
 
 
 @pytest.mark.parametrize(
-    ("ending", "wanted", "job"),
+    ("ending", "wants_requeue", "job"),
     [
         (STOPPED, False, JOB),
         (STOPPED, True, None),
@@ -106,55 +106,55 @@ def test_a_run_stopped_to_go_on_later_is_requeued(attempt, scontrol, capsys):
     ],
     ids=["to-end", "outside-slurm", "failed", "done"],
 )
-def test_nothing_else_is(attempt, scontrol, ending, wanted, job):
-    made = attempt()
-    assert finish(made, ending, wanted, job).code == ending.code
-    assert summary_of(made)["status"] == {0: "completed", 1: "failed", 75: "stopped"}[ending.code]
+def test_nothing_else_is(attempt, scontrol, ending, wants_requeue, job):
+    current = attempt()
+    assert finish(current, ending, wants_requeue, job).code == ending.code
+    assert summary_of(current)["status"] == {0: "completed", 1: "failed", 75: "stopped"}[ending.code]
     assert not scontrol.exists()
 
 
 def test_hooks_get_the_model_at_the_final_end_of_a_run_only(attempt, recorder, capsys):
-    made = attempt()
-    made.hooks = AllHooks([recorder])
+    current = attempt()
+    current.hooks = AllHooks([recorder])
     for ending in (STOPPED, Ending(1, "rank 0: ValueError", 0)):
-        finish(made, ending, wants_requeue=False, job=None)
+        finish(current, ending, wants_requeue=False, job=None)
         assert recorder.models == []
     assert "grpo: a line of the end" in capsys.readouterr().out
-    assert finish(made, Ending(0), wants_requeue=False, job=None).code == 0
+    assert finish(current, Ending(0), wants_requeue=False, job=None).code == 0
     assert recorder.models == ["completed"] and [status for status, _ in recorder.ended][-1] == "completed"
     assert capsys.readouterr().out.endswith("/model, with a note of the model\n")
 
 
 def test_grpo_stop_keeps_it_from_coming_back(attempt, scontrol, capsys):
-    made = attempt()
-    (made.run.folder / NO_REQUEUE).touch()
-    finish(made, STOPPED, wants_requeue=True, job=JOB)
-    assert summary_of(made)["status"] == "stopped" and not scontrol.exists()
+    current = attempt()
+    (current.run.folder / NO_REQUEUE).touch()
+    finish(current, STOPPED, wants_requeue=True, job=JOB)
+    assert summary_of(current)["status"] == "stopped" and not scontrol.exists()
     assert "grpo: not requeued: grpo stop was called" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("most", "done", "status"), [(3, 2, "requeued"), (2, 2, "stopped"), (0, 0, "stopped")])
 def test_max_requeues_bounds_it(attempt, scontrol, capsys, most, done, status):
-    made = attempt(max_requeues=most)
-    finish(made, STOPPED, wants_requeue=True, job=SlurmJob(7, "cluster", 1, None, restarts=done))
-    assert summary_of(made)["status"] == status
+    current = attempt(max_requeues=most)
+    finish(current, STOPPED, wants_requeue=True, job=SlurmJob(7, "cluster", 1, None, restarts=done))
+    assert summary_of(current)["status"] == status
     told = f"not requeued: the job was requeued {done} times (max_requeues {most})"
     assert (told in capsys.readouterr().out) == (status == "stopped")
 
 
 @pytest.mark.parametrize(("idle", "status"), [(0, "requeued"), (1, "stopped")])
 def test_two_attempts_in_a_row_without_a_new_checkpoint_are_enough(attempt, scontrol, capsys, idle, status):
-    made = attempt(idle=idle, saved=4)
-    finish(made, STOPPED, wants_requeue=True, job=JOB)
+    current = attempt(idle=idle, saved=4)
+    finish(current, STOPPED, wants_requeue=True, job=JOB)
     assert ("2 attempts in a row made no new step" in capsys.readouterr().out) == (status == "stopped")
-    assert summary_of(made)["status"] == status and summary_of(made)["idle_attempts"] == idle + 1
+    assert summary_of(current)["status"] == status and summary_of(current)["idle_attempts"] == idle + 1
 
 
 @pytest.mark.parametrize(("idle", "status"), [(1, "requeued"), (8, "requeued"), (9, "stopped")])
 def test_attempts_that_were_stopped_while_they_started_end_a_job_late(attempt, scontrol, capsys, idle, status):
-    made = attempt(idle=idle, saved=4, phase="start", trained=0)
-    finish(made, STOPPED, wants_requeue=True, job=JOB)
-    assert summary_of(made)["status"] == status and summary_of(made)["idle_trained"] == 0
+    current = attempt(idle=idle, saved=4, phase="start", trained=0)
+    finish(current, STOPPED, wants_requeue=True, job=JOB)
+    assert summary_of(current)["status"] == status and summary_of(current)["idle_trained"] == 0
     assert ("10 attempts in a row made no new step" in capsys.readouterr().out) == (status == "stopped")
 
 
@@ -168,19 +168,19 @@ def test_logs_are_the_users_alone(tmp_path):
 
 def test_when_scontrol_fails_the_run_is_stopped_and_says_how_to_go_on(attempt, recorder, tmp_path, capsys):
     (tmp_path / "bin/scontrol").write_text("#!/bin/bash\necho no such job >&2; exit 1\n")
-    made = attempt()
-    made.hooks = AllHooks([recorder])
-    assert finish(made, STOPPED, wants_requeue=True, job=JOB).code == 75
-    assert summary_of(made)["status"] == "stopped"
+    current = attempt()
+    current.hooks = AllHooks([recorder])
+    assert finish(current, STOPPED, wants_requeue=True, job=JOB).code == 75
+    assert summary_of(current)["status"] == "stopped"
     assert recorder.ended[-1] == ("stopped", False), "the report shows it too"
     out = capsys.readouterr().out
     assert "grpo: not requeued: scontrol requeue 7: no such job" in out and "grpo launch --resume" in out
 
 
-@pytest.mark.parametrize(("wanted", "asked"), [(True, True), (False, False)])
-def test_before_there_is_a_run_the_job_is_requeued_all_the_same(scontrol, wanted, asked):
-    assert end_without_run(Ending(75, "stopped on request"), wanted, JOB) == 75
-    assert scontrol.exists() == asked
+@pytest.mark.parametrize(("wants_requeue", "requeues"), [(True, True), (False, False)])
+def test_before_there_is_a_run_the_job_is_requeued_all_the_same(scontrol, wants_requeue, requeues):
+    assert end_without_run(Ending(75, "stopped on request"), wants_requeue, JOB) == 75
+    assert scontrol.exists() == requeues
 
 
 def test_logs_of_one_second_have_names_of_their_own(tmp_path):
@@ -190,48 +190,50 @@ def test_logs_of_one_second_have_names_of_their_own(tmp_path):
     ]  # fmt: skip
 
 
-def write_rows(made: Attempt, **metrics: object) -> None:
+def write_rows(current: Attempt, **metrics: object) -> None:
     rows = [{"step": step, "max_steps": 12, "reward": 0.5, **metrics} for step in range(1, 13)]
-    (made.run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (current.run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_a_completed_run_that_learned_nothing_says_so_once_in_the_end(attempt, capsys):
-    made = attempt()
-    write_rows(made, frac_reward_zero_std=1)
-    finish(made, Ending(0), wants_requeue=False, job=None)
+    current = attempt()
+    write_rows(current, frac_reward_zero_std=1)
+    finish(current, Ending(0), wants_requeue=False, job=None)
     (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("grpo: note: ")]
     assert "every completion got the reward 0.5 in 12 steps in a row" in note and ". Fix: " in note
 
 
 def test_what_is_only_worth_a_look_is_left_to_the_report(attempt, capsys):
-    made = attempt()
-    write_rows(made, **{"completions/clipped_ratio": 0.4})
-    finish(made, Ending(0), wants_requeue=False, job=None)
+    current = attempt()
+    write_rows(current, **{"completions/clipped_ratio": 0.4})
+    finish(current, Ending(0), wants_requeue=False, job=None)
     assert "grpo: note: " not in capsys.readouterr().out
 
 
 def test_a_run_whose_numbers_broke_is_started_anew_and_not_resumed(attempt, capsys):
-    made = attempt()
-    finish(made, Ending(1, "rank 0: NotFinite: loss nan in step 6. Fix: lower it", 0), wants_requeue=False, job=None)
+    current = attempt()
+    finish(current, Ending(1, "rank 0: NotFinite: loss nan in step 6. Fix: lower it", 0), wants_requeue=False, job=None)
     out = capsys.readouterr().out
     assert "failed with exit code 1: rank 0: NotFinite: loss nan in step 6. Fix: lower it" in out
     assert "grpo: fix: start a new run with that change" in out and "continue with" not in out
-    assert summary_of(made)["cause"].startswith("rank 0: NotFinite")
+    assert summary_of(current)["cause"].startswith("rank 0: NotFinite")
 
 
 def test_a_run_whose_reward_failed_is_resumed_with_the_edited_file_alone(attempt, capsys):
-    made = attempt(saved=4)
+    current = attempt(saved=4)
     cause = "rank 0: RewardFailed: reward 'own.py:score' raised ValueError: no"
-    finish(made, Ending(1, cause, 0), wants_requeue=False, job=None)
+    finish(current, Ending(1, cause, 0), wants_requeue=False, job=None)
     out = capsys.readouterr().out
     assert "grpo: fix: fix own.py" in out and "--update-rewards" in out and "continue with" not in out
 
 
 def test_a_damaged_row_hides_neither_how_the_run_ended_nor_its_exit_code(attempt, capsys):
-    made = attempt()
-    (made.run.folder / "metrics.jsonl").write_text('{"step": 1, "reward": 1.0}\nno row\n{"step": 3, "reward": 3.0}\n')
-    assert finish(made, Ending(7, "rank 0: ValueError", 0), wants_requeue=False, job=None).code == 7
-    summary = summary_of(made)
+    current = attempt()
+    (current.run.folder / "metrics.jsonl").write_text(
+        '{"step": 1, "reward": 1.0}\nno row\n{"step": 3, "reward": 3.0}\n'
+    )
+    assert finish(current, Ending(7, "rank 0: ValueError", 0), wants_requeue=False, job=None).code == 7
+    summary = summary_of(current)
     assert (summary["status"], summary["exit_code"], summary["steps"]) == ("failed", 7, 3)
     out = capsys.readouterr().out
     window = "means of the first 3 and the last 3, which overlap"
@@ -256,15 +258,15 @@ def test_the_end_of_a_run_is_said_with_the_window_of_its_means(summary, text):
 
 
 def test_shares_that_are_not_trivial_are_said_in_the_end(attempt, capsys):
-    made = attempt()
-    write_rows(made, **{"completions/clipped_ratio": 0.62, "rewards/no_verdict": 0.04})
-    finish(made, Ending(0), wants_requeue=False, job=None)
+    current = attempt()
+    write_rows(current, **{"completions/clipped_ratio": 0.62, "rewards/no_verdict": 0.04})
+    finish(current, Ending(0), wants_requeue=False, job=None)
     assert "grpo: over all steps: unscored 4 %, cut off 62 %\n" in capsys.readouterr().out
 
 
 @pytest.fixture
 def resumed(planned, read, tmp_path, monkeypatch):
-    """``resumed()``: prepare an attempt at a run that was stopped at step 2, on a node of its own."""
+    """``resumed()``: prepare an attempt at a run that was stopped at step 2, on a separate node."""
     (tmp_path / "node").mkdir()
     (tmp_path / "logs").mkdir()
     (tmp_path / "run/processes").mkdir(parents=True)
@@ -308,13 +310,13 @@ def test_an_attempt_that_cannot_begin_leaves_no_scratch(resumed, tmp_path, monke
 
 
 def test_a_resumed_attempt_goes_on_from_the_rows_that_are_left(resumed, tmp_path):
-    made = resumed()
-    made.scratch.remove()
-    assert made.resume_note.endswith(
+    current = resumed()
+    current.scratch.remove()
+    assert current.resume_note.endswith(
         "starting again from step 0; 2 later rows of metrics.jsonl moved to metrics.redone.jsonl"
     )
-    assert summary_of(made)["status"] == "running" and summary_of(made)["restarts"] == 2
-    assert summary_of(made)["resumed_at"] == [0]  # no checkpoint
+    assert summary_of(current)["status"] == "running" and summary_of(current)["restarts"] == 2
+    assert summary_of(current)["resumed_at"] == [0]  # no checkpoint
 
 
 def test_each_attempt_notes_the_step_it_went_on_after(resumed, tmp_path):
@@ -327,7 +329,7 @@ def test_each_attempt_notes_the_step_it_went_on_after(resumed, tmp_path):
 
 
 def test_the_report_is_written_after_the_requeue(attempt, recorder):
-    made = attempt()
-    made.hooks = AllHooks([recorder])
-    finish(made, STOPPED, wants_requeue=True, job=JOB)
+    current = attempt()
+    current.hooks = AllHooks([recorder])
+    finish(current, STOPPED, wants_requeue=True, job=JOB)
     assert recorder.ended == [("requeued", True)]

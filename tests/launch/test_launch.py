@@ -1,4 +1,4 @@
-"""What `grpo launch` does from the command line to the start of its processes, which are faked here, and at its end."""
+"""Run `grpo launch` from the command line to the start of fake processes, and test its end."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_a_completed_run_is_left_as_it_is_unless_something_is_to_be_done(launche
     (run / "model").mkdir()
     capsys.readouterr()
     assert launched("--resume", str(run))[0] == 0
-    said = capsys.readouterr().out
-    assert said == f"grpo: {display_path(run)} has completed its 60 steps; raise --max_steps to train further\n"
+    output = capsys.readouterr().out
+    assert output == f"grpo: {display_path(run)} has completed its 60 steps; raise --max_steps to train further\n"
     assert read_json(run / "summary.json")["status"] == "completed"
 
     assert launched("--resume", str(run), "--max_steps", "70")[0] == EXIT_STOPPED, "more steps"
@@ -104,8 +104,8 @@ def test_a_benchmark_is_printed_and_kept_where_it_was_asked_for(launched, capsys
     assert "BENCHMARK" not in capsys.readouterr().out and not (run / "benchmark.json").exists()
 
     assert launched("--resume", str(run), "--benchmark")[0] == 0
-    said = capsys.readouterr().out
-    assert "BENCHMARK SUMMARY (file)\n" in said and "Avg sync time:         0.500s (x2 syncs)\n" in said
+    output = capsys.readouterr().out
+    assert "BENCHMARK SUMMARY (file)\n" in output and "Avg sync time:         0.500s (x2 syncs)\n" in output
     assert read_json(run / "benchmark.json")["total_time_seconds"] == 9.0
 
     (run / "benchmark.json").unlink()
@@ -117,11 +117,11 @@ def test_a_benchmark_is_printed_and_kept_where_it_was_asked_for(launched, capsys
 
 
 def test_update_rewards_takes_the_changed_file(launched, tmp_path, capsys):
-    own = tmp_path / "own.py"
-    own.write_text("def score(completions): return [0.0]\n")
+    reward_file = tmp_path / "own.py"
+    reward_file.write_text("def score(completions): return [0.0]\n")
     _, run = launched("recipes/smoke/grpo.yaml", "--reward_funcs", "own.py:score")
     assert launched("--resume", str(run), "--update-rewards")[0] == EXIT_CONFIG_ERROR, "nothing has changed"
-    own.write_text("def score(completions): return [1.0]\n")
+    reward_file.write_text("def score(completions): return [1.0]\n")
     launched("--resume", str(run))
     assert "[0.0]" in (run / "rewards/own.py").read_text()
     launched("--resume", str(run), "--update-rewards")
@@ -130,7 +130,7 @@ def test_update_rewards_takes_the_changed_file(launched, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("said", "fix"),
+    ("message", "fix"),
     [
         ("OSError: [Errno 28] No space left on device", "find it with grpo doctor, then free space"),
         ("Bus error (core dumped)", "enlarge /dev/shm"),
@@ -140,23 +140,23 @@ def test_update_rewards_takes_the_changed_file(launched, tmp_path, capsys):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("cause", [DIED, "the vLLM API server (pid 7) exited with code 1"])
-def test_what_a_server_that_died_said_of_the_machine_is_the_fix(launched, capsys, cause, said, fix):
-    if cause != DIED and "another kind" in said:
+def test_what_a_server_that_died_said_of_the_machine_is_the_fix(launched, capsys, cause, message, fix):
+    if cause != DIED and "another kind" in message:
         fix = "read the reason in its log"
-    code, _ = launched(ending=Ending(1, cause), server_log=f"INFO loading\n{said}\n")
+    code, _ = launched(ending=Ending(1, cause), server_log=f"INFO loading\n{message}\n")
     assert code == 1 and f"grpo: fix: {fix}" in capsys.readouterr().out
 
 
 def test_ports_that_rank_0_opens_are_asked_for_on_its_node(launched, monkeypatch):
-    asked = []
-    monkeypatch.setattr(NodeWorkers, "port_of", lambda _, node: lambda port: asked.append((node, port)) or True)
+    checked = []
+    monkeypatch.setattr(NodeWorkers, "port_of", lambda _, node: lambda port: checked.append((node, port)) or True)
     _, run = launched()
     ports = read_json(run / "plan.json")["ports"]
-    assert asked == [(0, ports["group"]), (0, ports["main_process"])]
+    assert checked == [(0, ports["group"]), (0, ports["main_process"])]
 
 
 def completed(run: Path, steps: int = 6) -> None:
-    """Let a run look as if it had completed so many steps."""
+    """Make a run look as if it had completed these steps."""
     staged = run / "checkpoints" / "partial" / f"checkpoint-{steps}"
     staged.mkdir(parents=True)
     publish_checkpoint(staged, run / "checkpoints", steps, 1)
@@ -208,7 +208,7 @@ def test_a_completed_run_that_is_asked_for_no_further_epoch_stays_completed(laun
 
 
 def test_epochs_that_max_steps_overrides_ask_for_no_further_step(launched, capsys):
-    """R10: max_steps ends the run, whatever num_train_epochs is."""
+    """R10: max_steps ends the run for any num_train_epochs."""
     _, run = launched("recipes/smoke/grpo.yaml", "--max_steps", "6")
     completed(run)
     capsys.readouterr()
@@ -224,8 +224,8 @@ def test_a_resume_without_metrics_jsonl_is_rejected_unless_it_is_wanted(launched
     capsys.readouterr()
     resume = ("--resume", str(run), "--max_steps", "9")
     assert launched(*resume)[0] == EXIT_CONFIG_ERROR
-    said = capsys.readouterr().err
-    assert "metrics.jsonl: not found, but checkpoint-6 was saved after 6 steps. Fix: restore the file, or add" in said
+    output = capsys.readouterr().err
+    assert "metrics.jsonl: not found, but checkpoint-6 was saved after 6 steps. Fix: restore the file, or add" in output
     assert launched(*resume, "--allow-changed-code")[0] == EXIT_STOPPED
     assert "metrics.jsonl has no rows for 6 of 6 steps; report and summary lack them" in capsys.readouterr().out
 

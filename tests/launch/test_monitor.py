@@ -1,4 +1,4 @@
-"""What is said of each step while a run goes on, and which rank or server is stalled."""
+"""Lines printed for each step of a run, and the detection of a stalled rank or server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture
 def watch(read, tmp_path):
-    """``watch()``: of an attempt whose run directory is the test's."""
+    """``watch()``: a monitor of an attempt. Its run directory is the test's folder."""
     recipe = read()
 
     def make(hooks: RunHooks | None = None) -> Monitor:
@@ -73,9 +73,9 @@ def test_a_resumed_run_goes_on_from_all_rows(watch, tmp_path, capsys):
     watched = watch()
     append(tmp_path, ENOUGH_STEPS, ENOUGH_STEPS)
     assert "grpo: note: the reward is 0 in 10 steps" in said(watched, capsys)[1]
-    again = watch()
+    resumed = watch()
     append(tmp_path, ENOUGH_STEPS + 1, ENOUGH_STEPS + 3)
-    assert not any("note" in line for line in said(again, capsys)), "it was said before"
+    assert not any("note" in line for line in said(resumed, capsys)), "it was said before"
 
 
 def test_the_page_of_a_running_run_takes_a_fiftieth_of_the_time_and_lines_fit_the_terminal(
@@ -117,7 +117,7 @@ def test_evaluations_have_a_line_and_completions_one_every_so_many_steps(read, t
             file.write(json.dumps({"step": 20, "eval_reward": 0.5, "prompts": 8, "seconds": 1}) + "\n")
         with (tmp_path / "samples.jsonl").open("a") as file:
             for step in range(1, 13):
-                samples = [{"prompt": "7+7=", "completion": one, "reward": 1.0} for one in ("14", "15")]
+                samples = [{"prompt": "7+7=", "completion": completion, "reward": 1.0} for completion in ("14", "15")]
                 file.write(json.dumps({"step": step, "samples": samples}) + "\n")
         return said(watched, capsys)
 
@@ -178,7 +178,7 @@ def test_the_start_is_said_phase_by_phase_and_the_page_is_written_while_the_run_
     assert live[-1] == "updating 0 s, step 2/40 done"
     monkeypatch.setattr(monitor, "_HOOK_SECONDS", 0)
     watched.tick()
-    assert pages == [tmp_path], "one at a time, and the launcher looks on meanwhile"
+    assert pages == [tmp_path], "only one page at a time, and the launcher keeps checking"
     done.set()
 
 
@@ -240,7 +240,7 @@ def test_phases_are_read_by_rank(tmp_path):
     (tmp_path / "processes").mkdir()
     for rank in (10, 2):
         write_json(tmp_path / f"processes/phase_{rank}.json", {"phase": "score", "since": 1.5, "step": rank})
-    (tmp_path / "processes/phase_3.json").touch()  # as a full disk leaves it
+    (tmp_path / "processes/phase_3.json").touch()  # an empty file, from a full disk
     assert read_phases(tmp_path) == [Phase(2, "score", 2, 1.5), Phase(10, "score", 10, 1.5)]
 
 
@@ -389,14 +389,14 @@ def test_processes_leave_their_stacks_and_stopped_ones_are_named(tmp_path):
         (tmp_path / "stacks/old.txt").touch()
         os.utime(tmp_path / "stacks/old.txt", (1, 1))
         os.utime(tmp_path / "stacks/rank_1.txt", (1, 1))
-        said = dump_stacks(tmp_path, [child.pid for child in children])
+        message = dump_stacks(tmp_path, [child.pid for child in children])
     finally:
         for child in children:
             child.kill()
             child.wait()
     assert "endless" in (tmp_path / "stacks/rank_0.txt").read_text()
-    assert said.startswith("; stacks of rank_0.txt in ")
-    assert said.endswith(f"; stopped by a signal (SIGSTOP): pid {children[1].pid}")
+    assert message.startswith("; stacks of rank_0.txt in ")
+    assert message.endswith(f"; stopped by a signal (SIGSTOP): pid {children[1].pid}")
 
 
 def test_only_ranks_that_live_on_this_node_are_asked_for_stacks(tmp_path):
@@ -415,5 +415,5 @@ def test_an_old_compile_lock_is_named_with_the_command_that_mends_it(tmp_path, f
     assert stale_compile_lock(tmp_path, time.time()) is None
     lock.touch()
     assert stale_compile_lock(tmp_path, time.time() - 60) is None
-    said = stale_compile_lock(tmp_path, time.time() + 1)
-    assert said is not None and said.endswith(f"rm {lock}")
+    message = stale_compile_lock(tmp_path, time.time() + 1)
+    assert message is not None and message.endswith(f"rm {lock}")

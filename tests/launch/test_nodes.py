@@ -41,7 +41,7 @@ record["extra"] = os.environ["EXTRA"]
 with open(os.path.join(folder, "rank_1.json"), "w") as file:
     json.dump(record, file)
 """
-# What accelerate does for a rank: start it, tell how it died, fail.
+# Acts like accelerate for a rank: starts it, reports how it died, and fails.
 STARTER = (
     f"import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', {RANK + 'time.sleep(300)'!r}])\n"
     "code = child.wait()\nprint(f'exitcode  : {code} (pid: {child.pid})', flush=True)\nsys.exit(1)"
@@ -63,11 +63,11 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
         (programs / "scontrol").write_text(f"#!/bin/sh\n{answers}true\n")
         for program in programs.iterdir():
             program.chmod(program.stat().st_mode | stat.S_IXUSR)
-        ours = {
+        environment = {
             "PATH": f"{programs}:{os.environ['PATH']}", "FAKE_SRUN_ARGV": str(tmp_path / "argv.json"),
             "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_JOB_CPUS_PER_NODE": "64,32(x3)", **variables,
         }  # fmt: skip
-        for name, value in ours.items():
+        for name, value in environment.items():
             monkeypatch.setenv(name, value)
         return dict(os.environ)
 
@@ -95,16 +95,16 @@ def remote(workers: NodeWorkers, tmp_path: Path, code: str) -> RemoteChild:
     return RemoteChild(workers, Process("trainer", argv, {}, (), str(tmp_path / "node1.log"), 1))
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 20) -> None:
+def until(condition: Callable[[], object], event: str, seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"no {what}"
+        assert time.monotonic() < deadline, f"no {event}"
         time.sleep(0.05)
 
 
 def srun_process() -> psutil.Process:
-    living = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
-    (srun,) = [one for one in living if "srun" in " ".join(one.cmdline())]
+    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    (srun,) = [child for child in living if "srun" in " ".join(child.cmdline())]
     return srun
 
 
@@ -134,12 +134,12 @@ def test_on_one_node_nothing_is_started(job, workers):
 
 
 def test_the_nodes_are_as_they_say_and_reach_each_other(job, workers, tmp_path):
-    found = preflight_nodes(workers, two_nodes(), job())
-    assert [(node.address, node.name, node.interface) for node in found.nodes] == [
+    resources = preflight_nodes(workers, two_nodes(), job())
+    assert [(node.address, node.name, node.interface) for node in resources.nodes] == [
         ("127.0.0.1", "n1", "lo"),
         ("127.0.0.1", "n2", "lo"),
     ]
-    assert all(node.cores == len(os.sched_getaffinity(0)) for node in found.nodes[1:])
+    assert all(node.cores == len(os.sched_getaffinity(0)) for node in resources.nodes[1:])
     assert "--nodes=2" in json.loads((tmp_path / "argv.json").read_text())
 
 
@@ -155,18 +155,18 @@ def test_the_first_node_opens_as_many_files_as_the_others(job, workers):
 
 @pytest.mark.parametrize("variable", ["NETWORK_INTERFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
 def test_an_interface_that_is_named_gives_the_addresses(job, workers, variable):
-    found = preflight_nodes(workers, two_nodes(), job("192.0.2.1", "192.0.2.2", **{variable: "lo"}))
-    assert [node.address for node in found.nodes] == ["127.0.0.1", "127.0.0.1"]
+    resources = preflight_nodes(workers, two_nodes(), job("192.0.2.1", "192.0.2.2", **{variable: "lo"}))
+    assert [node.address for node in resources.nodes] == ["127.0.0.1", "127.0.0.1"]
 
 
 def test_a_name_that_means_the_loopback_on_the_first_node_is_not_its_address(job, workers, monkeypatch):
     monkeypatch.setattr(nodes, "node_address", {"n1": "127.0.1.1", "n2": "127.0.0.1"}.__getitem__)
-    found = preflight_nodes(workers, two_nodes(), job())
-    assert [node.address for node in found.nodes] == ["127.0.0.1", "127.0.0.1"]
+    resources = preflight_nodes(workers, two_nodes(), job())
+    assert [node.address for node in resources.nodes] == ["127.0.0.1", "127.0.0.1"]
 
 
 @pytest.mark.parametrize(
-    ("addresses", "variables", "said"),
+    ("addresses", "variables", "message"),
     [
         (
             (),
@@ -180,8 +180,8 @@ def test_a_name_that_means_the_loopback_on_the_first_node_is_not_its_address(job
         ((), {"PATH": "/nowhere"}, "srun: is not installed here"),
     ],
 )
-def test_nodes_that_cannot_work_together_are_refused(job, workers, addresses, variables, said):
-    with pytest.raises(ConfigError, match=said):
+def test_nodes_that_cannot_work_together_are_refused(job, workers, addresses, variables, message):
+    with pytest.raises(ConfigError, match=message):
         preflight_nodes(workers, two_nodes(), job(*addresses, **variables))
 
 
@@ -200,13 +200,13 @@ def test_the_pair_that_does_not_reach_each_other_is_named(job, workers, monkeypa
         return ask(order, *arguments, **facts)
 
     monkeypatch.setattr(workers, "ask", nobody_listens)
-    said = r"node n1 \(127.0.0.1\) can't reach node n2 \(127.0.0.1\): Connection refused"
-    with pytest.raises(ConfigError, match=said):
+    message = r"node n1 \(127.0.0.1\) can't reach node n2 \(127.0.0.1\): Connection refused"
+    with pytest.raises(ConfigError, match=message):
         preflight_nodes(workers, two_nodes(), job())
 
 
-@pytest.mark.parametrize(("answer", "said"), [(b"7\n", "another program answered there"), (b"", "timed out")])
-def test_an_address_where_another_program_listens_is_not_the_node(job, workers, monkeypatch, answer, said):
+@pytest.mark.parametrize(("answer", "message"), [(b"7\n", "another program answered there"), (b"", "timed out")])
+def test_an_address_where_another_program_listens_is_not_the_node(job, workers, monkeypatch, answer, message):
     monkeypatch.setattr(nodes, "_CONNECT_SECONDS", 0.5)
     other = socket.create_server(("127.0.0.1", 0))
     ask, answered = workers.ask, []
@@ -224,7 +224,7 @@ def test_an_address_where_another_program_listens_is_not_the_node(job, workers, 
     answering = threading.Thread(target=answer_both, daemon=True)
     answering.start()
     monkeypatch.setattr(workers, "ask", other_listens)
-    with pytest.raises(ConfigError, match=rf"can't reach node n2 \(127.0.0.1\): {said}") as refused:
+    with pytest.raises(ConfigError, match=rf"can't reach node n2 \(127.0.0.1\): {message}") as refused:
         preflight_nodes(workers, two_nodes(), job())
     assert "firewall" in str(refused.value)
     answering.join()
@@ -305,11 +305,11 @@ def test_a_process_of_another_node_has_that_nodes_own_scratch(job, workers, tmp_
 def test_each_node_removes_what_dead_runs_left_there(job, workers, tmp_path, capsys):
     (tmp_path / "shm").mkdir()
     with tempfile.TemporaryDirectory() as node:  # a short path: a run's sockets are below it
-        left = dead_scratch(Path(node), tmp_path / "shm")
+        scratch = dead_scratch(Path(node), tmp_path / "shm")
         begun(workers, job(SLURM_TMPDIR=node), tmp_path / "run")
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if left.disk.name in line]
-    assert line.startswith("grpo: node 1: removed scratch of ") and not left.disk.exists()
-    assert left.memory.exists(), "no folder that a launch of that node uses"
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if scratch.disk.name in line]
+    assert line.startswith("grpo: node 1: removed scratch of ") and not scratch.disk.exists()
+    assert scratch.memory.exists(), "no folder that a launch of that node uses"
 
 
 def test_what_a_node_lacks_is_told_with_its_name_before_anything_starts(job, workers, tmp_path):
@@ -324,11 +324,11 @@ def test_what_a_node_lacks_is_told_with_its_name_before_anything_starts(job, wor
 def test_a_port_of_another_node_is_asked_there(job, workers):
     preflight_nodes(workers, two_nodes(), job())
     free = workers.port_of(1)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert not free(taken.getsockname()[1])
-        number = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        assert not free(listener.getsockname()[1])
+        number = listener.getsockname()[1]
     assert free(number) and workers.port_of(0) is None
 
 
@@ -358,7 +358,7 @@ def test_a_process_can_be_ended_and_started_again(job, workers, tmp_path):
     second = remote(workers, tmp_path, STARTER)
     (rank,) = ranks_of(second)
     assert rank.record["pid"] != pid and not rank.gone and second.state().lost is None
-    assert first.state() == State(), "what is reported of its successor is not its own"
+    assert first.state() == State(), "a report about its successor must not count"
 
 
 def test_requests_reach_the_other_nodes(job, workers, tmp_path):
@@ -384,7 +384,7 @@ def test_nothing_is_left_when_srun_is_killed(job, workers, tmp_path):
 
 
 class FakeNews:
-    """A process of a node, of whose ranks nothing is reported but what ``states`` has, one after the other."""
+    """A process of a node. It reports only the items of ``states`` about its ranks, one after the other."""
 
     process, log = Process("trainer", [], {}, (), "log"), Path("log")
 
@@ -398,9 +398,9 @@ class FakeNews:
 def test_a_rank_that_was_killed_is_to_blame_though_the_news_of_its_node_come_last():
     error = {"rank": 0, "pid": 5, "exit": 1, "cause": "RuntimeError: connection reset", "time": 1.0}
     killed = {"rank": 1, "pid": 7, "node": 1}
-    here = FakeNews(State(ranks=[Rank(error, "log")]))
-    there = FakeNews(State(ranks=[Rank(killed, "log")]), State(ranks=[Rank(killed, "log", True, -9)]))
-    ending = wait_for_ending([Group([here, there])], lambda: None)
+    local = FakeNews(State(ranks=[Rank(error, "log")]))
+    remote = FakeNews(State(ranks=[Rank(killed, "log")]), State(ranks=[Rank(killed, "log", True, -9)]))
+    ending = wait_for_ending([Group([local, remote])], lambda: None)
     assert ending.cause == "rank 1 (pid 7 on node 1) was killed by signal 9"
 
 
@@ -424,7 +424,9 @@ def test_a_node_worker_that_is_killed_ends_the_run_and_leaves_nothing(job, worke
     begun(workers, job(), tmp_path / "run")
     child = remote(workers, tmp_path, STARTER)
     rank = ranks_of(child)[0].record
-    worker = next(one for one in psutil.Process(rank["pid"]).parents() if "grpo_recipes.launch.nodes" in one.cmdline())
+    worker = next(
+        parent for parent in psutil.Process(rank["pid"]).parents() if "grpo_recipes.launch.nodes" in parent.cmdline()
+    )
     worker.kill()
     ending = wait_for_ending([Group([child])], lambda: None)
     assert "srun, which runs the node workers, exited with code 137" in ending.cause

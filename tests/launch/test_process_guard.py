@@ -23,7 +23,7 @@ from grpo_recipes.runs.rundir import Run, lock_run
 
 pytestmark = pytest.mark.alone
 
-# Starts a sleeper in a session of its own, writes its pid, and goes on as argv says.
+# Starts a sleeper in a new session, writes its pid, sleeps and exits as argv requests.
 PARENT = """
 import subprocess, sys, time
 child = subprocess.Popen(["sleep", "300"], start_new_session=True)
@@ -75,12 +75,12 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path):
-    made = Place(tmp_path / "run", tmp_path / "disk", tmp_path / "memory", tmp_path / "log", tmp_path / "pid")
-    for folder in (made.run_dir / "processes", made.run_dir / "sync", made.disk, made.memory):
+    folders = Place(tmp_path / "run", tmp_path / "disk", tmp_path / "memory", tmp_path / "log", tmp_path / "pid")
+    for folder in (folders.run_dir / "processes", folders.run_dir / "sync", folders.disk, folders.memory):
         folder.mkdir(parents=True)
-    yield made
-    if made.pid_file.exists() and is_alive(int(made.pid_file.read_text())):
-        os.kill(int(made.pid_file.read_text()), signal.SIGKILL)
+    yield folders
+    if folders.pid_file.exists() and is_alive(int(folders.pid_file.read_text())):
+        os.kill(int(folders.pid_file.read_text()), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("script", "code", "told"), [("exit 0", 0, 0), ("exit 7", 7, 7), ("kill -9 $$", 137, -9)])
@@ -142,15 +142,15 @@ def test_a_launcher_that_died_before_the_guard_began_is_noticed_at_once(place):
     dead = subprocess.Popen(["true"])
     dead.wait()
     guard = place.guard(*place.parent(300, 0), launcher=dead.pid)
-    _, said = guard.communicate(timeout=20)
-    assert guard.returncode == 143, said.decode()
+    _, errors = guard.communicate(timeout=20)
+    assert guard.returncode == 143, errors.decode()
     assert not place.pid_file.exists(), "the command was started"
-    assert b"Traceback" not in said
+    assert b"Traceback" not in errors
     assert f"the launcher (pid {dead.pid}) died" in json.loads((place.run_dir / "summary.json").read_text())["cause"]
     assert not place.disk.exists()
 
 
-# As accelerate does, starts a rank and waits for it; the rank takes SIGTERM for a request to save.
+# Starts a rank and waits for it, like accelerate. The rank treats SIGTERM as a request to save.
 SAVES = """
 import os, pathlib, signal, subprocess, sys, time
 def save(*_):
@@ -221,14 +221,14 @@ def test_when_the_guard_is_killed_its_command_ends(place):
 
 
 def test_a_guard_holds_the_run_after_its_launcher_and_lets_it_go_at_its_end(place, monkeypatch):
-    """Another launch must not begin while processes of the one before live."""
+    """Another launch must not start while processes of the previous launch are alive."""
     run = Run(place.run_dir)
     lock = lock_run(run)
     scratch = Scratch(place.disk, place.memory, [lock])
     (process,) = [Process("trainer", place.parent(300, 0), {}, (), str(place.log))]
     child = Child(process, dict(os.environ), place.run_dir, scratch)
     place.sleeper()
-    os.close(lock)  # as at the launcher's end
+    os.close(lock)  # the launcher's end closes it
     assert run.is_running()
     with pytest.raises(ConfigError, match="another launch is running"):
         lock_run(run)
@@ -238,7 +238,7 @@ def test_a_guard_holds_the_run_after_its_launcher_and_lets_it_go_at_its_end(plac
 
 @pytest.fixture
 def shadows(tmp_path, monkeypatch):
-    """Make the working folder one whose files have the names of packages that every process of a run imports."""
+    """Change to a folder with files named after packages that every process of a run imports."""
     folder = tmp_path / "own"
     folder.mkdir()
     for name in ("json", "yaml", "psutil", "torch", "accelerate"):

@@ -167,7 +167,7 @@ def test_what_ended_while_a_stop_request_came_is_not_lost(start):
     trainer = start("trainer", "time.sleep(1)\nrecord(0, exit=75, cause='stopped on request', time=1.0)\nsys.exit(75)")
     while sums.state().lost is None:
         time.sleep(0.02)
-    answers = [False]  # as the first look begins, the request has not come yet
+    answers = [False]  # at the first check, the request has not arrived yet
     ending = wait_for_ending([Group([trainer]), Group([sums])], lambda: None, lambda: not answers or answers.pop())
     assert (ending.code, ending.cause) == (75, "rank 0: stopped on request")
 
@@ -196,8 +196,8 @@ def test_the_tail_of_a_log_has_the_users_own_lines_and_no_frames_of_libraries(tm
     frames = "".join(
         f'  File "/env/lib/python3.11/site-packages/trl/x.py", line {row}, in f\n    g()\n' for row in range(40)
     )
-    own = '  File "/home/me/rewards.py", line 3, in score\n    return gold[0]\n'
-    (tmp_path / "log").write_text(f"Traceback (most recent call last):\n{own}{frames}KeyError: 0\n")
+    user_lines = '  File "/home/me/rewards.py", line 3, in score\n    return gold[0]\n'
+    (tmp_path / "log").write_text(f"Traceback (most recent call last):\n{user_lines}{frames}KeyError: 0\n")
     lines = tail(tmp_path / "log").splitlines()
     assert len(lines) == 5 and "40 frames of libraries" in lines[3] and "/home/me/rewards.py" in lines[1]
 
@@ -231,7 +231,7 @@ ENGINE = """(APIServer pid=7) INFO 11-27 14:00:00 [api.py:1] started
 
 
 def test_the_first_error_of_a_log_is_found(tmp_path):
-    """R3, R8: not the last one, and not what another process says of it."""
+    """R3, R8: not the last error, and not another process's report of it."""
     log = tmp_path / "log"
     log.write_text(TRACEBACK)
     assert first_error(log) == "OSError: [Errno 28] No space left on device: 'runs/mine/metrics.jsonl'"

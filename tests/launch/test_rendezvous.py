@@ -111,7 +111,7 @@ def test_nodes_meet_in_either_order_and_end_with_the_same_code(first, start_node
 
 
 def test_the_wait_of_node_0_is_bounded_and_names_the_missing_node(node_0, tmp_path, port):
-    """R12: the wait says what it waits for."""
+    """R12: the error of the wait names the missing node and the address."""
     with pytest.raises(ConfigError) as raised:
         meet(node_0(limit=0.5), tmp_path)
     assert str(raised.value) == (
@@ -121,7 +121,7 @@ def test_the_wait_of_node_0_is_bounded_and_names_the_missing_node(node_0, tmp_pa
 
 
 def test_the_wait_of_another_node_is_bounded_and_names_node_0(start_node, port):
-    """R12: node 1 says where it expects node 0, and gives up."""
+    """R12: node 1 prints the address of node 0, and gives up."""
     code, output = start_node(limit=1).result()
     assert code == 2
     assert f"--master-addr: node 0 did not answer at 127.0.0.1:{port} within 1 s (Connection refused)" in output
@@ -163,7 +163,7 @@ def test_nodes_with_different_commands_are_rejected(start_node, node_0, tmp_path
 
 
 def test_a_stranger_is_not_a_node_and_gets_no_token(start_node, node_0, tmp_path, port, capsys):
-    """R12: whoever does not know the key in the shared folder is rejected, and the run starts all the same."""
+    """R12: a client without the key in the shared folder is rejected, and the run still starts."""
     answers: list[dict] = []
 
     def intrude() -> None:
@@ -216,7 +216,7 @@ def test_a_peer_that_sees_the_key_but_cannot_read_it_is_rejected(port, tmp_path,
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_the_loss_of_a_node_ends_the_run_and_names_it(start_node, node_0, tmp_path):
-    """R12: a node whose command is killed ends the run on the other."""
+    """R12: if the command of a node is killed, the run on the other node ends."""
     node, workers = start_node(), node_0()
     meet(workers, tmp_path)
     run_dir = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""A run that was frozen for a job: what its first start reads, compares and counts."""
+"""A run that was frozen for a job: the files that its first start reads, compares and counts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def freeze_it(recipe: Recipe, names: Names, resources: Resources) -> Run:
 
 
 def in_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of the run's own batch script."""
+    """Set the environment of the run's batch script."""
     for name, text in frozen_environment(run.folder, os.environ).items():
         if name != "PYTHONPATH":
             monkeypatch.setenv(name, text)
@@ -87,8 +87,8 @@ def test_what_fails_half_way_leaves_no_folder(folder, monkeypatch) -> None:
 def test_the_users_own_code_is_frozen_with_it(folder) -> None:
     (folder / "mine.py").write_text("def reward(completions, **_):\n    return [1.0 for _ in completions]\n")
     run = frozen("--reward_funcs", "mine.py:reward")
-    (kept,) = (run.folder / "rewards").glob("mine*.py")
-    assert kept.read_text() == (folder / "mine.py").read_text()
+    (copy,) = (run.folder / "rewards").glob("mine*.py")
+    assert copy.read_text() == (folder / "mine.py").read_text()
 
 
 def test_an_entry_script_of_the_user_is_copied(folder, monkeypatch) -> None:
@@ -107,8 +107,8 @@ def test_its_start_reads_the_frozen_recipe_whatever_the_environment_says(monkeyp
     monkeypatch.setenv("TRAIN_SEED", "5")
     run = frozen("--seed", "3")
     in_job(run, monkeypatch)
-    found, recipe = resolve_run(Options(resume=str(run.folder)), CPU)
-    assert found is not None and found.folder == run.folder
+    resolved, recipe = resolve_run(Options(resume=str(run.folder)), CPU)
+    assert resolved is not None and resolved.folder == run.folder
     assert recipe["seed"] == 3 and recipe.entry == "src/grpo.py"
     assert home() == run.folder / "code"
 
@@ -149,10 +149,10 @@ def test_a_resume_takes_a_changed_reward_and_run_json_says_from_which_step(folde
     (folder / "own.py").write_text("def score(completions): return [1.0]\n")
     monkeypatch.setenv("SLURM_TMPDIR", str(folder))
     (folder / "logs").mkdir(exist_ok=True)
-    found, recipe = resolve_run(Options(resume=str(run.folder), **update), CPU)
-    names = names_of(recipe, found)
+    resolved, recipe = resolve_run(Options(resume=str(run.folder), **update), CPU)
+    names = names_of(recipe, resolved)
     plan = make_plan(recipe, CPU, os.environ, names, find_assets(recipe, os.environ))
-    prepare_attempt(found, recipe, plan, names, CPU, NodeWorkers(0), update_rewards=True).scratch.remove()
+    prepare_attempt(resolved, recipe, plan, names, CPU, NodeWorkers(0), update_rewards=True).scratch.remove()
     assert (run.folder / "rewards/own.py").read_text() == (folder / "own.py").read_text()
     (updated,) = Run(run.folder).identity["updated_rewards"]
     assert updated["after_step"] == 0 and updated["notes"][0].startswith(
@@ -187,7 +187,7 @@ def test_its_first_start_is_no_restart_and_its_second_is_one(folder, monkeypatch
 def test_a_start_first_removes_what_dead_runs_left_on_the_node(folder, monkeypatch, capsys) -> None:
     for name in ("node", "shm", "logs"):
         (folder / name).mkdir()
-    left = dead_scratch(folder / "node", folder / "shm")
+    stale = dead_scratch(folder / "node", folder / "shm")
     monkeypatch.setenv("SLURM_TMPDIR", str(folder / "node"))
     run = frozen()
     recipe = resolve_run(Options(resume=str(run.folder)), CPU)[1]
@@ -195,7 +195,7 @@ def test_a_start_first_removes_what_dead_runs_left_on_the_node(folder, monkeypat
     attempt = prepare_attempt(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, NodeWorkers(0))
     assert list((folder / "node").iterdir()) == [attempt.scratch.disk]
     attempt.scratch.remove()
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if left.disk.name in line]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if stale.disk.name in line]
     assert line.startswith("grpo: removed scratch of ") and "died on this node (" in line
 
 
@@ -205,8 +205,8 @@ def test_a_node_that_does_not_begin_leaves_no_scratch_and_no_running_summary(fol
             raise config_error("nodes of the job", "node 1 did not answer within 60 s", "")
 
     scratch = folder / "scratch"
-    for one in (scratch, folder / "logs"):
-        one.mkdir()
+    for directory in (scratch, folder / "logs"):
+        directory.mkdir()
     monkeypatch.setenv("SLURM_TMPDIR", str(scratch))
     run = frozen()
     recipe = resolve_run(Options(resume=str(run.folder)), CPU)[1]

@@ -1,4 +1,4 @@
-"""How a run goes on when its server is lost or it is asked to stop: real processes, but fake server and trainers."""
+"""How a run continues after a lost server or a stop request: real processes, but fake server and trainers."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_a_bridge_that_reconnects_gets_a_new_server_at_the_old_address_and_the_r
 
 @needs_root
 def test_a_server_whose_port_another_user_took_moves_to_another_port(fake_run, tmp_path, capsys):
-    """R6: between two servers user nobody listens on the port. It gets no request, and the run completes."""
+    """R6: between two servers, another user listens on the port. It gets no request, and the run completes."""
     run = fake_run()
     first = run.attempt.plan.ports.server
     received = []
 
     def kill() -> None:
         run.wait_for_step(2)
-        with run.held(), other_user(first, tmp_path / "received") as user:  # which tries again and again
+        with run.held(), other_user(first, tmp_path / "received") as user:  # the other user tries repeatedly
             guard = psutil.Process(read_json(run.folder / "processes/server.json")["guard"])
             guard.suspend()  # the launcher waits for it before it starts the next server
             run.kill("server")
@@ -69,8 +69,9 @@ def test_a_server_whose_port_another_user_took_moves_to_another_port(fake_run, t
     last = run.attempt.plan.ports.server
     assert last != first and len(read_metrics(run.folder)) == 8
     assert run.summary()["server_restarts"] == 1
-    said = capsys.readouterr().out
-    assert f"port {first} (vllm_server_port) was taken by another process (pid " in said and f"); using {last}" in said
+    output = capsys.readouterr().out
+    assert f"port {first} (vllm_server_port) was taken by another process (pid " in output
+    assert f"); using {last}" in output
 
 
 @needs_root
@@ -112,14 +113,14 @@ def test_a_server_is_started_again_with_each_model_that_the_trainer_names(fake_r
         name(1)
         ready(2, 1)
         run.kill("server")
-        ready(3, 1)  # one that dies has the same model again
+        ready(3, 1)  # a server that dies restarts with the same model
         name(2)
         ready(4, 2)
         assert read_json(run.folder / "processes/trainer.json") == trainer
 
     assert run.then(train).end() == Ending(0)
-    assert [Path(one).name for one in commands] == ["model-1", "model-1", "model-2"]
-    assert run.summary()["server_restarts"] == 1  # the one that died
+    assert [Path(path).name for path in commands] == ["model-1", "model-1", "model-2"]
+    assert run.summary()["server_restarts"] == 1  # the server that died
     assert capsys.readouterr().out.count("started again") == 1
 
 
@@ -140,12 +141,12 @@ def test_without_reconnecting_both_go_on_from_the_newest_checkpoint(fake_run, ca
     assert "resuming from checkpoint-" in out
 
 
-def damage_and_kill(run: FakeRun, wanted: slice) -> None:
-    """Let the trainer take no step, make nonsense of some of its checkpoints, newest last, and kill the server."""
+def damage_and_kill(run: FakeRun, selection: slice) -> None:
+    """Stop the trainer's steps, damage the selected checkpoints (oldest first), and kill the server."""
     run.wait_for_step(3)
     (run.folder / "hang").touch()
     time.sleep(0.4)
-    for checkpoint in complete_checkpoints(run.folder / "checkpoints")[wanted]:
+    for checkpoint in complete_checkpoints(run.folder / "checkpoints")[selection]:
         (checkpoint / "COMPLETE").write_text("null")
     run.kill("server")
 
@@ -201,8 +202,8 @@ def test_a_smoke_task_that_could_not_be_made_ends_the_run_with_its_code(
 ):
     monkeypatch.setattr(launch_run, "smoke_command", lambda *_: (tmp_path / "smoke", ["sh", "-c", script]))
     run = fake_run()
-    own = {"model_name_or_path": "own", "dataset_name": "own.jsonl", "eval_dataset_name": None}
-    attempt = replace(run.attempt, recipe=own | {key: "smoke:sums"})
+    user_keys = {"model_name_or_path": "own", "dataset_name": "own.jsonl", "eval_dataset_name": None}
+    attempt = replace(run.attempt, recipe=user_keys | {key: "smoke:sums"})
     assert launch_run.make_smoke_task(attempt) == Ending(code, f"python -m grpo_recipes.smoke {how}")
 
 
@@ -239,8 +240,8 @@ def test_a_server_that_was_never_ready_is_not_started_again(fake_run, capsys):
     ending = run.end()
     assert ending.code == 1 and ending.cause == "the vLLM server died before it was ready"
     assert run.state() == {"epoch": 1, "state": "gone"}
-    said = "grpo: waiting for the vLLM server, at most 1200 s: it reads 20.0 GB of weights, loads the model"
-    assert said in capsys.readouterr().out
+    line = "grpo: waiting for the vLLM server, at most 1200 s: it reads 20.0 GB of weights, loads the model"
+    assert line in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -318,7 +319,7 @@ def test_a_role_of_its_own_starts_in_the_order_of_the_plan_and_its_loss_can_fail
             super().__init__(process, *arguments)
 
     monkeypatch.setattr(launch_run, "Child", RecordedChild)
-    run = fake_run(steps=200, others=[toy(tmp_path, "fail")])
+    run = fake_run(steps=200, last=[toy(tmp_path, "fail")])
     ending = run.then(lambda: kill_toy(run)).end()
     assert [process.role for process in run.attempt.plan.processes] == ["server", "trainer", "toy"]
     assert started == ["server", "toy", "trainer"]
@@ -330,13 +331,13 @@ def test_a_role_of_its_own_starts_in_the_order_of_the_plan_and_its_loss_can_fail
 
 
 def test_a_role_of_its_own_can_be_restarted_alone(fake_run, tmp_path, capsys, monkeypatch):
-    run = fake_run(steps=20, others=[toy(tmp_path, "restart")])
+    run = fake_run(steps=20, last=[toy(tmp_path, "restart")])
     before: list = []
     orders: list[list[str]] = []
 
-    def recorded(groups: Sequence[Group], *more) -> Ending:
+    def recorded(groups: Sequence[Group], *arguments) -> Ending:
         orders.append([group.process.role for group in groups])
-        return wait_for_ending(groups, *more)
+        return wait_for_ending(groups, *arguments)
 
     monkeypatch.setattr(launch_run.processes, "wait_for_ending", recorded)
 
@@ -356,7 +357,7 @@ def test_a_role_of_its_own_can_be_restarted_alone(fake_run, tmp_path, capsys, mo
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_a_role_of_its_own_can_be_restarted_with_the_trainers(fake_run, tmp_path, capsys):
-    run = fake_run(steps=20, others=[toy(tmp_path, "restart with trainers")])
+    run = fake_run(steps=20, last=[toy(tmp_path, "restart with trainers")])
     before: list = []
 
     def kill() -> None:
@@ -415,7 +416,7 @@ def test_a_request_by_file_while_the_server_starts_ends_it_at_once(fake_run):
 
 
 def waiting(run: FakeRun) -> None:
-    """Wait until the trainers run beside the server that starts."""
+    """Wait until the trainers run while the server starts."""
     run.wait_until((run.folder / "processes/phase_0.json").exists)
     assert run.state() == {"epoch": 1, "state": "starting"}
 
@@ -447,7 +448,7 @@ def test_a_server_that_dies_while_trainers_wait_for_it_is_to_blame(fake_run):
     ending = run.then(kill).end(whole=True)
     assert (ending.code, ending.cause) == (137, "the vLLM server died before it was ready")
     assert ending.log == run.folder / "s.log" and run.state() == {"epoch": 1, "state": "gone"}
-    assert not any(is_alive(one["pid"]) for one in trainers) and "server_restarts" not in run.summary()
+    assert not any(is_alive(trainer["pid"]) for trainer in trainers) and "server_restarts" not in run.summary()
 
 
 def test_trainers_that_die_before_the_server_is_ready_end_the_run_at_once(fake_run):
@@ -481,7 +482,7 @@ def test_a_request_to_stop_while_trainers_wait_for_the_server_ends_all_at_once(f
 
     assert run.then(ask).end(whole=True).code == code
     # A guard that is asked to end before it has started its command leaves no record.
-    assert not any(is_alive(one["pid"]) for one in run.records("server", "trainer") if one)
+    assert not any(is_alive(process["pid"]) for process in run.records("server", "trainer") if process)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a signal to the launcher does, by its kind, its moment, and those before it."""
+"""The effect of a signal to the launcher, by kind, time and earlier signals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_with_nothing_to_save_a_signal_ends_the_attempt_at_once(stop, signum, co
 def test_the_second_time_a_signal_ends_the_attempt_but_within_a_second_two_are_one(stop, signum, monkeypatch):
     stop.save_if(lambda: True)
     send(signum)
-    send(signum)  # as timeout does: its child, then its group
+    send(signum)  # timeout signals its child, then its group
     stop.check()
     assert stop.requested
     monkeypatch.setattr(StopSignals, "_same_signal_seconds", 0.0)

@@ -1,4 +1,4 @@
-"""`grpo submit` with a fake sbatch: what is checked, frozen and left, and what is refused with nothing written."""
+"""`grpo submit` with a fake sbatch: checked, frozen and submitted, or rejected without written files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(environment_device() != "cpu", reason="the profi
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with nothing set, and a check --deep that finds nothing."""
+    """Create an empty working folder, and replace check --deep by a check without problems."""
     for name in {*environment_keys(), *READ_VARIABLES, "WANDB_MODE"} - {"GRPO_HOME"}:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fake_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts a fake sbatch in front of everything else: bash code."""
+    """Put a fake sbatch, written in bash, first on the PATH."""
 
     def put(body: str) -> None:
         bin_folder = tmp_path / "bin"
@@ -77,9 +77,9 @@ def test_a_run_is_frozen_and_its_script_submitted(folder, fake_sbatch, capsys) -
     fake_sbatch('cp "${@: -1}" "$PWD/seen.sh"; echo "77;fake"')
     assert submit("--seed", "7", "--time", "0:30:00") == 0
     run_dir = only_run(folder)
-    said = capsys.readouterr().out
-    assert f"submitted job 77, run directory runs/{run_dir.name}" in said
-    assert "grpo status 77" in said and "grpo logs -f 77" in said and "grpo stop 77" in said
+    output = capsys.readouterr().out
+    assert f"submitted job 77, run directory runs/{run_dir.name}" in output
+    assert "grpo status 77" in output and "grpo logs -f 77" in output and "grpo stop 77" in output
     script = (run_dir / "job.sh").read_text()
     assert (folder / "seen.sh").read_text() == script
     assert f"#SBATCH --chdir={folder}\n" in script and "#SBATCH --time=0:30:00\n" in script
@@ -194,23 +194,23 @@ def test_nodes_with_internet_may_report_to_wandb(folder, monkeypatch, capsys) ->
 
 def test_every_override_reaches_the_script(capsys) -> None:
     values = {"time": "0:05:00", "nodes": "2", "gpus": "8", "cpus": "16"}
-    given = {key: values.get(key, f"my-{key}") for key in OVERRIDES}
-    assert submit("--dry-run", *[f"--{key}={text}" for key, text in given.items()], profile="mltheory") == 0
+    overrides = {key: values.get(key, f"my-{key}") for key in OVERRIDES}
+    assert submit("--dry-run", *[f"--{key}={text}" for key, text in overrides.items()], profile="mltheory") == 0
     header = capsys.readouterr().out
     named = {"cpus": "cpus-per-task=16", "gpus": "gres=gpu:a100:8"}
-    for key, text in given.items():
+    for key, text in overrides.items():
         assert f"#SBATCH --{named.get(key, f'{key}={text}')}\n" in header
 
 
 @pytest.mark.parametrize(
-    ("site", "said"),
+    ("site", "message"),
     [
         ("gpus: 8\ncpus: 8\nmem: 256G\n", "8 cores for 8 GPUs, at least 16 are needed. Fix: set cpus: 64"),
         ("gpus: 4\ncpus: 16\nmem: 4G\n", "at least 32.0 GB are needed. Fix: set mem: 128G"),
     ],
 )
-def test_a_profile_that_asks_for_too_little_is_refused(folder, capsys, site, said) -> None:
-    assert said in refusal(capsys, "--dry-run", profile=profile_of(folder, site), recipe=MATH)
+def test_a_profile_that_asks_for_too_little_is_refused(folder, capsys, site, message) -> None:
+    assert message in refusal(capsys, "--dry-run", profile=profile_of(folder, site), recipe=MATH)
 
 
 def test_a_profile_that_leaves_cores_and_memory_to_the_site_is_noted(folder, monkeypatch, capsys) -> None:
