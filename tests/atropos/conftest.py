@@ -1,4 +1,4 @@
-"""A run-api for the tests of a module, empty at the begin of each."""
+"""A run-api for the tests of a module. It is empty when a test starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def module_api() -> Iterator[RunApi]:
 
 @pytest.fixture
 def api(module_api: RunApi) -> RunApi:
-    """The module's run-api, as after /reset_data, or a new process if a test ended the last one."""
+    """Return the module's run-api, reset; restart it if the last test ended the process."""
     if module_api.process.poll() is None:
         module_api.reset()
     else:

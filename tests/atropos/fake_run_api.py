@@ -1,4 +1,4 @@
-"""A fake run-api for what the real one cannot be made to do: errors in a row, silence, slow and broken answers."""
+"""A fake run-api for faults that the real server cannot produce on request: repeated errors, slow or cut answers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ NO_BATCH: dict[str, Any] = {"batch": None}
 
 
 class FakeRunApi:
-    """Answers each path with what ``script`` has for it, one after another and the last for ever.
+    """Answers each path with the entries of ``script`` in order, then repeats the last entry.
 
     An answer is JSON with status 200, or a status with a text, or the name of a fault: ``silent`` never answers,
     ``slow`` sends a byte every tenth of a second, ``cut`` closes the connection within the answer.
 
     Attributes:
         script: answers by path.
-        asked: when each path was asked for, as time.monotonic says.
-        bodies: JSON that was posted, by path.
+        asked: times of the requests by path, from time.monotonic.
+        bodies: posted JSON, by path.
     """
 
     def __init__(self, **script: list[Any]) -> None:
@@ -47,7 +47,7 @@ class FakeRunApi:
                     fake.bodies.setdefault(self.path, []).append(json.loads(body))
                 answers = fake.script.get(self.path, [(404, "Not Found")])
                 answer = answers.pop(0) if len(answers) > 1 else answers[0]
-                with contextlib.suppress(ConnectionError):  # a client that gave up waits no longer
+                with contextlib.suppress(ConnectionError):  # the client gave up and closed the connection
                     self._give(answer)
 
             do_POST = do_GET
@@ -76,7 +76,7 @@ class FakeRunApi:
         return Handler
 
     def close(self) -> None:
-        """Stop listening; waiting requests are let go."""
+        """Stop the server and release waiting requests."""
         self._closing.set()
         self._http.shutdown()
         self._http.server_close()

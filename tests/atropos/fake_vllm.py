@@ -1,4 +1,4 @@
-"""A small fake of the run's vLLM: completions in the shape of ``/v1/completions``, and the ways it can be lost."""
+"""A small fake of the run's vLLM: completions in the shape of ``/v1/completions``, and its failures."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 from grpo_recipes import smoke
 
-Sampled = tuple[list[int], list[float], str]  # token ids, log-probs, why it ended
+Sampled = tuple[list[int], list[float], str]  # token ids, log-probs, finish reason
 
 
 def save_tokenizer(folder: Path) -> str:
-    """Write the smoke model's tokenizer as a folder that environments load; return its name."""
+    """Save the smoke model's tokenizer to a folder and return its path."""
     smoke.build_tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text('{"model_type": "qwen2"}')
     (folder / "generation_config.json").write_text('{"eos_token_id": [256, 257]}')
@@ -25,16 +25,16 @@ def save_tokenizer(folder: Path) -> str:
 
 
 class FakeVllm:
-    """Answers requests with what ``samples`` gives for a prompt and a number, and remembers them.
+    """Answers requests with the completions of ``samples`` and records the requests.
 
     Attributes:
-        samples: what a completion is, by the prompt's token ids and its number in the request.
-        policy: the number in X-Grpo-Policy; None for no header.
+        samples: returns a completion for the prompt's token ids and the number in the request.
+        policy: the number in X-Grpo-Policy; None leaves the header out.
         asked: the JSON of each request that was answered with completions, in order.
-        authorized: what stood in Authorization, by request.
+        authorized: the Authorization header of each request.
         fails: statuses of the next answers to POST; 0 closes the connection.
-        content: what is answered in the place of completions, once.
-        token: what is to stand in Authorization after "Bearer ", where it is checked.
+        content: the JSON of the next answer, instead of completions.
+        token: the bearer token that requests need; None accepts every request.
     """
 
     def __init__(self, samples: Callable[[list[int], int], Sampled], port: int = 0) -> None:
@@ -59,10 +59,10 @@ class FakeVllm:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                given = self.headers.get("Authorization")
-                fake.authorized.append(given)
+                authorization = self.headers.get("Authorization")
+                fake.authorized.append(authorization)
                 status = fake.fails.pop(0) if fake.fails else 200
-                status = 401 if fake.token is not None and given != f"Bearer {fake.token}" else status
+                status = 401 if fake.token is not None and authorization != f"Bearer {fake.token}" else status
                 if status == 0:
                     self.connection.shutdown(socket.SHUT_RDWR)
                 elif status != 200:
@@ -80,7 +80,7 @@ class FakeVllm:
                 if fake.policy is not None:
                     self.send_header("X-Grpo-Policy", str(fake.policy))
                 self.end_headers()
-                with contextlib.suppress(ConnectionError):  # a client that was ended waits no longer
+                with contextlib.suppress(ConnectionError):  # the client has ended
                     self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
@@ -89,7 +89,7 @@ class FakeVllm:
         return Handler
 
     def completions(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What vLLM 0.31 answers with ``return_token_ids`` and ``logprobs``."""
+        """Build the answer of vLLM 0.31 to ``return_token_ids`` and ``logprobs``."""
         choices = []
         for number in range(body.get("n", 1)):
             ids, logprobs, reason = self.samples(body["prompt"], number)
@@ -100,7 +100,7 @@ class FakeVllm:
         return {**head, "choices": choices, "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}}
 
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A chat completion that says ``hello``."""
+        """Build a chat completion with the text ``hello``."""
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "hello"}}
         head = {"id": "chat-1", "object": "chat.completion", "created": 1, "model": body["model"]}
         return {**head, "choices": [choice]}

@@ -10,7 +10,7 @@ PROMPT = [4, 11, 16]
 
 
 def group(size: int = 2, first: int = 20, **changes: Any) -> Group:
-    """A right group: completions of one, two, ... tokens from ``first`` on, and the scores 0, 1, ..."""
+    """Build a valid group: completions with 1, 2, ... tokens that count up from ``first``, and scores 0, 1, ..."""
     completions = [[first + row + at for at in range(row + 1)] for row in range(size)]
     values: dict[str, Any] = {
         "tokens": [PROMPT + completion for completion in completions],
@@ -23,5 +23,5 @@ def group(size: int = 2, first: int = 20, **changes: Any) -> Group:
 
 
 def of_version(version: int, **changes: Any) -> Group:
-    """A right group that the policy of an optimizer step sampled; its first completion begins with that number."""
+    """Build a valid group sampled by a policy version; its first completion starts with 20 plus the version."""
     return group(first=20 + version, generation_params={"policy_version": version}, **changes)

@@ -1,4 +1,4 @@
-"""The real run-api in a process of its own, on a free port of loopback."""
+"""The real run-api in a separate process, on a free port of 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REGISTRATION: dict[str, Any] = {
 
 
 class RunApi:
-    """A run-api. ``restart`` gives one that remembers nothing at the same URL; ``reset`` nearly that, in no time."""
+    """A run-api process. ``restart`` starts an empty server at the same URL; ``reset`` clears most state fast."""
 
     def __init__(self, port: int = 0) -> None:
         with tempfile.NamedTemporaryFile(prefix="run-api-", suffix=".log", delete=False) as log:
@@ -52,35 +52,35 @@ class RunApi:
 
     @property
     def log(self) -> str:
-        """What it has written since its start."""
+        """Return the output since the last start."""
         return self._log.read_text(errors="replace")
 
     def stop(self) -> None:
-        """Kill it; whoever asks gets no connection until ``restart``."""
+        """Kill the process. Clients get no connection until ``restart``."""
         self.process.kill()
         self.process.wait()
 
     def restart(self) -> None:
-        """Begin again at the same URL: nothing is registered, nobody ever was."""
+        """Start a new process at the same URL, without any registration."""
         self.stop()
         self._start()
 
     def close(self) -> None:
-        """Kill it and remove its log."""
+        """Kill the process and remove its log."""
         self.stop()
         self._session.close()
         self._log.unlink()
 
     def get(self, path: str, **keys: Any) -> requests.Response:
-        """GET, bounded."""
+        """Send GET with a time limit."""
         return self._session.get(self.url + path, timeout=30, **keys)
 
     def post(self, path: str, body: Any) -> requests.Response:
-        """POST ``body`` as JSON, bounded."""
+        """POST ``body`` as JSON with a time limit."""
         return self._session.post(self.url + path, json=body, timeout=30)
 
     def reset(self) -> None:
-        """Forget queue, environments and registration, as ``/reset_data`` does; /batch is 500 until the next one."""
+        """Clear queue, environments and registration with ``/reset_data``; /batch is 500 until the next trainer."""
         assert self.get("/reset_data").ok
 
     def register(self, **changes: Any) -> None:
@@ -97,7 +97,7 @@ class RunApi:
 
 
 def post_groups(url: str, groups: Sequence[Group]) -> None:
-    """Put groups into the queue of a run-api, in order, as an environment does."""
+    """Post groups to a run-api in order, like an environment."""
     for start in range(0, len(groups), 64):
         body = [group.to_json() for group in groups[start : start + 64]]
         answer = requests.post(f"{url}/scored_data_list", json=body, timeout=30)
@@ -106,7 +106,7 @@ def post_groups(url: str, groups: Sequence[Group]) -> None:
 
 @contextlib.contextmanager
 def run_api(port: int = 0) -> Iterator[RunApi]:
-    """Yield a run-api that listens; it ends with the block."""
+    """Yield a running run-api and end it after the block."""
     api = RunApi(port)
     try:
         yield api

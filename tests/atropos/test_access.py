@@ -1,4 +1,4 @@
-"""R11: what environments in other terminals are given, and that an unmodified one samples with it."""
+"""R11: environments in other terminals get access settings, and an unmodified environment samples with them."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def names(tmp_path: Path) -> Names:
 
 
 def settings(names: Names) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((names.run_dir / SETTINGS).read_text())
-    return found
+    values: dict[str, Any] = yaml.safe_load((names.run_dir / SETTINGS).read_text())
+    return values
 
 
 def test_only_the_user_can_read_the_files_and_they_go_with_the_launch(
@@ -53,7 +53,7 @@ def test_only_the_user_can_read_the_files_and_they_go_with_the_launch(
     files = [names.run_dir / name for name in (ENVIRONMENT_TOKEN, SETTINGS)]
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
     assert {server["api_key"] for server in settings(names)["openai"]} == {files[0].read_text()}
-    assert grant_access(read(**GROUPS), planned(**GROUPS), names) == command  # of the next attempt
+    assert grant_access(read(**GROUPS), planned(**GROUPS), names) == command  # from the next attempt
     revoke_access(names.run_dir)
     assert not any(file.exists() for file in files) and not any(names.run_dir.glob(".*"))
 
@@ -75,12 +75,12 @@ def test_settings_are_what_trainer_and_environment_must_share(
     keys = {**GROUPS, "weight_sync": bridge, "use_peft": bridge == "lora"}
     plan = planned(**keys, vllm_server_port=9001)
     grant_access(read(**keys), plan, names)
-    given = settings(names)
-    assert given["env"] == {
+    values = settings(names)
+    assert values["env"] == {
         "tokenizer_name": plan.model, "group_size": 4, "max_token_length": 24,
         "rollout_server_url": "http://127.0.0.1:8460", "total_steps": 10**12,
     }  # fmt: skip
-    first, second = given["openai"]
+    first, second = values["openai"]
     assert first == second and first["base_url"] == "http://127.0.0.1:9001/v1"
     assert (first["server_type"], first["model_name"], first["tokenizer_name"]) == ("vllm", model, plan.model)
     server = plan.process("server")
@@ -92,7 +92,7 @@ def test_settings_are_what_trainer_and_environment_must_share(
 
 
 class GeneratesGroups(FakeVllm):
-    """Answers ``/generate`` as our server does."""
+    """Answers ``/generate`` like our server."""
 
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         every = [self.samples(body["prompt"]["prompt_token_ids"], number) for number in range(body["n"])]
@@ -115,7 +115,7 @@ def test_an_unmodified_environment_reads_the_settings_and_samples_a_group(
     kind: type[BaseEnv], read: Callable[..., Recipe], planned: Callable[..., Plan], names: Names, tmp_path: Path,
     vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Alone: atroposlib ignores the address of a server that its class does not put into a list."""
+    """One server outside a list: atroposlib ignores its address."""
     plan = planned(**GROUPS, weight_sync="file")
     (folder := tmp_path / "tokenizer").mkdir()
     plan = dataclasses.replace(

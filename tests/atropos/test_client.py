@@ -1,4 +1,4 @@
-"""run-api's client against the real run-api: registration, delivery, what is kept and dropped, why nothing comes."""
+"""The client against the real run-api: registration, delivery, kept and dropped groups, reasons for no batch."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ TAKE: dict[str, Any] = {"size": 2, "longest": 64, "vocabulary": 1000, "step": 9,
 
 
 @pytest.fixture
-def said() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def connect(api: RunApi, said: list[str]) -> Client:
-    """``connect(register={...}, KEY=VALUE, ...)``: a client, registered unless that is None."""
+def connect(api: RunApi, messages: list[str]) -> Client:
+    """Return ``connect(register={...}, KEY=VALUE, ...)``: build a client; register it unless that is None."""
 
     def connected(register: dict[str, Any] | None = {}, **keys: Any) -> AtroposClient:  # noqa: B006
         client = AtroposClient(
-            api.url, **{"delay": 0.01, "max_wait": 10.0, "timeout": 10.0, "say": said.append, **keys}
+            api.url, **{"delay": 0.01, "max_wait": 10.0, "timeout": 10.0, "say": messages.append, **keys}
         )
         if register is not None:
             client.register({**REGISTRATION, **register})
@@ -44,9 +44,9 @@ def connect(api: RunApi, said: list[str]) -> Client:
     return connected
 
 
-def post(api: RunApi, one: Any) -> dict[str, Any]:
-    """Post a group as an environment does, a NaN in it included."""
-    wire = one.to_json() if isinstance(one, Group) else one
+def post(api: RunApi, scored: Any) -> dict[str, Any]:
+    """Post a group like an environment, also with NaN."""
+    wire = scored.to_json() if isinstance(scored, Group) else scored
     headers = {"Content-Type": "application/json"}
     answer = api._session.post(f"{api.url}/scored_data", data=json.dumps(wire), headers=headers, timeout=10)
     assert answer.ok, answer.text
@@ -56,12 +56,14 @@ def post(api: RunApi, one: Any) -> dict[str, Any]:
 # --- registration --------------------------------------------------------------------------------------------------
 
 
-def test_environments_can_join_once_the_trainer_is_registered(api: RunApi, connect: Client, said: list[str]) -> None:
+def test_environments_can_join_once_the_trainer_is_registered(
+    api: RunApi, connect: Client, messages: list[str]
+) -> None:
     body = {"max_token_length": 64, "desired_name": "sums", "weight": 1.0, "group_size": 2}
     assert api.post("/register-env", body).json() == {"status": "wait for trainer to start"}
     client = connect(None)
     uuid = client.register(Registration(**{**REGISTRATION, "starting_step": 7}))
-    assert said == [
+    assert messages == [
         "Atropos API connectivity confirmed",
         f"Trainer successfully registered with UUID: {uuid}",
     ]
@@ -114,8 +116,8 @@ def test_groups_that_come_during_the_registration_are_not_lost(api: RunApi, conn
     client = connect(None)
     register = client._check_registration
 
-    def registered_and_posted(wanted: Registration) -> None:
-        register(wanted)
+    def registered_and_posted(registration: Registration) -> None:
+        register(registration)
         api.post("/scored_data_list", [group().to_json(), group().to_json()])
 
     client._check_registration = registered_and_posted  # type: ignore[method-assign]
@@ -146,14 +148,14 @@ def test_a_run_api_that_was_reset_has_forgotten_the_training(api: RunApi, connec
         client.next_batch()
 
 
-def test_a_batch_is_waited_for(api: RunApi, connect: Client, said: list[str]) -> None:
+def test_a_batch_is_waited_for(api: RunApi, connect: Client, messages: list[str]) -> None:
     client = connect()
     timer = threading.Timer(0.4, lambda: [post(api, group()) for _ in range(2)])
     began = time.monotonic()
     timer.start()
     assert client.next_batch() == [group(), group()]
     assert time.monotonic() - began > 0.4
-    assert said[-1] == "Successfully retrieved batch with 2 items (2 groups, 4 sequences)"
+    assert messages[-1] == "Successfully retrieved batch with 2 items (2 groups, 4 sequences)"
     assert client.counts["batches"] == 1 and client.counts["groups"] == 2 and client.counts["lost_batches"] == 0
     assert 0 < client.seconds["/batch"] < 5
 
@@ -161,8 +163,8 @@ def test_a_batch_is_waited_for(api: RunApi, connect: Client, said: list[str]) ->
 def test_several_batches_come_newest_first(connect: Client) -> None:
     client = connect()
     post_groups(client.url, [of_version(version) for version in range(6)])
-    taken = [client.take_groups(2, **TAKE) for _ in range(3)]
-    assert [[one.policy_version for one in groups] for groups in taken] == [[5, 4], [3, 2], [1, 0]]
+    batches = [client.take_groups(2, **TAKE) for _ in range(3)]
+    assert [[taken_group.policy_version for taken_group in groups] for groups in batches] == [[5, 4], [3, 2], [1, 0]]
 
 
 def test_a_large_batch_keeps_the_order_of_its_groups(connect: Client) -> None:
@@ -178,24 +180,24 @@ def test_what_run_api_does_not_take_is_an_error_with_its_words(connect: Client) 
 
 
 def test_a_batch_with_nan_in_it_is_lost_and_counted_and_the_next_one_comes(
-    api: RunApi, connect: Client, said: list[str]
+    api: RunApi, connect: Client, messages: list[str]
 ) -> None:
     client = connect()
-    for one in (group(scores=[float("nan"), 1.0]), group()):
-        post(api, one)
+    for posted in (group(scores=[float("nan"), 1.0]), group()):
+        post(api, posted)
     timer = threading.Timer(0.3, lambda: [post(api, group()) for _ in range(2)])
     timer.start()
     assert client.next_batch() == [group(), group()]
     assert client.counts["lost_batches"] == 1 and client.counts["batches"] == 1
-    assert any("may have lost a batch: /batch answered 500: Internal Server Error" in line for line in said)
+    assert any("may have lost a batch: /batch answered 500: Internal Server Error" in line for line in messages)
     assert client.status()["current_step"] == 2
 
 
 @pytest.mark.slow
 @pytest.mark.rotating
-@pytest.mark.alone  # where run-api takes as long as the client waits, more batches are lost than this one
+@pytest.mark.alone  # if run-api takes as long as the client waits, it loses more batches than this one
 def test_a_batch_that_came_too_late_is_counted_and_the_next_one_comes(api: RunApi, connect: Client) -> None:
-    """run-api answers a request of before, and the batch is lost; or it has seen that nobody waits for the answer."""
+    """run-api answers the old request and loses the batch, or it notices that the client has closed the connection."""
     client = connect(timeout=4.0)
     for _ in range(2):
         post(api, group(first=100))
@@ -211,11 +213,11 @@ def test_a_batch_that_came_too_late_is_counted_and_the_next_one_comes(api: RunAp
     helper.start()
     came = client.next_batch()
     helper.join()
-    kept = came == [group(first=100)] * 2
-    assert kept or came == [group(first=200)] * 2
+    first_delivered = came == [group(first=100)] * 2
+    assert first_delivered or came == [group(first=200)] * 2
     assert client.counts["batches"] == 1 and client.counts["lost_batches"] >= 1
     wait_for(lambda: client.status()["current_step"] + client.status()["queue_size"] // 2 == 2, "all four groups")
-    if kept:
+    if first_delivered:
         assert client.next_batch() == [group(first=200)] * 2
 
 
@@ -227,7 +229,7 @@ def test_three_clients_share_the_batches_and_none_comes_twice(api: RunApi, conne
         client = connect(None, stopped=lambda: len(got) >= 300)
         with contextlib.suppress(WaitAborted):
             while True:
-                got.extend(one.tokens[0][3] for one in client.next_batch())
+                got.extend(received.tokens[0][3] for received in client.next_batch())
 
     def produce(number: int) -> None:
         post_groups(api.url, [group(first=1000 * number + 10 * at) for at in range(100)])
@@ -270,7 +272,7 @@ def test_empty_lists_and_nulls_of_environments_are_the_same(api: RunApi, connect
 
 
 def wrong(name: str, row: int, values: list[Any]) -> Group:
-    """A group with a row of a field replaced."""
+    """Replace one row of a field in a group."""
     rows = list(getattr(group(), name))
     rows[row] = values
     return group(**{name: rows})
@@ -288,13 +290,13 @@ def wrong(name: str, row: int, values: list[Any]) -> Group:
     ],
 )
 def test_a_group_that_must_not_be_trained_on_is_dropped_counted_and_named(
-    connect: Client, said: list[str], bad: Group, why: str
+    connect: Client, messages: list[str], bad: Group, why: str
 ) -> None:
     client = connect()
     post_groups(client.url, [group(first=50), bad])
     assert client.take_groups(1, **TAKE) == [group(first=50)]
     assert client.counts["rejected"] == 1
-    [line] = [line for line in said if "is not trained on" in line]
+    [line] = [line for line in messages if "is not trained on" in line]
     assert why in line and ("step 10" in line or "group 1 of batch 1, of environment None" in line)
 
 
@@ -306,12 +308,12 @@ def test_a_group_that_is_too_large_is_dropped(connect: Client) -> None:
     assert client._last_rejection.endswith("4 trajectories, expected 2")
 
 
-def test_only_the_first_rejections_are_printed(connect: Client, said: list[str]) -> None:
+def test_only_the_first_rejections_are_printed(connect: Client, messages: list[str]) -> None:
     client = connect({"batch_size": 64})
     post_groups(client.url, [group(scores=[1.0])] * 31 + [group()])
     assert client.take_groups(1, **TAKE) == [group()]
     assert client.counts["rejected"] == 31
-    lines = [line for line in said if "is not trained on" in line]
+    lines = [line for line in messages if "is not trained on" in line]
     assert len(lines) == 10 and lines[-1].endswith("; further rejections are only counted")
 
 
@@ -319,8 +321,8 @@ def test_a_group_without_log_probs_ends_the_run_before_anything_is_trained_on(ap
     client = connect()
     for nothing in (None, []):
         post(api, {**group().to_json(), "inference_logprobs": nothing})
-    wanted = r"^GRPO requires inference_logprobs for importance sampling! .* in group 0 of batch 1,.*server_type vllm"
-    with pytest.raises(ValueError, match=wanted) as error:
+    message = r"^GRPO requires inference_logprobs for importance sampling! .* in group 0 of batch 1,.*server_type vllm"
+    with pytest.raises(ValueError, match=message) as error:
         client.take_groups(2, **TAKE)
     assert isinstance(error.value, NoLogprobs) and isinstance(error.value, AtroposError)
 
@@ -343,21 +345,21 @@ def test_parts_of_a_group_are_joined_and_what_stays_alone_is_dropped(api: RunApi
     client = connect()
     env = api.register_env(group_size=2)
     answers = [post(api, group(1, first=first, env_id=env)) for first in (30, 40, 50, 60)]
-    assert [one["status"] for one in answers] == ["buffered"] * 4
-    taken = client.take_groups(2, **TAKE)
-    assert [[row[3] for row in one.tokens] for one in taken] == [[30, 40], [50, 60]]
+    assert [answer["status"] for answer in answers] == ["buffered"] * 4
+    groups = client.take_groups(2, **TAKE)
+    assert [[row[3] for row in taken_group.tokens] for taken_group in groups] == [[30, 40], [50, 60]]
 
 
 def test_parts_whose_others_never_come_are_dropped_and_few_are_kept(api: RunApi, connect: Client) -> None:
     client = connect()
     env = api.register_env(group_size=2)
-    for number in range(12):  # of prompts of their own: each stays alone
+    for number in range(12):  # each prompt is different, so no part finds a partner
         post(api, group(1, tokens=[[4, 100 + number, 16, 20]], env_id=env))
     assert client.take_groups(0, **TAKE) == []
-    assert client.next_batch()[0].tokens == [[4, 108, 16, 20]]  # the newest; two batches of parts are left
+    assert client.next_batch()[0].tokens == [[4, 108, 16, 20]]  # the newest parts; two batches of parts remain
     post(api, group(first=70, env_id=env))
     post(api, group(first=80, env_id=env))
-    assert [one.tokens[0][3] for one in client.take_groups(2, **TAKE)] == [70, 80]
+    assert [taken_group.tokens[0][3] for taken_group in client.take_groups(2, **TAKE)] == [70, 80]
     assert len(client._parts) == 4 and client.counts["rejected"] == 4
     assert client._last_rejection.endswith("only 1 of its 2 trajectories came")
 
@@ -365,24 +367,25 @@ def test_parts_whose_others_never_come_are_dropped_and_few_are_kept(api: RunApi,
 def test_groups_of_an_old_policy_are_dropped_and_counted(connect: Client) -> None:
     client = connect({"batch_size": 8})
     post_groups(client.url, [of_version(version) for version in (4, 9, 3, 5)])
-    assert [one.policy_version for one in client.take_groups(2, **{**TAKE, "max_staleness": 4})] == [9, 5]
+    groups = client.take_groups(2, **{**TAKE, "max_staleness": 4})
+    assert [taken_group.policy_version for taken_group in groups] == [9, 5]
     assert client.counts["stale"] == 2 and client.counts["rejected"] == 0
     post_groups(client.url, [of_version(version) for version in (4, 9, 3, 5)])
-    assert [one.policy_version for one in client.take_groups(4, **TAKE)] == [9, 5, 4, 3]
+    assert [taken_group.policy_version for taken_group in client.take_groups(4, **TAKE)] == [9, 5, 4, 3]
 
 
 def test_the_newest_groups_are_taken_and_the_others_kept_until_they_are_too_old(connect: Client) -> None:
     client = connect({"batch_size": 8})
     post_groups(client.url, [of_version(version) for version in (4, 7, 5, 6)])
     keys = {**TAKE, "max_staleness": 2}
-    assert [one.policy_version for one in client.take_groups(1, **{**keys, "step": 7})] == [7]
+    assert [taken_group.policy_version for taken_group in client.take_groups(1, **{**keys, "step": 7})] == [7]
     assert client.counts == {
         "batches": 1, "groups": 4, "rejected": 0, "stale": 1, "lost_batches": 0, "stolen_batches": 0,
         "unknown_version": 0,
     }  # fmt: skip
-    assert [one.policy_version for one in client.take_groups(1, **{**keys, "step": 8})] == [6]
+    assert [taken_group.policy_version for taken_group in client.take_groups(1, **{**keys, "step": 8})] == [6]
     post_groups(client.url, [of_version(version) for version in (9, 9, 8, 8)])
-    assert [one.policy_version for one in client.take_groups(2, **{**keys, "step": 9})] == [9, 9]
+    assert [taken_group.policy_version for taken_group in client.take_groups(2, **{**keys, "step": 9})] == [9, 9]
     assert client.counts["stale"] == 2 and client.counts["batches"] == 2
 
 
@@ -390,7 +393,7 @@ def test_groups_of_an_unknown_policy_are_taken_last_and_counted(connect: Client)
     client = connect({"batch_size": 6})
     post_groups(client.url, [group(first=50), of_version(2), of_version(9)])
     keys = {**TAKE, "max_staleness": 20}
-    assert [one.policy_version for one in client.take_groups(3, **keys)] == [9, 2, None]
+    assert [taken_group.policy_version for taken_group in client.take_groups(3, **keys)] == [9, 2, None]
     assert client.counts["unknown_version"] == 1
 
 
@@ -398,17 +401,17 @@ def test_groups_of_an_unknown_policy_are_taken_last_and_counted(connect: Client)
 
 
 def diagnosed(client: AtroposClient) -> list[str]:
-    """The lines of the error at the end of a wait."""
+    """Return the lines of the error at the end of a wait."""
     with pytest.raises(AtroposError) as error:
         client.take_groups(2, **TAKE)
     return str(error.value).splitlines()
 
 
-def test_at_the_deadline_everything_there_is_to_see_is_said(api: RunApi, connect: Client, said: list[str]) -> None:
+def test_at_the_deadline_everything_there_is_to_see_is_said(api: RunApi, connect: Client, messages: list[str]) -> None:
     client = connect(max_wait=0.5, describe_run=lambda: ["the server is well"])
-    seen, silent = api.register_env(group_size=2), api.register_env(group_size=2)
+    posting, silent = api.register_env(group_size=2), api.register_env(group_size=2)
     for _ in range(3):
-        post(api, group(env_id=seen))
+        post(api, group(env_id=posting))
     client.next_batch()
     began = time.monotonic()
     lines = diagnosed(client)
@@ -418,17 +421,17 @@ def test_at_the_deadline_everything_there_is_to_see_is_said(api: RunApi, connect
     assert lines[2:5] == [
         f"  /status of run-api at {api.url}: {{'current_step': 1, 'queue_size': 1}}",
         "  /info: {'batch_size': 4, 'max_token_len': 64}",
-        f"  environment {seen}: last seen {lines[4].split()[4]} s ago, 1 of its groups in the queue",
+        f"  environment {posting}: last seen {lines[4].split()[4]} s ago, 1 of its groups in the queue",
     ]
     assert lines[5] == f"  environment {silent}: it never sent a group, 0 of its groups in the queue"
     assert lines[6] == "  packing: the groups in the queue (1 of 2 sequences) do not fill a batch of 4 sequences"
     assert lines[7].startswith("  since the start: batches 1, groups 2, rejected 0")
     assert lines[8] == "  the server is well"
-    assert said[-2:] == ["Maximum wait time (0.5s) exceeded", lines[1]]
+    assert messages[-2:] == ["Maximum wait time (0.5s) exceeded", lines[1]]
 
 
 def test_a_reason_that_the_caller_knows_comes_first_until_groups_have_come(api: RunApi, connect: Client) -> None:
-    """R11: the diagnosis blamed group sizes where the server had refused every request."""
+    """R11: the diagnosis blamed group sizes although the server had refused every request."""
     client = connect(max_wait=0.2, explain_wait=lambda: "the server refused 7 requests")
     env_id = api.register_env(group_size=2)
     assert diagnosed(client)[0] == "Maximum wait time (0.2s) exceeded: the server refused 7 requests"
@@ -501,7 +504,9 @@ def test_groups_without_an_env_id_wait_for_ever_next_to_a_least_share(api: RunAp
     assert f"  environment {sharing}: it never sent a group, 0 of its groups in the queue" in lines
 
 
-def test_batches_that_another_client_took_are_counted_and_said(api: RunApi, connect: Client, said: list[str]) -> None:
+def test_batches_that_another_client_took_are_counted_and_said(
+    api: RunApi, connect: Client, messages: list[str]
+) -> None:
     """M10: run-api counts each batch that it packs, and at an empty queue each of them went to a client."""
     client = connect()
     post_groups(client.url, [group(2) for _ in range(8)])
@@ -513,7 +518,7 @@ def test_batches_that_another_client_took_are_counted_and_said(api: RunApi, conn
     for _ in range(2):
         assert client._poll() is None
     assert client.counts["stolen_batches"] == 2
-    assert [line for line in said if "another client" in line] == [
+    assert [line for line in messages if "another client" in line] == [
         f"another client of run-api at {api.url} took 2 batches of this training. Fix: give each trainer its own "
         "run-api"
     ]
@@ -522,7 +527,7 @@ def test_batches_that_another_client_took_are_counted_and_said(api: RunApi, conn
 def test_all_groups_that_wait_for_the_trainer_are_counted(api: RunApi, connect: Client) -> None:
     """M10: /status leaves out the batches that run-api has packed already."""
     client = connect()
-    post_groups(client.url, [group(2) for _ in range(11)])  # five batches of two groups, and one group
+    post_groups(client.url, [group(2) for _ in range(11)])  # five batches of two groups, plus a single group
     assert client.count_waiting_groups(2) == 11
     client.next_batch()
     assert client.status()["queue_size"] == 1 and client.count_waiting_groups(2) == 9

@@ -1,4 +1,4 @@
-"""One request to run-api: what is repeated, how long it may take, and what counts as lost."""
+"""One request to run-api: repeated attempts, time limits, and lost batches."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.alone
 DATA = {"batch": [group().to_json()]}
 
 
-def client(url: str, said: list[str] | None = None, **keys: Any) -> AtroposClient:
-    say = (lambda _: None) if said is None else said.append
+def client(url: str, messages: list[str] | None = None, **keys: Any) -> AtroposClient:
+    say = (lambda _: None) if messages is None else messages.append
     return AtroposClient(url, **{"timeout": 5.0, "delay": 0.01, "max_wait": 20.0, "say": say, **keys})
 
 
 def refused_url() -> str:
-    """A URL where nobody listens."""
+    """Return a URL without a listening server."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return f"http://127.0.0.1:{probe.getsockname()[1]}"
 
@@ -36,44 +36,44 @@ def test_pauses_grow_by_half_to_two_seconds_with_at_most_a_tenth_more() -> None:
     )  # fmt: skip
     plain = [0.3, 0.45, 0.675, 1.0125, 1.51875, 2.0, 2.0, 2.0]
     for _ in range(200):
-        for pause, wanted in zip(itertools.islice(connection.pauses(), 8), plain, strict=True):
-            assert wanted <= pause <= 1.1 * wanted + 1e-9
+        for pause, shortest in zip(itertools.islice(connection.pauses(), 8), plain, strict=True):
+            assert shortest <= pause <= 1.1 * shortest + 1e-9
 
 
 def test_waits_for_a_batch_are_those_pauses() -> None:
     with fake_run_api(batch=[*[NO_BATCH] * 5, DATA]) as fake:
         client(fake.url, delay=0.1).next_batch()
     gaps = [after - before for before, after in itertools.pairwise(fake.asked["/batch"])]
-    for gap, wanted in zip(gaps, [0.1, 0.15, 0.225, 0.3375, 0.50625], strict=True):
-        assert wanted <= gap < 1.1 * wanted + 0.2
+    for gap, shortest in zip(gaps, [0.1, 0.15, 0.225, 0.3375, 0.50625], strict=True):
+        assert shortest <= gap < 1.1 * shortest + 0.2
 
 
 @pytest.mark.parametrize("fault", [(503, "Service Unavailable"), (502, "Bad Gateway")])
 def test_a_server_error_is_repeated_and_the_batch_comes(fault: Any) -> None:
     with fake_run_api(batch=[fault, fault, DATA]) as fake:
-        one = client(fake.url)
-        assert one.next_batch() == [group()]
+        atropos = client(fake.url)
+        assert atropos.next_batch() == [group()]
         assert len(fake.asked["/batch"]) == 3
-        assert one.counts["lost_batches"] == 0  # not run-api's: nobody took a batch from its queue
+        assert atropos.counts["lost_batches"] == 0  # a proxy's error: run-api still has the batch
 
 
 def test_an_internal_error_of_run_api_is_a_lost_batch_and_the_next_one_comes() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     with fake_run_api(batch=[(500, "Internal Server Error"), DATA]) as fake:
-        one = client(fake.url, said)
-        assert one.next_batch() == [group()] and one.counts["lost_batches"] == 1
-    assert any("lost a batch: /batch answered 500: Internal Server Error" in line for line in said)
+        atropos = client(fake.url, messages)
+        assert atropos.next_batch() == [group()] and atropos.counts["lost_batches"] == 1
+    assert any("lost a batch: /batch answered 500: Internal Server Error" in line for line in messages)
 
 
 def test_attempts_are_bounded() -> None:
     with fake_run_api(batch=[(503, "busy")], status=[(503, "busy")]) as fake:
-        one = client(fake.url, attempts=4)
+        atropos = client(fake.url, attempts=4)
         with pytest.raises(AtroposError, match=f"Atropos API not reachable at {fake.url}: it answered 503: busy"):
-            one.next_batch()
+            atropos.next_batch()
         assert len(fake.asked["/batch"]) == 4
         with pytest.raises(AtroposError, match=r"answered 503: busy \(/status, 4 times\)"):
             fake.asked.clear()
-            one.status()
+            atropos.status()
         assert len(fake.asked["/status"]) == 4
 
 
@@ -88,21 +88,21 @@ def test_what_run_api_refuses_is_asked_once(status: int) -> None:
 
 @pytest.mark.parametrize("fault", ["silent", "slow", "cut"])
 def test_an_answer_that_does_not_come_in_time_is_a_lost_batch(fault: str) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     with fake_run_api(batch=[fault, DATA]) as fake:
-        one = client(fake.url, said, timeout=0.4)
+        atropos = client(fake.url, messages, timeout=0.4)
         began = time.monotonic()
-        assert one.next_batch() == [group()]
-        assert time.monotonic() - began < 3 and one.counts["lost_batches"] == 1
+        assert atropos.next_batch() == [group()]
+        assert time.monotonic() - began < 3 and atropos.counts["lost_batches"] == 1
     why = "gave no answer" if fault == "cut" else "did not answer within 0.4 s"
-    assert said[0].startswith(f"run-api at {fake.url} may have lost a batch: /batch {why}")
+    assert messages[0].startswith(f"run-api at {fake.url} may have lost a batch: /batch {why}")
 
 
 def test_a_refused_connection_is_repeated_and_loses_nothing() -> None:
-    one = client(refused_url(), attempts=3)
+    atropos = client(refused_url(), attempts=3)
     with pytest.raises(AtroposError, match="Atropos API not reachable"):
-        one.next_batch()
-    assert one.counts["lost_batches"] == 0
+        atropos.next_batch()
+    assert atropos.counts["lost_batches"] == 0
 
 
 @pytest.mark.parametrize("page", [(200, "<html>hello</html>"), {"models": []}, [1]])

@@ -1,4 +1,4 @@
-"""Our environments for Atropos: groups token by token, episodes of several turns, scores and where they come from."""
+"""The shipped Atropos environments: tokens of groups, episodes of several turns, and the source of scores."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def prompt_ids(*messages: tuple[str, str]) -> list[int]:
 
 
 def saying(*texts: str, end: bool = True) -> Callable[[list[int], int], Sampled]:
-    """Completions that say these texts by their number, with log-probs -0.1, -0.2, …"""
+    """Return samples with these texts by their number, with log-probs -0.1, -0.2, …"""
 
     def sample(prompt: list[int], number: int) -> Sampled:
         tokens = ids(texts[number % len(texts)]) + [END] * end
@@ -83,7 +83,7 @@ def make(vllm: FakeVllm, tokenizer_name: str) -> Callable[..., Any]:
 
 
 def collect(environment: RecipeEnv, item: Any = None) -> dict[str, Any] | None:
-    """The group of an item, by default of the next one."""
+    """Collect the group of an item, by default the next item."""
     group, backlog = asyncio.run(environment.collect_trajectories(item or environment.next_item()))
     assert backlog == []
     return group
@@ -121,13 +121,13 @@ def test_a_group_has_the_tokens_as_sampled_and_what_they_were_sampled_with(make,
             "policy_version": 5, "environment": "Doubles",
         },
     }  # fmt: skip
-    (asked,) = vllm.asked
-    assert (asked["prompt"], asked["n"], asked["max_tokens"], asked["temperature"]) == (prompt, 2, 16, 0.8)
+    (request,) = vllm.asked
+    assert (request["prompt"], request["n"], request["max_tokens"], request["temperature"]) == (prompt, 2, 16, 0.8)
 
 
 def test_a_group_of_any_size_is_one_request(make, vllm) -> None:
     group = collect(make(Doubles, group_size=24))
-    assert len(group["tokens"]) == 24 and [one["n"] for one in vllm.asked] == [24]
+    assert len(group["tokens"]) == 24 and [request["n"] for request in vllm.asked] == [24]
 
 
 def test_the_recipes_system_prompt_and_template_are_used(make, vllm) -> None:
@@ -140,14 +140,14 @@ def test_the_recipes_system_prompt_and_template_are_used(make, vllm) -> None:
 
 def test_over_several_turns_sampled_tokens_stay_and_what_is_said_between_is_masked(make, vllm) -> None:
     group = collect(make(TwoTurns, group_size=1))
-    prompt, said = prompt_ids(("user", "Twice 1 is")), [*ids("<answer>1</answer>"), END]
+    prompt, reply = prompt_ids(("user", "Twice 1 is")), [*ids("<answer>1</answer>"), END]
     between = prompt_ids(("user", "And now?"))
-    assert group["tokens"] == [[*prompt, *said, *between, *said]]  # one token ends a turn, not two
-    assert group["masks"] == [[*[-100] * len(prompt), *said, *[-100] * len(between), *said]]
+    assert group["tokens"] == [[*prompt, *reply, *between, *reply]]  # one token ends a turn, not two
+    assert group["masks"] == [[*[-100] * len(prompt), *reply, *[-100] * len(between), *reply]]
     sampled = [-0.1, -0.2, -0.3, -0.4]
     assert group["inference_logprobs"] == [[*[1.0] * len(prompt), *sampled, *[1.0] * len(between), *sampled]]
     assert group["scores"] == [11.0] and "advantages" not in group
-    assert vllm.asked[1]["prompt"] == [*prompt, *said, *between] and vllm.asked[1]["n"] == 1
+    assert vllm.asked[1]["prompt"] == [*prompt, *reply, *between] and vllm.asked[1]["n"] == 1
 
 
 def test_a_turn_that_was_cut_gets_its_end_as_a_token_that_is_not_trained_on(make, vllm) -> None:
@@ -188,9 +188,9 @@ def test_a_prompt_longer_than_its_share_is_refused_before_it_is_sampled(make, vl
 def test_scores_by_turn_become_advantages_by_token(make, vllm) -> None:
     def either(prompt: list[int], number: int) -> Sampled:
         """1 and then 0, or 0 and then 1."""
-        said = prompt[len(prompt_ids(("user", "Twice 1 is"))) :]
-        one = said[0] == ids("0")[0] if said else number == 0
-        return [*ids("1" if one else "0"), END], [-0.1, -0.1], "stop"
+        history = prompt[len(prompt_ids(("user", "Twice 1 is"))) :]
+        is_correct = history[0] == ids("0")[0] if history else number == 0
+        return [*ids("1" if is_correct else "0"), END], [-0.1, -0.1], "stop"
 
     vllm.samples = either
     group = collect(make(TwoTurns, turn_advantages=True))
@@ -232,7 +232,7 @@ def test_the_example_is_an_environment_of_two_turns(make, vllm) -> None:
     vllm.samples = first_right
     group = collect(environment, item)
     assert group["scores"] == [1.0, 0.5] and len(EXAMPLE.read_text().splitlines()) < 60
-    assert {max(one) for one in group["advantages"]} == {0.25, 0.0}  # the second turn was right in both
+    assert {max(row) for row in group["advantages"]} == {0.25, 0.0}  # the second turn was right in both
     assert environment.next_item() != item
 
 
@@ -256,8 +256,8 @@ def test_items_follow_from_seed_name_and_step(make, monkeypatch) -> None:
 
     first = items(0, seed=3)
     assert items(0, seed=3) == first
-    others = [items(7, seed=3), items(0, seed=4), items(0, seed=3, wandb_name="second")]
-    assert first not in others and len({tuple(one) for one in others}) == 3
+    other_items = [items(7, seed=3), items(0, seed=4), items(0, seed=3, wandb_name="second")]
+    assert first not in other_items and len({tuple(drawn) for drawn in other_items}) == 3
     assert set("".join(first)) <= set("0123456789+=")
 
 
@@ -281,17 +281,17 @@ def test_a_dataset_is_drawn_whole_before_any_of_it_comes_again(make) -> None:
 
 def test_a_dataset_of_the_hub_is_read_where_it_was_fetched(make, tmp_path, monkeypatch) -> None:
     Dataset.from_list([{"problem": "1+1=", "answer": "2"}]).save_to_disk(tmp_path / "fetched")
-    asked: list[Any] = []
+    requests: list[Any] = []
 
-    def fetched(*what: Any) -> Path:
-        asked.append(what)
+    def fetched(*arguments: Any) -> Path:
+        requests.append(arguments)
         return tmp_path / "fetched"
 
     monkeypatch.setattr(DatasetEnv, "fetched", staticmethod(fetched))
     named = {"dataset_name": "someone/sums", "dataset_config": "main", "dataset_train_split": "test"}
     assert make(DatasetEnv, **named).next_item()["answer"] == "2"
     DatasetEnv.check_config(DatasetEnvConfig(**named), fetched=fetched)
-    assert asked == [("someone/sums", "main", "test")] * 2
+    assert requests == [("someone/sums", "main", "test")] * 2
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_a_dataset_of_the_hub_is_read_where_it_was_fetched(make, tmp_path, monke
     [
         ({}, [0.0, 1.0]),
         ({"reward": "format_tags"}, [1.0, 1.0]),
-        # The one that is right and fills its four tokens gets the least of those that are right.
+        # The correct completion that fills its four tokens gets the lowest score of the correct completions.
         (
             {"reward": "cosine_length", "reward_args": {"cosine_max_len": 4, "cosine_min_value_correct": 0.25}},
             [-0.5, 0.25],
@@ -331,7 +331,7 @@ def test_a_reward_of_the_users_is_called_in_a_child_with_the_columns(make, vllm,
         reward=f"{tmp_path}/rule.py:rule",
     )
     group = collect(environment)
-    assert group["scores"] == [6.0, 6.0]  # the first one raised
+    assert group["scores"] == [6.0, 6.0]  # the first call raised
     assert group["overrides"] == [{"set_advantage_to_zero": True}, {}]
 
 
@@ -351,7 +351,7 @@ def test_gsm8k_is_read_by_its_columns_and_scored(make, vllm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"dataset_name": ""}, "needs a dataset"),
         ({"dataset_name": __file__}, "the dataset cannot be read: not a "),
@@ -366,10 +366,10 @@ def test_gsm8k_is_read_by_its_columns_and_scored(make, vllm) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_dataset_or_its_reward_is_said(fields, said) -> None:
+def test_what_is_wrong_with_a_dataset_or_its_reward_is_said(fields, message) -> None:
     with pytest.raises(ConfigError) as error:
         DatasetEnv.check_config(DatasetEnvConfig(**{"dataset_name": "smoke:sums", **fields}))
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_tokenizer_without_a_template_is_refused(make, tmp_path) -> None:

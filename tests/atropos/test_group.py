@@ -1,4 +1,4 @@
-"""Scored groups: from the wire to arrays and back without a loss, and what is wrong with one."""
+"""Scored groups: JSON to arrays and back without loss, and messages about invalid groups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VOCABULARY = 1000
 
 @st.composite
 def groups(draw: st.DrawFn) -> Group:
-    """A group that can be trained on: of any size, lengths, turns and optional fields."""
+    """Draw a valid group of any size, lengths, turns and optional fields."""
     size = draw(st.integers(1, 4))
     rows: dict[str, list[Any]] = {"tokens": [], "masks": [], "inference_logprobs": []}
     for _ in range(size):
@@ -39,11 +39,15 @@ def groups(draw: st.DrawFn) -> Group:
         trained[draw(st.integers(1, length - 1))] = True
         elsewhere = draw(st.sampled_from([st.just(1.0), ANY]))  # some environments know log-probs of other tokens too
         rows["tokens"].append(tokens)
-        rows["masks"].append([token if own else UNTRAINED for token, own in zip(tokens, trained, strict=True)])
-        rows["inference_logprobs"].append([draw(NEGATIVE if own else elsewhere) for own in trained])
+        rows["masks"].append(
+            [token if is_trained else UNTRAINED for token, is_trained in zip(tokens, trained, strict=True)]
+        )
+        rows["inference_logprobs"].append([draw(NEGATIVE if is_trained else elsewhere) for is_trained in trained])
     lengths = [len(tokens) for tokens in rows["tokens"]]
     of_tokens = st.tuples(*(st.lists(ANY, min_size=length, max_size=length) for length in lengths)).map(list)
-    own = st.fixed_dictionaries({}, optional={"set_advantage_to_zero": st.booleans(), "temperature": st.floats(0.1, 2)})
+    settings = st.fixed_dictionaries(
+        {}, optional={"set_advantage_to_zero": st.booleans(), "temperature": st.floats(0.1, 2)}
+    )
     message = st.fixed_dictionaries({"role": st.just("user"), "content": st.text(max_size=5)})
     return Group(
         **rows,
@@ -51,8 +55,8 @@ def groups(draw: st.DrawFn) -> Group:
         advantages=draw(st.none() | of_tokens),
         ref_logprobs=draw(st.none() | of_tokens),
         messages=draw(st.none() | st.lists(st.lists(message, min_size=1, max_size=2), min_size=size, max_size=size)),
-        generation_params=draw(own) | draw(st.sampled_from([{}, {"policy_version": 7}])),
-        overrides=draw(st.lists(own, min_size=size, max_size=size)),
+        generation_params=draw(settings) | draw(st.sampled_from([{}, {"policy_version": 7}])),
+        overrides=draw(st.lists(settings, min_size=size, max_size=size)),
         group_overrides=draw(st.sampled_from([{}, {"temperature": 0.5}])),
         images=draw(st.sampled_from([None, "a.png"])),
         env_id=draw(st.none() | st.integers(0, 5)),
@@ -75,8 +79,8 @@ def test_the_arrays_hold_what_the_wire_says(original: Group) -> None:
         assert labels[:at] == [UNTRAINED] * at and labels[at] != UNTRAINED
         assert row.mask.dtype == bool and row.mask.tolist() == [label != UNTRAINED for label in labels[at:]]
         assert original.inference_logprobs is not None
-        wanted = np.array(original.inference_logprobs[index][at:], np.float32)
-        assert row.logprobs.dtype == np.float32 and np.array_equal(row.logprobs, np.where(row.mask, wanted, 0))
+        expected = np.array(original.inference_logprobs[index][at:], np.float32)
+        assert row.logprobs.dtype == np.float32 and np.array_equal(row.logprobs, np.where(row.mask, expected, 0))
         if original.advantages is None:
             assert row.advantages is None
         else:
@@ -137,16 +141,16 @@ def test_what_is_no_group_is_refused(wire: Any) -> None:
 
 
 def test_the_nearest_temperature_counts() -> None:
-    one = group(
+    scored = group(
         3,
         overrides=[{"temperature": 0.5}, {}, {"set_advantage_to_zero": True}],
         generation_params={"temperature": 0.7, "policy_version": 3},
         group_overrides={"temperature": 0.9},
     )
-    assert [row.temperature for row in to_trajectories(one)] == [0.5, 0.7, 0.7]
-    assert to_trajectories(replace(one, generation_params={}))[1].temperature == 0.9
+    assert [row.temperature for row in to_trajectories(scored)] == [0.5, 0.7, 0.7]
+    assert to_trajectories(replace(scored, generation_params={}))[1].temperature == 0.9
     assert to_trajectories(group())[0].temperature is None
-    assert [(row.zeroed, row.policy_version) for row in to_trajectories(one)] == [(False, 3), (False, 3), (True, 3)]
+    assert [(row.zeroed, row.policy_version) for row in to_trajectories(scored)] == [(False, 3), (False, 3), (True, 3)]
 
 
 @pytest.mark.parametrize("version", [None, "3", 3.0, True])
@@ -155,7 +159,7 @@ def test_a_policy_version_is_a_whole_number_or_unknown(version: Any) -> None:
 
 
 def changed(name: str, row: int, values: list[Any]) -> Group:
-    """A right group with a row of a field replaced."""
+    """Replace one row of a field in a valid group."""
     rows = list(getattr(group(3), name))
     rows[row] = values
     return group(3, **{name: rows})
@@ -178,7 +182,7 @@ PROBLEMS = {
     "ragged advantages": (
         group(3, advantages=[[0.0] * 4, [0.0] * 5, [0.0] * 5]), "trajectory 2: 6 tokens, but 5 advantages"
     ),
-    "a row that is no list": (changed("masks", 1, None), "trajectory 1: its masks are not a list"),  # type: ignore[arg-type]
+    "a row that is not a list": (changed("masks", 1, None), "trajectory 1: its masks are not a list"),  # type: ignore[arg-type]
     "empty": (
         group(3, tokens=[[*P, 20], [], [*P, 22, 23, 24]], masks=[[*T, 20], [], [*T, 22, 23, 24]],
               inference_logprobs=[[-0.5] * 4, [], [-0.5] * 6]),
@@ -207,18 +211,18 @@ PROBLEMS = {
         changed("inference_logprobs", 0, [1.0] * 3 + [None]),
         "trajectory 0: inference_logprobs contain an invalid value",
     ),
-    "score that is no number": (group(3, scores=[0.0, math.nan, 1.0]), "trajectory 1: score nan"),
+    "score that is not a number": (group(3, scores=[0.0, math.nan, 1.0]), "trajectory 1: score nan"),
     # S8: finite in float64, and not in the float32 of the trainer.
     "score of 1e39": (group(3, scores=[0.0, 1.0, 1e39]), "trajectory 2: score 1e+39 is infinite in float32"),
     "score of an endless integer": (group(3, scores=[0.0, 10**400, 1.0]), "trajectory 1: score inf"),
-    "score whose square overflows": (
+    "score with an overflowing square": (
         group(3, scores=[-1e20, 0.0, 1.0]), "trajectory 0: score -1e+20 is beyond 1e+15: the variance of a group"
     ),
     "advantage of 1e39": (
         group(3, advantages=[[0.0] * 4, [0.0] * 4 + [1e39], [0.0] * 6]),
         "trajectory 1: 1e+39 is infinite in float32 among its advantages",
     ),
-    "log-prob that stands for minus infinity": (
+    "log-prob that means minus infinity": (
         changed("inference_logprobs", 1, [1.0] * 3 + [-0.5, -9999.0]),
         "trajectory 1: inference log-prob -9999 of a trained token, below -104: float32 can",
     ),
@@ -238,21 +242,21 @@ PROBLEMS = {
 
 @pytest.mark.parametrize(("wrong", "problem"), PROBLEMS.values(), ids=PROBLEMS)
 def test_a_problem_says_which_trajectory_and_what(wrong: Group, problem: str) -> None:
-    found = find_group_problem(wrong, size=3, longest=64, vocabulary=VOCABULARY)
-    assert found is not None and found.startswith(problem)
+    message = find_group_problem(wrong, size=3, longest=64, vocabulary=VOCABULARY)
+    assert message is not None and message.startswith(problem)
 
 
 def test_what_is_too_long_is_a_problem_and_what_just_fits_is_none() -> None:
     assert find_group_problem(group(3), size=3, longest=6, vocabulary=25) is None
-    found = find_group_problem(group(3), size=3, longest=5, vocabulary=25)
-    assert found == "trajectory 2: 6 tokens, at most 5 are allowed"
+    message = find_group_problem(group(3), size=3, longest=5, vocabulary=25)
+    assert message == "trajectory 2: 6 tokens, at most 5 are allowed"
 
 
 def test_untrained_tokens_may_have_any_log_prob() -> None:
     logprobs = [[math.nan, math.inf, 7.0, *([-0.5] * (row + 1))] for row in range(2)]
-    one = group(2, inference_logprobs=logprobs)
-    assert find_group_problem(one, size=2, longest=None, vocabulary=None) is None
-    assert all(np.isfinite(row.logprobs).all() for row in to_trajectories(one))
+    scored = group(2, inference_logprobs=logprobs)
+    assert find_group_problem(scored, size=2, longest=None, vocabulary=None) is None
+    assert all(np.isfinite(row.logprobs).all() for row in to_trajectories(scored))
 
 
 def test_a_group_with_a_problem_has_no_arrays() -> None:
@@ -282,7 +286,7 @@ def test_rows_of_several_groups_are_no_group() -> None:
 
 
 def part(size: int, version: int | None = 1, prompt: int = 11, **changes: Any) -> Group:
-    """Part of a group: so many trajectories, of a prompt with this token."""
+    """Build part of a group: ``size`` trajectories of a prompt with this token."""
     whole = group(size, first=20, env_id=0, generation_params={} if version is None else {"policy_version": version})
     tokens = [[token if token != 11 else prompt for token in row] for row in whole.tokens]
     return replace(whole, tokens=tokens, **changes)
@@ -290,19 +294,19 @@ def part(size: int, version: int | None = 1, prompt: int = 11, **changes: Any) -
 
 def test_parts_of_a_group_are_joined_in_order() -> None:
     first, second = part(1, scores=[3.0]), part(2, scores=[4.0, 5.0], overrides=[{}, {"temperature": 2.0}])
-    [joined], left = join_parts([first, second], 3)
-    assert left == [] and find_group_problem(joined, size=3, longest=None, vocabulary=None) is None
+    [joined], remaining = join_parts([first, second], 3)
+    assert remaining == [] and find_group_problem(joined, size=3, longest=None, vocabulary=None) is None
     assert joined.tokens == first.tokens + second.tokens and joined.scores == [3.0, 4.0, 5.0]
     assert joined.overrides == [{}, {}, {"temperature": 2.0}] and joined.env_id == 0
 
 
 def test_parts_are_joined_over_others_between_them() -> None:
-    """As run-api hands out parts: by size, so that those of two groups alternate."""
+    """run-api hands out parts by size, so the parts of two groups alternate."""
     parts = [part(3, prompt=11), part(3, prompt=12), part(1, prompt=11), part(1, prompt=12)]
-    whole, left = join_parts([*parts, group(4)], 4)
-    assert left == []
-    assert sorted(one.tokens[0][1] for one in whole if one.env_id == 0) == [11, 12]
-    assert all(len({tuple(row[:3]) for row in one.tokens}) == 1 and len(one.tokens) == 4 for one in whole)
+    whole, remaining = join_parts([*parts, group(4)], 4)
+    assert remaining == []
+    assert sorted(full.tokens[0][1] for full in whole if full.env_id == 0) == [11, 12]
+    assert all(len({tuple(row[:3]) for row in full.tokens}) == 1 and len(full.tokens) == 4 for full in whole)
 
 
 @pytest.mark.parametrize(
@@ -322,10 +326,10 @@ def test_what_differs_is_not_joined(changes: dict[str, Any]) -> None:
 
 def test_parts_fill_a_group_whichever_of_them_fit() -> None:
     sizes = [3, 2, 2, 1]
-    whole, left = join_parts([part(size) for size in sizes], 4)
-    assert [len(one.tokens) for one in whole] == [4, 4] and left == []
-    whole, left = join_parts([part(3), part(2)], 4)
-    assert whole == [] and [len(one.tokens) for one in left] == [3, 2]
+    whole, remaining = join_parts([part(size) for size in sizes], 4)
+    assert [len(full.tokens) for full in whole] == [4, 4] and remaining == []
+    whole, remaining = join_parts([part(3), part(2)], 4)
+    assert whole == [] and [len(scored.tokens) for scored in remaining] == [3, 2]
 
 
 def test_the_policy_of_a_joined_group_is_its_oldest_part_s() -> None:
@@ -335,5 +339,5 @@ def test_the_policy_of_a_joined_group_is_its_oldest_part_s() -> None:
 
 def test_a_group_of_the_size_and_one_beyond_it_stay_as_they_are() -> None:
     groups = [part(2), part(3), part(2)]
-    whole, left = join_parts(groups, 2)
-    assert left == [] and all(one is given for one, given in zip(whole, groups, strict=True))
+    whole, remaining = join_parts(groups, 2)
+    assert remaining == [] and all(returned is original for returned, original in zip(whole, groups, strict=True))

@@ -1,4 +1,4 @@
-"""One environment of a run in a process of its own, between a real run-api and a fake of the run's server."""
+"""One environment of a run in a separate process, between a real run-api and a fake of the run's server."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from .fake_vllm import FakeVllm, Sampled, save_tokenizer
 FILE = Path(__file__).parent / "envs/third_party.py"
 TOKENIZER = smoke.build_tokenizer()
 END = TOKENIZER.eos_token_id
-SECONDS = 240.0  # for a process to start, or a batch to come, on a machine that is busy
+SECONDS = 240.0  # time for a process to start or a batch to arrive on a busy machine
 
 
 def sums(prompt: list[int], number: int) -> Sampled:
-    """The right answer of a sum, and the next number in turns."""
+    """Sample the correct answer of a sum for even indices, and the next number for odd indices."""
     first, second = TOKENIZER.decode(prompt, skip_special_tokens=True)[-4:-1].split("+")
     tokens = [*TOKENIZER.encode(f"<answer>{int(first) + int(second) + number % 2}</answer>"), END]
     return tokens, [-0.5] * len(tokens), "stop"
@@ -56,7 +56,7 @@ def tokenizer_name(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def make_run(tmp_path: Path, tokenizer_name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """``make_run(bridge=..., KEY=VALUE, ...)``: a run directory with a recipe, of which this process is a part."""
+    """Return ``make_run(bridge=..., KEY=VALUE, ...)``, which builds a run directory."""
 
     def make_it(bridge: str = "file", **keys: Any) -> Path:
         run = tmp_path / "run"
@@ -86,7 +86,7 @@ def made(run: Path, index: int = 0, server: str = "http://127.0.0.1:9") -> Any:
     return serve.create_environment(run, index, "http://127.0.0.1:8", server)
 
 
-# --- what an environment is made of --------------------------------------------------------------------------------
+# --- settings of an environment ------------------------------------------------------------------------------------
 
 
 def test_the_configuration_is_the_recipes(make_run, tokenizer_name) -> None:
@@ -109,11 +109,11 @@ def test_entries_of_a_mixture_have_their_weights_least_shares_and_names(make_run
     entry = {"id": "arithmetic", "weight": 3.0}
     run = make_run(atropos_mixture={"environments": [entry, {**entry, "min_allocation": 0.25, "args": {"seed": 1}}]})
     configs = [made(run, index).config for index in (0, 1)]
-    assert [(one.inference_weight, one.min_batch_allocation, one.seed) for one in configs] == [
+    assert [(config.inference_weight, config.min_batch_allocation, config.seed) for config in configs] == [
         (3.0, None, 7),
         (3.0, 0.25, 1),
     ]
-    assert len({one.wandb_name for one in configs}) == 2
+    assert len({config.wandb_name for config in configs}) == 2
 
 
 def test_with_the_lora_bridge_completions_come_from_the_adapter(make_run) -> None:
@@ -133,8 +133,8 @@ def test_an_environment_of_others_gets_the_runs_server_and_keeps_its_values(make
     assert (config.begin, config.temperature, config.group_size, config.wandb_name) == (5, 0.7, 2, "count")
     assert (config.steps_per_eval, config.ensure_scores_are_not_same, config.include_messages) == (100, True, False)
     assert config.max_batches_offpolicy == 1 and config.total_steps > 10**9 and not config.use_wandb
-    said = capsys.readouterr().out.splitlines()
-    lines = [line.partition("environment count: ")[2] for line in said if "environment count: " in line]
+    printed = capsys.readouterr().out.splitlines()
+    lines = [line.partition("environment count: ")[2] for line in printed if "environment count: " in line]
     assert {line.split()[0] for line in lines} == {
         "group_size", "max_token_length", "tokenizer_name", "rollout_server_url", "temperature", "total_steps",
         "use_wandb", "wandb_name",
@@ -198,7 +198,7 @@ def test_a_request_gets_at_most_max_completion_length_and_the_first_is_printed(m
 
 
 @pytest.mark.parametrize(
-    ("spec", "args", "said"),
+    ("spec", "args", "message"),
     [
         ("arithmetic", {"max_num_worker": 3}, "no field 'max_num_worker'. Fix: use 'max_num_workers'"),
         ("arithmetic", {"tokenizer_name": "x"}, "is set by the launch. Fix: remove it, and set model_name_or_path"),
@@ -217,9 +217,9 @@ def test_a_request_gets_at_most_max_completion_length_and_the_first_is_printed(m
         ),
     ],
 )
-def test_a_check_finds_what_is_wrong_with_an_environment_without_starting_it(spec, args, said) -> None:
+def test_a_check_finds_what_is_wrong_with_an_environment_without_starting_it(spec, args, message) -> None:
     (problem,) = serve.environment_problems(spec, args, "recipe.yaml:3")
-    assert str(problem).startswith("recipe.yaml:3: ") and said in str(problem)
+    assert str(problem).startswith("recipe.yaml:3: ") and message in str(problem)
 
 
 def test_a_check_finds_nothing_in_a_right_one_and_survives_code_that_raises(tmp_path) -> None:
@@ -241,7 +241,7 @@ def test_trajectories_that_are_collected_one_by_one_keep_their_log_probs(make_ru
     plain = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     assert group["generation_params"] == {**plain, "temperature": 0.9, "policy_version": 6, "environment": "count"}
     assert find_group_problem(Group.from_json(group), size=2, longest=24, vocabulary=len(TOKENIZER)) is None
-    assert {one["max_tokens"] for one in vllm.asked} == {8}  # S7: the recipe's max_completion_length
+    assert {body["max_tokens"] for body in vllm.asked} == {8}  # S7: the recipe's max_completion_length
 
 
 def test_what_an_environment_says_of_its_groups_stays(make_run, vllm) -> None:
@@ -263,9 +263,9 @@ def test_an_environment_that_makes_no_group_any_more_ends_with_its_own_error(mak
 
     with pytest.raises(SystemExit) as error:
         asyncio.run(try_often())
-    said = capsys.readouterr()
-    assert error.value.code == 1 and "24 groups in a row failed, the last with ZeroDivisionError" in said.out
-    assert said.err.count("Traceback") == 1 and "third_party.py" in said.err  # with the place where it arose, once
+    output = capsys.readouterr()
+    assert error.value.code == 1 and "24 groups in a row failed, the last with ZeroDivisionError" in output.out
+    assert output.err.count("Traceback") == 1 and "third_party.py" in output.err  # once, with the line of the error
 
 
 def test_prompts_that_are_all_too_long_end_it_and_one_alone_does_not(make_run, vllm, capsys) -> None:
@@ -280,8 +280,8 @@ def test_prompts_that_are_all_too_long_end_it_and_one_alone_does_not(make_run, v
     asyncio.run(collect_all([long, short] * 30))
     with pytest.raises(SystemExit):
         asyncio.run(collect_all([long] * 30))
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err and "the last with PromptTooLong: the prompt has 33 tokens" in said.out
+    output = capsys.readouterr()
+    assert "Traceback" not in output.err and "the last with PromptTooLong: the prompt has 33 tokens" in output.out
 
 
 def test_a_template_that_cannot_go_on_ends_it_as_a_wrong_recipe(make_run, capsys) -> None:
@@ -299,11 +299,11 @@ def test_a_prompt_without_a_limit_is_refused(make_run) -> None:
     ).config.max_token_length == 99  # fmt: skip
 
 
-# --- in a process of its own ---------------------------------------------------------------------------------------
+# --- in a separate process -----------------------------------------------------------------------------------------
 
 
 class Served:
-    """A process that serves an environment; what it writes is in ``log``."""
+    """A process that serves an environment; ``log`` is its output."""
 
     def __init__(self, folder: Path, index: int, api: str, server: str):
         self._file = folder / f"environment_{index}_{time.monotonic_ns()}.log"
@@ -336,20 +336,22 @@ class Served:
 
 def until(true: Callable[[], Any], told: Callable[[], str] = str) -> Any:
     deadline = time.monotonic() + SECONDS
-    while not (found := true()):
+    while not (result := true()):
         assert time.monotonic() < deadline, told()
         time.sleep(0.05)
-    return found
+    return result
 
 
 def batch(api: RunApi, *served: Served) -> list[Group]:
-    """The next batch, while these processes live."""
+    """Wait for the next batch and check that these processes are alive."""
 
     def ask() -> list[Any] | None:
-        assert all(one.process.poll() is None for one in served), served[0].log
+        assert all(environment.process.poll() is None for environment in served), served[0].log
         return api.get("/batch").json()["batch"]
 
-    return [Group.from_json(plain) for plain in until(ask, lambda: "\n".join(one.log for one in served))]
+    return [
+        Group.from_json(plain) for plain in until(ask, lambda: "\n".join(environment.log for environment in served))
+    ]
 
 
 @pytest.mark.parametrize(("weight", "most"), [(1.0, 8), (0.75, 6), (0.25, 2), (0.01, 1)])
@@ -390,50 +392,54 @@ def test_two_environments_of_a_run_send_groups_through_every_trouble(make_run, t
     vllm.policy = 3
     first, second = served = [Served(tmp_path, index, api.url, vllm.url) for index in (0, 1)]
     try:
-        # They wait for the trainer, which says how much a batch is.
-        for one in served:
-            one.wait_for("wait for trainer to start")
+        # They wait for the trainer, which sets the batch size.
+        for environment in served:
+            environment.wait_for("wait for trainer to start")
         api.register(batch_size=8, max_token_len=25)
-        for one in served:
-            one.wait_for("registered at run-api as environment")
+        for environment in served:
+            environment.wait_for("registered at run-api as environment")
         records = [json.loads((run / f"processes/atropos_{index}.json").read_text()) for index in (0, 1)]
         arithmetic, count = (record["env_id"] for record in records)
         groups = [group for _ in range(6) for group in batch(api, *served)]
-        # Where one environment is slow to begin, the other's groups may fill the first batches.
-        until(lambda: any(one.env_id == arithmetic for one in groups) or groups.extend(batch(api, *served)))
+        # If one environment starts slowly, the other's groups may fill the first batches.
+        until(lambda: any(group.env_id == arithmetic for group in groups) or groups.extend(batch(api, *served)))
         for group in groups:
             assert find_group_problem(group, size=2, longest=24, vocabulary=len(TOKENIZER)) is None
             assert group.scores == [1.0, 0.0] or group.env_id == count
             assert group.generation_params["environment"] == {arithmetic: "arithmetic", count: "count"}[group.env_id]
         assert {group.policy_version for group in groups} == {3}
         # run-api makes no batch of four groups without one of the environment that has a least share.
-        assert all(any(one.env_id == count for one in groups[begin : begin + 4]) for begin in range(0, len(groups), 4))
-        weights = [api.get("/status-env", json={"env_id": one}).json()["env_weight"] for one in (arithmetic, count)]
+        assert all(
+            any(group.env_id == count for group in groups[begin : begin + 4]) for begin in range(0, len(groups), 4)
+        )
+        weights = [
+            api.get("/status-env", json={"env_id": env_id}).json()["env_weight"] for env_id in (arithmetic, count)
+        ]
         assert weights == [0.75, 0.25]
 
-        # The server answers with errors for a while: nobody dies, and each says so once.
+        # The server answers with errors for a while: every process survives and reports it once.
         vllm.fails = [500] * 12
         until(lambda: not vllm.fails or not api.get("/batch").ok)
         vllm.policy = 4
         until(lambda: any(group.policy_version == 4 for group in batch(api, *served)))
-        assert all(one.log.count("does not answer (InternalServerError") <= 1 for one in served)
+        assert all(environment.log.count("does not answer (InternalServerError") <= 1 for environment in served)
 
-        # One is ended and started again: run-api must not wait for the groups of the one before.
+        # End and restart one process: run-api must not wait for the groups of the ended process.
         assert second.end() == -signal.SIGTERM
-        again = Served(tmp_path, 1, api.url, vllm.url)
-        served.append(again)
-        again.wait_for(f"disconnected environment {count} of an earlier process from run-api")
-        again.wait_for("registered at run-api as environment")
+        restarted = Served(tmp_path, 1, api.url, vllm.url)
+        served.append(restarted)
+        restarted.wait_for(f"disconnected environment {count} of an earlier process from run-api")
+        restarted.wait_for("registered at run-api as environment")
         newest = json.loads((run / "processes/atropos_1.json").read_text())["env_id"]
         assert newest not in (arithmetic, count)
-        until(lambda: any(group.env_id == newest for group in batch(api, first, again)))
+        until(lambda: any(group.env_id == newest for group in batch(api, first, restarted)))
 
-        for one in served:
-            assert "the-token" not in one.log and "Traceback" not in one.log
+        for environment in served:
+            assert "the-token" not in environment.log and "Traceback" not in environment.log
     finally:
-        for one in served:
-            one.process.kill()
-            one.process.wait()
+        for environment in served:
+            environment.process.kill()
+            environment.process.wait()
 
 
 def test_only_an_environment_that_this_run_api_knows_is_disconnected(tmp_path, api, capsys) -> None:
@@ -445,17 +451,17 @@ def test_only_an_environment_that_this_run_api_knows_is_disconnected(tmp_path, a
         record_id(file, api.url, api.register_env(2, min_batch_allocation=0.5))
 
     def connected() -> int:
-        """How many environments run-api shares the weight of a new one among."""
-        own = api.register_env(2)
-        share = api.get("/status-env", json={"env_id": own}).json()["env_weight"]
-        assert api.post("/disconnect-env", {"env_id": own}).json() == {"status": "success"}
+        """Count the environments that share the weight in run-api."""
+        env_id = api.register_env(2)
+        share = api.get("/status-env", json={"env_id": env_id}).json()["env_weight"]
+        assert api.post("/disconnect-env", {"env_id": env_id}).json() == {"status": "success"}
         return round(1 / share) - 1
 
     api.register()
     live()
     assert connected() == 1
     live()
-    assert connected() == 1  # else 2, of which one is dead
+    assert connected() == 1  # otherwise 2, and one of them is dead
     assert "disconnected environment 0 of an earlier process from run-api" in capsys.readouterr().out
 
     api.restart()
@@ -475,7 +481,7 @@ def test_it_ends_with_its_parent(make_run, tmp_path, vllm, api) -> None:
         "import subprocess, sys, time\n"
         f"child = subprocess.Popen([sys.executable, *{argv!r}], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)\n"
         "print(child.pid, flush=True)\n"
-        "child.stdout.readline()\n"  # that it waits for the trainer
+        "child.stdout.readline()\n"  # the line about waiting for the trainer
         "print('served', flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -489,13 +495,13 @@ def test_it_ends_with_its_parent(make_run, tmp_path, vllm, api) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "code", "said"),
+    ("keys", "code", "message"),
     [
         ({"atropos_environment_args": {"max_num_worker": 3}}, 2, "Fix: use 'max_num_workers'"),
         ({}, 1, "run-api at http://127.0.0.1:9 does not answer: "),
     ],
 )
-def test_what_keeps_it_from_serving_ends_it_with_a_line(make_run, capsys, keys, code, said) -> None:
+def test_what_keeps_it_from_serving_ends_it_with_a_line(make_run, capsys, keys, code, message) -> None:
     make_run(atropos_environment="arithmetic", **keys)
     assert serve.main(["0", "--api-url", "http://127.0.0.1:9/", "--server-url", "http://127.0.0.1:9"]) == code
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out

@@ -35,7 +35,7 @@ END = TOKENIZER.eos_token_id
 
 
 def numbered(prompt: list[int], number: int) -> Sampled:
-    """The number and the end."""
+    """Sample a token for the number, then the end token."""
     return [number + 40, END], [-0.5 - number, -0.25], "stop"
 
 
@@ -55,20 +55,20 @@ def tokenizer_name(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def server_of(vllm: FakeVllm, **changes: Any) -> RunServer:
-    given = {"base_url": f"{vllm.url}/v1", "model_name": "this-run", "patience": 20.0, "timeout": 5, **changes}
-    return RunServer(RunServerConfig(**given))
+    settings = {"base_url": f"{vllm.url}/v1", "model_name": "this-run", "patience": 20.0, "timeout": 5, **changes}
+    return RunServer(RunServerConfig(**settings))
 
 
-def sample(server: RunServer, **given: Any) -> Any:
-    return asyncio.run(server.tokens_and_logprobs_completion(**{"max_tokens": 8, **given}))
+def sample(server: RunServer, **parameters: Any) -> Any:
+    return asyncio.run(server.tokens_and_logprobs_completion(**{"max_tokens": 8, **parameters}))
 
 
 def test_token_ids_go_in_and_token_ids_with_log_probs_come_out(vllm: FakeVllm) -> None:
-    found = sample(server_of(vllm), input_ids=[5, 6, 7], n=2, temperature=0.7, stop=["x"], top_k=3)
-    assert found == ([5, 6, 7], [[40, END], [41, END]], [[-0.5, -0.25], [-1.5, -0.25]], ["stop", "stop"])
-    (asked,) = vllm.asked
-    # With every parameter that vLLM would else take from the model's generation_config.json.
-    assert asked == {
+    result = sample(server_of(vllm), input_ids=[5, 6, 7], n=2, temperature=0.7, stop=["x"], top_k=3)
+    assert result == ([5, 6, 7], [[40, END], [41, END]], [[-0.5, -0.25], [-1.5, -0.25]], ["stop", "stop"])
+    (request,) = vllm.asked
+    # Includes every parameter that vLLM would otherwise read from the model's generation_config.json.
+    assert request == {
         "model": "this-run", "prompt": [5, 6, 7], "n": 2, "max_tokens": 8, "temperature": 0.7, "top_p": 1.0, "top_k": 3,
         "min_p": 0.0, "repetition_penalty": 1.0, "stop": ["x"], "logprobs": 0, "return_token_ids": True,
     }  # fmt: skip
@@ -79,7 +79,7 @@ def test_a_text_is_tokenized_and_a_second_begin_of_text_is_left_out(vllm: FakeVl
     assert sample(server, prompt="1+2=")[0] == TOKENIZER.encode("1+2=")
     server.tokenizer.bos_token = "a"
     begin = server.tokenizer.bos_token_id
-    # ManagedServer hands over the text of a chat and its tokens, in which tokenizer and template both begin one.
+    # ManagedServer passes the text of a chat and its tokens. Tokenizer and template each add a first token to them.
     assert sample(server, prompt="a1", input_ids=[begin, begin, 9])[0] == [begin, 9]
     assert sample(server, input_ids=[begin, begin, 9])[0] == [begin, begin, 9]
 
@@ -88,7 +88,7 @@ def test_the_recipes_sampling_is_that_of_requests_that_say_nothing(vllm: FakeVll
     server = server_of(vllm, sampling={"temperature": 0.6, "top_p": 0.9})
     sample(server, input_ids=[1])
     sample(server, input_ids=[1], temperature=0.0, top_p=None)
-    assert [(one["temperature"], one["top_p"]) for one in vllm.asked] == [(0.6, 0.9), (0.0, 0.9)]
+    assert [(request["temperature"], request["top_p"]) for request in vllm.asked] == [(0.6, 0.9), (0.0, 0.9)]
 
 
 def test_a_completion_has_no_more_room_than_the_prompt_leaves(vllm: FakeVllm) -> None:
@@ -96,7 +96,7 @@ def test_a_completion_has_no_more_room_than_the_prompt_leaves(vllm: FakeVllm) ->
     sample(server, input_ids=[1] * 7, max_tokens=2048)
     sample(server, input_ids=[1] * 7, max_tokens=None)
     sample(server, input_ids=[1] * 7, max_tokens=None, max_new_tokens=2)
-    assert [one["max_tokens"] for one in vllm.asked] == [3, 3, 2]
+    assert [request["max_tokens"] for request in vllm.asked] == [3, 3, 2]
     with pytest.raises(PromptTooLong, match="the prompt has 10 tokens, at most 9 are allowed"):
         sample(server, input_ids=[1] * 10)
     with pytest.raises(ValueError, match="max_tokens is missing"):
@@ -119,9 +119,9 @@ def test_a_server_that_is_lost_for_a_while_is_asked_again_and_that_is_said_once(
     server = server_of(vllm)
     assert sample(server, input_ids=[1])[1] == [[40, END]]
     assert len(vllm.authorized) == len(failures) + 1
-    said = capsys.readouterr().out
-    assert said.count("does not answer (") == 1 and said.count("answers again after") == 1
-    assert "the-token" not in said
+    output = capsys.readouterr().out
+    assert output.count("does not answer (") == 1 and output.count("answers again after") == 1
+    assert "the-token" not in output
     sample(server, input_ids=[1])
     assert capsys.readouterr().out == ""
 
@@ -135,18 +135,18 @@ def test_a_restart_with_another_token_at_the_same_address_is_waited_for(vllm: Fa
         asking = asyncio.create_task(server.tokens_and_logprobs_completion(input_ids=[2], max_tokens=8))
         await asyncio.sleep(0.1)
         other = FakeVllm(numbered, vllm.port)
-        other.token, other.policy = "next", None  # it has not got the trainer's weights
+        other.token, other.policy = "next", None  # it does not have the trainer's weights
         while not other.authorized:
             await asyncio.sleep(0.01)
         (tmp_path / "token").write_text("next")
         while not other.asked:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
-        assert not asking.done()  # what was sampled with other weights is thrown away
+        assert not asking.done()  # samples from other weights are discarded
         other.policy = 4
-        found = await asking
+        result = await asking
         other.close()
-        return found
+        return result
 
     assert asyncio.run(through_a_restart())[1] == [[40, END]]
 
@@ -160,15 +160,15 @@ def test_a_server_that_stays_away_ends_the_wait(vllm: FakeVllm) -> None:
 
 def test_a_request_that_the_server_refuses_is_not_repeated_to_it(vllm: FakeVllm) -> None:
     server = server_of(vllm)
-    asked = {
+    calls = {
         server.tokens_and_logprobs_completion: {"input_ids": [1]},
         server.completion: {"prompt": "x"},
         server.chat_completion: {"messages": []},
     }
-    for number, (ask, what) in enumerate(asked.items(), 1):
+    for number, (ask, arguments) in enumerate(calls.items(), 1):
         vllm.fails = [400]
         with pytest.raises(openai.BadRequestError, match="told to fail"):
-            asyncio.run(ask(max_tokens=8, **what))
+            asyncio.run(ask(max_tokens=8, **arguments))
         assert len(vllm.authorized) == number
 
 
@@ -204,21 +204,21 @@ def test_what_is_asked_in_a_block_is_noted_with_the_policy_of_its_begin(vllm: Fa
     manager = ServerManager([server_of(vllm).config], server_class=RunServer)
 
     async def ask() -> list[Any]:
-        with record_requests() as asked:  # of 12, in two requests side by side
-            found = await manager.tokens_and_logprobs_completion(input_ids=[1], n=12, max_tokens=8, temperature=0.5)
-            assert len(found[1]) == 12
+        with record_requests() as recorded:  # 12 completions in two parallel requests
+            result = await manager.tokens_and_logprobs_completion(input_ids=[1], n=12, max_tokens=8, temperature=0.5)
+            assert len(result[1]) == 12
             vllm.policy = 3
             await manager.chat_completion(messages=[{"role": "user", "content": "hello"}])  # not trained on
             await manager.tokens_and_logprobs_completion(input_ids=[1], n=1, max_tokens=8, temperature=0.5, top_p=0.5)
         await manager.tokens_and_logprobs_completion(input_ids=[1], n=1, max_tokens=8)
-        return asked
+        return recorded
 
     vllm.policy = 2
-    asked = asyncio.run(ask())
-    assert [one.policy_version for one in asked] == [2, 2, 3]
+    requests = asyncio.run(ask())
+    assert [request.policy_version for request in requests] == [2, 2, 3]
     plain = {"temperature": 0.5, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    assert generation_params(asked) == {**plain, "policy_version": 2}
-    assert generation_params(asked[:2]) == {**plain, "top_p": 1.0, "policy_version": 2}
+    assert generation_params(requests) == {**plain, "policy_version": 2}
+    assert generation_params(requests[:2]) == {**plain, "top_p": 1.0, "policy_version": 2}
     assert generation_params([]) == {}
 
 
@@ -226,9 +226,9 @@ def test_a_server_that_was_never_told_its_policy_leaves_it_open(vllm: FakeVllm) 
     vllm.policy = None
 
     async def ask() -> dict[str, Any]:
-        with record_requests() as asked:
+        with record_requests() as recorded:
             await server_of(vllm).tokens_and_logprobs_completion(input_ids=[1], max_tokens=8)
-        return generation_params(asked)
+        return generation_params(recorded)
 
     assert "policy_version" not in asyncio.run(ask())
 
@@ -244,7 +244,7 @@ def test_chats_and_texts_are_asked_as_they_are(vllm: FakeVllm) -> None:
 
     assert asyncio.run(ask()) == ("hello", "x")
     assert vllm.asked[0]["messages"] == messages and "logprobs" not in vllm.asked[0]
-    assert [one["model"] for one in vllm.asked] == ["this-run"] * 2
+    assert [request["model"] for request in vllm.asked] == ["this-run"] * 2
 
 
 def test_a_plain_configuration_of_atroposlib_is_taken_too_and_health_looked_at(vllm: FakeVllm) -> None:
@@ -253,16 +253,16 @@ def test_a_plain_configuration_of_atroposlib_is_taken_too_and_health_looked_at(v
 
     async def looked_at() -> list[bool]:
         looking = asyncio.create_task(server.check_server_status_task())
-        seen = []
+        health = []
         for closes in (True, False):
-            while server.server_healthy is not closes or (not seen and not closes):
+            while server.server_healthy is not closes or (not health and not closes):
                 await asyncio.sleep(0.02)
-            seen.append(server.server_healthy)
+            health.append(server.server_healthy)
             if closes:
                 vllm.close()
-                server._http = type(server._http)(trust_env=False)  # without connections that are kept
+                server._http = type(server._http)(trust_env=False)  # without open connections
         looking.cancel()
-        return seen
+        return health
 
     assert asyncio.run(asyncio.wait_for(looked_at(), 10)) == [True, False]
 
@@ -273,14 +273,14 @@ def test_atroposlibs_managed_server_takes_it(vllm: FakeVllm, tokenizer_name: str
 
     async def ask() -> tuple[Any, Any]:
         async with manager.managed_server(tokenizer=TOKENIZER) as managed:
-            said = await managed.chat_completion(messages=[{"role": "user", "content": "0+1="}], n=2, max_tokens=8)
-            return said, managed.get_state()["nodes"]
+            chat = await managed.chat_completion(messages=[{"role": "user", "content": "0+1="}], n=2, max_tokens=8)
+            return chat, managed.get_state()["nodes"]
 
-    said, nodes = asyncio.run(ask())
+    chat, nodes = asyncio.run(ask())
     prompt = TOKENIZER.apply_chat_template([{"role": "user", "content": "0+1="}], add_generation_prompt=True)[
         "input_ids"
     ]
-    assert [one.message.content for one in said.choices] == ["<answer>0</answer>", "<answer>1</answer>"]
+    assert [choice.message.content for choice in chat.choices] == ["<answer>0</answer>", "<answer>1</answer>"]
     for number, node in enumerate(nodes):
         sampled = TOKENIZER.encode(f"<answer>{number}</answer>")
         assert node.tokens == prompt + sampled and node.masked_tokens == [-100] * len(prompt) + sampled

@@ -1,4 +1,4 @@
-"""10,000 groups posted by eight at once while a client takes them: each once, and no memory that grows."""
+"""Eight posters send 10,000 groups while a client takes them: each group arrives once, and memory does not grow."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from grpo_recipes.extensions.atropos.client import AtroposClient
 from grpo_recipes.extensions.atropos.group import UNTRAINED, Group, to_trajectories
 
 GROUPS, POSTERS, SIZE, LENGTH, STEP = 10_000, 8, 4, 32, 16
-CHUNK = 10  # groups of one request
-WRONG_EVERY = 10  # one group in so many has rows of unequal lengths
+CHUNK = 10  # groups per request
+WRONG_EVERY = 10  # every tenth group has rows of unequal lengths
 VALID = GROUPS - GROUPS // WRONG_EVERY
-MOST_QUEUED = 256  # groups: an environment pauses while run-api has as many
-MOST_GROWTH = 48 << 20  # bytes; all groups together take several times that
+MOST_QUEUED = 256  # groups; a poster pauses while the queue is longer
+MOST_GROWTH = 48 << 20  # bytes; all groups together need several times as much
 
 
 def numbered(number: int) -> Group:
-    """A group whose first two tokens are its number; its log-probs are as many as its tokens unless it is wrong."""
+    """Build a group with its number in the first two tokens. Every tenth group is invalid: one log-prob is missing."""
     prompt = [number // 1000, number % 1000]
     rows = [prompt + [(7 * number + 13 * row + at) % 1000 for at in range(LENGTH - 2)] for row in range(SIZE)]
     logprobs = [[1.0] * 2 + [-0.125] * (LENGTH - 2) for _ in range(SIZE)]
@@ -47,23 +47,23 @@ def test_each_group_is_taken_once_and_memory_stays(api: RunApi) -> None:
     over = threading.Event()
 
     def produce(poster: int) -> None:
-        own = AtroposClient(api.url, say=lambda _: None)
+        poster_client = AtroposClient(api.url, say=lambda _: None)
         for start in range(poster, GROUPS, POSTERS * CHUNK):
-            while own.status()["queue_size"] > MOST_QUEUED:
+            while poster_client.status()["queue_size"] > MOST_QUEUED:
                 if over.wait(0.2):
                     return
             numbers = range(start, min(start + POSTERS * CHUNK, GROUPS), POSTERS)
             post_groups(api.url, [numbered(number) for number in numbers])
 
-    mine, theirs = psutil.Process(), psutil.Process(api.process.pid)
-    taken: list[int] = []
+    mine, server = psutil.Process(), psutil.Process(api.process.pid)
+    numbers_taken: list[int] = []
     began, first = time.monotonic(), (0, 0)
     with ThreadPoolExecutor(POSTERS) as posters:
         done = [posters.submit(produce, poster) for poster in range(POSTERS)]
         try:
-            while len(taken) < VALID:
+            while len(numbers_taken) < VALID:
                 groups = client.take_groups(
-                    min(STEP, VALID - len(taken)),
+                    min(STEP, VALID - len(numbers_taken)),
                     size=SIZE,
                     longest=LENGTH,
                     vocabulary=1000,
@@ -72,21 +72,21 @@ def test_each_group_is_taken_once_and_memory_stays(api: RunApi) -> None:
                 )
                 rows = [row for group in groups for row in to_trajectories(group)]
                 assert len(rows) == len(groups) * SIZE
-                taken += [1000 * int(row.prompt_ids[0]) + int(row.prompt_ids[1]) for row in rows[::SIZE]]
-                if len(taken) <= VALID // 5:
-                    first = (mine.memory_info().rss, theirs.memory_info().rss)
+                numbers_taken += [1000 * int(row.prompt_ids[0]) + int(row.prompt_ids[1]) for row in rows[::SIZE]]
+                if len(numbers_taken) <= VALID // 5:
+                    first = (mine.memory_info().rss, server.memory_info().rss)
         finally:
             over.set()
-        for one in done:
-            one.result()
-    growth = [process.memory_info().rss - before for process, before in zip((mine, theirs), first, strict=True)]
-    seconds, used = time.monotonic() - began, theirs.cpu_times()
+        for future in done:
+            future.result()
+    growth = [process.memory_info().rss - before for process, before in zip((mine, server), first, strict=True)]
+    seconds, used = time.monotonic() - began, server.cpu_times()
     print(f"{GROUPS} groups in {seconds:.0f} s, {used.user + used.system:.0f} s of a core in run-api")
     print(f"memory grew by {growth[0] >> 20} MiB here, by {growth[1] >> 20} MiB in run-api")
-    assert sorted(taken) == [number for number in range(GROUPS) if number % WRONG_EVERY]
+    assert sorted(numbers_taken) == [number for number in range(GROUPS) if number % WRONG_EVERY]
     assert client.counts["rejected"] == GROUPS // WRONG_EVERY and client.counts["groups"] == GROUPS
     assert client.counts["batches"] == client.status()["current_step"] and client.counts["lost_batches"] == 0
     assert client._ready_groups == [] and client._parts == []
     assert max(growth) < MOST_GROWTH
-    # Everything else that a client keeps is of a size that no number of groups changes.
+    # The size of the other client state does not depend on the number of groups.
     assert len(client.last_seen) == POSTERS and client._sizes == {SIZE}

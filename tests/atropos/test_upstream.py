@@ -1,6 +1,6 @@
-"""The tests that atroposlib ships for its run-api, run against the version that is pinned here, on a port of their own.
+"""Run atroposlib's own run-api tests against the version pinned here, on a separate port.
 
-They say what run-api answers, on which the client rests. Those of the other files reach no server that is real here.
+The client relies on the answers that these tests check. The other test files of atroposlib need no real server.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ HELPERS = ("api_test_utils.py", "conftest.py")
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_the_pinned_run_api_passes_the_tests_it_comes_with(tmp_path: Path) -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = str(held.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
     for name in (*FILES, *HELPERS):
         text = (Path(atroposlib.__file__).parent / "tests" / name).read_text()
         text = text.replace("8000", port).replace("atroposlib.tests.", "")
@@ -33,5 +33,5 @@ def test_the_pinned_run_api_passes_the_tests_it_comes_with(tmp_path: Path) -> No
         cwd=tmp_path, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
-    found = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
-    assert found is not None and int(found[1]) >= 30 and "skipped" not in done.stdout
+    match = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
+    assert match is not None and int(match[1]) >= 30 and "skipped" not in done.stdout

@@ -1,4 +1,4 @@
-"""An environment in the way of Atropos' ``gsm8k_server.py``: unmodified atroposlib, started by hand with ``serve``."""
+"""An environment like Atropos' ``gsm8k_server.py``: unmodified atroposlib, started by hand with ``serve``."""
 
 import random
 import sys
@@ -43,14 +43,14 @@ class Sums(BaseEnv):
 
     async def evaluate(self, *args, **kwargs):
         self.evaluations += 1
-        said = await self.server.chat_completion(
+        reply = await self.server.chat_completion(
             messages=[{"role": "user", "content": "1+2="}], n=1, max_tokens=8, temperature=0.0, split="eval"
         )
-        print(f"evaluation {self.evaluations}: {said.choices[0].message.content!r}", file=sys.stderr, flush=True)
+        print(f"evaluation {self.evaluations}: {reply.choices[0].message.content!r}", file=sys.stderr, flush=True)
 
 
 class Alone(Sums):
-    """The server is not in a list: atroposlib ignores the address of such a server."""
+    """One server outside a list: atroposlib ignores its address."""
 
     @classmethod
     def config_init(cls):

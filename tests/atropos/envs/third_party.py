@@ -1,4 +1,4 @@
-"""An environment as others write them for atroposlib: one trajectory at a time, through its ManagedServer."""
+"""A typical third-party environment for atroposlib: one trajectory at a time, through its ManagedServer."""
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from pydantic import Field
@@ -23,12 +23,12 @@ class Count(BaseEnv):
     async def collect_trajectory(self, item):
         messages = [{"role": "user", "content": f"{item['number'] % 10}+0="}]
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            said = await managed.chat_completion(
+            reply = await managed.chat_completion(
                 messages=messages, n=1, max_tokens=self.config.max_token_length, temperature=self.config.temperature
             )
             (node,) = managed.get_state()["nodes"]
         row = {"tokens": node.tokens, "masks": node.masked_tokens, "inference_logprobs": node.logprobs}
-        score = float(str(item["number"] % 10) in said.choices[0].message.content)
+        score = float(str(item["number"] % 10) in reply.choices[0].message.content)
         overrides = {"set_advantage_to_zero": True} if score else None
         return {**row, "scores": score, "group_overrides": {"note": 1}, "overrides": overrides}, [item]
 
@@ -37,7 +37,7 @@ class Count(BaseEnv):
 
 
 class Own(Count):
-    """Makes several groups at once, of which one fails, and says itself what they were sampled with."""
+    """Collects several groups at once, fails one of them, and sets their sampling parameters itself."""
 
     async def collect_trajectories(self, item):
         rows = [(await self.collect_trajectory(item))[0] for _ in range(self.config.group_size)]
@@ -46,7 +46,7 @@ class Own(Count):
 
 
 class Logs(Count):
-    """Logs what its ``evaluate`` found, as environments do."""
+    """Logs the results of ``evaluate``, like other environments."""
 
     async def wandb_log(self, wandb_metrics=None):
         await super().wandb_log({**(wandb_metrics or {}), "eval/percent_correct": 0.5})
