@@ -1,4 +1,4 @@
-"""The Atropos door: every flag and variable changes the launch that it becomes, or is refused with what to write."""
+"""The Atropos entry point: every flag and variable changes the launch, or is rejected with a fix."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ URL = "http://localhost:8000"
 
 @pytest.fixture(autouse=True)
 def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = {row.name for row in VARIABLES.rows} | {VERBOSITY}
-    for name in {*environment_keys(), *READ_VARIABLES, *theirs} - {"CACHE_ROOT", "GRPO_HOME"}:
-        monkeypatch.setenv(name, "")  # and what the launch sets is undone
+    variables = {row.name for row in VARIABLES.rows} | {VERBOSITY}
+    for name in {*environment_keys(), *READ_VARIABLES, *variables} - {"CACHE_ROOT", "GRPO_HOME"}:
+        monkeypatch.setenv(name, "")  # undo the variables that the launch sets
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """``machine(gpus, job)``: so many visible GPUs (None: a CPU environment), inside a Slurm job or not."""
+    """Return ``machine(gpus, job)``, which sets the visible GPUs (None: a CPU environment) and the Slurm job."""
 
     def make(gpus: int | None, job: bool = False) -> None:
         names = tuple(map(str, range(gpus or 0)))
-        found = SlurmJob(7, "slurm", 1, None) if job else None
-        resources = Resources("cpu" if gpus is None else "cuda", names, 8, found, ())
+        slurm_job = SlurmJob(7, "slurm", 1, None) if job else None
+        resources = Resources("cpu" if gpus is None else "cuda", names, 8, slurm_job, ())
         monkeypatch.setattr(atropos, "find_resources", lambda _: resources)
 
     make(4)
@@ -71,7 +71,7 @@ def recipe_of(door: AtroposLaunch) -> Recipe:
 
 
 def resolved(*arguments: str) -> Recipe:
-    """Return the recipe of the needed flags, except those that are given, and of the given ones."""
+    """Return the recipe of these flags; missing required flags get test values."""
     pairs = zip(NEEDED[::2], NEEDED[1::2], strict=True)
     needed = [word for flag, value in pairs if flag not in arguments for word in (flag, value)]
     return recipe_of(read(*needed, *arguments))
@@ -89,7 +89,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return code, out, err
 
 
-# Flag with its value, and keys of the recipe that it changes.
+# Flag with a value -> recipe keys that it changes.
 CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("--model-name a/b", {"model_name_or_path": "a/b"}),
     ("--training-steps 20", {"max_steps": 20}),
@@ -129,7 +129,7 @@ OF_ADAPTERS: list[tuple[str, dict[str, Any]]] = [
     ("--lora-dropout 0.05", {"lora_dropout": 0.05}),
     ("--lora-target-modules k_proj o_proj", {"lora_target_modules": ["k_proj", "o_proj"]}),
 ]
-# Flag with a wrong value -> the whole answer.
+# Flag with a wrong value -> the whole message.
 WRONG: list[tuple[str, str]] = [
     ("--training-steps many", "--training-steps: max_steps: expected an integer, got 'many'."
         " Fix: set --training-steps to an integer, e.g. -1"),
@@ -183,7 +183,7 @@ WRONG: list[tuple[str, str]] = [
     ("--batch-size 4 --per_device_train_batch_size 4", "--batch-size: sets the same key as"
         " --per_device_train_batch_size. Fix: remove one of them"),
 ]  # fmt: skip
-# Refused flag -> what is said to do.
+# Rejected flag -> its fix.
 _ADAFACTOR = "remove it; transformers' Trainer runs Adafactor without it, with --lr"
 _DISTRIBUTED = "remove it; Atropos' trainer ignores it too. num_processes is the number of training processes"
 GONE = {
@@ -200,12 +200,12 @@ GONE = {
     "--num-inference-nodes 0": _DISTRIBUTED,
     "--port 9001": "use --vllm-port for the server, or --atropos_port for run-api",
 }
-# Flags that are tested by a test of their own.
+# Flags with a separate test.
 ELSEWHERE = {"--device", "--log-dir", "--single-copy", "--vllm-config-path", "--debug-loading", "--enable-lora",
     "--max-lora-rank", "--enforce-eager"}  # fmt: skip
 
 
-@pytest.mark.parametrize(("flag", "keys"), CHANGES, ids=lambda one: str(one)[:50])
+@pytest.mark.parametrize(("flag", "keys"), CHANGES, ids=lambda value: str(value)[:50])
 def test_a_flag_changes_the_recipe(flag: str, keys: dict[str, Any]) -> None:
     usual, recipe = resolved(), resolved(*shlex.split(flag))
     assert {key: recipe[key] for key in keys} == keys
@@ -213,18 +213,20 @@ def test_a_flag_changes_the_recipe(flag: str, keys: dict[str, Any]) -> None:
     assert changed == set(keys)
 
 
-@pytest.mark.parametrize(("flag", "keys"), OF_ADAPTERS, ids=lambda one: str(one)[:50])
+@pytest.mark.parametrize(("flag", "keys"), OF_ADAPTERS, ids=lambda value: str(value)[:50])
 def test_a_flag_of_adapters_changes_theirs(flag: str, keys: dict[str, Any]) -> None:
     usual, recipe = resolved(*LORA), resolved(*LORA, *shlex.split(flag))
     assert {key: recipe[key] for key in keys} == keys
     assert {key for key in catalogue() if recipe[key] != usual[key]} == set(keys)
 
 
-@pytest.mark.parametrize(("flag", "said"), WRONG, ids=lambda one: one[:50])
-def test_a_wrong_value_is_refused_with_what_to_write(flag: str, said: str) -> None:
-    needed = NEEDED[:0] if flag.startswith("--environment ") else NEEDED  # a flag that is given twice is refused
-    kept = [word for pair in zip(NEEDED[::2], NEEDED[1::2], strict=True) if pair[0] != "--environment" for word in pair]
-    assert refused(*(needed or kept), *shlex.split(flag)) == [said]
+@pytest.mark.parametrize(("flag", "message"), WRONG, ids=lambda value: value[:50])
+def test_a_wrong_value_is_refused_with_what_to_write(flag: str, message: str) -> None:
+    needed = NEEDED[:0] if flag.startswith("--environment ") else NEEDED  # a repeated flag is rejected
+    needed_words = [
+        word for pair in zip(NEEDED[::2], NEEDED[1::2], strict=True) if pair[0] != "--environment" for word in pair
+    ]
+    assert refused(*(needed or needed_words), *shlex.split(flag)) == [message]
 
 
 @pytest.mark.parametrize(("flag", "instead"), GONE.items())
@@ -237,8 +239,8 @@ def test_a_flag_without_an_equal_is_refused_with_what_to_do(flag: str, instead: 
 
 def test_every_flag_is_tested() -> None:
     tested = {word for flag, _ in (*CHANGES, *OF_ADAPTERS) for word in flag.split() if word.startswith("--")}
-    taken = {row.name for row in FLAGS.rows if not row.rejected}
-    assert taken - tested == ELSEWHERE
+    accepted = {row.name for row in FLAGS.rows if not row.rejected}
+    assert accepted - tested == ELSEWHERE
     assert {row.name for row in FLAGS.rows if row.rejected} == {flag.split()[0] for flag in GONE}
 
 
@@ -286,7 +288,7 @@ def test_another_mode_is_refused_with_the_modes(capsys) -> None:
     code, _, err = printed(capsys, *NEEDED, "--weight-bridge-mode", "nccl")
     assert code == 2 and "--weight-bridge-mode: invalid choice: 'nccl'" in err
     assert all(f"'{mode}'" in err for mode in ("none", "shared_vllm", "lora_only", "lora_restart", "auto"))
-    assert resolved("--weight_sync", "nccl")["weight_sync"] == "nccl"  # a key of ours
+    assert resolved("--weight_sync", "nccl")["weight_sync"] == "nccl"  # a recipe key
 
 
 def test_single_copy_is_shared_vllm() -> None:
@@ -366,7 +368,7 @@ def test_the_launch_says_who_starts_run_api() -> None:
     assert "no --atropos-url: the launch starts its own run-api" in read(*NEEDED).notes
     door = read(*NEEDED, "--atropos-url", URL)
     assert not any("--atropos-url" in note for note in door.notes)
-    alone = read("--model-name", "smoke:sums", "--atropos-url", URL)  # its environments run elsewhere
+    alone = read("--model-name", "smoke:sums", "--atropos-url", URL)  # the environments run elsewhere
     assert recipe_of(alone)["atropos_environment"] is None
 
 
@@ -385,12 +387,12 @@ def test_a_run_api_that_does_not_answer_is_named_before_anything_starts(machine,
 
 
 def test_something_must_send_groups(tmp_path: Path) -> None:
-    said = (
+    message = (
         "--environment: is missing: nothing would send groups. Fix: set --environment arithmetic or dataset or "
         "file.py:Class, or --atropos-url URL of a run-api with your environments"
     )
-    assert refused("--model-name", "smoke:sums") == [said]
-    assert refused("--config", str(home() / "recipes/smoke/grpo.yaml")) == [said]
+    assert refused("--model-name", "smoke:sums") == [message]
+    assert refused("--config", str(home() / "recipes/smoke/grpo.yaml")) == [message]
 
 
 def test_an_own_environment_is_a_class_in_a_file(tmp_path: Path) -> None:
@@ -401,8 +403,8 @@ def test_an_own_environment_is_a_class_in_a_file(tmp_path: Path) -> None:
     ]
     recipe = recipe_of(read("--model-name", "smoke:sums", "--environment", "gsm8k_server.py:GSM8kEnv"))
     assert recipe["atropos_environment"] == "gsm8k_server.py:GSM8kEnv"
-    (said,) = refused("--model-name", "smoke:sums", "--environment", "none.py:Env")
-    assert said.startswith("--environment: ")
+    (message,) = refused("--model-name", "smoke:sums", "--environment", "none.py:Env")
+    assert message.startswith("--environment: ")
 
 
 def test_the_model_is_required() -> None:
@@ -458,15 +460,15 @@ def test_options_of_launch_are_handed_on() -> None:
 
 
 def test_a_misspelt_flag_is_answered_with_the_right_one() -> None:
-    (said,) = refused(*NEEDED, "--training-step", "3")
-    assert said == "--training-step: is not an option of atropos_grpo.py. Fix: use --training-steps"
+    (message,) = refused(*NEEDED, "--training-step", "3")
+    assert message == "--training-step: is not an option of atropos_grpo.py. Fix: use --training-steps"
 
 
 def test_a_flag_and_its_key_are_given_once_and_a_key_replaces_a_default() -> None:
     assert resolved("--max_steps", "3")["max_steps"] == 3
     assert resolved("--weight-decay", "0.1")["weight_decay"] == 0.1
     assert resolved("--max_prompt_length", "100")["max_prompt_length"] == 100
-    assert resolved("--use_peft", "true")["weight_sync"] == "auto"  # it says how weights are trained: no mode is added
+    assert resolved("--use_peft", "true")["weight_sync"] == "auto"  # a key about adapters: no default mode is added
 
 
 def test_variables_of_the_launch_win_over_defaults_and_lose_to_flags(monkeypatch) -> None:
@@ -646,7 +648,7 @@ def test_another_backend_is_refused(monkeypatch) -> None:
         "INFERENCE_BACKEND: 'sglang' has no equivalent here. "
         "Fix: export INFERENCE_BACKEND=vllm, or unset it: environments sample from a vLLM server"
     ]
-    assert read(*NEEDED)  # without the script nobody reads it
+    assert read(*NEEDED)  # variables count only with --read-variables
 
 
 def test_shared_weights_need_no_variable_and_contradict_its_opposite(monkeypatch) -> None:
@@ -679,7 +681,7 @@ def test_what_the_launch_says_to_its_environment_anyway_changes_nothing(flag: st
     assert note.endswith(" changes nothing: the launch passes the same value to its environments")
 
 
-# Flags that are accepted with the value that the launch passes anyway.
+# Flags that are accepted only with the value that the launch passes.
 OTHER_VALUES = ("--env.tokenizer_name", "--env.use_wandb", "--openai.model_name", "--openai.base_url",
     "--openai.server_type")  # fmt: skip
 
@@ -771,9 +773,9 @@ def test_no_default_of_the_help_differs_from_what_is_taken() -> None:
     for row in FLAGS.rows:
         if row.sets and row.default is not None:
             key = next(iter(row.sets))
-            taken = (adapters if row.needs else full)[key]
+            value = (adapters if row.needs else full)[key]
             default = row.values.get(row.default, {}).get(key, row.default)
-            assert taken == (default.split() if row.type == "words" else type(taken)(default)), row.name
+            assert value == (default.split() if row.type == "words" else type(value)(default)), row.name
 
 
 def test_tables_of_the_page_have_every_flag_and_variable() -> None:
@@ -789,8 +791,8 @@ def test_tables_of_the_page_have_every_flag_and_variable() -> None:
 @pytest.mark.rotating
 def test_no_flag_of_the_example_trainer_is_forgotten() -> None:
     pytest.importorskip("torch")
-    theirs = pytest.importorskip("example_trainer.cli")
-    parser: argparse.ArgumentParser = theirs.create_full_parser()
+    trainer_cli = pytest.importorskip("example_trainer.cli")
+    parser: argparse.ArgumentParser = trainer_cli.create_full_parser()
     names = {name for action in parser._actions for name in action.option_strings} - {"-h", "--help"}
-    ours = {*FLAGS.by_name, "--benchmark"}  # which is an option of grpo launch
-    assert names <= ours
+    known_flags = {*FLAGS.by_name, "--benchmark"}  # an option of grpo launch
+    assert names <= known_flags

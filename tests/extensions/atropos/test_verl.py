@@ -1,4 +1,4 @@
-"""The YAML of verl's integration with Atropos: every setting changes the recipe, changes nothing, or is refused."""
+"""The YAML of verl's integration with Atropos: every setting changes the recipe, changes nothing, or is rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import catalogue
 
 IMPLIED = {"use_vllm": True, "vllm_mode": "server", "reward_funcs": ["environment"]}
-# The settings of their own file, with numbers as YAML reads them.
+# The settings of the original file, with numbers that YAML reads as numbers.
 THEIRS = """\
 defaults: [ppo_trainer, _self_]
 algorithm:
@@ -111,7 +111,7 @@ REFUSED = ("environment_sync_timeout", "max_environments", "ppo_mini_batch_size"
 FIXED = "".join(f"{line}\n" for line in THEIRS.splitlines() if not any(name in line for name in REFUSED))
 FIXED = FIXED.replace("train_batch_size: 1024", "train_batch_size: 1025")
 
-# Setting, a value, and the keys that it gives beside those of every such file.
+# Setting, a value, and the recipe keys that it adds to the keys of every such file.
 CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
     ("atropos.api_url", "http://there:9000", {"atropos_api_url": "http://there:9000"}),
     ("atropos.timeout", 7, {"atropos_timeout": 7.0}),
@@ -165,7 +165,7 @@ CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
     ("trainer.output_dir", "there", {"run_root": "there"}),
     ("trainer.default_local_dir", "there", {"run_root": "there"}),
 ]
-# Setting and a value that asks for what happens anyway, or decides nothing here.
+# Setting and a value that matches the default behavior or has no effect here.
 NOTHING: list[tuple[str, Any]] = [
     ("defaults", ["ppo_trainer", "_self_"]),
     ("critic", {"strategy": "fsdp", "optim": {"lr": 1.0e-5}}),
@@ -208,7 +208,7 @@ NOTHING: list[tuple[str, Any]] = [
     ("trainer.val_before_train", False),
     ("reward_model.enable", False),
 ]
-# Setting, a value that is refused, and words of the fix.
+# Setting, a rejected value, and words of the fix.
 OTHERS: list[tuple[str, Any, str]] = [
     ("atropos.environment_sync_timeout", 60, "atropos.batch_max_wait_time limits the wait"),
     ("atropos.max_environments", 10, "every environment that registers at run-api takes part"),
@@ -249,7 +249,7 @@ def merged(folder: Path, text: str) -> tuple[Recipe, list[Problem]]:
 
 
 def with_setting(folder: Path, name: str, value: Any) -> tuple[Recipe, list[Problem], int]:
-    """Read a file with this setting beside the one that makes it theirs; the line of the setting comes last."""
+    """Read a verl file plus a setting; return recipe, problems and the line of the setting."""
     file: dict[str, Any] = {} if name.startswith("algorithm.adv_") else {"algorithm": {"adv_estimator": "grpo_atropos"}}
     if name.startswith("algorithm.adv_"):
         file["atropos"] = {"timeout": 30}
@@ -264,9 +264,9 @@ def with_setting(folder: Path, name: str, value: Any) -> tuple[Recipe, list[Prob
 
 
 def given(recipe: Recipe) -> dict[str, Any]:
-    """Return what a recipe gives beside what every file of theirs does."""
-    found = {key: recipe[key] for key in catalogue() if recipe.is_set(key)}
-    return {key: value for key, value in found.items() if IMPLIED.get(key) != value}
+    """Return the recipe keys that differ from the keys of every verl file."""
+    values = {key: recipe[key] for key in catalogue() if recipe.is_set(key)}
+    return {key: value for key, value in values.items() if IMPLIED.get(key) != value}
 
 
 def leaves(value: Any, *names: str) -> Iterator[str]:
@@ -277,17 +277,17 @@ def leaves(value: Any, *names: str) -> Iterator[str]:
         yield ".".join(names)
 
 
-@pytest.mark.parametrize(("name", "value", "keys"), CHANGES, ids=lambda one: str(one)[:60])
+@pytest.mark.parametrize(("name", "value", "keys"), CHANGES, ids=lambda value: str(value)[:60])
 def test_a_setting_changes_the_recipe(tmp_path: Path, name: str, value: Any, keys: dict[str, Any]) -> None:
     recipe, problems, line = with_setting(tmp_path, name, value)
     assert problems == []
-    assert {key: found for key, found in given(recipe).items() if key != "atropos_timeout" or key in keys} == keys
-    assert all(catalogue()[key]["default"] != found for key, found in keys.items() if key not in AT_ITS_DEFAULT)
+    assert {key: value for key, value in given(recipe).items() if key != "atropos_timeout" or key in keys} == keys
+    assert all(catalogue()[key]["default"] != value for key, value in keys.items() if key not in AT_ITS_DEFAULT)
     (note,) = [note for note in recipe.notes if f"theirs.yaml:{line}: '{name}' is read as " in note]
     assert all(key in note for key in keys)
 
 
-# Keys that are tested with their own default: each of them has a row with another value, or one that leaves it out.
+# Keys that are tested with their default: another row changes the value or leaves it out.
 AT_ITS_DEFAULT = ("loss_type", "beta", "scale_rewards", "report_to")
 
 
@@ -301,7 +301,7 @@ def test_a_setting_that_asks_for_what_happens_anyway_is_noted_with_the_reason(
     assert " changes nothing: " in note and len(note.partition(" changes nothing: ")[2]) > 10
 
 
-@pytest.mark.parametrize(("name", "value", "fix"), OTHERS, ids=lambda one: str(one)[:60])
+@pytest.mark.parametrize(("name", "value", "fix"), OTHERS, ids=lambda value: str(value)[:60])
 def test_any_other_value_is_refused_at_its_line_with_what_to_write(
     tmp_path: Path, name: str, value: Any, fix: str
 ) -> None:
@@ -320,11 +320,11 @@ def test_every_setting_of_the_table_and_of_their_file_is_tested() -> None:
 def test_their_own_file_is_answered_line_by_line(tmp_path: Path) -> None:
     _, problems = merged(tmp_path, THEIRS)
     lines = THEIRS.splitlines()
-    refused = {int(one.where.rpartition(":")[2]): one for one in problems}
+    refused = {int(entry.where.rpartition(":")[2]): entry for entry in problems}
     assert [next(name for name in (*REFUSED, "train_batch_size") if name in lines[line - 1]) for line in refused] == [
         "environment_sync_timeout", "max_environments", "ppo_mini_batch_size", "train_batch_size", "test_freq"
     ]  # fmt: skip
-    batch = next(one for one in problems if "1024" in one.what)
+    batch = next(entry for entry in problems if "1024" in entry.what)
     assert batch.what == (
         "1024 is not a multiple of actor_rollout_ref.rollout.n 5: run-api would never hand out a batch"
     )
@@ -353,13 +353,13 @@ def test_after_the_fixes_it_is_a_recipe(tmp_path: Path) -> None:
 def test_a_wrong_address_is_refused_at_its_line(tmp_path: Path) -> None:
     recipe, problems = merged(tmp_path, FIXED.replace("http://localhost:8000", "localhost:8000"))
     assert problems == []
-    (found,) = [one for one in check(recipe, {}) if "URL" in one.what]
+    (url_problem,) = [entry for entry in check(recipe, {}) if "URL" in entry.what]
     line = next(number for number, text in enumerate(FIXED.splitlines(), 1) if "api_url" in text)
-    assert found.where.endswith(f"theirs.yaml:{line}") and "http" in found.fix
+    assert url_problem.where.endswith(f"theirs.yaml:{line}") and "http" in url_problem.fix
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "fix"),
+    ("name", "message", "fix"),
     [
         ("atropos.batch_retry_attempt", "unknown key 'batch_retry_attempt' in atropos", "write 'batch_retry_attempts'"),
         ("actor_rollout_ref.actor.lr", "unknown key 'lr' in actor_rollout_ref.actor", "write learning_rate: 3"),
@@ -368,9 +368,9 @@ def test_a_wrong_address_is_refused_at_its_line(tmp_path: Path) -> None:
         ("reward_model.path", "unknown key 'path' in reward_model", "remove it"),
     ],
 )
-def test_an_unknown_setting_is_refused_at_its_line(tmp_path: Path, name: str, what: str, fix: str) -> None:
+def test_an_unknown_setting_is_refused_at_its_line(tmp_path: Path, name: str, message: str, fix: str) -> None:
     _, (problem,), line = with_setting(tmp_path, name, 3)
-    assert (problem.where.rpartition(":")[2], problem.what, problem.fix) == (str(line), what, fix)
+    assert (problem.where.rpartition(":")[2], problem.what, problem.fix) == (str(line), message, fix)
 
 
 def test_an_empty_setting_is_refused(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_no_kl_loss_means_no_coefficient(tmp_path: Path) -> None:
     recipe, problems = merged(tmp_path, FIXED.replace("use_kl_loss: true", "use_kl_loss: false"))
     assert problems == [] and recipe["beta"] == 0.0
     assert any(
-        "kl_loss_coef: 0.001 changes nothing: actor_rollout_ref.actor.use_kl_loss is" in one for one in recipe.notes
+        "kl_loss_coef: 0.001 changes nothing: actor_rollout_ref.actor.use_kl_loss is" in note for note in recipe.notes
     )
 
 
@@ -399,7 +399,9 @@ def test_a_step_of_the_whole_batch_is_what_happens_anyway(tmp_path: Path) -> Non
     text = FIXED.replace("    ppo_epochs: 1", "    ppo_epochs: 1\n    ppo_mini_batch_size: 1025")
     recipe, problems = merged(tmp_path, text)
     assert problems == []
-    assert any("ppo_mini_batch_size: 1025 changes nothing: a step uses the whole batch" in one for one in recipe.notes)
+    assert any(
+        "ppo_mini_batch_size: 1025 changes nothing: a step uses the whole batch" in note for note in recipe.notes
+    )
 
 
 def test_two_settings_of_one_key_may_agree_and_not_differ(tmp_path: Path) -> None:
@@ -419,7 +421,7 @@ def test_keys_of_a_recipe_may_stand_beside_the_sections(tmp_path: Path) -> None:
     text = FIXED + "atropos_environment: arithmetic\nweight_sync: file\nvllm_mode: colocate\n"
     recipe, problems = merged(tmp_path, text)
     assert problems == [] and recipe["weight_sync"] == "file" and recipe["atropos_environment"] == "arithmetic"
-    assert recipe["vllm_mode"] == "colocate"  # which the check refuses: the user's own is not overruled
+    assert recipe["vllm_mode"] == "colocate"  # rejected by the check: the user's value is not replaced
     assert not any("read as use_vllm: true and vllm_mode" in note for note in recipe.notes)
 
 
@@ -433,7 +435,7 @@ def test_the_server_has_some_of_the_gpus(gpus: int, parallel: int, shared: bool,
 
 @pytest.mark.parametrize("device", [None, "cuda", "cpu"])
 def test_gpus_count_by_the_machine_that_runs(tmp_path: Path, device: str | None) -> None:
-    """R12: the machine that plans is not asked; with --gpus it plans a run on another one."""
+    """R12: with --gpus, the plan does not depend on the planning machine."""
     path = tmp_path / "theirs.yaml"
     path.write_text("algorithm: {adv_estimator: grpo_atropos}\ntrainer:\n  n_gpus_per_node: 8\n")
     recipe, problems = merge_recipe(path, device=device)
@@ -446,7 +448,7 @@ def test_other_files_are_read_as_before(tmp_path: Path) -> None:
     foreign = Path(__file__).parents[1] / "migrate/foreign/verl_nested.yaml"
     assert not set(yaml.safe_load(foreign.read_text())) >= {"atropos"}
     _, problems = merge_recipe(foreign)
-    assert any("this looks like a recipe of another project" in one.what for one in problems)
+    assert any("this looks like a recipe of another project" in entry.what for entry in problems)
     _, (problem,) = merged(tmp_path, "model_name_or_path: a/b\ntrainer: {nnodes: 1}\n")
     assert "'trainer'" in problem.what
 
@@ -456,12 +458,12 @@ def test_grpo_new_writes_the_same_recipe(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "theirs.yaml").write_text(FIXED)
     assert is_translated(tmp_path / "theirs.yaml")
-    made = migrate(Path("theirs.yaml"), Path("my.yaml"))
-    assert made.problems == []
-    (tmp_path / "my.yaml").write_text(made.text())
+    migration = migrate(Path("theirs.yaml"), Path("my.yaml"))
+    assert migration.problems == []
+    (tmp_path / "my.yaml").write_text(migration.text())
     direct, _ = merged(tmp_path, FIXED)
-    again, problems = merge_recipe(tmp_path / "my.yaml")
+    migrated, problems = merge_recipe(tmp_path / "my.yaml")
     assert problems == []
-    assert {key: again[key] for key in catalogue()} == {key: direct[key] for key in catalogue()}
-    assert set(VERL.sections).isdisjoint(yaml.safe_load(made.text()))
-    assert "# not translated: no value function is trained" in made.text()
+    assert {key: migrated[key] for key in catalogue()} == {key: direct[key] for key in catalogue()}
+    assert set(VERL.sections).isdisjoint(yaml.safe_load(migration.text()))
+    assert "# not translated: no value function is trained" in migration.text()

@@ -1,4 +1,4 @@
-"""The co-located door: every flag of run_colocated_grpo.py changes the launch that it becomes, or is refused."""
+"""The co-located entry point: every flag of run_colocated_grpo.py changes the launch, or is rejected."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ ADDRESS = "10.1.2.3"
 @pytest.fixture(autouse=True)
 def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in {*environment_keys(), *READ_VARIABLES, DETAILS} - {"CACHE_ROOT", "GRPO_HOME"}:
-        monkeypatch.setenv(name, "")  # and what the launch sets is undone
+        monkeypatch.setenv(name, "")  # undo the variables that the launch sets
         monkeypatch.delenv(name)
     monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """``machine(gpus, nodes)``: so many visible GPUs (None: a CPU environment), in a Slurm job of so many nodes."""
+    """Return ``machine(gpus, nodes)``, which sets GPUs (None: a CPU environment) and Slurm nodes."""
 
     def make(gpus: int | None, nodes: int = 0) -> None:
         job = SlurmJob(7, "slurm", nodes, None) if nodes else None
         names = tuple(map(str, range(gpus or 0)))
         resources = Resources("cpu" if gpus is None else "cuda", names, 8, job, ())
         monkeypatch.setattr(colocated, "find_resources", lambda _: resources)
-        own = type("Address", (), {"address": ADDRESS, "family": 2})
-        monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"ib0": [own]})
+        address = type("Address", (), {"address": ADDRESS, "family": 2})
+        monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"ib0": [address]})
 
     return make
 
@@ -140,7 +140,7 @@ def test_the_log_level_is_that_of_every_process_and_debug_is_torchs_too(machine,
     code, out, err = printed(capsys, "--log-level", "debug", "--dry-run")
     assert code == 0 and f"{DETAILS}=INFO grpo launch" in out + err
     assert os.environ[DETAILS] == "INFO"  # the processes inherit it
-    monkeypatch.setenv(DETAILS, "OFF")  # of the user
+    monkeypatch.setenv(DETAILS, "OFF")  # set by the user
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     assert colocated.read(["--log-level", "DEBUG"]).variables == {}
     assert printed(capsys, "--log-level", "DEBUG", "--dry-run")[0] == 0
@@ -179,8 +179,8 @@ def test_any_key_is_a_flag_and_what_our_flags_decide_is_not(machine) -> None:
     assert refused("--num_processes", "3") == [
         "--num_processes: --gpus already sets num_processes. Fix: keep only --gpus"
     ]
-    (said,) = refused("--vllm-mode", "server")
-    assert said == "--vllm-mode: run_colocated_grpo.py already sets vllm_mode. Fix: remove it, or use grpo launch"
+    (message,) = refused("--vllm-mode", "server")
+    assert message == "--vllm-mode: run_colocated_grpo.py already sets vllm_mode. Fix: remove it, or use grpo launch"
     assert refused("--no_use_vllm")[0].startswith("--no_use_vllm: ")
     assert refused("--master-port", "1", "--main_process_port=2")[0].endswith("Fix: keep only --master-port")
     assert refused("--gpu", "4") == ["--gpu: is not an option of run_colocated_grpo.py. Fix: use --gpus"]
@@ -233,7 +233,7 @@ def test_several_nodes_of_a_job_are_one_launch(machine, monkeypatch) -> None:
     machine(4, nodes=2)
     door = colocated.read(list(NODES))
     assert door.options.words() == [*OURS, "8"] and door.variables == {"NETWORK_INTERFACE": "ib0"}
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")  # it says the same
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")  # the same value
     assert colocated.read(list(NODES)).variables == {}
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     assert refused(*NODES)[0].startswith(
@@ -242,7 +242,7 @@ def test_several_nodes_of_a_job_are_one_launch(machine, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "changed", "said"),
+    ("nodes", "changed", "message"),
     [
         (2, {"--node-rank": None}, "--node-rank: is missing. Fix: add --node-rank 0 on the first node"),
         (2, {"--node-rank": "2"}, "--node-rank: is 2, with --nodes 2. Fix: use a number from 0 to 1, or more"),
@@ -261,11 +261,11 @@ def test_several_nodes_of_a_job_are_one_launch(machine, monkeypatch) -> None:
         (1, {}, "--nodes: is 2, but the Slurm job has 1. Fix: use --nodes 1"),
     ],
 )  # fmt: skip
-def test_wrong_flags_of_nodes_are_refused(machine, nodes: int, changed: dict, said: str) -> None:
+def test_wrong_flags_of_nodes_are_refused(machine, nodes: int, changed: dict, message: str) -> None:
     machine(4, nodes=nodes)
-    given = {**dict(zip(NODES[::2], NODES[1::2], strict=True)), **changed}
-    arguments = [f"{name}={value}" for name, value in given.items() if value is not None]
-    assert [one.startswith(said) for one in refused(*arguments)].count(True) == 1
+    flags = {**dict(zip(NODES[::2], NODES[1::2], strict=True)), **changed}
+    arguments = [f"{name}={value}" for name, value in flags.items() if value is not None]
+    assert [line.startswith(message) for line in refused(*arguments)].count(True) == 1
 
 
 def test_torchrun_is_told_what_to_run_instead(machine, monkeypatch, capsys) -> None:
@@ -273,13 +273,13 @@ def test_torchrun_is_told_what_to_run_instead(machine, monkeypatch, capsys) -> N
     machine(4)
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    what = "torchrun: has started this command in 4 processes, but the launch starts the training processes itself."
+    message = "torchrun: has started this command in 4 processes, but the launch starts the training processes itself."
     code, _, err = printed(capsys, "--config", SMOKE)
-    assert code == 2 and err == f"grpo: {what} Fix: run without torchrun: python run_colocated_grpo.py --gpus 4\n"
+    assert code == 2 and err == f"grpo: {message} Fix: run without torchrun: python run_colocated_grpo.py --gpus 4\n"
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     monkeypatch.setenv("GROUP_RANK", "1")
     fix = "--gpus 4 --nodes 2 --node-rank 1 --master-addr ADDRESS_OF_NODE_0"
-    assert refused() == [f"{what} Fix: run without torchrun: python run_colocated_grpo.py {fix}"]
+    assert refused() == [f"{message} Fix: run without torchrun: python run_colocated_grpo.py {fix}"]
     assert main(["launch", SMOKE, "--dry-run"]) == 2
     assert "run without torchrun: grpo launch RECIPE --num_processes 4" in capsys.readouterr().err
 
@@ -301,7 +301,7 @@ def test_a_misspelt_level_is_refused_with_the_levels(capsys) -> None:
 
 
 def door(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the file of the repository's root with whatever Python 3 runs these tests."""
+    """Run the script in the repository's root with the Python of these tests."""
     command = [sys.executable, str(home() / "run_colocated_grpo.py"), *arguments]
     environment = {**os.environ, "ENV_DIR": sys.prefix, **variables}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

@@ -1,4 +1,4 @@
-"""The YAML of co-located trainers: every name changes the recipe, or is refused at its line with what to write."""
+"""The YAML of co-located trainers: every name changes the recipe, or is rejected at its line with a fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.converters import names
 from grpo_recipes.recipe.keys import catalogue
 
-# As the co-located trainer's own documentation has it, but for the model and comments.
+# From the co-located trainer's documentation, with another model and without comments.
 THEIRS = """\
 model_name: "smoke:sums"
 
@@ -53,7 +53,7 @@ def merged(folder: Path, text: str, *flags: str) -> tuple[Recipe, list[Problem]]
 
 def told(problems: list[Problem]) -> dict[str, str]:
     """Return the fix by the line of the file (0: of the whole file)."""
-    return {one.where.partition("theirs.yaml")[2].lstrip(":") or "0": one.fix for one in problems}
+    return {entry.where.partition("theirs.yaml")[2].lstrip(":") or "0": entry.fix for entry in problems}
 
 
 def changed(folder: Path, old: str, new: str) -> tuple[Recipe, list[Problem]]:
@@ -62,7 +62,7 @@ def changed(folder: Path, old: str, new: str) -> tuple[Recipe, list[Problem]]:
 
 
 def test_their_own_example_is_a_recipe_on_every_device(tmp_path: Path) -> None:
-    """R13: the co-located trainer's own YAML is accepted as it is; no answer depends on the machine that plans."""
+    """R13: the co-located trainer's YAML is accepted unchanged; no result depends on the planning machine."""
     recipe, problems = merged(tmp_path, THEIRS)
     assert problems == []
     assert (recipe["vllm_enforce_eager"], recipe["vllm_max_num_seqs"], recipe["fsdp_cpu_offload"]) == (True, 32, False)
@@ -170,11 +170,13 @@ def test_every_name_changes_its_key(tmp_path: Path, old: str, new: str, key: str
     before, _ = merged(tmp_path, THEIRS)
     recipe, problems = changed(tmp_path, old, new)
     assert recipe[key] == value != before[key]
-    assert [one.what for one in problems if new.partition(":")[0] in one.what and "has no equal" in one.what] == []
+    assert [
+        entry.what for entry in problems if new.partition(":")[0] in entry.what and "has no equal" in entry.what
+    ] == []
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected_fix"),
     [
         ("disable_log_stats: true", "disable_log_stats: false", "remove it; vLLM inside the trainers logs no"),
         ('"FULL_SHARD"', "SHARD_GRAD_OP", "set accelerator: fsdp2 for FULL_SHARD, ddp for NO_SHARD, or zero2"),
@@ -189,17 +191,17 @@ def test_every_name_changes_its_key(tmp_path: Path, old: str, new: str, key: str
         ("max_iterations: 5000", "max_steps: 3\nmax_iterations: 5000", "keep max_steps"),
     ],
 )
-def test_what_has_no_equal_is_refused_at_its_line(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_what_has_no_equal_is_refused_at_its_line(tmp_path: Path, old: str, new: str, expected_fix: str) -> None:
     _, problems = changed(tmp_path, old, new)
     lines = THEIRS.replace(old, new).splitlines()
-    (where,) = [where for where, fix in told(problems).items() if fix.startswith(said)]
+    (where,) = [where for where, fix in told(problems).items() if fix.startswith(expected_fix)]
     assert lines[int(where) - 1].strip() in [line.strip() for line in [*new.splitlines(), f"sharding_strategy: {new}"]]
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_section_is_a_mapping(tmp_path: Path, section: str) -> None:
     _, problems = merged(tmp_path, f"{THEIRS.split(section)[0]}sync_frequency: 1\n{section}: 3\ndataset_name: a/b\n")
-    assert f"{section}: expected a mapping, got 3" in [one.what for one in problems]
+    assert f"{section}: expected a mapping, got 3" in [entry.what for entry in problems]
 
 
 def test_a_sync_at_every_generation_changes_nothing_and_says_so(tmp_path: Path) -> None:
@@ -232,12 +234,12 @@ def test_grpo_new_writes_the_same_recipe(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "theirs.yaml").write_text(THEIRS + "dataset_name: smoke:sums\n")
     assert is_translated(tmp_path / "theirs.yaml")
-    made = migrate(Path("theirs.yaml"), Path("my.yaml"))
-    found = yaml.safe_load(made.text())
+    migration = migrate(Path("theirs.yaml"), Path("my.yaml"))
+    migrated = yaml.safe_load(migration.text())
     direct, _ = merged(tmp_path, THEIRS)
     for key in ("model_name_or_path", "vllm_mode", "use_vllm", "accelerator", "bf16", "max_steps", "learning_rate",
                 "vllm_max_model_length", "vllm_gpu_memory_utilization"):  # fmt: skip
-        value = found.get(key, catalogue()[key]["default"])
+        value = migrated.get(key, catalogue()[key]["default"])
         assert (float(value) if key == "learning_rate" else value) == direct[key], key
 
 

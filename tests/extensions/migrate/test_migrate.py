@@ -1,4 +1,4 @@
-"""``grpo new --from`` with recipes of other projects: every setting is translated or left out, and says why."""
+"""``grpo new --from`` with recipes of other projects: every setting is translated, or left out with a reason."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from grpo_recipes.recipe import merge_recipe
 from grpo_recipes.recipe.check import check
 
 FOREIGN = sorted((Path(__file__).parent / "foreign").iterdir())
-# What a file that names no model or no data is still wrong in.
+# Remaining problems of a file without a model or data.
 UNNAMED = ("no model is set", "no dataset is set")
 KEPT_RECIPES = Path(__file__).parents[3] / "recipes"
 
 
-def written(made: Migration) -> list[Problem]:
-    """Write a translated recipe, and return what `grpo check` refuses in it."""
-    made.target.write_text(made.text())
-    if made.unwritten:
-        made.rewards_file.write_text(made.rewards_text())
-    recipe, problems = merge_recipe(made.target)
+def written(migration: Migration) -> list[Problem]:
+    """Write a translated recipe, and return the problems that `grpo check` reports."""
+    migration.target.write_text(migration.text())
+    if migration.unwritten:
+        migration.rewards_file.write_text(migration.rewards_text())
+    recipe, problems = merge_recipe(migration.target)
     return [*problems, *check(recipe, {})]
 
 
-def values(made: Migration) -> dict:
-    return yaml.safe_load(made.text())
+def values(migration: Migration) -> dict:
+    return yaml.safe_load(migration.text())
 
 
 def translate(folder: Path, text: str, name: str = "theirs.yaml") -> Migration:
@@ -48,16 +48,16 @@ def test_there_are_forty_of_them() -> None:
 def test_a_foreign_recipe_becomes_one_that_check_accepts(path: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_translated(path)
-    made = migrate(path, Path("my.yaml"))
-    left = written(made)
-    assert all(problem.what in UNNAMED for problem in left), left
-    assert [problem.what for problem in made.problems] == [problem.what for problem in left]
-    # Nothing of the file is lost: each setting is there, or is named by the line that changes it or leaves it out.
-    text, said = made.text(), "\n".join(made.report())
+    migration = migrate(path, Path("my.yaml"))
+    problems = written(migration)
+    assert all(problem.what in UNNAMED for problem in problems), problems
+    assert [problem.what for problem in migration.problems] == [problem.what for problem in problems]
+    # No setting is lost: it is copied, or listed by the line that changes it or leaves it out.
+    text, report = migration.text(), "\n".join(migration.report())
     for name in {} if path.suffix == ".toml" else yaml.safe_load(path.read_text()):
         assert name in text, name
-    assert all(line.why in said or not line.why for line in made.lines)
-    assert "not-to-be-copied" not in text + said
+    assert all(line.why in report or not line.why for line in migration.lines)
+    assert "not-to-be-copied" not in text + report
 
 
 def test_the_command_writes_the_recipe_and_the_rewards_to_write(tmp_path, monkeypatch, capsys) -> None:
@@ -78,12 +78,12 @@ def test_the_command_writes_the_recipe_and_the_rewards_to_write(tmp_path, monkey
 
 
 def test_a_recipe_of_ours_is_copied_as_it_is(tmp_path) -> None:
-    ours = [path for path in KEPT_RECIPES.rglob("*.yaml")]
-    assert ours and not any(map(is_translated, ours))
+    own_recipes = [path for path in KEPT_RECIPES.rglob("*.yaml")]
+    assert own_recipes and not any(map(is_translated, own_recipes))
 
 
 @pytest.mark.parametrize(
-    ("asked", "weights", "ours", "left"),
+    ("rewards", "weights", "expected_weights", "comment"),
     [
         ("[accuracy, format]", "[1.0, 0.2]", {"math_verify": 1.0, "format_tags": 0.2}, ""),
         ("[accuracy, format, tag_count]", "[1, 2, 3]", {"math_verify": 1, "format_tags": 2}, "tag_count: format_tags"),
@@ -94,13 +94,13 @@ def test_a_recipe_of_ours_is_copied_as_it_is(tmp_path) -> None:
         ("[format, code]", "[0.1, 1]", {"format_tags": 0.1, "my_rewards.py:code": 1}, "my_rewards.py"),
     ],
 )
-def test_rewards_keep_their_weights(asked, weights, ours, left, tmp_path, monkeypatch) -> None:
+def test_rewards_keep_their_weights(rewards, weights, expected_weights, comment, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("theirs.yaml").write_text(TRL + f"reward_funcs: {asked}\nreward_weights: {weights}\n")
-    made = migrate(Path("theirs.yaml"), Path("my.yaml"))
-    found = values(made)
-    assert dict(zip(found["reward_funcs"], found["reward_weights"], strict=True)) == ours
-    assert left in made.text()
+    Path("theirs.yaml").write_text(TRL + f"reward_funcs: {rewards}\nreward_weights: {weights}\n")
+    migration = migrate(Path("theirs.yaml"), Path("my.yaml"))
+    recipe = values(migration)
+    assert dict(zip(recipe["reward_funcs"], recipe["reward_weights"], strict=True)) == expected_weights
+    assert comment in migration.text()
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_rewards_keep_their_weights(asked, weights, ours, left, tmp_path, monkey
     ],
 )  # fmt: skip
 def test_a_setting_becomes_what_does_the_same(text, key, value, tmp_path) -> None:
-    found = values(translate(tmp_path, f"{TRL}odd: 1\n{text}\n"))
-    assert key in found and found[key] == value
+    recipe = values(translate(tmp_path, f"{TRL}odd: 1\n{text}\n"))
+    assert key in recipe and recipe[key] == value
 
 
 @pytest.mark.parametrize(
@@ -174,24 +174,24 @@ def test_a_setting_becomes_what_does_the_same(text, key, value, tmp_path) -> Non
     ],
 )
 def test_what_is_left_out_stays_as_a_comment_with_its_reason(text, why, tmp_path) -> None:
-    made = translate(tmp_path, f"{TRL}torch_dtype: auto\n{text}\n")
-    (line,) = [line for line in made.text().splitlines() if why in line]
-    assert line.startswith("# not translated: ") and why in "\n".join(made.report())
+    migration = translate(tmp_path, f"{TRL}torch_dtype: auto\n{text}\n")
+    (line,) = [line for line in migration.text().splitlines() if why in line]
+    assert line.startswith("# not translated: ") and why in "\n".join(migration.report())
     key = "dataset_name" if "mixture" in text else text.split(":")[0]
-    assert (key not in values(made) and f"#   {key}:" in made.text()) or key == "hub_token"
+    assert (key not in values(migration) and f"#   {key}:" in migration.text()) or key == "hub_token"
 
 
 def test_what_other_versions_read_is_not_added(tmp_path) -> None:
-    """Leave out ``prompt`` where an older open-r1 read ``problem``, and what an evaluation that is left out needs."""
+    """Leave out ``prompt`` if an older open-r1 read ``problem``, and the keys of an evaluation that is left out."""
     assert "dataset_prompt_column" not in values(translate(tmp_path, f"{TRL}vllm_device: auto\n"))
-    found = values(translate(tmp_path, f"{TRL}eval_strategy: steps\n"))
-    assert not {"eval_strategy", "eval_steps"} & set(found)
+    recipe = values(translate(tmp_path, f"{TRL}eval_strategy: steps\n"))
+    assert not {"eval_strategy", "eval_steps"} & set(recipe)
 
 
 def test_a_recipe_of_supervised_fine_tuning_is_named_as_one(tmp_path) -> None:
     sft = "model_name_or_path: a/b\ndataset_name: a/b\npacking: true\nmax_length: 512\n"
-    said = "theirs.yaml is not a GRPO recipe: packing belongs to supervised fine-tuning, and no reward is set"
-    assert said in translate(tmp_path, sft).report()[0]
+    message = "theirs.yaml is not a GRPO recipe: packing belongs to supervised fine-tuning, and no reward is set"
+    assert message in translate(tmp_path, sft).report()[0]
     assert not any("is not a GRPO recipe" in line for line in translate(tmp_path, f"{TRL}packing: true\n").report())
 
 
@@ -202,12 +202,12 @@ def test_what_must_be_filled_in_is_named_at_the_top_of_the_file(tmp_path) -> Non
 
 
 def test_one_setting_by_two_names_says_which_counts(tmp_path) -> None:
-    made = translate(
+    migration = translate(
         tmp_path, f"{TRL}max_completion_length: 64\nmax_completion_len: 32\nvllm_host: x\nreward_mode: a\n"
     )
-    said = made.report()
-    assert "grpo: max_completion_len is left out: the file also sets max_completion_length: 64" in said
-    assert "grpo: reward_mode is left out: no key here has this meaning" in said, "no key is called reward_model"
+    report = migration.report()
+    assert "grpo: max_completion_len is left out: the file also sets max_completion_length: 64" in report
+    assert "grpo: reward_mode is left out: no key here has this meaning" in report, "no key is called reward_model"
 
 
 def test_how_the_file_is_written_is_told(tmp_path) -> None:
@@ -217,17 +217,17 @@ def test_how_the_file_is_written_is_told(tmp_path) -> None:
 
 
 def test_toml_is_read(tmp_path) -> None:
-    made = translate(tmp_path, '[model]\nname = "a/b"\n[trainer.optim]\nlr = 1e-6\n', "rl.toml")
-    assert values(made)["model_name_or_path"] == "a/b" and values(made)["learning_rate"] == 1e-6
+    migration = translate(tmp_path, '[model]\nname = "a/b"\n[trainer.optim]\nlr = 1e-6\n', "rl.toml")
+    assert values(migration)["model_name_or_path"] == "a/b" and values(migration)["learning_rate"] == 1e-6
     (tmp_path / "bad.toml").write_text("[")
     assert cli.main(["new", str(tmp_path / "x.yaml"), "--from", str(tmp_path / "bad.toml")]) == 2
 
 
 def test_datasets_of_the_trl_cli_become_a_mixture(tmp_path) -> None:
     """M2: TRL's ``datasets:`` with path and name."""
-    theirs = tmp_path / "theirs.yaml"
-    theirs.write_text("model_path: a/b\ndatasets:\n  - {path: openai/gsm8k, name: main}\ntest_split_size: 0.1\n")
-    mixture = values(migrate(theirs, tmp_path / "my.yaml"))["dataset_mixture"]
+    source = tmp_path / "theirs.yaml"
+    source.write_text("model_path: a/b\ndatasets:\n  - {path: openai/gsm8k, name: main}\ntest_split_size: 0.1\n")
+    mixture = values(migrate(source, tmp_path / "my.yaml"))["dataset_mixture"]
     assert mixture == {"datasets": [{"id": "openai/gsm8k", "config": "main"}], "test_split_size": 0.1}
 
 
@@ -262,13 +262,13 @@ def test_a_script_is_not_a_recipe_to_translate(name, tmp_path, monkeypatch, caps
 )
 def test_a_name_without_an_equal_key_names_what_there_is(name, instead, tmp_path) -> None:
     """M2: "remove it" without the equivalent."""
-    theirs = tmp_path / "theirs.yaml"
-    theirs.write_text(TRL + f"{name}: [x]\n")
-    assert instead in migrate(theirs, tmp_path / "my.yaml").text()
+    source = tmp_path / "theirs.yaml"
+    source.write_text(TRL + f"{name}: [x]\n")
+    assert instead in migrate(source, tmp_path / "my.yaml").text()
 
 
 def test_a_model_that_reads_pictures_is_noted(tmp_path) -> None:
     """M2: a vision model "is right"."""
-    theirs = tmp_path / "theirs.yaml"
-    theirs.write_text("model_name_or_path: Qwen/Qwen2.5-VL-3B-Instruct\nlr: 1.0e-6\n")
-    assert "reads pictures; only its text part" in migrate(theirs, tmp_path / "my.yaml").report()[0]
+    source = tmp_path / "theirs.yaml"
+    source.write_text("model_name_or_path: Qwen/Qwen2.5-VL-3B-Instruct\nlr: 1.0e-6\n")
+    assert "reads pictures; only its text part" in migrate(source, tmp_path / "my.yaml").report()[0]

@@ -1,4 +1,4 @@
-"""smoke_test.py, run_tests.py and test_gpu_integration.py say what is wrong and end with 1; e2e runs them whole."""
+"""smoke_test.py, run_tests.py and test_gpu_integration.py report errors and exit with 1. The e2e tests run them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RIGHT = dict.fromkeys(smoke_test.TRAIN, 0.5)
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with the scripts, whose other files a test writes."""
+    """Create a folder with the scripts; each test adds its own files."""
     for name in SCRIPTS:
         (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(home() / name, tmp_path / "here" / name)
@@ -33,7 +33,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def run(checkout: Path, script: str, python: str = f'exec {sys.executable} "$@"') -> subprocess.CompletedProcess[str]:
-    """Run a script in an environment whose Python is that line of a shell."""
+    """Run a script in an environment with this shell line as its Python."""
     binaries = checkout.parent / "environment/bin"
     binaries.mkdir(parents=True)
     same_checkout = 'case "$*" in *installed_checkout.py) exit 0;; esac'  # runs this code
@@ -47,7 +47,7 @@ def run(checkout: Path, script: str, python: str = f'exec {sys.executable} "$@"'
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (RIGHT, None),
         (None, "train metrics cannot be read: [Errno 2]"),
@@ -57,17 +57,17 @@ def run(checkout: Path, script: str, python: str = f'exec {sys.executable} "$@"'
         ({"loss_total": 1.0}, "train metrics without a finite loss_pg, loss_kl, loss_entropy, kl_divergence"),
     ],
 )
-def test_metrics_that_are_missing_or_not_finite_end_the_smoke_test(tmp_path: Path, content: Any, said: str) -> None:
+def test_metrics_that_are_missing_or_not_finite_end_the_smoke_test(tmp_path: Path, content: Any, message: str) -> None:
     (tmp_path / "run/metrics").mkdir(parents=True)
     if content is not None:
         text = content if isinstance(content, str) else json.dumps(content)
         (tmp_path / "run/metrics/train_iter_000.json").write_text(text)
-    if said is None:
+    if message is None:
         assert smoke_test.metrics(tmp_path, "train", smoke_test.TRAIN) == RIGHT
         return
     with pytest.raises(SystemExit, match=r"\S+: ") as ended:
         smoke_test.metrics(tmp_path, "train", smoke_test.TRAIN)
-    assert said in str(ended.value) and "\n" not in str(ended.value)
+    assert message in str(ended.value) and "\n" not in str(ended.value)
 
 
 def test_a_training_that_fails_ends_the_smoke_test_with_its_last_line(checkout: Path) -> None:
@@ -78,11 +78,11 @@ def test_a_training_that_fails_ends_the_smoke_test_with_its_last_line(checkout: 
 
 @pytest.mark.parametrize("broken", [None, *(pytest.param(name, marks=ROTATES) for name in run_tests.TESTS)])
 def test_the_tests_that_pass_are_counted(checkout: Path, broken: str | None) -> None:
-    for what, test in run_tests.TESTS.items():
+    for description, test in run_tests.TESTS.items():
         path, _, name = test.partition("::")
         (checkout / path).parent.mkdir(parents=True, exist_ok=True)
         with (checkout / path).open("a") as file:
-            file.write(f"def {name}():\n    assert {what != broken}\n\n")
+            file.write(f"def {name}():\n    assert {description != broken}\n\n")
     done = run(checkout, "run_tests.py")
     assert done.returncode == (0 if broken is None else 1), done.stdout
     assert done.stdout.splitlines()[-1] == ("7/7 tests passed" if broken is None else "6/7 tests passed")
@@ -116,24 +116,24 @@ def test_the_named_tests_exist_and_have_names_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "gpus", "cpu", "said"),
+    ("device", "gpus", "cpu", "message"),
     [
         ("cuda", 2, False, None), ("cpu", 0, True, None), ("cuda", 1, False, "two GPUs are needed"),
         ("cuda", 0, False, "0 visible"), ("cpu", 0, False, "CPU build"), ("cuda", 8, True, "needs a CPU environment"),
     ],
 )  # fmt: skip
 def test_where_there_are_no_two_gpus_the_checks_are_skipped(
-    tmp_path: Path, device: str, gpus: int, cpu: bool, said: str | None
+    tmp_path: Path, device: str, gpus: int, cpu: bool, message: str | None
 ) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho {device} {gpus}\n")
     python.chmod(0o755)
     reason = test_gpu_integration.reason_to_skip(str(python), cpu)
-    assert reason is None if said is None else said in reason
+    assert reason is None if message is None else message in reason
 
 
 def written_run(folder: Path) -> Path:
-    """What a run of one iteration leaves, as far as the checks look at it."""
+    """Write the files that the checks read in a one-iteration run."""
     run = folder / "run/offline-1"
     for place in ("processes", "checkpoints/checkpoint-2", "model"):
         (run / place).mkdir(parents=True)
@@ -174,8 +174,8 @@ def test_each_check_of_a_run_can_fail(tmp_path: Path, file: str, content: str | 
     assert all(test_gpu_integration.passed(check, run, tmp_path) for check in checks.values())
     changed = tmp_path / "run" / file
     changed.unlink() if content is None else changed.write_text(content)
-    found = {name: test_gpu_integration.passed(check, run, tmp_path) for name, check in checks.items()}
-    assert [name for name, holds in found.items() if not holds] == [fails]
+    results = {name: test_gpu_integration.passed(check, run, tmp_path) for name, check in checks.items()}
+    assert [name for name, holds in results.items() if not holds] == [fails]
 
 
 def test_no_script_of_the_root_is_collected_with_the_tests(pytestconfig: pytest.Config) -> None:

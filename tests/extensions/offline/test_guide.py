@@ -1,4 +1,4 @@
-"""Every training command of the offline trainer's original guide is planned, as written but for a model folder."""
+"""Every training command of the offline trainer's original guide can be planned with only the model folder changed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SEARCH = """python run_offline_grpo.py -m model.train_id=Qwen/Qwen2.5-1.5B
 OVERNIGHT = """python run_offline_grpo.py model.train_id=Qwen/Qwen2.5-7B model.ref_id=Qwen/Qwen2.5-7B
   train.iterations=100 train.lr=1e-5 data.problems_per_iteration=8 eval.interval=5"""
 NO_GPU = "model.device=cuda:2"
-# Command of the guide -> what its launch is, or the number of its runs.
+# Command of the guide -> words of its launch, or the number of its runs.
 GUIDE = {
     QUICK_START: ("--max_steps 20", "--vllm_server_port 30000"),
     SWEEP: 18,
@@ -54,7 +54,7 @@ GUIDE = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a model."""
+    """Create a folder with a model."""
     folder = tmp_path_factory.mktemp("local") / "checkpoint"
     torch.manual_seed(0)
     tokenizer = smoke.build_tokenizer()
@@ -64,7 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def dry_run(command: str, folder: Path, checkpoint: str) -> subprocess.CompletedProcess[str]:
-    """The command as a shell would run it, but planned only, and with a folder that exists."""
+    """Plan a command like a shell would run it, with an existing model folder."""
     words = shlex.split(command.replace("/path/to/checkpoint", checkpoint))
     assert words[:2] == ["python", "run_offline_grpo.py"]
     argv = [sys.executable, "-m", "grpo_recipes.extensions.offline.main", *words[2:], "--dry-run"]
@@ -84,7 +84,7 @@ def test_a_command_of_the_guide_is_planned(command: str, tmp_path: Path, checkpo
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", [one for one in GUIDE if NO_GPU in one])
+@pytest.mark.parametrize("command", [command for command in GUIDE if NO_GPU in command])
 def test_a_gpu_that_is_not_there_is_refused_and_never_replaced(command: str, tmp_path: Path, checkpoint: str) -> None:
     done = dry_run(command, tmp_path, checkpoint)
     assert done.returncode == 2

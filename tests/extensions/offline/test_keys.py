@@ -1,4 +1,4 @@
-"""Hydra keys of the offline trainer: each changes the recipe, and what cannot be done is refused with the edit."""
+"""Hydra keys of the offline trainer: each changes the recipe, or is rejected with the edit to make."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from grpo_recipes.recipe.registry import rewards
 
 
 def flat(nested: dict[str, Any], start: str = "") -> dict[str, Any]:
-    """The keys of the shipped configuration, with their interpolations resolved by hand."""
-    found: dict[str, Any] = {}
+    """Flatten nested configuration keys."""
+    values: dict[str, Any] = {}
     for name, value in nested.items():
-        found |= flat(value, f"{start}{name}.") if isinstance(value, dict) else {f"{start}{name}": value}
-    return found
+        values |= flat(value, f"{start}{name}.") if isinstance(value, dict) else {f"{start}{name}": value}
+    return values
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    found = flat(yaml.safe_load((home() / "conf/offline_grpo.yaml").read_text()))
-    found |= {key.replace("__", "."): value for key, value in changes.items()}
-    for key, value in found.items():
+    values = flat(yaml.safe_load((home() / "conf/offline_grpo.yaml").read_text()))
+    values |= {key.replace("__", "."): value for key, value in changes.items()}
+    for key, value in values.items():
         if isinstance(value, str) and value.startswith("${"):
-            found[key] = found[value[2:-1]]
-    return found
+            values[key] = values[value[2:-1]]
+    return values
 
 
 def nobody(url: str) -> bool:
@@ -42,15 +42,15 @@ def keys(**changes: Any) -> dict[str, Any]:
 
 
 def problem(**changes: Any) -> str:
-    (found,) = offline.translate(config(**changes), nobody).problems
-    return f"{found.where}: {found.what}. Fix: {found.fix}"
+    (rejection,) = offline.translate(config(**changes), nobody).problems
+    return f"{rejection.where}: {rejection.what}. Fix: {rejection.fix}"
 
 
 def test_the_configuration_has_every_key_and_no_other() -> None:
     assert set(config()) == set(offline.KEYS)
 
 
-# Another value of each key -> what it gives to which recipe keys. Those in OTHER_RUN change no recipe key.
+# Another value of each key -> the recipe keys that it sets. Those in OTHER_RUN change no recipe key.
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.train_id": ("a/b", {"model_name_or_path": "a/b"}),
     "model.ref_id": ("a/b", {"ref_model_name_or_path": "a/b"}),
@@ -146,7 +146,7 @@ def test_greedy_evaluations_and_their_problems() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "backend", "answers", "asked"),
+    ("url", "backend", "answers", "server_url"),
     [
         ("http://127.0.0.1:30000", "vllm_server", False, None),  # the launch starts one there
         ("http://127.0.0.1:30000", "vllm_server", True, "http://127.0.0.1:30000"),
@@ -154,14 +154,14 @@ def test_greedy_evaluations_and_their_problems() -> None:
         ("http://127.0.0.1:30001", "sglang_server", False, "http://127.0.0.1:30001"),
     ],
 )
-def test_a_server_that_somebody_started_is_asked(url: str, backend: str, answers: bool, asked: str | None) -> None:
+def test_a_server_that_somebody_started_is_asked(url: str, backend: str, answers: bool, server_url: str | None) -> None:
     where = {"generation.base_url": url, "eval.base_url": url, "generation.backend": backend, "eval.backend": backend}
     looked: list[str] = []
-    found = offline.translate(config() | where, lambda place: bool(looked.append(place)) or answers)
-    set_keys = {key: value.value for key, value in found.keys.items()}
-    assert found.problems == [] and set_keys.get("vllm_server_base_url") == asked
-    assert set_keys.get("server_backend") == (backend if asked else None)
-    assert ("vllm_server_port" in found.keys) == (asked is None) and set(looked) <= {url}
+    translation = offline.translate(config() | where, lambda place: bool(looked.append(place)) or answers)
+    set_keys = {key: value.value for key, value in translation.keys.items()}
+    assert translation.problems == [] and set_keys.get("vllm_server_base_url") == server_url
+    assert set_keys.get("server_backend") == (backend if server_url else None)
+    assert ("vllm_server_port" in translation.keys) == (server_url is None) and set(looked) <= {url}
 
 
 @pytest.mark.parametrize(
@@ -178,5 +178,5 @@ def test_a_server_that_somebody_started_is_asked(url: str, backend: str, answers
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused(changes: dict[str, Any], where: str, fix: str) -> None:
-    said = problem(**{key.replace(".", "__"): value for key, value in changes.items()})
-    assert said.startswith(where) and fix in said.partition("Fix: ")[2]
+    message = problem(**{key.replace(".", "__"): value for key, value in changes.items()})
+    assert message.startswith(where) and fix in message.partition("Fix: ")[2]

@@ -1,4 +1,4 @@
-"""run_offline_grpo.py: Hydra's overrides become one launch or a sweep; what is wrong is said, and nothing made."""
+"""run_offline_grpo.py: Hydra's overrides become one launch or a sweep; errors are printed and create no files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_recipes.extensions.offline import main as offline
 from grpo_recipes.plan.devices import Resources
 
 SMOKE = ("model.train_id=smoke:sums", "data.problems=arithmetic", "generation.max_new_tokens=8")
-with socket.socket() as free:  # a launch on this machine may have the port of the configuration
+with socket.socket() as free:  # another launch on this machine may use the configured port
     free.bind(("127.0.0.1", 0))
     FREE = f"generation.base_url=http://127.0.0.1:{free.getsockname()[1]}"
 
@@ -33,8 +33,8 @@ def run(*words: str) -> int:
 
 def test_a_dry_run_prints_the_launch_and_makes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(*SMOKE, "train.iterations=3", "--dry-run") == 0
-    said = capfd.readouterr().out
-    assert "grpo launch" in said and "--max_steps 6" in said and "--dataset_name seeded:arithmetic" in said
+    output = capfd.readouterr().out
+    assert "grpo launch" in output and "--max_steps 6" in output and "--dataset_name seeded:arithmetic" in output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -49,15 +49,17 @@ def test_a_recipe_key_is_a_flag_wherever_its_value_stands(
     words: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*words, "--dry-run") == 0
-    said = capfd.readouterr().out
-    assert "(no server: use_vllm is false)" in said and "--max_completion_length 8" in said
-    assert "--max_prompt_length 512" in said or "--max_prompt_length=512" in said
+    output = capfd.readouterr().out
+    assert "(no server: use_vllm is false)" in output and "--max_completion_length 8" in output
+    assert "--max_prompt_length 512" in output or "--max_prompt_length=512" in output
 
 
 def test_evaluations_can_be_left_out(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(*SMOKE, "eval.enabled=false", "generation.base_url=http://127.0.0.1:29877", "--dry-run") == 0
-    said = capfd.readouterr().out
-    assert "--eval_strategy no" in said and "num_generations_eval" not in said and "eval_problem_seeds" not in said
+    output = capfd.readouterr().out
+    assert (
+        "--eval_strategy no" in output and "num_generations_eval" not in output and "eval_problem_seeds" not in output
+    )
 
 
 def test_a_folder_of_a_sweep_is_the_value_of_its_flag(capfd: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +73,7 @@ def test_the_configuration_is_printed(capfd: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("train.lrr=1e-5",), "train.lrr=1e-5: unknown key 'train.lrr'. Fix: write train.lr=1e-5"),
         (("train.lr=1e-5,2e-5",), "train.lr=1e-5,2e-5: has several values. Fix: add -m"),
@@ -94,10 +96,10 @@ def test_the_configuration_is_printed(capfd: pytest.CaptureFixture[str]) -> None
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_and_nothing_is_made(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
 ) -> None:
     assert run(*words) == 2
-    assert said in capfd.readouterr().err
+    assert message in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -106,8 +108,8 @@ def test_what_is_wrong_is_said_and_nothing_is_made(
     [("auto", ("0", "1", "2")), ("cuda", ("0", "1", "2")), ("cuda:2", ("0", "2")), ("cuda:0", ("1", "0"))],
 )  # fmt: skip
 def test_the_named_gpu_trains_and_another_one_serves(device: str, gpus: tuple[str, ...]) -> None:
-    found, variables = offline.on_device(device, Resources(device="cuda", gpus=("0", "1", "2"), cores=2))
-    assert found.gpus == gpus
+    resources, variables = offline.on_device(device, Resources(device="cuda", gpus=("0", "1", "2"), cores=2))
+    assert resources.gpus == gpus
     assert variables == ({} if len(gpus) == 3 else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
 
 
@@ -130,14 +132,18 @@ def test_a_gpu_that_is_not_there_is_never_replaced() -> None:
 def test_either_spelling_of_a_sweep_is_all_combinations(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr("grpo_recipes.console.sweep.command.start", lambda spec, *_: seen.append(spec) or 0)
+    specs: list[Any] = []
+    monkeypatch.setattr("grpo_recipes.console.sweep.command.start", lambda spec, *_: specs.append(spec) or 0)
     assert run("-m", *SMOKE, *words) == 0
-    (spec,) = seen
+    (spec,) = specs
     trials = make_trials(spec, os.environ, "cpu")
-    found = {(trial.recipe["learning_rate"], trial.recipe["beta"], trial.recipe["max_steps"]) for trial in trials}
+    combinations = {
+        (trial.recipe["learning_rate"], trial.recipe["beta"], trial.recipe["max_steps"]) for trial in trials
+    }
     assert len(trials) == 18 and len({trial.name for trial in trials}) == 18
-    assert found == {(lr, kl, steps) for lr in (5e-6, 1e-5, 2e-5) for kl in (0.02, 0.05, 0.1) for steps in (40, 20)}
+    assert combinations == {
+        (lr, kl, steps) for lr in (5e-6, 1e-5, 2e-5) for kl in (0.02, 0.05, 0.1) for steps in (40, 20)
+    }
 
 
 def test_a_server_is_asked_where_its_address_is_named_and_it_answers(capfd: pytest.CaptureFixture[str]) -> None:
@@ -147,8 +153,8 @@ def test_a_server_is_asked_where_its_address_is_named_and_it_answers(capfd: pyte
         assert run(*words) == 0
         assert f"--vllm_server_base_url {address}" in capfd.readouterr().out
     assert run(*words) == 0
-    said = capfd.readouterr().out
-    assert "vllm_server_base_url" not in said and f"--vllm_server_port {address.rpartition(':')[2]}" in said
+    output = capfd.readouterr().out
+    assert "vllm_server_base_url" not in output and f"--vllm_server_port {address.rpartition(':')[2]}" in output
 
 
 def test_ids_to_evaluate_on_reach_the_recipe_in_a_sweep_too(
@@ -156,10 +162,10 @@ def test_ids_to_evaluate_on_reach_the_recipe_in_a_sweep_too(
 ) -> None:
     assert run(*SMOKE, "eval.ids=[5000,5003]", "--dry-run") == 0
     assert "--eval_problem_ids 5000 5003" in capfd.readouterr().out
-    seen: list[Any] = []
-    monkeypatch.setattr("grpo_recipes.console.sweep.command.start", lambda spec, *_: seen.append(spec) or 0)
+    specs: list[Any] = []
+    monkeypatch.setattr("grpo_recipes.console.sweep.command.start", lambda spec, *_: specs.append(spec) or 0)
     assert run("-m", *SMOKE, "train.lr=1e-5,2e-5", "eval.ids=[5000,5003]") == 0
-    trials = make_trials(seen[0], os.environ, "cpu")
+    trials = make_trials(specs[0], os.environ, "cpu")
     assert [trial.recipe["eval_problem_ids"] for trial in trials] == [[5000, 5003]] * 2
 
 
@@ -187,10 +193,10 @@ def test_a_folder_of_another_configuration_is_not_gone_on_with(
     launched: list[Any] = []
     moved: list[dict[str, Any]] = []
 
-    def launch(asked: Any, _: Any) -> int:
-        launched.append(asked.resume)
-        ports = {key: value.value for key, value in asked.keys.items() if "server_port" in key}
-        moved.append(ports if asked.resume else {})
+    def launch(options: Any, _: Any) -> int:
+        launched.append(options.resume)
+        ports = {key: value.value for key, value in options.keys.items() if "server_port" in key}
+        moved.append(ports if options.resume else {})
         (tmp_path / "one/offline-1").mkdir(exist_ok=True)
         (tmp_path / "one/offline-1/run.json").write_text("{}")
         return 0
@@ -198,14 +204,14 @@ def test_a_folder_of_another_configuration_is_not_gone_on_with(
     monkeypatch.setattr(offline, "launch", launch)
     words = (*SMOKE, FREE, "hydra.run.dir=one")
     assert run(*words, "train.lr=1e-3") == 0
-    kept = {path.name: path.read_text() for path in (tmp_path / "one/.hydra").iterdir()}
+    hydra_files = {path.name: path.read_text() for path in (tmp_path / "one/.hydra").iterdir()}
     assert run(*words, "train.lr=7e-3") == 2
     assert "train.lr: is 0.007, but the run in one started with 0.001. Fix: go back to" in capfd.readouterr().err
     assert run(*words, "train.lr=1e-3") == 0
     assert launched == [None, str(tmp_path / "one/offline-1")]
     assert run(*words, "train.lr=1e-3", "generation.base_url=http://127.0.0.1:29878", "model.device=cpu") == 0
     assert moved[-1] == {"vllm_server_port": 29878}
-    assert {path.name: path.read_text() for path in (tmp_path / "one/.hydra").iterdir()} == kept
+    assert {path.name: path.read_text() for path in (tmp_path / "one/.hydra").iterdir()} == hydra_files
 
 
 def test_a_command_in_a_fix_is_one_that_can_be_run(capfd: pytest.CaptureFixture[str]) -> None:
@@ -217,10 +223,10 @@ def test_a_command_in_a_fix_is_one_that_can_be_run(capfd: pytest.CaptureFixture[
 
 
 def test_a_sweep_asks_the_server_that_its_command_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr("grpo_recipes.console.sweep.command.start", lambda spec, *_: seen.append(spec) or 0)
+    specs: list[Any] = []
+    monkeypatch.setattr("grpo_recipes.console.sweep.command.start", lambda spec, *_: specs.append(spec) or 0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"http://127.0.0.1:{listening.getsockname()[1]}"
         assert run("-m", *SMOKE, "train.lr=1e-5,2e-5", f"generation.base_url={address}") == 0
-    trials = make_trials(seen[0], os.environ, "cpu")
+    trials = make_trials(specs[0], os.environ, "cpu")
     assert [trial.recipe["vllm_server_base_url"] for trial in trials] == [address] * 2

@@ -19,11 +19,11 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    """A tokenizer with a chat template."""
+    """Return a tokenizer with a chat template."""
     return smoke.build_tokenizer()
 
 
 @pytest.fixture
 def beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in the folder of the recipes: messages name a file as it is typed from there."""
+    """Work in the folder of the recipes: messages contain paths relative to it."""
     monkeypatch.chdir(tmp_path)

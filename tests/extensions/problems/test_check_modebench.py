@@ -1,4 +1,4 @@
-"""What `grpo check`, its notes and `grpo check-rewards` say of a ModeBench recipe."""
+"""Output of `grpo check` and `grpo check-rewards` for a ModeBench recipe."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_wrong_recipe_is_told_and_the_right_one_passes(read: Read, path: Path)
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "condition"),
     [
         (RIGHT | {"modebench_hidden": 4}, "the dataset or benchmark modebench:graph_coloring"),
         (GRAPH | {"modebench_numbers": 4}, "the dataset or benchmark modebench:countdown"),
@@ -38,9 +38,12 @@ def test_a_wrong_recipe_is_told_and_the_right_one_passes(read: Read, path: Path)
         (RIGHT | {"modebench_hidden": 4, "benchmarks": ["modebench:graph_coloring"]}, None),
     ],
 )
-def test_keys_that_nothing_reads_are_told(read: Read, keys: dict[str, Any], said: str | None) -> None:
+def test_keys_that_nothing_reads_are_told(read: Read, keys: dict[str, Any], condition: str | None) -> None:
     told = [note for note in notes(read(**keys)) if "modebench_" in note]
-    assert (not told) if said is None else (len(told) == 1 and told[0].endswith(f"does nothing without {said}"))
+    if condition is None:
+        assert not told
+    else:
+        assert len(told) == 1 and told[0].endswith(f"does nothing without {condition}")
 
 
 def test_nothing_is_fetched_and_a_change_of_a_key_is_a_change_of_the_data(read: Read) -> None:
@@ -78,8 +81,8 @@ def test_the_shipped_recipes_are_one_experiment_on_every_number_of_gpus(task: st
     for path in arms:
         arm = read_recipe(path)
         assert check(arm, {}) == [] and [note for note in notes(arm) if "maxent" in note] == []
-        others = {key for key in catalogue() if arm[key] != grpo[key] and not key.startswith("maxent_")}
-        assert others in ({"run_name", "entropy_coef"}, {"run_name", "beta"}, {"run_name"})
+        changed_keys = {key for key in catalogue() if arm[key] != grpo[key] and not key.startswith("maxent_")}
+        assert changed_keys in ({"run_name", "entropy_coef"}, {"run_name", "beta"}, {"run_name"})
     batches = [planned(recipe=grpo, gpus=[str(gpu) for gpu in range(count)]).batch for count in (2, 4, 7, 8)]
     assert {(batch.completions, batch.tokens) for batch in batches} == {(672, 672 * 512)}
     assert [batch.world_size for batch in batches] == [1, 3, 6, 7]

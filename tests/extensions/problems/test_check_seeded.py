@@ -1,4 +1,4 @@
-"""What `grpo check`, its notes and `grpo check-rewards` say of a recipe with problems from seeds."""
+"""Output of `grpo check` and `grpo check-rewards` for a recipe with problems from seeds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_seeds_of_two_generators_are_never_shared(read: Read) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"problem_seeds": 9}, "problem_seeds does nothing without a dataset seeded:..."),
         (STEPS | {"eval_problem_seeds": 9, "eval_dataset_name": "openai/gsm8k"},
@@ -46,9 +46,9 @@ def test_seeds_of_two_generators_are_never_shared(read: Read) -> None:
         (GRAPH | {"modebench_numbers": 4}, "modebench_numbers does nothing without the dataset or benchmark"),
     ],
 )  # fmt: skip
-def test_keys_that_nothing_reads_are_told(read: Read, keys: dict[str, Any], said: str | None) -> None:
+def test_keys_that_nothing_reads_are_told(read: Read, keys: dict[str, Any], message: str | None) -> None:
     told = [note for note in notes(read(**keys)) if "problem_seed" in note or "modebench_" in note]
-    assert (not told) if said is None else (len(told) == 1 and said in told[0])
+    assert (not told) if message is None else (len(told) == 1 and message in told[0])
 
 
 def test_nothing_is_fetched_and_other_seeds_are_other_data(read: Read) -> None:

@@ -1,4 +1,4 @@
-"""The two rewards as every other: their columns, thinking blocks, and the answers that `grpo check-rewards` tries."""
+"""The two rewards of generated problems: columns, thinking blocks, and the answers that `grpo check-rewards` tries."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def test_only_the_text_after_the_last_think_block_has_an_answer(name: str, compl
 
 
 @pytest.mark.parametrize(
-    ("reward", "row", "others"),
+    ("reward", "row", "other_row"),
     [
         (REWARDS[0], {"answer": COLUMNS["answer"][0]}, {"answer": "7"}),
         (REWARDS[1], {"answer": "x1=true, x2=true", "clauses": "[[1, 2]]"}, {"answer": "7", "clauses": None}),
     ],
     ids=["modebench", "satisfiability"],
 )
-def test_the_answers_to_try_are_right_and_wrong_and_other_rows_have_none(reward, row, others) -> None:
+def test_the_answers_to_try_are_right_and_wrong_and_other_rows_have_none(reward, row, other_row) -> None:
     right, wrong = load(reward.answers)(row)
     columns = {name: [value] for name, value in row.items()}
     for answers, score in ((right, 1.0), (wrong, 0.0)):
         for answer in answers:
             assert make_reward(reward.name)([reward.writings[0] % answer], **columns) == [score], answer
-    assert load(reward.answers)(others) is None
+    assert load(reward.answers)(other_row) is None

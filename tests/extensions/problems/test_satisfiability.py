@@ -1,4 +1,4 @@
-"""The reward for assignments: what it reads, what it judges, and what it cannot."""
+"""The reward for assignments: accepted formats, correct and wrong assignments, and unreadable answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems from seeds: the same everywhere, right by construction, and assignments judged by the clauses alone."""
+"""Problems from seeds: the same everywhere, correct by construction, and assignments judged only by the clauses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.smoke import split
 
 DEFAULTS = Settings.read(lambda key: catalogue()[key]["default"])
-# Of the rows of seeds 1000 to 1063 as JSON. A change of a generator or of Python's draws would give other problems.
+# Hashes of the rows of seeds 1000 to 1063 as JSON. Changes in a generator or in Python's random module change them.
 DIGESTS = {
     "seeded:arithmetic": "4ee622fd89672c2f",
     "seeded:sums": "08d06a760e342f7e",
@@ -40,12 +40,12 @@ DIGESTS = {
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_the_problems_of_seeds_never_change(name: str) -> None:
-    made = rows(name, "train", DEFAULTS)
-    assert [one["problem_seed"] for one in made] == list(range(1000, 1064))
-    assert hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16] == DIGESTS[name]
-    assert made[7] == row(name, 1007, DEFAULTS)  # whatever was made before
-    assert len({one["problem"] for one in made}) >= (40 if name == "seeded:sums" else 60)
-    assert set(made[0]) == set(GENERATORS[name].columns)
+    problems = rows(name, "train", DEFAULTS)
+    assert [problem["problem_seed"] for problem in problems] == list(range(1000, 1064))
+    assert hashlib.sha256(json.dumps(problems).encode()).hexdigest()[:16] == DIGESTS[name]
+    assert problems[7] == row(name, 1007, DEFAULTS)  # independent of earlier rows
+    assert len({problem["problem"] for problem in problems}) >= (40 if name == "seeded:sums" else 60)
+    assert set(problems[0]) == set(GENERATORS[name].columns)
 
 
 def test_another_process_makes_the_same_problem() -> None:
@@ -59,34 +59,34 @@ def test_another_process_makes_the_same_problem() -> None:
 
 
 def test_arithmetic_is_right() -> None:
-    seen = set()
-    for one in rows("seeded:arithmetic", "train", replace(DEFAULTS, problem_seeds=200)):
-        found = re.match(r"What is (\d+) ([-+*]) (\d+) ([-+*]) (\d+)\?", one["problem"])
-        assert found and str(eval(" ".join(found.groups()))) == one["answer"]
-        seen.add(found[2] + found[4])
-    assert len(seen) == 9
+    operator_pairs = set()
+    for problem in rows("seeded:arithmetic", "train", replace(DEFAULTS, problem_seeds=200)):
+        question = re.match(r"What is (\d+) ([-+*]) (\d+) ([-+*]) (\d+)\?", problem["problem"])
+        assert question and str(eval(" ".join(question.groups()))) == problem["answer"]
+        operator_pairs.add(question[2] + question[4])
+    assert len(operator_pairs) == 9
 
 
 def test_sums_are_those_of_the_smoke_task() -> None:
-    made = rows("seeded:sums", "train", replace(DEFAULTS, problem_seeds=1500))
+    problems = rows("seeded:sums", "train", replace(DEFAULTS, problem_seeds=1500))
     train, test = split()
-    assert {(one["problem"], one["answer"]) for one in train + test} == {
-        (one["problem"], one["answer"]) for one in made
+    assert {(problem["problem"], problem["answer"]) for problem in train + test} == {
+        (problem["problem"], problem["answer"]) for problem in problems
     }
 
 
 def test_satisfiability_has_the_sizes_of_its_difficulty_and_its_answer_is_one() -> None:
     sizes = set()
-    for one in rows("seeded:sat", "train", replace(DEFAULTS, problem_seeds=300)):
-        clauses = clauses_of(one["clauses"])
-        variables = len(re.findall("x[0-9]=", one["answer"]))
+    for problem in rows("seeded:sat", "train", replace(DEFAULTS, problem_seeds=300)):
+        clauses = clauses_of(problem["clauses"])
+        variables = len(re.findall("x[0-9]=", problem["answer"]))
         assert all(len({abs(part) for part in clause}) == 3 for clause in clauses)
         assert max(abs(part) for clause in clauses for part in clause) <= variables
-        assert satisfies(one["answer"], clauses)
-        said = re.search(r"The clauses are: (.*?)\. Write", one["problem"])
+        assert satisfies(problem["answer"], clauses)
+        listed = re.search(r"The clauses are: (.*?)\. Write", problem["problem"])
         read = [
             [int(part.replace("not x", "-").removeprefix("x")) for part in clause.strip("()").split(" or ")]
-            for clause in said[1].split("; ")
+            for clause in listed[1].split("; ")
         ]
         assert read == clauses
         sizes.add((variables, len(clauses)))
@@ -95,9 +95,9 @@ def test_satisfiability_has_the_sizes_of_its_difficulty_and_its_answer_is_one() 
 
 @pytest.mark.parametrize("name", ["seeded:countdown", "seeded:graph_coloring"])
 def test_problems_of_modebench_are_judged_by_its_reward(name: str) -> None:
-    for one in rows(name, "test", DEFAULTS):
-        assert mode_of(rf"\boxed{{{right_answers(one['answer'])[0]}}}", one["answer"]) is not None
-        assert json.loads(one["answer"])["modes"] in DEFAULTS.modebench.modes
+    for problem in rows(name, "test", DEFAULTS):
+        assert mode_of(rf"\boxed{{{right_answers(problem['answer'])[0]}}}", problem["answer"]) is not None
+        assert json.loads(problem["answer"])["modes"] in DEFAULTS.modebench.modes
 
 
 CLAUSES = [[1, -2, 3], [-1, 2, 3]]

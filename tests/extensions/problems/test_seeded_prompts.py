@@ -1,4 +1,4 @@
-"""Prompts from seeds: their order over steps and epochs, and an evaluation set that shares none with training."""
+"""Prompts from seeds: their order over steps and epochs, and an evaluation set without training prompts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from grpo_recipes.recipe.configs import ScriptArguments
 @pytest.mark.parametrize(("count", "prompts"), [(64, 4), (10, 4), (3, 8), (5, 5), (6, 4)])
 def test_generation_i_has_the_seeds_of_its_place(tokenizer: Any, count: int, prompts: int) -> None:
     args = ScriptArguments(dataset_name="seeded:arithmetic", problem_seeds=count, problem_seed_start=70)
-    found = load_prompts(args, tokenizer, prompts).dataset
-    sampler = RepeatSampler(found, mini_repeat_count=2, batch_size=prompts, shuffle=False)
+    dataset = load_prompts(args, tokenizer, prompts).dataset
+    sampler = RepeatSampler(dataset, mini_repeat_count=2, batch_size=prompts, shuffle=False)
 
     rows = [*sampler, *sampler]  # two epochs
-    seeds = found["problem_seed"]
+    seeds = dataset["problem_seed"]
     for generation in range(len(rows) // (2 * prompts)):
         chosen = rows[generation * 2 * prompts : (generation + 1) * 2 * prompts : 2]
         expected = [70 + (generation * prompts + place) % count for place in range(prompts)]

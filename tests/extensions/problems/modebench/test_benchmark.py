@@ -46,9 +46,10 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def answering(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> None:
-    """Completions of somebody who knows: two right answers, the first of them again, and a wrong one."""
+    """Sample two correct answers, the first answer again, and a wrong answer for each prompt."""
     golds = {
-        problem_seed(trainer.args.seed, GRAPH, one.index): one.gold for one in load_problems(GRAPH, arguments(), 0)
+        problem_seed(trainer.args.seed, GRAPH, drawn.index): drawn.gold
+        for drawn in load_problems(GRAPH, arguments(), 0)
     }
 
     def tokens(text: str) -> list[int]:
@@ -56,7 +57,10 @@ def answering(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> None:
 
     def sample(prompts: Any, how: Any) -> list[list[list[int]]]:
         pairs = [right_answers(golds[prompt.seed])[:2] for prompt in prompts]
-        boxed = [[rf"\boxed{{{one}}}", rf"\boxed{{{two}}}", rf"or \boxed{{{one}}}", r"\boxed{4}"] for one, two in pairs]
+        boxed = [
+            [rf"\boxed{{{first}}}", rf"\boxed{{{second}}}", rf"or \boxed{{{first}}}", r"\boxed{4}"]
+            for first, second in pairs
+        ]
         return [[tokens(text) for text in texts] for texts in boxed]
 
     monkeypatch.setattr(trainer.rollouts, "sample", sample)
@@ -92,15 +96,15 @@ def test_its_reward_alone_judges_it_and_judges_nothing_else(trainer: Any, answer
 
 
 def test_other_problems_are_another_benchmark(trainer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[int] = []
+    counts: list[int] = []
     answer = [[[1]]]
     monkeypatch.setattr(
-        trainer.rollouts, "sample", lambda prompts, how: asked.append(len(prompts)) or answer * len(prompts)
+        trainer.rollouts, "sample", lambda prompts, how: counts.append(len(prompts)) or answer * len(prompts)
     )
     for keys, runs in (({}, 1), ({}, 1), ({"modebench_seed": 1}, 2), ({"modebench_test_prompts": 3}, 3)):
         run_benchmarks(trainer, arguments(benchmark_samples=1, **keys), tmp_path, never)
-        assert len(asked) == runs
-    assert asked == [6, 6, 3]
+        assert len(counts) == runs
+    assert counts == [6, 6, 3]
 
 
 def begin(trainer: Any, args: ScriptArguments, run: Path, step: int = 0, stop: Callable[[], bool] = never) -> None:
@@ -111,7 +115,7 @@ def begin(trainer: Any, args: ScriptArguments, run: Path, step: int = 0, stop: C
 def test_the_untrained_model_is_benchmarked_once_and_quoted_after_training(
     trainer: Any, answering: None, tmp_path: Path
 ) -> None:
-    names = [GRAPH, "smoke:sums"]  # of which ModeBench alone is run before training
+    names = [GRAPH, "smoke:sums"]  # only ModeBench runs before training
     begin(trainer, arguments(benchmarks=names), tmp_path)
     before = result_in(tmp_path, "benchmarks/untrained.json")
     assert (tmp_path / "benchmarks" / "untrained_modebench_graph_coloring.jsonl").exists()
@@ -141,7 +145,7 @@ def test_a_stop_before_training_says_that_nothing_is_trained(trainer: Any, tmp_p
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_it_leaves_no_trace_in_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same run with and without it: weights bit for bit, and every number that is no time."""
+    """Weights and all metrics except times are equal in a run with and without the benchmark."""
     runs = []
     for trainer_class in (GRPOTrainer, Benchmarked):
         folder = tmp_path / trainer_class.__name__
@@ -150,9 +154,9 @@ def test_it_leaves_no_trace_in_the_training(tmp_path: Path, monkeypatch: pytest.
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         runs.append((trainer.model.state_dict(), [{**row, **dict.fromkeys(timed(row))} for row in rows]))
     assert (tmp_path / "Benchmarked" / "benchmarks" / "untrained.json").exists()
-    (weights, metrics), (others, other_metrics) = runs
+    (weights, metrics), (other_weights, other_metrics) = runs
     assert metrics == other_metrics
-    assert all(torch.equal(weights[key], others[key]) for key in weights)
+    assert all(torch.equal(weights[key], other_weights[key]) for key in weights)
 
 
 def timed(row: dict[str, Any]) -> list[str]:
@@ -162,7 +166,7 @@ def timed(row: dict[str, Any]) -> list[str]:
 
 
 class Benchmarked(GRPOTrainer):
-    """A trainer with the callback, as the entry script adds it."""
+    """A trainer with the callback of the entry script."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         run = Path(self.args.output_dir).parent

@@ -1,4 +1,4 @@
-"""Countdown: the pool against another enumeration, modes against algebra, the parser against what it must not take."""
+"""Countdown: the pool against another enumeration, modes against algebra, the parser against invalid text."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from grpo_recipes.extensions.problems.modebench.countdown import (
     puzzles,
 )
 
-# Pools of the origin of ModeBench with 2 to 8 modes, where a mode is a syntax tree of which only the operands of + and
-# * are sorted: sha256 of the sorted [[numbers, target, modes], ...]. And ours, of all puzzles, by algebra.
+# sha256 of the sorted [[numbers, target, modes], ...]. ORIGIN: pools of the original ModeBench with 2 to 8 modes. Its
+# mode is a syntax tree with sorted operands of + and *. OURS: all puzzles, with modes by algebra.
 ORIGIN = {
     3: "fa3c6905deb99d1f8c3d8f94171f091e7b3ba7c29086e9965db9af72d41fc465",
     4: "4f74d4c7e2243bbb77c8e89a8e82069bf9e023bfee0ac216f747af223dde3dca",
@@ -36,7 +36,7 @@ OURS = {
     (3, 24): "83784dedd234b65e389c01e7c0961dc0260ad75ec33bd04e2b5ca0be1877871d",
     (4, 12): "82d284f97bac319d9528076d11078785382f4dcf9daed3b94be73805543c23de",
 }
-ONE_MODE_BY_ALGEBRA = {3: (787, 611), 4: (5426, 1888)}  # of so many puzzles with 2 to 8 syntax trees
+ONE_MODE_BY_ALGEBRA = {3: (787, 611), 4: (5426, 1888)}  # number of puzzles with 2 to 8 syntax trees
 
 
 def digest(rows: list[list[object]]) -> str:
@@ -44,27 +44,27 @@ def digest(rows: list[list[object]]) -> str:
 
 
 def as_rows(count: int, largest: int) -> list[list[object]]:
-    return [[list(one.numbers), one.target, one.modes] for one in puzzles(count, largest)]
+    return [[list(puzzle.numbers), puzzle.target, puzzle.modes] for puzzle in puzzles(count, largest)]
 
 
 @cache
 def syntax_all_forms(numbers: tuple[int, ...]) -> dict[str, tuple[int, int]]:
-    """The origin's keys of every expression -> its value as a fraction."""
+    """Return the value of every expression as a fraction, by the key of the original ModeBench."""
     if len(numbers) == 1:
         return {str(numbers[0]): (numbers[0], 1)}
-    found: dict[str, tuple[int, int]] = {}
+    forms: dict[str, tuple[int, int]] = {}
     for size in range(1, len(numbers)):
-        for left in combinations(numbers, size):
-            right = tuple(number for number in numbers if number not in left)
-            for one, (a, b) in syntax_all_forms(left).items():
+        for subset in combinations(numbers, size):
+            right = tuple(number for number in numbers if number not in subset)
+            for form, (a, b) in syntax_all_forms(subset).items():
                 for other, (c, d) in syntax_all_forms(right).items():
-                    first, second = sorted([one, other])
-                    found[f"add({first},{second})"] = (a * d + b * c, b * d)
-                    found[f"mul({first},{second})"] = (a * c, b * d)
-                    found[f"sub({one},{other})"] = (a * d - b * c, b * d)
+                    first, second = sorted([form, other])
+                    forms[f"add({first},{second})"] = (a * d + b * c, b * d)
+                    forms[f"mul({first},{second})"] = (a * c, b * d)
+                    forms[f"sub({form},{other})"] = (a * d - b * c, b * d)
                     if c:
-                        found[f"div({one},{other})"] = (a * d, b * c)
-    return found
+                        forms[f"div({form},{other})"] = (a * d, b * c)
+    return forms
 
 
 def origin_pool(count: int) -> list[list[object]]:
@@ -79,23 +79,23 @@ def origin_pool(count: int) -> list[list[object]]:
 
 
 def every_expression(numbers: tuple[str, ...]) -> Iterator[str]:
-    """All orders, brackets and operators, with brackets around every operation."""
+    """Yield all orders, brackets and operators, with brackets around every operation."""
     if len(numbers) == 1:
         yield numbers[0]
     for place in range(1, len(numbers)):
-        for left in every_expression(numbers[:place]):
-            for right in every_expression(numbers[place:]):
-                yield from (f"({left}{operator}{right})" for operator in "+-*/")
+        for first in every_expression(numbers[:place]):
+            for second in every_expression(numbers[place:]):
+                yield from (f"({first}{operator}{second})" for operator in "+-*/")
 
 
 @pytest.mark.parametrize("count", [3, 4])
 def test_the_puzzles_are_those_of_the_origin_and_fewer_of_them_have_several_modes(count: int) -> None:
-    theirs, ours = origin_pool(count), as_rows(count, 12)
-    pool = [row for row in theirs if 2 <= row[2] <= 8]
+    origin_rows, own_pool = origin_pool(count), as_rows(count, 12)
+    pool = [row for row in origin_rows if 2 <= row[2] <= 8]
     assert digest(pool) == ORIGIN[count]
-    assert [row[:2] for row in ours] == [row[:2] for row in theirs]
-    assert digest(ours) == OURS[count, 12]
-    by_algebra = [mine[2] for mine, origin in zip(ours, theirs, strict=True) if 2 <= origin[2] <= 8]
+    assert [row[:2] for row in own_pool] == [row[:2] for row in origin_rows]
+    assert digest(own_pool) == OURS[count, 12]
+    by_algebra = [mine[2] for mine, origin in zip(own_pool, origin_rows, strict=True) if 2 <= origin[2] <= 8]
     assert (len(by_algebra), by_algebra.count(1)) == ONE_MODE_BY_ALGEBRA[count]
 
 
@@ -114,7 +114,7 @@ def test_as_many_modes_as_there_are_inequivalent_expressions() -> None:
 
 
 def test_a_mode_is_what_is_equal_whatever_the_numbers_are() -> None:
-    names = ("11", "101", "10007", "1000003")  # nothing of them is 0, so nothing is divided by it
+    names = ("11", "101", "10007", "1000003")  # no value is 0, so no division by zero
     rng = random.Random(0)
     points = [{name: Fraction(rng.randrange(10**6, 10**9)) for name in names} for _ in range(2)]
     meant: dict[tuple[Fraction, ...], set[str]] = {}
@@ -125,7 +125,7 @@ def test_a_mode_is_what_is_equal_whatever_the_numbers_are() -> None:
             key = parse(expression).key
             meant.setdefault(values, set()).add(key)
             keys.setdefault(key, set()).add(values)
-    assert all(len(one) == 1 for one in meant.values()) and all(len(one) == 1 for one in keys.values())
+    assert all(len(group) == 1 for group in meant.values()) and all(len(group) == 1 for group in keys.values())
     assert len(keys) == 1170
 
 
@@ -140,10 +140,10 @@ def test_ways_are_counted_as_they_can_be_written(numbers: tuple[int, ...], targe
     for order in permutations(map(str, numbers)):
         for expression in every_expression(order):
             try:
-                found = parse(expression)
+                expression_tree = parse(expression)
             except NotAnExpression:
                 continue
-            counted[found.key] += found.value == target
+            counted[expression_tree.key] += expression_tree.value == target
     assert {key: count for key, count in counted.items() if count} == count_modes(numbers, target)
 
 
@@ -152,12 +152,12 @@ def test_every_mode_of_every_puzzle_is_an_expression_that_makes_the_target() -> 
         keys = list(count_modes(puzzle.numbers, puzzle.target))
         assert len(keys) == puzzle.modes
         for key in keys:
-            found = parse(key)
-            assert (found.numbers, found.value, found.key) == (puzzle.numbers, puzzle.target, key)
+            expression = parse(key)
+            assert (expression.numbers, expression.value, expression.key) == (puzzle.numbers, puzzle.target, key)
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("text", "other"),
     [
         ("2+8-4", "(8-4)+2"),
         ("2-(4-8)", "2+8-4"),
@@ -173,14 +173,14 @@ def test_every_mode_of_every_puzzle_is_an_expression_that_makes_the_target() -> 
         ("((((2)+8)))-(4)", "2 + 8\t- 4"),
     ],
 )
-def test_what_only_looks_different_is_one_mode(one: str, other: str) -> None:
-    assert parse(one).key == parse(other).key
-    assert parse(one).value == parse(other).value
+def test_what_only_looks_different_is_one_mode(text: str, other: str) -> None:
+    assert parse(text).key == parse(other).key
+    assert parse(text).value == parse(other).value
 
 
-@pytest.mark.parametrize(("one", "other"), [("2+8-4", "2*8-4"), ("8/4+2", "8/(4+2)"), ("8-(4-2)", "8-4-2")])
-def test_what_is_different_is_not(one: str, other: str) -> None:
-    assert parse(one).key != parse(other).key
+@pytest.mark.parametrize(("text", "other"), [("2+8-4", "2*8-4"), ("8/4+2", "8/(4+2)"), ("8-(4-2)", "8-4-2")])
+def test_what_is_different_is_not(text: str, other: str) -> None:
+    assert parse(text).key != parse(other).key
 
 
 @pytest.mark.parametrize(
@@ -206,13 +206,13 @@ def test_many_brackets_and_signs_are_read() -> None:
 @settings(max_examples=200)
 def test_whatever_is_read_is_what_python_computes(text: str) -> None:
     try:
-        found = parse(text)
+        expression = parse(text)
     except NotAnExpression:
         return
     exact = "".join(f"Fraction({part})" if part.isdecimal() else part for part in tokens(text))
-    assert eval(exact, {"Fraction": Fraction}) == found.value
-    assert parse(found.key).value in (found.value, -found.value)
+    assert eval(exact, {"Fraction": Fraction}) == expression.value
+    assert parse(expression.key).value in (expression.value, -expression.value)
 
 
 def tokens(text: str) -> list[str]:
-    return [*"".join(f" {one} " if one in "+-*/()" else one for one in text).split()]
+    return [*"".join(f" {token} " if token in "+-*/()" else token for token in text).split()]

@@ -21,7 +21,7 @@ from grpo_recipes.paths import home
 from grpo_recipes.recipe.keys import catalogue
 
 DEFAULTS = Settings.read(lambda key: catalogue()[key]["default"])
-# sha256 of the rows as JSON lines with sorted keys: what every Python gives for the default keys.
+# sha256 of the rows as JSON lines with sorted keys: every Python version gives the same hash for the default keys.
 PINNED = {
     ("modebench:countdown", "train"): "30ac3b682874ca56a2b228a1c27d7cfee7a177c475e25eb9398e7b4aa6227df6",
     ("modebench:countdown", "test"): "9848d73b855234162bbd7855957a6f00533d128ae6d262978cbb4262e6f642e9",
@@ -46,10 +46,14 @@ def test_the_splits_are_these(task: str, split: str) -> None:
 
 
 def interpreter(version: str) -> str | None:
-    """A Python of that version that answers: on the path, or one of pyenv's."""
+    """Return a working Python of this version from PATH or pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    found = [shutil.which(f"python{version}"), *map(str, pyenv.glob(f"versions/{version}.*/bin/python"))]
-    answers = (one for one in found if one and not subprocess.run([one, "-V"], capture_output=True).returncode)
+    candidates = [shutil.which(f"python{version}"), *map(str, pyenv.glob(f"versions/{version}.*/bin/python"))]
+    answers = (
+        candidate
+        for candidate in candidates
+        if candidate and not subprocess.run([candidate, "-V"], capture_output=True).returncode
+    )
     return next(answers, None)
 
 
@@ -58,7 +62,7 @@ def test_another_python_makes_the_same_rows(version: str) -> None:
     python = interpreter(version)
     if python is None:
         pytest.skip(f"no Python {version} here")
-    # The package is entered without its __init__, which registers the extension and needs YAML.
+    # Import the package without its __init__, which registers the extension and needs YAML.
     code = (
         "import sys, json, hashlib, types; sys.path.insert(0, sys.argv[1])\n"
         "package = sys.modules['grpo_recipes.extensions.problems'] = types.ModuleType('problems')\n"
@@ -103,9 +107,9 @@ def test_every_key_changes_the_data(name: str) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_modes_are_as_asked_for(task: str) -> None:
     for low, high in ((2, 24), (1, 1), (3, 4)):
-        made = rows(task, "test", replace(DEFAULTS, min_modes=low, max_modes=high, prompts=10, test_prompts=10))
-        assert all(low <= row["modes"] <= high for row in made)
-        assert all(json.loads(row["answer"])["modes"] == row["modes"] for row in made)
+        test_rows = rows(task, "test", replace(DEFAULTS, min_modes=low, max_modes=high, prompts=10, test_prompts=10))
+        assert all(low <= row["modes"] <= high for row in test_rows)
+        assert all(json.loads(row["answer"])["modes"] == row["modes"] for row in test_rows)
 
 
 def test_too_many_are_refused_with_how_many_there_are() -> None:
@@ -161,6 +165,6 @@ def test_too_many_are_refused_where_they_are_loaded(tokenizer: Any) -> None:
 def test_a_benchmark_has_the_test_split() -> None:
     problems = load_problems("modebench:countdown", arguments(dataset_name="x"), 0)
     expected = rows("modebench:countdown", "test", replace(DEFAULTS, prompts=20))
-    assert [(one.prompt[-1]["content"], one.gold) for one in problems] == [
+    assert [(problem.prompt[-1]["content"], problem.gold) for problem in problems] == [
         (row["problem"], row["answer"]) for row in expected
     ]

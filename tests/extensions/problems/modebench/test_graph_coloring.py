@@ -1,4 +1,4 @@
-"""Graph colouring: completions against every assignment, answers in both lengths, puzzles as their keys say."""
+"""Graph colouring: completions compared with every assignment, answers of both lengths, puzzle sizes."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ TRIANGLE: Edges = ((1, 2), (1, 3), (2, 3))
 
 
 def by_hand(edges: Edges, partial: str) -> list[str]:
-    """Every assignment of all vertices, looked at one by one."""
-    found = []
+    """Check every assignment of all vertices and return the answers."""
+    answers = []
     for colors in product("123", repeat=len(partial)):
         fits = all(shown in ("?", color) for shown, color in zip(partial, colors, strict=True))
-        if fits and all(colors[one - 1] != colors[other - 1] for one, other in edges):
-            found.append("".join(color for shown, color in zip(partial, colors, strict=True) if shown == "?"))
-    return found
+        if fits and all(colors[vertex - 1] != colors[other - 1] for vertex, other in edges):
+            answers.append("".join(color for shown, color in zip(partial, colors, strict=True) if shown == "?"))
+    return answers
 
 
 @pytest.mark.parametrize(("vertices", "hidden"), [(6, 3), (8, 5), (5, 5)])
 def test_puzzles_have_the_completions_they_say(vertices: int, hidden: int) -> None:
-    made = puzzles(vertices, hidden, range(2, 25), 40, seed=1)
-    assert len({(one.edges, one.partial) for one in made}) == 40
-    for one in made:
-        right = by_hand(one.edges, one.partial)
-        assert completions(one.edges, one.partial) == right
-        assert (one.vertices, one.partial.count("?"), one.modes) == (vertices, hidden, len(right))
+    drawn = puzzles(vertices, hidden, range(2, 25), 40, seed=1)
+    assert len({(puzzle.edges, puzzle.partial) for puzzle in drawn}) == 40
+    for puzzle in drawn:
+        right = by_hand(puzzle.edges, puzzle.partial)
+        assert completions(puzzle.edges, puzzle.partial) == right
+        assert (puzzle.vertices, puzzle.partial.count("?"), puzzle.modes) == (vertices, hidden, len(right))
         assert 2 <= len(right) <= 24
-        assert vertices <= len(one.edges) <= 2 * vertices and list(one.edges) == sorted(set(one.edges))
+        assert vertices <= len(puzzle.edges) <= 2 * vertices and list(puzzle.edges) == sorted(set(puzzle.edges))
         for colors in product("123", repeat=hidden):
             answer = "".join(colors)
-            assert (mode(one.edges, one.partial, answer) is not None) == (answer in right)
+            assert (mode(puzzle.edges, puzzle.partial, answer) is not None) == (answer in right)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def test_answers(answer: str, right: str | None) -> None:
 
 
 def test_more_puzzles_begin_with_the_same_and_a_seed_draws_others() -> None:
-    few, many, others = (puzzles(8, 5, range(2, 25), count, seed) for count, seed in ((5, 3), (9, 3), (9, 4)))
+    few, many, other_seed = (puzzles(8, 5, range(2, 25), count, seed) for count, seed in ((5, 3), (9, 3), (9, 4)))
     assert many[:5] == few
-    assert not {one.partial for one in many} <= {one.partial for one in others}
+    assert not {puzzle.partial for puzzle in many} <= {puzzle.partial for puzzle in other_seed}
 
 
 def test_shown_ends_of_an_edge_that_are_alike_leave_nothing() -> None:

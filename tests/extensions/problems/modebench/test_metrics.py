@@ -1,4 +1,4 @@
-"""mean@k, distinct@k, coverage@k on hand-made completions, and baselines against counting every guess."""
+"""mean@k, distinct@k, coverage@k on hand-made completions, and baselines compared with a count of every guess."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_coverage_is_never_above_1() -> None:
 
 
 def test_a_guesser_is_right_as_often_as_guesses_are() -> None:
-    """Every guess of both tasks is written down and judged by the verifier."""
+    """List every guess of both tasks and let the verifier judge it."""
     guesses = [
         text
         for a, b, c in permutations(("2", "4", "8"))
-        for one, other in product("+-*/", repeat=2)
-        for text in (f"({a}{one}{b}){other}{c}", f"{a}{one}({b}{other}{c})")
+        for first, other in product("+-*/", repeat=2)
+        for text in (f"({a}{first}{b}){other}{c}", f"{a}{first}({b}{other}{c})")
     ]
     colours = ["".join(colours) for colours in product("123", repeat=2)]
     for problem, every in ((COUNTDOWN, guesses), (TRIANGLE, colours), (PAIR, colours)):
@@ -98,8 +98,8 @@ def test_what_knows_nothing_scores_on_the_default_test_splits(task: str, name: s
 def test_more_hidden_vertices_are_harder_to_guess() -> None:
     chances = []
     for hidden in (3, 4, 5, 6):
-        made = rows("modebench:graph_coloring", "test", replace(DEFAULTS, hidden=hidden))
-        chances.append(random_guesser([row["answer"] for row in made], 8)["mean@8"])
+        test_rows = rows("modebench:graph_coloring", "test", replace(DEFAULTS, hidden=hidden))
+        chances.append(random_guesser([row["answer"] for row in test_rows], 8)["mean@8"])
     assert chances == sorted(chances, reverse=True) and chances[0] > 5 * chances[-1]
 
 

@@ -1,4 +1,4 @@
-r"""Right and wrong completions: where the answer is looked for, and what cannot get past the verifier."""
+r"""Correct and wrong completions: the position of the answer, and attacks that the verifier rejects."""
 
 from __future__ import annotations
 
