@@ -1,4 +1,4 @@
-"""A fake hub with a tiny model and a dataset of sums, and `grpo` beside it in an environment of its own."""
+"""A fake hub with a tiny model and a dataset of sums, and a shell that runs `grpo` against it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECIPE = {
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The smoke model with random weights: its training takes a minute that no test here needs."""
+    """Save the smoke model with random weights; training it would take a minute."""
     folder = tmp_path_factory.mktemp("tiny") / "model"
     tokenizer = smoke.build_tokenizer()
     smoke._save(smoke.build_model(tokenizer), tokenizer, "float32", folder)
@@ -47,7 +47,7 @@ def jsonl(rows: list[dict[str, Any]]) -> bytes:
 
 @pytest.fixture
 def hub(tiny_model: Path) -> Iterator[FakeHub]:
-    """A hub with ``ada/sums`` and ``ada/rows``."""
+    """Start a hub with ``ada/sums`` and ``ada/rows``."""
     with FakeHub().running() as fake:
         fake.add("model", "ada/sums", tiny_model, license="apache-2.0")
         fake.add("dataset", "ada/rows", {"data/train-0.jsonl": jsonl(ROWS), "data/test-0.jsonl": jsonl(ROWS[:5])})
@@ -55,17 +55,17 @@ def hub(tiny_model: Path) -> Iterator[FakeHub]:
 
 
 class Shell:
-    """A user's shell: a folder, caches of its own, and the hub's address."""
+    """A user's shell with a folder, separate caches and the hub's address."""
 
     def __init__(self, folder: Path, hub: FakeHub):
         self.folder, self.cache = folder, folder / "cache"
         mine = {*READ_VARIABLES, *environment_keys()}
-        kept = {
+        inherited = {
             name: value
             for name, value in os.environ.items()
             if name not in mine and not name.startswith(("SLURM_", "HF_", "VLLM_"))
         }
-        self.environment = {**kept, **hub.environment(), "CACHE_ROOT": str(self.cache), "HOME": str(folder)}
+        self.environment = {**inherited, **hub.environment(), "CACHE_ROOT": str(self.cache), "HOME": str(folder)}
 
     def recipe(self, **changes: Any) -> str:
         (self.folder / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, **changes}))
@@ -96,5 +96,5 @@ def shell(tmp_path: Path, hub: FakeHub) -> Shell:
 
 @pytest.fixture
 def variables(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, str]]:
-    """The shell's environment, for functions that are called in this process."""
+    """Return the shell's environment for functions called in this process."""
     return lambda: dict(shell.environment)

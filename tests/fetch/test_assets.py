@@ -1,4 +1,4 @@
-"""What a recipe reads, records of what was fetched, and what a run uses: commits, fingerprints, variables."""
+"""Assets of a recipe, records of downloads, and the commits, fingerprints and variables of a run."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_the_evaluation_set_when_there_is_evaluation(read: Read) -> None:
     assert len(list_assets(read(eval_dataset_name="ada/held"))) == 2
     named = read(eval_dataset_name="ada/held", eval_dataset_config="hard", eval_strategy="steps", eval_steps=5)
     assert names(list_assets(named))[2:] == [("ada/held", "hard", "test", None)]
-    own = read(eval_strategy="steps", eval_steps=5, dataset_test_split="validation")
-    assert names(list_assets(own))[2:] == [("openai/gsm8k", None, "validation", None)]
+    named_split = read(eval_strategy="steps", eval_steps=5, dataset_test_split="validation")
+    assert names(list_assets(named_split))[2:] == [("openai/gsm8k", None, "validation", None)]
 
 
 def test_every_dataset_of_a_mixture(read: Read) -> None:
@@ -109,8 +109,8 @@ def test_a_folder_named_like_a_hub_id_is_the_folder(
 def fetched(folder: Path, environment: dict[str, str], asset: Asset = ROWS) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "data.arrow").write_bytes(b"rows")
-    here = replace(asset, commit=COMMIT, path=str(folder), files={"data.arrow": 4})
-    write_record(here, environment)
+    downloaded = replace(asset, commit=COMMIT, path=str(folder), files={"data.arrow": 4})
+    write_record(downloaded, environment)
 
 
 def test_a_record_is_found_under_its_revision_and_its_commit(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -165,17 +165,17 @@ def fetch(recipe: Recipe, environment: dict[str, str], commit: str, kind: str = 
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "file").write_bytes(b"1234")
             licence = "apache-2.0" if asset.kind == "model" else None
-            here = replace(asset, commit=commit, path=str(folder), licence=licence, files={"file": 4})
-            write_record(here, environment)
+            downloaded = replace(asset, commit=commit, path=str(folder), licence=licence, files={"file": 4})
+            write_record(downloaded, environment)
 
 
 def plan(recipe: Recipe, environment: dict[str, str], sources: object) -> tuple[str, list[dict[str, str]], list[str]]:
     names = Names(Path("runs/a-b"), "a", "a-1", "b")
-    made = make_plan(recipe, Resources("cuda", ("0", "1"), 8), environment, names, sources=sources)  # type: ignore[arg-type]
-    servers = [process.argv[process.argv.index("--model") + 1] for process in made.processes[:1]]
-    trainers = [process.argv[process.argv.index("--model_name_or_path") + 1] for process in made.processes[1:]]
-    assert servers == trainers == [made.model]
-    return made.model, [process.environment for process in made.processes], made.notes
+    launch_plan = make_plan(recipe, Resources("cuda", ("0", "1"), 8), environment, names, sources=sources)  # type: ignore[arg-type]
+    servers = [process.argv[process.argv.index("--model") + 1] for process in launch_plan.processes[:1]]
+    trainers = [process.argv[process.argv.index("--model_name_or_path") + 1] for process in launch_plan.processes[1:]]
+    assert servers == trainers == [launch_plan.model]
+    return launch_plan.model, [process.environment for process in launch_plan.processes], launch_plan.notes
 
 
 def test_server_and_trainer_use_one_folder_and_stay_offline(read: Read, environment: dict[str, str]) -> None:
@@ -185,13 +185,19 @@ def test_server_and_trainer_use_one_folder_and_stay_offline(read: Read, environm
     assert sources.missing == []
     model, variables, notes = plan(recipe, environment, sources)
     assert model == f"{environment['CACHE_ROOT']}/model-aa"
-    assert all(one["HF_HUB_OFFLINE"] == one["HF_DATASETS_OFFLINE"] == "1" for one in variables)
+    assert all(
+        process_variables["HF_HUB_OFFLINE"] == process_variables["HF_DATASETS_OFFLINE"] == "1"
+        for process_variables in variables
+    )
     assert notes == [
         f"model Qwen/Qwen2.5-1.5B-Instruct at {OLD[:12]}, fetched",
         f"dataset openai/gsm8k at {OLD[:12]}, fetched",
     ]
     _, told_otherwise, _ = plan(recipe, {**environment, "HF_HUB_OFFLINE": "0"}, sources)
-    assert all("HF_HUB_OFFLINE" not in one and "HF_DATASETS_OFFLINE" not in one for one in told_otherwise)
+    assert all(
+        "HF_HUB_OFFLINE" not in process_variables and "HF_DATASETS_OFFLINE" not in process_variables
+        for process_variables in told_otherwise
+    )
 
 
 def test_what_is_missing_is_named_and_nothing_is_told_to_stay_offline(read: Read, environment: dict[str, str]) -> None:
@@ -201,7 +207,7 @@ def test_what_is_missing_is_named_and_nothing_is_told_to_stay_offline(read: Read
     assert [asset.id for asset in sources.missing] == ["Qwen/Qwen2.5-1.5B-Instruct"]
     model, variables, notes = plan(recipe, environment, sources)
     assert model == "Qwen/Qwen2.5-1.5B-Instruct"
-    assert all("HF_HUB_OFFLINE" not in one for one in variables)
+    assert all("HF_HUB_OFFLINE" not in process_variables for process_variables in variables)
     assert "model Qwen/Qwen2.5-1.5B-Instruct is missing: the launch downloads it, or run grpo fetch" in notes
 
 
@@ -214,7 +220,7 @@ def test_a_resumed_run_uses_its_commits_whatever_was_fetched_later(
     record_assets(run, find_assets(recipe, environment))
     fetch(recipe, environment, NEW)
     recorded = read_json(tmp_path / "run.json")["sources"]
-    assert [(one["id"], one["commit"], one["licence"]) for one in recorded] == [
+    assert [(source["id"], source["commit"], source["licence"]) for source in recorded] == [
         ("Qwen/Qwen2.5-1.5B-Instruct", OLD, "apache-2.0"),
         ("openai/gsm8k", OLD, None),
     ]
@@ -231,10 +237,10 @@ def test_identity_is_made_once_and_places_each_time(read: Read, environment: dic
     fetch(recipe, environment, OLD)
     run = Run(tmp_path)
     record_assets(run, find_assets(recipe, environment))
-    made = (tmp_path / "run.json").read_text()
+    recorded = (tmp_path / "run.json").read_text()
     fetch(recipe, environment, NEW)
     record_assets(run, find_assets(recipe, environment))
-    assert (tmp_path / "run.json").read_text() == made
+    assert (tmp_path / "run.json").read_text() == recorded
     assert fetched_datasets(tmp_path)("openai/gsm8k", None, "train") == Path(environment["CACHE_ROOT"]) / "dataset-bb"
 
 
@@ -272,28 +278,28 @@ def test_a_local_file_that_is_not_there_is_refused(read: Read, environment: dict
 def test_the_fingerprint_sees_sizes_small_json_and_both_ends_of_a_file(tmp_path: Path) -> None:
     folder, file = tmp_path / "model", tmp_path / "rows.jsonl"
     folder.mkdir()
-    seen = [fingerprint(folder)]
+    fingerprints = [fingerprint(folder)]
     (folder / "config.json").write_text("{}")
-    seen.append(fingerprint(folder))
+    fingerprints.append(fingerprint(folder))
     (folder / "config.json").write_text("[]")
-    seen.append(fingerprint(folder))
+    fingerprints.append(fingerprint(folder))
     (folder / "model.safetensors").write_bytes(b"1")
-    seen.append(fingerprint(folder))
+    fingerprints.append(fingerprint(folder))
     for content in (b"a" * 3_000_000, b"b" + b"a" * 2_999_999, b"a" * 2_999_999 + b"b", b"a" * 3_000_001):
         file.write_bytes(content)
-        seen.append(fingerprint(file))
-    assert len(set(seen)) == len(seen)
+        fingerprints.append(fingerprint(file))
+    assert len(set(fingerprints)) == len(fingerprints)
     assert fingerprint(file) == fingerprint(file)
 
 
 def test_the_fingerprint_of_a_folder_sees_the_folders_in_it(tmp_path: Path) -> None:
     from datasets import Dataset, DatasetDict
 
-    seen = []
+    fingerprints = []
     for count in (1, 200):
         DatasetDict({"train": Dataset.from_dict({"problem": ["1+1="] * count})}).save_to_disk(str(tmp_path / "saved"))
-        seen.append(fingerprint(tmp_path / "saved"))
+        fingerprints.append(fingerprint(tmp_path / "saved"))
     (tmp_path / "saved" / ".cache").mkdir()
     (tmp_path / "saved" / ".cache" / "left by a tool").touch()
-    seen.append(fingerprint(tmp_path / "saved"))
-    assert seen[0] != seen[1] == seen[2]
+    fingerprints.append(fingerprint(tmp_path / "saved"))
+    assert fingerprints[0] != fingerprints[1] == fingerprints[2]

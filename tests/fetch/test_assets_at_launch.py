@@ -1,4 +1,4 @@
-"""A launch without its model or data: brought first where the hub answers, refused in a second where it does not."""
+"""A launch without its model or data downloads them first, or stops within a second if the hub does not answer."""
 
 from __future__ import annotations
 
@@ -80,19 +80,19 @@ def test_a_fetch_that_fails_refuses_the_launch(shell: Shell, hub: FakeHub, varia
 
 
 @pytest.mark.parametrize(
-    ("code", "error", "what"),
+    ("code", "error", "message"),
     [
         (130, SystemExit, "130"),
         (0, ConfigError, r"grpo fetch: did not download model ada/sums\. Fix: .*grpo fetch recipe.yaml"),
     ],
 )
 def test_a_fetch_that_ends_early_ends_the_launch(
-    shell: Shell, variables: Variables, monkeypatch, code: int, error: type[BaseException], what: str
+    shell: Shell, variables: Variables, monkeypatch, code: int, error: type[BaseException], message: str
 ) -> None:
     monkeypatch.chdir(shell.folder)
     recipe = read_recipe(Path(shell.recipe()))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], code))
-    with pytest.raises(error, match=what):
+    with pytest.raises(error, match=message):
         ensure_assets(recipe, variables(), None, ["recipe.yaml"])
 
 
@@ -128,9 +128,9 @@ def test_a_resumed_run_gets_its_own_commits_back(shell: Shell, hub: FakeHub, var
     shown = "grpo fetch --resume runs/qwen2.5-1.5b-math-20260101-120000"
     brought = shell.run(*documented(shown, {shown.split()[-1]: str(run)}, fake="the hub"))
     assert brought.returncode == 0, brought.stderr
-    again = ensure_assets(recipe, variables(), recorded, ["--resume", str(run)])
-    assert [source.commit for source in again.present] == [source.commit for source in began_with.present]
-    assert not (Path(again.model.path) / "notes.txt").exists()
+    resumed = ensure_assets(recipe, variables(), recorded, ["--resume", str(run)])
+    assert [source.commit for source in resumed.present] == [source.commit for source in began_with.present]
+    assert not (Path(resumed.model.path) / "notes.txt").exists()
 
 
 def test_a_hub_that_cannot_be_looked_up_is_given_up_on(monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""`grpo fetch` with the real hub clients against a fake hub: what it brings, says and refuses."""
+"""`grpo fetch` with the real hub clients against a fake hub: downloads, messages and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_recipes.smoke import smoke_folder
 
 from .conftest import GRPO, ROWS, Shell, jsonl
 
-SMALL, LARGE = 1000, 5 * 10**9  # bytes of files in listings as the hub has them
+SMALL, LARGE = 1000, 5 * 10**9  # bytes of a file in a hub listing
 LOAD = """
 import sys
 from pathlib import Path
@@ -83,8 +83,8 @@ def test_again_it_downloads_nothing_and_tells_of_newer_commits(shell: Shell, hub
     shell.grpo("fetch", "recipe.yaml")
     model = hub.repos["model", "ada/sums"]
     old, downloads = model.at("main"), hub.asked("/resolve/")
-    again = shell.grpo("fetch", "recipe.yaml")
-    assert again.returncode == 0 and again.stdout.count("  here\n") == 2
+    second = shell.grpo("fetch", "recipe.yaml")
+    assert second.returncode == 0 and second.stdout.count("  here\n") == 2
     assert hub.asked("/resolve/") == downloads
 
     new = model.commit({**model.files(), "notes.txt": b"new"}, "new")
@@ -109,8 +109,8 @@ def test_what_a_purge_of_old_files_damaged_is_brought_again(shell: Shell) -> Non
     for damage in ("missing", "cut short"):
         (file,) = folder.glob("*.arrow")
         file.unlink() if damage == "missing" else file.write_bytes(file.read_bytes()[:300])
-        again = shell.grpo("fetch", "recipe.yaml")
-        assert again.returncode == 0 and "grpo: downloading dataset ada/rows" in again.stdout, again.stderr
+        second = shell.grpo("fetch", "recipe.yaml")
+        assert second.returncode == 0 and "grpo: downloading dataset ada/rows" in second.stdout, second.stderr
         assert len(load_from_disk(str(folder))) == len(ROWS)
     assert list((shell.cache / "datasets").iterdir()) == [folder]
 
@@ -122,8 +122,8 @@ def test_rows_whose_record_is_gone_are_not_brought_again(shell: Shell, hub: Fake
     shell.grpo("fetch", "recipe.yaml")
     shutil.rmtree(shell.cache / "fetched")
     downloads = hub.asked("/ada/rows/resolve/")
-    again = shell.grpo("fetch", "recipe.yaml")
-    assert again.returncode == 0 and len(shell.records()) == 2, again.stderr
+    second = shell.grpo("fetch", "recipe.yaml")
+    assert second.returncode == 0 and len(shell.records()) == 2, second.stderr
     assert hub.asked("/ada/rows/resolve/") == downloads
 
 
@@ -136,8 +136,8 @@ def test_what_killed_fetches_left_is_removed_though_the_file_system_has_no_locks
     (folder,) = (shell.cache / "datasets").iterdir()
     shutil.rmtree(folder)
     old, young = (folder.with_name(f".{folder.name}.{age}") for age in ("old", "young"))
-    for left in (old, young):
-        (left / "rows").mkdir(parents=True)
+    for leftover in (old, young):
+        (leftover / "rows").mkdir(parents=True)
     os.utime(old, (0, 0))
     fetched = shell.run(sys.executable, "-c", FETCH if has_locks else WITHOUT_LOCKS + FETCH)
     assert fetched.returncode == 0, fetched.stderr
@@ -171,10 +171,10 @@ def test_without_the_hub_it_says_what_is_here_and_what_is_not(shell: Shell) -> N
     )
 
     shell.grpo("fetch", "recipe.yaml")
-    here = shell.grpo("fetch", "recipe.yaml", **nowhere)
+    offline = shell.grpo("fetch", "recipe.yaml", **nowhere)
     assert (
-        here.returncode == 0
-        and here.stdout.count("here, not compared with the hub: http://127.0.0.1:1 does not answer") == 2
+        offline.returncode == 0
+        and offline.stdout.count("here, not compared with the hub: http://127.0.0.1:1 does not answer") == 2
     )
     update = shell.grpo("fetch", "recipe.yaml", "--update", **nowhere)
     assert update.returncode == 2 and "model ada/sums can't be updated" in update.stderr
@@ -239,7 +239,7 @@ def test_a_model_that_does_not_fit_on_the_disk_is_not_begun(shell: Shell, hub: F
     refused = shell.grpo("fetch", "recipe.yaml")
     assert refused.returncode == 2
     assert f"model ada/sums needs {gigabytes(10**18)} more" in refused.stderr and "free" in refused.stderr
-    assert hub.asked("/ada/sums/resolve/.*safetensors") <= 1  # at most its size was asked for
+    assert hub.asked("/ada/sums/resolve/.*safetensors") <= 1  # at most one request for the size
 
 
 @pytest.mark.slow
@@ -269,7 +269,7 @@ def test_only_the_first_rows_of_a_stream_are_brought(shell: Shell, hub: FakeHub)
     shell.recipe(dataset_name="ada/long", dataset_streaming=True, max_train_prompts=7)
     fetched = shell.grpo("fetch", "recipe.yaml")
     assert fetched.returncode == 0, fetched.stderr
-    record = next(one for one in shell.records() if one["kind"] == "dataset")
+    record = next(entry for entry in shell.records() if entry["kind"] == "dataset")
     assert record["limit"] == 14 and record["path"].endswith(f"ada--long--train--first-14--{record['commit'][:12]}")
     from datasets import load_from_disk
 
@@ -287,7 +287,7 @@ def test_local_files_need_no_hub(shell: Shell, hub: FakeHub, tiny_model: Path) -
 def test_the_smoke_task_is_made_so_that_a_job_finds_it(shell: Shell, hub: FakeHub) -> None:
     shell.recipe(model_name_or_path="smoke:sums", dataset_name="smoke:sums")
     shell.cache.mkdir()
-    (shell.cache / "smoke").touch()  # where the maker wants a folder
+    (shell.cache / "smoke").touch()  # a file blocks the folder
     refused = shell.grpo("fetch", "recipe.yaml")
     assert refused.returncode == 2 and "python -m grpo_recipes.smoke exited with code 1" in refused.stderr
     (shell.cache / "smoke").unlink()
@@ -328,10 +328,10 @@ def test_of_two_formats_of_one_library_the_one_that_is_trained() -> None:
 
 def test_old_repositories_have_pickles_alone() -> None:
     files = ["config.json", "merges.txt", "pytorch_model.bin", "tf_model.h5", "training_args.bin", "vocab.json"]
-    wanted = ["config.json", "merges.txt", "pytorch_model.bin", "vocab.json"]
-    assert files_to_download(dict.fromkeys(files, SMALL)) == wanted
+    expected = ["config.json", "merges.txt", "pytorch_model.bin", "vocab.json"]
+    assert files_to_download(dict.fromkeys(files, SMALL)) == expected
     assert files_to_download(dict.fromkeys([*files, "model.safetensors"], SMALL)) == sorted(
-        {*wanted, "model.safetensors"} - {"pytorch_model.bin"}
+        {*expected, "model.safetensors"} - {"pytorch_model.bin"}
     )
 
 
