@@ -1,4 +1,4 @@
-"""Controllers hold what they measure: on policies and groups small enough to be exact, from ten times off."""
+"""Controllers reach their target from ten times off, on policies and groups small enough for exact results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAN = math.nan
 # The policy: 8 answers of reward 0 to 1, a uniform reference, exact gradient ascent on E[reward] - beta KL.
 REWARDS = torch.linspace(0, 1, 8, dtype=torch.float64)
 KL_TARGET = 0.2
-# The beta whose best policy, ~ exp(reward / beta), has that KL.
+# With this beta, the best policy, ~ exp(reward / beta), has the target KL.
 KL_BETA = 0.48465952
 
 
@@ -31,7 +31,7 @@ def kl_of(logits: torch.Tensor) -> float:
 
 
 def climb(controller: KLController, moving: bool = True, completions: int = COMPLETIONS) -> list[float]:
-    """KL before each step."""
+    """Return the KL before each step."""
     logits, kls = torch.zeros_like(REWARDS), []
     for _ in range(STEPS):
         policy = logits.softmax(0)
@@ -49,7 +49,7 @@ def kl_controller(beta: float = 1.0, **changes: float) -> KLController:
 
 @pytest.mark.parametrize(("minimum", "recovered"), [(0.0, False), (1e-4, True)])
 def test_beta_comes_back_from_its_floor_in_time(minimum, recovered):
-    """100 steps in which the KL stays below its target, then it runs away: what is left of beta decides."""
+    """The KL stays below its target for 100 steps, then it runs away. The remaining beta decides."""
     controller = kl_controller(0.04, horizon=2000.0, minimum=minimum)
     for _ in range(100):
         controller.update(0.0, 2048)
@@ -60,7 +60,7 @@ def test_beta_comes_back_from_its_floor_in_time(minimum, recovered):
 
 
 def furthest(values: list[float], target: float) -> float:
-    """Largest relative error of the last half."""
+    """Return the largest relative error in the second half."""
     return max(abs(value / target - 1) for value in values[STEPS // 2 :])
 
 
@@ -85,7 +85,7 @@ def test_without_the_number_of_completions_the_controller_is_inert():
 
 
 def test_the_horizon_counts_completions_and_not_steps():
-    """Two steps of half the completions are one step, up to the square of its size."""
+    """Two steps with half the completions equal one step, up to the square of the step size."""
     whole, halves = kl_controller(), kl_controller()
     whole.update(0.23, 256)
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_one_step_of_beta(changes, kl, beta):
 
 # The groups: 16 prompts of 16 normal rewards, others each step.
 TARGETS = {"weight_entropy": 0.75 * math.log(16), "eff_rollouts": 12.0, "target_ratio": 4.0}
-# The taus whose weights have these on average.
+# With these taus, the weights reach the targets on average.
 TAUS = {"weight_entropy": 0.728, "eff_rollouts": 1.209, "target_ratio": 1.253}
 
 
@@ -125,7 +125,7 @@ def tau_controller(tau: float = 0.2, **changes: Any) -> TauController:
 
 
 def measured(weights_PG: torch.Tensor, rewards_PG: torch.Tensor, right_PG: torch.Tensor) -> dict[str, float]:
-    """The metrics of a step, as the trainer takes them."""
+    """Compute the metrics of a step like the trainer."""
     differ_P = maxent.rewards_differ(rewards_PG)
     entropy_P = maxent.weight_entropy(weights_PG)[differ_P]
     ratio_P = maxent.target_ratio(weights_PG, right_PG, ~right_PG)[differ_P]
@@ -134,15 +134,15 @@ def measured(weights_PG: torch.Tensor, rewards_PG: torch.Tensor, right_PG: torch
 
 
 def weigh(controller: TauController, moving: bool = True) -> list[float]:
-    """What each step measures; right is what has more than its group's mean."""
-    generator, seen = torch.Generator().manual_seed(1), []
+    """Return the measure of each step. Completions above the mean of their group count as correct."""
+    generator, measures = torch.Generator().manual_seed(1), []
     for _ in range(STEPS):
         utilities_PG = maxent.centered(torch.randn(16, 16, generator=generator, dtype=torch.float64))
         weights_PG = maxent.tempered_weights(utilities_PG, controller.tau)
-        seen.append(measured(weights_PG, utilities_PG, utilities_PG > 0)[controller.measure])
+        measures.append(measured(weights_PG, utilities_PG, utilities_PG > 0)[controller.measure])
         if moving:
-            controller.update(seen[-1])
-    return seen
+            controller.update(measures[-1])
+    return measures
 
 
 @pytest.mark.parametrize("off", [10.0, 0.1])
@@ -154,8 +154,8 @@ def test_the_spread_of_weights_is_held_from_ten_times_off(name, off):
 
 
 def solved(controller: TauController, success: Callable[[int], float], steps: int, q: float | None = None):
-    """What each step measures of 32 groups of 16 rewards of 0 and 1; ``q`` is the beta of a target of q."""
-    generator, seen = torch.Generator().manual_seed(2), []
+    """Return the measure of each step on 32 groups of 16 rewards of 0 and 1. ``q`` is the beta of a target of q."""
+    generator, measures = torch.Generator().manual_seed(2), []
     for step in range(steps):
         rewards_PG = (torch.rand(32, 16, generator=generator, dtype=torch.float64) < success(step)).double()
         if q is None:
@@ -163,9 +163,9 @@ def solved(controller: TauController, success: Callable[[int], float], steps: in
         else:
             refs_PG = torch.zeros_like(rewards_PG)
             weights_PG = maxent.target_weights(maxent.listwise_q(rewards_PG, 0.5, 1e-6), refs_PG, controller.tau, q)
-        seen.append(measured(weights_PG, rewards_PG, rewards_PG == 1)[controller.measure])
-        controller.update(seen[-1])
-    return seen
+        measures.append(measured(weights_PG, rewards_PG, rewards_PG == 1)[controller.measure])
+        controller.update(measures[-1])
+    return measures
 
 
 CLIMB = {"success": lambda step: 0.2 + 0.75 * step / 300, "steps": 300}
@@ -190,22 +190,22 @@ def test_effective_completions_cannot_be_fewer_than_the_right_answers(target):
 
 
 def test_groups_of_equal_rewards_are_not_measured():
-    """Four of five prompts are solved always; of the others 4 in 16: 8 effective completions are within reach."""
+    """Four of five prompts are always solved, the others in 4 of 16 completions: the target of 8 is possible."""
     controller = tau_controller(measure="eff_rollouts", target=8.0)
     rewards_PG = torch.zeros(10, 16, dtype=torch.float64)
     rewards_PG[2:] = rewards_PG[:2, :4] = 1.0
     for _ in range(STEPS):
         weights_PG = maxent.tempered_weights(maxent.centered(rewards_PG), controller.tau)
-        found = measured(weights_PG, rewards_PG, rewards_PG == 1)
-        controller.update(found["eff_rollouts"])
-    assert found["eff_rollouts"] == pytest.approx(8.0, rel=1e-3)
+        measures = measured(weights_PG, rewards_PG, rewards_PG == 1)
+        controller.update(measures["eff_rollouts"])
+    assert measures["eff_rollouts"] == pytest.approx(8.0, rel=1e-3)
     assert maxent.weight_entropy(weights_PG).exp().mean() > 14
 
 
-@pytest.mark.parametrize(("lr", "held"), [(1.9, True), (2.1, False)])
-def test_a_ratio_is_held_by_strides_below_2(lr, held):
+@pytest.mark.parametrize(("lr", "stays"), [(1.9, True), (2.1, False)])
+def test_a_ratio_is_held_by_strides_below_2(lr, stays):
     ratios = solved(tau_controller(1.0, measure="target_ratio", target=4.0, lr=lr), lambda _: 0.5, 100)
-    assert all(abs(ratio / 4 - 1) < 0.02 for ratio in ratios[60:]) == held
+    assert all(abs(ratio / 4 - 1) < 0.02 for ratio in ratios[60:]) == stays
 
 
 def test_rewards_differ_where_two_known_ones_do():
@@ -218,7 +218,7 @@ def test_rewards_differ_where_two_known_ones_do():
     [(16.0, 2.0), (2.0, 0.5), (4.0, 1.0), (math.inf, 10.0), (1e300, 10.0), (1.0, 0.1), (0.3, 0.1), (0.0, 0.1)],
 )
 def test_one_step_towards_a_ratio(ratio, factor):
-    """The log of the ratio by that of its target, at most a factor of ten."""
+    """Tau moves by the log of the ratio over the log of its target, at most by a factor of ten."""
     controller = tau_controller(measure="target_ratio", target=4.0)
     controller.update(ratio)
     assert controller.tau == pytest.approx(0.2 * factor**0.2, rel=1e-12)
@@ -287,10 +287,10 @@ def test_the_state_of_a_checkpoint_continues_exactly():
     other_kl.load_state_dict(json.loads(json.dumps(kl.state_dict())))
     other_tau.load_state_dict(json.loads(json.dumps(tau.state_dict())))
     for value in values[2:]:
-        for one in (kl, other_kl):
-            one.update(value / 3, 77)
-        for one in (tau, other_tau):
-            one.update(2 * value)
+        for controller in (kl, other_kl):
+            controller.update(value / 3, 77)
+        for controller in (tau, other_tau):
+            controller.update(2 * value)
         assert other_kl.beta == kl.beta
         assert other_tau.state_dict() == tau.state_dict()
     assert kl.beta != 1.0

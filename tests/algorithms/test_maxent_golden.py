@@ -1,4 +1,4 @@
-"""Weights against numbers computed apart from this code, in float64."""
+"""Weights against numbers computed independently of this code, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold for any rewards, log-probabilities and temperatures."""
+"""Properties for all rewards, log-probabilities and temperatures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ temperatures = st.sampled_from([0.01, 0.05, 0.2, 1.0, 30.0])
 
 @st.composite
 def groups(draw: st.DrawFn, unscorable: bool = True) -> torch.Tensor:
-    """(P, G) rewards, some NaN."""
+    """Draw (P, G) rewards, some of them NaN."""
     prompts, size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
     value = st.one_of(values, values, values, st.just(NAN)) if unscorable else values
     row = st.lists(value, min_size=size, max_size=size)
@@ -32,7 +32,7 @@ def references(like_PG: torch.Tensor) -> torch.Tensor:
 
 
 def weigh(rewards_PG: torch.Tensor, refs_PG: torch.Tensor, tau: float | torch.Tensor) -> dict[str, torch.Tensor]:
-    """Each weight function on the same groups."""
+    """Apply each weight function to the same groups."""
     q_PG = maxent.listwise_q(rewards_PG, temperature=0.7, epsilon=0.5 / rewards_PG.shape[1])
     return {
         "target with the reference": maxent.target_weights(q_PG, refs_PG, tau, beta=0.4),
@@ -68,7 +68,7 @@ def test_per_token_the_objective_becomes_maxrl_as_completions_grow_and_at_a_temp
     ]
     assert away[0] > 1 and away[1] > 0.3 and away[2] < 0.07 and away[3] < 0.007
     kept_PG = 4 * (weights_PG - maxent.policy_weights(logps_PG, learns_PG, 2.0))
-    assert kept_PG[0, 1] - kept_PG[0, 0] > 1  # of two right answers the rarer gains more
+    assert kept_PG[0, 1] - kept_PG[0, 0] > 1  # the rarer of two correct answers gains more
 
 
 def test_a_group_without_reward_has_no_shares():
