@@ -1,4 +1,4 @@
-"""A real trainer that takes groups of a test in the place of those of Atropos' environments."""
+"""A real trainer that takes groups from a test instead of Atropos environments."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ PROMPT, LONGEST = 3, 6  # tokens: of a prompt, and of a turn at most
 
 
 def row(seed: str, turns: int = 1) -> dict[str, list[Any]]:
-    """Tokens of a prompt and of turns, each of one to ``LONGEST`` tokens and two of the environment's before it.
+    """Generate a prompt and turns: each turn has 1 to ``LONGEST`` tokens, after two tokens of the environment.
 
-    Log-probs are about those of a model that knows nothing: one in 257 tokens.
+    The log-probs are close to an untrained model's: one in 257 tokens.
     """
     draw = random.Random(seed)
     tokens, masks, logprobs = [], [], []
     for turn in range(turns):
-        said = [draw.randrange(64, 90) for _ in range(2 if turn else PROMPT)]
-        own = [draw.randrange(64, 90) for _ in range(draw.randrange(LONGEST) + 1)]
-        tokens += said + own
-        masks += [-100] * len(said) + own
-        logprobs += [1.0] * len(said) + [draw.uniform(-5.7, -5.4) for _ in own]
+        context = [draw.randrange(64, 90) for _ in range(2 if turn else PROMPT)]
+        reply = [draw.randrange(64, 90) for _ in range(draw.randrange(LONGEST) + 1)]
+        tokens += context + reply
+        masks += [-100] * len(context) + reply
+        logprobs += [1.0] * len(context) + [draw.uniform(-5.7, -5.4) for _ in reply]
     return {"tokens": tokens, "masks": masks, "inference_logprobs": logprobs}
 
 
 def group(seed: str, scores: tuple[float, ...] = (1.0, 0.0, 0.5, 0.0), turns: int = 1, **fields: Any) -> Group:
-    """A group of rows; ``fields`` are those of the wire beside them."""
+    """Make a group of rows. ``fields`` are further fields of the transfer format."""
     rows = [row(f"{seed}/{index}", turns) for index in range(len(scores))]
-    columns = {name: [one[name] for one in rows] for name in rows[0]}
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
     return Group.from_json({**columns, "scores": list(scores), "generation_params": {"policy_version": 0}, **fields})
 
 
-def like_the_trainer(trainer: GRPOTrainer, found: Group, ratio: float = 1.0, temperature: float = 1.0) -> Group:
-    """The group with the log-probs that the trainer has, or such that its probabilities are ``ratio`` times theirs."""
-    plain, logprobs = found.to_json(), []
-    for tokens, mask in zip(found.tokens, found.masks, strict=True):
+def like_the_trainer(trainer: GRPOTrainer, original: Group, ratio: float = 1.0, temperature: float = 1.0) -> Group:
+    """Copy the group with the trainer's log-probs minus log(ratio), so that the trainer's ratio is ``ratio``."""
+    plain, logprobs = original.to_json(), []
+    for tokens, mask in zip(original.tokens, original.masks, strict=True):
         with torch.no_grad():
             logits = trainer.accelerator.unwrap_model(trainer.model)(torch.tensor([tokens])).logits[0, :-1]
-        own = (logits.float() / temperature).log_softmax(-1)
-        of_tokens = [1.0, *own.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1).tolist()]
+        logps = (logits.float() / temperature).log_softmax(-1)
+        of_tokens = [1.0, *logps.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1).tolist()]
         shift = torch.tensor(ratio).log().item()
         pairs = zip(of_tokens, mask, strict=True)
         logprobs.append([1.0 if label == -100 else logprob - shift for logprob, label in pairs])
@@ -73,12 +73,12 @@ def make_trainer(
     peft_config: Any = None,
     **keys: Any,
 ) -> GRPOTrainer:
-    """A trainer with plain gradient descent on the groups of ``make(step)``: by default two of known tokens."""
+    """Make a gradient-descent trainer on the groups of ``make(step)``, by default two groups of known tokens."""
     folder.mkdir(exist_ok=True, parents=True)
-    own = {key: keys.pop(key) for key in list(keys) if key.startswith(("atropos_", "max_prompt"))}
-    given = DESCENT | {"max_completion_length": 24, "temperature": 1.0} | keys
-    args = GRPOConfig(output_dir=str(folder / "checkpoints"), **given)
-    script_args = ScriptArguments(atropos_environment="arithmetic", **{"max_prompt_length": 8, **own})
+    script_keys = {key: keys.pop(key) for key in list(keys) if key.startswith(("atropos_", "max_prompt"))}
+    config_keys = DESCENT | {"max_completion_length": 24, "temperature": 1.0} | keys
+    args = GRPOConfig(output_dir=str(folder / "checkpoints"), **config_keys)
+    script_args = ScriptArguments(atropos_environment="arithmetic", **{"max_prompt_length": 8, **script_keys})
     source = AtroposRollouts(script_args, args, folder)
     tokenizer = smoke.build_tokenizer()
     trainer = kind(
@@ -102,7 +102,7 @@ def _known(groups: int, step: int) -> list[Group]:
 
 
 def generation(trainer: GRPOTrainer, groups: int = 2) -> dict[str, Any]:
-    """What a training step is given: this many groups, taken and weighed."""
+    """Return the inputs of a training step: this many groups, taken and weighted."""
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     rows = [trainer.train_dataset[row] for row in range(groups * trainer.num_generations)]
@@ -112,24 +112,28 @@ def generation(trainer: GRPOTrainer, groups: int = 2) -> dict[str, Any]:
 def gradient(trainer: GRPOTrainer, output: dict[str, Any]) -> torch.Tensor:
     trainer.model.zero_grad()
     trainer.compute_loss(trainer.model, output).backward()
-    return torch.cat([one.grad.flatten() for one in trainer.model.parameters() if one.grad is not None])
+    return torch.cat(
+        [parameter.grad.flatten() for parameter in trainer.model.parameters() if parameter.grad is not None]
+    )
 
 
 def of_all_kinds(step: int) -> list[Group]:
-    """Three groups: with scores, with token advantages, of several turns with a temperature and one set to zero."""
+    """Make three groups: scores, token advantages, and several turns with temperatures and a zeroed row."""
     second = group(f"{step}/b")
-    given = [[random.Random(f"{step}/{at}").gauss(0, 1) for at in range(len(one))] for one in second.tokens]
+    advantages = [
+        [random.Random(f"{step}/{at}").gauss(0, 1) for at in range(len(row_tokens))] for row_tokens in second.tokens
+    ]
     third = group(f"{step}/c", turns=2, generation_params={"policy_version": 0, "temperature": 0.7})
     zeroed = {"overrides": [{"set_advantage_to_zero": True}, {}, {}, {"temperature": 1.3}]}
     return [
         group(f"{step}/a"),
-        Group.from_json({**second.to_json(), "advantages": given}),
+        Group.from_json({**second.to_json(), "advantages": advantages}),
         Group.from_json({**third.to_json(), **zeroed}),
     ]
 
 
 def main(folder: Path, model: str, ends: str, keys: dict[str, Any]) -> None:
-    """One of several ranks: train, and leave the weights, or how it ended where the second step ``ends`` it."""
+    """Train as one of several ranks and save the weights, or the ending if the second step ``ends`` the run."""
 
     def make(step: int) -> list[Group] | None:
         assert trainer.accelerator.is_main_process

@@ -1,4 +1,4 @@
-"""Fixtures of the trainers' tests."""
+"""Fixtures for the trainer tests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from grpo_recipes import smoke
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """For models so small threads only wait for one another, tenfold on a busy machine."""
+    """Use one thread. Threads slow such small models down, up to ten times on a busy machine."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The folder of a random model: a reference is read from disk."""
+    """Save a random model and return its folder. A reference is read from disk."""
     folder = tmp_path_factory.mktemp("run") / "model"
     torch.manual_seed(0)
     tokenizer = smoke.build_tokenizer()

@@ -1,4 +1,4 @@
-"""Evaluations of many sets by one trainer, in a test's own process or in each of two processes that a test starts."""
+"""Evaluations of many sets in a single trainer, in the test's process or in two processes that a test starts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OWN = [30, 41, 52, 63, 79]  # 5 prompts x 2 completions in batches of 4: the las
 
 
 def numbers(values: list[int]) -> Dataset:
-    """A set whose mean reward is the mean of its numbers, those below zero left out."""
+    """Make a set with a known mean reward: the mean of its numbers without the negative numbers."""
     return as_dataset([(value, 0) for value in values])
 
 
 def value(answer: list[str], **_: Any) -> list[float | None]:
-    """A reward that depends on the prompt alone, so that the true mean of a set is known."""
+    """Score only by the prompt, so that the true mean of a set is known."""
     return [float(text) if int(text) >= 0 else None for text in answer]
 
 
@@ -61,10 +61,10 @@ def rewards_of(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def evaluate_all(folder: Path) -> dict[str, Any]:
-    """Every way to evaluate: the mean rewards it returned, by name."""
+    """Evaluate in every possible way and return the mean rewards by name."""
     trainer = make_trainer(folder, numbers(OWN))
     twenty, seven, two = numbers(list(range(20))), numbers(list(range(7))), numbers([5, 8])
-    found = {
+    results = {
         "own": trainer.evaluate(),
         "larger": trainer.evaluate(eval_dataset=twenty),
         "smaller": trainer.evaluate(two, metric_key_prefix="test"),
@@ -78,15 +78,15 @@ def evaluate_all(folder: Path) -> dict[str, Any]:
         "empty": trainer.evaluate(numbers([]), metric_key_prefix="empty"),
     }
     trainer.eval_dataset = {"low": two, "high": seven}
-    found |= {"own dict": trainer.evaluate(), "one of the own dict": trainer.evaluate("high")}
+    results |= {"own dict": trainer.evaluate(), "one of the own dict": trainer.evaluate("high")}
     trainer.eval_dataset = None
-    found["no own"] = trainer.evaluate(seven, metric_key_prefix="eval_seven")
-    return {name: rewards_of(metrics) for name, metrics in found.items()}
+    results["no own"] = trainer.evaluate(seven, metric_key_prefix="eval_seven")
+    return {name: rewards_of(metrics) for name, metrics in results.items()}
 
 
 def main(folder: Path) -> None:
-    found = evaluate_all(folder)
-    (folder / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
+    results = evaluate_all(folder)
+    (folder / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(results))
     torch.distributed.destroy_process_group()  # a thread of gloo that outlives Python aborts the process
 
 

@@ -1,4 +1,4 @@
-"""A client of run-api whose groups a test makes: for steps at which the groups must be known token by token."""
+"""A run-api client with groups made by a test, for steps that must know each token of the groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_recipes.extensions.atropos.group import Group
 
 
 class ScriptedClient:
-    """Gives what ``make(step)`` makes, and nothing at all, until the run stops, where that is None.
+    """Return the groups of ``make(step)``. If they are None, wait until the run stops.
 
     Attributes:
         asked: the arguments of each ``take_groups``.
@@ -25,17 +25,17 @@ class ScriptedClient:
         self.asked: list[dict[str, Any]] = []
 
     def take_groups(self, count: int, **how: Any) -> list[Group]:
-        """Give the step's groups, as many as are asked for."""
+        """Return the step's groups. Their number must match the request."""
         self.asked.append({"groups": count, **how})
-        found = self._make(how["step"])
-        while found is None:
+        groups = self._make(how["step"])
+        while groups is None:
             if self._stopped():
                 raise WaitAborted
             time.sleep(0.01)
-        assert len(found) == count
+        assert len(groups) == count
         self.counts["batches"] += 1
-        return found
+        return groups
 
     def count_waiting_groups(self, size: int) -> int:
-        """Say that three groups wait."""
+        """Report three waiting groups."""
         return 3

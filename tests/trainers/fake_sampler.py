@@ -1,4 +1,4 @@
-"""A fake of the run's server whose completions depend on the weights it was given, and on nothing else but the seed."""
+"""A fake of the run's server. Its completions depend only on the received weights and the seed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from weights.fake_server import FakeServer
 
 from grpo_recipes.server.wire import completions_of, packed
 
-LOGPROB = -5.5  # about that of a random model with some 260 tokens
+LOGPROB = -5.5  # close to a random model with 260 tokens
 
 
 class FakeSampler(FakeServer):
-    """Remembers, besides, which weights sampled each request.
+    """A fake server that also records the weights behind each request.
 
     Attributes:
-        weights: a number that stands for the weights of now.
+        weights: a number that represents the current weights.
         sampled_with: prompt, number of completions, seed, and the weights before and after sampling, by request.
         loaded_during: how many completions were being sampled when weights came, by load.
-        updates: None, or how many updates are done: four requests are a generation, and that of number k waits for k.
+        updates: None, or the number of finished updates. Four requests are a generation; generation k waits for k.
     """
 
     def __init__(self) -> None:
@@ -32,16 +32,16 @@ class FakeSampler(FakeServer):
         self.updates: int | None = None
         self._requests = 0
 
-    def post(self, path: str, asked: dict[str, Any]) -> dict[str, Any] | bytes | None:
-        if asked.get("method") == "grpo_load":
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any] | bytes | None:
+        if body.get("method") == "grpo_load":
             self.loaded_during.append(self.under_way)
-            content = Path(asked["kwargs"]["folder"], "model.safetensors").read_bytes()
+            content = Path(body["kwargs"]["folder"], "model.safetensors").read_bytes()
             header = int.from_bytes(content[:8], "little")  # it holds the number of the sync
             self.weights = int.from_bytes(hashlib.sha256(content[8 + header :]).digest()[:4], "big")
-        return super().post(path, asked)
+        return super().post(path, body)
 
-    def _completions(self, asked: dict[str, Any]) -> bytes:
-        before, count = self.weights, asked["n"]
+    def _completions(self, body: dict[str, Any]) -> bytes:
+        before, count = self.weights, body["n"]
         with self._lock:
             self.under_way += count
             generation, self._requests = self._requests // 4, self._requests + 1
@@ -51,10 +51,10 @@ class FakeSampler(FakeServer):
         time.sleep(self.sampling_seconds)
         ids: list[list[int]] = []
         for number in range(count):
-            seed = asked["seed"] + number
+            seed = body["seed"] + number
             drawn = [hashlib.sha256(f"{before}/{seed}/{place}".encode()).digest()[0] % 97 for place in range(4)]
-            ids.append(drawn[: 1 + drawn[0] % min(4, asked["max_tokens"])])
+            ids.append(drawn[: 1 + drawn[0] % min(4, body["max_tokens"])])
         with self._lock:
             self.under_way -= count
-            self.sampled_with.append((tuple(asked["prompt"]), count, asked["seed"], before, self.weights))
+            self.sampled_with.append((tuple(body["prompt"]), count, body["seed"], before, self.weights))
         return packed(completions_of(ids, [[LOGPROB] * len(row) for row in ids]))

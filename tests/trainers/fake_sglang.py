@@ -1,7 +1,7 @@
-"""A fake SGLang that samples for real: a model of transformers behind the requests that a training makes.
+"""A fake SGLang with real sampling: a transformers model behind the requests of a training.
 
-SGLang itself does not run on CPU. What it is asked and answers is that of its documentation: /v1/models, /generate with
-token ids in and out, /update_weights_from_disk.
+SGLang itself does not run on CPU. Requests and answers follow its documentation: /v1/models, /generate with token ids
+in and out, /update_weights_from_disk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 
 class FakeSglang(FakeServer):
-    """Samples from ``model``, and loads other weights into it.
+    """Sample from ``model``, and load new weights into it.
 
     Attributes:
         sampled: sampling parameters of each completion, in order.
@@ -35,7 +35,7 @@ class FakeSglang(FakeServer):
         super().__init__(name)
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """What SGLang answers."""
+        """Return SGLang's answer."""
         with self._one_at_a_time:
             return {"/update_weights_from_disk": self.load, "/generate": self.generate}[path](body)
 
@@ -52,7 +52,7 @@ class FakeSglang(FakeServer):
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Answer /generate, from the distribution at the asked temperature."""
+        """Answer /generate with samples at the requested temperature."""
         how = body["sampling_params"]
         self.sampled.append(how)
         draw = torch.Generator().manual_seed(how.get("sampling_seed", 0))
@@ -69,4 +69,4 @@ class FakeSglang(FakeServer):
                 break
         kind = "stop" if ids[-1] == self.eos else "length"
         meta = {"finish_reason": {"type": kind}, "output_token_logprobs": scored, "completion_tokens": len(scored)}
-        return {"text": "", "output_ids": [one[1] for one in scored], "meta_info": meta}
+        return {"text": "", "output_ids": [entry[1] for entry in scored], "meta_info": meta}

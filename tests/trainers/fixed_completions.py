@@ -1,4 +1,4 @@
-"""Real trainers whose completions come from a table: of differing lengths, the same for any number of processes."""
+"""Real trainers that take completions of different lengths from a table, the same for any number of processes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LONGEST = 6
 
 
 def tokens_mod_5(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """A reward in quarters of 0 to 1; every ninth kind of completion has no verdict."""
+    """Score in quarters from 0 to 1. Every ninth kind of completion has no verdict."""
     return [None if sum(ids) % 9 == 4 else sum(ids) % 5 / 4 for ids in completion_ids]
 
 
 def pure_accuracy_math(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward with the name of one of accuracy: right or wrong."""
+    """Score correct or wrong, under the name of an accuracy reward."""
     return [float(sum(ids) % 3 == 0) for ids in completion_ids]
 
 
@@ -39,7 +39,7 @@ def make_trainer(
     peft_config: Any = None,
     **keys: Any,
 ) -> GRPOTrainer:
-    """A trainer with plain gradient descent."""
+    """Make a trainer with plain gradient descent."""
     folder.mkdir(exist_ok=True, parents=True)
     objective = {"maxent_objective": "tempered"} if issubclass(kind, MaxEntGRPOTrainer) else {}
     keys = DESCENT | {"max_completion_length": LONGEST} | objective | keys
@@ -66,14 +66,14 @@ def make_trainer(
 
 
 def _completion(step: int, row: int, end: int) -> list[int]:
-    """1 to LONGEST tokens; the shorter ones end themselves."""
+    """Make 1 to LONGEST tokens. Shorter completions end with the end token."""
     draw = random.Random(f"{step}/{row}")
     ids = [draw.randrange(60, 120) for _ in range(draw.randrange(LONGEST) + 1)]
     return ids if len(ids) == LONGEST else [*ids, end]
 
 
 def generation(trainer: GRPOTrainer, prompts: int = 2) -> dict[str, Any]:
-    """What a training step is given: this many groups, scored and weighed."""
+    """Return the inputs of a training step: this many groups, scored and weighted."""
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     rows = [trainer.train_dataset[row] for row in range(prompts) for _ in range(GROUP)]
@@ -81,7 +81,7 @@ def generation(trainer: GRPOTrainer, prompts: int = 2) -> dict[str, Any]:
 
 
 def weights_of(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
-    return {name: one.detach().clone() for name, one in trainer.model.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
 def rows_of(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -89,7 +89,7 @@ def rows_of(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def main(folder: Path) -> None:
-    """One of two processes that share three groups; started by a test."""
+    """Run one of two processes that share three groups. A test starts them."""
     keys = json.loads((folder / "keys.json").read_text())
     trainer = make_trainer(folder / "two", str(folder / "model"), **keys)
     trainer.train()

@@ -1,4 +1,4 @@
-"""An evaluation whose completions come from a table, in a test's own process or in each of two that it starts."""
+"""An evaluation of completions from a table, in the test's process or in each of two processes that it starts."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ TABLE = {
 
 
 def pure_accuracy_math(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
-    """The reward of this name, without a verdict on completions that begin with a question mark."""
+    """Score with the built-in reward, but leave completions that start with a question mark unscored."""
     scores = functions.pure_accuracy_math(completions, answer)
     texts = map(completion_text, completions)
     return [None if text.startswith("?") else score for text, score in zip(texts, scores, strict=True)]
 
 
 def half_length(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
-    """A reward that is no verdict, and leaves the same completions unscored."""
+    """Score half the length. It does not count as a verdict and leaves the same completions unscored."""
     texts = map(completion_text, completions)
     return [None if text.startswith("?") else len(text) / 2 for text in texts]
 
 
 def evaluate(folder: Path, rewards: tuple[Any, ...] = (pure_accuracy_math,), **keys: Any) -> dict[str, float]:
-    """Evaluate the table's completions; return the metrics that TRL logs."""
+    """Evaluate the table's completions and return TRL's logged metrics."""
     folder.mkdir(exist_ok=True)
     tokenizer = smoke.build_tokenizer()
     keys = {"num_generations_eval": SAMPLES, "per_device_eval_batch_size": SAMPLES} | keys
@@ -60,20 +60,20 @@ def evaluate(folder: Path, rewards: tuple[Any, ...] = (pure_accuracy_math,), **k
 
     def from_table(prompt_ids: list[Any], *_: Any) -> tuple[list[list[int]], None]:
         first = trainer.accelerator.process_index * len(prompt_ids)
-        prompts = [next(one for one in TABLE if one in tokenizer.decode(ids)) for ids in prompt_ids]
+        prompts = [next(known for known in TABLE if known in tokenizer.decode(ids)) for ids in prompt_ids]
         texts = [TABLE[prompt][(first + row) % args.num_generations_eval] for row, prompt in enumerate(prompts)]
         return [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in texts], None
 
     trainer._generate_single_turn = from_table
-    found = trainer.evaluate()
+    metrics = trainer.evaluate()
     json.dumps(trainer.state.log_history)
-    return found
+    return metrics
 
 
 def main(folder: Path) -> None:
-    """One of two processes; started by a test."""
-    found = evaluate(folder)
-    (folder / f"rank_{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+    """Run one of two processes. A test starts them."""
+    metrics = evaluate(folder)
+    (folder / f"rank_{torch.distributed.get_rank()}.json").write_text(json.dumps(metrics))
     torch.distributed.destroy_process_group()  # a thread of gloo that outlives Python aborts the process
 
 

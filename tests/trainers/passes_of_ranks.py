@@ -1,4 +1,4 @@
-"""One of two processes that train with and without padding; started by a test."""
+"""One of two processes that train with and without padding. A test starts them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .sharded_reference import whole
 
 
 def main(model: str, folder: Path) -> None:
-    """Compare the weights after some steps; and see that the ranks would have made differing numbers of passes."""
+    """Compare the weights after some steps, and check that the ranks need different numbers of passes."""
     build_tokenizer = smoke.build_tokenizer
 
-    def after_the_arguments() -> Any:  # which set up the processes
+    def after_the_arguments() -> Any:  # the processes are set up by then
         allow_fsdp_on_cpu()
         return build_tokenizer()
 
     smoke.build_tokenizer = after_the_arguments
-    wanted: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     split = passes.split
 
     def watched(groups: list[list[int]], count: int) -> list[list[int]]:
-        wanted.append((len(groups), count))
+        counts.append((len(groups), count))
         return split(groups, count)
 
     passes.split = watched
@@ -50,9 +50,11 @@ def main(model: str, folder: Path) -> None:
             ends.append([_whole(parameter) for parameter in trainer.model.parameters()])
             logged = [row for row in trainer.state.log_history if "loss" in row]
             ends[-1] += [torch.tensor([row[name] for row in logged]) for name in ("loss", "entropy", "kl")]
-        assert all(torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5) for ours, theirs in zip(*ends, strict=True))
-    fewer = any(passes_here < passes_everywhere for passes_here, passes_everywhere in wanted)
-    assert any(gather_object([fewer])), wanted
+        assert all(
+            torch.allclose(values, expected, rtol=1e-4, atol=1e-5) for values, expected in zip(*ends, strict=True)
+        )
+    fewer = any(passes_here < passes_everywhere for passes_here, passes_everywhere in counts)
+    assert any(gather_object([fewer])), counts
     print("the steps are those of padded rows", flush=True)
     torch.distributed.destroy_process_group()  # a thread of gloo that outlives Python aborts the process
 

@@ -1,4 +1,4 @@
-"""A real trainer whose episodes are played in real children; its completions come from a table by row and turn."""
+"""A real trainer with episodes played in real child processes. Its completions come from a table by row and turn."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ FILE = Path(__file__).parents[1] / "rollouts/wild_environment.py"
 
 
 def make_trainer(folder: Path, model: str, kind: str = "Sums", ends: bool = True, **keys: Any) -> GRPOTrainer:
-    """A trainer with plain gradient descent; its completions ``end`` themselves, or are cut."""
+    """Make a gradient-descent trainer. Its completions ``end`` with the end token, or are cut."""
     folder.mkdir(exist_ok=True, parents=True)
-    own = {key: keys.pop(key) for key in list(keys) if key.startswith(("environment_", "max_prompt"))}
+    script_keys = {key: keys.pop(key) for key in list(keys) if key.startswith(("environment_", "max_prompt"))}
     args = GRPOConfig(output_dir=str(folder / "checkpoints"), **DESCENT | {"max_completion_length": 60} | keys)
     script_args = ScriptArguments(
         environment=f"{FILE.name}:{kind}", environment_episodes=8,
-        **{"environment_max_turns": 3, "environment_turn_length": 8, "environment_workers": 1, **own},
+        **{"environment_max_turns": 3, "environment_turn_length": 8, "environment_workers": 1, **script_keys},
     )  # fmt: skip
     (folder / "rewards").mkdir(exist_ok=True)
     episodes = Episodes(script_args, args, folder)
@@ -43,14 +43,14 @@ def make_trainer(folder: Path, model: str, kind: str = "Sums", ends: bool = True
         run_dir=folder,
         source=episodes,
     )
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def named(name: str, rows: list[int]) -> Any:
-        asked[:] = [name, rows]
+        requests[:] = [name, rows]
         return trainer.rollouts.resending_weights()
 
     def from_table(prompt_ids: list[Any], *_: Any) -> tuple[list[list[int]], None]:
-        name, rows = asked
+        name, rows = requests
         assert len(rows) == len(prompt_ids)
         end = [tokenizer.eos_token_id] if ends else []
         return [completion(name, row, 7 if ends else 8) + end for row in rows], None
@@ -61,13 +61,13 @@ def make_trainer(folder: Path, model: str, kind: str = "Sums", ends: bool = True
 
 
 def completion(name: str, row: int, longest: int) -> list[int]:
-    """One to ``longest`` tokens, letters, of a row's turn; as many as that where completions are cut."""
+    """Make one to ``longest`` letter tokens for a row's turn. Cut completions have exactly ``longest`` tokens."""
     draw = random.Random(f"{name}/{row}")
     return [draw.randrange(64, 90) for _ in range(longest if longest == 8 else draw.randrange(longest) + 1)]
 
 
 def generation(trainer: GRPOTrainer, prompts: int = 2) -> dict[str, Any]:
-    """What a training step is given: this many groups, played, scored and weighed."""
+    """Return the inputs of a training step: this many groups, played, scored and weighted."""
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     rows = [trainer.train_dataset[row] for row in range(prompts) for _ in range(GROUP)]

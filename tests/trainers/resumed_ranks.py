@@ -1,6 +1,6 @@
-"""One rank of ``test_exact_resume.py``: trains three epochs, then goes on from chosen checkpoints of that run.
+"""One rank of ``test_exact_resume.py``: trains three epochs, then resumes from chosen checkpoints of that run.
 
-python resumed_ranks.py FOLDER SHAPE...    # with RANK, WORLD_SIZE and so on, as a launcher of ranks sets them
+python resumed_ranks.py FOLDER SHAPE...    # needs RANK, WORLD_SIZE and so on from the launcher
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
 GROUP = 4
 TIMED = ("seconds", "tokens_per_second", "step_time", "memory/", "syncs")
-# How long an epoch is, in windows of one generation and in optimizer steps. A window is two optimizer steps, but for
-# `uneven`: there it is half of one, and an epoch ends with a step of half as many micro-batches.
+# The length of an epoch, in windows (one generation each) and in optimizer steps. A window is two optimizer steps. In
+# `uneven` it is half a step, and an epoch ends with a step of half as many micro-batches.
 SHAPES: dict[str, dict[str, Any]] = {
     "one-iteration": {"windows": 1, "epoch": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 2},
     "two-iterations": {
@@ -45,23 +45,23 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "uneven": {"windows": 3, "epoch": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 4},
 }
-ROWS = 4  # of a micro-batch, for each rank
+ROWS = 4  # per micro-batch and rank
 
 
 def points(shape: str) -> list[int]:
-    """The steps before, at and after the end of the first, second and third epoch; none after the last step."""
+    """List the steps before, at and after the end of the first three epochs, up to the last step."""
     epoch = SHAPES[shape]["epoch"]
     around = [end + offset for end in (epoch, 2 * epoch, 3 * epoch) for offset in (-1, 0, 1)]
     return sorted({step for step in around if step < last_step(shape)})
 
 
 def last_step(shape: str) -> int:
-    """Two steps into the fourth epoch."""
+    """Return the last step: two steps into the fourth epoch."""
     return 3 * SHAPES[shape]["epoch"] + 2
 
 
 class StopAt(TrainerCallback):
-    """Requests a stop in the update of a step."""
+    """Request a stop in the update of a step."""
 
     def __init__(self, folder: Path, step: int | None):
         self._file, self._step = stop_file(folder), step
@@ -75,8 +75,8 @@ def train(folder: Path, shape: str, stop_at: int | None = None, **keys: Any) -> 
     """Train to the last step, from the newest checkpoint of ``folder`` if it has one.
 
     Returns:
-        ``prompts`` that this rank took, a list of [steps done before, prompts] for each of its generations; ``rows``
-        of metrics.jsonl but for times, and ``weights``, a hash of those at the end.
+        ``prompts`` of this rank, a list of [steps done before, prompts] for each of its generations; ``rows`` of
+        metrics.jsonl without times, and ``weights``, a hash of the final weights.
     """
     newest = newest_complete(folder / "checkpoints")
     _together()
@@ -85,10 +85,10 @@ def train(folder: Path, shape: str, stop_at: int | None = None, **keys: Any) -> 
         stop_file(folder).unlink(missing_ok=True)
         (folder / "metrics.jsonl").unlink(missing_ok=True)
     _together()
-    taken: list[Any] = []
+    batches: list[Any] = []
 
     def reward(prompts: list[Any], completions: list[Any], trainer_state: Any, **_: Any) -> list[float]:
-        taken.append([trainer_state.global_step, [prompt[0]["content"] for prompt in prompts]])
+        batches.append([trainer_state.global_step, [prompt[0]["content"] for prompt in prompts]])
         return [float(sum(map(ord, completion[0]["content"])) % 7) for completion in completions]
 
     torch.manual_seed(0)
@@ -124,20 +124,20 @@ def train(folder: Path, shape: str, stop_at: int | None = None, **keys: Any) -> 
         trainer.train(resume_from_checkpoint=str(newest) if newest else None)
     weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
     return {
-        "prompts": taken,
+        "prompts": batches,
         "rows": _rows(folder) if RANK == 0 else [],
         "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
     }
 
 
 def restarts(shape: str) -> list[int]:
-    """The steps from which a run goes on with ``ignore_data_skip``: the second epoch's start, and inside it."""
+    """List the resumed steps with ``ignore_data_skip``: at the second epoch's start, and inside it."""
     epoch = SHAPES[shape]["epoch"]
     return [epoch, epoch + 1, *([epoch + 2] if epoch > 2 else [])]  # inside a window, and between two
 
 
 def cases(folder: Path, shape: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Train a run left alone, one continued from each of its checkpoints, and one that is stopped again and again."""
+    """Train an uninterrupted run, a run resumed from each of its checkpoints, and a run stopped repeatedly."""
     yield "whole", train(folder / "whole", shape, save_strategy="steps", save_steps=1, save_total_limit=99)
     for step in points(shape):
         yield f"from-{step}", train(_copy(folder, step, f"from-{step}"), shape)
@@ -151,7 +151,7 @@ def cases(folder: Path, shape: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _copy(folder: Path, step: int, name: str) -> Path:
-    """A run directory whose newest checkpoint is that of ``step``."""
+    """Copy the run directory up to the checkpoint of ``step``."""
     copy = folder / name
     if RANK == 0:
         checkpoint = f"checkpoint-{step}"
@@ -161,7 +161,7 @@ def _copy(folder: Path, step: int, name: str) -> Path:
 
 
 def _sums(count: int) -> Dataset:
-    """So many prompts; those that fill no whole generation are left out, other ones in each epoch."""
+    """Make this many prompts. Each epoch leaves out different prompts that do not fill a whole generation."""
     rows = [{"prompt": [{"role": "user", "content": f"{n // 10}+{n % 10}="}]} for n in range(count)]
     return Dataset.from_list(rows)
 
@@ -177,13 +177,13 @@ def _together() -> None:
 
 
 def main(folder: Path, *shapes: str) -> None:
-    """Write what this rank found, by shape and case, to ``rank_<n>.json``."""
+    """Write the results of this rank, by shape and case, to ``rank_<n>.json``."""
     torch.set_num_threads(1)
     PartialState(cpu=True)
     gc.collect()
     gc.freeze()  # accelerate collects garbage before each training, half a second with all that is imported
-    found = {shape: dict(cases(_made(folder / shape), shape)) for shape in shapes}
-    (folder / f"rank_{RANK}.json").write_text(json.dumps(found))
+    results = {shape: dict(cases(_made(folder / shape), shape)) for shape in shapes}
+    (folder / f"rank_{RANK}.json").write_text(json.dumps(results))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""A real trainer whose second reward is judged in child processes, for the tests beside it and for their processes."""
+"""A real trainer with a second reward judged in child processes, for the tests in this folder and their processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_recipes.rewards.load import load_rewards
 from grpo_recipes.trainers.checks import TooManyWithoutVerdict
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
-# A number of the token ids; an exception where it is divisible by 3, and no opinion where it is 1 above.
+# Scores by the sum of the token ids modulo 6: 0 raises an exception (no verdict), 1 returns None (no opinion).
 REWARD = """
 def own(completions, completion_ids):
     kind = sum(completion_ids[0]) % 6
@@ -28,13 +28,13 @@ def own(completions, completion_ids):
 
 
 def own_value(ids: list[int]) -> float | str | None:
-    """What ``REWARD`` gives, 'none' for no verdict."""
+    """Return the score of ``REWARD``, or 'none' for no verdict."""
     kind = sum(ids) % 6
     return "none" if kind == 0 else None if kind == 1 else kind / 4
 
 
 def length(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward of the trainer's own process."""
+    """Score in the trainer's own process."""
     return [float(len(set(ids))) for ids in completion_ids]
 
 
@@ -71,7 +71,7 @@ def make_trainer(folder: Path, rewards: list[Any], **changes: Any) -> GRPOTraine
 
 
 def own_rewards(folder: Path, code: str = REWARD, **keys: Any) -> list[Any]:
-    """The reward of ``code`` in a child process, named ``own``."""
+    """Load the reward ``own`` from ``code`` in a child process."""
     (folder / "own.py").write_text(code)
     defaults = {"reward_isolation": "completion", "reward_workers": 1, "reward_timeout": 1.0, "reward_memory_gib": 1.0}
     defaults |= {"reward_environment": [], "reward_concurrency": 4, "dataset_mixture": None}
@@ -83,16 +83,18 @@ def own_rewards(folder: Path, code: str = REWARD, **keys: Any) -> list[Any]:
 
 
 def scored(trainer: GRPOTrainer, prompts: int, each: int) -> list[dict[str, Any]]:
-    """Sample and score as a training step does: ids, advantage and logged rewards of each completion here."""
+    """Sample and score like a training step. Return ids and advantage of each completion on this process."""
     rows = [trainer.train_dataset[row] for row in range(prompts) for _ in range(each)]
     output = trainer._generate_and_score_completions([dict(row) for row in rows])
     mask = output["completion_mask"].bool()
-    ids = [row[kept].tolist() for row, kept in zip(output["completion_ids"], mask, strict=True)]
-    return [{"ids": one, "advantage": value} for one, value in zip(ids, output["advantages"].tolist(), strict=True)]
+    ids = [row[row_mask].tolist() for row, row_mask in zip(output["completion_ids"], mask, strict=True)]
+    return [
+        {"ids": row_ids, "advantage": value} for row_ids, value in zip(ids, output["advantages"].tolist(), strict=True)
+    ]
 
 
 def main(folder: Path) -> None:
-    """One of two processes that share a group of 8; started by a test."""
+    """Run one of two processes that share a group of 8. A test starts them."""
     trainer = make_trainer(folder, [length, *own_rewards(folder)])
     torch.manual_seed(trainer.accelerator.process_index)
     rows = scored(trainer, prompts=3, each=4)

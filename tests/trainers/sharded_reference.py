@@ -1,4 +1,4 @@
-"""One of two processes that share a reference model; started by a test."""
+"""One of two processes that share a reference model. A test starts them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .fixed_completions import make_trainer
 
 
 def main(model: Path) -> None:
-    """Compare what this process holds of the reference with the file."""
+    """Compare this process's shard of the reference with the file."""
     build_tokenizer = smoke.build_tokenizer
 
-    def after_the_arguments():  # which set up the processes
+    def after_the_arguments():  # the processes are set up by then
         allow_fsdp_on_cpu()
         return build_tokenizer()
 

@@ -1,4 +1,4 @@
-"""A training that is asked to stop at a chosen moment, by a test or by each of two processes that a test starts."""
+"""A training with a stop request at a chosen moment, from a test or from each of two processes that a test starts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TIMED = ("seconds", "tokens_per_second", "step_time", "memory/", "syncs")
 
 
 class Moment(TrainerCallback):
-    """Asks for a stop in a phase of a step: while sampling or scoring its first or second generation, and so on.
+    """Request a stop in a phase of a step, for example while sampling or scoring its first or second generation.
 
     Attributes:
         forwards: of the model while it samples, since the request.
@@ -85,7 +85,7 @@ class Moment(TrainerCallback):
         self._now("update")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._done = state.global_step - (self._phase in ("evaluate", "save"))  # which come after the step
+        self._done = state.global_step - (self._phase in ("evaluate", "save"))  # these phases come after the step
         self._calls = 0
 
     def on_save(self, *_: Any, **__: Any) -> None:
@@ -95,7 +95,7 @@ class Moment(TrainerCallback):
 def run(
     folder: Path, moment: Moment | None = None, stop: StopRequest | None = None, **keys: Any
 ) -> tuple[GRPOTrainer, StoppedOnRequest | None]:
-    """Train, or go on as the launcher does."""
+    """Train, or resume as the launcher does."""
     newest = newest_complete(folder / "checkpoints")
     main = os.environ.get("RANK", "0") == "0"
     if main:
@@ -109,7 +109,7 @@ def run(
 
 
 def outcome(folder: Path, trainer: GRPOTrainer) -> dict[str, Any]:
-    """All that a stopped and resumed run must have in common with one left alone."""
+    """Return everything that a stopped and resumed run must share with an uninterrupted run."""
     weights = [parameter.detach().flatten() for parameter in trainer.model.parameters()]
     rows = {name: rows_of(folder / f"{name}.jsonl") for name in ("metrics", "eval", "samples")}
     return {**rows, "weights": torch.cat(weights).tolist(), "shown": list(trainer._logs["completion"])}
@@ -121,11 +121,11 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def main(folder: Path) -> None:
-    """One of two processes; each phase's request reaches the second alone, by SIGTERM, or both by the file."""
+    """Run one of two processes. Each request reaches only the second process (SIGTERM) or both (file)."""
     rank = os.environ["RANK"]
     stop_module.POLL_SECONDS = 0.0
     whole, _ = run(folder / "whole")
-    found = {"whole": outcome(folder / "whole", whole)}
+    outcomes = {"whole": outcome(folder / "whole", whole)}
     moments = [("sample", 3, 1, False), ("sample", 3, 2, True), ("score", 3, 2, False), ("evaluate", 2, 1, False)]
     for phase, step, generation, by_file in moments:
         name = f"{phase}-{generation}"
@@ -140,8 +140,8 @@ def main(folder: Path) -> None:
 
         _, stopped = run(folder / name, Moment(ask, phase, step, generation), stop)
         trainer, _ = run(folder / name)
-        found[name] = {"stopped": str(stopped), **outcome(folder / name, trainer)}
-    (folder / f"rank_{rank}.json").write_text(json.dumps(found))
+        outcomes[name] = {"stopped": str(stopped), **outcome(folder / name, trainer)}
+    (folder / f"rank_{rank}.json").write_text(json.dumps(outcomes))
     torch.distributed.destroy_process_group()  # a thread of gloo that outlives Python aborts the process
 
 

@@ -1,6 +1,6 @@
 """overlap_generation: the next generation is sampled during the update, one generation off-policy, and nothing is lost.
 
-Its server is a fake whose completions depend on the weights; tests/e2e/test_overlap.py has the real vLLM.
+The server is a fake with completions that depend on the weights; tests/e2e/test_overlap.py has the real vLLM.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def keys(server: FakeSampler, overlap: bool = True) -> dict[str, Any]:
 
 
 def asked(server: FakeSampler, group: int = GROUP) -> list[tuple[tuple[int, ...], int]]:
-    """Prompts and seeds of the training's generations, in their order; within one they are sorted."""
-    found = [(prompt, seed) for prompt, count, seed, _, _ in server.sampled_with if count == group]
+    """Return prompts and seeds of the training's generations in order, sorted within a generation."""
+    requests = [(prompt, seed) for prompt, count, seed, _, _ in server.sampled_with if count == group]
     server.sampled_with.clear()
-    return [one for start in range(0, len(found), 4) for one in sorted(found[start : start + 4])]
+    return [request for start in range(0, len(requests), 4) for request in sorted(requests[start : start + 4])]
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -73,20 +73,20 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def test_it_asks_what_the_synchronous_run_asks_with_older_weights(
     server: FakeSampler, tmp_path: Path, shape: str
 ) -> None:
-    given, ages = SHAPES[shape]
-    train(tmp_path / "plain", **keys(server, overlap=False), **given)
+    shape_keys, ages = SHAPES[shape]
+    train(tmp_path / "plain", **keys(server, overlap=False), **shape_keys)
     expected = asked(server)
-    train(tmp_path / "overlapped", **keys(server), **given)
-    assert asked(server) == expected and len(expected) > 4  # of epochs to come too, and nothing after the last step
-    found = [row["rollouts/steps_off_policy"] for row in rows(tmp_path / "overlapped")
+    train(tmp_path / "overlapped", **keys(server), **shape_keys)
+    assert asked(server) == expected and len(expected) > 4  # includes later epochs, and nothing after the last step
+    staleness = [row["rollouts/steps_off_policy"] for row in rows(tmp_path / "overlapped")
              if "rollouts/steps_off_policy" in row]  # fmt: skip
-    assert found == ages
+    assert staleness == ages
     assert not any("rollouts/steps_off_policy" in row for row in rows(tmp_path / "plain"))
     assert all("sampling/importance_sampling_ratio/mean" in row for row in rows(tmp_path / "overlapped")[:1])
 
 
 class Watched(TrainerCallback):
-    """Lets the server go on with the next generation when a step's gradients are there, and it has begun with it."""
+    """Let the server continue its next generation once it has started and the step's gradients exist."""
 
     def __init__(self, server: FakeSampler, expected: int) -> None:
         self._server, self._expected = server, expected
@@ -105,9 +105,9 @@ def test_the_server_samples_while_the_update_runs(
     server: FakeSampler, tmp_path: Path, overlap: bool, under_way: int
 ) -> None:
     watched, server.updates = Watched(server, under_way), 0
-    given = {"steps_per_generation": 1, "per_device_train_batch_size": 16, "max_steps": 4}
-    train(tmp_path / "run", callbacks=(watched,), **keys(server, overlap), **given)
-    # The server ends the next generation after the update's gradients alone; after the last step there is none.
+    run_keys = {"steps_per_generation": 1, "per_device_train_batch_size": 16, "max_steps": 4}
+    train(tmp_path / "run", callbacks=(watched,), **keys(server, overlap), **run_keys)
+    # The server finishes the next generation only after the update's gradients. After the last step there is none.
     assert watched.under_way == [under_way] * 3 + [0]
 
 
@@ -119,14 +119,14 @@ def test_weights_come_between_generations_and_an_evaluation_has_the_newest(
 ) -> None:
     server.sampling_seconds = 0.05
     evaluation = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2}
-    given = {**SHAPES[shape][0], **evaluation, "per_device_eval_batch_size": 4}
-    train(tmp_path / "run", **keys(server), **given)
+    run_keys = {**SHAPES[shape][0], **evaluation, "per_device_eval_batch_size": 4}
+    train(tmp_path / "run", **keys(server), **run_keys)
     assert set(server.loaded_during) == {0} and len(server.loaded_during) > 3
     assert all(before == after for *_, before, after in server.sampled_with)
     evaluated = [weights for _, count, _, weights, _ in server.sampled_with if count == 2]
     trained = [weights for _, count, _, weights, _ in server.sampled_with if count == GROUP]
     assert len(set(evaluated)) == 3
-    assert not set(evaluated[-1:]) & set(trained)  # those of the last step
+    assert not set(evaluated[-1:]) & set(trained)  # the weights of the last step
 
 
 @pytest.mark.slow
@@ -158,13 +158,13 @@ def test_a_stopped_run_goes_on_as_if_left_alone(
 
 @pytest.mark.slow
 @pytest.mark.rotating
-@pytest.mark.parametrize("shape", ["two generations a step", *(pytest.param(one, marks=ROTATES) for one in OTHERS)])
+@pytest.mark.parametrize("shape", ["two generations a step", *(pytest.param(name, marks=ROTATES) for name in OTHERS)])
 def test_a_killed_run_goes_on_from_a_checkpoint_as_if_left_alone(
     server: FakeSampler, tmp_path: Path, shape: str
 ) -> None:
     server.sampling_seconds = 0.02
-    given = {**keys(server), **SHAPES[shape][0], "save_strategy": "steps", "save_steps": 1}
-    trainer, _ = train(tmp_path / "whole", **given)
+    run_keys = {**keys(server), **SHAPES[shape][0], "save_strategy": "steps", "save_steps": 1}
+    trainer, _ = train(tmp_path / "whole", **run_keys)
     for step in (1, 3, 5):
         folder = tmp_path / f"from-{step}"
         shutil.copytree(tmp_path / "whole", folder)
@@ -172,9 +172,9 @@ def test_a_killed_run_goes_on_from_a_checkpoint_as_if_left_alone(
             if int(checkpoint.name.rsplit("-", 1)[1]) > step:
                 shutil.rmtree(checkpoint)
         move_rows_after(folder, step)
-        server.weights = -1  # another server: what was in flight is not asked for again
-        continued, _ = train(folder, **given)
-        mine, its = ([p.tolist() for p in one.model.parameters()] for one in (continued, trainer))
+        server.weights = -1  # another server: unfinished requests are not repeated
+        continued, _ = train(folder, **run_keys)
+        mine, its = ([p.tolist() for p in run.model.parameters()] for run in (continued, trainer))
         assert mine == its, f"from step {step}"
 
 
@@ -190,7 +190,7 @@ def test_a_generation_sampled_for_nothing_is_given_up_when_the_run_is_stopped(
 
 
 class LosesServer(TrainerCallback):
-    """Asks for a stop, and ends the server with a generation in flight, as a signal to all processes of a job does."""
+    """Request a stop and end the server during a generation, like a signal to all processes of a job."""
 
     def __init__(self, server: FakeSampler, folder: Path) -> None:
         self._server, self._folder = server, folder
@@ -207,8 +207,8 @@ def test_a_stopped_run_saves_without_a_generation_that_its_server_cannot_give(
     server.updates = 0  # the second generation is never sampled
     folder = tmp_path / "run"
     folder.mkdir()
-    given = {"steps_per_generation": 1, "per_device_train_batch_size": 16}
-    trainer, stopped = train(folder, callbacks=(LosesServer(server, folder),), **keys(server), **given)
+    run_keys = {"steps_per_generation": 1, "per_device_train_batch_size": 16}
+    trainer, stopped = train(folder, callbacks=(LosesServer(server, folder),), **keys(server), **run_keys)
     server.updates = None
     assert str(stopped) == "stopped on request after step 1, state saved"
     assert "lost with the server" in capsys.readouterr().out
@@ -221,14 +221,14 @@ class LeavesEpoch(TrainerCallback):
 
 
 def test_prompts_that_were_not_foreseen_are_sampled_when_they_come(server: FakeSampler, tmp_path: Path) -> None:
-    given = {"steps_per_generation": 1, "per_device_train_batch_size": 16, "max_steps": 6}  # two epochs
-    train(tmp_path / "run", callbacks=(LeavesEpoch(),), **keys(server), **given)
+    run_keys = {"steps_per_generation": 1, "per_device_train_batch_size": 16, "max_steps": 6}  # two epochs
+    train(tmp_path / "run", callbacks=(LeavesEpoch(),), **keys(server), **run_keys)
     assert [row["rollouts/steps_off_policy"] for row in rows(tmp_path / "run")] == [0, 0, 1, 1]
 
 
 def test_a_reward_sees_what_the_older_weights_sampled(server: FakeSampler, tmp_path: Path) -> None:
-    given = {"steps_per_generation": 1, "per_device_train_batch_size": 16, "max_steps": 4}
-    train(tmp_path / "run", different_characters, **keys(server), **given)
+    run_keys = {"steps_per_generation": 1, "per_device_train_batch_size": 16, "max_steps": 4}
+    train(tmp_path / "run", different_characters, **keys(server), **run_keys)
     order = list(dict.fromkeys(weights for _, count, _, weights, _ in server.sampled_with if count == GROUP))
     of_generation = [server.sampled_with[place][3] for place in range(0, 16, 4)]
     assert of_generation == [order[0], order[0], order[1], order[2]]  # two of the first weights

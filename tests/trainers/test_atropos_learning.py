@@ -1,4 +1,4 @@
-"""What is learned from groups of Atropos: which tokens, with which advantage, against which policy."""
+"""Learning from Atropos groups: trained tokens, their advantages, and the policy they are compared with."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .tiny_training import GROUP
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 
-def with_advantages(found: Group, advantages: list[float]) -> Group:
-    """The same advantage at each token of a row."""
-    rows = [[one] * len(tokens) for one, tokens in zip(advantages, found.tokens, strict=True)]
-    return Group.from_json({**found.to_json(), "advantages": rows})
+def with_advantages(original: Group, advantages: list[float]) -> Group:
+    """Set the same advantage at each token of a row."""
+    rows = [[advantage] * len(tokens) for advantage, tokens in zip(advantages, original.tokens, strict=True)]
+    return Group.from_json({**original.to_json(), "advantages": rows})
 
 
 def leave_the_reference(trainer: GRPOTrainer, by: float = 0.01) -> None:
-    """Move the weights, by default a little, so that a penalty for that has a gradient."""
+    """Move the weights away from the reference, so that the KL penalty has a gradient."""
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for one in trainer.model.parameters():
-            one += by * torch.randn(one.shape, generator=noise)
+        for parameter in trainer.model.parameters():
+            parameter += by * torch.randn(parameter.shape, generator=noise)
 
 
 def shown(trainer: GRPOTrainer, *groups: Group) -> dict[str, Any]:
-    """A generation of these groups."""
+    """Return the generation made from these groups."""
     trainer.source._client._make = lambda _: list(groups)
     return generation(trainer, len(groups))
 
@@ -50,10 +50,10 @@ def shown(trainer: GRPOTrainer, *groups: Group) -> dict[str, Any]:
 def test_the_loss_is_clipped_where_it_must_be(
     tmp_path: Path, model: str, advantage: float, ratio: float, learns: bool
 ) -> None:
-    """What the policy already does less of is not pushed further down, what it does more of not further up."""
+    """Tokens that the policy already made less likely are not pushed further down, and vice versa."""
     trainer = make_trainer(tmp_path, model)
-    found = with_advantages(like_the_trainer(trainer, group("a"), ratio), [advantage] * GROUP)
-    output = shown(trainer, found)
+    batch = with_advantages(like_the_trainer(trainer, group("a"), ratio), [advantage] * GROUP)
+    output = shown(trainer, batch)
     slope = gradient(trainer, output)
     direction = slope if learns else torch.randn(len(slope), generator=torch.Generator().manual_seed(0))
     direction = direction / direction.norm()
@@ -61,14 +61,14 @@ def test_the_loss_is_clipped_where_it_must_be(
     def loss_at(step: float) -> float:
         parameters, place = list(trainer.model.parameters()), 0
         with torch.no_grad():
-            for one in parameters:
-                one += step * direction[place : place + one.numel()].view_as(one)
-                place += one.numel()
+            for parameter in parameters:
+                parameter += step * direction[place : place + parameter.numel()].view_as(parameter)
+                place += parameter.numel()
             loss = trainer.compute_loss(trainer.model, output).item()
             place = 0
-            for one in parameters:
-                one -= step * direction[place : place + one.numel()].view_as(one)
-                place += one.numel()
+            for parameter in parameters:
+                parameter -= step * direction[place : place + parameter.numel()].view_as(parameter)
+                place += parameter.numel()
         return loss
 
     finite_difference = (loss_at(1e-3) - loss_at(-1e-3)) / 2e-3
@@ -78,7 +78,7 @@ def test_the_loss_is_clipped_where_it_must_be(
 
 @pytest.mark.parametrize("keys", [{}, {"gradient_accumulation_steps": 1, "steps_per_generation": 2}], ids=str)
 def test_the_old_policy_is_the_one_that_sampled(tmp_path: Path, model: str, keys: dict[str, Any]) -> None:
-    """Also where TRL computes an old policy of its own, and without a correction on top."""
+    """The same holds if TRL computes its own old policy, and no correction is added on top."""
     per_device = 8 // keys.get("steps_per_generation", 1)
     trainer = make_trainer(tmp_path, model, per_device_train_batch_size=per_device, **keys)
     first, second = group("a", turns=2), group("b")
@@ -96,7 +96,7 @@ def test_the_old_policy_is_the_one_that_sampled(tmp_path: Path, model: str, keys
 
 
 def test_what_was_not_sampled_has_no_gradient(tmp_path: Path, model: str) -> None:
-    """Other tokens in the place of the environment's change no bit of the gradient; in the policy's they do."""
+    """Replacing environment tokens changes no bit of the gradient. Replacing policy tokens does."""
     trainer = make_trainer(tmp_path, model, beta=0.1)
     trainer.args.trim_padding = False  # the model is given the rows that the loss has
     output = shown(trainer, *(like_the_trainer(trainer, group(name, turns=3), 1.05) for name in "ab"))
@@ -137,8 +137,8 @@ def test_scores_become_advantages_as_trl_makes_them(tmp_path: Path, model: str) 
 def test_token_advantages_are_used_as_they_are_beside_groups_of_scores(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, report_samples=8)
     first, second = group("a", turns=2), group("b")
-    given = [[place + 10.0 * index for place in range(len(row))] for index, row in enumerate(second.tokens)]
-    output = shown(trainer, first, Group.from_json({**second.to_json(), "advantages": given}))
+    advantages = [[place + 10.0 * index for place in range(len(row))] for index, row in enumerate(second.tokens)]
+    output = shown(trainer, first, Group.from_json({**second.to_json(), "advantages": advantages}))
     scalar = torch.tensor(first.scores)
     scalar = (scalar - scalar.mean()) / (scalar.std() + 1e-4)
     assert output["advantages"].shape == output["completion_ids"].shape
@@ -148,7 +148,7 @@ def test_token_advantages_are_used_as_they_are_beside_groups_of_scores(tmp_path:
         )
     means = []
     for place, row in enumerate(to_trajectories(second), start=GROUP):
-        expected = given[place - GROUP][len(row.prompt_ids) :]  # a single turn: all of it is trained on
+        expected = advantages[place - GROUP][len(row.prompt_ids) :]  # a single turn: all of it is trained on
         assert output["advantages"][place, : len(expected)].tolist() == expected
         means.append(sum(expected) / len(expected))
     assert list(trainer._logs["advantages"]) == pytest.approx([*scalar.tolist(), *means])
@@ -160,7 +160,7 @@ def test_token_advantages_that_are_all_equal_are_those_of_scores(tmp_path: Path,
     by_score = shown(trainer, group("a"), group("b", (0.0, 0.0, 1.0, 0.0)))
     both = [group("a"), group("b", (0.0, 0.0, 1.0, 0.0))]
     scalars = by_score["advantages"].view(2, GROUP).tolist()
-    by_token = shown(trainer, *(with_advantages(one, own) for one, own in zip(both, scalars, strict=True)))
+    by_token = shown(trainer, *(with_advantages(batch, values) for batch, values in zip(both, scalars, strict=True)))
     for loss in LOSSES:
         trainer.loss_type = loss
         expected = gradient(trainer, by_score)
@@ -168,13 +168,15 @@ def test_token_advantages_that_are_all_equal_are_those_of_scores(tmp_path: Path,
 
 
 def test_the_recipe_may_normalise_token_advantages(tmp_path: Path, model: str) -> None:
-    given = [1.0, -1.0, 3.0, 0.5]
-    found = with_advantages(group("a"), given)
+    advantages = [1.0, -1.0, 3.0, 0.5]
+    normalized = with_advantages(group("a"), advantages)
     trainer = make_trainer(tmp_path, model, atropos_normalize_advantages=True)
-    output = shown(trainer, found, with_advantages(group("b"), [2.0] * GROUP))
-    rows = to_trajectories(found)
+    output = shown(trainer, normalized, with_advantages(group("b"), [2.0] * GROUP))
+    rows = to_trajectories(normalized)
     spread = numpy.concatenate([row.advantages[row.mask] for row in rows]).std()
-    assert output["advantages"][:GROUP, 0].tolist() == pytest.approx([one / spread for one in given], rel=1e-5)
+    assert output["advantages"][:GROUP, 0].tolist() == pytest.approx(
+        [advantage / spread for advantage in advantages], rel=1e-5
+    )
     assert output["advantages"][GROUP:, 0].tolist() == [2.0] * GROUP  # equal ones have no spread to divide by
 
 
@@ -182,7 +184,7 @@ def test_the_recipe_may_normalise_token_advantages(tmp_path: Path, model: str) -
 def test_a_trajectory_whose_advantage_is_set_to_zero_has_no_gradient(
     tmp_path: Path, model: str, by_token: bool
 ) -> None:
-    """Not by a penalty for leaving the reference either; and the others learn as if its advantage had been 0."""
+    """The KL penalty gives it no gradient either, and the other rows learn as if its advantage were 0."""
     zeroed = {"overrides": [{}, {"set_advantage_to_zero": True}, {}, {}]}
     plain = with_advantages(group("a"), [1.0, -1.0, 0.5, 2.0]) if by_token else group("a")
     trainer = make_trainer(tmp_path, model, beta=0.3)
@@ -192,21 +194,21 @@ def test_a_trajectory_whose_advantage_is_set_to_zero_has_no_gradient(
     assert output["advantages"][1].abs().max() == 0 and output["advantages"][0].abs().max() > 0
     assert trainer._logs["advantages"][1] == 0.0
     assert output["num_items_in_batch"] == sum(
-        label != -100 for one in (plain, group("b")) for mask in one.masks for label in mask
+        label != -100 for batch in (plain, group("b")) for mask in batch.masks for label in mask
     )
-    others = output["completion_ids"].clone()
-    others[1, : len(row.completion_ids)] = (others[1, : len(row.completion_ids)] + 1) % 64
+    changed_ids = output["completion_ids"].clone()
+    changed_ids[1, : len(row.completion_ids)] = (changed_ids[1, : len(row.completion_ids)] + 1) % 64
     for loss in LOSSES:
         trainer.loss_type = loss
         expected = gradient(trainer, output)
         assert expected.abs().max() > 0
-        assert torch.equal(gradient(trainer, {**output, "completion_ids": others}), expected), loss
-        if loss in ("grpo", "dr_grpo", "dapo", "luspo"):  # which do not divide by the tokens that are trained on
+        assert torch.equal(gradient(trainer, {**output, "completion_ids": changed_ids}), expected), loss
+        if loss in ("grpo", "dr_grpo", "dapo", "luspo"):  # these do not divide by the trained tokens
             trainer.beta = 0.0
             without = gradient(trainer, output)
-            kept = {**output, "tool_mask": output["tool_mask"].clone()}
-            kept["tool_mask"][1, : len(row.mask)] = torch.from_numpy(row.mask).int()
-            torch.testing.assert_close(gradient(trainer, kept), without, rtol=1e-5, atol=1e-7)
+            unmasked = {**output, "tool_mask": output["tool_mask"].clone()}
+            unmasked["tool_mask"][1, : len(row.mask)] = torch.from_numpy(row.mask).int()
+            torch.testing.assert_close(gradient(trainer, unmasked), without, rtol=1e-5, atol=1e-7)
             trainer.beta = 0.3
 
 
@@ -214,7 +216,7 @@ def test_a_trajectory_whose_advantage_is_set_to_zero_has_no_gradient(
 
 
 def test_each_row_is_compared_at_the_temperature_that_it_was_sampled_at(tmp_path: Path, model: str) -> None:
-    """A trainer that starts from the policy that sampled has ratio 1, and KL 0 to a reference that is the model."""
+    """For the sampling policy, the ratio is 1 and the KL to an identical reference is 0."""
     trainer = make_trainer(tmp_path, model, beta=0.1)
     hot = like_the_trainer(trainer, group("a", generation_params={"temperature": 1.5, "policy_version": 0}), 1.0, 1.5)
     cold = like_the_trainer(trainer, group("b", generation_params={"temperature": 0.5, "policy_version": 0}), 1.0, 0.5)
@@ -222,19 +224,19 @@ def test_each_row_is_compared_at_the_temperature_that_it_was_sampled_at(tmp_path
     assert output["temperature"].tolist() == [1.5] * GROUP + [0.5] * GROUP
     trainer._metrics["train"].clear()
     assert gradient(trainer, output).abs().max() > 0
-    found = trainer._metrics["train"]
-    assert found["kl"] == [pytest.approx(0.0, abs=1e-6)] and found["clip_ratio/region_mean"] == [0.0]
+    metrics = trainer._metrics["train"]
+    assert metrics["kl"] == [pytest.approx(0.0, abs=1e-6)] and metrics["clip_ratio/region_mean"] == [0.0]
     del output["temperature"]
     trainer._metrics["train"].clear()
     gradient(trainer, output)
-    assert trainer._metrics["train"]["clip_ratio/region_mean"][0] > 0.05  # as it would be at one temperature
+    assert trainer._metrics["train"]["clip_ratio/region_mean"][0] > 0.05  # the value at a single temperature
     assert trainer._metrics["train"]["kl"][0] > 1e-3
 
 
 def test_the_temperature_of_a_trajectory_wins_and_a_greedy_one_counts_as_1(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, temperature=0.8)
-    own = {"overrides": [{}, {"temperature": 0.5}, {"temperature": 0}, {}]}
-    first = Group.from_json({**group("a", generation_params={"temperature": 0.8}).to_json(), **own})
+    overrides = {"overrides": [{}, {"temperature": 0.5}, {"temperature": 0}, {}]}
+    first = Group.from_json({**group("a", generation_params={"temperature": 0.8}).to_json(), **overrides})
     output = shown(trainer, first, group("b"))
     assert output["temperature"].tolist() == [0.8, 0.5, 1.0, 0.8, 0.8, 0.8, 0.8, 0.8]
 
@@ -262,7 +264,7 @@ def test_maxent_refuses_advantages_that_a_group_brings(tmp_path: Path, model: st
 
 
 def test_listwise_starts_from_the_policy_of_now(tmp_path: Path, model: str) -> None:
-    """Not from the one that sampled, whose log-probs are those that the ratio is taken against."""
+    """It does not start from the sampling policy, although the ratio is computed against its log-probs."""
     keys = {"kind": MaxEntGRPOTrainer, "maxent_objective": "listwise"}
     trainer = make_trainer(tmp_path, model, **keys)
     both = [shown(trainer, group("a"), group("b"))]

@@ -1,4 +1,4 @@
-"""A training on groups that come from the real run-api, to which a test posts them."""
+"""A training on groups that a test posts to the real run-api."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def api(module_api: RunApi) -> RunApi:
 
 
 def trainer_of(api: RunApi, folder: Path, model: str, **keys: Any) -> GRPOTrainer:
-    """A trainer that has run-api from the launcher, which has written its plan."""
+    """Make a trainer that gets run-api and its plan from the launcher."""
     trainer = make_trainer(folder, model, atropos_api_url=api.url, **keys)
     trainer.source._client = None
     processes = [{"role": "environment-sums", "log": "logs/liv_env-sums.log"}, {"role": "trainer", "log": "no"}]
@@ -44,7 +44,7 @@ def trainer_of(api: RunApi, folder: Path, model: str, **keys: Any) -> GRPOTraine
 
 @contextmanager
 def posting(api: RunApi, trainer: GRPOTrainer, **fields: Any) -> Iterator[None]:
-    """Post groups of the trainer's step whenever fewer than two wait, as an environment does once it may begin."""
+    """Post groups of the trainer's step whenever fewer than two wait, like a started environment."""
     over = threading.Event()
 
     def post() -> None:
@@ -75,12 +75,12 @@ def test_it_registers_learns_and_registers_again_where_it_goes_on(
         trainer.train()
     assert module_api.get("/info").json() == {"batch_size": 8, "max_token_len": 8 + 24 + 1}
     assert module_api.get("/status").json()["current_step"] >= 3
-    said = capfd.readouterr().out
-    assert "grpo: Atropos API connectivity confirmed" in said
-    assert said.count("grpo: Trainer successfully registered with UUID: ") == 1
-    assert said.count("grpo: Successfully retrieved batch with 2 items") >= 3
+    output = capfd.readouterr().out
+    assert "grpo: Atropos API connectivity confirmed" in output
+    assert output.count("grpo: Trainer successfully registered with UUID: ") == 1
+    assert output.count("grpo: Successfully retrieved batch with 2 items") >= 3
 
-    module_api.restart()  # as the launch does, with the trainers
+    module_api.restart()  # the launcher restarts it with the trainers
     resumed = trainer_of(module_api, tmp_path, model, **{**keys, "max_steps": 5})
     with posting(module_api, resumed):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoints/checkpoint-3"))

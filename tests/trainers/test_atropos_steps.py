@@ -1,4 +1,4 @@
-"""A training on groups of Atropos step by step: what it waits for, what it says, how it stops, what a guard can see."""
+"""A training on Atropos groups step by step: waiting, messages, stopping, and the weight guard."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from .tiny_training import GROUP
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# --- what is taken, and said -----------------------------------------------------------------------------------------
+# --- taken groups and messages ---------------------------------------------------------------------------------------
 
 
 def test_a_step_takes_whole_groups_that_fit_the_recipe(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, atropos_max_staleness=2)
     trainer.train()
     vocabulary = trainer.model.get_input_embeddings().num_embeddings
-    asked = {"groups": 2, "size": GROUP, "longest": 8 + 24, "vocabulary": vocabulary, "max_staleness": 2}
-    assert trainer.source._client.asked == [{**asked, "step": step} for step in range(2)]
+    arguments = {"groups": 2, "size": GROUP, "longest": 8 + 24, "vocabulary": vocabulary, "max_staleness": 2}
+    assert trainer.source._client.asked == [{**arguments, "step": step} for step in range(2)]
 
 
 def test_rows_say_how_the_groups_came(tmp_path: Path, model: str) -> None:
@@ -71,7 +71,7 @@ def test_rows_say_how_the_groups_came(tmp_path: Path, model: str) -> None:
         tokens_of_batch = 60 * row["atropos/tokens_per_second"] / row["atropos/batches_per_minute"]
         assert tokens_of_batch == pytest.approx(row["num_tokens"] - before["num_tokens"])
     of_each = ("atropos/reward_", "atropos/share_")
-    assert not any(name.startswith(of_each) for row in rows for name in row)  # of one environment alone
+    assert not any(name.startswith(of_each) for row in rows for name in row)  # there is only one environment
 
 
 def test_several_environments_have_rewards_of_their_own(tmp_path: Path, model: str) -> None:
@@ -97,10 +97,11 @@ def test_samples_show_prompt_turns_and_score(tmp_path: Path, model: str) -> None
     tokenizer, tokens, mask = trainer.processing_class, first.tokens[0], first.masks[0]
     begin = next(place for place, label in enumerate(mask) if label != -100)
     between = next(place for place in range(begin, len(mask)) if mask[place] == -100)
-    again = next(place for place in range(between, len(mask)) if mask[place] != -100)
-    best = next(one for one in row["samples"] if one["reward"] == 1.0)
+    second_turn = next(place for place in range(between, len(mask)) if mask[place] != -100)
+    best = next(sample for sample in row["samples"] if sample["reward"] == 1.0)
     parts = [
-        tokenizer.decode(tokens[one]) for one in (slice(begin, between), slice(between, again), slice(again, None))
+        tokenizer.decode(tokens[part])
+        for part in (slice(begin, between), slice(between, second_turn), slice(second_turn, None))
     ]
     assert best["prompt"] == f"[user]\n{tokenizer.decode(tokens[:begin])}"
     assert best["completion"] == "[assistant]\n{}\n\n[user]\n{}\n\n[assistant]\n{}".format(*parts)
@@ -111,7 +112,7 @@ def test_samples_show_prompt_turns_and_score(tmp_path: Path, model: str) -> None
 
 
 class Synced(Rollouts):
-    """A server that gets weights before each generation while ``syncs``, and holds what it should."""
+    """A server that gets weights before each generation while ``syncs``, and has the correct weights."""
 
     guarded, syncs, bridge = True, True, "file"
     _numbers = itertools.count()
@@ -128,7 +129,7 @@ def guarded(folder: Path, model: str) -> GRPOTrainer:
 
 
 def taken(trainer: GRPOTrainer, *groups: Group) -> dict[str, float]:
-    """Take these; return what is logged."""
+    """Take these groups and return the logged metrics."""
     trainer.source._client._make = lambda _: list(groups)
     trainer._metrics["train"].clear()
     generation(trainer)
@@ -137,18 +138,18 @@ def taken(trainer: GRPOTrainer, *groups: Group) -> dict[str, float]:
 
 def test_the_guard_compares_what_was_sampled_with_the_weights_of_now(tmp_path: Path, model: str) -> None:
     trainer = guarded(tmp_path, model)
-    own = [like_the_trainer(trainer, group(name)) for name in "ab"]
+    matching = [like_the_trainer(trainer, group(name)) for name in "ab"]
     other = like_the_trainer(trainer, group("a"), 2.0)
     wrong = Group.from_json({**other.to_json(), "generation_params": {"policy_version": 0}})
-    assert taken(trainer, *own)["sampling/sampling_logp_difference/mean"] == pytest.approx(0.0, abs=1e-5)
+    assert taken(trainer, *matching)["sampling/sampling_logp_difference/mean"] == pytest.approx(0.0, abs=1e-5)
     with pytest.raises(WeightsDiffer, match=r"mean \|log-prob difference\| 0\.3"):
-        taken(trainer, own[1], wrong)
+        taken(trainer, matching[1], wrong)
     unknown = Group.from_json({**other.to_json(), "generation_params": {}})
-    logged = taken(trainer, own[1], unknown)
+    logged = taken(trainer, matching[1], unknown)
     assert 0.1 < logged["sampling/sampling_logp_difference/mean"] < 0.6
     assert logged["sampling/sampling_logp_difference/max"] == pytest.approx(0.693, abs=1e-3)
     cut = Group.from_json({**other.to_json(), "generation_params": {"policy_version": 0, "top_p": 0.9}})
-    taken(trainer, own[1], cut)  # the log-probs of a truncated distribution are others
+    taken(trainer, matching[1], cut)  # the log-probs of a truncated distribution are others
 
 
 def test_the_guard_waits_for_a_batch_with_something_to_compare(tmp_path: Path, model: str) -> None:
@@ -199,12 +200,12 @@ def test_an_error_of_the_client_ends_the_run_before_the_step(tmp_path: Path, mod
     before = weights_of(trainer)
     with pytest.raises(type(error), match=str(error).partition("(")[0]):
         trainer.train()
-    assert all(torch.equal(before[name], one) for name, one in weights_of(trainer).items())
+    assert all(torch.equal(before[name], weight) for name, weight in weights_of(trainer).items())
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
 class AskAt(TrainerCallback):
-    """Asks for a stop after a step."""
+    """Request a stop after a step."""
 
     def __init__(self, step: int, file: Path):
         self._step, self._file = step, file
@@ -215,7 +216,7 @@ class AskAt(TrainerCallback):
 
 
 def test_groups_that_were_taken_are_used_after_a_resume(tmp_path: Path, model: str) -> None:
-    """Two steps for one generation: stopped between them, the second one learns from the rest of it."""
+    """One generation has two steps. After a stop between them, the second step learns from the remaining groups."""
     keys = {"max_steps": 4, "per_device_train_batch_size": 6, "steps_per_generation": 2, "save_strategy": "steps",
             "save_steps": 10}  # fmt: skip
     whole = make_trainer(tmp_path / "whole", model, of_all_kinds, **keys)
@@ -227,14 +228,14 @@ def test_groups_that_were_taken_are_used_after_a_resume(tmp_path: Path, model: s
     stop_file(tmp_path / "parts").unlink()
     resumed = make_trainer(tmp_path / "parts", model, of_all_kinds, **keys)
     resumed.train(resume_from_checkpoint=str(tmp_path / "parts/checkpoints/checkpoint-1"))
-    assert [one["step"] for one in resumed.source._client.asked] == [2]
+    assert [request["step"] for request in resumed.source._client.asked] == [2]
     expected = weights_of(whole)
-    assert all(torch.equal(expected[name], one) for name, one in weights_of(resumed).items())
+    assert all(torch.equal(expected[name], weight) for name, weight in weights_of(resumed).items())
     assert [row["loss"] for row in rows_of(tmp_path / "parts")] == [row["loss"] for row in rows_of(tmp_path / "whole")]
 
 
 def on_two_ranks(folder: Path, model: str, ends: str, keys: dict[str, Any]) -> None:
-    """Train on three groups of four, the second one half on each rank."""
+    """Train on three groups of four. Each rank has half of the second group."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     arguments = [str(folder), model, ends, json.dumps({**keys, "per_device_train_batch_size": 6})]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -268,8 +269,8 @@ def test_two_processes_equal_one(tmp_path: Path, model: str, keys: dict[str, Any
     alone.train()
     after, two = weights_of(alone), torch.load(tmp_path / "two/weights.pt")
     assert max((after[name] - before[name]).abs().max() for name in after) > 1e-3
-    for name, one in after.items():
-        assert torch.allclose(two[name], one, rtol=0, atol=1e-6), name
-    for one, other in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
+    for name, weight in after.items():
+        assert torch.allclose(two[name], weight, rtol=0, atol=1e-6), name
+    for row, other in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
         for name in ("loss", "reward", "grad_norm", "entropy", "atropos/staleness_max"):
-            assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+            assert other[name] == pytest.approx(row[name], rel=1e-3, abs=1e-5), name

@@ -1,4 +1,4 @@
-"""Settings of the YAML of verl's integration with Atropos, from the file to the step that they change."""
+"""YAML settings of verl's Atropos integration, from the file to the training step that they change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OF_THE_LAUNCH = ("reward_funcs", "prompts_per_step", "use_vllm", "vllm_mode")
 
 
 def trainer_of(folder: Path, model: str, actor: dict[str, Any] | None = None, **data: Any) -> GRPOTrainer:
-    """A trainer with the keys that a file of theirs is read as, which has these settings beside those above."""
+    """Make a trainer from a verl file with these settings in addition to the settings above."""
     file = {
         "algorithm": {"adv_estimator": "grpo_atropos"},
         "actor_rollout_ref": {"actor": {**ACTOR, **(actor or {})}, "rollout": {"name": "atropos", "n": GROUP}},
@@ -39,7 +39,9 @@ def trainer_of(folder: Path, model: str, actor: dict[str, Any] | None = None, **
     (folder / "theirs.yaml").write_text(yaml.safe_dump(file))
     recipe, problems = merge_recipe(folder / "theirs.yaml")
     assert problems == []
-    keys = {key: one.value for key, one in recipe.values.items() if recipe.is_set(key) and key not in OF_THE_LAUNCH}
+    keys = {
+        key: option.value for key, option in recipe.values.items() if recipe.is_set(key) and key not in OF_THE_LAUNCH
+    }
     return make_trainer(folder, model, **keys)
 
 
@@ -60,15 +62,15 @@ def test_the_clip_ratio_says_from_where_nothing_is_learned(
 
 @pytest.mark.parametrize("coefficient", [0.001, 0.1])
 def test_low_var_kl_is_added_to_the_loss_with_its_coefficient(tmp_path: Path, model: str, coefficient: float) -> None:
-    """Scores that are all the same leave nothing else in the loss."""
+    """With equal scores, the loss contains only the KL term."""
     trainer = trainer_of(tmp_path, model, {"use_kl_loss": True, "kl_loss_coef": coefficient})
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     leave_the_reference(trainer, by=0.2)
     same = [like_the_trainer(trainer, group(name, (1.0,) * GROUP)) for name in "ab"]
     output = shown(trainer, *same)
     estimates = []
-    for one in same:
-        for tokens, mask, logprobs in zip(one.tokens, one.masks, one.inference_logprobs or [], strict=True):
+    for batch in same:
+        for tokens, mask, logprobs in zip(batch.tokens, batch.masks, batch.inference_logprobs or [], strict=True):
             with torch.no_grad():
                 of_reference = reference(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
             for place, label in enumerate(mask):
@@ -88,22 +90,22 @@ def test_the_mode_says_whether_tokens_or_trajectories_count_alike(tmp_path: Path
     trainer = trainer_of(tmp_path, model, {"loss_agg_mode": mode})
     advantages = [1.0, -2.0, 3.0, 0.5]
     both = [with_advantages(like_the_trainer(trainer, group(name)), advantages) for name in "ab"]
-    lengths = torch.tensor([sum(label != -100 for label in mask) for one in both for mask in one.masks])
-    given = torch.tensor(advantages * 2)
+    lengths = torch.tensor([sum(label != -100 for label in mask) for batch in both for mask in batch.masks])
+    advantages_R = torch.tensor(advantages * 2)
     assert lengths.unique().numel() > 2
-    of_tokens, of_rows = (lengths * given).sum().item() / lengths.sum().item(), given.mean().item()
+    of_tokens, of_rows = (lengths * advantages_R).sum().item() / lengths.sum().item(), advantages_R.mean().item()
     assert abs(of_tokens - of_rows) > 0.05
     expected = -(of_tokens if mode == "token-mean" else of_rows)
     assert loss_of(trainer, shown(trainer, *both)) == pytest.approx(expected, rel=1e-4)
 
 
 def longer(tokens: int) -> Group:
-    """A group whose first trajectory has so many tokens, all but three of them the policy's."""
-    found = group("long").to_json()
-    more = tokens - len(found["tokens"][0])
+    """Make a group with this many tokens in its first trajectory. Three tokens do not come from the policy."""
+    columns = group("long").to_json()
+    missing = tokens - len(columns["tokens"][0])
     for name, value in (("tokens", 70), ("masks", 70), ("inference_logprobs", -5.5)):
-        found[name][0] = [*found[name][0], *[value] * more]
-    return Group.from_json(found)
+        columns[name][0] = [*columns[name][0], *[value] * missing]
+    return Group.from_json(columns)
 
 
 def test_both_lengths_together_bound_a_trajectory(tmp_path: Path, model: str) -> None:
@@ -119,9 +121,9 @@ def test_both_lengths_together_bound_a_trajectory(tmp_path: Path, model: str) ->
 def test_a_mini_batch_of_the_whole_batch_is_one_step(tmp_path: Path, model: str) -> None:
     trainer = trainer_of(tmp_path, model)
     trainer.train()
-    assert [asked["step"] for asked in trainer.source._client.asked] == [0, 1]
-    assert all(asked["groups"] == 2 for asked in trainer.source._client.asked)
+    assert [request["step"] for request in trainer.source._client.asked] == [0, 1]
+    assert all(request["groups"] == 2 for request in trainer.source._client.asked)
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]
     twice = trainer_of(tmp_path / "twice", model, {"ppo_epochs": 2})
     twice.train()
-    assert [asked["step"] for asked in twice.source._client.asked] == [0]  # two steps on one batch
+    assert [request["step"] for request in twice.source._client.asked] == [0]  # two steps on one batch

@@ -61,7 +61,7 @@ def test_a_callback_is_called_from_the_copy(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         ("mine.py:Other", "not a subclass of transformers.TrainerCallback"),
         ("mine.py:Path", "not a subclass"),
@@ -69,14 +69,14 @@ def test_a_callback_is_called_from_the_copy(folder: Path) -> None:
         ("mine.py:Nothing", "has no 'Nothing'"),
     ],
 )
-def test_what_is_no_callback_is_told(folder: Path, spec: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_is_no_callback_is_told(folder: Path, spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_callbacks([spec])
     assert len(load_callbacks(["mine.py:Counts"])) == 1
 
 
 class Ends(TrainerCallback):
-    """Ends the training after the second step, where it is told to."""
+    """End the training after the second step, in the given event."""
 
     def __init__(self, event: str):
         setattr(self, event, self._end)
@@ -96,12 +96,12 @@ def test_a_run_that_a_callback_ended_is_finished(tmp_path: Path, event: str) -> 
     assert newest_complete(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "checkpoint-2"
     rows = (tmp_path / "metrics.jsonl").read_text()
 
-    again, stopped = train(tmp_path, callbacks=(Ends(event),), **keys)
+    repeated, stopped = train(tmp_path, callbacks=(Ends(event),), **keys)
 
-    assert again.state.global_step == 2 and stopped is None
+    assert repeated.state.global_step == 2 and stopped is None
     assert (tmp_path / "metrics.jsonl").read_text() == rows
-    for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for weight, other in zip(first.model.parameters(), repeated.model.parameters(), strict=True):
+        assert torch.equal(weight, other)
 
 
 def test_a_stop_request_does_not_finish_a_run(tmp_path: Path) -> None:

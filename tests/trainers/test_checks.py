@@ -1,4 +1,4 @@
-"""Numbers that are not finite, or samples of other weights: the run ends before anything is kept, and says why."""
+"""Non-finite numbers or samples from other weights end the run with a reason, before anything is saved."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .tiny_training import train
 
 
 class Poison(TrainerCallback):
-    """At the beginning of a step: weights that are no number (the loss is), or a hook that makes gradients infinite."""
+    """At the start of a step, set the weights to NaN (and so the loss), or add a hook that makes gradients infinite."""
 
-    def __init__(self, step: int, what: str):
-        self._step, self._what = step, what
+    def __init__(self, step: int, part: str):
+        self._step, self._part = step, part
         self.before: list[torch.Tensor] = []
 
     def on_step_begin(self, args, state, control, model=None, **_):
@@ -32,7 +32,7 @@ class Poison(TrainerCallback):
             return
         self.model = model
         first = next(model.parameters())
-        if self._what == "loss":
+        if self._part == "loss":
             first.data.fill_(math.nan)
         else:
             first.register_hook(lambda gradient: gradient * math.inf)
@@ -42,17 +42,19 @@ class Poison(TrainerCallback):
         assert state.global_step + 1 != self._step, "the update was taken"
 
 
-@pytest.mark.parametrize(("what", "said"), [("loss", "loss nan, gradient norm nan"), ("gradient", "norm nan")])
+@pytest.mark.parametrize(("part", "values"), [("loss", "loss nan, gradient norm nan"), ("gradient", "norm nan")])
 @pytest.mark.parametrize("cut", [1.0, 0.0])
-def test_a_step_that_is_not_finite_is_not_taken(tmp_path: Path, what: str, said: str, cut: float) -> None:
-    poison = Poison(4, what)
+def test_a_step_that_is_not_finite_is_not_taken(tmp_path: Path, part: str, values: str, cut: float) -> None:
+    poison = Poison(4, part)
     with pytest.raises(NotFinite) as told:
         train(
             tmp_path / "run", callbacks=(poison,), save_strategy="steps", save_steps=2, max_grad_norm=cut,
             logging_nan_inf_filter=True,
         )  # fmt: skip
     message = str(told.value)
-    assert said in message and "in step 4, which was not taken; the last complete checkpoint is checkpoint-2" in message
+    assert (
+        values in message and "in step 4, which was not taken; the last complete checkpoint is checkpoint-2" in message
+    )
     assert "lower learning_rate (now 0.001)" in message and ("max_grad_norm: 1.0" in message) == (cut == 0)
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
     assert [path.name for path in complete_checkpoints(tmp_path / "run/checkpoints")] == ["checkpoint-2"]
@@ -72,13 +74,13 @@ def test_a_model_that_was_never_finite_is_not_blamed_on_the_learning_rate(tmp_pa
 
 
 def checks(folder: Path, norms: list[float | None] = (), loss: float = 0.5, **keys: object) -> Checks:
-    """Checks that have seen the gradient norms of some steps."""
+    """Make checks that have received the gradient norms of some steps."""
     args = {"fp16": False, "learning_rate": 1e-6, "max_grad_norm": 1.0, "output_dir": str(folder), **keys}
     state = SimpleNamespace(global_step=3)
-    found = Checks(SimpleNamespace(args=SimpleNamespace(**args), state=state, _tr_loss=torch.tensor(loss)))
+    trainer_checks = Checks(SimpleNamespace(args=SimpleNamespace(**args), state=state, _tr_loss=torch.tensor(loss)))
     for norm in norms:
-        found.gradient(None if norm is None else torch.tensor(norm))
-    return found
+        trainer_checks.gradient(None if norm is None else torch.tensor(norm))
+    return trainer_checks
 
 
 def test_fp16_may_skip_steps_but_not_for_ever(tmp_path: Path) -> None:
@@ -96,8 +98,8 @@ def test_a_loss_that_is_no_number_is_no_skipped_step(tmp_path: Path) -> None:
 
 
 def test_the_norm_is_handed_on_as_a_number_so_that_the_device_is_asked_once(tmp_path: Path) -> None:
-    found = checks(tmp_path)
-    assert found.gradient(torch.tensor(0.25)) == 0.25 and found.gradient(None) is None
+    trainer_checks = checks(tmp_path)
+    assert trainer_checks.gradient(torch.tensor(0.25)) == 0.25 and trainer_checks.gradient(None) is None
 
 
 def test_of_a_sharded_parameter_each_process_checks_its_own_part() -> None:
@@ -111,7 +113,7 @@ def test_of_a_sharded_parameter_each_process_checks_its_own_part() -> None:
 
 def test_the_guard_does_not_blame_the_server_for_the_trainers_own_numbers() -> None:
     with pytest.raises(NotFinite, match="2 log-probs of the trained model are not finite before step 3"):
-        difference([[-1.0, -1.0]], [[1, 1]], own=math.nan)
+        difference([[-1.0, -1.0]], [[1, 1]], trainer_logp=math.nan)
 
 
 # --- log-probs of trainer and server ---------------------------------------------------------------------------------
@@ -120,10 +122,10 @@ NAN = math.nan
 
 
 def difference(
-    server: list[list[float]], mask: list[list[int]], own: float = -1.0, evaluates: bool = False,
+    server: list[list[float]], mask: list[list[int]], trainer_logp: float = -1.0, evaluates: bool = False,
     otherwise: bool = False, **sampling: Any,
 ) -> float | None:  # fmt: skip
-    """Of a trainer whose own log-probs are all ``own``."""
+    """Return the log-prob difference for a trainer that computes ``trainer_logp`` for every token."""
     trainer = SimpleNamespace(
         evaluation=SimpleNamespace(samples_otherwise=otherwise),
         accelerator=SimpleNamespace(gather=lambda tensor: tensor),
@@ -134,7 +136,7 @@ def difference(
         **{"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, **sampling},
     )
     output = {
-        "old_per_token_logps": torch.full((len(server), len(server[0])), own),
+        "old_per_token_logps": torch.full((len(server), len(server[0])), trainer_logp),
         "sampling_per_token_logps": torch.tensor(server),
         "completion_mask": torch.tensor(mask),
     }
@@ -178,7 +180,7 @@ def test_the_tolerance_follows_the_dtype_unless_the_recipe_names_one(dtype, keys
 
 
 def test_an_evaluation_that_samples_otherwise_is_not_compared_and_leaves_the_weights_unproven() -> None:
-    """The server's log-probs are those of the evaluation's temperature, the trainer's those of the training's."""
+    """The server's log-probs use the evaluation's temperature, the trainer's use the training's temperature."""
     for otherwise, expected in ((True, None), (False, 0.25)):
         assert difference([[-1.0, -1.5]], [[1, 1]], evaluates=True, otherwise=otherwise) == expected
     assert difference([[-1.0, -1.5]], [[1, 1]], otherwise=True) == 0.25  # a training

@@ -1,4 +1,4 @@
-"""A completion without a verdict teaches nothing and shifts nothing; it is counted, written down, and has a limit."""
+"""A completion without a verdict changes no advantage. It is counted and recorded, and there is a limit."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ EPSILON = 1e-4  # TRL's, in the denominator
 
 
 def expected_advantages(ids: list[list[int]], group: int, scale: str, with_length: bool = True) -> list[float]:
-    """Advantages by hand: over those that have a verdict alone."""
-    totals = [total_reward(one, with_length) for one in ids]
+    """Compute advantages by hand, only over completions with a verdict."""
+    totals = [total_reward(row_ids, with_length) for row_ids in ids]
     known = [total for total in totals if total is not None]
     batch_std = statistics.stdev(known)
     advantages = []
     for row, total in enumerate(totals):
         start = row - row % group
-        of_group = [one for one in totals[start : start + group] if one is not None]
+        of_group = [value for value in totals[start : start + group] if value is not None]
         if total is None or (scale == "group" and len(of_group) < 2):
             advantages.append(0.0)
             continue
@@ -46,10 +46,10 @@ def expected_advantages(ids: list[list[int]], group: int, scale: str, with_lengt
 
 
 def total_reward(ids: list[int], with_length: bool) -> float | None:
-    own = own_value(ids)
-    if own == "none" or (own is None and not with_length):
+    value = own_value(ids)
+    if value == "none" or (value is None and not with_length):
         return None
-    return (len(set(ids)) if with_length else 0) + (own or 0.0)
+    return (len(set(ids)) if with_length else 0) + (value or 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_advantages_are_those_of_the_others(which: str, scale: str, request: pyt
     trainer.scale_rewards = scale
     rows = scored(trainer, prompts=8, each=8)
     ids = [row["ids"] for row in rows]
-    outcomes = [own_value(one) for one in ids]
+    outcomes = [own_value(row_ids) for row_ids in ids]
     assert "none" in outcomes and None in outcomes and len(set(outcomes)) > 4  # every kind is there
     expected = expected_advantages(ids, 8, scale, with_length=which == "trainer")
     assert [row["advantage"] for row in rows] == pytest.approx(expected, abs=1e-4)
@@ -89,14 +89,18 @@ def test_metrics_count_what_is_missing_and_mean_the_rest(trainer: Any) -> None:
     trainer._metrics["train"].clear()
     ids = [row["ids"] for row in scored(trainer, prompts=8, each=8)]
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
-    known = [one for one in ids if own_value(one) != "none"]
+    known = [row_ids for row_ids in ids if own_value(row_ids) != "none"]
     missing = 1 - len(known) / len(ids)
     assert 0 < missing < 1
     assert metrics["rewards/own/no_verdict"] == metrics["rewards/no_verdict"] == pytest.approx(missing)
     assert 0 < metrics["rewards/own/seconds_max"] < 1
-    assert metrics["reward"] == pytest.approx(statistics.mean(total_reward(one, True) for one in known), rel=1e-5)
-    assert metrics["rewards/length/mean"] == pytest.approx(statistics.mean(len(set(one)) for one in known), rel=1e-5)
-    numbers = [value for one in known if (value := own_value(one)) is not None]
+    assert metrics["reward"] == pytest.approx(
+        statistics.mean(total_reward(row_ids, True) for row_ids in known), rel=1e-5
+    )
+    assert metrics["rewards/length/mean"] == pytest.approx(
+        statistics.mean(len(set(row_ids)) for row_ids in known), rel=1e-5
+    )
+    numbers = [value for row_ids in known if (value := own_value(row_ids)) is not None]
     assert metrics["rewards/own/mean"] == pytest.approx(statistics.mean(numbers), rel=1e-5)
 
 
@@ -107,7 +111,7 @@ def test_completions_without_a_verdict_are_written_down(
     monkeypatch.setattr(trainer.scoring, "_file", tmp_path / "slow_rewards.jsonl")
     ids = [row["ids"] for row in scored(trainer, prompts=8, each=8)]
     rows = [json.loads(line) for line in (tmp_path / "slow_rewards.jsonl").read_text().splitlines()]
-    assert len(rows) == min(20, sum(own_value(one) == "none" for one in ids)) > 0
+    assert len(rows) == min(20, sum(own_value(row_ids) == "none" for row_ids in ids)) > 0
     for row in rows:
         assert (row["step"], row["training"], row["replayed"]) == (1, True, False)
         assert row["reward"].endswith("own.py:own") and row["prompt"].endswith("+1=")
@@ -128,14 +132,14 @@ def test_the_slowest_are_written_down_too_and_texts_are_cut(tmp_path: Path) -> N
 
 def test_the_three_slowest_of_all_ranks_and_rewards_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def reward(spec: str, *seconds: float) -> RewardWrapper:
-        made = RewardWrapper(len, spec, spec)
-        made.timeout, made.scores = 1.0, [Score(1.0, None, each) for each in seconds]
-        return made
+        wrapper = RewardWrapper(len, spec, spec)
+        wrapper.timeout, wrapper.scores = 1.0, [Score(1.0, None, each) for each in seconds]
+        return wrapper
 
     rewards = [reward("a", 0.6, 0.9, 0.7, 0.1), reward("b", 0.8, 0.6, 0.7, 0.95)]
     rewards[1].scores[1] = Score(None, "time limit", 1.0)
 
-    def both_ranks(mine: list[Any]) -> list[Any]:  # the other one was a little slower
+    def both_ranks(mine: list[Any]) -> list[Any]:  # the other rank was a little slower
         return [
             *mine,
             [(scores, [{**row, "seconds": row["seconds"] + 0.02} for row in rows]) for scores, rows in mine[0]],
@@ -165,8 +169,10 @@ def test_too_many_without_a_verdict_end_training_and_not_an_evaluation(trainer: 
         scored(trainer, prompts=8, each=8)
         assert trainer._metrics["eval"]["rewards/no_verdict"][0] > 0.01
         trainer.model.train()
-        said = r"% of the completions of step 1 are unscored, more than reward_max_no_verdict: 0.01\. Reward .*own\.py:"
-        with pytest.raises(TooManyWithoutVerdict, match=said + r"own' gave no score .* most often: ValueError"):
+        message = (
+            r"% of the completions of step 1 are unscored, more than reward_max_no_verdict: 0.01\. Reward .*own\.py:"
+        )
+        with pytest.raises(TooManyWithoutVerdict, match=message + r"own' gave no score .* most often: ValueError"):
             scored(trainer, prompts=8, each=8)
     finally:
         trainer.scoring.max_unscored = 1.0
@@ -259,10 +265,10 @@ def test_a_resumed_run_gives_the_verdicts_of_the_time_limit_again(tmp_path: Path
     redone = rows[2:]
     assert any(row["rewards/no_verdict"] > 0 for row in redone)
     records = (tmp_path / "rewards/limits_0.jsonl").read_text().splitlines()
-    assert len({json.loads(record)["generation"] for record in records}) > 1  # before which they do not count
+    assert len({json.loads(record)["generation"] for record in records}) > 1  # limits of several generations
     assert all(math.isfinite(row["loss"]) for row in rows)
 
-    (tmp_path / "slow").unlink()  # a quicker machine, as it were
+    (tmp_path / "slow").unlink()  # acts like a faster machine
     assert move_rows_after(tmp_path, 2) == 2
     assert train(tmp_path)[2:] == redone
 
@@ -271,12 +277,12 @@ def test_a_step_without_any_verdict_changes_no_weight(tmp_path: Path) -> None:
     code = "def own(completions):\n    raise ValueError('never')\n"
     rewards = own_rewards(tmp_path, code)
     trainer = make_trainer(tmp_path, rewards, max_steps=1)
-    before = {name: one.detach().clone() for name, one in trainer.model.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     trainer.train()
     rewards[0].pool.close()
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert (row["reward"], row["rewards/no_verdict"], row["grad_norm"]) == (None, 1.0, 0.0)
-    assert all(torch.equal(one, before[name]) for name, one in trainer.model.named_parameters())
+    assert all(torch.equal(parameter, before[name]) for name, parameter in trainer.model.named_parameters())
 
 
 def test_the_code_of_the_test_reward_is_what_the_test_computes() -> None:

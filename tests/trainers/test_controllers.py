@@ -1,4 +1,4 @@
-"""Controllers in real trainings: what they answer to, and what a checkpoint keeps of them."""
+"""Controllers in real trainings: their inputs, and their state in checkpoints."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_tau_moves_towards_the_target_entropy(tmp_path: Path, model: str) -> Non
 
 @pytest.mark.parametrize("maxent_objective", ["tempered", "listwise"])
 def test_a_ratio_is_held_where_a_few_completions_are_right(tmp_path: Path, model: str, maxent_objective: str) -> None:
-    """The reward tells an eighth of the completions apart, and most groups have none: tau is measured by the others."""
+    """The reward marks an eighth of the completions, and most groups have none. The other groups measure tau."""
 
     def pure_accuracy_math(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [float(sum(ids) % 8 == 0) for ids in completion_ids]
@@ -97,7 +97,7 @@ def test_a_kl_target_without_a_kl_term_is_refused(tmp_path: Path, model: str, ki
 def train(
     folder: Path, model: str, kind: type[GRPOTrainer], keys: dict[str, Any], stop_at: int | None = None, steps: int = 6
 ) -> tuple[list[dict[str, Any]], GRPOTrainer]:
-    """Six optimizer steps, four of them from one generation; goes on from the newest checkpoint."""
+    """Train six optimizer steps, four per generation. Resume from the newest checkpoint."""
     folder.mkdir(exist_ok=True)
     stop_file(folder).unlink(missing_ok=True)
     callbacks = (StopAt(folder, stop_at),)
@@ -122,7 +122,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     assert rows == expected_rows
     assert resumed.beta == whole.beta and resumed.controllers == whole.controllers
     expected = weights_of(whole)
-    assert all(torch.equal(one, expected[name]) for name, one in weights_of(resumed).items())
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(resumed).items())
 
 
 def test_a_checkpoint_without_the_state_is_named(tmp_path: Path, model: str) -> None:

@@ -1,4 +1,4 @@
-"""Whatever byte of a real checkpoint changes, it is noticed, and training goes on from the checkpoint before."""
+"""Any changed byte of a real checkpoint is detected, and training resumes from the previous checkpoint."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def test_a_flipped_bit_of_any_file_is_noticed_and_training_goes_on_from_the_chec
     for name, bits in names.items():
         bit = chance.randrange(bits)
         flip(newest / name, bit)
-        said = []
-        assert verified_checkpoint(folder, said.append) == folder / "checkpoint-4" == newest_complete(folder)
-        assert len(said) == 1 and said[0].startswith(f"checkpoint-6 is damaged: {name} "), said
+        messages = []
+        assert verified_checkpoint(folder, messages.append) == folder / "checkpoint-4" == newest_complete(folder)
+        assert len(messages) == 1 and messages[0].startswith(f"checkpoint-6 is damaged: {name} "), messages
         (folder / "checkpoint-6.damaged").rename(newest)
         flip(newest / name, bit)
-        assert find_damage(newest, said.append) is None
+        assert find_damage(newest, messages.append) is None
 
     flip(newest / "optimizer.pt", names["optimizer.pt"] // 2)
     verified_checkpoint(folder, print)
     move_rows_after(tmp_path, 4)
-    again, _ = train(tmp_path, **SAVING)
-    assert all(torch.equal(value, weights[name]) for name, value in again.model.state_dict().items())
+    continued, _ = train(tmp_path, **SAVING)
+    assert all(torch.equal(value, weights[name]) for name, value in continued.model.state_dict().items())
     assert find_damage(newest, print) is None  # made again
 
 
@@ -64,7 +64,7 @@ def test_digests_are_those_of_the_files_that_torch_wrote(tmp_path: Path) -> None
     (inside / "shards").mkdir(parents=True)
     tensors = {"large": torch.arange(700_000), "none": torch.zeros(0), "small": torch.ones(3)}
     plain = torch.save
-    with digested_saves(inside) as found:
+    with digested_saves(inside) as digests:
         torch.save(tensors, inside / "shards" / "rank_1.pt")
         torch.save(tensors, str(inside / "old.pt"), _use_new_zipfile_serialization=False)
         torch.save(tensors, outside)
@@ -75,7 +75,7 @@ def test_digests_are_those_of_the_files_that_torch_wrote(tmp_path: Path) -> None
         flip(inside / "changed.pt", 4000)
         (inside / "removed.pt").unlink()
     assert torch.save is plain and torch.serialization.get_crc32_options()
-    assert found == {name: digest_of(inside / name) for name in ("shards/rank_1.pt", "old.pt")}
+    assert digests == {name: digest_of(inside / name) for name in ("shards/rank_1.pt", "old.pt")}
     for path in (inside / "shards" / "rank_1.pt", inside / "old.pt", inside / "open.pt", outside):
         for mapped in (False, path.name != "old.pt"):
             loaded = torch.load(path, mmap=mapped)

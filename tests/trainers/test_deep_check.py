@@ -1,4 +1,4 @@
-"""`grpo check --deep`: what only the libraries themselves can tell, without a download and without a launch."""
+"""`grpo check --deep`: problems that only the libraries can detect, without a download or a launch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_first_prompt_its_tokens_its_end_and_the_scores(sums, tmp_path):
 
 
 def test_a_very_long_prompt_is_announced_and_cut(sums, tmp_path, capsys):
-    """M9: a prompt of 10 MB cost 46 s of silence, and was printed whole."""
+    """M9: a prompt of 10 MB took 46 s without output and was printed in full."""
     data = tmp_path / "long.jsonl"
     prompts = [f"first {'1 + ' * 400_000} last", "2+2="]
     data.write_text("".join(json.dumps({"problem": prompt, "answer": "4"}) + "\n" for prompt in prompts))
@@ -132,7 +132,7 @@ def score(completions, answer, **columns):
 
 
 def test_rewards_of_unchanged_files_are_not_tried_again(sums, tmp_path, monkeypatch):
-    """M19: the result is remembered for the same rows, keys and files, and only for these."""
+    """M19: the result is cached only for the same rows, keys and files."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     calls = tmp_path / "calls"
@@ -165,7 +165,7 @@ def test_rewards_of_unchanged_files_are_not_tried_again(sums, tmp_path, monkeypa
 
 
 def test_answers_may_end_with_a_token_of_the_generation_config(sums, tmp_path):
-    """M7: Gemma ends turns with a token that only its generation_config names, and a note said that it does not."""
+    """M7: Gemma ends turns with a token listed only in its generation_config, and a note denied that."""
     tokenizer = smoke.build_tokenizer()
     tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }}<|user|>{% endfor %}"
     model = smoke.build_model(tokenizer)
@@ -210,7 +210,7 @@ def test_a_slow_reward_says_how_far_it_is(sums, tmp_path, monkeypatch, capsys):
         "    return [float('>' + answer[0] + '<' in completions[0][-1]['content'])]\n"
     )
     seen(sums(reward_funcs=["slow.py:judge"]), tmp_path)
-    assert "grpo: slow.py:judge: " in (said := capsys.readouterr().err) and " completions in " in said
+    assert "grpo: slow.py:judge: " in (output := capsys.readouterr().err) and " completions in " in output
 
 
 def test_an_episode_is_played_and_shown(read, tmp_path):
@@ -239,7 +239,7 @@ def test_a_template_that_ends_turns_where_sampling_does_not_is_refused_for_sever
 
 
 def test_sampling_stops_where_the_generation_config_says(read, tmp_path):
-    """A model that ends turns with another token than its tokenizer's names it there."""
+    """A model with a different end token than its tokenizer lists it there."""
     game = Path(__file__).parents[1] / "rollouts/wild_environment.py"
     tokenizer = smoke.build_tokenizer()
     tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }}</answer>\n{% endfor %}"

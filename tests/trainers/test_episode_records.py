@@ -1,4 +1,4 @@
-"""What is kept of an episode: limits that it met, for a resumed run, and its numbers in metrics and samples."""
+"""Records of an episode: its limits, for a resumed run, and its numbers in metrics and samples."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Play = Callable[..., list[Score]]
 
 @pytest.fixture
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
-    """Begin a generation's episodes in a pool that answers by ``ends``, a process after another in one run folder."""
+    """Return a function that starts a generation's episodes in a fake pool. All calls share a run folder."""
     game = tmp_path / "game.py"
     game.write_text("class Game: pass\n")
-    asked: list[int] = []
+    called_rows: list[int] = []
 
     def run(name: str, late: set[int], rows: int = 4, code: str = "", **keys: Any) -> list[Score]:
         if code:
@@ -38,9 +38,9 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
             limits = {"timeout": recipe("environment_timeout"), "memory_gib": recipe("environment_memory_gib")}
             return SimpleNamespace(start=lambda: None, score=score, **limits)
 
-        def score(_: str, actions: list[Any], columns: dict[str, Any], *others: Any) -> list[Score]:
-            called = [int(one.rpartition("/")[2]) for one in columns["episode"]]
-            asked[:] = called
+        def score(_: str, actions: list[Any], columns: dict[str, Any], *arguments: Any) -> list[Score]:
+            called = [int(episode.rpartition("/")[2]) for episode in columns["episode"]]
+            called_rows[:] = called
             return [Score(None, "time limit", by_limit=True) if row in late else Score(TURN) for row in called]
 
         monkeypatch.setattr(module, "environment_pool", pool)
@@ -51,16 +51,16 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
         rows_of = [Episode(row, f"{game}:Game", "{}", 7) for row in range(rows)]
         return episodes._scores(rows_of, None, lambda: False)
 
-    run.asked = asked  # type: ignore[attr-defined]
+    run.asked = called_rows  # type: ignore[attr-defined]
     return run
 
 
 def test_a_limit_is_repeated_for_its_own_row_alone(play: Play) -> None:
-    """The rows of a group begin with the same call: seed, arguments and no action."""
+    """All rows of a group start with the same call: seed, arguments and no action."""
     first = play("3/3", late={1})
     assert [score.reason for score in first] == [None, "time limit", None, None]
-    again = play("3/3", late=set())
-    assert [score.reason for score in again] == [None, "time limit", None, None] and again[1].replayed
+    repeated = play("3/3", late=set())
+    assert [score.reason for score in repeated] == [None, "time limit", None, None] and repeated[1].replayed
     assert play.asked == [0, 2, 3]  # type: ignore[attr-defined]
 
 
@@ -78,12 +78,12 @@ def test_a_step_before_the_limit_is_redone_as_it_was(play: Play) -> None:
 def test_what_the_advice_names_plays_an_episode_again(play: Play, remedy: dict[str, Any]) -> None:
     assert all(score.by_limit for score in play("0/0", late={0, 1, 2, 3}, environment_timeout=0.5))
     assert all(score.replayed for score in play("0/0", late=set(), environment_timeout=0.5))
-    found = play("0/0", late=set(), **{"environment_timeout": 0.5, **remedy})
-    assert all(score.value == TURN for score in found)
+    scores = play("0/0", late=set(), **{"environment_timeout": 0.5, **remedy})
+    assert all(score.value == TURN for score in scores)
 
 
 def over(**info: float | str) -> Episode:
-    """An episode that is over before the policy's first turn."""
+    """Make an episode that ends before the policy's first turn."""
     messages = [{"role": "user", "content": "You are out."}]
     turn = Turn(messages, 0.5, True, {"role": "Villager", "won": 0.0, **info})
     return Episode(0, "textarena:SecretMafia-v0", "{}", 5, turns=[turn], done=True)
@@ -91,12 +91,12 @@ def over(**info: float | str) -> Episode:
 
 def test_an_episode_that_begins_at_its_end_counts() -> None:
     mixture = {"environments": [{"id": "textarena:SecretMafia-v0"}, {"id": "games.py:Easy"}]}
-    made = SimpleNamespace(
+    source = SimpleNamespace(
         _script=ScriptArguments(environment_mixture=mixture), _labels={("textarena:SecretMafia-v0", "{}"): "mafia"}
     )
     for name in ("reward", "_is_zeroed"):
-        setattr(made, name, partial(getattr(Episodes, name), made))
-    assert Episodes._metrics(made, over()) == {
+        setattr(source, name, partial(getattr(Episodes, name), source))
+    assert Episodes._metrics(source, over()) == {
         "won": 0.0, "turns": 0.0, "unfinished": 0.0, "unscored": 0.0, "reward_villager": 0.5,
         "reward_mafia": 0.5, "won_mafia": 0.0,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Episodes of several turns in a real trainer: what is trained on, with which advantage, and how an episode ends."""
+"""Episodes of several turns in a real trainer: trained tokens, advantages, and endings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_tokens_stay_as_sampled_and_the_environments_are_masked(tmp_path: Path, 
                 place += len(between.input_ids)
         assert mask[:place] == expected
         assert output["completion_mask"][row].sum() == place
-    assert any(0 in one for one in output["tool_mask"].tolist())
+    assert any(0 in row_mask for row_mask in output["tool_mask"].tolist())
 
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -56,9 +56,9 @@ LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 @pytest.mark.parametrize("credit", ["all_turns", "last_turn", "per_turn"])
 def test_what_the_environment_says_has_no_gradient(tmp_path: Path, model: str, credit: str) -> None:
-    """Other tokens in the place of the environment's change no bit of the gradient; in the policy's they do.
+    """Replacing environment tokens changes no bit of the gradient. Replacing policy tokens does.
 
-    They are those that the loss predicts: the model reads what it has read, since later tokens depend on that.
+    Only the target tokens of the loss are replaced. The model's inputs stay, because later tokens depend on them.
     """
     trainer = make_trainer(tmp_path, model, beta=0.1, environment_credit=credit, environment_args={"exactly": 2})
     trainer.args.trim_padding = False  # the model is given the rows that the loss has
@@ -73,7 +73,9 @@ def test_what_the_environment_says_has_no_gradient(tmp_path: Path, model: str, c
         ids = torch.where(changed_BT, (output["completion_ids"] + 1) % 64, output["completion_ids"])
         trainer.model.zero_grad()
         trainer.compute_loss(trainer.model, {**output, "completion_ids": ids}).backward()
-        return torch.cat([one.grad.flatten() for one in trainer.model.parameters() if one.grad is not None])
+        return torch.cat(
+            [parameter.grad.flatten() for parameter in trainer.model.parameters() if parameter.grad is not None]
+        )
 
     assert (~trained & output["completion_mask"].bool()).sum() > 8
     trainer.model.register_forward_pre_hook(as_it_was, with_kwargs=True)
@@ -89,10 +91,10 @@ def test_what_the_environment_says_has_no_gradient(tmp_path: Path, model: str, c
 def test_what_the_environment_says_is_not_compared_with_the_servers_log_probs(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model)
     output = generation(trainer)
-    own, policy = trainer_logps(trainer, output), output["tool_mask"].bool()
-    output["sampling_per_token_logps"] = torch.where(policy, own, 0.0)
+    logps, policy = trainer_logps(trainer, output), output["tool_mask"].bool()
+    output["sampling_per_token_logps"] = torch.where(policy, logps, 0.0)
     assert trainer.checks.logprob_difference(output) == 0.0
-    output["sampling_per_token_logps"] = torch.where(policy, own + 1.0, 0.0)
+    output["sampling_per_token_logps"] = torch.where(policy, logps + 1.0, 0.0)
     assert trainer.checks.logprob_difference(output) == pytest.approx(1.0)
 
 
@@ -103,19 +105,19 @@ def test_a_reward_is_the_episodes_sum_and_shown_with_its_turns(tmp_path: Path, m
         lengths = [len(action) % 4 / 4 for action in episode.actions]
         assert trainer.rewards_BR[row, 0] == pytest.approx(sum(lengths))
     (row,) = rows_of(tmp_path, "samples.jsonl")
-    longest = max(row["samples"], key=lambda one: len(one["completion"]))
+    longest = max(row["samples"], key=lambda sample: len(sample["completion"]))
     assert "[assistant]" in longest["completion"] and "[user]" in longest["completion"]
     assert row["samples"][0]["prompt"].startswith("[user]\n") and row["samples"][0]["prompt"].endswith("=")
-    by_text = {one.record()["turns"][0]["action"]: one for one in trainer.source.played}
+    by_text = {episode.record()["turns"][0]["action"]: episode for episode in trainer.source.played}
     for sample in row["samples"]:
-        told, one = sample["episode"], by_text[sample["episode"]["turns"][0]["action"]]
-        assert (told["seed"], told["messages"]) == (one.seed, one.turns[0].messages)
-        assert [turn["action"] for turn in told["turns"]] == one.actions
-        assert [turn["reward"] for turn in told["turns"]] == [turn.reward for turn in one.turns[1:]]
-        assert [turn["info"]["said"] for turn in told["turns"]] == one.actions
+        told, episode = sample["episode"], by_text[sample["episode"]["turns"][0]["action"]]
+        assert (told["seed"], told["messages"]) == (episode.seed, episode.turns[0].messages)
+        assert [turn["action"] for turn in told["turns"]] == episode.actions
+        assert [turn["reward"] for turn in told["turns"]] == [turn.reward for turn in episode.turns[1:]]
+        assert [turn["info"]["said"] for turn in told["turns"]] == episode.actions
         assert sample["reward"] == pytest.approx(sum(turn["reward"] for turn in told["turns"]))
         assert "unfinished" not in told and "failed" not in told
-    turns = [len(one.actions) for one in trainer.source.played]
+    turns = [len(episode.actions) for episode in trainer.source.played]
     assert trainer._metrics["train"]["episodes/turns"] == [pytest.approx(sum(turns) / len(turns))]
     assert trainer._metrics["train"]["episodes/letters"][0] > 0
 
@@ -134,7 +136,7 @@ def test_each_turn_has_the_advantage_of_what_comes_after_it(tmp_path: Path, mode
     output = generation(trainer)
     played = trainer.source.played[:GROUP]
     for turn in (0, 1):
-        to_come = torch.tensor([sum(one.reward for one in episode.turns[turn + 1 :]) for episode in played])
+        to_come = torch.tensor([sum(later.reward for later in episode.turns[turn + 1 :]) for episode in played])
         expected = (to_come - to_come.mean()) / (to_come.std() + 1e-4)
         for row, episode in enumerate(played):
             tokens = [place for place, of in enumerate(episode.turn_ids) if of == turn]
@@ -149,10 +151,12 @@ def test_an_episode_of_one_turn_has_trls_own_advantage(tmp_path: Path, model: st
     keys: dict[str, Any] = {"environment_args": {"exactly": 1}, "reward_weights": [2.0], "scale_rewards": scale}
     stock = generation(make_trainer(tmp_path / "all", model, **keys))
     turns = make_trainer(tmp_path / "turns", model, environment_credit="per_turn", **keys)
-    found = generation(turns)["advantages"]
+    advantages = generation(turns)["advantages"]
     assert stock["advantages"].abs().max() > 0.1
-    for row, one in enumerate(turns.source.played):
-        assert found[row, : len(one.ids)].tolist() == pytest.approx([stock["advantages"][row].item()] * len(one.ids))
+    for row, episode in enumerate(turns.source.played):
+        assert advantages[row, : len(episode.ids)].tolist() == pytest.approx(
+            [stock["advantages"][row].item()] * len(episode.ids)
+        )
 
 
 def test_samples_show_the_advantages_of_turns_that_are_trained(tmp_path: Path, model: str) -> None:
@@ -161,23 +165,25 @@ def test_samples_show_the_advantages_of_turns_that_are_trained(tmp_path: Path, m
     output = generation(trainer)
     (row,) = rows_of(tmp_path, "samples.jsonl")
     trained = {}
-    for place, one in enumerate(trainer.source.played):
-        own = [token for token, turn in enumerate(one.turn_ids) if turn is not None]
-        trained[tuple(one.actions)] = output["advantages"][place, own]
+    for place, episode in enumerate(trainer.source.played):
+        positions = [token for token, turn in enumerate(episode.turn_ids) if turn is not None]
+        trained[tuple(episode.actions)] = output["advantages"][place, positions]
     assert len(row["samples"]) == 8
     for sample in row["samples"]:
         turns = sample["episode"]["turns"]
         of_tokens = trained[tuple(turn["action"] for turn in turns)]
         assert sample["advantage"] == pytest.approx(of_tokens.mean().item(), abs=1e-3)
-        assert {turn["advantage"] for turn in turns} == {round(one, 4) for one in of_tokens.tolist()}
+        assert {turn["advantage"] for turn in turns} == {round(value, 4) for value in of_tokens.tolist()}
     assert trainer._logs["advantages"][0] == pytest.approx(trained[tuple(trainer.source.played[0].actions)].mean())
 
 
 def test_turns_are_compared_among_the_episodes_that_have_them() -> None:
-    found = turn_advantages([(0, 1.0, [0.0, 1.0]), (1, 0.0, [0.0]), (2, None, [5.0]), (3, 3.0, [1.0, 2.0])], 4)
-    assert set(found) == {(0, 0), (0, 1), (1, 0), (3, 0), (3, 1)}
-    assert found[0, 1] == pytest.approx(-found[3, 1]) and found[0, 1] == pytest.approx(-math.sqrt(0.5), abs=1e-3)
-    assert found[1, 0] < found[0, 0] < found[3, 0]
+    advantages = turn_advantages([(0, 1.0, [0.0, 1.0]), (1, 0.0, [0.0]), (2, None, [5.0]), (3, 3.0, [1.0, 2.0])], 4)
+    assert set(advantages) == {(0, 0), (0, 1), (1, 0), (3, 0), (3, 1)}
+    assert advantages[0, 1] == pytest.approx(-advantages[3, 1]) and advantages[0, 1] == pytest.approx(
+        -math.sqrt(0.5), abs=1e-3
+    )
+    assert advantages[1, 0] < advantages[0, 0] < advantages[3, 0]
 
 
 @pytest.mark.parametrize(("rule", "scored"), [("score", True), ("zero", True), ("unscored", False)])
@@ -185,8 +191,8 @@ def test_an_episode_without_turns_left_ends_unfinished(tmp_path: Path, model: st
     keys = {"environment_args": {"exactly": 3}, "environment_max_turns": 2, "environment_unfinished": rule}
     trainer = make_trainer(tmp_path, model, **keys)
     generation(trainer)
-    assert all(one.unfinished and len(one.actions) == 2 for one in trainer.source.played)
-    assert {one["unfinished"] for one in trainer.source.records} == {"environment_max_turns"}
+    assert all(episode.unfinished and len(episode.actions) == 2 for episode in trainer.source.played)
+    assert {record["unfinished"] for record in trainer.source.records} == {"environment_max_turns"}
     rewards = trainer.rewards_BR[:, 0]
     assert rewards.isnan().all() if not scored else (rewards == 0).all() == (rule == "zero")
     assert trainer._metrics["train"]["episodes/unfinished"] == [1.0]
@@ -207,8 +213,8 @@ def test_an_unfinished_episode_that_is_worth_nothing_trains_no_turn(tmp_path: Pa
 def test_an_episode_without_room_for_a_turn_ends_unfinished(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, environment_args={"exactly": 3}, max_completion_length=24)
     output = generation(trainer)
-    assert all(one.unfinished for one in trainer.source.played if len(one.actions) < 3)
-    assert {one.unfinished for one in trainer.source.played} >= {"max_completion_length"}
+    assert all(episode.unfinished for episode in trainer.source.played if len(episode.actions) < 3)
+    assert {episode.unfinished for episode in trainer.source.played} >= {"max_completion_length"}
     assert output["completion_ids"].shape[1] <= 24
 
 
@@ -248,7 +254,7 @@ def test_a_turn_without_a_token_is_ended_too(tmp_path: Path, model: str) -> None
     trainer = make_trainer(tmp_path, model)
     trainer._generate_single_turn = lambda prompts, *_: ([[] for _ in prompts], None)
     output = generation(trainer)
-    assert all(one.actions and set(one.actions) == {""} for one in trainer.source.played)
+    assert all(episode.actions and set(episode.actions) == {""} for episode in trainer.source.played)
     assert output["tool_mask"].sum() == 0
     trainer.source.close()
 
@@ -268,7 +274,7 @@ def test_environments_that_all_hang_are_given_up(tmp_path: Path, model: str) -> 
     began = time.monotonic()
     with pytest.raises(TooManyWithoutVerdict, match="time limit"):
         generation(trainer)
-    hung = [one for one in trainer.source.played if one.failed == "time limit"]
+    hung = [episode for episode in trainer.source.played if episode.failed == "time limit"]
     assert hung[0].record()["failed"] == "time limit" and hung[0].record()["turns"] == [{"action": "h"}]
     assert len(hung) == 5 and time.monotonic() - began < 60  # more than half of 8; the others were not called
 
@@ -287,19 +293,22 @@ GEMMA = (
 
 
 def test_a_turn_ends_with_the_templates_own_token_where_sampling_stops_at_it() -> None:
-    """As Gemma's does: a turn ends with another token than the tokenizer's, and a line break."""
+    """As in Gemma, a turn ends with a line break and a different token than the tokenizer's."""
     tokenizer = smoke.build_tokenizer()
     tokenizer.chat_template = GEMMA
-    end, asked = tokenizer.convert_tokens_to_ids("</answer>"), [{"role": "user", "content": "2+2="}]
+    end, messages = tokenizer.convert_tokens_to_ids("</answer>"), [{"role": "user", "content": "2+2="}]
     renderer = Renderer(tokenizer, None, [tokenizer.eos_token_id, end])
     follows = TEXT("\n<|user|>2+2=</answer>\n<|assistant|>").input_ids
     assert renderer.end() == end
-    assert renderer.between(asked, [65, end]) == follows
-    assert renderer.between(asked, [65, 66]) == renderer.between(asked, []) == [end, *follows]
-    assert renderer.between(asked, [65, tokenizer.eos_token_id]) == [end, *follows]  # as the template has it
+    assert renderer.between(messages, [65, end]) == follows
+    assert renderer.between(messages, [65, 66]) == renderer.between(messages, []) == [end, *follows]
+    assert renderer.between(messages, [65, tokenizer.eos_token_id]) == [
+        end,
+        *follows,
+    ]  # the template ends a turn this way
     assert renderer.text([*TEXT("4").input_ids, end]) == "4"
     with pytest.raises(ConfigError, match=r"ends a turn with '</answer>\\n', but sampling does not stop there"):
-        Renderer(tokenizer, None).between(asked, [65])
+        Renderer(tokenizer, None).between(messages, [65])
 
 
 def test_a_run_keeps_turns_that_end_with_another_token(tmp_path: Path, model: str) -> None:
@@ -312,7 +321,7 @@ def test_a_run_keeps_turns_that_end_with_another_token(tmp_path: Path, model: st
     first = [65, end, *TEXT("\n<|user|>").input_ids]
     assert output["completion_ids"][0, : len(first)].tolist() == first
     assert output["tool_mask"][0, :4].tolist() == [1, 1, 0, 0]
-    assert all(one.actions == [TEXT.decode([65])] * 2 for one in trainer.source.played)
+    assert all(episode.actions == [TEXT.decode([65])] * 2 for episode in trainer.source.played)
     trainer.source.close()
 
 
@@ -327,7 +336,7 @@ def test_a_role_that_the_template_does_not_know_is_refused() -> None:
 @pytest.mark.rotating
 @pytest.mark.parametrize("credit", ["all_turns", "per_turn"])
 def test_two_processes_equal_one(tmp_path: Path, model: str, credit: str) -> None:
-    """Three groups of four on two ranks, the second one half on each: the same update as of one process."""
+    """Three groups of four on two ranks, each with half of the second group, give the update of one process."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     arguments = ["tests.trainers.played_episodes", str(tmp_path / "two"), model, credit, "6"]
@@ -340,5 +349,5 @@ def test_two_processes_equal_one(tmp_path: Path, model: str, credit: str) -> Non
     alone.train()
     after, two = weights_of(alone), torch.load(tmp_path / "two/weights.pt")
     assert max((after[name] - before[name]).abs().max() for name in after) > 1e-3
-    for name, one in after.items():
-        assert torch.allclose(two[name], one, rtol=0, atol=1e-6), name
+    for name, weight in after.items():
+        assert torch.allclose(two[name], weight, rtol=0, atol=1e-6), name

@@ -1,4 +1,4 @@
-"""Any set can be evaluated: its means are exact, and its row says which set it is of."""
+"""Any set can be evaluated. Its means are exact, and its row has the name of the set."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def by_two_processes(folder: Path) -> dict[str, Any]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1))
-    assert str(first) == str(second)  # as text: NaN is not equal to itself
+    assert str(first) == str(second)  # compared by text: NaN is not equal to itself
     return dict(first)
 
 
@@ -47,17 +47,17 @@ def evaluated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_the_mean_is_that_of_the_set_evaluated(evaluated: tuple[Path, dict[str, Any]]) -> None:
-    _, found = evaluated
-    own, twenty, seven, two = fmean(OWN), 9.5, 3.0, 6.5
-    assert math.isnan(found.pop("empty")["empty_reward"])
-    assert found == {
-        "own": {"eval_reward": own},
+    _, results = evaluated
+    own_mean, twenty, seven, two = fmean(OWN), 9.5, 3.0, 6.5
+    assert math.isnan(results.pop("empty")["empty_reward"])
+    assert results == {
+        "own": {"eval_reward": own_mean},
         "larger": {"eval_reward": twenty},
         "smaller": {"test_reward": two},
         "dict": {"eval_low_reward": two, "eval_high_reward": twenty},
         "dict, prefix": {"test_low_reward": two, "test_high_reward": seven},
-        "own, prefix": {"final_reward": own},
-        "own, passed": {"eval_reward": own},
+        "own, prefix": {"final_reward": own_mean},
+        "own, passed": {"eval_reward": own_mean},
         "stream": {"stream_reward": seven},
         "stream in parts": {"parts_reward": seven},
         "no verdict": {"partly_reward": 7.5},
@@ -69,17 +69,17 @@ def test_the_mean_is_that_of_the_set_evaluated(evaluated: tuple[Path, dict[str, 
 
 def test_a_row_says_which_set_it_is_of(evaluated: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = evaluated
-    own, expected = fmean(OWN), []
+    own_mean, expected = fmean(OWN), []
     for name, prompts, mean in [
-        (None, 5, own),
+        (None, 5, own_mean),
         ("other", 20, 9.5),
         ("test", 2, 6.5),
         ("low", 2, 6.5),
         ("high", 20, 9.5),
         ("test_low", 2, 6.5),
         ("test_high", 7, 3.0),
-        (None, 5, own),
-        (None, 5, own),
+        (None, 5, own_mean),
+        (None, 5, own_mean),
         ("stream", 7, 3.0),
         ("parts", 7, 3.0),
         ("partly", 5, 7.5),
@@ -93,8 +93,8 @@ def test_a_row_says_which_set_it_is_of(evaluated: tuple[Path, dict[str, Any]]) -
         expected.append({"step": 0, **({} if name is None else {"set": name}), key: mean, "prompts": prompts})
     rows = rows_of(folder)
     assert all(row["seconds"] > 0 for row in rows)
-    kept = ("step", "set", "prompts")
-    assert [{key: row[key] for key in row if key in kept or key.endswith("_reward")} for row in rows] == expected
+    columns = ("step", "set", "prompts")
+    assert [{key: row[key] for key in row if key in columns or key.endswith("_reward")} for row in rows] == expected
     assert not [key for row in rows if "set" in row for key in row if key.startswith(("eval_rewards/", "eval_loss"))]
 
 
@@ -121,8 +121,12 @@ def test_every_metric_has_the_prefix(tmp_path: Path) -> None:
     assert {name for name in logged if not name.startswith(("test_low_", "test_high_"))} <= {"epoch"}
     for name in ("loss", "reward", "reward_std", "rewards/value/mean", "completions/mean_length", "entropy", "runtime"):
         assert {f"test_low_{name}", f"test_high_{name}"} <= set(logged)
-    seen = [set(one) for one in trainer.state.log_history]
-    assert "test_low_reward" in seen[0] and "test_high_reward" in seen[1] and not seen[0] & {"test_high_reward"}
+    logged_keys = [set(row) for row in trainer.state.log_history]
+    assert (
+        "test_low_reward" in logged_keys[0]
+        and "test_high_reward" in logged_keys[1]
+        and not logged_keys[0] & {"test_high_reward"}
+    )
 
 
 def test_a_prediction_is_exact_and_leaves_no_trace(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ EVALUATED = {
 
 
 class Scores:
-    """A reward that keeps what it gave during evaluation, by step, and can ask for a stop in one."""
+    """A reward that records its evaluation scores by step, and can request a stop during an evaluation."""
 
     __name__ = "different_characters"
 
@@ -44,7 +44,7 @@ class Scores:
 
 
 class RandomStates(TrainerCallback):
-    """What Python, numpy and torch would draw next, noted at the start of every step, without drawing it."""
+    """Record the random states of Python, numpy and torch at the start of every step."""
 
     def __init__(self) -> None:
         self.states: list[Any] = []
@@ -84,8 +84,8 @@ def test_training_is_the_same_with_and_without_evaluation(
 
     assert rows_of(folder / "metrics.jsonl") == rows_of(tmp_path / "metrics.jsonl")
     assert draws.states == undisturbed.states
-    for one, other in zip(trainer.model.parameters(), alone.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for weight, other in zip(trainer.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(weight, other)
     assert list(trainer._logs["completion"]) == list(alone._logs["completion"])
 
 
@@ -98,14 +98,14 @@ def test_a_row_for_every_evaluation_with_exact_means(
     assert [row["step"] for row in rows] == [0, 2, 4, 6]
     uneven = 0
     for row in rows:
-        given = reward.given[row["step"]]
-        known = [score for score in given if score is not None]
-        assert len(given) == 10 and row["prompts"] == 5
+        scores = reward.given[row["step"]]
+        known = [score for score in scores if score is not None]
+        assert len(scores) == 10 and row["prompts"] == 5
         assert row["eval_reward"] == pytest.approx(sum(known) / len(known))
         assert row["eval_rewards/different_characters/mean"] == pytest.approx(sum(known) / len(known))
         assert row["eval_completions/mean_length"] > 0 and row["seconds"] > 0
         assert "eval_runtime" not in row
-        batches = [[score for score in given[i : i + 4] if score is not None] for i in (0, 4, 8)]
+        batches = [[score for score in scores[i : i + 4] if score is not None] for i in (0, 4, 8)]
         means = [sum(batch) / len(batch) for batch in batches if batch]
         uneven += sum(means) / len(means) != pytest.approx(row["eval_reward"])
     assert uneven > 0  # the mean of the batches' means, which TRL logs, is another number
@@ -116,7 +116,7 @@ def test_evaluation_is_a_phase_of_its_own(evaluated: tuple[Path, Scores, GRPOTra
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     evaluated_before = [row["step"] for row in rows if row["seconds/evaluate"] > 0]
-    assert evaluated_before == [3, 5]  # after steps 2 and 4; that on start and the last one belong to no row
+    assert evaluated_before == [3, 5]  # after steps 2 and 4; the first and last evaluation belong to no row
     for row in rows:
         phases = [value for key, value in row.items() if key.startswith("seconds/") and key != "seconds/step"]
         assert sum(phases) == pytest.approx(row["seconds/step"])
@@ -259,12 +259,12 @@ def test_rows_past_the_checkpoint_are_moved_aside(tmp_path: Path) -> None:
 
 def test_a_large_evaluation_batch_is_scored_in_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, _ = train(tmp_path, **EVALUATED | {"per_device_eval_batch_size": 10, "eval_steps": STEPS})
-    asked: list[torch.Size] = []
+    shapes: list[torch.Size] = []
     fed: list[int] = []
     stock = trainer._get_per_token_logps_and_entropies
 
     def noted(model: Any, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        asked.append(ids.shape)
+        shapes.append(ids.shape)
         with model.model.register_forward_pre_hook(
             lambda _, args, kwargs: fed.append(kwargs["input_ids"].numel()), with_kwargs=True
         ):
@@ -274,5 +274,5 @@ def test_a_large_evaluation_batch_is_scored_in_small_ones(tmp_path: Path, monkey
     for trimmed in (True, False):
         trainer.args.trim_padding = trimmed
         trainer.evaluate()
-        assert {rows for rows, _ in asked} == {10}
-        assert 0 < max(fed) <= 4 * max(width for _, width in asked)  # as many tokens as four padded rows
+        assert {rows for rows, _ in shapes} == {10}
+        assert 0 < max(fed) <= 4 * max(width for _, width in shapes)  # at most the tokens of four padded rows

@@ -28,7 +28,7 @@ def sets() -> dict[str, Any]:
 
 
 class Stops:
-    """A reward that asks for a stop when the set is evaluated at a step."""
+    """A reward that requests a stop when the set is evaluated at a step."""
 
     __name__ = "different_characters"
 
@@ -48,7 +48,7 @@ def places(folder: Path) -> list[tuple[int, str]]:
 
 
 def history(trainer: GRPOTrainer) -> list[tuple[int, float]]:
-    return [(one["step"], one["eval_hard_reward"]) for one in trainer.state.log_history if "eval_hard_reward" in one]
+    return [(row["step"], row["eval_hard_reward"]) for row in trainer.state.log_history if "eval_hard_reward" in row]
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +88,12 @@ def test_a_run_stopped_among_its_sets_goes_on_with_those_left(
     assert stopped is not None and ("step 2, state saved" if step == 2 else "nothing to save") in str(stopped)
     assert places(tmp_path) == done + ([(step, "easy")] if name == "hard" else [])
     stop_file(tmp_path).unlink()
-    again, _ = train(tmp_path, held_out=sets(), **keys)
+    resumed, _ = train(tmp_path, held_out=sets(), **keys)
     folder, trainer = whole
     assert rows_of(tmp_path / "eval.jsonl") == rows_of(folder / "eval.jsonl")
     assert rows_of(tmp_path / "metrics.jsonl") == rows_of(folder / "metrics.jsonl")
-    assert again.state.best_metric == trainer.state.best_metric
-    assert again.state.best_global_step == trainer.state.best_global_step
+    assert resumed.state.best_metric == trainer.state.best_metric
+    assert resumed.state.best_global_step == trainer.state.best_global_step
 
 
 @pytest.mark.slow
@@ -116,25 +116,25 @@ def test_an_evaluation_made_up_for_twice_still_counts_for_the_best_metric(tmp_pa
 
 
 class Requests:
-    """A reward that asks for a stop where a condition on the step, and on whether it evaluates, holds.
+    """A reward that requests a stop if a condition on the step and the mode (training, evaluation) is met.
 
-    Evaluations get less the later they are.
+    Later evaluations get lower scores.
     """
 
     __name__ = "different_characters"
 
-    def __init__(self, folder: Path, wanted: Any):
-        self._request, self._wanted = stop_file(folder), wanted
+    def __init__(self, folder: Path, condition: Any):
+        self._request, self._condition = stop_file(folder), condition
 
     def __call__(self, completions: list[Any], answer: list[str], trainer_state: Any, **_: Any) -> list[float | None]:
-        if self._wanted(trainer_state.global_step, int(answer[0]) >= 7):
+        if self._condition(trainer_state.global_step, int(answer[0]) >= 7):
             self._request.touch()
         late = 100 * trainer_state.global_step if int(answer[0]) >= 7 else 0
         return [None if score is None else score - late for score in different_characters(completions)]
 
 
 class EvaluatesToo(TrainerCallback):
-    """Evaluates a set of its own after a step, or predicts on it."""
+    """Evaluate another set after a step, or predict on it."""
 
     trainer: GRPOTrainer
 
@@ -232,8 +232,10 @@ def test_an_evaluation_without_a_verdict_is_not_the_best(tmp_path: Path) -> None
 
 def test_persistent_workers_do_not_keep_the_first_set(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, numbers([1, 3]), dataloader_num_workers=1, dataloader_persistent_workers=True)
-    found = [trainer.evaluate(one)["eval_reward"] for one in (None, numbers([10, 20, 30]), numbers([5]), None)]
-    assert found == [2.0, 20.0, 5.0, 2.0]
+    means = [
+        trainer.evaluate(held_out)["eval_reward"] for held_out in (None, numbers([10, 20, 30]), numbers([5]), None)
+    ]
+    assert means == [2.0, 20.0, 5.0, 2.0]
 
 
 @pytest.mark.slow
@@ -242,8 +244,8 @@ def test_the_draws_of_a_set_do_not_depend_on_the_sets_before_it(tmp_path: Path) 
     folder = tmp_path / "reversed"
     train(folder, held_out=dict(reversed(sets().items())), eval_on_start=True, **KEYS | {"max_steps": 1})
     train(tmp_path / "run", held_out=sets(), eval_on_start=True, **KEYS | {"max_steps": 1})
-    one, other = (
+    rows, other = (
         {row["set"]: row for row in rows_of(path / "eval.jsonl") if row["step"] == 0}
         for path in (folder, tmp_path / "run")
     )
-    assert one == other
+    assert rows == other

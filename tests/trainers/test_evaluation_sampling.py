@@ -1,4 +1,4 @@
-"""Evaluations that sample by keys of their own, with transformers; test_external.py has the same through a server."""
+"""Evaluations with their own sampling keys, on transformers. test_external.py has the same tests for a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2, "per_device_
 
 
 class Sampled:
-    """A reward that remembers what it is given while the model is evaluated, and while it is trained."""
+    """A reward that records its completions in evaluation and in training."""
 
     def __init__(self) -> None:
         self.evaluated: list[str] = []
@@ -29,15 +29,15 @@ class Sampled:
 
 
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> tuple[Sampled, dict[str, Any]]:
-    """What was sampled, and the row of the evaluation."""
+    """Run a training and return its samples and the evaluation row."""
     from grpo_recipes.trainers.grpo import GRPOTrainer
 
     reward = Sampled()
     built = GRPOTrainer.__init__
 
-    def remember(self: Any, **given: Any) -> None:
+    def remember(self: Any, **arguments: Any) -> None:
         reward.trainer = self
-        built(self, **given)
+        built(self, **arguments)
 
     monkeypatch.setattr(GRPOTrainer, "__init__", remember)
     train(folder, reward, **STEPS | keys)
@@ -53,9 +53,9 @@ def test_greedy_evaluations_do_not_depend_on_the_seed_and_leave_the_training_alo
 ) -> None:
     plain, _ = run(tmp_path / "plain", monkeypatch)
     greedy = {"eval_temperature": 0.0, "num_generations_eval": 1}
-    found = [run(tmp_path / f"greedy-{seed}", monkeypatch, **greedy, eval_sampling_seed=seed)[0] for seed in (1, 2)]
-    assert found[0].evaluated == found[1].evaluated and len(found[0].evaluated) >= 5
-    assert found[0].trained == found[1].trained == plain.trained
+    rewards = [run(tmp_path / f"greedy-{seed}", monkeypatch, **greedy, eval_sampling_seed=seed)[0] for seed in (1, 2)]
+    assert rewards[0].evaluated == rewards[1].evaluated and len(rewards[0].evaluated) >= 5
+    assert rewards[0].trained == rewards[1].trained == plain.trained
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_seeds_of_evaluations_are_their_own(tmp_path: Path, monkeypatch: pytest.
 
 def test_length_and_nucleus_of_evaluations_are_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, row = run(tmp_path / "long", monkeypatch, eval_max_completion_length=7)
-    assert row["eval_completions/max_length"] == 7  # of the training: 4
+    assert row["eval_completions/max_length"] == 7  # the training has 4
     reward, _ = run(tmp_path / "narrow", monkeypatch, eval_top_p=1e-4, num_generations_eval=2)
     pairs = list(zip(reward.evaluated[::2], reward.evaluated[1::2], strict=True))
-    assert len(pairs) >= 5 and all(one == other for one, other in pairs)  # the likeliest token alone is left
+    assert len(pairs) >= 5 and all(first == other for first, other in pairs)  # only the most likely token remains

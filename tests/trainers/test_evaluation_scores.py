@@ -1,4 +1,4 @@
-"""pass@k, mean@k, best@k and majority@k of an evaluation, by one process and by two."""
+"""pass@k, mean@k, best@k and majority@k of an evaluation, on one process and on two."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_recipes.runs.rundir import read_rows
 from .judged_sets import evaluate, half_length, pure_accuracy_math
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of each prompt the scored completions of TABLE, in their order: right or not, and its answer.
+# For each prompt, the scored completions of TABLE in order: correct or not, and the answer.
 SCORED = (
     ((1, "7"), (0, "1"), (0, "1"), (1, "7"), (0, None), (0, "2")),
     ((0, "3"), (1, "8"), (0, "3"), (1, "8")),
@@ -47,7 +47,7 @@ def by_two_processes(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=ROTATES)])
 def test_an_evaluation_has_the_scores_of_its_completions(tmp_path: Path, processes: int) -> None:
-    found = evaluate(tmp_path) if processes == 1 else by_two_processes(tmp_path)
+    metrics = evaluate(tmp_path) if processes == 1 else by_two_processes(tmp_path)
 
     expected: dict[str, float] = {}
     for k in (1, 2, 4, 5, 6):
@@ -56,7 +56,7 @@ def test_an_evaluation_has_the_scores_of_its_completions(tmp_path: Path, process
         expected |= {f"eval_pass@{k}": fmean(drawn), f"eval_best@{k}": fmean(drawn)}
         expected |= {f"eval_mean@{k}": fmean(fmean(row[:k]) for row in rewards)}
         expected |= {f"eval_majority@{k}": fmean(MAJORITIES[k])}
-    scores = {name: value for name, value in found.items() if "@" in name}
+    scores = {name: value for name, value in metrics.items() if "@" in name}
     assert scores == pytest.approx(expected) and len(set(expected.values())) > 6
 
     (row,) = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
@@ -68,27 +68,27 @@ def test_an_evaluation_has_the_scores_of_its_completions(tmp_path: Path, process
 
 
 def test_without_an_accuracy_reward_a_sum_of_1_is_right(tmp_path: Path) -> None:
-    found = evaluate(tmp_path, (half_length,))
+    metrics = evaluate(tmp_path, (half_length,))
 
-    # The lengths of the completions, two of which have no verdict, over 2.
+    # The lengths of the completions over 2. Two completions have no verdict.
     first, third = [18, 18, 18, 20, 1, 9], [18, 18, 0, 17, 18, 18]
-    assert found["eval_mean@1"] == pytest.approx(9)
-    assert found["eval_mean@6"] == pytest.approx((sum(first) / 12 + sum(third) / 12) / 2)
-    assert found["eval_best@6"] == pytest.approx((10 + 9) / 2)
-    assert found["eval_pass@1"] == pytest.approx((5 / 6 + 1 + 5 / 6) / 3)  # "7" and "" sum to less than 1
-    assert "eval_majority@1" in found
+    assert metrics["eval_mean@1"] == pytest.approx(9)
+    assert metrics["eval_mean@6"] == pytest.approx((sum(first) / 12 + sum(third) / 12) / 2)
+    assert metrics["eval_best@6"] == pytest.approx((10 + 9) / 2)
+    assert metrics["eval_pass@1"] == pytest.approx((5 / 6 + 1 + 5 / 6) / 3)  # "7" and "" sum to less than 1
+    assert "eval_majority@1" in metrics
 
 
 def test_the_weight_of_another_reward_changes_no_verdict(tmp_path: Path) -> None:
-    found = evaluate(tmp_path, (pure_accuracy_math, half_length), reward_weights=[0.0, 1.0])
-    assert found["eval_pass@1"] == pytest.approx((2 / 6 + 2 / 4 + 3 / 6) / 3)
-    assert found["eval_best@6"] == pytest.approx(9.5)
+    metrics = evaluate(tmp_path, (pure_accuracy_math, half_length), reward_weights=[0.0, 1.0])
+    assert metrics["eval_pass@1"] == pytest.approx((2 / 6 + 2 / 4 + 3 / 6) / 3)
+    assert metrics["eval_best@6"] == pytest.approx(9.5)
 
 
 def test_no_k_is_above_the_completions_of_a_prompt(tmp_path: Path) -> None:
-    found = evaluate(tmp_path, num_generations_eval=3, per_device_eval_batch_size=3)
-    assert {name for name in found if name.startswith("eval_pass@")} == {f"eval_pass@{k}" for k in (1, 2, 3)}
-    assert all(math.isfinite(value) for name, value in found.items() if "@" in name)
+    metrics = evaluate(tmp_path, num_generations_eval=3, per_device_eval_batch_size=3)
+    assert {name for name in metrics if name.startswith("eval_pass@")} == {f"eval_pass@{k}" for k in (1, 2, 3)}
+    assert all(math.isfinite(value) for name, value in metrics.items() if "@" in name)
 
 
 def test_equal_answers_have_one_label() -> None:

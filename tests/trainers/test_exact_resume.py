@@ -1,4 +1,4 @@
-"""Continuing from a checkpoint equals not having stopped, on CPU bit for bit, whatever the ranks and the epoch."""
+"""A run resumed from a checkpoint equals an uninterrupted run, bit for bit on CPU, for any rank and epoch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_recipes.runs.checkpoints import publish_checkpoint
 from .resumed_ranks import GROUP, SHAPES, points, restarts
 from .tiny_training import different_characters, train
 
-# What a checkpoint's file of a rank holds, under the names of the first release: older checkpoints are resumed.
+# Contents of a rank's checkpoint file under the names of the first release. Older checkpoints must resume.
 WINDOW = {
     "step", "split", "buffered", "metrics", "logs", "step_time", "tr_loss", "total_loss", "last_logged", "flos",
     "total_flos", "tokens_seen", "evaluation_owed", "ahead",
@@ -39,7 +39,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def trained(folder: Path, count: int, shapes: list[str]) -> Found:
-    """What so many ranks found in runs of some shapes, each rank in a process of its own."""
+    """Run these shapes with this many ranks, one process per rank, and return their results."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -61,12 +61,12 @@ def trained(folder: Path, count: int, shapes: list[str]) -> Found:
 
 
 def test_every_epoch_has_an_order_of_its_own_and_every_rank_its_share(ranks: Found) -> None:
-    """Else that runs are equal would say little."""
+    """Otherwise, equal runs would prove little."""
     for shape in ranks[0]:
         windows = SHAPES[shape]["windows"]
         by_rank = _taken(ranks, shape, "whole")
-        joined = [[prompt for _, prompts in one for prompt in prompts] for one in zip(*by_rank, strict=True)]
-        assert all(one == [prompt for prompt in one[::GROUP] for _ in range(GROUP)] for one in joined)
+        joined = [[prompt for _, prompts in parts for prompt in prompts] for parts in zip(*by_rank, strict=True)]
+        assert all(prompts == [prompt for prompt in prompts[::GROUP] for _ in range(GROUP)] for prompts in joined)
         epochs = [
             [prompt for generation in joined[start : start + windows] for prompt in generation[::GROUP]]
             for start in range(0, 3 * windows, windows)
@@ -89,17 +89,17 @@ def test_a_run_stopped_again_and_again_equals_the_one_left_alone(ranks: Found) -
 
 
 def test_with_ignore_data_skip_the_epoch_begins_again(ranks: Found) -> None:
-    """The window under way is finished; then each rank takes what it took at the beginning of the epoch."""
+    """The current window is finished. Then each rank repeats the prompts from the start of the epoch."""
     for shape in ranks[0]:
         epoch = SHAPES[shape]["epoch"]
-        first, *others = restarts(shape)
-        _assert_equal_from(ranks, shape, f"restarted-{first}", first)  # where the epoch begins anyway
-        for step in others:
+        first, *later = restarts(shape)
+        _assert_equal_from(ranks, shape, f"restarted-{first}", first)  # the epoch starts here anyway
+        for step in later:
             case = f"restarted-{step}"
             for whole, restarted in zip(_taken(ranks, shape, "whole"), _taken(ranks, shape, case), strict=True):
                 from_start = [prompts for done, prompts in whole if done >= step // epoch * epoch]
-                taken = [prompts for _, prompts in restarted]
-                assert taken and taken == from_start[: len(taken)], case
+                prompts_taken = [prompts for _, prompts in restarted]
+                assert prompts_taken and prompts_taken == from_start[: len(prompts_taken)], case
             assert len({rank[shape][case]["weights"] for rank in ranks}) == 1
             record("transformers", "ddp", len(ranks), shape, step, True, *_weights(ranks, shape, case))
 
@@ -116,7 +116,7 @@ def test_runs_of_the_other_shapes(tmp_path: Path, count: int) -> None:
 
 
 def _assert_equal_from(ranks: Found, shape: str, case: str, step: int) -> None:
-    """Whether a case has the prompts of each rank, the rows and the weights of the run left alone, from ``step`` on."""
+    """Check that a case has the prompts, rows and weights of the uninterrupted run from ``step`` on."""
     for whole, continued in zip(_taken(ranks, shape, "whole"), _taken(ranks, shape, case), strict=True):
         assert continued == [[done, prompts] for done, prompts in whole if done >= step], case
     rows = ranks[0][shape]["whole"]["rows"]
@@ -148,12 +148,12 @@ def test_a_generation_under_way_is_not_split_otherwise(tmp_path: Path) -> None:
 def test_a_checkpoint_is_not_resumed_at_another_place_in_the_data(tmp_path: Path) -> None:
     keys = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 9, "steps_per_generation": 1}
     train(tmp_path, **keys, max_steps=2)
-    for changed, said in (
+    for changed, message in (
         ({"seed": 7}, "saved with seed 42, this run has seed 7"),
         ({"num_iterations": 2}, "saved with num_iterations 1, this run has num_iterations 2"),
         ({"per_device_train_batch_size": 8}, "saved with prompts of a generation 1, completions of a step 4, this run"),
     ):
-        with pytest.raises(ValueError, match=f"checkpoint-2 was {said}.*Fix: .*--ignore_data_skip true"):
+        with pytest.raises(ValueError, match=f"checkpoint-2 was {message}.*Fix: .*--ignore_data_skip true"):
             train(tmp_path, **keys | changed, max_steps=3)
     train(tmp_path, **keys, seed=7, max_steps=3, ignore_data_skip=True)
     with pytest.raises(ValueError, match=r"checkpoint-3 comes from a run that restarted an epoch.*Fix: add "):
@@ -161,7 +161,7 @@ def test_a_checkpoint_is_not_resumed_at_another_place_in_the_data(tmp_path: Path
 
 
 def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
-    """It knows neither the order of its data nor how its batch was split; the rest has the names it always had."""
+    """It contains neither the data order nor the batch split. The other names are unchanged."""
     keys = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 9, "max_steps": 3}
     alone, _ = train(tmp_path / "alone", **keys)
     staged = tmp_path / "old" / "checkpoints" / "partial" / "checkpoint-2"
@@ -177,25 +177,25 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
 
     resumed, _ = train(tmp_path / "old", **keys)
 
-    for one, other in zip(alone.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for weight, other in zip(alone.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(weight, other)
 
 
 def _split_otherwise(folder: Path, num_iterations: int) -> tuple[list[Any], list[Any]]:
-    """The prompts of each generation of a run of six steps, and of one continued after three with half the rows."""
-    taken: list[Any] = []
+    """Return the prompts by generation for a run of six steps, and for a run resumed after three with half the rows."""
+    batches: list[Any] = []
 
     def reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[float | None]:
-        taken.append([prompt[0]["content"] for prompt in prompts])
+        batches.append([prompt[0]["content"] for prompt in prompts])
         return different_characters(completions)
 
     keys = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 9, "num_iterations": num_iterations}
     train(folder / "whole", reward, **keys, per_device_train_batch_size=4, **_accumulated(3))
-    whole, taken = taken, []
+    whole, batches = batches, []
     saved = "checkpoints/checkpoint-3"
     shutil.copytree(folder / "whole" / saved, folder / "continued" / saved)
     train(folder / "continued", reward, **keys, per_device_train_batch_size=2, **_accumulated(6))
-    return whole, taken
+    return whole, batches
 
 
 def _accumulated(count: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""A training that asks a server which somebody started: a fake SGLang; tests/e2e/test_external.py has the real vLLM."""
+"""A training with an external server: a fake SGLang. tests/e2e/test_external.py has the real vLLM."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSgla
 
 
 def run(server: FakeSglang, tmp_path: Path, folder: str = "run", **keys: Any) -> Any:
-    given = {
+    defaults = {
         "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": f"{server.url}/v1",
         "server_backend": "sglang_server", "server_request_timeout": 20.0, "vllm_server_timeout": 5.0,
         "logging_steps": 1,
     }  # fmt: skip
-    return train(tmp_path / folder, **given | keys)
+    return train(tmp_path / folder, **defaults | keys)
 
 
 def rows(tmp_path: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -51,13 +51,13 @@ def rows(tmp_path: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 def test_weights_reach_the_server_and_its_log_probs_are_the_trainers(server: FakeSglang, tmp_path: Path) -> None:
     trainer, _ = run(server, tmp_path, max_steps=6, steps_per_generation=1, learning_rate=1e-2)
     assert server.loads == 6
-    found = rows(tmp_path)
+    metrics = rows(tmp_path)
     # The server's model began with other weights, and was trained in between: every row was sampled with the trainer's.
-    assert [row["sampling/sampling_logp_difference/max"] < 1e-4 for row in found] == [True] * 6
-    assert all("rollouts/failed" in row and row["rollouts/failed"] == 0 for row in found)
-    held = dict(server.model.named_parameters())
-    moved = [(held[name] - own).abs().max().item() for name, own in trainer.model.named_parameters()]
-    assert 0 < max(moved) < 0.05  # all but the last step
+    assert [row["sampling/sampling_logp_difference/max"] < 1e-4 for row in metrics] == [True] * 6
+    assert all("rollouts/failed" in row and row["rollouts/failed"] == 0 for row in metrics)
+    served = dict(server.model.named_parameters())
+    moved = [(served[name] - weight).abs().max().item() for name, weight in trainer.model.named_parameters()]
+    assert 0 < max(moved) < 0.05  # the last step is not sent
 
 
 def test_every_sampling_field_of_training_and_evaluation_is_sent(server: FakeSglang, tmp_path: Path) -> None:
@@ -71,11 +71,13 @@ def test_every_sampling_field_of_training_and_evaluation_is_sent(server: FakeSgl
     training = common | {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 3}
     evaluation = common | {"temperature": 0.4, "top_p": 0.5, "max_new_tokens": 2}
     plain = {"min_p": 0.0, "top_k": -1, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0}
-    sent = [{key: value for key, value in one.items() if key in training} for one in server.sampled]
+    sent = [{key: value for key, value in request.items() if key in training} for request in server.sampled]
     assert sent.count(training) == 16 and sent.count(evaluation) == 10
-    rest = [one for one in sent if one not in (training, evaluation)]
-    assert rest and all(one == plain | {"max_new_tokens": 32} for one in rest)  # what the guard looks at
-    seeds = [one["sampling_seed"] for one in server.sampled]
+    guard_requests = [fields for fields in sent if fields not in (training, evaluation)]
+    assert guard_requests and all(
+        fields == plain | {"max_new_tokens": 32} for fields in guard_requests
+    )  # requests of the weight guard
+    seeds = [request["sampling_seed"] for request in server.sampled]
     assert len({*seeds}) == len(seeds)
 
 
@@ -94,7 +96,7 @@ def test_a_server_that_keeps_its_old_weights_ends_the_run(server: FakeSglang, tm
 def test_the_weights_of_the_last_step_are_looked_at_too(server: FakeSglang, tmp_path: Path) -> None:
     trainer, _ = run(server, tmp_path, max_steps=2, steps_per_generation=1, learning_rate=1e-2)
     trainer.serve_final_weights()
-    trainer.state.global_step += 1  # as after a step
+    trainer.state.global_step += 1  # acts like a finished step
     next(trainer.model.parameters()).data.add_(0.5)
     server.deaf = True
     with pytest.raises(WeightsDiffer, match="no benchmark was run"):
@@ -106,11 +108,11 @@ def test_the_weights_of_the_last_step_are_looked_at_too(server: FakeSglang, tmp_
 def test_the_seed_of_evaluations_alone_decides_what_they_draw(server: FakeSglang, tmp_path: Path) -> None:
     keys = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "eval_max_completion_length": 2}
     drawn = []
-    for place, (seed, own) in enumerate(((1, 11), (2, 11), (1, 12), (11, None))):
+    for place, (seed, eval_seed) in enumerate(((1, 11), (2, 11), (1, 12), (11, None))):
         server.sampled.clear()
         shutil.copytree(tmp_path / "run", tmp_path / f"run{place}")
-        run(server, tmp_path, f"run{place}", seed=seed, eval_sampling_seed=own, **keys)
-        drawn.append(sorted(one["sampling_seed"] for one in server.sampled if one["max_new_tokens"] == 2))
+        run(server, tmp_path, f"run{place}", seed=seed, eval_sampling_seed=eval_seed, **keys)
+        drawn.append(sorted(request["sampling_seed"] for request in server.sampled if request["max_new_tokens"] == 2))
     assert len(drawn[0]) == 20
     assert drawn[0] == drawn[1] == drawn[3] != drawn[2]
 
@@ -126,13 +128,13 @@ def test_a_server_that_refuses_weights_ends_the_run(server: FakeSglang, tmp_path
 def test_a_completion_that_failed_is_left_out_and_counted(server: FakeSglang, tmp_path: Path) -> None:
     server.failing = 3
     trainer, _ = run(server, tmp_path, max_steps=4, max_concurrent_requests=1, entropy_coef=0.1)
-    found = rows(tmp_path)
-    assert found[0]["rollouts/failed"] == pytest.approx(3 / 16)
+    metrics = rows(tmp_path)
+    assert metrics[0]["rollouts/failed"] == pytest.approx(3 / 16)
     assert trainer.state.global_step == 4
 
 
 def test_nothing_is_learned_from_what_stands_for_a_failed_completion(server: FakeSglang, tmp_path: Path) -> None:
-    """Token 0 is in no completion: a step that learned of it would move its log-prob more than weight decay does."""
+    """Token 0 is in no completion. Learning from it would move its log-prob more than weight decay does."""
     from grpo_recipes.rollouts import external
 
     losses = []

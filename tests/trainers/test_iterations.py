@@ -1,4 +1,4 @@
-"""Metrics and checkpoints by iteration: made from the rows of the run, the same after a continued one."""
+"""Metrics and checkpoints by iteration, made from the rows of the run. A resumed run makes the same files."""
 
 from __future__ import annotations
 
@@ -40,19 +40,23 @@ def test_each_iteration_has_its_means_and_terms_that_add_up(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = trained(tmp_path, model, monkeypatch)
-    found = contents(tmp_path)
-    assert list(found) == ["train_iter_000.json", "train_iter_001.json"]
+    files = contents(tmp_path)
+    assert list(files) == ["train_iter_000.json", "train_iter_001.json"]
     logged = [row for row in trainer.state.log_history if "loss" in row]
-    for iteration, one in enumerate(found.values()):
-        own = logged[4 * iteration : 4 * iteration + 4]
-        mean = {name: sum(row[name] for row in own) / 4 for name in ("loss", "kl", "entropy", "grad_norm")}
-        assert one["iteration"] == iteration and one["steps"] == [row["step"] for row in own]
-        assert one["loss_total"] == pytest.approx(mean["loss"]) and one["grad_norm"] == pytest.approx(mean["grad_norm"])
-        assert one["loss_kl"] == pytest.approx(0.1 * mean["kl"]) and one["kl_divergence"] == pytest.approx(mean["kl"])
-        assert one["loss_entropy"] == pytest.approx(-0.01 * mean["entropy"]) != 0
-        parts = one["loss_pg"] + one["loss_kl"] + one["loss_entropy"]
-        assert parts == pytest.approx(one["loss_total"], abs=1e-7)  # sums of float32 terms that cancel out
-        assert all(math.isfinite(value) for value in one.values() if isinstance(value, float))
+    for iteration, content in enumerate(files.values()):
+        steps = logged[4 * iteration : 4 * iteration + 4]
+        mean = {name: sum(row[name] for row in steps) / 4 for name in ("loss", "kl", "entropy", "grad_norm")}
+        assert content["iteration"] == iteration and content["steps"] == [row["step"] for row in steps]
+        assert content["loss_total"] == pytest.approx(mean["loss"]) and content["grad_norm"] == pytest.approx(
+            mean["grad_norm"]
+        )
+        assert content["loss_kl"] == pytest.approx(0.1 * mean["kl"]) and content["kl_divergence"] == pytest.approx(
+            mean["kl"]
+        )
+        assert content["loss_entropy"] == pytest.approx(-0.01 * mean["entropy"]) != 0
+        parts = content["loss_pg"] + content["loss_kl"] + content["loss_entropy"]
+        assert parts == pytest.approx(content["loss_total"], abs=1e-7)  # sums of float32 terms that cancel out
+        assert all(math.isfinite(value) for value in content.values() if isinstance(value, float))
 
 
 def test_terms_that_do_not_add_up_are_visible(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,9 +77,9 @@ def test_the_policy_gradient_term_is_the_loss_of_a_run_without_the_others(
 ) -> None:
     """S9: at the first step both runs have the same weights and completions, so the terms are equal."""
     base = yaml.safe_load((home() / "recipes/base/offline_grpo.yaml").read_text())
-    given = {"max_steps": 4, "loss_type": base["loss_type"], **keys}
-    trained(tmp_path / "both", model, monkeypatch, **given)
-    trained(tmp_path / "alone", model, monkeypatch, **given, beta=0.0, entropy_coef=0.0)
+    run_keys = {"max_steps": 4, "loss_type": base["loss_type"], **keys}
+    trained(tmp_path / "both", model, monkeypatch, **run_keys)
+    trained(tmp_path / "alone", model, monkeypatch, **run_keys, beta=0.0, entropy_coef=0.0)
     both, alone = (
         json.loads((tmp_path / name / "run/metrics.jsonl").read_text().splitlines()[0]) for name in ("both", "alone")
     )
@@ -85,8 +89,8 @@ def test_the_policy_gradient_term_is_the_loss_of_a_run_without_the_others(
 
 def test_a_term_that_is_off_is_zero_and_not_minus_zero() -> None:
     """M20: loss_entropy was -0.0 without an entropy bonus."""
-    found = iterations.train_metrics(0, [{"step": 1, "entropy": 0.5}], SimpleNamespace(beta=0.0, entropy_coef=0.0))
-    assert [math.copysign(1, found[name]) for name in ("loss_kl", "loss_entropy")] == [1.0, 1.0]
+    metrics = iterations.train_metrics(0, [{"step": 1, "entropy": 0.5}], SimpleNamespace(beta=0.0, entropy_coef=0.0))
+    assert [math.copysign(1, metrics[name]) for name in ("loss_kl", "loss_entropy")] == [1.0, 1.0]
     assert math.copysign(1, json_number(-0.0)) == 1.0
 
 
@@ -99,14 +103,14 @@ def same_for_all(completions: list[Any], **_: Any) -> list[float]:
 def test_without_advantages_the_loss_is_its_other_terms(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, keys: dict[str, int]
 ) -> None:
-    """By the loss of the base recipe: then the rest, loss_pg, is nothing, whatever lengths the completions have."""
+    """With the base recipe's loss, the remaining loss_pg is zero for completions of any length."""
     base = yaml.safe_load((home() / "recipes/base/offline_grpo.yaml").read_text())
     monkeypatch.setattr(iterations, "run_folder", lambda: tmp_path / "run")
-    given = KEYS | {"ref_model_name_or_path": model, "loss_type": base["loss_type"], "learning_rate": 0.05} | keys
-    train(tmp_path / "run", same_for_all, (iterations.Iterations(),), **given | {"max_completion_length": 8})
-    for one in contents(tmp_path).values():
-        assert abs(one["loss_kl"]) > 1e-3 and abs(one["loss_entropy"]) > 1e-3
-        assert one["loss_pg"] == pytest.approx(0.0, abs=1e-5)
+    run_keys = KEYS | {"ref_model_name_or_path": model, "loss_type": base["loss_type"], "learning_rate": 0.05} | keys
+    train(tmp_path / "run", same_for_all, (iterations.Iterations(),), **run_keys | {"max_completion_length": 8})
+    for content in contents(tmp_path).values():
+        assert abs(content["loss_kl"]) > 1e-3 and abs(content["loss_entropy"]) > 1e-3
+        assert content["loss_pg"] == pytest.approx(0.0, abs=1e-5)
 
 
 def test_a_checkpoint_inside_an_iteration_is_no_iterations_and_a_moved_one_is_followed(

@@ -1,4 +1,4 @@
-"""LoRA: each key changes the training, a transfer leaves the base model alone, a run resumes, the model is merged."""
+"""LoRA: each key changes the training, a transfer keeps the base model, a run resumes, the model is merged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TIMED = ("seconds/", "tokens_per_second", "step_time", "memory/", "syncs")
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random two-layer model with its tokenizer, as a run reads it."""
+    """Save a random two-layer model with its tokenizer for a run."""
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
     tokenizer = smoke.build_tokenizer()
@@ -79,7 +79,7 @@ def make_trainer(
 
 
 def trained(trainer: GRPOTrainer, folder: Path) -> list[dict[str, Any]]:
-    """Train, or go on; the rows of metrics without what a clock says."""
+    """Train or resume, and return the metrics rows without times."""
     checkpoint = newest_complete(folder / "checkpoints")
     with suppress(StoppedOnRequest):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -96,7 +96,7 @@ def merged(model: PeftModel) -> dict[str, torch.Tensor]:
 
 
 def adapted(base: Path, dtype: torch.dtype = torch.float32, **keys: Any) -> PeftModel:
-    """The model with an adapter that does something."""
+    """Return the model with an adapter that changes its outputs."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     config = get_peft_config(ModelConfig(**LORA | keys))
@@ -153,21 +153,21 @@ def plain(base: Path) -> torch.nn.Module:
 def test_merged_parameters_are_trls_and_leave_no_trace(base: Path, keys: dict[str, Any]) -> None:
     model = adapted(base, **keys)
     before = weights(model)
-    ours = merged(model)
+    sent = merged(model)
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
 
-    # What TRL would send: merged in place, under the names it sends.
+    # TRL would send these tensors: merged into the base weights, under the same names.
     generation = VLLMGeneration.__new__(VLLMGeneration)
     generation.model = model
     generation._dist = NotShared()
-    theirs = {name: tensor.clone() for name, tensor in VLLMGeneration._iter_named_params(generation)}
-    assert list(ours) == list(theirs) == [name for name, _ in plain(base).named_parameters()]
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    expected = {name: tensor.clone() for name, tensor in VLLMGeneration._iter_named_params(generation)}
+    assert list(sent) == list(expected) == [name for name, _ in plain(base).named_parameters()]
+    assert all(torch.equal(sent[name], expected[name]) for name in sent)
     assert any(not torch.equal(value, before[name]) for name, value in weights(model).items())  # the drift
 
 
 class NotShared:
-    """TRL's view of one process."""
+    """Stand-in for TRL's view of one process."""
 
     is_fsdp = False
 
@@ -182,7 +182,7 @@ def test_trl_streams_through_the_method_that_is_replaced() -> None:
 
 
 class FakeGeneration(Generation):
-    """Stands where TRL builds what holds the server's client."""
+    """Replace TRL's generation object, the owner of the server's client."""
 
     mode = "colocate"
 
@@ -258,13 +258,13 @@ def uninterrupted(base: Path, tmp_path_factory: pytest.TempPathFactory):
 def test_the_reference_is_the_base_model(base: Path, tmp_path: Path, cls: type, keys: dict[str, Any]) -> None:
     trainer = make_trainer(base, tmp_path, LORA | {"lora_modules_to_save": ["norm"]}, cls=cls, **keys)
     assert trainer.ref_model is None
-    seen = []
+    calls = []
     stock = trainer._get_per_token_logps_and_entropies
 
-    def watched(model: Any, ids: torch.Tensor, mask: torch.Tensor, *rest: Any, **more: Any) -> Any:
-        result = stock(model, ids, mask, *rest, **more)
+    def watched(model: Any, ids: torch.Tensor, mask: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = stock(model, ids, mask, *args, **kwargs)
         if not result[0].requires_grad:
-            seen.append((ids, mask, result[0]))
+            calls.append((ids, mask, result[0]))
         return result
 
     trained(trainer, tmp_path)  # the adapter is not the one it began with
@@ -272,16 +272,16 @@ def test_the_reference_is_the_base_model(base: Path, tmp_path: Path, cls: type, 
     trainer.model.train()
     trainer._generate_and_score_completions([dict(trainer.train_dataset[0]) for _ in range(4)])
 
-    ids, mask, reference = seen[-1]
-    kept = reference.size(1)
+    ids, mask, reference = calls[-1]
+    length = reference.size(1)
     with torch.no_grad():
-        logits = plain(base)(ids, attention_mask=mask).logits[:, -kept - 1 : -1]
-    expected = logits.log_softmax(-1).gather(-1, ids[:, -kept:, None]).squeeze(-1)
+        logits = plain(base)(ids, attention_mask=mask).logits[:, -length - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, ids[:, -length:, None]).squeeze(-1)
     torch.testing.assert_close(reference, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("keys", "tied", "said"),
+    ("keys", "tied", "message"),
     [
         ({"lora_target_modules": ["q_proj", "v_prj"]}, False, "lora_target_modules: the model has no layer 'v_prj'"),
         ({"lora_modules_to_save": ["head"]}, False, "lora_modules_to_save: the model has no layer 'head'"),
@@ -290,9 +290,9 @@ def test_the_reference_is_the_base_model(base: Path, tmp_path: Path, cls: type, 
         ({"lora_modules_to_save": ["embed_tokens"]}, True, "'embed_tokens' shares its weights"),
     ],
 )
-def test_an_adapter_that_does_not_fit_the_model_is_refused(keys: dict[str, Any], tied: bool, said: str) -> None:
+def test_an_adapter_that_does_not_fit_the_model_is_refused(keys: dict[str, Any], tied: bool, message: str) -> None:
     model = smoke.build_model(smoke.build_tokenizer(), tied=tied)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_adapter(model, get_peft_config(ModelConfig(**LORA | keys)))
 
 
@@ -340,7 +340,7 @@ def test_the_guard_compares_log_probs_without_dropout(base: Path, tmp_path: Path
     first, second = trainer_logps(trainer, output), trainer_logps(trainer, output)
     assert torch.equal(first, second) and trainer.model.training
 
-    # What a server with the merged weights says, and what TRL's own pass says, in which the adapter drops inputs.
+    # Log-probs of a server with the merged weights, and of TRL's pass with the adapter's dropout.
     output |= {"sampling_per_token_logps": first, "old_per_token_logps": first + 1.0}
     assert trainer.checks.logprob_difference(output) == 0.0
     for layer in trainer.model.modules():

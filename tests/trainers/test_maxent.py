@@ -1,4 +1,4 @@
-"""What MaxEnt-GRPO trains on: gradients against losses written out here, limits, the reference, what is shown."""
+"""MaxEnt-GRPO training: gradients against losses written out here, limits, the reference, metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INF = math.inf
 
 
 def sequence_logps(module: torch.nn.Module, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed log-probs of the completions and their lengths, from the model's logits, row by row."""
+    """Compute the summed log-probs and lengths of the completions from the logits, row by row."""
     sums, lengths = [], []
     for prompt, prompt_mask, completion, mask in zip(
         output["prompt_ids"], output["prompt_mask"], output["completion_ids"], output["completion_mask"], strict=True
@@ -48,7 +48,7 @@ def expected_rewards(output: dict[str, Any]) -> list[float | None]:
 
 
 def q_weights(rewards: list[float | None], refs: list[float], keys: dict[str, Any]) -> list[float]:
-    """Sections 1.2 and 1.3 of the programme for one group, in plain numbers; no verdict, no weight."""
+    """Compute sections 1.2 and 1.3 of the programme for one group. No verdict means no weight."""
     temperature, epsilon = keys.get("maxent_q_temperature", 1.0), keys.get("maxent_q_epsilon", 1e-6)
     tau, beta = keys["maxent_tau"], keys.get("maxent_beta", 0.0)
     known = [place for place, reward in enumerate(rewards) if reward is not None]
@@ -61,7 +61,7 @@ def q_weights(rewards: list[float | None], refs: list[float], keys: dict[str, An
 
 
 def written_loss(trainer: GRPOTrainer, output: dict[str, Any], reference: torch.nn.Module, keys: dict[str, Any]):
-    """The objective of the recipe as a loss over this batch, with gradients through the policy's log-probs alone."""
+    """Compute the recipe's objective as a loss over this batch, with gradients only through the policy's log-probs."""
     logps, lengths = sequence_logps(trainer.model, output)
     with torch.no_grad():
         refs, _ = sequence_logps(reference, output)
@@ -170,27 +170,27 @@ def test_the_gradient_is_that_of_the_loss_written_out(tmp_path: Path, model: str
     assert None in expected_rewards(output) and len(set(output["completion_mask"].sum(1).tolist())) > 2
 
     written_loss(trainer, output, reference, keys).backward()
-    expected = {name: one.grad.clone() for name, one in trainer.model.named_parameters()}
+    expected = {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
     trainer.model.zero_grad()
     trainer._compute_loss(trainer.model, output).backward()
     largest = max(gradient.abs().max() for gradient in expected.values())
     assert largest > 1e-4
-    for name, one in trainer.model.named_parameters():
-        assert torch.allclose(one.grad, expected[name], atol=2e-6 * max(1, largest), rtol=2e-5), name
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.allclose(parameter.grad, expected[name], atol=2e-6 * max(1, largest), rtol=2e-5), name
 
 
 def test_tempered_at_infinite_tau_is_dr_grpo_bit_for_bit(tmp_path: Path, model: str) -> None:
     stock = make_trainer(tmp_path / "stock", model, GRPOTrainer, loss_type="dr_grpo", scale_rewards="none")
     before = weights_of(stock)
     stock.train()
-    ours = make_trainer(tmp_path / "ours", model, maxent_objective="tempered", maxent_tau=INF)
-    ours.train()
+    tempered = make_trainer(tmp_path / "ours", model, maxent_objective="tempered", maxent_tau=INF)
+    tempered.train()
     expected = weights_of(stock)
-    for name, one in weights_of(ours).items():
-        assert torch.equal(one, expected[name]) and not torch.equal(one, before[name]), name
+    for name, weight in weights_of(tempered).items():
+        assert torch.equal(weight, expected[name]) and not torch.equal(weight, before[name]), name
     row = rows_of(tmp_path / "ours")[0]
     assert (row["maxent/tau"], row["maxent/target_ratio"]) == ("inf", 1.0)
-    assert (ours.state.log_history[0]["maxent/tau"], ours.state.log_history[0]["step"]) == ("inf", 1)
+    assert (tempered.state.log_history[0]["maxent/tau"], tempered.state.log_history[0]["step"]) == ("inf", 1)
 
 
 def test_maxrl_wants_rewards_that_are_not_negative(tmp_path: Path, model: str) -> None:
@@ -216,9 +216,9 @@ def test_a_reference_at_beta_0_is_the_initial_model(tmp_path: Path, model: str) 
     trainer = make_trainer(tmp_path, model, maxent_objective="listwise", maxent_beta=1.0)
     assert (trainer.beta, trainer.args.beta) == (0.0, 0.0)
     trainer.train()
-    assert any(not torch.equal(one, initial[name]) for name, one in weights_of(trainer).items())
-    for name, one in trainer.ref_model.named_parameters():
-        assert torch.equal(one, initial[name]), name
+    assert any(not torch.equal(weight, initial[name]) for name, weight in weights_of(trainer).items())
+    for name, parameter in trainer.ref_model.named_parameters():
+        assert torch.equal(parameter, initial[name]), name
     row = rows_of(tmp_path)[0]
     assert row["maxent/beta"] == 1.0 and "kl" not in row  # no KL in the loss
     assert "ref_per_token_logps" not in generation(trainer)
@@ -245,7 +245,7 @@ def test_under_lora_the_base_model_is_the_reference(tmp_path: Path, model: str) 
     adapted = make_trainer(tmp_path, model, peft_config=config, learning_rate=5.0, **keys)
     before = weights_of(adapted)
     adapted.train()
-    changed = {name for name, one in weights_of(adapted).items() if not torch.equal(one, before[name])}
+    changed = {name for name, weight in weights_of(adapted).items() if not torch.equal(weight, before[name])}
     assert changed and all("lora_" in name for name in changed)
 
     whole = make_trainer(tmp_path / "whole", model, **keys)
@@ -297,7 +297,7 @@ def test_a_generation_that_fails_leaves_the_trainer_as_it_was(
 
 
 def test_a_checkpoint_keeps_what_the_warning_watches(tmp_path: Path, model: str) -> None:
-    """Under the names of the first release: older checkpoints are resumed."""
+    """The names are those from the first release, because older checkpoints must resume."""
     trainer = make_trainer(tmp_path, model, maxent_objective="tempered")
     trainer.train()
     trainer._warned = True
@@ -314,9 +314,11 @@ def test_evaluation_is_not_weighed(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, maxent_objective="listwise", maxent_beta=1.0)
     stock = make_trainer(tmp_path / "stock", model, GRPOTrainer, scale_rewards="none")
     outputs = []
-    for one in (trainer, stock):
-        one.model.eval()
-        outputs.append(one._generate_and_score_completions([dict(one.train_dataset[0]) for _ in range(GROUP)]))
+    for candidate in (trainer, stock):
+        candidate.model.eval()
+        outputs.append(
+            candidate._generate_and_score_completions([dict(candidate.train_dataset[0]) for _ in range(GROUP)])
+        )
     assert torch.equal(outputs[0]["advantages"], outputs[1]["advantages"])
     assert not [name for name in trainer._metrics["eval"] if name.startswith("maxent/")]
 
@@ -348,7 +350,7 @@ def test_metrics_of_weights_are_those_of_the_groups(tmp_path: Path, model: str) 
 
 def test_an_accuracy_reward_without_a_verdict_calls_nothing_wrong(tmp_path: Path, model: str) -> None:
     def math_verify(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-        """Cannot read the reference answer of the first group, and of the last completion of the second."""
+        """Fail to parse the reference answer of the first group, and of the second group's last completion."""
         rows = range(len(completion_ids))
         return [None if row < GROUP or row == 2 * GROUP - 1 else float(row == GROUP) for row in rows]
 

@@ -1,4 +1,4 @@
-"""MaxEnt-GRPO's update is that of the batch, however it is spread; and every key of it changes the update."""
+"""MaxEnt-GRPO's update does not depend on the split of the batch, and each of its keys changes the update."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def assert_equal(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], within: float) -> None:
-    for name, one in weights.items():
-        assert torch.allclose(one, expected[name], rtol=0, atol=within), name
+    for name, weight in weights.items():
+        assert torch.allclose(weight, expected[name], rtol=0, atol=within), name
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ def test_two_processes_equal_one(tmp_path: Path, model: str) -> None:
     folder = Path(model).parent
     keys = {"maxent_objective": "listwise", "maxent_beta": 0.5, "beta": 0.1, "kl_target": 0.01, "kl_horizon": 100.0,
             "maxent_target_weight_entropy": 0.5, "maxent_tau_lr": 1.0}  # fmt: skip
-    # Three groups of four on two ranks: the second one is half on each.
+    # Three groups of four on two ranks: each rank has half of the second group.
     (folder / "keys.json").write_text(json.dumps({**keys, "per_device_train_batch_size": 6}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -46,15 +46,15 @@ def test_two_processes_equal_one(tmp_path: Path, model: str) -> None:
     alone.train()
     after = weights_of(alone)
     assert max((after[name] - before[name]).abs().max() for name in after) > 1e-3
-    for found in of_rank:
-        assert_equal({name.removeprefix("module."): one for name, one in found["weights"].items()}, after, 1e-6)
-        assert (found["tau"], found["beta"]) == (of_rank[0]["tau"], of_rank[0]["beta"])
+    for result in of_rank:
+        assert_equal({name.removeprefix("module."): weight for name, weight in result["weights"].items()}, after, 1e-6)
+        assert (result["tau"], result["beta"]) == (of_rank[0]["tau"], of_rank[0]["beta"])
     assert of_rank[0]["tau"] == pytest.approx(alone.tau, rel=1e-5) and alone.tau != alone._fixed_tau
     assert of_rank[0]["beta"] == pytest.approx(alone.beta, rel=1e-9) and alone.beta != 0.1
     compared = [name for name in rows_of(tmp_path)[0] if name.startswith("maxent/") or name == "beta"]
     assert len(compared) == 9
-    for one, two in zip(rows_of(tmp_path), rows_of(folder / "two"), strict=True):
-        assert [two[name] for name in compared] == pytest.approx([one[name] for name in compared], rel=1e-4)
+    for row, two in zip(rows_of(tmp_path), rows_of(folder / "two"), strict=True):
+        assert [two[name] for name in compared] == pytest.approx([row[name] for name in compared], rel=1e-4)
 
 
 @pytest.mark.parametrize("objective", ["listwise", "tempered"])
@@ -74,12 +74,12 @@ def test_listwise_takes_the_log_probs_that_trl_computed(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = {"maxent_objective": "listwise", "per_device_train_batch_size": 4}
-    own = generation(make_trainer(tmp_path / "own", model, **keys))
+    single_batch = generation(make_trainer(tmp_path / "own", model, **keys))
     window = make_trainer(tmp_path / "window", model, steps_per_generation=2, num_iterations=2, **keys)
     monkeypatch.setattr(maxent, "trainer_logps", None)  # not called
     trls = generation(window)
-    assert "old_per_token_logps" in trls and "old_per_token_logps" not in own
-    assert torch.allclose(trls["advantages"], own["advantages"], atol=1e-5)
+    assert "old_per_token_logps" in trls and "old_per_token_logps" not in single_batch
+    assert torch.allclose(trls["advantages"], single_batch["advantages"], atol=1e-5)
 
     window.train()
     rows = rows_of(tmp_path / "window")
@@ -127,21 +127,21 @@ HELD_KL = {**TEMPERED, "beta": 0.5, "kl_target": 0.01, "kl_horizon": 20.0, "kl_c
 def test_every_key_changes_the_update(
     tmp_path_factory: pytest.TempPathFactory, model: str, base: dict[str, Any], change: dict[str, Any]
 ) -> None:
-    one, other = (trained(tmp_path_factory, model, keys) for keys in (base, {**base, **change}))
-    assert max((one[name] - other[name]).abs().max() for name in one) > 1e-7
+    first, other = (trained(tmp_path_factory, model, keys) for keys in (base, {**base, **change}))
+    assert max((first[name] - other[name]).abs().max() for name in first) > 1e-7
 
 
 _TRAINED: dict[str, dict[str, torch.Tensor]] = {}
 
 
 def trained(factory: pytest.TempPathFactory, model: str, keys: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Weights after two steps, once for the same keys."""
+    """Return the weights after two steps. Results are cached by keys."""
     name = json.dumps(keys, sort_keys=True)
     if name not in _TRAINED:
         trainer = make_trainer(factory.mktemp("keys"), model, **keys)
         trainer.train()
         _TRAINED[name] = weights_of(trainer)
-        assert all(one.isfinite().all() for one in _TRAINED[name].values())
+        assert all(weight.isfinite().all() for weight in _TRAINED[name].values())
     return _TRAINED[name]
 
 
@@ -150,8 +150,8 @@ def test_training_twice_with_the_same_keys_gives_the_same_weights(
 ) -> None:
     first = trained(tmp_path_factory, model, TEMPERED)
     _TRAINED.clear()
-    again = trained(tmp_path_factory, model, TEMPERED)
-    assert all(torch.equal(one, again[name]) for name, one in first.items())
+    second = trained(tmp_path_factory, model, TEMPERED)
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
 
 
 def test_a_sum_over_tokens_undoes_trls_division_by_the_longest_length(tmp_path: Path, model: str) -> None:

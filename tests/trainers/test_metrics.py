@@ -1,4 +1,4 @@
-"""What a row of metrics.jsonl holds."""
+"""Contents of a row in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_number_json_does_not_know_is_written_as_text(value, written):
 
 @pytest.mark.parametrize("end", ['{"step": 1, "rew', "\0\0\0"])
 def test_a_row_never_continues_a_line_that_was_cut_short(tmp_path: Path, end: str):
-    """R9: the next attempt adds rows behind what a kill or a power loss left."""
+    """R9: after a kill or power loss, the next attempt appends rows to the remaining file."""
     file = tmp_path / "prompts.jsonl"
     file.write_text(end)
     append_json(file, {"step": 2})
@@ -52,7 +52,7 @@ def test_a_row_has_the_memory_of_the_process_and_counts_its_transfers(tmp_path: 
     began = MetricsRows.begin_update
 
     def begin(rows: MetricsRows) -> None:
-        """Transfer something before the second step alone, and hold 200 MB from the third on."""
+        """Sync only before the second step, and keep 200 MB allocated from the third step on."""
         began(rows)
         step = rows._trainer.state.global_step
         if step == 1:
@@ -67,9 +67,9 @@ def test_a_row_has_the_memory_of_the_process_and_counts_its_transfers(tmp_path: 
     train(tmp_path / "run", max_steps=3)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["syncs"] for row in rows] == [0, 1, 0]
-    held, most = ([row[key] for row in rows] for key in ("memory/gb", "memory/peak_gb"))
-    assert 0.15 < held[2] - held[1] < 0.4 and most == sorted(most)
-    assert all(0.1 < now <= peak < 100 for now, peak in zip(held, most, strict=True))
+    used, most = ([row[key] for row in rows] for key in ("memory/gb", "memory/peak_gb"))
+    assert 0.15 < used[2] - used[1] < 0.4 and most == sorted(most)
+    assert all(0.1 < now <= peak < 100 for now, peak in zip(used, most, strict=True))
 
 
 def test_on_a_gpu_the_memory_is_what_the_process_holds_there(monkeypatch: pytest.MonkeyPatch):

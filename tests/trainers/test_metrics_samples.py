@@ -1,4 +1,4 @@
-"""Which completions are kept for the report, and that they are those of the training."""
+"""Choice of the completions for the report, which must match the training's completions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_only_groups_that_begin_in_rank_0_are_chosen() -> None:
 
 
 class FakeTrainer:
-    """What TRL holds after a generation of two prompts with two completions each."""
+    """TRL's state after a generation of two prompts with two completions each."""
 
     def __init__(self, folder: Path, prompt: Any = "question", completion: Any = "text", samples: int = 4):
         self._samples_file = folder / "samples.jsonl"
@@ -126,11 +126,11 @@ def test_training_writes_a_row_a_generation(tmp_path: Path, samples: int) -> Non
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     for row in rows:
         known = [reward for reward in row["rewards"] if reward is not None]
-        logged = next(one["reward"] for one in metrics if one["step"] == row["step"])
+        logged = next(metrics_row["reward"] for metrics_row in metrics if metrics_row["step"] == row["step"])
         assert sum(known) / len(known) == pytest.approx(logged, abs=1e-3)
         for sample in row["samples"]:
-            left, right = sample["prompt"].removeprefix("[user]\n").removesuffix("=").split("+")
-            assert sample["answer"] == str(int(left) + int(right))
+            first, second = sample["prompt"].removeprefix("[user]\n").removesuffix("=").split("+")
+            assert sample["answer"] == str(int(first) + int(second))
             assert sample["reward"] == sample["rewards"]["different_characters"]
             assert sample["reward"] is None or sample["reward"] == len(set(sample["completion"]))
 
@@ -148,31 +148,33 @@ def test_after_a_resume_with_another_batch_the_rows_are_those_of_the_new_generat
     assert row["step"] == 3 and len(row["rewards"]) == now and len(row["samples"]) == 2
     assert {values.maxlen for values in trainer._logs["rewards"].values()} == {now}
     for sample in row["samples"]:
-        left, right = sample["prompt"].removeprefix("[user]\n").removesuffix("=").split("+")
-        assert sample["answer"] == str(int(left) + int(right))
+        first, second = sample["prompt"].removeprefix("[user]\n").removesuffix("=").split("+")
+        assert sample["answer"] == str(int(first) + int(second))
         assert sample["reward"] is None or sample["reward"] == len(set(sample["completion"]))
 
 
 def test_completions_are_not_copied_to_be_kept(tmp_path: Path) -> None:
     trainer, _ = train(tmp_path / "run", max_steps=1)
-    kept, completions = trainer.checkpoints.state()["logs"]["completion"], trainer._logs["completion"]
+    saved, completions = trainer.checkpoints.state()["logs"]["completion"], trainer._logs["completion"]
     with trainer.evaluation.undisturbed():
-        assert all(one is other for one, other in zip(kept, trainer._logs["completion"], strict=True))
+        assert all(text is other for text, other in zip(saved, trainer._logs["completion"], strict=True))
         completions.clear()
     assert trainer._logs["completion"] is completions
-    assert len(kept) > 0 and all(one is other for one, other in zip(kept, completions, strict=True))
+    assert len(saved) > 0 and all(text is other for text, other in zip(saved, completions, strict=True))
 
 
 def test_a_long_episode_is_kept_to_its_last_turn_with_secrets_masked(tmp_path: Path) -> None:
     secret = "hf_" + "abcdefghij" * 2
-    said = [{"role": "user", "content": "y" * 3000}]
+    messages = [{"role": "user", "content": "y" * 3000}]
     info = {"end": secret, "won": math.nan}
     actions = [f"{turn} {'x' * 3000}" for turn in range(20)]
-    turns = [{"action": action, "reward": 0.5, "info": info, "messages": said} for action in actions]
-    episodes = [{"environment": "games:Go", "seed": row, "messages": said, "turns": turns} for row in range(4)]
+    turns = [{"action": action, "reward": 0.5, "info": info, "messages": messages} for action in actions]
+    episodes = [{"environment": "games:Go", "seed": row, "messages": messages, "turns": turns} for row in range(4)]
     row = FakeTrainer(tmp_path).row([None] * 4, episodes)
-    kept = [sample["episode"] for sample in row["samples"]]
-    assert sorted(one["seed"] for one in kept) == [0, 1, 2, 3]
-    assert [turn["action"][:2].strip() for turn in kept[0]["turns"]] == [str(turn) for turn in range(20)]
-    assert len(json.dumps(kept[0])) < 25_000 and kept[0]["turns"][19]["messages"][0]["content"].endswith("characters]")
-    assert kept[0]["turns"][0]["info"] == {"end": "********", "won": "nan"} and secret not in json.dumps(row)
+    shown = [sample["episode"] for sample in row["samples"]]
+    assert sorted(episode["seed"] for episode in shown) == [0, 1, 2, 3]
+    assert [turn["action"][:2].strip() for turn in shown[0]["turns"]] == [str(turn) for turn in range(20)]
+    assert len(json.dumps(shown[0])) < 25_000 and shown[0]["turns"][19]["messages"][0]["content"].endswith(
+        "characters]"
+    )
+    assert shown[0]["turns"][0]["info"] == {"end": "********", "won": "nan"} and secret not in json.dumps(row)

@@ -1,4 +1,4 @@
-"""Rows sorted by length: gradient and loss of a step are unmodified TRL's, and token means are over the whole step."""
+"""With rows sorted by length, gradient and loss equal unmodified TRL's. Token means cover the whole step."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ TOKEN_MEANS = ("kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "
 
 
 class Gradients(TrainerCallback):
-    """The gradient of each optimizer step."""
+    """Record the gradient of each optimizer step."""
 
     def __init__(self) -> None:
         self.found: list[torch.Tensor] = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-        grads = [one.grad for one in model.parameters() if one.requires_grad]
+        grads = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
         self.found.append(torch.cat([grad.flatten().clone() for grad in grads if grad is not None]))
 
 
@@ -48,7 +48,7 @@ def completion(step: int, row: int, end: int) -> list[int]:
 
 
 def unmodified(folder: Path, model: str, **keys: Any) -> trl.GRPOTrainer:
-    """TRL's own trainer on the same completions."""
+    """Make TRL's own trainer on the same completions."""
     args = trl.GRPOConfig(output_dir=str(folder), logging_steps=1, **{**DESCENT, **keys})
     return trl.GRPOTrainer(
         model=model, reward_funcs=[tokens_mod_5], args=args, train_dataset=as_dataset(SUMS),
@@ -57,34 +57,34 @@ def unmodified(folder: Path, model: str, **keys: Any) -> trl.GRPOTrainer:
 
 
 def gradients_of(trainer: Any) -> tuple[list[torch.Tensor], list[dict[str, float]]]:
-    """The gradients and the logged rows of a training on completions from a table."""
+    """Return gradients and logged rows of a training on completions from a table."""
     end = trainer.processing_class.eos_token_id
 
     def from_table(prompt_ids: list[Any], *_: Any) -> tuple[list[list[int]], None]:
         first = trainer.accelerator.process_index * len(prompt_ids)
-        seen = trainer._step * trainer.args.per_device_train_batch_size  # rows, in micro-batches of any size
-        return [completion(seen, first + row, end) for row in range(len(prompt_ids))], None
+        start = trainer._step * trainer.args.per_device_train_batch_size  # rows, in micro-batches of any size
+        return [completion(start, first + row, end) for row in range(len(prompt_ids))], None
 
     trainer._generate_single_turn = from_table
-    taken = Gradients()
-    trainer.add_callback(taken)
+    gradients = Gradients()
+    trainer.add_callback(gradients)
     torch.manual_seed(3)  # TRL shuffles the rows of a generation
     trainer.train()
-    return taken.found, [row for row in trainer.state.log_history if "loss" in row]
+    return gradients.found, [row for row in trainer.state.log_history if "loss" in row]
 
 
-def assert_same_gradients(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: float = 1e-6) -> None:
-    assert len(ours) == len(theirs) > 1
-    for gradient, other in zip(ours, theirs, strict=True):
+def assert_same_gradients(gradients: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-6) -> None:
+    assert len(gradients) == len(expected) > 1
+    for gradient, other in zip(gradients, expected, strict=True):
         assert other.norm() > 0
         assert (gradient - other).norm() <= tolerance * other.norm()
 
 
 def assert_same_metrics(
-    ours: list[dict[str, float]], theirs: list[dict[str, float]], names: tuple[str, ...] = ()
+    rows: list[dict[str, float]], expected: list[dict[str, float]], names: tuple[str, ...] = ()
 ) -> None:
-    """Compare these metrics, or all but times."""
-    for row, other in zip(ours, theirs, strict=True):
+    """Compare these metrics, or all metrics except times."""
+    for row, other in zip(rows, expected, strict=True):
         shared = {name for name in row.keys() & other.keys() if "time" not in name and (not names or name in names)}
         assert shared
         assert {name: row[name] for name in shared} == pytest.approx(
@@ -139,7 +139,7 @@ def test_options_of_the_loss_have_the_gradient_of_unmodified_trl(
 @pytest.mark.parametrize("optim", ["lomo", "adalomo", "sgd"])
 def test_an_optimizer_that_steps_in_the_backward_pass_keeps_trls_order(tmp_path: Path, model: str, optim: str) -> None:
     args = make_trainer(tmp_path, model, GRPOTrainer, **KEYS).args
-    args.optim = OptimizerNames(optim)  # as transformers keeps it
+    args.optim = OptimizerNames(optim)  # transformers stores the enum
     assert needs_trl_order(args) == (optim != "sgd")
 
 
@@ -157,7 +157,7 @@ def test_log_probs_in_bfloat16_train_with_gradients_of_their_own_dtype(
     monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", rounded)
     keys = {**KEYS, "beta": 0.1, "max_steps": 2, "learning_rate": 1e-3, "trim_padding": trims}
     gradients, rows = gradients_of(make_trainer(tmp_path, model, GRPOTrainer, **keys))
-    assert all(one.isfinite().all() and one.norm() > 0 for one in gradients) and len(rows) == 2
+    assert all(gradient.isfinite().all() and gradient.norm() > 0 for gradient in gradients) and len(rows) == 2
 
 
 @pytest.mark.parametrize("objective", ["tempered", "listwise", "weighted_mle"])
@@ -166,19 +166,19 @@ def test_maxent_has_the_gradient_that_it_has_in_micro_batches_of_trl(
 ) -> None:
     keys = {**KEYS, "max_steps": 2, "learning_rate": 1e-3, "maxent_objective": objective, "maxent_tau": 0.3}
     keys |= {} if objective == "tempered" else {"maxent_beta": 0.2}
-    ours, stock = (
+    trimmed, stock = (
         gradients_of(make_trainer(tmp_path / str(trims), model, MaxEntGRPOTrainer, trim_padding=trims, **keys))
         for trims in (True, False)
     )
-    assert_same_gradients(ours[0], stock[0])
-    assert_same_metrics(ours[1], stock[1], ("loss", "grad_norm", "maxent/tau", "maxent/incorrect_mass"))
+    assert_same_gradients(trimmed[0], stock[0])
+    assert_same_metrics(trimmed[1], stock[1], ("loss", "grad_norm", "maxent/tau", "maxent/incorrect_mass"))
 
 
 def test_a_step_has_trls_micro_batches_with_little_padding(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(tmp_path, model, GRPOTrainer, max_steps=2, **KEYS)
-    lengths: list[list[int]] = []  # of the rows of each micro-batch
+    lengths: list[list[int]] = []  # lengths of the rows, by micro-batch
     fed: list[tuple[int, int]] = []
     forward, compute_loss = trainer.model.model.forward, trainer.compute_loss
 
@@ -206,15 +206,15 @@ def test_without_trimming_the_weights_are_those_of_unmodified_trl_bit_for_bit(
     tmp_path: Path, model: str, loss_type: str
 ) -> None:
     keys = {**KEYS, "loss_type": loss_type, "beta": 0.1, "max_steps": 3}
-    ours, theirs = (
+    trainer, reference = (
         make_trainer(tmp_path, model, GRPOTrainer, trim_padding=False, **keys),
         unmodified(tmp_path, model, **keys),
     )
-    before = weights_of(ours)
-    rows, their_rows = gradients_of(ours)[1], gradients_of(theirs)[1]
-    weights = weights_of(theirs)
+    before = weights_of(trainer)
+    rows, their_rows = gradients_of(trainer)[1], gradients_of(reference)[1]
+    weights = weights_of(reference)
     assert any(not torch.equal(weight, before[name]) for name, weight in weights.items())
-    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(ours).items())
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(trainer).items())
     assert [row["entropy"] for row in rows] == [row["entropy"] for row in their_rows]
 
 
@@ -322,7 +322,7 @@ def test_sixty_steps_of_adam_end_with_the_weights_of_trls_own_micro_batches(tmp_
         trainer = make_trainer(tmp_path / str(on), model, GRPOTrainer, trim_padding=on, **keys)
         gradients_of(trainer)
         ends.append(weights_of(trainer))
-    ours, theirs = ends
-    assert max((theirs[name] - before[name]).abs().max() for name in theirs) > 1e-4
-    for name, weight in ours.items():
-        torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-5)
+    weights, expected = ends
+    assert max((expected[name] - before[name]).abs().max() for name in expected) > 1e-4
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5)

@@ -27,15 +27,15 @@ SMALL = {
 
 
 def trainer_keys(changes: dict[str, Any]) -> dict[str, Any]:
-    """The trainer's keys of a small configuration with changes."""
-    found = keys(**{key.replace(".", "__"): value for key, value in (SMALL | changes).items()})
-    return {key: found[key] for key in OF_THE_TRAINER}
+    """Return the trainer's keys of a small configuration with changes."""
+    all_keys = keys(**{key.replace(".", "__"): value for key, value in (SMALL | changes).items()})
+    return {key: all_keys[key] for key in OF_THE_TRAINER}
 
 
-def weights(folder: Path, model: str, changes: dict[str, Any], **more: Any) -> torch.Tensor:
-    """The weights after a training, by plain gradient descent, in one vector."""
+def weights(folder: Path, model: str, changes: dict[str, Any], **overrides: Any) -> torch.Tensor:
+    """Return the weights after a gradient-descent training in one vector."""
     plain = {"optim": "sgd", "lr_scheduler_type": "constant", "ref_model_name_or_path": model}
-    trainer, _ = train(folder, **trainer_keys(changes), **plain, **more)
+    trainer, _ = train(folder, **trainer_keys(changes), **plain, **overrides)
     return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
@@ -91,5 +91,5 @@ def test_every_sampling_field_reaches_the_server_under_its_name(tmp_path: Path, 
     weights(tmp_path / "run", model, changes, **served)
     expected = {"max_tokens": 9, "temperature": 0.6, "top_p": 0.9, "top_k": 7, "repetition_penalty": 1.2, "n": 4}
     assert len(server.sampled()) == 2
-    for asked in server.sampled():
-        assert {name: asked[name] for name in expected} == expected and "frequency_penalty" not in asked
+    for request in server.sampled():
+        assert {name: request[name] for name in expected} == expected and "frequency_penalty" not in request

@@ -1,4 +1,4 @@
-"""Our overrides of TRL's trainer: this fails when one of their signatures changes there, before a run does."""
+"""Overrides of TRL's trainer. These tests fail before a run does if TRL changes a signature."""
 
 from __future__ import annotations
 
@@ -75,26 +75,26 @@ def test_trls_method_takes_what_we_know(method: str) -> None:
 
 @pytest.mark.parametrize("method", SIGNATURES)
 def test_an_override_can_be_called_as_trls_is(method: str) -> None:
-    theirs = inspect.signature(getattr(trl.GRPOTrainer, method))
-    ours = inspect.signature(vars(GRPOTrainer)[method])
-    ours.bind(None, **dict.fromkeys(list(theirs.parameters)[1:]))
-    if method != "_run_epoch":  # which transformers calls with keywords
-        ours.bind(*theirs.parameters)
+    original = inspect.signature(getattr(trl.GRPOTrainer, method))
+    override = inspect.signature(vars(GRPOTrainer)[method])
+    override.bind(None, **dict.fromkeys(list(original.parameters)[1:]))
+    if method != "_run_epoch":  # transformers calls _run_epoch with keywords
+        override.bind(*original.parameters)
 
 
 @pytest.mark.parametrize("number", range(len(SIGNATURES["_get_per_token_logps_and_entropies"]) + 1))
 @pytest.mark.parametrize("own_temperatures", [False, True])
 def test_log_probs_are_computed_however_the_arguments_are_passed(number: int, own_temperatures: bool) -> None:
-    """S14: each argument by position or by name, through all of our layers around TRL's method."""
-    rows, width, kept = 2, 6, 3
+    """S14: arguments by position or by name, through all layers around TRL's method."""
+    rows, width, length = 2, 6, 3
     values = {
         "model": None, "input_ids": torch.arange(rows * width).view(rows, width),
-        "attention_mask": torch.tensor([[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]), "logits_to_keep": kept,
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]), "logits_to_keep": length,
         "batch_size": 1, "compute_entropy": True,
     }  # fmt: skip
     names = SIGNATURES["_get_per_token_logps_and_entropies"]
     passed = {name: values.get(name) for name in names}
-    accelerator = SimpleNamespace(num_processes=1, gather=lambda one: one, device=torch.device("cpu"))
+    accelerator = SimpleNamespace(num_processes=1, gather=lambda tensor: tensor, device=torch.device("cpu"))
     layers = [partial(in_trimmed_passes, SimpleNamespace(accelerator=accelerator, args=PADDED))]
     if own_temperatures:
         trainer = SimpleNamespace(accelerator=accelerator)
@@ -104,9 +104,9 @@ def test_log_probs_are_computed_however_the_arguments_are_passed(number: int, ow
         compute = partial(layer, compute)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(temperatures, "head_at", lambda *_: nullcontext())
-        first, rest = names[:number], names[number:]
-        logps, entropies, _ = compute(*(passed[name] for name in first), **{name: passed[name] for name in rest})
-    assert logps.shape == entropies.shape == (rows, kept)
+        first, by_name = names[:number], names[number:]
+        logps, entropies, _ = compute(*(passed[name] for name in first), **{name: passed[name] for name in by_name})
+    assert logps.shape == entropies.shape == (rows, length)
 
 
 def log_probs_of_trl(
@@ -114,13 +114,15 @@ def log_probs_of_trl(
     compute_entropy: bool = False, *args: Any, **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None, None]:  # fmt: skip
     """Return something of the shapes that TRL's method returns."""
-    found = input_ids[:, -logits_to_keep:].float()
-    return found, found if compute_entropy else None, None
+    values = input_ids[:, -logits_to_keep:].float()
+    return values, values if compute_entropy else None, None
 
 
 def test_every_override_is_in_the_table_and_maxent_has_none() -> None:
     def overrides(cls: type) -> set[str]:
-        return {name for name, held in vars(cls).items() if inspect.isfunction(held) and hasattr(trl.GRPOTrainer, name)}
+        return {
+            name for name, member in vars(cls).items() if inspect.isfunction(member) and hasattr(trl.GRPOTrainer, name)
+        }
 
     assert overrides(GRPOTrainer) == {"__init__", *SIGNATURES}
     assert overrides(MaxEntGRPOTrainer) == {"__init__"}

@@ -1,4 +1,4 @@
-"""Passes without padding: log-probs, losses and gradients are those of TRL's padded rows, with fewer tokens fed."""
+"""Passes without padding give the log-probs, losses and gradients of TRL's padded rows with fewer tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
 
 def lognormal(rows: int, seed: int, longest: int) -> list[int]:
-    """Lengths of which the mean is about 0.3 of the longest, as completions of real policies are."""
+    """Draw lengths with a mean of about 0.3 times the longest, similar to completions of real policies."""
     draw = random.Random(seed)
     lengths = [draw.lognormvariate(0.0, 0.9) for _ in range(rows)]
     return [max(1, round(length * longest / max(lengths))) for length in lengths]
@@ -42,8 +42,10 @@ def test_each_row_is_in_one_pass_and_little_of_a_pass_is_padding(seed: int) -> N
         fed = len(group) * max(lengths[row] for row in group)
         assert fed <= passes.MOST_FED * sum(lengths[row] for row in group) and (len(group) == 1 or fed <= most)
     count = draw.randrange(len(groups), len(lengths) + 3)
-    more = passes.split(groups, count)
-    assert len(more) == count and sorted(row for group in more for row in group) == list(range(len(lengths)))
+    padded_groups = passes.split(groups, count)
+    assert len(padded_groups) == count and sorted(row for group in padded_groups for row in group) == list(
+        range(len(lengths))
+    )
 
 
 def test_rows_of_one_length_are_one_pass() -> None:
@@ -52,7 +54,7 @@ def test_rows_of_one_length_are_one_pass() -> None:
 
 
 def rows_of_lengths(prompts: list[int], completions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask as TRL makes them: prompts end, and completions begin, in one column."""
+    """Make ids and mask like TRL: all prompts end, and all completions start, in one column."""
     torch.manual_seed(1)
     ids = torch.randint(60, 120, (len(prompts), WIDTH))
     at = torch.arange(WIDTH)
@@ -64,14 +66,18 @@ ROWS = rows_of_lengths([3, 10, 7, 3, 10, 5, 5, 1], [30, 2, 3, 9, 0, 14, 13, 1])
 
 
 def found(trainer: GRPOTrainer, trimmed: bool, rows: Any = ROWS, **how: Any) -> tuple[Any, Any, torch.Tensor]:
-    """Log-probs and entropies of the rows, and the gradient of a function of both."""
+    """Return log-probs and entropies of the rows, and the gradient of a function of both."""
     trainer.args.trim_padding = trimmed
     trainer.model.zero_grad()
     logps, entropies, _ = trainer._get_per_token_logps_and_entropies(
         trainer.model, *rows, COMPLETION, compute_entropy=True, **how
     )
     (logps * torch.linspace(-1, 1, COMPLETION) + entropies**2).sum().backward()
-    return logps.detach(), entropies.detach(), torch.cat([one.grad.flatten() for one in trainer.model.parameters()])
+    return (
+        logps.detach(),
+        entropies.detach(),
+        torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]),
+    )
 
 
 @pytest.mark.parametrize("chunk", [None, 3])
@@ -80,8 +86,8 @@ def test_log_probs_entropies_and_gradients_are_those_of_padded_rows(
 ) -> None:
     trainer = make_trainer(tmp_path, model, GRPOTrainer)
     trimmed, padded = found(trainer, True, batch_size=chunk), found(trainer, False, batch_size=chunk)
-    for ours, theirs, atol in zip(trimmed, padded, (1e-5, 1e-5, 1e-4), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol)
+    for value, expected, atol in zip(trimmed, padded, (1e-5, 1e-5, 1e-4), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=atol)
     assert (trimmed[0][ROWS[1][:, -COMPLETION:] == 0] == 0).all()
 
 
@@ -113,15 +119,15 @@ def test_lengths_of_passes_are_multiples(tmp_path: Path, model: str, monkeypatch
     )  # fmt: skip
     trimmed = found(trainer, True)
     assert len(lengths) > 1 and all(length % 8 == 0 and length < WIDTH + 8 for length in lengths)
-    for ours, theirs, atol in zip(trimmed, found(trainer, False), (1e-5, 1e-5, 1e-4), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol)
+    for value, expected, atol in zip(trimmed, found(trainer, False), (1e-5, 1e-5, 1e-4), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=atol)
 
 
 def test_rows_with_little_padding_are_fed_as_trl_does_it(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, GRPOTrainer)
     rows = rows_of_lengths([10] * 6, [30, 30, 30, 29, 30, 28])
-    for ours, theirs in zip(found(trainer, True, rows), found(trainer, False, rows), strict=True):
-        assert torch.equal(ours, theirs)
+    for value, expected in zip(found(trainer, True, rows), found(trainer, False, rows), strict=True):
+        assert torch.equal(value, expected)
 
 
 @pytest.mark.parametrize(
@@ -152,16 +158,16 @@ def test_training_takes_the_steps_of_padded_rows(
         before = weights_of(trainer)
         trainer.train()
     assert max(counts) > 1
-    ours, theirs = (weights_of(trainer) for trainer in trainers.values())
-    moved = torch.cat([(theirs[name] - before[name]).flatten() for name in theirs])
-    apart = torch.cat([(theirs[name] - ours[name]).flatten() for name in theirs])
+    trimmed_weights, padded_weights = (weights_of(trainer) for trainer in trainers.values())
+    moved = torch.cat([(padded_weights[name] - before[name]).flatten() for name in padded_weights])
+    apart = torch.cat([(padded_weights[name] - trimmed_weights[name]).flatten() for name in padded_weights])
     assert moved.norm() > 1e-3
-    assert apart.norm() < 1e-4 * moved.norm()  # float32 weights, of which a step moves a thousandth
+    assert apart.norm() < 1e-4 * moved.norm()  # a step moves float32 weights by a thousandth
     left_out = ("time", "seconds")
     if not needs_trl_order(trainer.args):  # sorted rows: these are over the tokens of the step
         left_out += ("kl", "entropy", "clip_ratio")
-    for ours, theirs in zip(*(trainer.state.log_history[:-1] for trainer in trainers.values()), strict=True):
-        assert _numbers(ours, left_out) == pytest.approx(_numbers(theirs, left_out), rel=1e-3, abs=1e-5)
+    for row, expected in zip(*(trainer.state.log_history[:-1] for trainer in trainers.values()), strict=True):
+        assert _numbers(row, left_out) == pytest.approx(_numbers(expected, left_out), rel=1e-3, abs=1e-5)
 
 
 def _numbers(row: dict[str, float], left_out: tuple[str, ...]) -> dict[str, float]:
@@ -172,20 +178,20 @@ def test_a_mixture_of_experts_with_its_own_loss_is_fed_as_trl_does_it(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(tmp_path, model, GRPOTrainer)
-    seen: list[Any] = []
+    calls: list[Any] = []
     monkeypatch.setattr(
         trl.GRPOTrainer, "_get_per_token_logps_and_entropies",
-        lambda self, model, ids, *args, **kwargs: seen.append(ids.shape),
+        lambda self, model, ids, *args, **kwargs: calls.append(ids.shape),
     )  # fmt: skip
     trainer._get_per_token_logps_and_entropies(trainer.model, *ROWS, COMPLETION, compute_aux_loss=True)
-    assert seen == [ROWS[0].shape]
+    assert calls == [ROWS[0].shape]
 
 
 @pytest.mark.slow
 @pytest.mark.rotating
 @pytest.mark.parametrize("accelerator", ["multi_gpu", "zero2", "zero3", "fsdp2"])
 def test_ranks_whose_rows_differ_make_as_many_passes(tmp_path: Path, model: str, accelerator: str) -> None:
-    """Otherwise they wait for one another for ever, or take gradients of each other's parameters."""
+    """Otherwise the ranks would deadlock, or mix up the gradients of different parameters."""
     config = Path(trl.__file__).parent / "accelerate_configs" / f"{accelerator}.yaml"
     done = subprocess.run(
         [sys.executable, "-m", "grpo_recipes.launch.accelerate", "--config_file", str(config), "--num_processes", "2",
@@ -199,7 +205,7 @@ def test_ranks_whose_rows_differ_make_as_many_passes(tmp_path: Path, model: str,
 
 @pytest.mark.parametrize("trims", [True, False])
 def test_a_trainer_that_trims_switches_the_attention_of_cudnn_off(tmp_path: Path, model: str, trims: bool) -> None:
-    """S11: vLLM does so too when it is imported, which a launch does not depend on."""
+    """S11: importing vLLM does so too, but a launch must not depend on that."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)

@@ -1,4 +1,4 @@
-"""A stop request is honoured in every phase, and the resumed run equals the one left alone, on CPU bit for bit."""
+"""Every phase honors a stop request, and the resumed run equals the uninterrupted run, bit for bit on CPU."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("whole")
-    found = outcome(folder, run(folder)[0])
-    assert len({json.dumps(row["loss"]) for row in found["metrics"]}) == 5 and len(found["eval"]) == 3
-    return found
+    result = outcome(folder, run(folder)[0])
+    assert len({json.dumps(row["loss"]) for row in result["metrics"]}) == 5 and len(result["eval"]) == 3
+    return result
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_stopped_run_goes_on_as_if_left_alone(
     _, stopped = run(tmp_path, moment)
 
     assert str(stopped) == f"stopped on request after step {saved}, state saved" and stopped.code == 75
-    assert [step_of(one) for one in complete_checkpoints(tmp_path / "checkpoints")] == [saved]
+    assert [step_of(path) for path in complete_checkpoints(tmp_path / "checkpoints")] == [saved]
     assert phase != "sample" or moment.forwards <= 1  # of 8
     trainer, stopped = run(tmp_path)
     assert stopped is None and outcome(tmp_path, trainer) == whole
@@ -113,10 +113,10 @@ def test_two_processes_stop_together(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in (0, 1):
-        found = json.loads((tmp_path / f"rank_{rank}.json").read_text())
-        expected = found.pop("whole")
-        assert sorted(found) == ["evaluate-1", "sample-1", "sample-2", "score-2"]
-        for name, other in found.items():
+        results = json.loads((tmp_path / f"rank_{rank}.json").read_text())
+        expected = results.pop("whole")
+        assert sorted(results) == ["evaluate-1", "sample-1", "sample-2", "score-2"]
+        for name, other in results.items():
             assert other.pop("stopped") == "stopped on request after step 2, state saved", name
             assert other == expected, (rank, name)
 
@@ -141,16 +141,16 @@ def test_a_reward_that_takes_long_is_cut_short(tmp_path: Path, apart: bool) -> N
     stop = StopRequest(tmp_path)
     stop.listen()
     trainer = make_trainer(tmp_path, rewards, max_steps=2, stop=stop)
-    asked: list[float] = []
+    asked_at: list[float] = []
 
     def ask() -> None:
-        asked.append(time.monotonic())
+        asked_at.append(time.monotonic())
         stop_file(tmp_path).touch()
 
     threading.Timer(1.5, ask).start()
     with pytest.raises(SystemExit, match="nothing to save"):
         trainer.train()
-    assert time.monotonic() - asked[0] < 5
+    assert time.monotonic() - asked_at[0] < 5
 
 
 def test_a_request_ends_work_only_where_its_result_is_not_needed(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_request_ends_work_only_where_its_result_is_not_needed(tmp_path: Path)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_a_rank_alone_asks_for_the_same_as_to_the_launcher(tmp_path: Path, signum: int) -> None:
     stop = StopRequest(tmp_path)
-    before = signal.signal(signum, lambda *_: None)  # what would end the tests is no finding
+    before = signal.signal(signum, lambda *_: None)  # the default handler would end the tests
     stop.listen()
     os.kill(os.getpid(), signum)
     assert stop.requested()
@@ -224,8 +224,8 @@ def test_what_was_restored_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     run(tmp_path, Moment(stop_file(tmp_path).touch, "score", 2))
     capsys.readouterr()
     run(tmp_path)
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("grpo: restored ")]
-    assert [line.removeprefix("grpo: restored ").split(":")[0].split(" 0")[0].split(" -")[0] for line in said] == [
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("grpo: restored ")]
+    assert [line.removeprefix("grpo: restored ").split(":")[0].split(" 0")[0].split(" -")[0] for line in lines] == [
         "optimizer and learning-rate schedule",
         "random states of Python, numpy and torch",
         "generation window",
@@ -245,7 +245,7 @@ def test_a_missing_part_of_a_checkpoint_is_named(tmp_path: Path, name: str) -> N
     run(tmp_path, Moment(stop_file(tmp_path).touch, "score", 2))
     (checkpoint,) = complete_checkpoints(tmp_path / "checkpoints")
     marker = json.loads((checkpoint / "COMPLETE").read_text())
-    del marker["files"][name], marker["digests"], marker["checksum"]  # as an earlier version would have marked it
+    del marker["files"][name], marker["digests"], marker["checksum"]  # the marker of an earlier version
     (checkpoint / "COMPLETE").write_text(json.dumps(marker))
     (checkpoint / name).unlink()
     with pytest.raises(FileNotFoundError, match=name):
@@ -253,20 +253,20 @@ def test_a_missing_part_of_a_checkpoint_is_named(tmp_path: Path, name: str) -> N
 
 
 def test_the_launcher_is_told_each_phase(tmp_path: Path) -> None:
-    file, seen = tmp_path / "processes" / "phase_0.json", []
+    file, phases = tmp_path / "processes" / "phase_0.json", []
 
     def reward(completions: list[Any], **_: Any) -> list[float | None]:
-        seen.append(json.loads(file.read_text()))
+        phases.append(json.loads(file.read_text()))
         return different_characters(completions)
 
     class Notes(Moment):
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            seen.append(json.loads(file.read_text()))
+            phases.append(json.loads(file.read_text()))
 
     notes = Notes(lambda: None, "", 0)
     notes.__class__.__call__ = lambda self, **columns: reward(**columns)
     run(tmp_path, notes, max_steps=1)
-    assert [(one["phase"], one["step"]) for one in seen[:3]] == [("score", 0), ("score", 0), ("update", 0)]
-    assert {(one["phase"], one["step"]) for one in seen[3:]} == {("score", 1)}  # of the evaluation
+    assert [(record["phase"], record["step"]) for record in phases[:3]] == [("score", 0), ("score", 0), ("update", 0)]
+    assert {(record["phase"], record["step"]) for record in phases[3:]} == {("score", 1)}  # of the evaluation
     assert json.loads(file.read_text())["phase"] == "update"
-    assert abs(seen[0]["since"] - time.time()) < 60
+    assert abs(phases[0]["since"] - time.time()) < 60

@@ -1,4 +1,4 @@
-"""What a training process tells of itself, in a real process."""
+"""Reports of a training process about itself, in a real process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.process.tree import is_alive
 from grpo_recipes.trainers.rank import check_sharing, check_updates, check_world, keep_outputs_as_computed
 
-# Imports once what takes seconds; then each line of its input is a process of its own: code, variables, file of errors.
+# Imports the slow modules once. Then each input line starts a process: code, variables, error file.
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
@@ -46,7 +46,7 @@ with rank_record(run):
 
 @pytest.fixture(scope="module")
 def template() -> Iterator[subprocess.Popen[str]]:
-    """The process of which every rank is a fork."""
+    """Start the parent process of every forked rank."""
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", SCRIPT], stdin=pipe, stdout=pipe, text=True) as process:
         yield process
@@ -240,13 +240,13 @@ os._exit(0)
 @pytest.mark.slow
 @pytest.mark.rotating
 @pytest.mark.parametrize(
-    ("how", "seconds", "said"),
+    ("how", "seconds", "message"),
     [
         ("in time", "60", "met"),
         ("late", "1", "the ranks do not meet over gloo within 1 s: rank 1 on node 7; see its log"),
     ],
 )
-def test_ranks_meet_or_the_missing_one_is_named(tmp_path, how, seconds, said):
+def test_ranks_meet_or_the_missing_one_is_named(tmp_path, how, seconds, message):
     (tmp_path / "processes").mkdir()
     (tmp_path / "processes/rank_1.json").write_text(json.dumps({"rank": 1, "node": 7, "pid": 1}))
     write_plan(tmp_path, meeting_timeout=float(seconds))
@@ -262,7 +262,7 @@ def test_ranks_meet_or_the_missing_one_is_named(tmp_path, how, seconds, said):
         for rank in (0, 1)
     ]
     told = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert told[0].startswith(said), told
+    assert told[0].startswith(message), told
 
 
 def test_the_cause_names_the_line_of_the_users_own_code(rank, tmp_path):
@@ -276,7 +276,7 @@ def test_the_cause_names_the_line_of_the_users_own_code(rank, tmp_path):
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_a_rank_ends_with_what_started_it(tmp_path):
-    """As accelerate does, start a rank; where launcher, guard and accelerate are killed, nobody else ends it."""
+    """Start a rank like accelerate does. If launcher, guard and accelerate are killed, nothing else ends the rank."""
     (tmp_path / "processes").mkdir()
     rank = (
         "import sys, time; from pathlib import Path; from grpo_recipes.trainers.rank import rank_record\n"

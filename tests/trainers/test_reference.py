@@ -1,4 +1,4 @@
-"""The reference is the initial model on every process; one that moves is what a resumed run goes on from."""
+"""The reference is the initial model on every process. A resumed run restores a moving reference."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     train(tmp_path / "run", model, kind, keys, stop_at=3, steps=4)
     rows, resumed = train(tmp_path / "run", model, kind, keys, steps=4)
     assert rows == expected_rows
-    for one, other in ((resumed.model, whole.model), (resumed.ref_model, whole.ref_model)):
-        for mine, expected in zip(one.parameters(), other.parameters(), strict=True):
+    for network, other in ((resumed.model, whole.model), (resumed.ref_model, whole.ref_model)):
+        for mine, expected in zip(network.parameters(), other.parameters(), strict=True):
             assert torch.equal(mine, expected)
     initial = make_trainer(tmp_path / "new", model, GRPOTrainer).model
     assert not torch.equal(whole.ref_model.lm_head.weight, initial.lm_head.weight)  # it has moved
@@ -82,15 +82,15 @@ def test_every_process_reads_the_weights_where_there_is_a_reference(
 ) -> None:
     name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
     monkeypatch.setenv(name, "true")
-    seen, stock = set(), trl.trainer.grpo_trainer.create_model_from_path
+    paths, stock = set(), trl.trainer.grpo_trainer.create_model_from_path
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        seen.add(os.environ[name])
+        paths.add(os.environ[name])
         return stock(*args, **kwargs)
 
     monkeypatch.setattr(trl.trainer.grpo_trainer, "create_model_from_path", watched)
     make_trainer(tmp_path, model, **keys)
-    assert seen == {"false" if read_by_all else "true"} and os.environ[name] == "true"
+    assert paths == {"false" if read_by_all else "true"} and os.environ[name] == "true"
 
 
 def test_a_model_that_cannot_be_built_leaves_the_settings_as_they_were(

@@ -1,4 +1,4 @@
-"""S14: a stream as training set, which TRL accepts: the same steps as with its rows in a list, and a resume."""
+"""S14: a streaming training set takes the same steps as a list of its rows, and can resume."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_a_checkpoint_of_a_stream_notes_its_order(tmp_path: Path, model: str, mo
     assert order["prompts"] is None and order["prompts of a generation"] == 2
     resumed = make_trainer(tmp_path, model, GRPOTrainer, **{**KEYS, "save_steps": 2})
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoints/checkpoint-2"))
-    again = weights_of(resumed)
-    assert all(torch.equal(weight, again[name]) for name, weight in weights_of(trainer).items())
+    expected = weights_of(resumed)
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(trainer).items())
 
 
 def test_a_stream_has_no_order_to_begin_again() -> None:

@@ -1,4 +1,4 @@
-"""Rows that were sampled at temperatures of their own: log-probs, entropies and gradients are those at these."""
+"""Rows with their own sampling temperature have log-probs, entropies and gradients at that temperature."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def logps_at(trainer: GRPOTrainer, output: dict[str, Any], temperature_B: torch.
 
 
 def plain(trainer: GRPOTrainer, output: dict[str, Any], temperature_B: torch.Tensor) -> Any:
-    """The log-probs of the completions' tokens and the entropies, from logits that are divided by hand."""
+    """Compute token log-probs and entropies from logits divided by hand."""
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
     mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
     logits = trainer.model(input_ids=ids, attention_mask=mask).logits[:, :-1] / temperature_B[:, None, None].float()
@@ -52,8 +52,8 @@ def test_each_row_has_the_log_probs_of_its_own_temperature(tmp_path: Path, model
     torch.testing.assert_close(logps[mask], expected[mask], rtol=0, atol=2e-5)
     torch.testing.assert_close(entropies[mask], expected_entropies[mask], rtol=0, atol=2e-5)
     alike, _, _ = logps_at(trainer, output, None)
-    others = (OWN != 1.0).unsqueeze(1) & mask
-    assert (logps - alike)[others].abs().max() > 1e-2  # what the fixed temperature gives is something else
+    tokens_elsewhere = (OWN != 1.0).unsqueeze(1) & mask
+    assert (logps - alike)[tokens_elsewhere].abs().max() > 1e-2  # the fixed temperature gives other values
     after, _, _ = logps_at(trainer, output, None)
     assert torch.equal(after, alike)  # and nothing of it stays
 
@@ -66,30 +66,30 @@ def test_the_gradient_is_that_of_the_rows_own_temperatures(tmp_path: Path, model
     def gradient(logps: torch.Tensor) -> torch.Tensor:
         trainer.model.zero_grad()
         (logps * mask).sum().backward()
-        return torch.cat([one.grad.flatten() for one in trainer.model.parameters()])
+        return torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
 
-    own = gradient(logps_at(trainer, output, OWN)[0])
-    torch.testing.assert_close(own, gradient(plain(trainer, output, OWN)[0]), rtol=1e-3, atol=1e-4)
-    assert not torch.allclose(own, gradient(logps_at(trainer, output, None)[0]), rtol=1e-2, atol=1e-2)
+    expected = gradient(logps_at(trainer, output, OWN)[0])
+    torch.testing.assert_close(expected, gradient(plain(trainer, output, OWN)[0]), rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(expected, gradient(logps_at(trainer, output, None)[0]), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("keys", [{"bf16": True}, {"cast_lm_head_to_fp32": True}, {"peft": True}], ids=str)
 def test_the_recipes_temperature_gives_the_same_bits_either_way(
     tmp_path: Path, model: str, keys: dict[str, Any]
 ) -> None:
-    """Also where accelerate and PEFT have wrapped what TRL patched."""
+    """This also holds if accelerate and PEFT wrap the patched method."""
     adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False) if keys.pop("peft", None) else None
     trainer = trainer_of(tmp_path, model, peft_config=adapter, **keys)
     output = generation(trainer)
-    trainer.model = trainer.accelerator.prepare_model(trainer.model)  # as a training does
+    trainer.model = trainer.accelerator.prepare_model(trainer.model)  # a training does the same
     assert hasattr(trainer.model, "_original_forward") == ("bf16" in keys)
     with torch.no_grad():
         as_trl, entropies, _ = logps_at(trainer, output, None)
         with head_at(trainer, trainer.model, 1.0):
-            again, entropies_again, _ = logps_at(trainer, output, None)
+            repeated, entropies_again, _ = logps_at(trainer, output, None)
         with head_at(trainer, trainer.model, 0.5):
             other, _, _ = logps_at(trainer, output, None)
-    assert again.dtype == as_trl.dtype and torch.equal(again, as_trl) and torch.equal(entropies_again, entropies)
+    assert repeated.dtype == as_trl.dtype and torch.equal(repeated, as_trl) and torch.equal(entropies_again, entropies)
     assert (other - as_trl).abs().max() > 1e-2
 
 
@@ -103,7 +103,7 @@ def test_rows_without_temperatures_of_their_own_take_trls_path(
 
 
 def test_a_rank_without_rows_of_a_temperature_makes_as_many_passes(tmp_path: Path, model: str) -> None:
-    """Sharded models need as many of every rank; a pass that is not kept has no part in the gradient."""
+    """Sharded models need equally many passes on every rank. An extra pass does not change the gradient."""
     trainer = trainer_of(tmp_path, model)
     output = generation(trainer)
     passes: list[int] = []
@@ -115,9 +115,9 @@ def test_a_rank_without_rows_of_a_temperature_makes_as_many_passes(tmp_path: Pat
     def gradient() -> torch.Tensor:
         trainer.model.zero_grad()
         logps_at(trainer, output, alone)[0].sum().backward()
-        return torch.cat([one.grad.flatten() for one in trainer.model.parameters()])
+        return torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
 
     expected = gradient()
-    trainer.accelerator.gather = lambda found: torch.cat([found, torch.tensor([1.5, 2.0], dtype=found.dtype)])
+    trainer.accelerator.gather = lambda counts: torch.cat([counts, torch.tensor([1.5, 2.0], dtype=counts.dtype)])
     passes.clear()
     assert torch.equal(gradient(), expected) and passes == [8, 1, 1]

@@ -1,4 +1,4 @@
-"""Groups of Atropos are trained on where wandb cannot be imported."""
+"""Training on Atropos groups works without wandb."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .fixed_completions import rows_of
 from .test_atropos_run_api import posting
 
 REPOSITORY = Path(__file__).parents[2]
-# Python runs a module of this name at its start, in the processes that the first one starts too.
+# Python runs a module of this name when it starts, also in child processes.
 BLOCKER = """
 import sys
 from importlib.machinery import PathFinder
@@ -45,11 +45,11 @@ assert "wandb" not in sys.modules
 
 @pytest.fixture
 def without_wandb(tmp_path: Path) -> dict[str, str]:
-    """The environment of processes to which wandb is not installed."""
+    """Return the environment of processes without wandb."""
     (tmp_path / "blocker").mkdir()
     (tmp_path / "blocker/sitecustomize.py").write_text(BLOCKER)
     folders = [tmp_path / "blocker", REPOSITORY / "tests", os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(one) for one in folders if one)}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder)}
 
 
 def ran(environment: dict[str, str], *words: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -81,7 +81,7 @@ def test_the_door_needs_no_wandb(without_wandb: dict[str, str], tmp_path: Path) 
 
 
 def test_an_environment_of_atroposlib_imports_it_itself(without_wandb: dict[str, str], tmp_path: Path) -> None:
-    """Which has it among its own requirements: wherever atroposlib is installed, wandb is."""
+    """wandb is a requirement of atroposlib, so it is installed with atroposlib."""
     pytest.importorskip("atroposlib")
     done = ran(without_wandb, "-c", "import atroposlib.envs.base", cwd=tmp_path)
     assert "ModuleNotFoundError: No module named 'wandb'" in done.stderr

@@ -1,4 +1,4 @@
-"""A training of seconds: a random two-layer model, transformers' own sampling, sums as prompts."""
+"""A training that takes seconds: a random two-layer model, sampling by transformers, sums as prompts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ON_CPU = {
 }
 
 GROUP = 4
-# Plain gradient descent, whose updates are as near as gradients are, for trainers whose completions a test makes.
+# Plain gradient descent, for trainers with completions made by a test. Its updates are as close as the gradients.
 DESCENT = {
     **ON_CPU,
     "max_steps": 2,
@@ -45,7 +45,7 @@ DESCENT = {
 
 
 def different_characters(completions: list[Any], **_: Any) -> list[float | None]:
-    """A reward that a random model gets differing amounts of, and sometimes no verdict."""
+    """Score the number of different characters. A random model gets different scores, and sometimes no verdict."""
     texts = [completion[0]["content"] for completion in completions]
     return [None if text.startswith("1") else float(len(set(text))) for text in texts]
 
@@ -58,7 +58,7 @@ def train(
     held_out: Any = None,
     **keys: Any,
 ) -> tuple[GRPOTrainer, StoppedOnRequest | None]:
-    """Train, or go on from the newest checkpoint of ``folder``; how it was stopped, if it was.
+    """Train, or resume from the newest checkpoint of ``folder``. Also return the stop, if the run was stopped.
 
     ``held_out`` is the evaluation set, or a dict of sets; ``HELD_OUT`` by default. Callbacks know the trainer.
     """
