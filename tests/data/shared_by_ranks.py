@@ -1,4 +1,4 @@
-"""One rank of ``test_sharing.py``: loads prompts as the trainer does and writes down what it got and what it read.
+"""Load prompts in one rank of ``test_sharing.py`` and record the prompts and the files that it opened.
 
 python shared_by_ranks.py FOLDER '[{"dataset_name": ...}, ...]'    # one attempt for each mapping of recipe keys
 """
@@ -20,7 +20,10 @@ from grpo_recipes.recipe.configs import ScriptArguments
 
 OPENED: list[str] = []
 read = problems.read_rows
-problems.read_rows = lambda source, *rest, **keys: (OPENED.append(Path(source).stem), read(source, *rest, **keys))[1]
+problems.read_rows = lambda source, *arguments, **keys: (
+    OPENED.append(Path(source).stem),
+    read(source, *arguments, **keys),
+)[1]
 
 
 def attempt(keys: dict) -> dict:
@@ -31,13 +34,13 @@ def attempt(keys: dict) -> dict:
     except (ConfigError, RuntimeError, ZeroDivisionError) as error:
         return {"opened": [*OPENED], "error": [type(error).__name__, str(error)]}
     train, evaluation = (seen(prompts) for prompts in loaded)
-    left = sorted(path.name for path in (Path(os.environ["GRPO_RUN_DIR"]) / "prompts").iterdir())
+    files = sorted(path.name for path in (Path(os.environ["GRPO_RUN_DIR"]) / "prompts").iterdir())
     return {
         "opened": [*OPENED],
         "train": train,
         "eval": evaluation,
         "template": tokenizer.chat_template,
-        "left": left,
+        "left": files,
     }
 
 

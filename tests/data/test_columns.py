@@ -28,11 +28,11 @@ def test_lists_and_dictionaries_reach_rewards(load, write, kind, streaming):
 
 
 def test_rows_with_different_keys_and_kinds_reach_rewards(load):
-    """R2: JSON rows whose dictionaries differ keep their own keys."""
+    """R2: JSON rows with different dictionaries keep their keys."""
     rows = [{"problem": f"{n}+1=", "answer": "1", "info": {f"key{n}": n}, "mixed": [1, "a"]} for n in range(2)]
-    found = {row["prompt"][0]["content"]: row for row in load(rows).dataset}
-    assert [found[f"{n}+1="]["info"] for n in range(2)] == [{"key0": 0}, {"key1": 1}]
-    assert found["0+1="]["mixed"] == [1, "a"]
+    rows_by_prompt = {row["prompt"][0]["content"]: row for row in load(rows).dataset}
+    assert [rows_by_prompt[f"{n}+1="]["info"] for n in range(2)] == [{"key0": 0}, {"key1": 1}]
+    assert rows_by_prompt["0+1="]["mixed"] == [1, "a"]
 
 
 def test_class_labels_dates_and_large_lists_reach_rewards(load, tmp_path):
@@ -49,7 +49,7 @@ def test_class_labels_dates_and_large_lists_reach_rewards(load, tmp_path):
 
 
 def test_a_picture_inside_a_dictionary_is_left_out_and_named(load, tmp_path):
-    """R2: media is not decoded, wherever it stands."""
+    """R2: media is not decoded at any depth of a row."""
     text = datasets.Value("string")
     features = datasets.Features({"problem": text, "answer": text, "extra": {"picture": datasets.Image()}})
     rows = {"problem": ["1"], "answer": ["2"], "extra": [{"picture": {"bytes": b"no picture", "path": None}}]}
@@ -60,9 +60,9 @@ def test_a_picture_inside_a_dictionary_is_left_out_and_named(load, tmp_path):
 
 def test_a_mixture_passes_nested_columns_that_all_datasets_have(load, write):
     """R2: a struct with the same fields everywhere is passed, another one is named."""
-    one = [{"problem": "a", "answer": "1", "nums": [1], "info": {"a": 1}}]
-    other = [{"problem": "b", "answer": "1", "nums": [2], "info": {"b": 1}}]
-    entries = [{"id": write(one, name="one")}, {"id": write(other, name="other")}]
+    first_rows = [{"problem": "a", "answer": "1", "nums": [1], "info": {"a": 1}}]
+    second_rows = [{"problem": "b", "answer": "1", "nums": [2], "info": {"b": 1}}]
+    entries = [{"id": write(first_rows, name="one")}, {"id": write(second_rows, name="other")}]
     prompts = load(dataset_mixture={"datasets": entries})
     assert sorted(row["nums"] for row in prompts.dataset) == [[1], [2]]
     assert "columns not passed to rewards: info (not in every dataset of the mixture)" in str(prompts)
@@ -92,13 +92,13 @@ def test_the_error_names_the_column_that_is_left_out(read, write, tmp_path, monk
     (tmp_path / "seen.py").write_text(f"def score({code}):\n    return [1.0 for _ in {body}]\n")
     rows = [{**row, "image": "a"} for row in ROWS]
     recipe = read(dataset_name=write(rows), reward_funcs=["seen.py:score"], reward_isolation=isolation)
-    said = "column 'image' is not passed to rewards: reserved name"
+    message = "column 'image' is not passed to rewards: reserved name"
     if isolation == "none":
-        with pytest.raises(Exception, match=said):
+        with pytest.raises(Exception, match=message):
             probe_rewards(recipe, *_sample(recipe))
     else:
         (result,) = probe_rewards(recipe, *_sample(recipe))
-        assert said in result.faults[0][0]
+        assert message in result.faults[0][0]
 
 
 def _sample(recipe):
@@ -115,17 +115,17 @@ def test_a_file_of_verls_shape_is_read_as_it_is(load, write, kind, streaming):
     row |= {"reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"split": "train", "index": 0}}
     keys = {"dataset_streaming": True, "max_train_prompts": 1} if streaming else {}
     columns = {"dataset_prompt_column": "prompt", "dataset_solution_column": "reward_model.ground_truth"}
-    (found,) = load(dataset_name=write([row], kind), **columns, **keys).dataset
-    others = {name: row[name] for name in ("data_source", "ability", "reward_model", "extra_info")}
-    assert found == {"prompt": row["prompt"], "answer": "2", **others}
+    (loaded,) = load(dataset_name=write([row], kind), **columns, **keys).dataset
+    other_columns = {name: row[name] for name in ("data_source", "ability", "reward_model", "extra_info")}
+    assert loaded == {"prompt": row["prompt"], "answer": "2", **other_columns}
 
 
 def test_a_mixture_names_nested_columns(load, write):
-    """R4: paths in the columns of a mixture; a further one reaches rewards under its last part."""
+    """R4: the columns of a mixture may be paths. An extra path reaches rewards under its last part."""
     row = {"chat": [{"from": "human", "value": "1+1="}], "gold": {"value": 2}, "info": {"index": 7}}
     entry = {"id": write([row]), "columns": ["chat.0.value", "gold.value", "info.index"]}
-    (found,) = load(dataset_mixture={"datasets": [entry]}).dataset
-    assert (found["prompt"][0]["content"], found["answer"], found["index"]) == ("1+1=", "2", 7)
+    (loaded,) = load(dataset_mixture={"datasets": [entry]}).dataset
+    assert (loaded["prompt"][0]["content"], loaded["answer"], loaded["index"]) == ("1+1=", "2", 7)
 
 
 def test_preparation_rejects_a_message_that_disappears_in_a_late_row(load):

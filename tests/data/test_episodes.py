@@ -1,4 +1,4 @@
-"""The rows of a run that plays episodes: how many, of which environment, with which seeds."""
+"""Test the rows of a run that plays episodes: their number, environments and seeds."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_training_and_evaluation_have_no_episode_in_common() -> None:
 
 def test_the_runs_seed_decides_what_is_trained_on() -> None:
     args = ScriptArguments(environment="a.py:Game")
-    first, again, other = (training_episodes(args, seed)["seed"] for seed in (1, 1, 2))
-    assert first == again != other
+    first, repeated, other = (training_episodes(args, seed)["seed"] for seed in (1, 1, 2))
+    assert first == repeated != other
 
 
 def test_a_mixture_has_its_shares_and_arguments() -> None:

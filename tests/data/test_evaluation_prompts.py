@@ -34,11 +34,11 @@ def test_all_rows_are_taken_up_to_the_limit(load_eval, write):
 
 def test_a_tenth_is_drawn_by_the_seed_and_the_size_is_printed(load_eval, write, contents):
     name = big(write)
-    one, again, other = (load_eval(seed, eval_dataset_name=name, eval_subsample=0.1) for seed in (1, 1, 2))
-    assert str(one).startswith("evaluating on 132 of 1319 rows (eval_max_prompts 1000, eval_subsample 0.1)")
-    assert len(one.dataset) == 132
-    assert contents(one) == contents(again)
-    assert {*contents(one)} != {*contents(other)}
+    first, repeated, other = (load_eval(seed, eval_dataset_name=name, eval_subsample=0.1) for seed in (1, 1, 2))
+    assert str(first).startswith("evaluating on 132 of 1319 rows (eval_max_prompts 1000, eval_subsample 0.1)")
+    assert len(first.dataset) == 132
+    assert contents(first) == contents(repeated)
+    assert {*contents(first)} != {*contents(other)}
 
 
 @pytest.mark.parametrize(("subsample", "most", "expected"), [(1.0, 1000, 1000), (1.0, 20, 20), (0.0001, 1000, 1)])
@@ -56,8 +56,8 @@ def test_what_is_too_long_is_made_up_for_by_others(load_eval, write, contents):
 def test_columns_of_its_own_replace_those_of_training(load_eval, write, contents):
     name = write([{"q": "1", "a": "2", "problem": "3", "answer": "4"}], name="test")
     assert contents(load_eval(eval_dataset_name=name)) == ["3"]
-    own = load_eval(eval_dataset_name=name, eval_dataset_prompt_column="q", eval_dataset_solution_column="a")
-    assert (contents(own), own.dataset["answer"][:]) == (["1"], ["2"])
+    prompts = load_eval(eval_dataset_name=name, eval_dataset_prompt_column="q", eval_dataset_solution_column="a")
+    assert (contents(prompts), prompts.dataset["answer"][:]) == (["1"], ["2"])
     with pytest.raises(ConfigError, match=r"eval_dataset_solution_column: .*no column 'gold'"):
         load_eval(eval_dataset_name=name, eval_dataset_solution_column="gold")
 
@@ -70,10 +70,10 @@ def test_system_prompt_and_marker_are_those_of_training(load_eval, write):
 
 
 def test_without_a_set_of_its_own_the_test_split_is_taken(load_eval, tmp_path, contents):
-    made = datasets.DatasetDict(
+    splits = datasets.DatasetDict(
         {"train": datasets.Dataset.from_list(TEN[:8]), "held": datasets.Dataset.from_list(TEN[8:])}
     )
-    made.save_to_disk(tmp_path / "both")
+    splits.save_to_disk(tmp_path / "both")
     keys = {"dataset_name": str(tmp_path / "both"), "eval_subsample": 1.0}
     assert sorted(contents(load_eval(**keys, dataset_test_split="held"))) == ["p8", "p9"]
     with pytest.raises(ConfigError, match="test"):

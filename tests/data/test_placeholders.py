@@ -11,10 +11,10 @@ from grpo_recipes.recipe.configs import ScriptArguments
 @pytest.mark.parametrize(("least", "rows"), [(1, 1024), (48, 1056), (5000, 5000)])
 def test_an_epoch_is_of_whole_generations(least: int, rows: int) -> None:
     args = ScriptArguments(atropos_environment="arithmetic")
-    found = AtroposRollouts.training_prompts(args, 0, least)
-    assert len(found.dataset) == rows and rows % least == 0
-    assert found.dataset[rows - 1]["prompt"] == [{"role": "user", "content": "arithmetic"}]
-    assert str(found).startswith("groups of arithmetic")
+    prompts = AtroposRollouts.training_prompts(args, 0, least)
+    assert len(prompts.dataset) == rows and rows % least == 0
+    assert prompts.dataset[rows - 1]["prompt"] == [{"role": "user", "content": "arithmetic"}]
+    assert str(prompts).startswith("groups of arithmetic")
 
 
 def test_it_is_named_by_all_its_environments_or_by_where_they_are() -> None:

@@ -56,8 +56,8 @@ def test_a_folder_of_csv_files_is_read_as_texts_too(tmp_path):
 
 def test_a_saved_dictionary_has_its_own_splits(tmp_path):
     parts = {"train": TEN[:6], "test": TEN[6:]}
-    made = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in parts.items()})
-    made.save_to_disk(tmp_path / "saved")
+    splits = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in parts.items()})
+    splits.save_to_disk(tmp_path / "saved")
     path = str(tmp_path / "saved")
     assert read_rows(path, None, "test")["level"][:] == [6, 7, 8, 9]
     assert len(read_rows(path, None, "train+test[:1]")) == 7
@@ -82,7 +82,7 @@ def broken(folder: Path, name: str, content: str | None) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("rows.jsonl", '{"problem": "1", "answer": "1"}\n{"problem": \n', "JSON parse error"),
         ("rows.jsonl", "", "it has no rows"),
@@ -92,8 +92,8 @@ def broken(folder: Path, name: str, content: str | None) -> str:
         ("folder", None, r"several kinds \(csv, json\)"),
     ],
 )
-def test_what_cannot_be_read_is_told_in_one_line(tmp_path, name, content, said):
-    with pytest.raises(ConfigError, match=said) as refused:
+def test_what_cannot_be_read_is_told_in_one_line(tmp_path, name, content, message):
+    with pytest.raises(ConfigError, match=message) as refused:
         read_rows(broken(tmp_path, name, content), None, "train")
     assert "\n" not in str(refused.value) and name in str(refused.value)
 

@@ -55,7 +55,7 @@ def test_a_chats_own_system_message_stays_and_is_counted(load):
 
 
 @pytest.mark.parametrize(
-    ("chat", "said"),
+    ("chat", "message"),
     [
         (CHAT[:2], "ends with an assistant's turn"),
         ([{"role": "user", "content": "1", "name": "bob"}], "remove name from the messages"),
@@ -64,8 +64,8 @@ def test_a_chats_own_system_message_stays_and_is_counted(load):
         ({"role": "user"}, "expected a text"),
     ],
 )
-def test_a_chat_that_is_no_prompt_is_refused(load, chat, said):
-    with pytest.raises(ConfigError, match=said) as refused:
+def test_a_chat_that_is_no_prompt_is_refused(load, chat, message):
+    with pytest.raises(ConfigError, match=message) as refused:
         load([{"problem": chat, "answer": "4"}])
     assert refused.value.problems[0].where == "dataset_prompt_column"
 
@@ -179,9 +179,9 @@ def test_a_limit_that_no_prompt_meets_is_refused(load):
 
 def test_max_train_prompts_takes_the_first_usable_of_a_shuffle_by_the_seed(load, contents):
     rows = [{"problem": f"p{n:02}", "answer": "1" if n % 2 else ""} for n in range(40)]
-    first, again, other = (load(rows, max_train_prompts=10, seed=seed) for seed in (1, 1, 2))
+    first, repeated, other = (load(rows, max_train_prompts=10, seed=seed) for seed in (1, 1, 2))
     assert len(contents(first)) == 10 and all(int(text[1:]) % 2 for text in contents(first))
-    assert contents(first) == contents(again) != contents(other)
+    assert contents(first) == contents(repeated) != contents(other)
     assert contents(first) != sorted(contents(first))
     assert "the first 10 of the shuffle by the seed" in str(first)
     assert len(load(rows, max_train_prompts=30).dataset) == 20
@@ -230,19 +230,19 @@ def test_every_kind_of_file_is_a_stream(write, load, kind):
 def test_what_was_fetched_is_read_in_place_of_the_hub(write, tokenizer, tmp_path):
     folder = tmp_path / "fetched"
     datasets.Dataset.from_list([{"problem": "here", "answer": "1"}]).save_to_disk(folder)
-    asked = []
+    requests = []
 
     def fetched(*source):
-        asked.append(source)
+        requests.append(source)
         return folder
 
     args = ScriptArguments(dataset_name="some/set", dataset_config="main", dataset_train_split="train[:9]")
     prompts = load_prompts(args, tokenizer, fetched=fetched)
     assert prompts.dataset["prompt"][0][0]["content"] == "here"
-    assert asked == [("some/set", "main", "train[:9]")]
+    assert requests == [("some/set", "main", "train[:9]")]
     mixture = {"datasets": [{"id": "other/set", "split": "extra"}]}
     load_prompts(ScriptArguments(dataset_mixture=mixture), tokenizer, fetched=fetched)
-    assert asked[1:] == [("other/set", None, "extra")]
+    assert requests[1:] == [("other/set", None, "extra")]
 
 
 def test_the_trainer_gets_data_keys_as_the_recipe_has_them(tmp_path, write, tokenizer):

@@ -1,4 +1,4 @@
-"""The recipe's chat template: what TRL renders with it, what the server is sent, what the model is saved with."""
+"""Test the recipe's chat template in TRL's prompts, in requests to the server and in the saved model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_template_that_cannot_render_is_refused(load, template):
 
 
 class FakeGeneration:
-    """In place of TRL's connection to the server: keeps what would be sent."""
+    """Replace TRL's connection to the server and record the prompts that would be sent."""
 
     def __init__(self):
         self.sent: list = []
@@ -51,7 +51,7 @@ class FakeGeneration:
 
 @pytest.fixture
 def trained(tmp_path, tokenizer, write):
-    """A trainer made of a recipe with a template and its arguments, and its prompts."""
+    """Build a trainer from a recipe with a template and its arguments; return it with its prompts."""
     kwargs = {"sign": "?"}
     script_args = ScriptArguments(dataset_name=write(), chat_template=TEMPLATE, system_prompt="S")
     prompts = load_prompts(script_args, tokenizer, template_kwargs=kwargs)
@@ -77,13 +77,13 @@ def trained(tmp_path, tokenizer, write):
 
 
 def test_the_server_is_sent_token_ids_of_the_trainers_rendering(trained, tokenizer):
-    """So that a server whose model folder has another template generates from the recipe's."""
+    """A server with another template in its model folder still generates from the recipe's template."""
     trainer, prompts = trained
     trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, FakeGeneration(), -1
     ids, images, fields = trainer._tokenize_prompts(prompts.dataset["prompt"][:])
     trainer._generate_single_turn(ids, images, fields, 2)
     sent = trainer.vllm_generation.sent
-    assert [tokenizer.decode(one) for one in sent] == ["[S][0+1=]?", "[S][1+1=]?", "[S][2+1=]?"]
+    assert [tokenizer.decode(prompt_ids) for prompt_ids in sent] == ["[S][0+1=]?", "[S][1+1=]?", "[S][2+1=]?"]
     assert prompts.example == "[S][0+1=]?" and prompts.counts.longest == len(sent[0])
 
 

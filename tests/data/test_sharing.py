@@ -22,7 +22,7 @@ ATTEMPTS = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict[str, tuple[dict, dict]]:
-    """What the two ranks wrote down of each attempt."""
+    """Return the records of the two ranks for each attempt."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "run").mkdir()
     for name in ("train", "test"):

@@ -39,5 +39,5 @@ def test_parquet_solutions(load, tmp_path, kind, value, text, completion):
 def test_json_solutions(load):
     """S5: a JSON boolean keeps its spelling."""
     rows = [{"problem": "a", "answer": True}, {"problem": "b", "answer": False}]
-    found = {row["prompt"][0]["content"]: row["answer"] for row in load(rows).dataset}
-    assert found == {"a": "true", "b": "false"}
+    answers = {row["prompt"][0]["content"]: row["answer"] for row in load(rows).dataset}
+    assert answers == {"a": "true", "b": "false"}
