@@ -112,9 +112,9 @@ def fake_scontrol(tmp_path, monkeypatch):
     ("job", "name"), [(JOB, "7"), (SlurmJob(9, "cluster", 1, None, array="7_2"), "7_2")], ids=["job", "task"]
 )
 def test_scontrol_is_asked_for_our_own_job_and_its_sigterm_awaited(fake_scontrol, job, name):
-    asked = fake_scontrol("kill -TERM $PPID")
+    command_log = fake_scontrol("kill -TERM $PPID")
     assert requeue(job) is None
-    assert asked.read_text() == f"requeue {name}\n"
+    assert command_log.read_text() == f"requeue {name}\n"
 
 
 def test_what_is_printed_of_other_jobs_counts_where_one_has_left_the_queue(fake_scontrol):
@@ -128,7 +128,7 @@ def test_what_scontrol_says_against_it_is_told(fake_scontrol):
 
 
 @pytest.mark.parametrize(
-    ("said", "fix"),
+    ("message", "fix"),
     [
         (
             "sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host",
@@ -137,9 +137,9 @@ def test_what_scontrol_says_against_it_is_told(fake_scontrol):
         ("sbatch: error: Invalid account or partition", "correct the profile, or set another value"),
     ],
 )
-def test_a_refused_submission_has_the_fix_of_its_cause(tmp_path, monkeypatch, said, fix):
+def test_a_refused_submission_has_the_fix_of_its_cause(tmp_path, monkeypatch, message, fix):
     fake_sbatch = tmp_path / "sbatch"
-    fake_sbatch.write_text(f"#!/bin/bash\necho '{said}' >&2; exit 1\n")
+    fake_sbatch.write_text(f"#!/bin/bash\necho '{message}' >&2; exit 1\n")
     fake_sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with pytest.raises(ConfigError, match=fix):

@@ -1,4 +1,4 @@
-"""Profiles of sites: what is read, what is refused, and what the shipped ones say."""
+"""Test site profiles: reading them, rejecting wrong keys, and the shipped profiles."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_path_may_hold_the_word_key(tmp_path: Path) -> None:
 
 
 def test_no_shipped_profile_loads_a_cuda_of_its_own():
-    """torch brings its CUDA, that of the lock; a module's libraries would come before it."""
+    """torch includes the CUDA version of the lock. A module's libraries would be loaded before it."""
     for path in (home() / "slurm/profiles").glob("*.yaml"):
         assert not [name for name in read_profile(path).modules if name.startswith("cuda")], path.name
         assert "cuda/" not in path.read_text(), path.name

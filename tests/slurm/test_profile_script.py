@@ -16,7 +16,7 @@ import pytest
 from grpo_recipes.paths import home
 from grpo_recipes.slurm.profile import KEYS, Profile, read_profile, render
 
-# The header of the training guide, as it stands there.
+# The header of the training guide, unchanged.
 GUIDE = """\
 #SBATCH --job-name=OpenR1_GRPO
 #SBATCH --account=mltheory
@@ -31,7 +31,7 @@ GUIDE = """\
 #SBATCH --exclusive
 """
 SITE = Profile("site", gpus=2)
-# A value of every key of a profile that the script shows, and what of it the script then holds.
+# A value of every key of a profile that the script shows, and the text that the script has for it.
 SHOWN = {
     "account": ("me", "--account=me"),
     "partition": ("long", "--partition=long"),
@@ -57,12 +57,12 @@ SHOWN = {
     "conda_sh": ("/conda.sh", "source /conda.sh || fail"),
     "environment": ({"NCCL_DEBUG": "a'b"}, "export NCCL_DEBUG="),
 }
-# What the plan, the submission and the checks read; tests/launch/test_submission.py shows that.
+# The plan, the submission and the checks read these fields; see tests/launch/test_submission.py.
 ELSEWHERE = {"job_name", "gpu_memory_gib", "run_root", "cache_root", "internet"}
 
 
-def rendered(profile: Profile = SITE, **more: Any) -> str:
-    return render(profile, "job", ["grpo", "launch", "--resume", "/r un"], {"GRPO_CODE": "/c"}, **more)
+def rendered(profile: Profile = SITE, **options: Any) -> str:
+    return render(profile, "job", ["grpo", "launch", "--resume", "/r un"], {"GRPO_CODE": "/c"}, **options)
 
 
 def accepted(script: str, tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_mltheory_gives_the_header_of_the_guide_line_by_line() -> None:
     profile = read_profile(home() / "slurm/profiles/mltheory.yaml")
     script = render(profile, str(profile.job_name), ["true"], {})
     assert script.removeprefix("#!/bin/bash\n").startswith(GUIDE)
-    ours = [line for line in script.splitlines() if line.startswith("#SBATCH")][len(GUIDE.splitlines()) :]
-    assert ours == [
+    added_lines = [line for line in script.splitlines() if line.startswith("#SBATCH")][len(GUIDE.splitlines()) :]
+    assert added_lines == [
         "#SBATCH --error=logs/slurm_%j.err",
         "#SBATCH --open-mode=append",
         "#SBATCH --signal=B:USR1@300",
@@ -162,9 +162,9 @@ def test_sbatch_reads_a_folder_of_any_name_as_it_is(tmp_path: Path) -> None:
     environment = {**os.environ, "SLURM_CONF": str(tmp_path / "slurm.conf")}
     with subprocess.Popen(
         ["sbatch", "-v", "--test-only", str(tmp_path / "job.sh")], env=environment, text=True, stderr=subprocess.PIPE
-    ) as asked:
-        told = next((line for line in asked.stderr if "chdir" in line or "fatal" in line), "")
-        asked.kill()  # it would try to reach the controller that is not there
+    ) as process:
+        told = next((line for line in process.stderr if "chdir" in line or "fatal" in line), "")
+        process.kill()  # it would try to reach the controller that is not there
     assert told.partition(" : ")[2] == f"{folder}\n"
 
 
