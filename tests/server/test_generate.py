@@ -1,4 +1,4 @@
-"""R11: ``/generate`` reads what atroposlib's ``VLLMServer`` sends, and answers what it reads."""
+"""R11: ``/generate`` accepts the requests of atroposlib's ``VLLMServer`` and answers in its format."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def test_a_missing_parameter_has_the_recipes_value_and_a_neutral_one_without() -
     assert (request.prompt, request.n, request.logprobs, request.stop) == ([5, 6, 7], 4, 0, ["x"])
     assert (request.temperature, request.top_p, request.top_k, request.min_p) == (0.7, 0.9, 0, 0.0)
     assert read(temperature=0.0).temperature == 0.0 and read(sampling={}).temperature == 1.0
-    assert read(sampling={}).repetition_penalty == 1.0  # not that of the model's generation config
+    assert read(sampling={}).repetition_penalty == 1.0  # not from the model's generation config
 
 
-@pytest.mark.parametrize(("asked", "most"), [(8, 8), (61, 61), (2048, 61), (None, 61), ("missing", 16)])
-def test_max_tokens_is_lowered_to_the_room_that_the_prompt_leaves(asked: Any, most: int) -> None:
-    given = {} if asked == "missing" else {"max_tokens": asked}
-    assert read(**given).max_tokens == most
+@pytest.mark.parametrize(("max_tokens", "most"), [(8, 8), (61, 61), (2048, 61), (None, 61), ("missing", 16)])
+def test_max_tokens_is_lowered_to_the_room_that_the_prompt_leaves(max_tokens: Any, most: int) -> None:
+    body = {} if max_tokens == "missing" else {"max_tokens": max_tokens}
+    assert read(**body).max_tokens == most
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({"prompt": "text"}, "the prompt must be a list of token ids"),
         ({"prompt": {"prompt_token_ids": []}}, "the prompt must be a list of token ids"),
@@ -49,10 +49,10 @@ def test_max_tokens_is_lowered_to_the_room_that_the_prompt_leaves(asked: Any, mo
         ({"max_tokens": "many"}, "max_tokens: "),
     ],
 )
-def test_a_wrong_request_is_answered_with_its_fault(body: dict[str, Any], said: str) -> None:
+def test_a_wrong_request_is_answered_with_its_fault(body: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(**body)
-    assert said in str(error.value) and "Fix: " in str(error.value)
+    assert message in str(error.value) and "Fix: " in str(error.value)
 
 
 def test_the_sampled_token_comes_first_and_json_has_a_number_for_each() -> None:

@@ -1,4 +1,4 @@
-"""What the server says it is doing, asked as an ASGI server asks, and by the launcher over a socket."""
+"""Test the server's activity report, requested through ASGI and by the launcher over a socket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_recipes.server.middleware import ACTIVITY_PATH, ReportActivity
 
 
 class FakeApplication:
-    """Answers when it is told to; its engine has five completions under way."""
+    """Answers on command; its engine is computing five completions."""
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()

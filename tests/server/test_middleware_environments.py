@@ -1,4 +1,4 @@
-"""R11: what the token of environments in other terminals opens, and when the server answers them."""
+"""R11: test the paths that the token of environments in other terminals opens, and when the server answers."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Server:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        given = {"authorization": f"Bearer {token}", **headers}
-        encoded = [(name.lower().encode(), value.encode()) for name, value in given.items()]
+        all_headers = {"authorization": f"Bearer {token}", **headers}
+        encoded = [(name.lower().encode(), value.encode()) for name, value in all_headers.items()]
         scope = {"type": kind, "method": method, "path": path, "app": self, "headers": encoded}
         asyncio.run(self.layers(scope, None, send))  # type: ignore[arg-type]
         return sent[0].get("status", 0), b"".join(message.get("body", b"") for message in sent)

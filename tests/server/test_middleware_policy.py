@@ -33,7 +33,7 @@ class FakeVllm:
         await send({"type": "http.response.body", "body": body[5:]})
 
     async def ask(self, path: str = "/v1/completions", told: str | None = None, method: str = "POST") -> str | None:
-        """The number in the answer, which is otherwise the application's own."""
+        """Return the number in the answer; check that the answer is otherwise the application's."""
         sent: list[Any] = []
 
         async def send(message: Any) -> None:
@@ -42,10 +42,10 @@ class FakeVllm:
         headers = [] if told is None else [(POLICY_HEADER.lower().encode(), told.encode())]
         scope = {"type": "http", "method": method, "path": path, "app": self, "headers": headers}
         await self.middleware(scope, None, send)
-        found = dict(sent[0]["headers"])
+        received = dict(sent[0]["headers"])
         if path != ACTIVITY_PATH:
-            assert found[b"content-type"] == b"x" and b"".join(one["body"] for one in sent[1:]) == self.body
-        number = found.get(POLICY_HEADER.lower().encode())
+            assert received[b"content-type"] == b"x" and b"".join(message["body"] for message in sent[1:]) == self.body
+        number = received.get(POLICY_HEADER.lower().encode())
         return None if number is None else number.decode()
 
 
@@ -53,14 +53,14 @@ def test_answers_have_the_number_of_the_last_sync_and_none_before_the_first() ->
     async def play() -> list[str | None]:
         vllm = FakeVllm()
         answers = [await vllm.ask()]
-        answers.append(await vllm.ask(SYNCED_PATH, told="0"))  # of a server that was not told when this came
+        answers.append(await vllm.ask(SYNCED_PATH, told="0"))  # the server had no number when this request came
         answers += [
             await vllm.ask(),
             await vllm.ask("/health", method="GET"),
             await vllm.ask(ACTIVITY_PATH, None, "GET"),
         ]
         await vllm.ask(SYNCED_PATH, told="17")
-        await vllm.ask(SYNCED_PATH)  # of somebody who says nothing of weights
+        await vllm.ask(SYNCED_PATH)  # a client that sends no number of weights
         return [*answers, await vllm.ask()]
 
     assert asyncio.run(play()) == [None, None, "0", "0", "0", "17"]
@@ -69,7 +69,7 @@ def test_answers_have_the_number_of_the_last_sync_and_none_before_the_first() ->
 @pytest.mark.parametrize(
     ("path", "told", "method", "status", "body"),
     [
-        (SYNCED_PATH, "2", "POST", 200, IN_USE),  # vLLM answers 200 where it did not empty the cache
+        (SYNCED_PATH, "2", "POST", 200, IN_USE),  # vLLM answers 200 although it did not empty the cache
         (SYNCED_PATH, "2", "POST", 500, b"Internal Server Error"),
         (SYNCED_PATH, "2", "POST", 200, b"[]"),
         (SYNCED_PATH, "2", "GET", 405, b""),

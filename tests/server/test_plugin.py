@@ -57,7 +57,7 @@ def test_every_process_of_the_server_adds_its_stacks_to_a_file_of_its_own(tmp_pa
 @pytest.mark.rotating
 @pytest.mark.parametrize("role", ["1", None])
 def test_the_engine_ends_with_a_server_that_is_killed(tmp_path: Path, role: str | None) -> None:
-    """Else it holds its GPU for as long as nobody looks: vLLM's engine does not notice."""
+    """Otherwise the engine holds its GPU until the process is ended by hand: vLLM does not detect the death."""
     variables = {**os.environ, "GRPO_RUN_DIR": str(tmp_path), "GRPO_SERVER": role or ""}
     process = subprocess.Popen([sys.executable, "-c", WAITING], env=variables, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -24,7 +24,7 @@ def bits(tensor):
 
 
 def nudged(tensor, **steps):
-    """A copy whose elements at the given flat indices are moved by so many units in the last place."""
+    """Return a copy with elements changed at these flat indices, each by so many units in the last place."""
     copy = tensor.clone()
     for index, step in steps.items():
         bits(copy).view(-1)[int(index[1:])] += step
@@ -96,8 +96,8 @@ def test_it_is_the_sum_of_the_mixed_bits(tensor):
         return (value + WRAP // 2) % WRAP - WRAP // 2
 
     total = 0
-    for one in bits(tensor).view(-1).tolist():
-        mixed = signed(one * 0x9E3779B97F4A7C1)
+    for element in bits(tensor).view(-1).tolist():
+        mixed = signed(element * 0x9E3779B97F4A7C1)
         total += (mixed ^ (mixed >> 29)) * 0x3C79AC492BA7B653
     assert int(fingerprint(tensor)) == signed(total)
 

@@ -32,7 +32,9 @@ def test_on_gpus_a_load_goes_through_model_runner_v2(tmp_path: Path, monkeypatch
 
     class Worker(WeightReport):
         vllm_config = SimpleNamespace(
-            parallel_config=SimpleNamespace(tensor_parallel_size=2),  # as on GPUs, nothing is copied in place
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=2
+            ),  # like on GPUs, where no parameter is overwritten directly
             model_config=SimpleNamespace(use_mla=False, model="of-a-hub"),
         )
 
@@ -46,19 +48,23 @@ def test_on_gpus_a_load_goes_through_model_runner_v2(tmp_path: Path, monkeypatch
         def get_model(self) -> torch.nn.Module:
             return self.model_runner.get_model()
 
-        def reload_weights(self, *args: Any, **kwargs: Any) -> None:  # as vLLM's worker for GPUs does
+        def reload_weights(self, *args: Any, **kwargs: Any) -> None:  # like vLLM's worker for GPUs
             self.model_runner.reload_weights(*args, **kwargs)
 
     steps: list[str] = []
     monkeypatch.setattr(gpu_model_runner, "initialize_layerwise_reload", lambda _: steps.append("initialize"))
     monkeypatch.setattr(gpu_model_runner, "finalize_layerwise_reload", lambda *_: steps.append("finalize"))
     sent = {"weight": torch.arange(12.0).view(3, 4), "bias": torch.tensor([1.0, -2.0, 3.5])}
-    write_weights(tmp_path, [(name, "float32", list(one.shape)) for name, one in sent.items()], iter(sent.items()), 7)
+    write_weights(
+        tmp_path, [(name, "float32", list(tensor.shape)) for name, tensor in sent.items()], iter(sent.items()), 7
+    )
     worker = Worker()
 
     assert worker.grpo_load(str(tmp_path)) == 1
 
     report = worker.grpo_weights()
     assert steps == ["initialize", "finalize"] and report["sync"] == 7
-    assert differing({name: int(sent_fingerprint(name, one, report)) for name, one in sent.items()}, [report]) == []
+    assert (
+        differing({name: int(sent_fingerprint(name, tensor, report)) for name, tensor in sent.items()}, [report]) == []
+    )
     assert worker.model_runner.model_config.model == str(tmp_path)

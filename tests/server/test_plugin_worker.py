@@ -1,4 +1,4 @@
-"""What workers report adds up to the trainer's weights, also where vLLM copies key and value heads between workers."""
+"""Workers' reports add up to the trainer's weights, also if vLLM copies key and value heads between workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEAD_SIZE, HEADS, KV_HEADS, WIDTH = 4, 8, 2, 16
 
 
 class FakeQkvProjection(torch.nn.Module):
-    """The rows and attributes of one worker's ``QKVParallelLinear``."""
+    """Holds the rows and attributes of a single worker's ``QKVParallelLinear``."""
 
     def __init__(self, weights: dict[str, torch.Tensor], rank: int, workers: int):
         super().__init__()
@@ -62,7 +62,7 @@ def test_reports_of_sharded_and_copied_heads_add_up(workers: int) -> None:
 
     with torch.no_grad():
         stale = fleet[0].get_model().layer.qkv_proj.weight
-        stale[-1, -1] = torch.nextafter(stale[-1, -1], torch.tensor(9.0))  # one key or value element, by one ulp
+        stale[-1, -1] = torch.nextafter(stale[-1, -1], torch.tensor(9.0))  # change a key or value element by 1 ulp
     assert differing(streamed, [worker.grpo_weights() for worker in fleet]) == ["layer.qkv_proj.weight"]
 
 

@@ -1,4 +1,4 @@
-"""What travels for a completion: its ids and one log-prob a token, the same bits on both sides."""
+"""Test the transfer format of completions: token ids and log-probs have the same bits on both sides."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_the_same_bits_arrive(completions) -> None:
     assert arrived == ids
     lowest = [[[max(logprob, -9999.0)] for logprob in row] for row in scored]  # as JSON from vLLM had it
     assert of_each == lowest
-    assert [math.copysign(1, one) for row in of_each for (one,) in row] == [
-        math.copysign(1, one) for row in scored for one in row
+    assert [math.copysign(1, logprob) for row in of_each for (logprob,) in row] == [
+        math.copysign(1, logprob) for row in scored for logprob in row
     ]
 
 
