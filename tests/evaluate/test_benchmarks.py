@@ -37,7 +37,7 @@ ROWS = [{"problem": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b i
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A tiny trainer after training, whose model is replaced by one that knows some sums."""
+    """Return a tiny trainer after training, with a model that knows some sums."""
     folder = tmp_path_factory.mktemp("trained")
     smoke.make(folder / "smoke", phases=PHASES)
     trainer, _ = train(folder, max_steps=1, max_completion_length=6)
@@ -189,11 +189,11 @@ def test_a_stop_request_ends_between_chunks_and_the_next_attempt_starts_it_over(
 
 def test_problems_drawn_by_seed_are_the_same_problems(run: Path) -> None:
     args = arguments(run, benchmark_max_problems=6, system_prompt="Add.")
-    one, same, other = (load_problems(str(run / "sums.jsonl"), args, seed) for seed in (3, 3, 4))
-    assert len(one) == 6 and one == same and one != other
-    assert [problem.index for problem in one] == sorted(problem.index for problem in one)
-    assert [message["role"] for message in one[0].prompt] == ["system", "user"]
-    assert one[0].prompt[-1]["content"] == ROWS[one[0].index]["problem"]
+    first, same, other = (load_problems(str(run / "sums.jsonl"), args, seed) for seed in (3, 3, 4))
+    assert len(first) == 6 and first == same and first != other
+    assert [problem.index for problem in first] == sorted(problem.index for problem in first)
+    assert [message["role"] for message in first[0].prompt] == ["system", "user"]
+    assert first[0].prompt[-1]["content"] == ROWS[first[0].index]["problem"]
     seeds = {problem_seed(run_seed, name, index) for run_seed in (0, 1) for name in "ab" for index in range(50)}
     assert len(seeds) == 200 and max(seeds) < 2**31
 
@@ -222,7 +222,7 @@ def saved(folder: Path, columns: dict[str, list[str]]) -> Any:
     from datasets import Dataset
 
     Dataset.from_dict(columns).save_to_disk(str(folder / "fetched"))
-    known = {(one.id, one.config, one.split) for one in benchmarks().values()}
+    known = {(benchmark.id, benchmark.config, benchmark.split) for benchmark in benchmarks().values()}
     return lambda *source: folder / "fetched" if source in known else None
 
 
@@ -265,7 +265,7 @@ class FakeEngine:
         self.seeds: list[int] = []
 
     def generate(self, requests: Any, sampling_params: Any, use_tqdm: bool) -> list[Any]:
-        self.seeds += [one.seed for one in sampling_params]
+        self.seeds += [parameters.seed for parameters in sampling_params]
         return [
             SimpleNamespace(
                 outputs=[SimpleNamespace(token_ids=(*request["prompt_token_ids"], k)) for k in range(parameters.n)]

@@ -22,11 +22,13 @@ TASKS = {
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_of_the_guide_is_read_from_its_dataset(name: str, tmp_path: Path) -> None:
     source, (problem, answer) = TASKS[name]
-    others = {f"Incorrect Answer {number}": [f"not {number}"] for number in (1, 2, 3)}
-    datasets.Dataset.from_dict({problem: ["How many?"], answer: ["204"], **others}).save_to_disk(tmp_path / "set")
+    wrong_answers = {f"Incorrect Answer {number}": [f"not {number}"] for number in (1, 2, 3)}
+    datasets.Dataset.from_dict({problem: ["How many?"], answer: ["204"], **wrong_answers}).save_to_disk(
+        tmp_path / "set"
+    )
 
-    def fetched(*asked: str | None) -> Path | None:
-        return tmp_path / "set" if asked == source else None
+    def fetched(*requested: str | None) -> Path | None:
+        return tmp_path / "set" if requested == source else None
 
     assert benchmark_problem(name, "benchmarks") is None
     assert benchmark_sources([name]) == [source]

@@ -32,7 +32,7 @@ KEYS = {"environment_max_turns": 2, "environment_turn_length": 6, "environment_w
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A tiny trainer after training, whose model is replaced by one that knows some sums."""
+    """Return a tiny trainer after training, with a model that knows some sums."""
     folder = tmp_path_factory.mktemp("trained")
     smoke.make(folder / "smoke", phases=(smoke.Phase(100, 1, 0.0, 3e-3, 0.1),))
     trainer, _ = train(folder, max_steps=1, max_completion_length=24)
@@ -58,8 +58,8 @@ def played(trainer: Any, tmp_path: Path) -> Iterator[Any]:
 
     yield run
     trainer.source = None
-    for one in open_now:
-        one.close()
+    for source in open_now:
+        source.close()
 
 
 def rows_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -75,16 +75,18 @@ def test_episodes_of_several_turns_are_played_and_solved(played: Any, tmp_path: 
     assert result["problems"] == 6 and result["samples"] == 4 and result["reward"] == "environment"
     rewards = [reward for row in rows for reward in row["rewards"]]
     assert {0.0, 0.5} <= set(rewards) and result["mean_reward"] == pytest.approx(sum(rewards) / 24, abs=1e-6)
-    assert [row["scores"] for row in rows] == [[float(one >= 0.5) for one in row["rewards"]] for row in rows]
+    assert [row["scores"] for row in rows] == [[float(reward >= 0.5) for reward in row["rewards"]] for row in rows]
     assert result.items() >= pass_table([row["scores"] for row in rows]).items()
     assert 0 < result["pass@1"] < result["pass@4"]
     for row in rows:
         for text, reward in zip(row["completions"], row["rewards"], strict=True):
             first, question, second = text.split("\n")
             assert first.startswith("[assistant] ") and question.startswith("[user] ")
-            asked = row["problem"], question.removeprefix("[user] ")
-            right = [f"[assistant] <answer>{eval(sum_.rstrip('='))}</answer>" for sum_ in asked]
-            assert reward == sum(said == one for said, one in zip((first, second), right, strict=True)) / 2
+            questions = row["problem"], question.removeprefix("[user] ")
+            right = [f"[assistant] <answer>{eval(sum_.rstrip('='))}</answer>" for sum_ in questions]
+            assert (
+                reward == sum(action == expected for action, expected in zip((first, second), right, strict=True)) / 2
+            )
 
 
 @pytest.mark.slow
@@ -93,7 +95,7 @@ def test_each_environment_of_a_mixture_has_its_own_result(played: Any, tmp_path:
     pytest.importorskip("reasoning_gym")
     entries = [{"id": TWO}, {"id": GYM, "args": {"max_terms": 2, "max_digits": 1}}]
     results = played(environment_mixture={"environments": entries}, benchmarks=[TWO, GYM], benchmark_samples=2)
-    assert {name: one["problems"] for name, one in results.items()} == {TWO: 3, GYM: 3}
+    assert {name: result["problems"] for name, result in results.items()} == {TWO: 3, GYM: 3}
     (gym,) = (rows for name, rows in rows_of(tmp_path).items() if name.startswith("reasoning_gym"))
     assert all(row["problem"].startswith("Calculate ") and row["gold"] for row in gym)
 
@@ -118,7 +120,7 @@ def test_the_same_seed_gives_the_same_result_and_only_changes_run_again(played: 
 def test_episodes_are_those_of_evaluation_and_fewer_are_drawn() -> None:
     args = ScriptArguments(environment=TWO, environment_eval_episodes=9, benchmark_samples=2)
     seeds = [row["seed"] for row in evaluation_episodes(args)]
-    assert [[one.seed for one in copies] for copies in held_out_episodes(TWO, args, 0)] == [
+    assert [[episode.seed for episode in copies] for copies in held_out_episodes(TWO, args, 0)] == [
         [seed, seed] for seed in seeds
     ]
     args.benchmark_max_problems = 4
@@ -131,14 +133,14 @@ def test_episodes_are_those_of_evaluation_and_fewer_are_drawn() -> None:
 
 def test_turns_and_copies_are_sampled_with_seeds_of_their_own() -> None:
     args = ScriptArguments(environment=TWO, environment_eval_episodes=3, benchmark_samples=2)
-    played, asked = [one for copies in held_out_episodes(TWO, args, 0) for one in copies], []
+    played, prompts = [episode for copies in held_out_episodes(TWO, args, 0) for episode in copies], []
     for actions in ([], ["4"]):
-        for one in played:
-            one.turns, one.actions = [Turn([{"role": "user", "content": "1+1="}])] * (1 + len(actions)), actions
-        asked += next_prompts(played, TWO, 0) or []
-    assert len({prompt.seed for prompt in asked}) == len(asked) == 12
-    for one in played:
-        one.done = True
+        for episode in played:
+            episode.turns, episode.actions = [Turn([{"role": "user", "content": "1+1="}])] * (1 + len(actions)), actions
+        prompts += next_prompts(played, TWO, 0) or []
+    assert len({prompt.seed for prompt in prompts}) == len(prompts) == 12
+    for episode in played:
+        episode.done = True
     assert next_prompts(played, TWO, 0) is None
 
 
@@ -150,9 +152,9 @@ def test_an_episode_that_fails_has_no_verdict_and_its_reason(played: Any, tmp_pa
 
 
 def test_a_stop_request_ends_it_between_turns(played: Any) -> None:
-    asked = iter([False, True])
+    stop_answers = iter([False, True])
     with pytest.raises(StoppedInBenchmarks):
-        played(partial(next, asked), environment=TWO, benchmarks=[TWO])
+        played(partial(next, stop_answers), environment=TWO, benchmarks=[TWO])
 
 
 def test_the_model_plays_itself(played: Any, tmp_path: Path) -> None:
