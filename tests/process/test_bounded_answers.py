@@ -161,8 +161,8 @@ def test_a_redirect_is_not_followed(server: SlowServer, client: Client) -> None:
 @pytest.mark.parametrize("client", CLIENTS)
 def test_nothing_is_sent_to_a_listener_that_is_not_ours(server: SlowServer, client: Client) -> None:
     """R6: neither a token nor a request."""
-    own = OwnListener("127.0.0.1", server.port, os.getpid)
-    assert client(server, own) == 200
+    own_listener = OwnListener("127.0.0.1", server.port, os.getpid)
+    assert client(server, own_listener) == 200
     server.asked.clear()
     foreign = OwnListener("127.0.0.1", server.port, lambda: 2**22 + 1)
     error: BaseException | None = end_of(client, server, foreign)

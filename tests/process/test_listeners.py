@@ -46,8 +46,8 @@ def test_the_most_specific_address_counts() -> None:
     with socket.create_server(("127.0.0.2", 0)) as other:
         port = other.getsockname()[1]
         assert listening_sockets(LOOPBACK, port) == set()
-        with socket.create_server((LOOPBACK, port)) as own:
-            assert listening_sockets(LOOPBACK, port) == {os.fstat(own.fileno()).st_ino}
+        with socket.create_server((LOOPBACK, port)) as exact:
+            assert listening_sockets(LOOPBACK, port) == {os.fstat(exact.fileno()).st_ino}
     with socket.create_server(("", 0)) as everywhere:
         assert listening_sockets(LOOPBACK, everywhere.getsockname()[1]) == {os.fstat(everywhere.fileno()).st_ino}
     if socket.has_dualstack_ipv6():

@@ -1,4 +1,4 @@
-"""Whether a host answers, through a proxy or without one, and what a run without a route to W&B is told."""
+"""Test whether a host answers, with and without a proxy, and the error of a run without a route to W&B."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_a_silent_host_costs_the_timeout_and_no_more():
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         waiting = [socket.socket() for _ in range(3)]  # fill the queue: further connections get no answer
-        for one in waiting:
-            one.setblocking(False)
-            one.connect_ex(full.getsockname())
+        for connection in waiting:
+            connection.setblocking(False)
+            connection.connect_ex(full.getsockname())
         start = time.monotonic()
         assert not can_connect("127.0.0.1", full.getsockname()[1], timeout=0.5)
         assert 0.4 < time.monotonic() - start < 3
-        for one in waiting:
-            one.close()
+        for connection in waiting:
+            connection.close()
 
 
 def test_a_name_server_that_does_not_answer_costs_no_more_either(monkeypatch):
@@ -93,13 +93,15 @@ def test_a_run_that_reports_to_wandb_needs_a_route(read, port):
 
 
 def test_a_launch_without_a_route_starts_nothing(tmp_path):
-    ours = {*READ_VARIABLES, *environment_keys(), "WANDB_MODE"}
-    kept = {name: text for name, text in os.environ.items() if name not in ours and not name.startswith("SLURM_")}
+    run_variables = {*READ_VARIABLES, *environment_keys(), "WANDB_MODE"}
+    environment = {
+        name: text for name, text in os.environ.items() if name not in run_variables and not name.startswith("SLURM_")
+    }
     recipe = REPOSITORY / "recipes/smoke/grpo.yaml"
     done = subprocess.run(
         [sys.executable, "-m", "grpo_recipes", "launch", str(recipe), "--report_to", "wandb"],
         cwd=tmp_path,
-        env={**kept, "RUN_ROOT": str(tmp_path / "runs"), "WANDB_BASE_URL": NOWHERE, "no_proxy": "*"},
+        env={**environment, "RUN_ROOT": str(tmp_path / "runs"), "WANDB_BASE_URL": NOWHERE, "no_proxy": "*"},
         capture_output=True,
         text=True,
         timeout=60,

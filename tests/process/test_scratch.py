@@ -1,6 +1,7 @@
-"""Scratch folders: made for one attempt, and removed by the next launch when their owner died.
+"""Scratch folders: created for one attempt, and removed by the next launch if their owner died.
 
-Segments in shared memory are recorded while their makers live, and removed when these were killed. Real processes.
+Segments in shared memory are recorded while their creators live, and removed after these were killed. The tests
+use real processes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from grpo_recipes.process.tree import descendants, is_alive
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch) -> dict[str, str]:
-    """The environment of a launch on a node of this test's own: its temporary folder, and its shared memory."""
+    """Return the environment of a launch on a separate node, with its own temporary folder and shared memory."""
     for name in ("node", "shm"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path / "shm")
@@ -48,9 +49,9 @@ def owner(node: dict[str, str], tmp_path: Path) -> Iterator[Callable[[], tuple[s
     started = []
 
     def start() -> tuple[subprocess.Popen[str], Scratch]:
-        process, made = start_owner(tmp_path / "node", tmp_path / "shm")
+        process, run_scratch = start_owner(tmp_path / "node", tmp_path / "shm")
         started.append(process)
-        return process, made
+        return process, run_scratch
 
     yield start
     for process in started:
@@ -59,7 +60,7 @@ def owner(node: dict[str, str], tmp_path: Path) -> Iterator[Callable[[], tuple[s
 
 @pytest.fixture
 def dead(node, tmp_path: Path) -> Callable[[], Scratch]:
-    """Make scratch on that node whose owner was killed."""
+    """Create scratch on that node and kill its owner."""
     return lambda: dead_scratch(tmp_path / "node", tmp_path / "shm")
 
 
@@ -111,90 +112,90 @@ def test_scratch_is_made_from_a_given_environment_alone(monkeypatch, tmp_path):
 
 
 def test_the_temporary_folder_may_be_shared_memory_itself(node, tmp_path):
-    made = make_scratch({"SLURM_TMPDIR": str(tmp_path / "shm")})
-    assert made.disk.parent == tmp_path / "shm" and made.memory.is_dir()
-    made.remove()
+    run_scratch = make_scratch({"SLURM_TMPDIR": str(tmp_path / "shm")})
+    assert run_scratch.disk.parent == tmp_path / "shm" and run_scratch.memory.is_dir()
+    run_scratch.remove()
     assert list((tmp_path / "shm").iterdir()) == []
 
 
 def test_what_a_killed_run_left_is_removed_and_said_in_one_line(node, dead, tmp_path):
-    left = dead()
-    assert remove_dead_scratch(node) == f"removed scratch of runs that died on this node ({left.disk.name}: 3.0 MB)"
+    stale = dead()
+    assert remove_dead_scratch(node) == f"removed scratch of runs that died on this node ({stale.disk.name}: 3.0 MB)"
     assert list((tmp_path / "node").iterdir()) == list((tmp_path / "shm").iterdir()) == []
     assert remove_dead_scratch(node) == ""
 
 
 def test_several_are_named_together_and_each_folder_is_found_alone(node, dead, tmp_path):
     names = sorted(dead().disk.name for _ in range(7))
-    shutil.rmtree(tmp_path / "node" / names[0])  # as a site does with a job's own folder
-    said = remove_dead_scratch(node)
-    assert said.startswith("removed scratch of runs that died on this node (")
-    assert 2 < sum(name in said for name in names) < 7 and " ...: 18.0 MB)" in said
+    shutil.rmtree(tmp_path / "node" / names[0])  # a site removes a job's own folder
+    message = remove_dead_scratch(node)
+    assert message.startswith("removed scratch of runs that died on this node (")
+    assert 2 < sum(name in message for name in names) < 7 and " ...: 18.0 MB)" in message
     assert list((tmp_path / "node").iterdir()) == list((tmp_path / "shm").iterdir()) == []
 
 
 def test_its_segments_go_with_it(node, dead, tmp_path):
-    left = dead()
+    stale = dead()
     for name in ("psm_0123abcd", "sem.mp-0123abcd", "psm_of_another"):
         (tmp_path / "shm" / name).write_text("x")
-    with (left.memory / ".segments").open("w") as record:
+    with (stale.memory / ".segments").open("w") as record:
         for path in tmp_path.glob("shm/*0123abcd"):
             record.write(f"{path.stat().st_ino} {path.name}\n")
-    assert left.disk.name in remove_dead_scratch(node)
+    assert stale.disk.name in remove_dead_scratch(node)
     assert [path.name for path in (tmp_path / "shm").iterdir()] == ["psm_of_another"]
 
 
 def test_a_living_runs_scratch_stays(node, owner, dead):
     _, living = owner()
-    left = dead()
-    assert left.disk.name in (said := remove_dead_scratch(node)) and living.disk.name not in said
-    assert living.token_file.exists() and living.memory.is_dir() and not left.disk.exists()
+    stale = dead()
+    assert stale.disk.name in (message := remove_dead_scratch(node)) and living.disk.name not in message
+    assert living.token_file.exists() and living.memory.is_dir() and not stale.disk.exists()
 
 
 def test_a_process_guard_holds_the_scratch_of_a_launcher_that_died(node, tmp_path):
     (tmp_path / "run/processes").mkdir(parents=True)
-    made = make_scratch(node)
+    run_scratch = make_scratch(node)
     command = Process("trainer", ["sleep", "300"], {}, (), str(tmp_path / "log"))
-    child = Child(command, {"PATH": os.environ["PATH"]}, tmp_path / "run", made)
+    child = Child(command, {"PATH": os.environ["PATH"]}, tmp_path / "run", run_scratch)
     try:
-        while made.locks:
-            os.close(made.locks.pop())  # as the kernel does when we die
+        while run_scratch.locks:
+            os.close(run_scratch.locks.pop())  # the kernel closes the locks of a dead launcher
         wait_for(lambda: child.state().pid, "the guard's command")
-        assert is_held(made.disk) and remove_dead_scratch(node) == "" and made.token_file.exists()
+        assert is_held(run_scratch.disk) and remove_dead_scratch(node) == "" and run_scratch.token_file.exists()
     finally:
         child.end()
-    assert not is_held(made.disk) and made.disk.name in remove_dead_scratch(node)
+    assert not is_held(run_scratch.disk) and run_scratch.disk.name in remove_dead_scratch(node)
 
 
 def test_a_process_that_outlived_launcher_and_guards_keeps_its_scratch(node, dead):
-    left = dead()
-    rank = subprocess.Popen(["sleep", "300"], env={"TMPDIR": str(left.disk), "PATH": os.environ["PATH"]})
+    stale = dead()
+    rank = subprocess.Popen(["sleep", "300"], env={"TMPDIR": str(stale.disk), "PATH": os.environ["PATH"]})
     try:
-        assert remove_dead_scratch(node) == "" and left.token_file.exists() and left.memory.is_dir()
+        assert remove_dead_scratch(node) == "" and stale.token_file.exists() and stale.memory.is_dir()
     finally:
         kill(rank)
-    assert left.disk.name in remove_dead_scratch(node)
+    assert stale.disk.name in remove_dead_scratch(node)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another user")
-@pytest.mark.parametrize("what", ["folder", "marker"])
-def test_another_users_folder_is_never_touched(node, dead, what):
-    left = dead()
-    for folder in (left.disk, left.memory):
-        os.chown(folder if what == "folder" else folder / ".grpo-scratch", 12345, -1)
+@pytest.mark.parametrize("part", ["folder", "marker"])
+def test_another_users_folder_is_never_touched(node, dead, part):
+    stale = dead()
+    for folder in (stale.disk, stale.memory):
+        os.chown(folder if part == "folder" else folder / ".grpo-scratch", 12345, -1)
     assert remove_dead_scratch(node) == ""
-    assert left.token_file.exists() and left.memory.is_dir()
+    assert stale.token_file.exists() and stale.memory.is_dir()
 
 
 def test_a_link_is_never_followed(node, dead, tmp_path):
-    left = dead()
+    stale = dead()
     elsewhere = tmp_path / "elsewhere"
-    left.disk.rename(elsewhere)
-    left.disk.symlink_to(elsewhere)
-    said = remove_dead_scratch(node)
-    assert left.disk.name in said and "could not" not in said, "its folder in shared memory goes, the link stays"
-    assert left.disk.is_symlink() and (elsewhere / "token").exists()
-    left.disk.unlink()
+    stale.disk.rename(elsewhere)
+    stale.disk.symlink_to(elsewhere)
+    message = remove_dead_scratch(node)
+    assert stale.disk.name in message and "could not" not in message, "its folder in shared memory goes, the link stays"
+    assert stale.disk.is_symlink() and (elsewhere / "token").exists()
+    stale.disk.unlink()
     inside = dead()
     (inside.disk / "link").symlink_to(elsewhere)
     assert remove_dead_scratch(node) and not inside.disk.exists() and (elsewhere / "token").exists()
@@ -215,9 +216,9 @@ def test_a_folder_that_somebody_made_by_hand_stays(node, tmp_path, marker):
 
 
 def test_a_copy_and_what_is_no_plain_marker_stay(node, dead, tmp_path):
-    left = dead()
+    stale = dead()
     copy = tmp_path / "node" / "grpo-for_later"
-    shutil.copytree(left.disk, copy)
+    shutil.copytree(stale.disk, copy)
     for name, make in (("grpo-fifo0000", os.mkfifo), ("grpo-folder00", os.mkdir)):
         (tmp_path / "node" / name).mkdir()
         make(tmp_path / "node" / name / ".grpo-scratch")
@@ -228,7 +229,7 @@ def test_a_copy_and_what_is_no_plain_marker_stay(node, dead, tmp_path):
     (moved.disk / ".grpo-scratch").rename(tmp_path / "marker")
     (moved.disk / ".grpo-scratch").symlink_to(tmp_path / "marker")
     shutil.rmtree(moved.memory)
-    assert f"of runs that died on this node ({left.disk.name}: " in remove_dead_scratch(node)
+    assert f"of runs that died on this node ({stale.disk.name}: " in remove_dead_scratch(node)
     assert (copy / "token").exists() and moved.token_file.exists() and len(list((tmp_path / "node").iterdir())) == 5
 
 
@@ -237,31 +238,31 @@ def test_a_folder_that_is_being_made_stays(node, monkeypatch, step):
     home = {"mkdtemp": tempfile, "flock": fcntl, "write": os, "rename": Path}[step]
     real, results = getattr(home, step), []
 
-    def and_remove(*given, **options):
+    def and_remove(*arguments, **options):
         if results and results[-1] is None:
-            return real(*given, **options)  # a call of the removal itself
+            return real(*arguments, **options)  # a call of the removal itself
         results.append(None)
         results[-1] = remove_dead_scratch(node)
-        done = real(*given, **options)
+        done = real(*arguments, **options)
         results.append(None)
         results[-1] = remove_dead_scratch(node)
         return done
 
     monkeypatch.setattr(home, step, and_remove)
-    made = make_scratch(node)
+    run_scratch = make_scratch(node)
     monkeypatch.undo()
     assert set(results) == {""} and len(results) >= 2
-    assert made.token_file.exists() and is_held(made.disk) and is_held(made.memory)
-    made.remove()
+    assert run_scratch.token_file.exists() and is_held(run_scratch.disk) and is_held(run_scratch.memory)
+    run_scratch.remove()
 
 
 def test_of_two_launches_at_once_each_folder_is_removed_by_one(node, dead, tmp_path):
     names = [dead().disk.name for _ in range(5)]
-    said, barrier = [], threading.Barrier(4)
+    messages, barrier = [], threading.Barrier(4)
 
     def remove_too():
         barrier.wait()
-        said.append(remove_dead_scratch(node))
+        messages.append(remove_dead_scratch(node))
 
     threads = [threading.Thread(target=remove_too) for _ in range(4)]
     for thread in threads:
@@ -270,12 +271,12 @@ def test_of_two_launches_at_once_each_folder_is_removed_by_one(node, dead, tmp_p
         thread.join()
     assert list((tmp_path / "node").iterdir()) == list((tmp_path / "shm").iterdir()) == []
     # Folder and shared memory of a run may go to two of them.
-    assert all(1 <= sum(name in line for line in said) <= 2 for name in names)
-    assert not any("could not" in line for line in said), said
+    assert all(1 <= sum(name in line for line in messages) <= 2 for name in names)
+    assert not any("could not" in line for line in messages), messages
 
 
 def test_a_folder_that_another_launch_has_just_removed_is_no_folder(node, dead, monkeypatch):
-    left, real = dead(), fcntl.flock
+    stale, real = dead(), fcntl.flock
 
     def too_late(descriptor, operation):
         with contextlib.suppress(FileNotFoundError):
@@ -283,7 +284,7 @@ def test_a_folder_that_another_launch_has_just_removed_is_no_folder(node, dead, 
         real(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", too_late)
-    assert remove_dead_scratch(node) == "" and left.token_file.exists()
+    assert remove_dead_scratch(node) == "" and stale.token_file.exists()
 
 
 def test_where_there_are_no_locks_nothing_is_marked_or_removed(node, monkeypatch, tmp_path):
@@ -291,40 +292,40 @@ def test_where_there_are_no_locks_nothing_is_marked_or_removed(node, monkeypatch
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", fake_no_locks)
-    made = make_scratch(node)
-    assert made.locks == [] and made.token_file.exists()
-    assert {path.name for path in made.disk.iterdir()} == {"token"}
-    assert remove_dead_scratch(node) == "" and made.token_file.exists() and not is_held(made.disk)
+    run_scratch = make_scratch(node)
+    assert run_scratch.locks == [] and run_scratch.token_file.exists()
+    assert {path.name for path in run_scratch.disk.iterdir()} == {"token"}
+    assert remove_dead_scratch(node) == "" and run_scratch.token_file.exists() and not is_held(run_scratch.disk)
 
 
 @pytest.mark.parametrize(("device", "removed"), [(0, False), (8, True)])
 def test_a_marker_of_another_boot_counts_on_a_disk_of_this_machine_alone(node, dead, monkeypatch, device, removed):
-    left = dead()
-    facts = json.loads((left.disk / ".grpo-scratch").read_text())
+    stale = dead()
+    facts = json.loads((stale.disk / ".grpo-scratch").read_text())
     assert facts["boot"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     monkeypatch.setattr(scratch, "_boot_id", lambda: "another node, or this one started again")
     monkeypatch.setattr(os, "major", lambda _: device)
     assert bool(remove_dead_scratch(node)) is removed
-    assert left.token_file.exists() is not removed
+    assert stale.token_file.exists() is not removed
 
 
 def test_what_cannot_be_removed_is_named_and_tried_again(node, dead, monkeypatch):
-    left, real = dead(), shutil.rmtree
+    stale, real = dead(), shutil.rmtree
 
     def fake_stubborn(path: Path, **options: bool) -> None:
         if path.name != "inductor":
             real(path, **options)
 
     monkeypatch.setattr(shutil, "rmtree", fake_stubborn)
-    assert remove_dead_scratch(node).endswith(f"; could not remove {left.disk}")
-    assert not left.token_file.exists() and not left.memory.exists() and left.disk.is_dir()
+    assert remove_dead_scratch(node).endswith(f"; could not remove {stale.disk}")
+    assert not stale.token_file.exists() and not stale.memory.exists() and stale.disk.is_dir()
     monkeypatch.setattr(shutil, "rmtree", real)
-    assert left.disk.name in remove_dead_scratch(node) and not left.disk.exists()
+    assert stale.disk.name in remove_dead_scratch(node) and not stale.disk.exists()
 
 
 @pytest.mark.parametrize("step", ["size_of", "remove_segments"])
 def test_a_folder_that_fails_keeps_no_other_from_its_removal(node, dead, monkeypatch, step):
-    first, second = sorted((dead(), dead()), key=lambda left: left.disk.name)
+    first, second = sorted((dead(), dead()), key=lambda stale: stale.disk.name)
     real = getattr(scratch, step)
 
     def fake_failing(folder: Path) -> int | None:
@@ -333,30 +334,30 @@ def test_a_folder_that_fails_keeps_no_other_from_its_removal(node, dead, monkeyp
         return real(folder)
 
     monkeypatch.setattr(scratch, step, fake_failing)
-    said = remove_dead_scratch(node)
-    assert second.disk.name in said and said.endswith(f"; could not remove {first.disk}")
+    message = remove_dead_scratch(node)
+    assert second.disk.name in message and message.endswith(f"; could not remove {first.disk}")
     assert first.disk.is_dir() and not second.disk.exists()
     assert not first.memory.exists() and not second.memory.exists()
 
 
 def test_whether_a_folder_is_in_use_is_asked_while_its_lock_is_held(node, dead, monkeypatch):
-    left, held = dead(), []
-    monkeypatch.setattr(scratch, "names_in_use", lambda names: held.append(is_held(left.disk)) or set(names))
-    assert remove_dead_scratch(node) == "" and left.token_file.exists() and left.memory.is_dir()
-    assert held[0], "its disk folder comes first"
+    stale, locked = dead(), []
+    monkeypatch.setattr(scratch, "names_in_use", lambda names: locked.append(is_held(stale.disk)) or set(names))
+    assert remove_dead_scratch(node) == "" and stale.token_file.exists() and stale.memory.is_dir()
+    assert locked[0], "its disk folder comes first"
 
 
 def test_the_removal_takes_a_bounded_time_and_never_fails_the_launch(node, dead, monkeypatch):
-    left = dead()
+    stale = dead()
     monkeypatch.setattr(scratch, "_MAX_SECONDS", -1.0)
-    assert remove_dead_scratch(node) == "the next launch removes the rest" and left.token_file.exists()
+    assert remove_dead_scratch(node) == "the next launch removes the rest" and stale.token_file.exists()
 
     def fake_no_descriptors(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(scratch, "_MAX_SECONDS", 20.0)
     monkeypatch.setattr(scratch, "names_in_use", fake_no_descriptors)
-    assert "could not search for scratch of dead runs" in remove_dead_scratch(node) and left.token_file.exists()
+    assert "could not search for scratch of dead runs" in remove_dead_scratch(node) and stale.token_file.exists()
 
 
 # Segments as vLLM makes, and torch for a GPU's memory that is shared, in a process below, and a semaphore as the
@@ -374,18 +375,20 @@ ABOVE = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c',
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[Scratch]:
+def run_scratch(tmp_path: Path) -> Iterator[Scratch]:
     scratch = make_scratch({"SLURM_TMPDIR": str(tmp_path)})
     yield scratch
     scratch.remove()
 
 
 @pytest.fixture
-def child(tmp_path: Path, made: Scratch) -> Iterator[Child]:
-    """A process under a process guard; a process below it makes a segment and a semaphore."""
+def child(tmp_path: Path, run_scratch: Scratch) -> Iterator[Child]:
+    """Start a process under a process guard; its child creates a segment and a semaphore."""
     (tmp_path / "run/processes").mkdir(parents=True)
     argv = [sys.executable, "-c", ABOVE, MAKER, str(tmp_path / "names")]
-    child = Child(Process("server", argv, {}, (), str(tmp_path / "log")), dict(os.environ), tmp_path / "run", made)
+    child = Child(
+        Process("server", argv, {}, (), str(tmp_path / "log")), dict(os.environ), tmp_path / "run", run_scratch
+    )
     yield child
     child.end()
 
@@ -395,8 +398,8 @@ def names_in(file: Path) -> list[Path]:
     return [Path("/dev/shm") / name for name in file.read_text().split()]
 
 
-def wait_for_record(made: Scratch, count: int) -> None:
-    record = made.memory / ".segments"
+def wait_for_record(run_scratch: Scratch, count: int) -> None:
+    record = run_scratch.memory / ".segments"
     wait_for(lambda: record.exists() and record.read_text().count("\n") == count, "the record")
 
 
@@ -418,60 +421,62 @@ def foreign() -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-def test_what_a_killed_run_left_is_removed_with_its_scratch(tmp_path, made, child, foreign):
-    left = names_in(tmp_path / "names")
-    wait_for_record(made, 3)
+def test_what_a_killed_run_left_is_removed_with_its_scratch(tmp_path, run_scratch, child, foreign):
+    segments = names_in(tmp_path / "names")
+    wait_for_record(run_scratch, 3)
     kill_all(child)
-    assert len(left) == 3 and all(path.exists() for path in left), "a SIGKILL left nothing: is the record of use?"
-    remove_segments(made.memory)
-    assert not any(path.exists() for path in left) and foreign.exists()
+    assert len(segments) == 3 and all(path.exists() for path in segments), (
+        "a SIGKILL left nothing: is the record of use?"
+    )
+    remove_segments(run_scratch.memory)
+    assert not any(path.exists() for path in segments) and foreign.exists()
 
 
-def test_the_end_of_a_run_removes_what_its_killed_server_left(tmp_path, made, child):
-    left = names_in(tmp_path / "names")
-    wait_for_record(made, 3)
+def test_the_end_of_a_run_removes_what_its_killed_server_left(tmp_path, run_scratch, child):
+    segments = names_in(tmp_path / "names")
+    wait_for_record(run_scratch, 3)
     kill_all(child)
-    made.remove()
-    assert not any(path.exists() for path in left) and not made.memory.exists()
+    run_scratch.remove()
+    assert not any(path.exists() for path in segments) and not run_scratch.memory.exists()
 
 
-def test_segments_of_a_living_process_stay(tmp_path, made, child):
-    left = names_in(tmp_path / "names")
-    wait_for_record(made, 3)
-    remove_segments(made.memory)
-    assert all(path.exists() for path in left)
+def test_segments_of_a_living_process_stay(tmp_path, run_scratch, child):
+    segments = names_in(tmp_path / "names")
+    wait_for_record(run_scratch, 3)
+    remove_segments(run_scratch.memory)
+    assert all(path.exists() for path in segments)
 
 
-def test_segments_that_were_removed_in_time_are_no_matter(tmp_path, made, child):
-    left = names_in(tmp_path / "names")
-    wait_for_record(made, 3)
+def test_segments_that_were_removed_in_time_are_no_matter(tmp_path, run_scratch, child):
+    segments = names_in(tmp_path / "names")
+    wait_for_record(run_scratch, 3)
     child.end()
-    wait_for(lambda: not any(path.exists() for path in left), "Python's own clean-up")
-    made.remove()
-    assert not made.memory.exists()
+    wait_for(lambda: not any(path.exists() for path in segments), "Python's own clean-up")
+    run_scratch.remove()
+    assert not run_scratch.memory.exists()
 
 
 @pytest.mark.slow
 @pytest.mark.rotating
-def test_segments_of_other_programs_are_not_recorded(tmp_path, made, child):
+def test_segments_of_other_programs_are_not_recorded(tmp_path, run_scratch, child):
     names_in(tmp_path / "names")
-    wait_for_record(made, 3)
+    wait_for_record(run_scratch, 3)
     other = subprocess.Popen([sys.executable, "-c", MAKER, str(tmp_path / "others")], start_new_session=True)
     try:
-        others = names_in(tmp_path / "others")
+        other_segments = names_in(tmp_path / "others")
         time.sleep(3 * scratch._CHECK_SECONDS)
-        record = (made.memory / ".segments").read_text()
-        assert not any(path.name in record for path in others)
+        record = (run_scratch.memory / ".segments").read_text()
+        assert not any(path.name in record for path in other_segments)
     finally:
         other.terminate()
         other.wait()
-        for path in others:
+        for path in other_segments:
             path.unlink(missing_ok=True)
 
 
-def test_only_what_was_recorded_is_removed(made, foreign, tmp_path):
+def test_only_what_was_recorded_is_removed(run_scratch, foreign, tmp_path):
     inode = foreign.stat().st_ino
-    record = made.memory / ".segments"
+    record = run_scratch.memory / ".segments"
     (tmp_path / "mine").write_text("mine")
     for text in (
         f"{inode + 1} {foreign.name}\n",  # made again under the name
@@ -481,32 +486,32 @@ def test_only_what_was_recorded_is_removed(made, foreign, tmp_path):
         "\0\n7\n",
     ):
         record.write_text(text)
-        remove_segments(made.memory)
+        remove_segments(run_scratch.memory)
         assert foreign.exists() and (tmp_path / "mine").exists(), text
     record.write_text(f"{inode} {foreign.name}\n")
     if os.geteuid() == 0:
         os.chown(foreign, 12345, -1)
-        remove_segments(made.memory)
+        remove_segments(run_scratch.memory)
         assert foreign.exists()
         os.chown(foreign, 0, -1)
-    remove_segments(made.memory)
+    remove_segments(run_scratch.memory)
     assert not foreign.exists()
 
 
-def test_a_file_that_the_user_named_is_never_recorded(made, tmp_path):
-    kept = Path(f"/dev/shm/embeddings-{os.urandom(4).hex()}")
+def test_a_file_that_the_user_named_is_never_recorded(run_scratch, tmp_path):
+    path = Path(f"/dev/shm/embeddings-{os.urandom(4).hex()}")
     (tmp_path / "run/processes").mkdir(parents=True)
-    maps = f"import mmap, time; f = open('{kept}', 'wb+'); f.truncate(9); m = mmap.mmap(f.fileno(), 9); time.sleep(300)"
+    maps = f"import mmap, time; f = open('{path}', 'wb+'); f.truncate(9); m = mmap.mmap(f.fileno(), 9); time.sleep(300)"
     process = Process("server", [sys.executable, "-c", maps], {}, (), str(tmp_path / "log"))
-    child = Child(process, dict(os.environ), tmp_path / "run", made)
+    child = Child(process, dict(os.environ), tmp_path / "run", run_scratch)
     try:
-        wait_for(kept.exists, "the file")
+        wait_for(path.exists, "the file")
         time.sleep(2 * scratch._CHECK_SECONDS)
-        assert not (made.memory / ".segments").exists()
+        assert not (run_scratch.memory / ".segments").exists()
     finally:
         child.end()
         with contextlib.suppress(FileNotFoundError):
-            kept.unlink()
+            path.unlink()
 
 
 def test_without_shared_memory_nothing_is_recorded(tmp_path, monkeypatch):
@@ -517,43 +522,43 @@ def test_without_shared_memory_nothing_is_recorded(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_look_that_fails_is_made_up_for_by_the_next(made, monkeypatch):
+def test_a_look_that_fails_is_made_up_for_by_the_next(run_scratch, monkeypatch):
     def fake_no_descriptors(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(scratch, "_CHECK_SECONDS", 0)
-    recorder = scratch.SegmentRecorder(made.memory)
-    maker = subprocess.Popen([sys.executable, "-c", MAKER, str(made.disk / "names")])
+    recorder = scratch.SegmentRecorder(run_scratch.memory)
+    maker = subprocess.Popen([sys.executable, "-c", MAKER, str(run_scratch.disk / "names")])
     try:
-        names_in(made.disk / "names")
+        names_in(run_scratch.disk / "names")
         with monkeypatch.context() as patch:
             patch.setattr(os, "scandir", fake_no_descriptors)
             recorder.record_new()
-        assert not (made.memory / ".segments").exists()
+        assert not (run_scratch.memory / ".segments").exists()
         recorder.record_new()
-        wait_for_record(made, 3)
+        wait_for_record(run_scratch, 3)
     finally:
         maker.terminate()
         maker.wait()
 
 
-def test_segments_and_a_record_that_cannot_be_touched_fail_nothing(made, tmp_path, monkeypatch):
-    kept = Path(f"/dev/shm/psm_{os.urandom(4).hex()}")
-    kept.write_text("")
+def test_segments_and_a_record_that_cannot_be_touched_fail_nothing(run_scratch, tmp_path, monkeypatch):
+    segment = Path(f"/dev/shm/psm_{os.urandom(4).hex()}")
+    segment.write_text("")
     try:
-        (made.memory / ".segments").write_text(f"{kept.stat().st_ino} {kept.name}\n")
+        (run_scratch.memory / ".segments").write_text(f"{segment.stat().st_ino} {segment.name}\n")
         with monkeypatch.context() as patch:
             patch.setattr(Path, "unlink", lambda *_, **__: os.listdir(tmp_path / "none"))
-            remove_segments(made.memory)
-        assert kept.exists()
-        (made.memory / ".segments").unlink()
-        (made.memory / ".segments").mkdir()
-        remove_segments(made.memory)
-        assert kept.exists()
-        made.remove()
-        assert not made.memory.exists()
+            remove_segments(run_scratch.memory)
+        assert segment.exists()
+        (run_scratch.memory / ".segments").unlink()
+        (run_scratch.memory / ".segments").mkdir()
+        remove_segments(run_scratch.memory)
+        assert segment.exists()
+        run_scratch.remove()
+        assert not run_scratch.memory.exists()
     finally:
-        kept.unlink(missing_ok=True)
+        segment.unlink(missing_ok=True)
 
 
 def test_a_file_that_is_removed_while_its_folder_is_added_up_counts_nothing(

@@ -1,4 +1,4 @@
-"""What the launcher prints at a terminal and elsewhere, and what it keeps in ``launch.log``."""
+"""Test the launcher's output at a terminal and elsewhere, and its ``launch.log``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from grpo_recipes.process.terminal import LOG, OUTPUT, readable, without_library_frames
 
 TOKEN = "hf_" + "a" * 20
-# What a launcher does: a line before there is a run directory, lines, a live line, a last line.
+# Prints as a launcher does: a line before the run directory exists, lines, a live line and a last line.
 LAUNCHER = """
 import sys, time
 from pathlib import Path
@@ -41,11 +41,11 @@ with OUTPUT.store_lines():
 
 @pytest.fixture
 def terminal() -> Iterator[tuple[int, int]]:
-    """Both ends of a terminal of 80 columns: ours, and the launcher's."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    yield ours, theirs
-    for end in (ours, theirs):
+    """Open a terminal of 80 columns; yield the test's end and the launcher's end."""
+    our_end, launcher_end = pty.openpty()
+    fcntl.ioctl(launcher_end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    yield our_end, launcher_end
+    for end in (our_end, launcher_end):
         with contextlib.suppress(OSError):
             os.close(end)
 
@@ -58,11 +58,11 @@ def start(folder: Path, out: int, lines: int = 3, seconds: float = 0.0, **variab
     return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
 
 
-def read_all(ours: int, child: subprocess.Popen[bytes]) -> str:
+def read_all(our_end: int, child: subprocess.Popen[bytes]) -> str:
     content = b""
-    while child.poll() is None or select.select([ours], [], [], 0.2)[0]:
-        if select.select([ours], [], [], 0.05)[0]:
-            content += os.read(ours, 1 << 16)
+    while child.poll() is None or select.select([our_end], [], [], 0.2)[0]:
+        if select.select([our_end], [], [], 0.05)[0]:
+            content += os.read(our_end, 1 << 16)
     assert child.returncode == 0
     return content.decode()
 
@@ -95,15 +95,15 @@ def test_a_pipe_gets_lines_alone(tmp_path):
 
 @pytest.mark.parametrize("end", ["unread", "closed", "an unread pipe"])
 def test_a_terminal_that_nobody_reads_or_that_is_gone_does_not_hold_up_the_launcher(tmp_path, terminal, end):
-    ours, theirs = terminal
+    our_end, launcher_end = terminal
     if end == "an unread pipe":  # of `grpo launch | less`
-        ours, theirs = os.pipe()
+        our_end, launcher_end = os.pipe()
     many = 5000 if end == "an unread pipe" else 1500
-    child = start(tmp_path, theirs, lines=many, SHELL="x")
+    child = start(tmp_path, launcher_end, lines=many, SHELL="x")
     if end == "closed":
-        os.read(ours, 10)
-        os.close(theirs)
-        os.close(ours)
+        os.read(our_end, 10)
+        os.close(launcher_end)
+        os.close(our_end)
     assert child.wait(20) == 0
     lines = (tmp_path / LOG).read_text().splitlines()
     assert (
@@ -146,11 +146,11 @@ def test_a_log_is_read_without_bars_colours_and_control_characters():
 
 
 def test_of_a_traceback_the_users_own_lines_remain():
-    inner = 'File "/opt/env/lib/python3.11/site-packages/trl/trainer.py", line 5, in step\n    go()\n    ^^^^\n'
-    ours = 'File "/src/grpo_recipes/rewards/pool.py", line 5, in work\n    function()\n'
-    own = 'File "/home/me/rewards.py", line 3, in score\n    return gold[0]\n'
+    trl_frame = 'File "/opt/env/lib/python3.11/site-packages/trl/trainer.py", line 5, in step\n    go()\n    ^^^^\n'
+    pool_frame = 'File "/src/grpo_recipes/rewards/pool.py", line 5, in work\n    function()\n'
+    user_frame = 'File "/home/me/rewards.py", line 3, in score\n    return gold[0]\n'
     for rank in ("", "[rank0]: "):
-        frames = "".join(f"{rank}  {line}\n" for line in (inner + ours + own).splitlines())
+        frames = "".join(f"{rank}  {line}\n" for line in (trl_frame + pool_frame + user_frame).splitlines())
         frames = frames.replace(f"{rank}      ", f"{rank}    ")
         text = without_library_frames(f"{rank}Traceback (most recent call last):\n{frames}{rank}KeyError: 0\n")
         assert "2 frames of libraries" in text and "trl" not in text and "grpo_recipes" not in text
