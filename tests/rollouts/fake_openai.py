@@ -1,7 +1,7 @@
-"""A small fake of vLLM's and SGLang's servers: what they answer to the requests of ``CompletionClient``.
+"""A small fake of vLLM's and SGLang's servers, which answers the requests of ``CompletionClient``.
 
-Its completion of a prompt says how long the prompt is and which seed came with it, token by token, so that a test sees
-whether the request depended on anything else.
+The tokens of a completion are the length of its prompt and the seed of its request. A test therefore detects requests
+that depend on anything else.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ END = 2
 
 
 class FakeServer:
-    """Answers requests and remembers them.
+    """Answers requests and records them.
 
     Attributes:
-        models: name -> what it was loaded from, as /v1/models lists them.
+        models: name -> source of the model, listed by /v1/models.
         asked: path and JSON of each POST, in order.
-        authorized: what stood in Authorization, by request of any kind.
+        authorized: the Authorization header of each request of any kind.
         fails: statuses of the next answers to POST; 0 closes the connection.
         refuses: prompts (their first token) that get status 400.
         broken: prompts (their first token) that get status 500 each time.
-        content: what is answered in the place of completions.
-        seconds: that an answer takes.
+        content: the answer to send instead of completions.
+        seconds: the time that an answer takes.
         most: requests that were in flight at the same time.
-        starting: GETs that get 503 before the first that is answered.
-        reply: pieces of what it says in a chat; None breaks the stream off.
+        starting: number of GETs that get 503 before the first answer.
+        reply: pieces of its chat message; None breaks the stream off.
     """
 
     def __init__(self, *models: str) -> None:
@@ -57,12 +57,12 @@ class FakeServer:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                given = self.headers.get("Authorization")
-                fake.authorized.append(given)
+                authorization = self.headers.get("Authorization")
+                fake.authorized.append(authorization)
                 fake.starting -= 1
                 if fake.starting >= 0:
                     return self._send(503, {"error": "starting"})
-                if fake.token is not None and given != f"Bearer {fake.token}":
+                if fake.token is not None and authorization != f"Bearer {fake.token}":
                     return self._send(401, {"error": "no"})
                 cards = [{"id": name, "object": "model", "root": root} for name, root in fake.models.items()]
                 return self._send(200, {"object": "list", "data": cards})
@@ -117,11 +117,11 @@ class FakeServer:
         return Handler
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """What vLLM 0.31 answers, or SGLang's /generate."""
+        """Return the answer of vLLM 0.31, or of SGLang's /generate."""
         if path == "/generate":
             ids, sampling = [len(body["input_ids"]), 7, END], body["sampling_params"]
             ids[1] = sampling.get("sampling_seed") or 7
-            scored = [[-0.5 * place, one, None] for place, one in enumerate(ids)]
+            scored = [[-0.5 * index, token_id, None] for index, token_id in enumerate(ids)]
             ended = {"type": "stop", "matched": END}
             return {"text": f"said {ids[0]}", "meta_info": {"finish_reason": ended, "output_token_logprobs": scored}}
         seed = body.get("seed") or 7
@@ -129,7 +129,7 @@ class FakeServer:
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "stop_reason": None}
         if path == "/v1/chat/completions":
             ids = [len(body["messages"]), seed, END]
-            content = [{"token": "x", "logprob": -0.5 * place, "top_logprobs": []} for place in range(3)]
+            content = [{"token": "x", "logprob": -0.5 * index, "top_logprobs": []} for index in range(3)]
             message = {"role": "assistant", "content": f"said {ids[0]}"}
             choice |= {"message": message, "token_ids": ids, "logprobs": {"content": content}}
         else:

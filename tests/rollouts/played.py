@@ -1,4 +1,4 @@
-"""Play episodes with scripted actions, here or in a process of their own."""
+"""Play episodes with scripted actions, here or in a separate process."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ BRACKETED = re.compile(r"\[\d+\]")
 
 
 def needs(spec: str) -> None:
-    """Skip the test where the library of an environment is not installed."""
+    """Skip the test if the library of an environment is not installed."""
     kind = spec.partition(":")[0]
     if kind in libraries.LIBRARIES and importlib.util.find_spec(libraries.LIBRARIES[kind]) is None:
         pytest.skip(f"{kind} is not installed (EXTRAS=environments bash scripts/setup.sh)")
 
 
 def named_last(turn: Turn) -> str:
-    """Answer with the last number in brackets of what was read: legal in most games, and decided by the text alone."""
+    """Answer with the last number in brackets in the text: a legal action in most games."""
     return (BRACKETED.findall(turn.messages[-1]["content"]) or ["[1]"])[-1]
 
 
 def play(env: Environment, seed: int, act: Callable[[Turn], str], most: int = 60) -> list[Turn]:
-    """Return the turns of one episode."""
+    """Play an episode and return its turns."""
     turns = [env.reset(seed)]
     while not turns[-1].done and len(turns) <= most:
         turns.append(env.step(act(turns[-1])))
@@ -39,14 +39,14 @@ def play(env: Environment, seed: int, act: Callable[[Turn], str], most: int = 60
 
 
 def said(actions: Iterable[str]) -> Callable[[Turn], str]:
-    """Answer with these actions, whatever was read."""
-    left = iter(actions)
-    return lambda turn: next(left)
+    """Answer with these actions in order, independent of the prompt."""
+    remaining = iter(actions)
+    return lambda turn: next(remaining)
 
 
 def written(turns: list[Turn]) -> str:
     """Return turns as text, for comparisons between processes."""
-    return json.dumps([[one.messages, one.reward, one.done, one.info] for one in turns], sort_keys=True)
+    return json.dumps([[turn.messages, turn.reward, turn.done, turn.info] for turn in turns], sort_keys=True)
 
 
 def main(spec: str, args: Mapping[str, Any], seeds: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""What a source of Atropos does beside the groups: it numbers weights, and sees to a server that was restarted."""
+"""Test the other duties of an Atropos source: it numbers weights and reconnects to a restarted server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FakeGeneration:
 
 
 def trainer_with_server(main: bool = True) -> Any:
-    """As much of a trainer as the server concerns; ``calls`` has what was asked of it, with the number it had."""
+    """Return the parts of a trainer that deal with the server; ``calls`` lists the requests with their number."""
     calls: list[Any] = []
     client = SimpleNamespace(policy_version=None, reconnect=lambda: calls.append("reconnect"))
     client.expect_other_clients = lambda expected: setattr(client, "has_other_clients", expected)
@@ -60,14 +60,16 @@ def test_every_sync_carries_the_step_of_its_weights(tmp_path: Path) -> None:
     assert trainer.calls == [("sync", 0), ("sync", 1), ("sync", 7)]
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_the_client_knows_whether_environments_ask_its_server_after_the_training(tmp_path: Path, own: bool) -> None:
-    """Those of the launch's own run-api are ended with it."""
-    roles = ["run-api", "server", "trainer"] if own else ["server", "trainer"]
+@pytest.mark.parametrize("has_run_api", [True, False])
+def test_the_client_knows_whether_environments_ask_its_server_after_the_training(
+    tmp_path: Path, has_run_api: bool
+) -> None:
+    """Environments of the launch's own run-api end with the launch."""
+    roles = ["run-api", "server", "trainer"] if has_run_api else ["server", "trainer"]
     (tmp_path / "plan.json").write_text(json.dumps({"processes": [{"role": role} for role in roles]}))
     trainer = trainer_with_server()
     source(tmp_path).attach(trainer)
-    assert trainer.vllm_generation.vllm_client.has_other_clients is not own
+    assert trainer.vllm_generation.vllm_client.has_other_clients is not has_run_api
 
 
 def test_ranks_without_a_client_send_as_before(tmp_path: Path) -> None:
@@ -79,23 +81,23 @@ def test_ranks_without_a_client_send_as_before(tmp_path: Path) -> None:
 
 def test_a_server_that_was_started_again_is_seen_to_while_groups_are_waited_for(tmp_path: Path) -> None:
     trainer = trainer_with_server()
-    found = source(tmp_path)
-    assert [found._check_stop(trainer) for _ in range(2)] == [False, True]
+    rollouts = source(tmp_path)
+    assert [rollouts._check_stop(trainer) for _ in range(2)] == [False, True]
     assert trainer.calls == ["reconnect", "reconnect"]
 
 
 @pytest.mark.parametrize("refused", [0, 7])
 def test_requests_without_the_token_are_the_likely_reason_that_no_groups_come(tmp_path: Path, refused: int) -> None:
     """R11: an environment in another terminal gets 401 for ever; nothing else shows why it sends no group."""
-    trainer, found = trainer_with_server(), source(tmp_path)
-    client, asked = trainer.vllm_generation.vllm_client, list[str]()
+    trainer, rollouts = trainer_with_server(), source(tmp_path)
+    client, urls = trainer.vllm_generation.vllm_client, list[str]()
     answer = SimpleNamespace(json=lambda: {"requests": 0, "refused": refused})
     client.base_url = "http://127.0.0.1:8000"
-    client.session = SimpleNamespace(get=lambda url, timeout: asked.append(url) or answer)
-    assert found._explain_wait(trainer) == "" and not asked  # of a launch that starts its environments itself
+    client.session = SimpleNamespace(get=lambda url, timeout: urls.append(url) or answer)
+    assert rollouts._explain_wait(trainer) == "" and not urls  # this launch starts its environments itself
     (tmp_path / SETTINGS).touch()
-    reason = found._explain_wait(trainer)
-    assert asked == ["http://127.0.0.1:8000/grpo/activity"] and bool(reason) == bool(refused)
+    reason = rollouts._explain_wait(trainer)
+    assert urls == ["http://127.0.0.1:8000/grpo/activity"] and bool(reason) == bool(refused)
     if refused:
         assert reason.startswith("the vLLM server rejected 7 requests with a missing or wrong token. Fix: ")
         assert reason.endswith(f"serve --config {tmp_path / SETTINGS}")
@@ -117,11 +119,11 @@ def test_a_recipe_with_atropos_has_this_source_and_no_correction_beside_the_rati
 def test_a_trajectory_is_as_long_as_the_recipe_allows(
     tmp_path: Path, prompt: int | None, completion: int, most: int | None, expected: int
 ) -> None:
-    found = source(tmp_path, max_completion_length=completion, vllm_max_model_length=most)
-    found._script.max_prompt_length = prompt
-    own = SimpleNamespace(max_position_embeddings=512)
-    trainer = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: own)))
-    assert found._longest_trajectory(trainer) == expected
+    rollouts = source(tmp_path, max_completion_length=completion, vllm_max_model_length=most)
+    rollouts._script.max_prompt_length = prompt
+    config = SimpleNamespace(max_position_embeddings=512)
+    trainer = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config)))
+    assert rollouts._longest_trajectory(trainer) == expected
 
 
 def test_a_completion_reads_as_turns_of_the_policy_and_of_the_environment() -> None:
@@ -130,8 +132,8 @@ def test_a_completion_reads_as_turns_of_the_policy_and_of_the_environment() -> N
     ids = [tokenizer(text).input_ids for text in texts]
     tokens = [token for part in ids for token in part] + [tokenizer.eos_token_id]
     trained = [*numpy.repeat([False, True, False, True], [len(part) for part in ids]).tolist(), True]
-    masks = [token if own else -100 for token, own in zip(tokens, trained, strict=True)]
-    logprobs = [-1.0 if own else 1.0 for own in trained]
+    masks = [token if is_trained else -100 for token, is_trained in zip(tokens, trained, strict=True)]
+    logprobs = [-1.0 if is_trained else 1.0 for is_trained in trained]
     plain = {"tokens": [tokens], "masks": [masks], "scores": [1.0], "inference_logprobs": [logprobs]}
     (row,) = to_trajectories(Group.from_json(plain))
     assert _to_messages(row, tokenizer) == [

@@ -53,8 +53,8 @@ def test_the_same_seed_and_actions_give_the_same_turns(spec: str) -> None:
     assert len(set(first.values())) > 1
     random.seed(time.time())
     numpy.random.seed(int(time.time()))
-    again = load_environment(spec, GAMES[spec])
-    assert {seed: written(play(again, seed, named_last)) for seed in reversed(range(4))} == first
+    reloaded = load_environment(spec, GAMES[spec])
+    assert {seed: written(play(reloaded, seed, named_last)) for seed in reversed(range(4))} == first
 
 
 @pytest.mark.parametrize(
@@ -76,15 +76,15 @@ def test_other_processes_give_the_same_turns_without_torch(spec: str) -> None:
 @pytest.mark.parametrize("spec", ["textarena:SecretMafia-v0", "verifiers:guess-multi", f"{OWN}:Guess"])
 def test_episodes_played_in_turns_do_not_change_each_other(spec: str) -> None:
     needs(spec)
-    alone = [written(play(load_environment(spec, {}), seed, named_last)) for seed in (1, 2)]
+    separate = [written(play(load_environment(spec, {}), seed, named_last)) for seed in (1, 2)]
     envs = [load_environment(spec, {}) for _ in range(2)]
     before = random.getstate()
     turns = [[env.reset(seed)] for env, seed in zip(envs, (1, 2), strict=True)]
-    while not all(one[-1].done or len(one) > 60 for one in turns):
-        for env, one in zip(envs, turns, strict=True):
-            if not one[-1].done and len(one) <= 60:
-                one.append(env.step(named_last(one[-1])))
-    assert [written(one) for one in turns] == alone
+    while not all(episode[-1].done or len(episode) > 60 for episode in turns):
+        for env, episode in zip(envs, turns, strict=True):
+            if not episode[-1].done and len(episode) <= 60:
+                episode.append(env.step(named_last(episode[-1])))
+    assert [written(episode) for episode in turns] == separate
     assert random.getstate() == before
 
 
@@ -220,8 +220,8 @@ def test_secret_mafia_names_role_and_phase_and_takes_one_target_at_night() -> No
     env.reset(seed)
     assert "is no target" in str(env.step(f"[{seat}]").info["illegal"])
     env.reset(seed)
-    taken = env.step(named_last(turn))
-    assert taken.info["legal"] == 1.0 and taken.info["phase"] != "Night-Detective"
+    accepted = env.step(named_last(turn))
+    assert accepted.info["legal"] == 1.0 and accepted.info["phase"] != "Night-Detective"
 
 
 def test_secret_mafia_rewards_what_helps_the_side_and_winning() -> None:
@@ -286,7 +286,7 @@ def test_a_brief_observation_has_what_the_seat_knows_and_nothing_else() -> None:
 def test_a_brief_observation_after_an_investigation_and_after_an_invalid_move() -> None:
     needs("textarena:x")
     env = load_environment("textarena:SecretMafia-v0", BRIEF | {"player": "Detective"})
-    found = set()
+    verdicts = set()
     for seed in range(12):
         other = named_last(env.reset(seed))
         whole = load_environment("textarena:SecretMafia-v0", BRIEF | {"player": "Detective", "observation": "whole"})
@@ -295,8 +295,8 @@ def test_a_brief_observation_after_an_investigation_and_after_an_invalid_move() 
         if not brief.done and other[1] in brief.messages[0]["content"].partition("Alive: ")[2]:
             is_mafia = f"Player {other[1]} IS a Mafia member" in told.messages[0]["content"]
             assert f"Detective. {'Mafia' if is_mafia else 'Not Mafia'}: {other[1]}. " in brief.messages[0]["content"]
-            found.add(is_mafia)
-    assert found == {True, False}
+            verdicts.add(is_mafia)
+    assert verdicts == {True, False}
     env.reset(seed)
     refused = env.step("[1] [2]").messages[0]["content"]
     assert refused.startswith("Your action was not valid: Night-Detective takes one target in brackets, not 2; valid: ")
@@ -306,11 +306,11 @@ def test_a_brief_observation_after_an_investigation_and_after_an_invalid_move() 
 def test_a_brief_observation_names_whom_others_named_that_day() -> None:
     needs("textarena:x")
     env = load_environment("textarena:SecretMafia-v0", BRIEF | {"player": "Doctor"})
-    seen = [turn for seed in range(20) for turn in play(env, seed, named_last)]
-    votes = [turn.messages[0]["content"] for turn in seen if not turn.done and turn.info["phase"] == "Day-Voting"]
-    whom = [text.partition("Named today: ")[2].partition(".")[0] for text in votes]
-    assert "" in whom and any(len(one.split()) > 1 for one in whom)
-    assert all(f"[{one}]" in text for text, names in zip(votes, whom, strict=True) for one in names.split())
+    turns = [turn for seed in range(20) for turn in play(env, seed, named_last)]
+    votes = [turn.messages[0]["content"] for turn in turns if not turn.done and turn.info["phase"] == "Day-Voting"]
+    named_today = [text.partition("Named today: ")[2].partition(".")[0] for text in votes]
+    assert "" in named_today and any(len(names.split()) > 1 for names in named_today)
+    assert all(f"[{name}]" in text for text, names in zip(votes, named_today, strict=True) for name in names.split())
 
 
 @pytest.mark.parametrize("role", ["Detective", "Mafia"])
@@ -327,7 +327,7 @@ def test_the_script_of_secret_mafia_plays_valid_moves_and_wins_more_than_drawn_o
     assert won[True] >= won[False] + (15 if role == "Detective" else 0)
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- rejected environments and arguments -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a launch asks a server that somebody started before it trains, and what the client does after a sync."""
+"""Test the checks of an external server before training, and the client's actions after a sync."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ RIGHT = {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}
 RAW = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, read: Callable[..., Recipe], said: Any, **keys: Any) -> list[str]:
-    """Connect to a fake that serves the recipe's model, and whose /server_info says this; what was asked there."""
+def asked(monkeypatch: pytest.MonkeyPatch, read: Callable[..., Recipe], server_info: Any, **keys: Any) -> list[str]:
+    """Connect to a fake server of the recipe's model with this /server_info; return the requested paths."""
     server, addresses = FakeServer("the/model"), list[str]()
 
     def get(_: Any, url: str, **__: Any) -> Any:
         addresses.append(url.removeprefix(server.url))
-        if isinstance(said, Exception):
-            raise said
-        return SimpleNamespace(ok=said is not None, json=lambda: said)
+        if isinstance(server_info, Exception):
+            raise server_info
+        return SimpleNamespace(ok=server_info is not None, json=lambda: server_info)
 
     monkeypatch.setattr(requests.Session, "get", get)
     try:
@@ -48,7 +48,7 @@ def test_a_server_that_takes_weights_is_taken(monkeypatch: pytest.MonkeyPatch, r
 
 
 @pytest.mark.parametrize(
-    ("said", "what"),
+    ("server_info", "message"),
     [
         (
             None,
@@ -61,12 +61,12 @@ def test_a_server_that_takes_weights_is_taken(monkeypatch: pytest.MonkeyPatch, r
     ],
 )
 def test_another_server_is_refused_with_the_edit(
-    monkeypatch: pytest.MonkeyPatch, read: Callable[..., Recipe], said: Any, what: str
+    monkeypatch: pytest.MonkeyPatch, read: Callable[..., Recipe], server_info: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        asked(monkeypatch, read, said, temperature=0.7)
+        asked(monkeypatch, read, server_info, temperature=0.7)
     (problem,) = refused.value.problems
-    assert what in str(problem) and "recipe.yaml:" in problem.where
+    assert message in str(problem) and "recipe.yaml:" in problem.where
 
 
 def test_another_model_is_refused_at_the_key(monkeypatch: pytest.MonkeyPatch, read: Callable[..., Recipe]) -> None:
@@ -76,28 +76,28 @@ def test_another_model_is_refused_at_the_key(monkeypatch: pytest.MonkeyPatch, re
 
 
 def client(answers: list[bool], backend: str = "vllm_server") -> tuple[Any, list[str]]:
-    """A client without a server, which is answered so when it empties the cache; and the paths it asks."""
-    found, paths = ExternalClient.__new__(ExternalClient), list[str]()
-    found._args, found.base_url, found.policy_version = SimpleNamespace(server_backend=backend), "", None
-    found.stop = SimpleNamespace(may_cut=False)
+    """Return a client that gets these answers when it empties the cache, and the list of its requested paths."""
+    external, paths = ExternalClient.__new__(ExternalClient), list[str]()
+    external._args, external.base_url, external.policy_version = SimpleNamespace(server_backend=backend), "", None
+    external.stop = SimpleNamespace(may_cut=False)
 
     def post(path: str, **_: Any) -> dict[str, Any]:
         paths.append(path)
         return {"success": answers[min(len(paths), len(answers)) - 1]}
 
-    found._post, found._bad_answer, found._stopping = post, lambda path, what: BadAnswer(what), False
-    return found, paths
+    external._post, external._bad_answer, external._stopping = post, lambda path, message: BadAnswer(message), False
+    return external, paths
 
 
 def test_a_cache_that_is_not_emptied_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM answers 200 though a request of somebody else's holds the cache of the weights before."""
+    """vLLM answers 200 although a request of another client holds the cache of the previous weights."""
     monkeypatch.setattr("grpo_recipes.weights.connection._RETRY_SECONDS", 0.0)
     emptied, paths = client([False, True])
     emptied.reset_prefix_cache()
     assert paths == ["/reset_prefix_cache", "/reset_prefix_cache?reset_running_requests=true"]
-    held, _ = client([False])
+    not_emptied, _ = client([False])
     with pytest.raises(BadAnswer, match="did not empty its prefix cache"):
-        held.reset_prefix_cache()
+        not_emptied.reset_prefix_cache()
     sglang, paths = client([False], "sglang_server")
     sglang.reset_prefix_cache()  # with the load
     assert paths == []

@@ -1,4 +1,4 @@
-"""The client of OpenAI-compatible servers, against a fake of them: what is on the wire, how much at once, what fails.
+"""Test the client of OpenAI-compatible servers with a fake server: requests, concurrency and failures.
 
 SGLang does not run here. ``sglang_generate.json`` has answers of its /generate in the shape that its documentation and
 its source give: token ids with log-probs, and ``output_ids`` that begin with a token of the prompt, as some versions
@@ -114,15 +114,15 @@ def test_what_sglang_answers_is_read(server: FakeServer, kind: str) -> None:
     server.content = ANSWERS[kind]
     ((sample,),) = client(server, backend=SGLANG).sample([[5]], 1, PLAIN)
     scored = ANSWERS[kind]["meta_info"]["output_token_logprobs"]
-    assert sample == Sample([one[1] for one in scored], [one[0] for one in scored], ANSWERS[kind]["text"], kind)
+    assert sample == Sample([entry[1] for entry in scored], [entry[0] for entry in scored], ANSWERS[kind]["text"], kind)
 
 
-# --- how much at once, and in which order -----------------------------------------------------------------------------
+# --- number and order of requests -------------------------------------------------------------------------------------
 
 
 def test_at_most_batch_size_are_in_flight_and_no_fewer(server: FakeServer) -> None:
     server.seconds = 0.03
-    client(server, batch_size=3).sample([[one] for one in range(10)], 2, PLAIN)
+    client(server, batch_size=3).sample([[token] for token in range(10)], 2, PLAIN)
     assert server.most == 3 and len(server.asked) == 20
 
 
@@ -132,17 +132,17 @@ def test_a_completion_depends_on_its_prompt_its_number_and_the_seed_alone(server
     assert client(server, batch_size=9).sample(prompts, 3, EVERY) == first
     assert [row[:2] for row in first] == client(server).sample(prompts, 2, EVERY)
     assert client(server).sample(prompts[:2], 3, EVERY) == first[:2]
-    seeds = [one.ids[1] for row in first for one in row if isinstance(one, Sample)]
+    seeds = [sample.ids[1] for row in first for sample in row if isinstance(sample, Sample)]
     assert len(set(seeds)) == 9
-    ((again, *_),) = client(server).sample([[5]], 3, PLAIN, seeds=[11])
+    ((repeated, *_),) = client(server).sample([[5]], 3, PLAIN, seeds=[11])
     ((same,),) = client(server).sample([[5]], 1, EVERY, seeds=[11])
-    assert again == same
+    assert repeated == same
 
 
 def test_prompts_are_yielded_as_they_are_completed(server: FakeServer) -> None:
-    found = client(server).completed([[one] for one in range(1, 6)], 2, PLAIN)
-    assert len(next(found)[1]) == 2
-    found.close()  # and the rest is cancelled
+    completed = client(server).completed([[token] for token in range(1, 6)], 2, PLAIN)
+    assert len(next(completed)[1]) == 2
+    completed.close()  # and the rest is cancelled
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -157,9 +157,9 @@ def test_a_passing_failure_is_tried_again(server: FakeServer, status: int) -> No
 
 def test_attempts_are_bounded_and_a_failure_is_no_empty_text(server: FakeServer) -> None:
     server.broken = {6}
-    found = client(server, attempts=2).sample([[5], [6], [7]], 2, PLAIN)
-    assert [[type(one) for one in row] for row in found] == [[Sample] * 2, [Failed] * 2, [Sample] * 2]
-    assert found[1][0] == Failed("InternalServerError: Error code: 500 - told to answer 500", True)
+    results = client(server, attempts=2).sample([[5], [6], [7]], 2, PLAIN)
+    assert [[type(result) for result in row] for row in results] == [[Sample] * 2, [Failed] * 2, [Sample] * 2]
+    assert results[1][0] == Failed("InternalServerError: Error code: 500 - told to answer 500", True)
     assert len(server.asked) == 4 + 2 * 2
 
 
@@ -224,10 +224,10 @@ def test_a_completion_needs_a_log_prob_for_each_token_and_an_end(server: FakeSer
 
 def test_a_server_that_starts_is_waited_for(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_recipes.rollouts.openai._POLL_SECONDS", 0.02)
-    said: list[str] = []
+    messages: list[str] = []
     server.starting = 3
-    assert client(server, say=said.append).ready() == "tiny"
-    assert said == [f"waiting for the server at {server.url}"]
+    assert client(server, say=messages.append).ready() == "tiny"
+    assert messages == [f"waiting for the server at {server.url}"]
 
 
 def test_the_model_may_be_named_by_what_it_was_loaded_from() -> None:

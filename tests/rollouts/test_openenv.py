@@ -56,10 +56,10 @@ def test_a_server_of_openenv_is_played(server: str) -> None:
         load_environment(f"openenv:{server}", {}).reset(1)
 
 
-def turn_of(server: str, episode: str, actions: list[str], seen: str = "", **arguments: str) -> str:
+def turn_of(server: str, episode: str, actions: list[str], observation: str = "", **arguments: str) -> str:
     """Take an episode one turn further, as a child process does."""
     known = json.dumps({"observation_field": "text"} | arguments)
-    (turn,) = stage.play([actions], [f"openenv:{server}"], [known], [7], [episode], [stage.digest(seen)])
+    (turn,) = stage.play([actions], [f"openenv:{server}"], [known], [7], [episode], [stage.digest(observation)])
     return turn
 
 

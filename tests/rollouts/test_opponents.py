@@ -1,4 +1,4 @@
-"""Models in the seats of a game's other players: when they are asked, and what they read."""
+"""Test models as a game's other players: the turns that they get and the text that they read."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def named(turn: Turn) -> str:
 def test_a_model_is_asked_for_each_turn_of_the_other_seats(game: str) -> None:
     env = load_environment(f"textarena:{game}", {"opponents": "policy", "player": 1})
     turns = play(env, 5, named)
-    asked = {turn.seat for turn in turns if turn.opponent}
-    assert asked and 1 not in asked
+    seats = {turn.seat for turn in turns if turn.opponent}
+    assert seats and 1 not in seats
     assert all(turn.opponent in ("", "policy") and turn.messages for turn in turns[:-1])
     assert written(play(env, 5, named)) == written(turns)
 
@@ -61,7 +61,10 @@ def test_a_move_of_a_model_that_the_game_does_not_take_is_drawn_in_its_place() -
     assert len(legal) >= 2 and set(legal) == {0.0}
     assert "invalid" not in str(turns[-1].info["end"])
     placed = [
-        text for turn in turns for one in turn.messages for text in re.findall(r"\(X\) in cell \d", one["content"])
+        text
+        for turn in turns
+        for message in turn.messages
+        for text in re.findall(r"\(X\) in cell \d", message["content"])
     ]
     assert placed  # by the opponent
 
@@ -72,10 +75,12 @@ def test_each_seat_reads_what_is_new_to_it() -> None:
     texts: dict[int, list[str]] = {}
     for turn in turns[:-1]:
         texts.setdefault(turn.seat if turn.opponent else -1, []).append(turn.messages[0]["content"])
-    roles = {seat: re.findall(r"You are (Player \d).\nYour role: (\w+)", "".join(said)) for seat, said in texts.items()}
-    assert all(len(found) == 1 for found in roles.values())
-    assert all(found[0][0] == f"Player {seat}" for seat, found in roles.items() if seat >= 0)
-    assert len({found[0][1] for found in roles.values()}) > 2
+    roles = {
+        seat: re.findall(r"You are (Player \d).\nYour role: (\w+)", "".join(parts)) for seat, parts in texts.items()
+    }
+    assert all(len(matches) == 1 for matches in roles.values())
+    assert all(matches[0][0] == f"Player {seat}" for seat, matches in roles.items() if seat >= 0)
+    assert len({matches[0][1] for matches in roles.values()}) > 2
 
 
 def test_the_base_model_is_asked_of_the_server_that_has_it() -> None:

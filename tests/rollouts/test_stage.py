@@ -1,4 +1,4 @@
-"""Environments in real child processes: what hangs, dies or forgets costs one episode, and the others go on."""
+"""Test environments in real child processes: a hang, death or lost state costs one episode, and the others continue."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def pool() -> Iterator[RewardPool]:
 
 
 def moved(
-    pool: RewardPool, seen: list[str], actions: list[list[str]], kind: str = "Wild", name: str = "g",
+    pool: RewardPool, observations: list[str], actions: list[list[str]], kind: str = "Wild", name: str = "g",
     stopped: Callable[[], bool] = lambda: False, **arguments: Any,
 ) -> list[Score]:  # fmt: skip
-    """Take episodes one turn further, whose turns so far ended with ``seen``."""
+    """Take episodes one turn further after turns that ended with ``observations``."""
     rows = range(len(actions))
     columns = {
         "environment": [f"{FILE}:{kind}" for _ in rows],
         "arguments": [json.dumps(arguments) for _ in rows],
         "seed": list(rows),
         "episode": [f"{name}/{row}" for row in rows],
-        "last_digest": [digest(one) for one in seen],
+        "last_digest": [digest(text) for text in observations],
     }
     return pool.score(PLAY, actions, columns, stopped=stopped, names=columns["episode"])
 
 
 def played(pool: RewardPool, actions: list[list[str]], **arguments: Any) -> list[list[Score]]:
     """Play these actions turn by turn; return the scores of each turn."""
-    seen, turns = [""] * len(actions), []
+    observations, turns = [""] * len(actions), []
     for turn in range(len(actions[0]) + 1):
-        scores = moved(pool, seen, [one[:turn] for one in actions], **arguments)
-        seen = [score.value or "" for score in scores]
+        scores = moved(pool, observations, [episode_actions[:turn] for episode_actions in actions], **arguments)
+        observations = [score.value or "" for score in scores]
         turns.append(scores)
     return turns
 
@@ -71,7 +71,7 @@ def test_a_death_fails_one_episode_and_the_others_are_played_again(pool: RewardP
     turns = played(pool, actions, folder=str(tmp_path), exactly=9, name="death")
     assert turns[2][3].reason == "its process died (SIGKILL, perhaps out of memory)"
     for row in set(range(8)) - {3}:
-        assert [one[row].value for one in turns] == [one[row].value for one in without]
+        assert [scores[row].value for scores in turns] == [scores[row].value for scores in without]
     assert len((tmp_path / "resets").read_text().splitlines()) > 8
 
 
@@ -97,10 +97,10 @@ def test_an_episode_that_hangs_when_it_is_played_again_fails() -> None:
     with RewardPool(PLAY, workers=1, timeout=1.0, valid=is_text) as pool:
         moved(pool, ["warm"], [[]])
         first, _ = moved(pool, ["", ""], [[], []], name="again")
-        seen = [first.value or ""] * 2
-        first, _ = moved(pool, seen, [["s"], ["k"]], name="again", exactly=9)
-        (again,) = moved(pool, [first.value or ""], [["h", "s"]], name="again", exactly=9)
-    assert again.reason == "time limit" and 2.0 <= again.seconds < 20.0
+        observations = [first.value or ""] * 2
+        first, _ = moved(pool, observations, [["s"], ["k"]], name="again", exactly=9)
+        (replayed,) = moved(pool, [first.value or ""], [["h", "s"]], name="again", exactly=9)
+    assert replayed.reason == "time limit" and 2.0 <= replayed.seconds < 20.0
 
 
 def test_an_episode_is_played_on_whichever_child_has_it() -> None:
@@ -111,7 +111,7 @@ def test_an_episode_is_played_on_whichever_child_has_it() -> None:
             pool._listen(0.1)
             assert time.monotonic() < deadline
         (first,) = moved(pool, [""], [[]], name="home")
-        pool._children.reverse()  # as where the spare child was ready first
+        pool._children.reverse()  # the order if the spare child was ready first
         (second,) = moved(pool, [first.value or ""], [["a"]], name="home", stopped=lambda: time.monotonic() > deadline)
     assert second.reason is None
 
@@ -150,8 +150,8 @@ def test_an_environment_that_does_not_repeat_itself_is_an_error(pool: RewardPool
     (first,) = moved(pool, [""], [[]], kind="Forgetful", name="forget", exactly=9)
     pool.close()
     pool.start()  # none of its children has the episode
-    (again,) = moved(pool, [first.value], [["a"]], kind="Forgetful", name="forget", exactly=9)
-    assert "does not repeat itself from its seed" in str(again.reason)
+    (replayed,) = moved(pool, [first.value], [["a"]], kind="Forgetful", name="forget", exactly=9)
+    assert "does not repeat itself from its seed" in str(replayed.reason)
 
 
 def test_environments_have_no_network_unless_it_is_asked_for(pool: RewardPool) -> None:
@@ -172,10 +172,10 @@ def test_a_child_that_sends_a_number_is_not_believed() -> None:
 
 
 def test_nothing_of_a_pool_is_left() -> None:
-    # Its own processes alone: a child of the module's pool may be starting its worker.
+    # Check only the processes of this pool: a child of the module's pool may be starting its worker.
     with RewardPool(PLAY, workers=1, valid=is_text) as pool:
         played(pool, [["a"]], name="left")
         keepers = [child.pid for child in pool._children]
-        processes = [*keepers, *(one.pid for keeper in keepers for one in descendants(keeper))]
+        processes = [*keepers, *(process.pid for keeper in keepers for process in descendants(keeper))]
         assert len(processes) == 2 and all(map(is_alive, processes))
     assert not any(map(is_alive, processes))

@@ -1,4 +1,4 @@
-"""Environments of verifiers: the scores of its own evaluation, its tools, and what an episode leaves behind."""
+"""Test environments of verifiers: equal scores in its evaluation, its tools, and cleanup after an episode."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 
 
 def seed_of(row: int, rows: int) -> int:
-    """Return a seed to train on whose row is this one."""
+    """Return a training seed that selects this row."""
     return next(seed for seed in range(0, 10_000, 2) if row_index(seed, rows, False) == row)
 
 
 def asked(first: int, **arguments: int) -> set[int]:
-    """Return the numbers that are asked for with every second seed."""
-    found = set()
+    """Return the numbers in the prompts of every second seed."""
+    numbers = set()
     for seed in range(first, 600, 2):
         env = load_environment("verifiers:sums-single", arguments)
-        found.add(int(env.reset(seed).messages[-1]["content"].partition("+")[0]))
+        numbers.add(int(env.reset(seed).messages[-1]["content"].partition("+")[0]))
         env.close()
-    return found
+    return numbers
 
 
 @pytest.mark.slow
@@ -118,13 +118,16 @@ def test_verifiers_own_game_of_several_turns_is_scored_as_its_own_evaluation_doe
 
     from grpo_recipes.extensions.environments.verifiers_tasks import _completion
 
-    monkeypatch.setattr(nltk, "download", lambda *_, **__: False)  # it is asked for what is there too
+    monkeypatch.setattr(nltk, "download", lambda *_, **__: False)  # the library requests it even if the data exists
     write_words(tmp_path / "nltk")
     args = {"folder": str(tmp_path / "nltk")}
     library = verifiers.load_environment("word-game", **args)
     row = dict(library.get_dataset()[3])
-    others = [f"<guess>[{word}]</guess>" for word in WORDS if word != row["answer"]]
-    for actions in ([others[0], f"<guess>[{row['answer']}]</guess>", "unused"], [*others, "no guess", "unused"]):
+    wrong_guesses = [f"<guess>[{word}]</guess>" for word in WORDS if word != row["answer"]]
+    for actions in (
+        [wrong_guesses[0], f"<guess>[{row['answer']}]</guess>", "unused"],
+        [*wrong_guesses, "no guess", "unused"],
+    ):
         turns = play(load_environment("verifiers:word-game", args), seed_of(3, 8), said(actions))
         client = Scripted([_completion(text, False) for text in actions])
         output = asyncio.run(library.run_rollout(dict(row), client, "any", {}))  # type: ignore[arg-type]
@@ -144,12 +147,12 @@ def test_a_class_of_verifiers_is_played_unmodified_and_scored_as_its_own_evaluat
     library = verifiers.ReasoningGymEnv(**args)
     env = load_environment("verifiers:ReasoningGymEnv", args | {"num_train_examples": 4, "num_eval_examples": 0})
     answers = [str(library.rg_dataset[number]["answer"]) for number in range(4)]
-    said_all = [f"<answer>{answers[0]}</answer>", "<answer>no</answer>", answers[2], f"<answer>{answers[3]}</answer>"]
-    client = Scripted([_completion(text, False) for text in said_all])
-    found = asyncio.run(library.evaluate(client, "any", max_concurrent=1))  # type: ignore[arg-type]
-    ours = [play(env, seed_of(row, 4), said([text]))[-1] for row, text in enumerate(said_all)]
-    assert [turn.reward for turn in ours] == [one["reward"] for one in found["outputs"]]
-    assert [turn.reward for turn in ours][::3] == [1.0, 1.0]
+    texts = [f"<answer>{answers[0]}</answer>", "<answer>no</answer>", answers[2], f"<answer>{answers[3]}</answer>"]
+    client = Scripted([_completion(text, False) for text in texts])
+    evaluation = asyncio.run(library.evaluate(client, "any", max_concurrent=1))  # type: ignore[arg-type]
+    last_turns = [play(env, seed_of(row, 4), said([text]))[-1] for row, text in enumerate(texts)]
+    assert [turn.reward for turn in last_turns] == [output["reward"] for output in evaluation["outputs"]]
+    assert [turn.reward for turn in last_turns][::3] == [1.0, 1.0]
     assert library_problems("verifiers:ReasoningGymEnv", args) == []
 
 
@@ -159,14 +162,14 @@ def test_an_environment_of_verifiers_is_made_once_for_all_episodes_of_a_process(
     needs("verifiers:x")
     import verifiers
 
-    made, load = [], verifiers.load_environment
-    monkeypatch.setattr(verifiers, "load_environment", lambda name, **args: made.append(args) or load(name, **args))
-    one, two = (load_environment("verifiers:sums-single", {"n": 7}) for _ in range(2))
-    assert one.reset(2) == two.reset(2) and made == [{"n": 7}]
-    one.close()
-    two.close()
+    calls, load = [], verifiers.load_environment
+    monkeypatch.setattr(verifiers, "load_environment", lambda name, **args: calls.append(args) or load(name, **args))
+    first, second = (load_environment("verifiers:sums-single", {"n": 7}) for _ in range(2))
+    assert first.reset(2) == second.reset(2) and calls == [{"n": 7}]
+    first.close()
+    second.close()
     load_environment("verifiers:sums-single", {"n": 8})
-    assert made == [{"n": 7}, {"n": 8}]
+    assert calls == [{"n": 7}, {"n": 8}]
 
 
 def test_tools_are_called_and_shown() -> None:
@@ -187,8 +190,10 @@ def test_loading_one_leaves_the_signals_as_they_were() -> None:
 
 def turn_of(name: str, episode: str, actions: list[str]) -> Turn:
     """Take an episode one turn further, as a child process does."""
-    seen = stage.digest("")
-    return stage.parse_turn(stage.play([actions], [f"verifiers:{name}"], ["{}"], [seed_of(1, 4)], [episode], [seen])[0])
+    digest = stage.digest("")
+    return stage.parse_turn(
+        stage.play([actions], [f"verifiers:{name}"], ["{}"], [seed_of(1, 4)], [episode], [digest])[0]
+    )
 
 
 def test_finished_episodes_leave_no_open_files() -> None:

@@ -1,4 +1,4 @@
-"""Environments for tests: one that plays along, and one for each way to go wrong."""
+"""Environments for tests: a correct environment, and an environment for each kind of failure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sums:
 
 
 class Wild(Sums):
-    """Do what the first letter of an action says."""
+    """Fail in the way that the first letter of an action selects."""
 
     def __init__(self, folder: str = "", **arguments: Any):
         super().__init__(**arguments)
