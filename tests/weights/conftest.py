@@ -34,8 +34,8 @@ def connect(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def connected(
         seed: int | None = None, stop: StopRequest | None = None, client: type[BridgeClient] = FileClient, **keys: Any
     ) -> BridgeClient:
-        given = {"server_request_timeout": 5.0, "vllm_server_timeout": 5.0, **keys}
-        args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **given)
+        options = {"server_request_timeout": 5.0, "vllm_server_timeout": 5.0, **keys}
+        args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **options)
         stop = stop or StopRequest(tmp_path)
         return client(args=args, run_dir=tmp_path, seed=seed, stop=stop, base_url=server.url)
 

@@ -1,4 +1,4 @@
-"""A GPU for the bridge ``shared`` where there is none, and a server's worker with it in a process of its own."""
+"""A fake GPU for the bridge ``shared``, and a server's worker that uses it in a separate process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UUID = "00000000-1111-2222-3333-444444444444"
 
 
 class FakeStorage:
-    """A tensor's memory as that of GPU 0."""
+    """Presents a tensor's memory as memory of GPU 0."""
 
     _untyped_storage = SimpleNamespace(device=torch.device("cuda", 0))
 
@@ -33,13 +33,13 @@ class FakeStorage:
 
 
 class FakeGpu:
-    """In the place of CUDA's memory between processes: memory of the CPU, which torch shares by a name.
+    """Replaces CUDA memory between processes with CPU memory, which torch shares by name.
 
-    Faked are the calls of CUDA alone; what is exported, and how it becomes a tensor, is torch's own.
+    Only the calls to CUDA are fake. The exported handle and its conversion to a tensor are torch's.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch):
-        self.events: list[str] = []  # that its work was waited for
+        self.events: list[str] = []  # a record of each wait for the GPU's work
         for module in (plugin, shared):
             patch.setattr(module, "gpu_of", lambda _: UUID)
         patch.setattr(torch.Tensor, "_typed_storage", lambda tensor: FakeStorage(tensor.untyped_storage()))

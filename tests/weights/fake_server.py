@@ -1,4 +1,4 @@
-"""A small fake of the run's server: its endpoints, what it was asked, and the ways it can be lost."""
+"""A small fake of the run's server: its endpoints, a record of requests, and the ways to lose it."""
 
 from __future__ import annotations
 
@@ -27,24 +27,23 @@ def sync_of(folder: str) -> int:
 
 
 class FakeServer:
-    """Answers what the client asks, remembers what it asked, and holds ``held`` as its only parameter.
+    """Answers the client's requests, records them, and has ``held`` as its only parameter.
 
     Attributes:
         asked: JSON bodies of POST requests, in order.
         calls: paths of POST requests, queries included, in order.
-        tokens: what stood in Authorization.
-        policies: what each request that ends a sync said of the weights, in order.
+        tokens: the Authorization headers of all requests.
+        policies: the weights' number in each request that ends a sync, in order.
         delay: seconds before an answer to a POST.
-        sampling_seconds: seconds that completions take besides.
+        sampling_seconds: additional seconds that completions take.
         held: its weights.
-        loads: what it holds after a weight load, if that changes anything.
-        sync: the number of the sync that brought its weights.
-        keeps_sync: whether a load leaves that number as it is.
+        loads: its weights after a weight load, or None if a load changes nothing.
+        sync: the number of the sync that sent its weights.
+        keeps_sync: whether a load leaves that number unchanged.
         serves: names of its models.
         refuses: paths that are answered with status 500.
-        wrong: answers that stand in the place of its own, by path: status, content (None closes the connection), and
-            how often.
-        loses: how often a request to a path is met by a closed connection, by path.
+        wrong: wrong answers by path: status, content (None closes the connection), and how often.
+        loses: how often it closes the connection instead of answering, by path.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -95,13 +94,13 @@ class FakeServer:
 
             def _answered_wrongly(self) -> bool:
                 with fake._lock:
-                    status, body, left = fake.wrong.get(self.path, (200, None, 0))
-                    fake.wrong[self.path] = (status, body, left - 1)
-                if left > 0 and body is None:
+                    status, body, remaining = fake.wrong.get(self.path, (200, None, 0))
+                    fake.wrong[self.path] = (status, body, remaining - 1)
+                if remaining > 0 and body is None:
                     self.connection.shutdown(socket.SHUT_RDWR)
-                elif left > 0:
+                elif remaining > 0:
                     self._send(status, body)
-                return left > 0
+                return remaining > 0
 
             def _answer(self, content: dict[str, Any] | bytes) -> None:
                 body = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -125,12 +124,12 @@ class FakeServer:
             return {"completions": self.under_way}
         return {"data": [{"id": name} for name in self.serves]}
 
-    def post(self, path: str, asked: dict[str, Any]) -> dict[str, Any] | bytes | None:
-        """The answer; None closes the connection without one."""
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any] | bytes | None:
+        """Return the answer, or None to close the connection without an answer."""
         with self._lock:
             self.calls.append(path)
-            if asked:
-                self.asked.append(asked)
+            if body:
+                self.asked.append(body)
             if self.loses.get(path, 0):
                 self.loses[path] -= 1
                 return None
@@ -142,17 +141,17 @@ class FakeServer:
             self._running.set()
         elif path.startswith(SYNCED_PATH):
             return {"success": True}
-        elif "prompt" in asked:
-            return self._completions(asked)
-        elif asked.get("method") == "grpo_config":
+        elif "prompt" in body:
+            return self._completions(body)
+        elif body.get("method") == "grpo_config":
             return {"results": [{"model_config": {"logprobs_mode": "processed_logprobs"}}]}
-        elif asked.get("method") == "grpo_load":
+        elif body.get("method") == "grpo_load":
             self.held = self.held if self.loads is None else self.loads
-            self.sync = self.sync if self.keeps_sync else sync_of(asked["kwargs"]["folder"])
-        return {"results": [self._report()]} if asked.get("method") == "grpo_weights" else {"results": [1]}
+            self.sync = self.sync if self.keeps_sync else sync_of(body["kwargs"]["folder"])
+        return {"results": [self._report()]} if body.get("method") == "grpo_weights" else {"results": [1]}
 
-    def _completions(self, asked: dict[str, Any]) -> bytes:
-        number = asked["n"]
+    def _completions(self, body: dict[str, Any]) -> bytes:
+        number = body["n"]
         with self._lock:
             self.under_way += number
             self.most_under_way = max(self.most_under_way, self.under_way)
@@ -160,19 +159,19 @@ class FakeServer:
         self._running.wait(10)
         with self._lock:
             self.under_way -= number
-        token = asked.get("seed", 1) % 97
-        return packed(completions_of([[token]] * number, None if asked["logprobs"] is None else [[-0.5]] * number))
+        token = body.get("seed", 1) % 97
+        return packed(completions_of([[token]] * number, None if body["logprobs"] is None else [[-0.5]] * number))
 
     def _report(self) -> dict[str, Any]:
         return {"parameters": {"w": [int(fingerprint(self.held)), "float32"]}, "packed": {}, "sync": self.sync}
 
     def methods(self) -> list[str]:
-        """Of the workers, as they were called."""
-        return [asked["method"] for asked in self.asked if "method" in asked]
+        """Return the called worker methods, in order."""
+        return [request["method"] for request in self.asked if "method" in request]
 
     def sampled(self) -> list[dict[str, Any]]:
-        """The requests for completions, by prompt."""
-        return sorted((asked for asked in self.asked if "prompt" in asked), key=lambda asked: asked["prompt"])
+        """Return the requests for completions, sorted by prompt."""
+        return sorted((request for request in self.asked if "prompt" in request), key=lambda request: request["prompt"])
 
     def close(self) -> None:
         """Stop listening; waiting requests are let go."""

@@ -1,10 +1,10 @@
-"""The two sides of the ``nccl`` bridge as programs of their own, with gloo in the place of NCCL and no CUDA.
+"""The two sides of the ``nccl`` bridge as separate programs, with gloo instead of NCCL and without CUDA.
 
     python nccl_sides.py receive WORKERS     # a server with vLLM's own receiver in each worker; prints its address
     python nccl_sides.py join URL RUN_DIR    # a trainer's rank that joins the server's group, and then ends
 
-All that is replaced is vLLM's ``PyNcclCommunicator``, its CUDA streams, and the size of its buffers, 1 GB. TRL's
-client and vLLM's rendezvous, packing and engine are the real ones.
+Only vLLM's ``PyNcclCommunicator``, its CUDA streams, and the size of its buffers (1 GB) are replaced. TRL's client and
+vLLM's rendezvous, packing and engine are real.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def without_cuda(replace: Any) -> None:
 
 
 class Worker:
-    """A worker of the server: vLLM's engine, whose model takes the parameters as they come."""
+    """A worker of the server: vLLM's engine with a model that records the parameters in order."""
 
     def __init__(self, rank: int, workers: int) -> None:
         self.begin()
@@ -80,9 +80,9 @@ class Worker:
         self.engine = NCCLWeightTransferEngine(None, config, torch.device("cpu"), self)
 
     def begin(self, fails_at: int = -1, stands_at: int = -1, drops: bool = False, keeps_sync: bool = False) -> None:
-        """Forget all weights; from now on the model raises, or stands still, at that buffer, or drops what comes.
+        """Forget all weights. From now on the model raises or hangs at that buffer, or drops parameters.
 
-        With ``keeps_sync`` it does not note the number of the sync.
+        With ``keeps_sync`` it does not record the number of the sync.
         """
         self.sync, self.keeps_sync, self.stands_at = 0, keeps_sync, stands_at
         self.held = {name: torch.zeros_like(tensor) for name, tensor in PARAMETERS.items()}
@@ -98,24 +98,24 @@ class Worker:
         self.loads.append([name for name, _ in pairs])
         self.held.update({} if self.drops else {name: tensor.clone() for name, tensor in pairs})
 
-    def init(self, asked: dict[str, Any]) -> None:
+    def init(self, body: dict[str, Any]) -> None:
         """Join the trainer's group."""
-        self.engine.init_transfer_engine(self.engine.parse_init_info(asked["init_info"]))
+        self.engine.init_transfer_engine(self.engine.parse_init_info(body["init_info"]))
         self.engine.packed_buffer_size_bytes = BUFFER_BYTES
 
-    def update(self, asked: dict[str, Any]) -> None:
+    def update(self, body: dict[str, Any]) -> None:
         """Receive weights."""
-        self.engine.receive_weights(self.engine.parse_update_info(asked["update_info"]))
+        self.engine.receive_weights(self.engine.parse_update_info(body["update_info"]))
 
-    def count(self, asked: dict[str, Any]) -> None:
-        """Note the number of the sync."""
-        self.sync = self.sync if self.keeps_sync else asked["kwargs"]["sync"]
+    def count(self, body: dict[str, Any]) -> None:
+        """Record the number of the sync."""
+        self.sync = self.sync if self.keeps_sync else body["kwargs"]["sync"]
 
     def report(self) -> dict[str, Any]:
-        """Return what ``grpo_weights`` does."""
+        """Return the same report as ``grpo_weights``."""
         kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self.held.items()}
-        held = {name: [int(fingerprint(tensor)), kinds[name]] for name, tensor in self.held.items()}
-        return {"parameters": held, "packed": {}, "sync": self.sync}
+        parameters = {name: [int(fingerprint(tensor)), kinds[name]] for name, tensor in self.held.items()}
+        return {"parameters": parameters, "packed": {}, "sync": self.sync}
 
 
 class Receiver(FakeServer):
@@ -130,29 +130,29 @@ class Receiver(FakeServer):
         """Return the answer to a GET."""
         return {"world_size": len(self.workers)} if path == "/get_world_size" else super().get(path)
 
-    def post(self, path: str, asked: dict[str, Any]) -> dict[str, Any] | None:
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
         """Return the answer to a POST."""
         if path == "/seen":
             return self._seen()
         if path == "/order":
-            return self._begin(**asked)
-        answer = super().post(path, asked)
+            return self._begin(**body)
+        answer = super().post(path, body)
         if path in self.hangs:
             threading.Event().wait()
         if path in self.refuses:
             return {"error": f"refused {path}"}
-        if asked.get("method") == "grpo_config":
+        if body.get("method") == "grpo_config":
             return {"results": [{"weight_transfer_config": {"backend": "nccl"}}]}
-        if asked.get("method") == "grpo_count":
-            return {"results": [worker.count(asked) for worker in self.workers]}
-        if asked.get("method") == "grpo_weights":
+        if body.get("method") == "grpo_count":
+            return {"results": [worker.count(body) for worker in self.workers]}
+        if body.get("method") == "grpo_weights":
             return {"results": [worker.report() for worker in self.workers]}
         work = {"/init_weight_transfer_engine": Worker.init, "/update_weights": Worker.update}.get(path)
         if work:
             try:
                 with ThreadPoolExecutor() as pool:
-                    list(pool.map(lambda worker: work(worker, asked), self.workers))
-            except Exception as error:  # which vLLM answers with 500
+                    list(pool.map(lambda worker: work(worker, body), self.workers))
+            except Exception as error:  # vLLM answers it with 500
                 self.refuses.add(path)
                 return {"error": repr(error)}
         return answer
@@ -165,9 +165,15 @@ class Receiver(FakeServer):
         return {}
 
     def _seen(self) -> dict[str, Any]:
-        held = [{name: values(one) for name, one in worker.held.items()} for worker in self.workers]
+        parameters = [{name: values(tensor) for name, tensor in worker.held.items()} for worker in self.workers]
         loads = [worker.loads for worker in self.workers]
-        return {"calls": self.calls, "asked": self.asked, "tokens": list(self.tokens), "held": held, "loads": loads}
+        return {
+            "calls": self.calls,
+            "asked": self.asked,
+            "tokens": list(self.tokens),
+            "held": parameters,
+            "loads": loads,
+        }
 
 
 def values(tensor: torch.Tensor) -> list[Any]:
@@ -191,9 +197,9 @@ def join(url: str, run_dir: Path) -> None:
 
 def free_port() -> int:
     """Return a port for a group to meet at."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 if __name__ == "__main__":

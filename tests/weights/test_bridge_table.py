@@ -53,7 +53,7 @@ Ask = Callable[..., str | None]
 
 
 def test_every_way_says_something_of_every_setup():
-    assert all(one.serves.keys() == SETUPS.keys() for one in SYNC_TABLE.values())
+    assert all(method.serves.keys() == SETUPS.keys() for method in SYNC_TABLE.values())
     assert KEYS.keys() == SETUPS.keys() and SYNC_TABLE.keys() == {*SYNC_METHODS, COLOCATE}
 
 
@@ -97,7 +97,7 @@ def said(ask: Ask, *arguments: str, **changes: Any) -> str:
 
 
 def needed(way: str, setup: str) -> dict[str, Any]:
-    """What a cell's recipe needs beside its setup: an adapter, where the way carries nothing else."""
+    """Return the keys that a cell's recipe needs besides its setup: an adapter, if the way sends only adapters."""
     return {"use_peft": True} if setup != "full" and SYNC_TABLE[way].serves["full"] not in SERVED else {}
 
 
@@ -122,7 +122,7 @@ def test_what_a_way_does_not_serve_is_refused_by_name(ask, way, setup):
 def test_the_co_located_row_is_enforced(ask, asks, setup, monkeypatch):
     served = {**SYNC_TABLE[COLOCATE].serves, setup: "of a test"}
     monkeypatch.setitem(SYNC_TABLE, COLOCATE, replace(SYNC_TABLE[COLOCATE], serves=served))
-    if (asks, setup) == ("check", "nodes"):  # nodes are the job's, which the plan alone knows
+    if (asks, setup) == ("check", "nodes"):  # only the plan has the nodes of the job
         assert ask(COLOCATE, setup) is None
         return
     answer = said(ask, COLOCATE, setup)
@@ -194,11 +194,11 @@ def collected() -> set[str]:
 @pytest.mark.parametrize("cell", SHOWN, ids="-".join)
 def test_every_cell_that_says_yes_is_run_on_cpu(cell, collected):
     assert (cell in bridge_cells.RUNS) != (cell in bridge_cells.ELSEWHERE)
-    ours = f"tests/e2e/test_bridges.py::test_the_server_has_the_weights_of_every_step[{'-'.join(cell)}]"
-    assert bridge_cells.ELSEWHERE.get(cell, ours) in collected
+    test_id = f"tests/e2e/test_bridges.py::test_the_server_has_the_weights_of_every_step[{'-'.join(cell)}]"
+    assert bridge_cells.ELSEWHERE.get(cell, test_id) in collected
 
 
 def test_no_run_shows_a_cell_that_is_not_served():
     cells = [*bridge_cells.RUNS, *bridge_cells.ELSEWHERE]
     assert [cell for cell in cells if cell not in SHOWN] == []
-    assert all(one != other for one, other in pairwise(sorted(cells)))
+    assert all(cell != other for cell, other in pairwise(sorted(cells)))

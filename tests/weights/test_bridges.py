@@ -46,8 +46,8 @@ def test_trls_client_takes_what_we_know(method):
 @pytest.mark.parametrize("bridge", CLIENTS.values(), ids=CLIENTS.keys())
 @pytest.mark.parametrize("method", [name for name in SIGNATURES if name not in ("__init__", "generate")])
 def test_a_bridge_can_be_called_as_trls_client_is(bridge, method):
-    theirs = list(inspect.signature(getattr(VLLMClient, method)).parameters)
-    assert list(inspect.signature(getattr(bridge, method)).parameters) == theirs
+    parameters = list(inspect.signature(getattr(VLLMClient, method)).parameters)
+    assert list(inspect.signature(getattr(bridge, method)).parameters) == parameters
 
 
 def test_trl_builds_its_client_by_name_when_it_is_called():
@@ -107,16 +107,16 @@ def test_the_keys_the_trainer_hands_on_are_trls():
 
 
 def test_the_rendezvous_of_nccl_is_a_phase_of_its_own(tmp_path, monkeypatch):
-    """A fake TRL client, which looks at what the launcher would see while NCCL waits."""
-    seen = []
+    """A fake TRL client reads the phase that the launcher would see while NCCL waits."""
+    phases = []
 
     def phase() -> str:
         return json.loads((tmp_path / "processes/phase_0.json").read_text())["phase"]
 
-    monkeypatch.setattr(VLLMClient, "init_communicator", lambda client, device: seen.append(phase()))
+    monkeypatch.setattr(VLLMClient, "init_communicator", lambda client, device: phases.append(phase()))
     monkeypatch.setenv("RANK", "0")
     (tmp_path / "processes").mkdir()
     client = object.__new__(NcclClient)
     client._run_dir = tmp_path
     client.init_communicator(0)
-    assert seen == ["connect"] and phase() == "start"
+    assert phases == ["connect"] and phase() == "start"

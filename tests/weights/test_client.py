@@ -107,16 +107,16 @@ def test_with_a_run_seed_every_prompt_of_every_generation_has_its_own(connect, s
         server.asked.clear()
         client.generation_name = generation
         client.generate([[1], [2], [3]], n=2)
-        seen = {asked["prompt"][0]: asked["seed"] for asked in server.asked}
-        assert len(set(seen.values())) == 3
-        assert seeds.setdefault(generation, seen) == seen
+        prompt_seeds = {request["prompt"][0]: request["seed"] for request in server.asked}
+        assert len(set(prompt_seeds.values())) == 3
+        assert seeds.setdefault(generation, prompt_seeds) == prompt_seeds
     assert not set(seeds["0/0"].values()) & set(seeds["1/1"].values())
 
 
 def test_without_a_run_seed_a_prompt_is_a_request_too_and_the_seed_the_servers(connect, server) -> None:
     answer = connect().generate([[1], [2], [3]], n=2)
-    assert [asked["prompt"] for asked in server.sampled()] == [[1], [2], [3]]
-    assert not [asked for asked in server.asked if "seed" in asked]
+    assert [request["prompt"] for request in server.sampled()] == [[1], [2], [3]]
+    assert not [request for request in server.asked if "seed" in request]
     assert answer == {"prompt_ids": [[1], [2], [3]], "completion_ids": [[1]] * 6, "logprobs": [[[-0.5]]] * 6}
 
 
@@ -127,13 +127,13 @@ KEYS = {"temperature": 0.7, "max_tokens": 9, "structured_outputs_regex": "[0-9]+
 def test_the_server_is_asked_for_what_trl_asks_for(connect, server, keys) -> None:
     client = connect()
     client.generate([[1, 2]], n=3, **keys)
-    (ours,) = server.asked
+    (request,) = server.asked
     server.asked.clear()
-    with pytest.raises(BadAnswer):  # it is no answer in TRL's own form
+    with pytest.raises(BadAnswer):  # the answer is not in TRL's format
         VLLMClient.generate(client, [[1, 2]], n=3, **keys)
-    (theirs,) = server.asked
+    (trl_request,) = server.asked
     answered = {"return_token_ids", "return_tokens_as_token_ids"}
-    assert ours == {name: value for name, value in theirs.items() if name not in answered} | {"prompt": [1, 2]}
+    assert request == {name: value for name, value in trl_request.items() if name not in answered} | {"prompt": [1, 2]}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One request to the server: what is repeated, what counts as a lost server, and how long it may take."""
+"""Test a request to the server: repetition, detection of a lost server, and time limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESET = struct.pack("ii", 1, 0)  # SO_LINGER with no time: closing sends RST
 
 
 class FakeClosingServer:
-    """Answers the first request of a connection; resets it the moment the next one comes, as an idle limit may."""
+    """Answers the first request of a connection and resets the connection at the second, as an idle limit may."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

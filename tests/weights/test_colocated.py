@@ -32,7 +32,7 @@ MODEL = torch.nn.Linear(2, 2, bias=False)
 
 
 class FakeModel:
-    """Inside the fake engine: counts as loaded what is given to it, or drops it."""
+    """Model of the fake engine: records the weights that it receives as loaded, or drops them."""
 
     drops = False
 
@@ -47,7 +47,7 @@ class FakeModel:
 
 
 class FakeEngine:
-    """Stands where vLLM's engine does, and records what it is asked for."""
+    """Replaces vLLM's engine and records its calls."""
 
     def __init__(self, calls: list[Any], **arguments: Any):
         self.calls, self.arguments = calls, arguments
@@ -57,7 +57,7 @@ class FakeEngine:
         core = SimpleNamespace(_finalizer=SimpleNamespace(atexit=True))
         executor = SimpleNamespace(driver_worker=worker)
         self.llm_engine = SimpleNamespace(model_executor=executor, engine_core=core)
-        torch.manual_seed(arguments["seed"])  # as vLLM seeds the whole process
+        torch.manual_seed(arguments["seed"])  # vLLM seeds the whole process too
 
     def stop_if(self, stops: Any) -> None:
         self.stops = stops
@@ -87,19 +87,19 @@ class FakeEngine:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the engine, and vLLM's bracket of a reload, were asked for."""
-    made: list[Any] = []
-    monkeypatch.setattr("grpo_recipes.weights.engine.Engine", lambda **arguments: FakeEngine(made, **arguments))
-    monkeypatch.setattr(f"{RELOAD}.initialize_layerwise_reload", lambda _: made.append("initialize"))
-    monkeypatch.setattr(f"{RELOAD}.finalize_layerwise_reload", lambda *_: made.append("finalize"))
+    """Record the calls to the engine, and the start and end of vLLM's reloads."""
+    recorded: list[Any] = []
+    monkeypatch.setattr("grpo_recipes.weights.engine.Engine", lambda **arguments: FakeEngine(recorded, **arguments))
+    monkeypatch.setattr(f"{RELOAD}.initialize_layerwise_reload", lambda _: recorded.append("initialize"))
+    monkeypatch.setattr(f"{RELOAD}.finalize_layerwise_reload", lambda *_: recorded.append("finalize"))
     monkeypatch.setattr(colocated, "_init_process_group", lambda _: None)
     monkeypatch.setattr("trl.generation.vllm_generation.empty_cache", lambda: None)
-    return made
+    return recorded
 
 
 @pytest.fixture
 def make(tmp_path: Path, calls: list[Any]) -> Any:
-    """``make(rank=0, run_seed=7, sleeps=False, KEY=VALUE, ...)``: the generation of one rank, keys those of a run."""
+    """``make(rank=0, run_seed=7, sleeps=False, KEY=VALUE, ...)``: the generation of a rank, with a run's keys."""
 
     def made(rank: int = 0, run_seed: int | None = 7, sleeps: bool = False, **keys: Any) -> ColocatedGeneration:
         args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **keys)
@@ -161,7 +161,7 @@ def test_without_the_guard_nothing_is_reported(make: Any, calls: list[Any]) -> N
 
 @pytest.mark.parametrize("guard", [True, False])
 def test_the_error_of_any_process_is_that_of_all(monkeypatch: pytest.MonkeyPatch, guard: bool) -> None:
-    monkeypatch.setattr(backends, "gather_object", lambda own: [*own, "of rank 1", None])
+    monkeypatch.setattr(backends, "gather_object", lambda errors: [*errors, "of rank 1", None])
     names: list[str] = []
     generation = SimpleNamespace(mode="colocate", checksum_error=None, transfers=3, name_generation=names.append)
     trainer = SimpleNamespace(use_vllm=True, vllm_generation=generation, args=SimpleNamespace(weight_guard=guard))
@@ -173,8 +173,8 @@ def test_the_error_of_any_process_is_that_of_all(monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_rank_draws_what_the_server_would_draw_for_its_rows(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(LLM, "generate", lambda self, prompts, sampling_params, **_: given.append(sampling_params))
+    sampled: list[Any] = []
+    monkeypatch.setattr(LLM, "generate", lambda self, prompts, sampling_params, **_: sampled.append(sampling_params))
     monkeypatch.setattr(Engine, "reset_prefix_cache", lambda self: None)
     monkeypatch.setattr(Engine, "llm_engine", SimpleNamespace(step=None), raising=False)
 
@@ -191,8 +191,8 @@ def test_every_rank_draws_what_the_server_would_draw_for_its_rows(make: Any, mon
             return ()
 
         generation.generate([[5]] * 6, None, 4)
-        drawn = given.pop()
-        return [one.seed for one in drawn] if isinstance(drawn, list) else [drawn.seed]
+        drawn = sampled.pop()
+        return [parameters.seed for parameters in drawn] if isinstance(drawn, list) else [drawn.seed]
 
     # Three prompts of four completions over two ranks: the second prompt is half on each.
     every = [sampling_seed(7, "4/0", prompt) + completion for prompt in range(3) for completion in range(4)]
@@ -214,7 +214,7 @@ def test_a_generation_is_given_up_when_the_run_is_asked_to_stop(
         return ["nothing finished"]
 
     def generate(self: Any, *_: Any, **__: Any) -> list[str]:
-        """As vLLM's loop does."""
+        """Run steps until all requests are finished, like vLLM's loop."""
         finished = []
         while waiting:
             finished += self.llm_engine.step()
@@ -222,7 +222,7 @@ def test_a_generation_is_given_up_when_the_run_is_asked_to_stop(
 
     engine = Engine.__new__(Engine)
     processor = SimpleNamespace(request_states=waiting)
-    abort = lambda ids, internal: [waiting.pop(one) for one in ids if internal]  # noqa: E731
+    abort = lambda ids, internal: [waiting.pop(request_id) for request_id in ids if internal]  # noqa: E731
     engine.llm_engine = SimpleNamespace(step=take_step, output_processor=processor, abort_request=abort)
     monkeypatch.setattr(LLM, "generate", generate)
     stop = StopRequest(tmp_path)
@@ -250,7 +250,7 @@ def test_the_engine_is_what_the_server_would_be(make: Any) -> None:
         assert on_gpu["dtype"] == "auto" and on_gpu["enforce_eager"] is eager
     keys = {"use_cpu": False, "model_init_kwargs": {"dtype": "float32"}, "fp16": False, "vllm_enforce_eager": False}
     arguments = [SimpleNamespace(bf16=low, **keys) for low in (True, False)]
-    dtypes = [colocated._make_engine(one, None, seed=0).arguments["dtype"] for one in arguments]
+    dtypes = [colocated._make_engine(config, None, seed=0).arguments["dtype"] for config in arguments]
     assert dtypes == ["bfloat16", "float32"]  # G4
 
 

@@ -1,4 +1,4 @@
-"""The bridge ``file``: what is written is what safetensors reads, and what a worker copies is what vLLM would load."""
+"""Test the bridge ``file``: safetensors reads the written weights, and a worker copies the weights vLLM would load."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ TENSORS = {
 
 
 def metadata(tensors):
-    return [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in tensors.items()]
+    return [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]
 
 
 def test_safetensors_reads_what_is_written(tmp_path):
     write_weights(tmp_path / "sync", metadata(TENSORS), iter(TENSORS.items()))
     read = load_file(tmp_path / "sync/model.safetensors")
     assert read.keys() == TENSORS.keys()
-    assert all(torch.equal(read[name], one) and read[name].dtype == one.dtype for name, one in TENSORS.items())
+    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in TENSORS.items())
     assert [path.name for path in (tmp_path / "sync").iterdir()] == ["model.safetensors"]
 
 
@@ -108,9 +108,9 @@ class Worker(WeightReport):
 
 def weights() -> dict[str, torch.Tensor]:
     parts = {"v_proj": 1, "q_proj": 3, "k_proj": 2}
-    made = {f"layer.{name}.weight": torch.randn(rows, 4) for name, rows in parts.items()}
-    made |= {f"layer.{name}.bias": torch.randn(rows) for name, rows in parts.items()}
-    return {**made, "layer.embed.weight": torch.randn(7, 4)}
+    tensors = {f"layer.{name}.weight": torch.randn(rows, 4) for name, rows in parts.items()}
+    tensors |= {f"layer.{name}.bias": torch.randn(rows) for name, rows in parts.items()}
+    return {**tensors, "layer.embed.weight": torch.randn(7, 4)}
 
 
 def test_a_worker_copies_each_tensor_to_its_rows(tmp_path):
@@ -137,16 +137,16 @@ def change(**changes):
         (Worker(), change(**{"layer.unknown.weight": torch.zeros(2, 2)})),
         (Worker(), change(**{"layer.embed.weight": torch.zeros(7, 4, dtype=torch.bfloat16)})),
         (Worker(), change(**{"layer.embed.weight": torch.zeros(9, 4)})),
-        (Worker(), lambda sent: {name: one for name, one in sent.items() if "embed" not in name}),
+        (Worker(), lambda sent: {name: tensor for name, tensor in sent.items() if "embed" not in name}),
     ],
     ids=["sharded", "mla", "another-name", "another-dtype", "too-many-rows", "not-all"],
 )
 def test_what_has_no_place_of_its_own_is_left_to_vllm(tmp_path, worker, changed):
-    before = {name: one.clone() for name, one in worker.root.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in worker.root.state_dict().items()}
     save_file(changed(weights()), tmp_path / "model.safetensors")
     worker.grpo_load(str(tmp_path))
     assert worker.reloaded == [str(tmp_path)]
-    assert all(torch.equal(one, before[name]) for name, one in worker.root.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in worker.root.state_dict().items())
 
 
 def test_a_worker_says_which_sync_its_weights_are_of(tmp_path):
@@ -157,7 +157,7 @@ def test_a_worker_says_which_sync_its_weights_are_of(tmp_path):
         worker.grpo_load(str(tmp_path))
         assert worker.sync() == number
     assert worker.reloaded == [str(tmp_path)]  # by vLLM, which is not asked for the number either
-    assert Worker(model=str(tmp_path)).sync() == 4  # as the bridge restart starts a server
+    assert Worker(model=str(tmp_path)).sync() == 4  # the bridge restart starts a server like this
     save_file(weights(), tmp_path / "model.safetensors")
     worker.grpo_load(str(tmp_path))
     assert worker.sync() == 0

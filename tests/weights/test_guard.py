@@ -1,4 +1,4 @@
-"""Comparing what was streamed with what the server's workers say they hold."""
+"""Test the comparison of the streamed weights with the reports of the server's workers."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ HELD = {
 
 def report(packed=PACKED, **changes):
     """A worker's report; ``changes`` by the last part of a name before ``.weight``."""
-    held = dict(HELD)
+    parameters = dict(HELD)
     for part, value in changes.items():
-        (name,) = [name for name in held if name.removesuffix(".weight").endswith(part)]
-        held[name] = value
-    return {"parameters": {name: [value, "bfloat16"] for name, value in held.items()}, "packed": packed}
+        (name,) = [name for name in parameters if name.removesuffix(".weight").endswith(part)]
+        parameters[name] = value
+    return {"parameters": {name: [value, "bfloat16"] for name, value in parameters.items()}, "packed": packed}
 
 
 def without(mapping, *names):
@@ -44,7 +44,7 @@ def without(mapping, *names):
 
 
 @pytest.mark.parametrize(
-    ("name", "held"),
+    ("name", "holder"),
     [
         ("model.embed_tokens.weight", "model.embed_tokens.weight"),
         (f"{LAYER}.self_attn.k_proj.weight", QKV),
@@ -53,8 +53,8 @@ def without(mapping, *names):
         ("visual.blocks.0.weight", None),
     ],
 )
-def test_where_the_server_holds_a_parameter(name, held):
-    assert matching_name(name, HELD, PACKED) == held
+def test_where_the_server_holds_a_parameter(name, holder):
+    assert matching_name(name, HELD, PACKED) == holder
 
 
 def test_equal_weights_do_not_differ_fused_and_wrapped_around_ones_included():

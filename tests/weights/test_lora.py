@@ -1,4 +1,4 @@
-"""The bridge ``lora`` with a worker in this process: what is written and loaded, and what the guard sees."""
+"""Test the bridge ``lora`` with a worker in this process: writing, loading and the weight guard."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_recipes.server.plugin import WeightReport
 from grpo_recipes.weights.lora import LoraClient
 from grpo_recipes.weights.transport import ADAPTER, BadAnswer
 
-WIDTH, ROOM = 4, 8  # of the model, and of the server for ranks
+WIDTH, ROOM = 4, 8  # the model's width, and the largest LoRA rank of the server
 PARTS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -29,7 +29,7 @@ class Attention(nn.Module):
 
 
 def trained(**keys) -> nn.Module:
-    """A model with an adapter on three of its four layers, none of whose factors is zero."""
+    """Return a model with an adapter on three of its four layers, without zero factors."""
     torch.manual_seed(0)
     base = nn.Module()
     base.attention = Attention()
@@ -59,7 +59,7 @@ class Worker(WeightReport):
         )
         served.attention.qkv_proj, served.attention.o_proj = nn.Module(), nn.Module()
         for layer, weight in (("qkv_proj", fused), ("o_proj", base.o_proj.base_layer.weight)):
-            inner = nn.Module()  # as vLLM wraps a layer that can have an adapter
+            inner = nn.Module()  # vLLM wraps a layer that can have an adapter like this
             inner.weight = nn.Parameter(weight.detach().clone())
             getattr(served.attention, layer).base_layer = inner
         served.packed_modules_mapping = {"qkv_proj": list(PARTS)}
@@ -79,7 +79,7 @@ class Worker(WeightReport):
         return self.model
 
     def list_loras(self) -> set[int]:
-        return {one for one in self.model_runner.lora_manager._adapter_manager.lora_index_to_id if one}
+        return {adapter for adapter in self.model_runner.lora_manager._adapter_manager.lora_index_to_id if adapter}
 
     def add_lora(self, request) -> bool:
         manager = self.model_runner.lora_manager._adapter_manager
@@ -100,7 +100,7 @@ class Worker(WeightReport):
 
 
 class LocalClient(LoraClient):
-    """A client whose server is a worker in this process."""
+    """Client of a server that is a worker in this process."""
 
     def __init__(self, worker: Worker, folder: Path):
         self.worker, self.asked, self.names, self.refuses = worker, [], ["run"], ""
@@ -142,7 +142,7 @@ def test_the_adapter_alone_travels_and_has_one_name(folder, tmp_path, keys):
         "grpo_adapters", "grpo_load_adapter", "grpo_weights", "grpo_adapter_weights",
     ]  # fmt: skip
     assert client.checksum_error is None and client.model == ADAPTER
-    assert sorted(one.name for one in (folder / "adapter").iterdir()) == [
+    assert sorted(path.name for path in (folder / "adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
@@ -151,7 +151,7 @@ def test_the_adapter_alone_travels_and_has_one_name(folder, tmp_path, keys):
     client.asked.clear()
     client.sync_model(model)
     assert client.asked == ["grpo_load_adapter", "grpo_adapter_weights"] and client.checksum_error is None
-    assert sorted(one.name for one in folder.iterdir()) == ["adapter", "adapter-2"]  # the one before is gone
+    assert sorted(path.name for path in folder.iterdir()) == ["adapter", "adapter-2"]  # the one before is gone
 
 
 def test_an_adapter_that_the_server_did_not_load_is_seen(folder, tmp_path):
@@ -251,14 +251,14 @@ def test_the_server_makes_room_for_the_rank(planned, option, rank, room):
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"use_dora": True}, "can't be combined with use_dora"),
         ({"lora_modules_to_save": ["norm"]}, "can't be combined with lora_modules_to_save"),
         ({"lora_r": 513}, "lora_r 513 exceeds 512, the largest rank that vLLM serves. Fix: set lora_r: 512"),
     ],
 )
-def test_adapters_that_vllm_does_not_serve_are_refused(read, keys, said):
+def test_adapters_that_vllm_does_not_serve_are_refused(read, keys, message):
     (problem,) = check(read(use_peft=True, weight_sync="lora", **keys), {})
-    assert said in str(problem)
+    assert message in str(problem)
     assert check(read(use_peft=True, weight_sync="file", **keys), {}) == []

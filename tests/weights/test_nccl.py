@@ -32,7 +32,7 @@ from weights.nccl_sides import PARAMETERS, values
 TOKEN = {"Authorization": "Bearer the-token"}
 INIT, START = "/init_weight_transfer_engine", "/start_weight_update"
 UPDATE, FINISH = "/update_weights", "/finish_weight_update"
-METADATA = [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in PARAMETERS.items()]
+METADATA = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in PARAMETERS.items()]
 # One more is packed as soon as a buffer holds more than BUFFER_BYTES.
 BUFFERS = [
     ["embed.weight"],
@@ -42,7 +42,7 @@ BUFFERS = [
 
 
 class Server:
-    """A receiver in a process of its own."""
+    """A receiver in a separate process."""
 
     def __init__(self, workers: int) -> None:
         program = [sys.executable, nccl_sides.__file__, "receive", str(workers)]
@@ -51,18 +51,18 @@ class Server:
         self.url = next(line for line in self.process.stdout if line.startswith("http://")).strip()
 
     def order(self, **orders: Any) -> None:
-        """Have it forget what there was, and do something wrong from now on; without an order, nothing."""
+        """Clear its records and weights, and make it fail from now on as ordered. Without orders, it works."""
         requests.post(f"{self.url}/order", json=orders, headers=TOKEN, timeout=10).raise_for_status()
 
     def seen(self) -> SimpleNamespace:
-        """Return what it was asked, and what its workers hold."""
+        """Return its recorded requests and the weights of its workers."""
         return SimpleNamespace(**requests.post(f"{self.url}/seen", json={}, headers=TOKEN, timeout=10).json())
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment(**variables: str) -> dict[str, str]:
     tests = Path(__file__).parents[1]
     path = os.pathsep.join([str(tests), str(tests.parent / "src")])
-    return {**os.environ, "PYTHONPATH": path, "VLLM_HOST_IP": "127.0.0.1", **more}
+    return {**os.environ, "PYTHONPATH": path, "VLLM_HOST_IP": "127.0.0.1", **variables}
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +76,9 @@ def servers() -> Iterator[Callable[[int], Server]]:
         return started[workers]
 
     yield of
-    for one in started.values():
-        one.process.kill()
-        one.process.wait()
+    for server in started.values():
+        server.process.kill()
+        server.process.wait()
 
 
 @pytest.fixture(params=[1])
@@ -88,25 +88,25 @@ def workers(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def server(servers: Callable[[int], Server], workers: int) -> Server:
-    one = servers(workers)
-    one.order()
-    return one
+    running = servers(workers)
+    running.order()
+    return running
 
 
 @pytest.fixture
 def client(connect: Any, server: Server, monkeypatch: pytest.MonkeyPatch) -> NcclClient:
-    """A client that is not in a group yet."""
+    """Return a client that has not joined a group yet."""
     nccl_sides.without_cuda(monkeypatch.setattr)
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
-    made = connect(client=NcclClient, server_request_timeout=20.0)
-    assert isinstance(made, NcclClient)
-    made.group_port = nccl_sides.free_port()
-    return made
+    nccl_client = connect(client=NcclClient, server_request_timeout=20.0)
+    assert isinstance(nccl_client, NcclClient)
+    nccl_client.group_port = nccl_sides.free_port()
+    return nccl_client
 
 
 def send(client: NcclClient, changed: str = "") -> None:
     """Send all parameters, one of them perhaps changed."""
-    tensors = [(name, one + 1 if name == changed else one) for name, one in PARAMETERS.items()]
+    tensors = [(name, tensor + 1 if name == changed else tensor) for name, tensor in PARAMETERS.items()]
     client.update_named_params(METADATA, iter(tensors))
 
 
@@ -121,11 +121,11 @@ def test_weights_arrive_whole_in_order_and_through_several_buffers(client, serve
     for changed in ("", "steps"):
         send(client, changed)
         assert client.checksum_error is None
-        expected = {name: values(one + 1 if name == changed else one) for name, one in PARAMETERS.items()}
-        seen = server.seen()
-        assert seen.held == [expected] * workers
-        assert [list(held) for held in seen.held] == [list(PARAMETERS)] * workers
-    assert seen.loads == [BUFFERS * 2] * workers
+        expected = {name: values(tensor + 1 if name == changed else tensor) for name, tensor in PARAMETERS.items()}
+        records = server.seen()
+        assert records.held == [expected] * workers
+        assert [list(parameters) for parameters in records.held] == [list(PARAMETERS)] * workers
+    assert records.loads == [BUFFERS * 2] * workers
 
 
 class Copies:
@@ -166,15 +166,15 @@ def test_a_transfer_starts_after_the_optimizer_has_written(client, monkeypatch):
 def test_the_protocol(client, server):
     client.init_communicator("cuda")
     send(client)
-    seen = server.seen()
-    assert steps(seen.calls) == [INIT, START, UPDATE, FINISH]
-    (group,) = [asked["init_info"] for asked in seen.asked if "init_info" in asked]
+    records = server.seen()
+    assert steps(records.calls) == [INIT, START, UPDATE, FINISH]
+    (group,) = [request["init_info"] for request in records.asked if "init_info" in request]
     address = {"master_address": "127.0.0.1", "master_port": client.group_port}
     assert group == {**address, "rank_offset": 1, "world_size": 2, "packed": True}
-    (update,) = [asked["update_info"] for asked in seen.asked if "update_info" in asked]
+    (update,) = [request["update_info"] for request in records.asked if "update_info" in request]
     names, dtypes, shapes = (list(column) for column in zip(*METADATA, strict=True))
     assert update == {"names": names, "dtype_names": dtypes, "shapes": shapes}
-    assert seen.tokens == [TOKEN["Authorization"]]
+    assert records.tokens == [TOKEN["Authorization"]]
 
 
 def test_weights_that_the_server_drops_are_noticed(client, server):
@@ -203,19 +203,19 @@ def test_a_step_that_the_server_refuses_ends_the_transfer_and_is_asked_once(clie
 
 @pytest.mark.slow
 @pytest.mark.rotating
-@pytest.mark.parametrize(("fault", "said"), [({"refuses": [UPDATE]}, "refused"), ({"fails_at": 1}, "takes no more")])
+@pytest.mark.parametrize(("fault", "message"), [({"refuses": [UPDATE]}, "refused"), ({"fails_at": 1}, "takes no more")])
 def test_a_worker_that_fails_leaves_a_reason_though_the_collective_waits_for_it(
-    client, server, capfd, monkeypatch, fault, said
+    client, server, capfd, monkeypatch, fault, message
 ):
     monkeypatch.setattr(nccl_sides, "GLOO_SECONDS", 5.0)
     client.init_communicator("cuda")
     server.order(**fault)
     with pytest.raises((RuntimeError, ServerError)):  # the server's, or gloo's after its limit; NCCL has none
         send(client)
-    seen = server.seen()
-    assert steps(seen.calls) == [START, UPDATE]
-    assert seen.loads == [BUFFERS[: fault.get("fails_at", 0)]]
-    assert said in next(line for line in capfd.readouterr().out.splitlines() if line.startswith("grpo: "))
+    records = server.seen()
+    assert steps(records.calls) == [START, UPDATE]
+    assert records.loads == [BUFFERS[: fault.get("fails_at", 0)]]
+    assert message in next(line for line in capfd.readouterr().out.splitlines() if line.startswith("grpo: "))
 
 
 def test_a_server_that_is_killed_in_the_middle_of_a_transfer_ends_it_with_its_cause(client, server, capfd):
@@ -234,8 +234,8 @@ def test_a_server_that_is_killed_in_the_middle_of_a_transfer_ends_it_with_its_ca
         send(client)
     killed.result(timeout=10)
     assert time.monotonic() - began < nccl_sides.GLOO_SECONDS / 2
-    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("grpo: ")]
-    assert len(said) == 1 and "lost the connection to the vLLM server in /update_weights" in said[0]
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("grpo: ")]
+    assert len(lines) == 1 and "lost the connection to the vLLM server in /update_weights" in lines[0]
 
 
 def test_a_server_without_the_transfer_is_refused_before_any_group(client, server, monkeypatch):
@@ -251,7 +251,7 @@ def test_a_server_without_the_transfer_is_refused_before_any_group(client, serve
     "orders", [{"hangs": [INIT]}, pytest.param({"refuses": [INIT]}, marks=ROTATES)], ids=["hangs", "refuses"]
 )
 def test_a_rendezvous_that_never_comes_ends_within_its_limit(server, connect, read, tmp_path, monkeypatch, orders):
-    """A real rank that waits for a server which never joins, and the launcher's monitor beside it."""
+    """A real rank waits for a server that never joins, and the launcher's monitor runs next to it."""
     monkeypatch.setattr(monitor, "_DUMP_SECONDS", 1)
     server.order(**orders)
     log = tmp_path / "rank.log"

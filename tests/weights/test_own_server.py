@@ -24,7 +24,7 @@ GONE = 2**22 + 1  # no process has this pid
 
 @pytest.fixture
 def describe(tmp_path: Path, connect) -> Callable[..., None]:
-    """``describe(KEY=VALUE, ...)``: write what the launcher says of its server, by default that this process has it."""
+    """``describe(KEY=VALUE, ...)``: write the launcher's record of its server, by default owned by this process."""
 
     def write(**facts: Any) -> None:
         state = {"epoch": 1, "state": "ready", "guard": os.getpid(), **facts}
@@ -47,7 +47,7 @@ def test_a_listener_that_is_not_below_the_process_guard_gets_nothing(connect, de
 
 
 def test_a_rank_of_another_node_cannot_see_the_owner(connect, describe, server: FakeServer, monkeypatch) -> None:
-    """What protects there is the served name, and that each server has its own token: docs/troubleshooting.md."""
+    """The served name and the separate token of each server protect it: see docs/troubleshooting.md."""
     monkeypatch.setenv("GRPO_NODE", "1")
     describe(guard=GONE)
     connect(seed=7).generate([[1]], n=1)

@@ -1,4 +1,4 @@
-"""A server that is lost and restarted by the launcher, of which a fake and a file of its state are here."""
+"""Test a server that is lost and restarted by the launcher, with a fake server and its state file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPTS = [[1], [2]]
 
 @pytest.fixture
 def state(tmp_path: Path, connect) -> Callable[..., None]:
-    """``state(epoch, state)``: what the launcher writes; a first server is ready."""
+    """``state(epoch, state)``: write the launcher's state file; a first server is ready."""
 
     def write(epoch: int, name: str) -> None:
         partial = tmp_path / "processes" / "server_state.partial"
@@ -46,8 +46,8 @@ def state(tmp_path: Path, connect) -> Callable[..., None]:
 
 @pytest.fixture
 def restart(server: FakeServer, state: Callable[..., None]) -> Iterator[Callable[..., FakeServer]]:
-    """``restart(after=seconds, loads=weights)``: the server dies, and the next takes its port with other weights."""
-    others: list[FakeServer] = []
+    """``restart(after=seconds, loads=weights)``: kill the server; the next has its port and other weights."""
+    replacements: list[FakeServer] = []
 
     def restart_it(after: float = 0.0, loads: torch.Tensor = WEIGHT) -> FakeServer:
         server.close()
@@ -55,12 +55,12 @@ def restart(server: FakeServer, state: Callable[..., None]) -> Iterator[Callable
         time.sleep(after)
         other = FakeServer(int(server.url.rsplit(":", 1)[1]))
         other.held, other.loads = WEIGHT + 1, loads
-        others.append(other)
+        replacements.append(other)
         state(2, "ready")
         return other
 
     yield restart_it
-    for other in others:
+    for other in replacements:
         other.close()
 
 
@@ -90,14 +90,14 @@ def test_a_generation_that_a_death_cuts_is_repeated_with_the_same_seeds(connect,
     sync(client)
     server.loses[COMPLETIONS_PATH] = 99
     server.refuses.add("/health")
-    others: list[FakeServer] = []
-    death = later(lambda: others.append(restart(after=0.3)))
+    replacements: list[FakeServer] = []
+    death = later(lambda: replacements.append(restart(after=0.3)))
     client.generate(PROMPTS, n=2)
     death.join()
 
     seeds = [sampling_seed(7, "", prompt) for prompt in (0, 1)]
-    assert [asked["seed"] for asked in others[0].sampled()] == seeds
-    before = {asked["seed"] for asked in server.sampled()}
+    assert [request["seed"] for request in replacements[0].sampled()] == seeds
+    before = {request["seed"] for request in server.sampled()}
     assert before and before <= set(seeds)  # once a request has failed, those that were not sent yet are not
 
 
@@ -106,13 +106,13 @@ def test_a_weight_load_that_a_death_cuts_is_repeated(connect, state, server, res
     client._held = {"parameters": {"w": [0, "float32"]}, "packed": {}}
     server.loses["/collective_rpc"] = 2
     server.refuses.add("/health")
-    others: list[FakeServer] = []
-    death = later(lambda: others.append(restart()))
+    replacements: list[FakeServer] = []
+    death = later(lambda: replacements.append(restart()))
     sync(client)
     death.join()
-    # It is given the weights before it is asked again, and then what it is asked is the load.
-    assert others[0].methods().count("grpo_load") == 2 and client.checksum_error is None
-    assert torch.equal(others[0].held, WEIGHT)
+    # The new server gets the weights before the request is repeated, and the repeated request is the load.
+    assert replacements[0].methods().count("grpo_load") == 2 and client.checksum_error is None
+    assert torch.equal(replacements[0].held, WEIGHT)
 
 
 def test_a_restarted_server_learns_which_weights_it_was_given_while_others_wait_for_it(connect, state, restart) -> None:
@@ -120,13 +120,13 @@ def test_a_restarted_server_learns_which_weights_it_was_given_while_others_wait_
     client.policy_version = 5
     sync(client)
     client.reset_prefix_cache()
-    client.policy_version = 6  # of the next sync, which has not come
+    client.policy_version = 6  # the number of the next sync, which has not happened yet
     other = restart()
     client.reconnect()
     assert other.methods() == ["grpo_load", "grpo_weights"] and other.policies == ["5"]
 
     client.reconnect()
-    assert other.policies == ["5"]  # there was no other restart
+    assert other.policies == ["5"]  # the server was not restarted again
 
     sync(client)
     client.reset_prefix_cache()
@@ -160,11 +160,11 @@ def test_before_the_first_sync_a_restarted_server_is_given_nothing(connect, stat
 def test_a_server_that_hangs_is_repeated_to_the_next(connect, state, server, restart) -> None:
     client = connect(weight_guard=False, server_request_timeout=0.3)
     server.delay = 1.0
-    others: list[FakeServer] = []
-    death = later(lambda: others.append(restart()), 0.5)
+    replacements: list[FakeServer] = []
+    death = later(lambda: replacements.append(restart()), 0.5)
     client.generate(PROMPTS, n=2)
     death.join()
-    assert len(others[0].sampled()) == len(PROMPTS)
+    assert len(replacements[0].sampled()) == len(PROMPTS)
 
 
 def test_a_launcher_that_gives_up_ends_the_wait(connect, state, server) -> None:

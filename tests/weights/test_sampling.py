@@ -25,7 +25,7 @@ def test_in_a_seeded_run_the_engine_begins_when_it_has_all_requests(connect, ser
 
 def test_in_a_seeded_run_the_order_is_that_of_the_prompts(connect, server) -> None:
     connect(seed=7).generate(PROMPTS, n=2)
-    assert [asked["priority"] for asked in server.sampled()] == [0, 1, 2]
+    assert [request["priority"] for request in server.sampled()] == [0, 1, 2]
 
 
 def test_elsewhere_nothing_is_held_or_ordered(connect, server) -> None:
@@ -33,7 +33,7 @@ def test_elsewhere_nothing_is_held_or_ordered(connect, server) -> None:
     client.generate(PROMPTS, n=2)
     client.generate_seeded(PROMPTS, [5, 6, 7], n=2)
     assert set(server.calls) == {COMPLETIONS_PATH}
-    assert not [asked for asked in server.asked if "priority" in asked]
+    assert not [request for request in server.asked if "priority" in request]
 
 
 def test_prompts_with_given_seeds_come_back_in_their_order(connect, server) -> None:
@@ -50,7 +50,7 @@ def test_more_prompts_than_requests_at_a_time_are_held_in_turn(connect, server) 
     )
     assert server.queues == [4, 4, 2]
     assert answer["prompt_ids"] == [[index] for index in range(5)]
-    assert all(asked["ignore_eos"] for asked in server.sampled())
+    assert all(request["ignore_eos"] for request in server.sampled())
 
 
 def test_without_an_order_so_many_requests_are_under_way_and_the_next_does_not_wait_for_the_slowest(
@@ -59,13 +59,13 @@ def test_without_an_order_so_many_requests_are_under_way_and_the_next_does_not_w
     began, go_on = [], threading.Event()
     complete = server._completions
 
-    def slow_first(asked):
-        began.append(asked["prompt"])
-        if asked["prompt"] == [0]:
+    def slow_first(body):
+        began.append(body["prompt"])
+        if body["prompt"] == [0]:
             assert go_on.wait(10)
-        elif asked["prompt"] == [4]:
-            go_on.set()  # the last one has begun while the first was under way
-        return complete(asked)
+        elif body["prompt"] == [4]:
+            go_on.set()  # the last request starts before the first has finished
+        return complete(body)
 
     server._completions = slow_first
     answer = connect(max_concurrent_requests=2).generate([[index] for index in range(5)], n=2)
@@ -93,7 +93,7 @@ def test_a_request_that_fails_does_not_leave_the_engine_paused(connect, server) 
 
 def test_an_engine_that_does_not_take_up_requests_is_not_waited_for_without_end(connect, server) -> None:
     client = connect(seed=7, server_request_timeout=0.3)
-    server.under_way = 1  # of somebody else, for ever
+    server.under_way = 1  # another client's request that never ends
     with pytest.raises(ServerLost, match=r"did not take up 0 completions within 0\.3 s"):
         client.generate(PROMPTS, n=2)
 
@@ -104,7 +104,7 @@ def test_an_engine_that_others_ask_too_is_neither_waited_for_nor_paused(connect,
     answer = client.generate_seeded(PROMPTS, [5, 6, 7], n=2)
     assert answer["completion_ids"] == [[5], [5], [6], [6], [7], [7]]
     assert set(server.calls) == {COMPLETIONS_PATH}
-    assert not [asked for asked in server.asked if "priority" in asked]
+    assert not [request for request in server.asked if "priority" in request]
 
 
 def test_each_prompt_of_each_generation_has_a_seed_of_its_own_and_gets_it_again(connect, server) -> None:
@@ -115,13 +115,13 @@ def test_each_prompt_of_each_generation_has_a_seed_of_its_own_and_gets_it_again(
             server.asked.clear()
             client.generation_name = generation
             client.generate(PROMPTS, n=2)
-            found = [asked["seed"] for asked in server.sampled()]
-            assert seeds.setdefault((run_seed, generation), found) == found
-    assert len({seed for found in seeds.values() for seed in found}) == 4 * len(PROMPTS)
+            drawn = [request["seed"] for request in server.sampled()]
+            assert seeds.setdefault((run_seed, generation), drawn) == drawn
+    assert len({seed for drawn in seeds.values() for seed in drawn}) == 4 * len(PROMPTS)
 
 
 def test_prompts_with_rows_of_their_own_have_the_seeds_of_those(connect, server) -> None:
     client = connect(seed=7)
     client.generation_name, client.seed_numbers = "4/0/turn1", [9, 3]
     client.generate([[1], [2]], n=1)
-    assert {asked["seed"] for asked in server.sampled()} == {sampling_seed(7, "4/0/turn1", row) for row in (9, 3)}
+    assert {request["seed"] for request in server.sampled()} == {sampling_seed(7, "4/0/turn1", row) for row in (9, 3)}

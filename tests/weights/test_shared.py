@@ -1,4 +1,4 @@
-"""The bridge ``shared`` with a worker in this process: what the trainer's parameters become, and what is refused."""
+"""Test the bridge ``shared`` with a worker in this process: shared parameters and rejected setups."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Trained(nn.Module):
 
 
 class LocalClient(SharedClient):
-    """A client whose server is a worker in this process."""
+    """Client of a server that is a worker in this process."""
 
     def __init__(self, worker: Worker, folder: Path, weight_guard: bool = True):
         self.worker, self.asked, self._model, self._apart, self._epoch = worker, [], None, [], 1
@@ -99,7 +99,7 @@ def test_after_the_first_sync_server_and_trainer_have_one_copy(client, tmp_path)
     assert client.checksum_error is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     served = client.worker.model
-    with torch.no_grad():  # as an optimizer does
+    with torch.no_grad():  # like an optimizer
         for number, parameter in enumerate(model.parameters()):
             parameter.fill_(number + 1.0)
     fused = served.attention.qkv_proj
@@ -117,17 +117,17 @@ def test_after_the_first_sync_server_and_trainer_have_one_copy(client, tmp_path)
 
 
 def test_a_server_that_computes_with_a_copy_of_its_own_is_seen_at_the_first_sync(client, monkeypatch):
-    share, kept = WeightReport.grpo_share, []
+    share, originals = WeightReport.grpo_share, []
 
     def apart(self, file, sync):
         layout = share(self, file, sync)
-        kept.append(self.model.attention.qkv_proj.bias.data)  # as CUDA keeps memory that another process has
+        originals.append(self.model.attention.qkv_proj.bias.data)  # CUDA keeps memory that another process uses
         self.model.attention.qkv_proj.bias.data = self.model.attention.qkv_proj.bias.data.clone()
         return layout
 
     monkeypatch.setattr(WeightReport, "grpo_share", apart)
     model = Trained()
-    # The same values on both sides: comparing them alone would find nothing before the first step.
+    # The same values on both sides: a comparison of values would find nothing before the first step.
     client.sync_model(model)
     assert "'shared' bridge" in client.checksum_error and "attention.qkv_proj.bias" in client.checksum_error
     client.sync_model(model)
@@ -162,7 +162,7 @@ def test_both_sides_take_their_fingerprints_at_the_same_time(client, monkeypatch
 
 def test_a_server_that_shared_with_nobody_is_seen_though_its_values_are_equal(client):
     client.sync_model(Trained())
-    client.worker._grpo_sync = 0  # as a server has it that was started with these weights
+    client.worker._grpo_sync = 0  # the number of a server that was started with these weights
     client._verify()
     assert client.checksum_error.endswith("'shared' bridge: it has the weights of sync 0, and the trainer sent sync 1")
 
@@ -175,17 +175,17 @@ def test_without_the_guard_nothing_is_compared(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda model: model.to(torch.bfloat16), r"is \[.*\] of torch.bfloat16, which is not a part of .*float32"),
         (lambda model: setattr(model, "extra", nn.Linear(1, 1)), "no parameter for the trainer's extra.weight"),
         (lambda model: setattr(model, "embed", nn.Embedding(PADDED + 1, HIDDEN)), r"embed.weight is \[17, 4\]"),
     ],
 )
-def test_a_model_that_vllm_keeps_otherwise_is_refused_with_another_bridge(client, tmp_path, change, said):
+def test_a_model_that_vllm_keeps_otherwise_is_refused_with_another_bridge(client, tmp_path, change, message):
     model = Trained()
     change(model)
-    with pytest.raises(ServerError, match=said + ".*Fix: write weight_sync: file"):
+    with pytest.raises(ServerError, match=message + ".*Fix: write weight_sync: file"):
         client.sync_model(model)
     assert list((tmp_path / "sync").iterdir()) == []
 
@@ -228,12 +228,14 @@ def test_a_request_that_does_not_end_ends_the_run_within_the_limit_of_a_sync(con
     (client._run_dir / "processes/server_state.json").write_text('{"epoch": 1, "state": "ready"}')  # of a launcher
     server.delay = 2.0
     limit, key = ("0.4", "weight_sync_timeout") if other > 1 else ("0.2", "server_request_timeout")
-    said = rf"did not answer /pause\?mode=wait within {limit} s \({key}\): 'shared' waits before each step .* not end$"
+    message = (
+        rf"did not answer /pause\?mode=wait within {limit} s \({key}\): 'shared' waits before each step .* not end$"
+    )
     began = time.monotonic()
-    with pytest.raises(ServerError, match=said):
+    with pytest.raises(ServerError, match=message):
         client.drain()
     with pytest.raises(ServerError, match=r"did not answer /resume within"):
-        client._state_file.unlink()  # without a launcher nobody is waited for
+        client._state_file.unlink()  # without a launcher the client does not wait for a restart
         client.release()
     assert time.monotonic() - began < 2
 
@@ -271,7 +273,7 @@ def test_memory_is_reserved_when_it_is_mapped(tmp_path):
 
 
 class OtherProcess:
-    """A worker whose methods run in a process of its own."""
+    """A worker with methods that run in a separate process."""
 
     def __init__(self) -> None:
         program, pipe = [sys.executable, "-m", fake_gpu.__name__], subprocess.PIPE
@@ -344,9 +346,11 @@ def test_a_gpu_has_written_all_before_the_server_is_asked_to_read(gpu, tmp_path,
     assert gpu.events == ["pause wait", "synchronize", "resume"]
 
 
-@pytest.mark.parametrize(("here", "said"), [("another", "rank 0 on another"), (None, "rank 0 on the CPU")])
-def test_the_memory_of_another_gpu_is_refused(gpu, tmp_path, monkeypatch, here, said):
+@pytest.mark.parametrize(("rank_gpu", "message"), [("another", "rank 0 on another"), (None, "rank 0 on the CPU")])
+def test_the_memory_of_another_gpu_is_refused(gpu, tmp_path, monkeypatch, rank_gpu, message):
     monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
-    monkeypatch.setattr(shared, "gpu_of", lambda _: here)
-    with pytest.raises(ServerError, match=f"the server computes on {fake_gpu.UUID}, {said}.*Fix: write weight_sync: f"):
+    monkeypatch.setattr(shared, "gpu_of", lambda _: rank_gpu)
+    with pytest.raises(
+        ServerError, match=f"the server computes on {fake_gpu.UUID}, {message}.*Fix: write weight_sync: f"
+    ):
         LocalClient(Worker(), tmp_path).sync_model(Trained())

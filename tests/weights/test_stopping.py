@@ -1,4 +1,4 @@
-"""A stop request while rank 0 waits for the server: it gives up at once, and a server that is gone is no failure."""
+"""A stop request while rank 0 waits for the server: it gives up at once, and a lost server is not a failure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stopping(connect, run_dir: Path, monkeypatch) -> Iterator[Callable[..., FileClient]]:
-    """``stopping(KEY=VALUE)``: a client whose work a request in ``run_dir`` cuts short."""
+    """``stopping(KEY=VALUE)``: a client that a stop request in ``run_dir`` interrupts."""
     monkeypatch.setattr(client_module, "_SIGNAL_SECONDS", 0.3)
     monkeypatch.setattr(client_module, "_ABORT_SECONDS", 0.3)
     stop = StopRequest(run_dir)
@@ -71,7 +71,7 @@ def test_a_generation_is_given_up(stopping, server, run_dir, seed, way) -> None:
     else:
         server.delay = {"hung": 3.0, "not aborted": 1.0}[way]
     if way == "not aborted":
-        server.refuses.add("/pause?mode=abort")  # for which TRL raises a bare Exception
+        server.refuses.add("/pause?mode=abort")  # TRL raises a bare Exception for it
     ask(run_dir)
     threads = set(threading.enumerate())
     start = time.monotonic()
@@ -92,7 +92,7 @@ def test_after_a_request_nothing_more_is_sampled(stopping, server, run_dir) -> N
     assert server.calls == []
 
 
-# A request to the server, and what it returns when the run stops: the other ranks gather every parameter.
+# A request to the server, and its return value when the run stops: the other ranks gather every parameter.
 CALLS = {
     "send": (send, []),
     "reset": (lambda client: client.reset_prefix_cache(), None),

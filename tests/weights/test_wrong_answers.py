@@ -1,4 +1,4 @@
-"""Whatever a living server answers ends in one line that names it, or is asked again and costs nothing."""
+"""Test wrong answers of a living server: each ends in one line that names it, or is requested again at no cost."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-bodies = st.sampled_from(WRONG_COMPLETIONS) | st.sampled_from(CONTENTS).map(lambda one: json.dumps(one).encode())
+bodies = st.sampled_from(WRONG_COMPLETIONS) | st.sampled_from(CONTENTS).map(
+    lambda content: json.dumps(content).encode()
+)
 answers = st.tuples(st.sampled_from([200, 400, 500, 503]), bodies | st.binary(max_size=40))
 answers |= st.sampled_from([(204, b""), (200, None)])  # nothing follows a 204; None: no answer at all
 
@@ -118,15 +120,15 @@ def test_a_wrong_answer_costs_nothing_or_ends_in_one_line(
 def test_completions_that_are_not_what_was_asked_for_are_never_trained_on(healthy, server, content) -> None:
     client, _ = healthy
     server.wrong = {COMPLETIONS_PATH: (200, content, 99)}
-    said = (
+    message = (
         rf"the vLLM server at {re.escape(server.url)} gave no usable answer: .* \(in {COMPLETIONS_PATH}; log: its own\)"
     )
-    with pytest.raises(BadAnswer, match=said):
+    with pytest.raises(BadAnswer, match=message):
         client.generate(PROMPTS, n=2, max_tokens=4)
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (body(token=97), "token 97, and the model has 97"),
         (body(tokens=5), "expected 1 to 4 tokens in a completion, got 5"),
@@ -138,21 +140,21 @@ def test_completions_that_are_not_what_was_asked_for_are_never_trained_on(health
         (body(ids=np.array([5, 5])), "arrays of other kinds: .*int64"),
     ],
 )
-def test_the_message_names_what_is_wrong(healthy, server, answer, said) -> None:
+def test_the_message_names_what_is_wrong(healthy, server, answer, message) -> None:
     server.wrong = {COMPLETIONS_PATH: (200, answer, 99)}
-    with pytest.raises(BadAnswer, match=said):
+    with pytest.raises(BadAnswer, match=message):
         healthy[0].generate(PROMPTS, n=2, max_tokens=4)
 
 
 def test_a_request_of_another_client_does_not_keep_the_cache_of_old_weights(healthy, server) -> None:
     client, _ = healthy
-    kept = (200, b'{"success": false}', 99)
+    not_emptied = (200, b'{"success": false}', 99)
     server.calls.clear()
-    server.wrong = {RESET: kept}
+    server.wrong = {RESET: not_emptied}
     client.reset_prefix_cache()
-    assert server.calls == [FORCED]  # the fake records what it answered itself
+    assert server.calls == [FORCED]  # the fake records only the requests that it answered itself
 
-    server.wrong = {RESET: kept, FORCED: kept}
+    server.wrong = {RESET: not_emptied, FORCED: not_emptied}
     with pytest.raises(BadAnswer, match="did not empty its prefix cache, which belongs to the previous weights"):
         client.reset_prefix_cache()
 
