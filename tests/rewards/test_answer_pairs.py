@@ -44,7 +44,7 @@ def test_math_verify_agrees_with_every_label(kind):
 def test_an_infinite_number_is_judged_without_chance(
     gold: str, answer: str, right: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sympy compares infinity divided by two with 5 at random points, and one time in 100 finds them equal."""
+    """Sympy compares infinity divided by two with 5 at random points. In 1% of calls they seem equal."""
     monkeypatch.setattr(math_verify_module, "verify", lambda *_, **__: True)
     math_verify_module._equal.cache_clear()
     assert math_verify([f"<answer>{answer}</answer>"], [gold]) == [right]
@@ -94,7 +94,7 @@ def test_the_examples_of_the_docs_hold_for_math_verify():
     lines = page.split("except numbers and words:")[1].split("```")[1].splitlines()[1:]
     assert len(lines) >= 5
     for line in lines:
-        gold, *others = (part.strip() for part in line.split("  |  "))
-        assert math_verify([f"<answer>{other}</answer>" for other in others], [gold] * len(others)) == [1.0] * len(
-            others
-        )
+        gold, *spellings = (part.strip() for part in line.split("  |  "))
+        assert math_verify([f"<answer>{other}</answer>" for other in spellings], [gold] * len(spellings)) == [
+            1.0
+        ] * len(spellings)

@@ -144,14 +144,14 @@ def test_a_list_with_an_empty_item_equals_itself_alone(text):
     assert is_same_answer(text, text) and not is_same_answer(text, "5")
 
 
-@pytest.mark.parametrize(("one", "other"), SAME)
-def test_ways_to_write_one_answer(one, other):
-    assert is_same_answer(one, other) and is_same_answer(other, one)
+@pytest.mark.parametrize(("answer", "other"), SAME)
+def test_ways_to_write_one_answer(answer, other):
+    assert is_same_answer(answer, other) and is_same_answer(other, answer)
 
 
-@pytest.mark.parametrize(("one", "other"), DIFFERENT)
-def test_answers_that_only_look_alike(one, other):
-    assert not is_same_answer(one, other) and not is_same_answer(other, one)
+@pytest.mark.parametrize(("answer", "other"), DIFFERENT)
+def test_answers_that_only_look_alike(answer, other):
+    assert not is_same_answer(answer, other) and not is_same_answer(other, answer)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +196,8 @@ def test_the_examples_of_the_docs_hold():
     lines = page.split("spellings of one answer:")[1].split("```")[1].splitlines()[1:]
     assert len(lines) >= 12
     for line in lines:
-        first, *others = (part.strip() for part in line.split("|"))
-        for other in others:
+        first, *spellings = (part.strip() for part in line.split("|"))
+        for other in spellings:
             assert is_same_answer(other, first), (other, first)
 
 

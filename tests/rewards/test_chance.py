@@ -49,7 +49,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def launch(
     tmp_path: Path, reward: str, steps: range, seed: int = 1, workers: int = 2, rows: list[str] = ROWS
 ) -> list[dict]:
-    """Return completion -> reward of each step of a run, whose children are new."""
+    """Return completion -> reward of each step of a run with new child processes."""
     settings = SimpleNamespace(
         reward_funcs=[f"drawing.py:{reward}"], reward_isolation="completion", reward_workers=workers, seed=seed,
         reward_timeout=300.0, reward_memory_gib=4.0, reward_environment=[], reward_concurrency=4, dataset_mixture=None,

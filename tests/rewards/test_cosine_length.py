@@ -37,7 +37,7 @@ def test_each_key_changes_the_value_it_names():
 
 
 def test_it_is_the_reference_schedule():
-    """TRL's own, which judges answers by math-verify on the text, at the paper's kind of values."""
+    """Compare with TRL's reward, which runs math-verify on the text, at the paper's values."""
     from trl.rewards import get_cosine_scaled_reward
 
     values = {"min_value_wrong": -10.0, "max_value_wrong": 0.0, "min_value_correct": 1.0, "max_value_correct": 2.0}

@@ -1,4 +1,4 @@
-"""The examples under recipes/examples: a rule with own columns, and a judge over HTTP (here a fake one)."""
+"""The examples under recipes/examples: a rule with extra columns, and a judge over HTTP (a fake judge here)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def fake() -> Iterator[FakeJudge]:
 
 @pytest.fixture(scope="module")
 def pool(fake: FakeJudge) -> Iterator[RewardPool]:
-    """The judge's reward as its recipe has it, but for a shorter time limit."""
+    """Start the judge's reward as in its recipe, with a shorter time limit."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(VARIABLES, (fake.url, "fake", "planted"), strict=True):
             patch.setenv(name, value)
-        with RewardPool(JUDGE, workers=1, timeout=3, concurrency=16, environment=VARIABLES) as made:
-            grade(made, "1")
-            yield made
+        with RewardPool(JUDGE, workers=1, timeout=3, concurrency=16, environment=VARIABLES) as judge_pool:
+            grade(judge_pool, "1")
+            yield judge_pool
 
 
 def grade(pool: RewardPool, *replies: str) -> list[Score]:

@@ -53,14 +53,14 @@ CORRUPTIONS: dict[str, Callable[[str, int], str]] = {
 
 
 def golds() -> list[tuple[str, int]]:
-    """The reference answers of both files, as they are written and as numbers."""
+    """Return the reference answers of both files, as text and as numbers."""
     lines = [line for name in ("train", "test") for line in (GSM8K / f"{name}.jsonl").read_text().splitlines()]
     answers = [json.loads(line)["answer"].rpartition("####")[2].strip() for line in lines]
     return [(answer, int(answer.replace(",", ""))) for answer in answers]
 
 
 GOLDS = golds() if GSM8K.is_dir() else []
-# math_verify: all answers with a comma or a sign, and some of the others.
+# For math_verify: all answers with a comma or a sign, and a sample of the other answers.
 SAMPLE = [gold for gold in GOLDS if not gold[0].isdigit()] + GOLDS[::200]
 
 
@@ -78,8 +78,8 @@ def test_no_corrupted_answer_is_right(reward, rows):
     for corruption, corrupt in CORRUPTIONS.items():
         wrong = [f"<answer>{corrupt(*row)}</answer>" for row in rows]
         rewards = reward(wrong, [gold for gold, _ in rows])
-        taken = [(text, row) for text, row, score in zip(wrong, rows, rewards, strict=True) if score != 0]
-        assert taken == [], corruption
+        accepted = [(text, row) for text, row, score in zip(wrong, rows, rewards, strict=True) if score != 0]
+        assert accepted == [], corruption
 
 
 def test_no_answer_of_another_problem_is_right():

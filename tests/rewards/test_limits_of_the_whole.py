@@ -1,4 +1,4 @@
-"""R7: the limits of a reward's child hold for everything it uses together, not for one part or one call."""
+"""R7: the limits of a reward process cover its total use, not a single resource or call."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def may_mount() -> bool:
 
 @pytest.mark.parametrize(("completion", "count"), [("memfd 60", 40), ("memfd 600", 2)])
 def test_files_in_memory_count(completion, count):
-    """R7: memfd files are bounded, also if many quick calls keep a small one each."""
+    """R7: memfd files are bounded, even if many quick calls each keep a small file."""
     with RewardPool(WILD, workers=1, timeout=20, memory_gib=0.4) as pool:
         assert "memory limit" in [score.reason for score in scores(pool, *[completion] * count)]
 
 
 def test_files_in_shared_memory_are_limited_and_end_with_the_child():
-    """R7: closed files in /dev/shm belong to nobody, and stayed after the run."""
+    """R7: closed files in /dev/shm have no owning process and used to stay after the run."""
     if not may_mount():
         pytest.skip("no mount namespaces here")
     with RewardPool(WILD, workers=1, timeout=20, memory_gib=0.4) as pool:

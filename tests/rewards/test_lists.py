@@ -1,6 +1,6 @@
 r"""Lists, sets and tuples as answers: both accuracy rewards keep their items apart, in any notation.
 
-The tables hold what was once judged wrongly, and its neighbours.
+The tables contain answers that were once judged wrong, and similar answers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ REWARDS = (pure_accuracy_math, math_verify)
 
 
 def scores(answer: str, gold: str) -> list[float | None]:
-    """What the exact reward and math_verify give."""
+    """Return the scores of the exact reward and of math_verify."""
     return [reward([f"<answer>{answer}</answer>"], [gold])[0] for reward in REWARDS]
 
 
-# Two numbers, written in ways that must never make one of them.
+# Two numbers in notations that must never be read as one number.
 TWO = [
     "{a}, {b}",
     "{a} , {b}",
@@ -74,8 +74,8 @@ DOLLARS = ["$12,$345", r"\$12,\$345", "$12, $345", "$12 and $345"]
 @pytest.mark.parametrize("writing", TWO)
 def test_two_numbers_are_never_one(writing):
     text = writing.format(a=12, b=345)
-    for one in ("12345", "12,345", r"12\,345", "12.345", "357", "12", "345"):
-        assert scores(text, one) == [0.0, 0.0], one
+    for number in ("12345", "12,345", r"12\,345", "12.345", "357", "12", "345"):
+        assert scores(text, number) == [0.0, 0.0], number
     for gold in ("12, 345", r"\{12, 345\}", "(12, 345)"):
         assert scores("12345", gold) == scores("12,345", gold) == [0.0, 0.0], gold
     assert set(scores("12345", text)) <= {0.0, None}
@@ -87,9 +87,9 @@ def test_two_sums_of_money_are_never_one(text):
     assert scores(text, "12, 345") == scores(text, "345, 12") == [1.0, 1.0]
 
 
-# The tuples, what nothing separates, and two variables are no lists.
-LISTS = [one for one in TWO if "(" not in one.replace(r"\(", "") and "[" not in one and "y=" not in one]
-LISTS = [one for one in LISTS if any(mark in one for mark in (",", ";", "and", "or", "\n"))]
+# Exclude tuples, items without a separator, and pairs of variables: they are not lists.
+LISTS = [answer for answer in TWO if "(" not in answer.replace(r"\(", "") and "[" not in answer and "y=" not in answer]
+LISTS = [answer for answer in LISTS if any(mark in answer for mark in (",", ";", "and", "or", "\n"))]
 
 
 @pytest.mark.parametrize("writing", LISTS)
@@ -182,14 +182,14 @@ APART = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), ALIKE)
-def test_the_same_items(one, other):
-    assert scores(one, other) == scores(other, one) == [1.0, 1.0]
+@pytest.mark.parametrize(("answer", "other"), ALIKE)
+def test_the_same_items(answer, other):
+    assert scores(answer, other) == scores(other, answer) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(("one", "other"), APART)
-def test_other_items_or_another_order(one, other):
-    assert set(scores(one, other) + scores(other, one)) <= {0.0, None}
+@pytest.mark.parametrize(("answer", "other"), APART)
+def test_other_items_or_another_order(answer, other):
+    assert set(scores(answer, other) + scores(other, answer)) <= {0.0, None}
 
 
 EXPRESSIONS = [
@@ -253,8 +253,8 @@ def test_random_lists_in_any_order_are_right_and_joined_or_shortened_wrong(rewar
         wrong.append((join.join(map(write, items)), "".join(map(str, map(abs, items)))))
         wrong.append((gold, "".join(map(str, map(abs, items)))))
     for pairs, expected in ((right, 1.0), (wrong, 0.0)):
-        given = reward([f"<answer>{answer}</answer>" for answer, _ in pairs], [gold for _, gold in pairs])
-        assert [pair for pair, score in zip(pairs, given, strict=True) if score != expected] == []
+        rewards = reward([f"<answer>{answer}</answer>" for answer, _ in pairs], [gold for _, gold in pairs])
+        assert [pair for pair, score in zip(pairs, rewards, strict=True) if score != expected] == []
 
 
 @pytest.mark.parametrize("reward", REWARDS)
@@ -271,5 +271,5 @@ def test_random_tuples_keep_their_order(reward: Callable[..., list[float | None]
         (right if shuffled == items else wrong).append((other, tight))
         wrong.append((spaced, "".join(map(str, map(abs, items)))))
     for pairs, expected in ((right, 1.0), (wrong, 0.0)):
-        given = reward([f"<answer>{answer}</answer>" for answer, _ in pairs], [gold for _, gold in pairs])
-        assert [pair for pair, score in zip(pairs, given, strict=True) if score != expected] == []
+        rewards = reward([f"<answer>{answer}</answer>" for answer, _ in pairs], [gold for _, gold in pairs])
+        assert [pair for pair, score in zip(pairs, rewards, strict=True) if score != expected] == []

@@ -1,4 +1,4 @@
-"""From names in a recipe to rewards: ours, the user's own in children or in the trainer, and the copy a run keeps."""
+"""Load rewards by name: shipped rewards, user rewards in child processes or in the trainer, and a run's copies."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def data(completions):
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder, which is the working folder of the launch."""
+    """Create a user's folder and make it the working folder."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "own.py").write_text(OWN)
@@ -64,7 +64,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (package / "part.py").write_text("HALF = 0.5\n")
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))  # a reward in this process adds the folder
+    monkeypatch.setattr(sys, "path", list(sys.path))  # a reward in this process adds the folder to sys.path
     yield folder
     for name in ("grpo_user_own", "beside"):
         sys.modules.pop(name, None)
@@ -72,8 +72,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def load(tmp_path: Path) -> Iterator[Any]:
-    """``load(*names, KEY=VALUE, ...)``: the rewards of a recipe, whose children are ended after the test."""
-    made: list[Any] = []
+    """Return ``load(*names, KEY=VALUE, ...)``, which loads rewards and ends their processes after the test."""
+    loaded: list[Any] = []
 
     def load_them(*names: str, **keys: Any) -> list[Any]:
         defaults = {
@@ -90,11 +90,11 @@ def load(tmp_path: Path) -> Iterator[Any]:
         }
         script_args = SimpleNamespace(reward_funcs=list(names), **{**defaults, **keys})
         rewards = load_rewards(script_args, SimpleNamespace(max_completion_length=10, seed=1), tmp_path / "run")
-        made.extend(rewards)
+        loaded.extend(rewards)
         return rewards
 
     yield load_them
-    for reward in made:
+    for reward in loaded:
         if isinstance(reward, IsolatedReward):
             reward.pool.close()
 
@@ -126,10 +126,10 @@ def test_names_that_end_alike_are_told_apart_in_metrics(load: Any, project: Path
 
 def test_isolation_none_calls_the_whole_batch_in_this_process(load: Any) -> None:
     (apart,) = load("own.py:wide")
-    (here,) = load("own.py:wide", reward_isolation="none")
-    assert not isinstance(here, IsolatedReward)
+    (in_process,) = load("own.py:wide", reward_isolation="none")
+    assert not isinstance(in_process, IsolatedReward)
     assert apart(completions=["a"] * 3) == [1.0] * 3
-    assert here(completions=["a"] * 3) == [3.0] * 3
+    assert in_process(completions=["a"] * 3) == [3.0] * 3
 
 
 def test_the_number_of_children_their_time_and_memory_are_the_recipes(load: Any) -> None:
@@ -152,7 +152,7 @@ def test_a_function_that_is_not_there_is_refused_in_this_process_too(load: Any) 
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "message"),
     [
         ([1.0], "reward 'a.py:f': wrong length: returned 1 entries instead of 2"),
         (0.5, "reward 'a.py:f': wrong type: returned float instead of a list"),
@@ -160,13 +160,13 @@ def test_a_function_that_is_not_there_is_refused_in_this_process_too(load: Any) 
         (ValueError("no"), "reward 'a.py:f' raised ValueError: no"),
     ],
 )
-def test_a_batch_reward_that_breaks_its_word_is_named(returned: Any, said: str) -> None:
+def test_a_batch_reward_that_breaks_its_word_is_named(returned: Any, message: str) -> None:
     def function(completions: list[str]) -> Any:
         if isinstance(returned, Exception):
             raise returned
         return returned
 
-    with pytest.raises(RewardFailed, match=said):
+    with pytest.raises(RewardFailed, match=message):
         RewardWrapper(function, "a.py:f", "f")(completions=["a", "b"], answer=["a", "b"])
 
 
@@ -226,8 +226,8 @@ def test_what_follows_a_torn_record_of_a_limit_is_read_again(tmp_path: Path) -> 
     file, score = tmp_path / "limits_0.jsonl", Score(None, "time limit", by_limit=True)
     file.write_text('{"key": "a", "generation": 1, "reason": "time limit"}\n{"key": "b", "gen')
     LimitRecords(file).add("c", 1, score)
-    again = LimitRecords(file)
-    assert again.find("a", 1) and again.find("c", 1) and again.find("b", 1) is None
+    reloaded = LimitRecords(file)
+    assert reloaded.find("a", 1) and reloaded.find("c", 1) and reloaded.find("b", 1) is None
 
 
 # --- the reference solution under other names ------------------------------------------------------------------------
@@ -242,10 +242,12 @@ def test_the_solution_comes_as_answer_as_solution_and_under_its_columns_name(
         "def r1(completions, solution, **columns):\n    return [float(s) + len(columns) for s in solution]\n"
         "def theirs(completions, **columns):\n    return [float(columns['solution'][0] == 'worked')]\n"
     )
-    trl, r1, theirs = load("names.py:trl", "names.py:r1", "names.py:theirs", reward_isolation=isolation)
+    trl, r1, both_names = load("names.py:trl", "names.py:r1", "names.py:theirs", reward_isolation=isolation)
     assert trl(completions=["a"], answer=["7"]) == [7.0]
     assert r1(completions=["a"], answer=["7"]) == [9.0], "answer and gold are there too"
-    assert theirs(completions=["a"], answer=["7"], solution=["worked"]) == [1.0], "the dataset's own column comes first"
+    assert both_names(completions=["a"], answer=["7"], solution=["worked"]) == [1.0], (
+        "the dataset's own column comes first"
+    )
 
 
 def test_columns_of_a_mixture_and_of_the_evaluation_are_names_of_the_solution_too(load: Any, project: Path) -> None:
@@ -293,18 +295,18 @@ def test_a_score_by_time_limit_is_given_again_without_a_call(load: Any, project:
     score.generation = 4
     arguments = {"completions": ["a", "spin", "spin", "spin"], "answer": ["a", "a", "a", "b"]}
     assert score(**arguments) == [1.0, None, None, None]
-    assert [given.replayed for given in score.scores] == [False] * 4
+    assert [result.replayed for result in score.scores] == [False] * 4
     assert calls(project) == 2, "equal arguments are one call"
     score.generation = 9
     assert score(**arguments) == [1.0, None, None, None]
-    assert calls(project) == 2 and [given.replayed for given in score.scores] == [False, True, True, True]
+    assert calls(project) == 2 and [result.replayed for result in score.scores] == [False, True, True, True]
 
     (resumed,) = load("own.py:score")
     resumed.generation = 4
     assert resumed(**arguments) == [1.0, None, None, None]
     assert calls(project) == 2
     assert [score.reason for score in resumed.scores] == [None, *["time limit"] * 3]
-    resumed.generation = 3  # before it was recorded the run did call
+    resumed.generation = 3  # the run called the reward before the record existed
     assert resumed(**{"completions": ["warm"], "answer": ["a"]}) == [0.0]
     assert resumed(**{"completions": ["spin"], "answer": ["a"]}) == [None]
     assert calls(project) == 3
@@ -327,9 +329,15 @@ def test_records_are_of_limits_alone_and_survive_a_kill(tmp_path: Path, end: str
     records.add(None, 3, Score(None, "time limit", by_limit=True))
     with file.open("a") as half:
         half.write(end)
-    again = LimitRecords(file)
-    assert [again.find(key, 3) is not None for key in ("a", "b", "c", "d", None)] == [True, False, False, False, False]
-    assert again.find("a", 2) is None
+    reloaded = LimitRecords(file)
+    assert [reloaded.find(key, 3) is not None for key in ("a", "b", "c", "d", None)] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
+    assert reloaded.find("a", 2) is None
     assert [json.loads(line)["key"] for line in file.read_text().splitlines()[:1]] == ["a"]
 
 
@@ -346,7 +354,7 @@ def test_a_key_is_the_same_in_another_process_and_none_without_plain_data() -> N
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "message"),
     [
         (["own.py:absent"], "'own.py' has no 'absent'. Fix: write one of "),
         (["absent.py:score"], "no file 'absent.py'"),
@@ -357,11 +365,11 @@ def test_a_key_is_the_same_in_another_process_and_none_without_plain_data() -> N
         (["own.py:score", "pack.more:half", "math_verify"], None),
     ],
 )
-def test_check_tells_what_is_wrong_with_a_name(read: Any, project: Path, names: list[str], said: str | None) -> None:
+def test_check_tells_what_is_wrong_with_a_name(read: Any, project: Path, names: list[str], message: str | None) -> None:
     (project / "own.py").write_text(OWN + "\nraise SystemExit('check has run the code')\n")
     problems = [str(problem) for problem in check(read(reward_funcs=names), {})]
-    assert len(problems) == (said is not None)
-    assert said is None or said in problems[0]
+    assert len(problems) == (message is not None)
+    assert message is None or message in problems[0]
 
 
 @pytest.fixture
@@ -371,7 +379,7 @@ def rows(project: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "keys", "said"),
+    ("parameters", "keys", "message"),
     [
         ("completions, gold", {}, None),
         ("completions, answer, solution, prompts, completion_ids, level, **columns", {}, None),
@@ -388,13 +396,13 @@ def rows(project: Path) -> dict[str, str]:
     ],
 )  # fmt: skip
 def test_check_refuses_a_parameter_that_nobody_supplies(
-    read: Any, project: Path, rows: dict, parameters: str, keys: dict, said: str | None
+    read: Any, project: Path, rows: dict, parameters: str, keys: dict, message: str | None
 ) -> None:
     (project / "mine.py").write_text(f"def score({parameters}):\n    return [0.0]\n\nraise SystemExit('ran')\n")
     (project / "eval.jsonl").write_text('{"question": "1+1", "gold": "2"}\n')
     problems = [str(problem) for problem in check(read(reward_funcs=["mine.py:score"], **rows | keys), {})]
-    assert len(problems) == (said is not None), problems
-    assert said is None or said in problems[0]
+    assert len(problems) == (message is not None), problems
+    assert message is None or message in problems[0]
 
 
 @pytest.mark.parametrize("code", ["score = wrap(score)", "@wrap\ndef score(steps): pass", "class score: pass"])

@@ -17,7 +17,7 @@ CASES: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "math_veri
 
 
 def completion(case: dict[str, Any]) -> str:
-    """The answer as a model gives it."""
+    """Return the answer in a completion's format."""
     return case["text"] if "text" in case else f"<answer>{case['answer']}</answer>"
 
 
@@ -29,10 +29,10 @@ def test_the_score_is_the_label_or_ours_on_purpose(case):
 
 
 def test_the_exact_reward_takes_nothing_that_math_verify_refuses():
-    taken = [case for case in CASES if pure_accuracy_math([completion(case)], [case["gold"]]) == [1.0]]
+    accepted = [case for case in CASES if pure_accuracy_math([completion(case)], [case["gold"]]) == [1.0]]
 
-    assert len(taken) > 90
-    assert [case["gold"] for case in taken if case.get("ours", case["label"]) != 1] == []
+    assert len(accepted) > 90
+    assert [case["gold"] for case in accepted if case.get("ours", case["label"]) != 1] == []
 
 
 def test_the_cases_are_short_different_and_explained():

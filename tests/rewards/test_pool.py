@@ -1,4 +1,4 @@
-"""Rewards in real child processes: what hangs, dies or grows costs one score, and leaves nothing."""
+"""Rewards in real child processes: a call that hangs, dies or grows costs one score and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def judge(pool: RewardPool, *completions: str) -> list[Score]:
     return pool.score(WILD, completions, columns)
 
 
-def wait_for(condition: Any, what: str, seconds: float = 10) -> None:
+def wait_for(condition: Any, description: str, seconds: float = 10) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, what
+        assert time.monotonic() < deadline, description
         time.sleep(0.01)
 
 
@@ -87,13 +87,13 @@ def test_an_unscored_completion_is_none_with_its_reason(pool: RewardPool, comple
     assert (score.value, score.reason, score.unscored) == (None, reason, True)
     assert (before.value, after.value) == (1.0, 0.0)
     assert score.by_limit == (" limit" in reason or "process" in reason)
-    assert completion != "8GB" or score.seconds < 0.2  # refused, not taken and then seen
+    assert completion != "8GB" or score.seconds < 0.2  # the allocation is rejected up front
 
 
 @pytest.mark.parametrize(
     ("completion", "reason"),
     [
-        ("shared-memory", "memory limit"),  # which the kernel does not count for a process
+        ("shared-memory", "memory limit"),  # the kernel does not count them as memory of a process
         ("many", "process limit (64)"),
     ],
 )
@@ -189,7 +189,7 @@ def test_first_calls_that_hang_get_less_and_less_extra_time(monkeypatch: pytest.
 
 
 def test_rows_handed_out_together_are_limited_singly(pool: RewardPool) -> None:
-    judge(pool, *["yes"] * 200)  # fast calls: many rows go out at once
+    judge(pool, *["yes"] * 200)  # fast calls: many rows are sent at once
     completions = [*["yes"] * 70, "spin", *["no"] * 70, "segfault", *["yes"] * 70]
     scores = judge(pool, *completions)
     values = {"yes": 1.0, "no": 0.0, "spin": None, "segfault": None}
@@ -202,13 +202,13 @@ def test_giving_up_leaves_the_rest_uncalled(pool: RewardPool) -> None:
     columns = {"answer": ["yes"] * 400, "prompts": ["?"] * 400}
     scores = pool.score(WILD, ["raise"] * 400, columns, give_up_after=3)
     called = [score for score in scores if score.reason == "ValueError: first line"]
-    rest = [score for score in scores if score.reason == NOT_CALLED]
-    assert 4 <= len(called) < 400 and len(called) + len(rest) == 400
+    uncalled = [score for score in scores if score.reason == NOT_CALLED]
+    assert 4 <= len(called) < 400 and len(called) + len(uncalled) == 400
     assert [score.value for score in judge(pool, "yes")] == [1.0]
 
 
 @pytest.mark.parametrize(
-    ("code", "name", "said"),
+    ("code", "name", "message"),
     [
         ("import not_there", "score", "ModuleNotFoundError: No module named 'not_there'"),
         ("def score(completions: return", "score", "SyntaxError"),
@@ -219,14 +219,14 @@ def test_giving_up_leaves_the_rest_uncalled(pool: RewardPool) -> None:
         ("import os; os._exit(4)", "score", r"its process exited \(code 4\) while it loaded the rewards"),
     ],
 )
-def test_code_that_cannot_be_loaded_is_an_error_not_a_score(tmp_path: Path, code: str, name: str, said: str) -> None:
+def test_code_that_cannot_be_loaded_is_an_error_not_a_score(tmp_path: Path, code: str, name: str, message: str) -> None:
     (tmp_path / "broken.py").write_text(code)
     spec = f"{tmp_path}/broken.py:{name}"
     pool = RewardPool(spec, workers=1)
-    with pytest.raises(RewardFailed, match=said) as error:
+    with pytest.raises(RewardFailed, match=message) as error:
         pool.start()
     assert spec in str(error.value)
-    assert pool._children == []  # `close` waits for each to be gone
+    assert pool._children == []  # `close` waits until each process is gone
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ JUDGE = WILD.replace(":score", ":judge")
 def test_calls_of_an_async_reward_run_at_once_each_with_its_own_limit(capfd: pytest.CaptureFixture[str]) -> None:
     completions = [*["0.5 0.5"] * 12, "1 100", "raise", *["0.25 0.5"] * 12]
     with RewardPool(JUDGE, workers=1, timeout=2.0, concurrency=8) as pool:
-        assert pool.score(JUDGE, ["1"])[0].value == 1.0  # the first call of a child is alone
+        assert pool.score(JUDGE, ["1"])[0].value == 1.0  # a child process starts with a single call
         began = time.monotonic()
         scores = pool.score(JUDGE, completions)
         seconds = time.monotonic() - began
@@ -291,7 +291,7 @@ def test_a_child_gets_the_variables_that_are_named_and_no_message_has_their_secr
     monkeypatch.setenv("OTHER_KEY", "0.25")
     spec = WILD.replace(":score", ":variables")
     with RewardPool(spec, workers=1, environment=("JUDGE_KEY",)) as pool:
-        handed, stripped, unset, said = pool.score(
+        handed, stripped, unset, failed = pool.score(
             spec, ["read JUDGE_KEY", "read OTHER_KEY", "read NOT_SET", "say JUDGE_KEY"]
         )
     assert handed.value == 0.125
@@ -299,7 +299,7 @@ def test_a_child_gets_the_variables_that_are_named_and_no_message_has_their_secr
         "KeyError: 'OTHER_KEY'; it runs isolated, without this variable: set reward_environment: [OTHER_KEY]"
     )
     assert unset.reason == "KeyError: 'NOT_SET'"
-    assert said.reason == "ValueError: 401: no key ********"
+    assert failed.reason == "ValueError: 401: no key ********"
     assert "0.125" not in capfd.readouterr().err
 
 
@@ -324,7 +324,7 @@ def test_bad_luck_in_starting_a_child_is_survived_and_a_lasting_fault_is_not(tmp
         assert [score.value for score in pool.score(spec, ["exit", "a"])] == [None, 1.0]
         wait_for(lambda: pool.score(spec, ["a"]) and all(child.ready for child in pool._children), "no spare")
         (tmp_path / "broken").touch()
-        pool.score(spec, ["exit"])  # a spare stands by; the one that takes its place cannot start
+        pool.score(spec, ["exit"])  # a spare process is ready; its own replacement cannot start
         time.sleep(0.5)
         (tmp_path / "broken").unlink()
         assert [score.value for score in pool.score(spec, ["exit", "exit", "a"])] == [None, None, 1.0]

@@ -1,4 +1,4 @@
-"""Right and wrong completions of a reference solution, and what is found when a reward judges them."""
+"""Correct and wrong completions for a reference solution, and the problems a reward shows with them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_with_strict_matching_the_bare_solution_alone_is_right():
 def test_right_answers_without_their_1_are_a_fault():
     finding = probe("pure_accuracy_math", lambda completions, **_: [0.0] * len(completions), ROWS)
 
-    assert [what for what, _ in finding.faults] == ["does not give 1 to 16 of 16 right answers"]
+    assert [problem for problem, _ in finding.faults] == ["does not give 1 to 16 of 16 right answers"]
     assert not finding.distinguishes
     first = finding.failures[0]
     assert (first.prompt, first.answer, first.completion, first.value) == ("1+1=", "2", "<answer>2</answer>", 0.0)
@@ -67,7 +67,7 @@ def test_right_answers_without_their_1_are_a_fault():
 def test_wrong_answers_with_a_1_are_a_fault():
     finding = probe("math_verify", lambda completions, **_: [1.0] * len(completions), ROWS)
 
-    assert [what for what, _ in finding.faults] == ["accepts 96 of 96 wrong answers as right"]
+    assert [problem for problem, _ in finding.faults] == ["accepts 96 of 96 wrong answers as right"]
     assert finding.missed == 0 and not finding.failures[0].right
 
 
@@ -80,18 +80,18 @@ def test_cosine_length_must_prefer_right_answers():
 
 
 def test_a_reward_gets_what_trl_gives_it():
-    seen: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def note(**columns):
-        seen.update(seen or columns)  # the first completions: the others are tried in a second call
+        arguments.update(arguments or columns)  # the first completions; a second call tries the other completions
         return [float(difficulty) for difficulty in columns["difficulty"]]
 
     probe("my.py:note", note, ROWS)
 
-    assert set(seen) == {"prompts", "completions", "completion_ids", "answer", "difficulty"}
-    assert len({len(values) for values in seen.values()}) == 1
-    assert seen["completions"][0] == [{"role": "assistant", "content": "2"}]
-    assert seen["prompts"][0] == ROWS[0]["prompt"]
+    assert set(arguments) == {"prompts", "completions", "completion_ids", "answer", "difficulty"}
+    assert len({len(values) for values in arguments.values()}) == 1
+    assert arguments["completions"][0] == [{"role": "assistant", "content": "2"}]
+    assert arguments["prompts"][0] == ROWS[0]["prompt"]
 
 
 def test_the_users_reward_is_shown_by_the_writing_it_reads():
@@ -114,7 +114,7 @@ def readme_reward() -> Any:
 
 
 def by_pattern(pattern: str) -> Any:
-    """Return a reward for completions that match ``pattern``, where SOLUTION stands for the reference solution."""
+    """Return a reward for completions that match ``pattern``; SOLUTION is replaced with the reference solution."""
 
     def reward(completions, answer, **_):
         pairs = [
@@ -128,7 +128,7 @@ def by_pattern(pattern: str) -> Any:
 
 def last_integer(completions, answer, **_):
     numbers = [re.findall(r"-?[0-9]+", text[-1]["content"]) for text in completions]
-    return [float(found[-1:] == [gold]) for found, gold in zip(numbers, answer, strict=True)]
+    return [float(integers[-1:] == [gold]) for integers, gold in zip(numbers, answer, strict=True)]
 
 
 @pytest.mark.parametrize("rows", [1, 8, 40])
@@ -180,16 +180,16 @@ BOXED = r"Put the final answer into \boxed{}."
     ],
 )
 def test_a_prompt_that_asks_for_another_format_than_the_reward_reads_is_a_fault(read, system, rewards, told):
-    asked = (
+    rows = (
         [{**row, "prompt": [{"role": "user", "content": BOXED}]} for row in ROWS]
         if system == "in the prompts"
         else ROWS
     )
-    found = find_problems(read(reward_funcs=rewards, system_prompt=system), asked, [])
-    assert len(found) == told
+    problems = find_problems(read(reward_funcs=rewards, system_prompt=system), rows, [])
+    assert len(problems) == told
     if told:
-        assert rf"the prompt asks for \boxed{{}}, but reward '{rewards[-1]}' reads only <answer>" in found[0].what
-        assert "set reward_funcs: [math_verify], which reads both" in found[0].fix
+        assert rf"the prompt asks for \boxed{{}}, but reward '{rewards[-1]}' reads only <answer>" in problems[0].what
+        assert "set reward_funcs: [math_verify], which reads both" in problems[0].fix
 
 
 def test_too_few_scores_are_a_fault():
@@ -197,8 +197,8 @@ def test_too_few_scores_are_a_fault():
         return [None if index % 2 else 1.0 for index in range(len(completions))]
 
     assert probe("my.py:half", half, ROWS, most_missing=0.5).faults == []
-    ((what, _),) = probe("my.py:half", half, ROWS, most_missing=0.4).faults
-    assert what.startswith("leaves 140 of 280 completions unscored (it returned None")
+    ((problem, _),) = probe("my.py:half", half, ROWS, most_missing=0.4).faults
+    assert problem.startswith("leaves 140 of 280 completions unscored (it returned None")
 
 
 def test_one_value_that_is_no_number_is_a_fault():

@@ -1,4 +1,4 @@
-"""What the check of rewards reports: every fault, unpaid right answers, and slow rewards with fewer completions."""
+"""Reports of the reward check: every fault, correct answers with score 0, and slow rewards with fewer completions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def broken(completions):
 
 @pytest.fixture
 def recipe(read, tmp_path, monkeypatch):
-    """Return a function: the recipe with these rewards of a file."""
+    """Return a function that builds a recipe with these rewards of a file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(CODE)
 
@@ -47,28 +47,28 @@ def recipe(read, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["accuracy", "by_column"])
 def test_right_answers_that_get_nothing_are_reported_although_another_reward_differs(recipe, name):
     """M6: with an example of a right answer that gets 0."""
-    made = recipe(name, "style")
-    problems = find_problems(made, ROWS, probe_rewards(made, ROWS))
-    (problem,) = [one for one in problems if f"mine.py:{name}" in one.what]
+    probed_recipe = recipe(name, "style")
+    problems = find_problems(probed_recipe, ROWS, probe_rewards(probed_recipe, ROWS))
+    (problem,) = [finding for finding in problems if f"mine.py:{name}" in finding.what]
     assert "gives right answers 0, like wrong answers: '" in problem.what and "' to '0+1=' gets 0" in problem.what
-    assert not [one for one in problems if "mine.py:style" in one.what], "it takes no solution"
+    assert not [finding for finding in problems if "mine.py:style" in finding.what], "it takes no solution"
 
 
 def test_the_only_reward_is_reported_with_an_example(recipe):
     """M6: the example of a missed right answer."""
-    made = recipe("accuracy")
-    (problem,) = find_problems(made, ROWS, probe_rewards(made, ROWS))
+    probed_recipe = recipe("accuracy")
+    (problem,) = find_problems(probed_recipe, ROWS, probe_rewards(probed_recipe, ROWS))
     assert "both get the same on average, e.g. " in problem.what and "gets 0" in problem.what
 
 
 def test_every_reward_that_cannot_be_loaded_is_reported(recipe, tmp_path):
-    """M6: the failing import of one reward does not hide another's."""
+    """M6: the failing import of a reward does not hide the failing import of another reward."""
     for name in ("one", "two"):
         (tmp_path / f"{name}.py").write_text(f"raise OSError('no {name}')\ndef score(completions):\n    return []\n")
-    made = recipe("style").with_value("reward_funcs", recipe("style").values["reward_funcs"])
-    made["reward_funcs"][:] = ["one.py:score", "two.py:score"]
+    probed_recipe = recipe("style").with_value("reward_funcs", recipe("style").values["reward_funcs"])
+    probed_recipe["reward_funcs"][:] = ["one.py:score", "two.py:score"]
     with pytest.raises(ConfigError) as refused:
-        probe_rewards(made, ROWS)
+        probe_rewards(probed_recipe, ROWS)
     assert sorted(problem.what.split("no ")[1][:3] for problem in refused.value.problems) == ["one", "two"]
 
 
@@ -83,11 +83,11 @@ def test_a_slow_reward_is_shown_fewer_completions(recipe, monkeypatch):
 
 
 def test_a_package_that_is_not_installed_is_named(recipe, tmp_path):
-    """R4: a reward file whose import fails."""
+    """R4: a reward file with a failing import."""
     (tmp_path / "judge.py").write_text("import json\nimport no_such_pkg\ndef score(completions):\n    return [0.0]\n")
-    made = recipe("style")
-    made["reward_funcs"][:] = ["judge.py:score"]
-    (problem,) = check(made, {})
+    probed_recipe = recipe("style")
+    probed_recipe["reward_funcs"][:] = ["judge.py:score"]
+    (problem,) = check(probed_recipe, {})
     assert "'judge.py:2' imports 'no_such_pkg', which is not installed" in problem.what
     (tmp_path / "no_such_pkg.py").write_text("")
-    assert check(made, {}) == []
+    assert check(probed_recipe, {}) == []

@@ -1,4 +1,4 @@
-"""The share of n-grams that were there before."""
+"""The fraction of n-grams that appeared before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a completion's answer is, and what a reference solution of a typed column means."""
+"""Finding the answer in a completion, and reference solutions in typed columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_recipes.rewards.math_verify import math_verify
 
 
 def score(reward, completion: str) -> float | None:
-    """Return what a shipped reward gives to a completion with the right answer, 7."""
+    """Return the score of a shipped reward for a completion with the correct answer, 7."""
     if reward is cosine_length:
         scores = cosine_length([completion], ["7"], [[0]], max_completion_length=10)
         return float(scores[0] == 1.0 - 0.5 / 2 * (1 - 0.9510565162951535))
@@ -47,7 +47,7 @@ RIGHT = {
     ],
 )
 def test_only_the_text_after_the_last_think_block_has_an_answer(reward, completion, expected):
-    """S4: in every reward of ours; an unclosed think block has no answer."""
+    """S4: for every shipped reward, an unclosed think block has no answer."""
     right = RIGHT[reward]
     text = completion.format(right=right, wrong=right.replace("7", "8"))
     assert score(reward, text) == expected

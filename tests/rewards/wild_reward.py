@@ -1,4 +1,4 @@
-"""A user's reward that does whatever the completion says. Run in child processes by the tests beside it."""
+"""A user's reward that executes the command in the completion. The tests in this folder run it in child processes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ PLANTED = "plantedsecret"
 
 def score(completions: list[str], answer: list[str], prompts: list[Any], **columns: Any) -> Any:
     (completion,), (expected,) = completions, answer
-    what, _, rest = completion.partition(" ")
-    action = ACTIONS.get(what)
-    return [float(completion == expected)] if action is None else action(rest)
+    command, _, argument = completion.partition(" ")
+    action = ACTIONS.get(command)
+    return [float(completion == expected)] if action is None else action(argument)
 
 
 def shape(prompts: list[Any], completions: list[Any], completion_ids: list[Any], **columns: Any) -> list[float]:
-    """1 where every argument is a list of one entry, the row's own."""
-    rest = [prompts, completions, completion_ids, *columns.values()]
+    """Score 1 if every argument is a list with exactly the entry of its row."""
+    lists = [prompts, completions, completion_ids, *columns.values()]
     row = completions[0]
-    own = prompts == [f"p{row}"] and completion_ids == [[int(row)]] and columns == {"answer": [f"a{row}"]}
-    return [float(own and all(len(values) == 1 for values in rest))]
+    matches = prompts == [f"p{row}"] and completion_ids == [[int(row)]] and columns == {"answer": [f"a{row}"]}
+    return [float(matches and all(len(values) == 1 for values in lists))]
 
 
 def few_arguments(completions: list[str]) -> list[float]:
@@ -40,22 +40,22 @@ async def slow_judge(completions: list[str], **_: Any) -> list[float]:
 
 
 async def judge(completions: list[str], **_: Any) -> list[float]:
-    """Wait as a client of a server does; ``block`` and ``die`` do it in a way that no event loop can end."""
-    what, _, rest = completions[0].partition(" ")
-    if what == "block":
+    """Wait like a client of a server; an event loop cannot interrupt ``block`` and ``die``."""
+    command, _, seconds = completions[0].partition(" ")
+    if command == "block":
         time.sleep(1000)
-    if what == "die":
+    if command == "die":
         os._exit(1)
-    if what == "raise":
+    if command == "raise":
         raise ConnectionError("the judge is down")
-    await asyncio.sleep(float(rest or 0))
-    return [float(what)]
+    await asyncio.sleep(float(seconds or 0))
+    return [float(command)]
 
 
 def variables(completions: list[str]) -> list[float]:
-    """The value of an environment variable, or its message."""
-    what, _, name = completions[0].partition(" ")
-    if what == "say":
+    """Return the value of an environment variable, or raise it as a message."""
+    command, _, name = completions[0].partition(" ")
+    if command == "say":
         raise ValueError(f"401: no key {os.environ[name]}")
     return [float(os.environ[name])]
 
@@ -73,7 +73,7 @@ def _deaf(_: str) -> None:
 
 
 def _leave(file: str, count: int = 3) -> None:
-    """Processes that a kill of the group alone does not reach: sessions of their own, and orphans."""
+    """Start processes that survive a kill of the process group: new sessions and orphans."""
     for _ in range(count):
         if os.fork() == 0:
             os.setsid()
@@ -115,9 +115,9 @@ def _return_twice(_: str) -> list[float]:
 
 
 def _shared_memory(_: str) -> None:
-    held = mmap.mmap(-1, 1 << 29)
+    mapping = mmap.mmap(-1, 1 << 29)
     for place in range(0, 1 << 29, 4096):
-        held[place] = 1
+        mapping[place] = 1
     time.sleep(1000)
 
 
@@ -125,7 +125,7 @@ HELD: list[int] = []
 
 
 def _memfd(mebibytes: str) -> list[float]:
-    """Keep one more file in memory, which no process maps."""
+    """Keep one more unmapped file in memory."""
     HELD.append(os.memfd_create("wild"))
     for _ in range(int(mebibytes)):
         os.write(HELD[-1], b"x" * (1 << 20))
@@ -161,7 +161,7 @@ def _secrets(_: str) -> list[float]:
 
 
 def _write(reply: str) -> list[float]:
-    """Write into every pipe of this process: the one of the replies is among them."""
+    """Write into every pipe of this process, including the reply pipe."""
     for descriptor in range(3, 64):
         try:
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("pipe:"):
