@@ -1,4 +1,4 @@
-"""What the tests of runs share with those of the doctor: run directories of every ending, and a small disk."""
+"""Fixtures shared with the tests of `grpo doctor`: run directories of every ending, and a small disk."""
 
 from run_folders import make_run, row_fixture, small_disk
 

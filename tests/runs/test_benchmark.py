@@ -45,28 +45,28 @@ WORDS = ("mode", "whose", "whose_avg")
 
 
 def parsed(text: str) -> SimpleNamespace:
-    """Return what the block in a text says."""
-    (found,) = BLOCK.findall(text)
-    said = dict(zip(NAMES, found, strict=True))
-    return SimpleNamespace(**{name: one if name in WORDS else float(one) for name, one in said.items()})
+    """Parse the benchmark block of a text."""
+    (values,) = BLOCK.findall(text)
+    block = dict(zip(NAMES, values, strict=True))
+    return SimpleNamespace(**{name: value if name in WORDS else float(value) for name, value in block.items()})
 
 
-def need_right_arithmetic(said: SimpleNamespace) -> None:
-    """Check the block against itself."""
+def need_right_arithmetic(block: SimpleNamespace) -> None:
+    """Check that the numbers of the block agree with each other."""
     about = {"rel": 0.01}
-    assert said.total_steps * said.avg_step_time_seconds == pytest.approx(said.total_step_time_seconds, **about)
-    assert said.syncs * said.avg_sync_time_seconds == pytest.approx(said.total_sync_time_seconds, **about)
-    fetched = said.total_steps * said.avg_data_fetch_time_seconds
-    assert fetched == pytest.approx(said.total_data_fetch_time_seconds, **about)
-    assert said.total_time_minutes * 60 == pytest.approx(said.total_time_seconds, **about)
-    parts = said.total_step_time_seconds + said.total_sync_time_seconds + said.total_data_fetch_time_seconds
-    assert parts <= said.total_time_seconds * 1.01
-    assert 0 < said.avg <= said.peak and said.whose == said.whose_avg
+    assert block.total_steps * block.avg_step_time_seconds == pytest.approx(block.total_step_time_seconds, **about)
+    assert block.syncs * block.avg_sync_time_seconds == pytest.approx(block.total_sync_time_seconds, **about)
+    fetched = block.total_steps * block.avg_data_fetch_time_seconds
+    assert fetched == pytest.approx(block.total_data_fetch_time_seconds, **about)
+    assert block.total_time_minutes * 60 == pytest.approx(block.total_time_seconds, **about)
+    parts = block.total_step_time_seconds + block.total_sync_time_seconds + block.total_data_fetch_time_seconds
+    assert parts <= block.total_time_seconds * 1.01
+    assert 0 < block.avg <= block.peak and block.whose == block.whose_avg
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Run]:
-    """``run(plan={...}, recipe="...", summary={...}, scale=SECONDS)``: a run of 20 steps."""
+    """Return ``run(plan={...}, recipe="...", summary={...}, scale=SECONDS)``, which builds a run of 20 steps."""
 
     def make(scale: float = 1.0, recipe: str = "", summary: dict[str, Any] | None = None, **plan: Any) -> Run:
         rows = []
@@ -86,16 +86,17 @@ def run(tmp_path: Path) -> Callable[..., Run]:
 
 @pytest.mark.parametrize("scale", [1.0, 0.003, 40.0])
 def test_the_block_has_every_line_its_arithmetic_holds_and_the_json_says_the_same(run, scale):
-    made = run(scale)
-    said, kept = parsed("\n".join(write_benchmark(made))), json.loads((made.folder / "benchmark.json").read_text())
-    need_right_arithmetic(said)
-    assert said.mode == kept.pop("mode") == "file" and said.total_steps == 20 and said.syncs == 20
-    assert said.whose == "process"
-    assert (said.peak, said.avg) == (kept.pop("peak_process_memory_gb"), kept.pop("avg_process_memory_gb"))
-    assert kept == {name: getattr(said, name) for name in NAMES if name in kept} and len(kept) == 10
-    assert said.total_time_seconds == pytest.approx(200 * scale, rel=0.01)
-    assert said.avg_data_fetch_time_seconds == pytest.approx(3.01 * scale, rel=0.01), "waiting for scored completions"
-    assert said.avg_step_time_seconds == pytest.approx(2.87 * scale, rel=0.01), "without the wait"
+    measured_run = run(scale)
+    block = parsed("\n".join(write_benchmark(measured_run)))
+    record = json.loads((measured_run.folder / "benchmark.json").read_text())
+    need_right_arithmetic(block)
+    assert block.mode == record.pop("mode") == "file" and block.total_steps == 20 and block.syncs == 20
+    assert block.whose == "process"
+    assert (block.peak, block.avg) == (record.pop("peak_process_memory_gb"), record.pop("avg_process_memory_gb"))
+    assert record == {name: getattr(block, name) for name in NAMES if name in record} and len(record) == 10
+    assert block.total_time_seconds == pytest.approx(200 * scale, rel=0.01)
+    assert block.avg_data_fetch_time_seconds == pytest.approx(3.01 * scale, rel=0.01), "waiting for scored completions"
+    assert block.avg_step_time_seconds == pytest.approx(2.87 * scale, rel=0.01), "without the wait"
 
 
 def test_seconds_have_the_two_decimals_of_the_original_where_those_say_enough(run):
@@ -107,18 +108,19 @@ def test_seconds_have_the_two_decimals_of_the_original_where_those_say_enough(ru
 
 
 def test_on_gpus_the_memory_is_that_of_the_gpu(run):
-    made = run(flavour="cuda", bridge="nccl")
-    text = "\n".join(write_benchmark(made))
+    measured_run = run(flavour="cuda", bridge="nccl")
+    text = "\n".join(write_benchmark(measured_run))
     assert "  MEMORY:\n    Peak GPU memory:       3.00 GB\n    Avg GPU memory:        2.10 GB\n" in text
-    assert json.loads((made.folder / "benchmark.json").read_text())["peak_gpu_memory_gb"] == 3.0
+    assert json.loads((measured_run.folder / "benchmark.json").read_text())["peak_gpu_memory_gb"] == 3.0
 
 
 def test_in_the_shared_mode_nothing_is_transferred_and_its_waiting_is_part_of_the_step(run):
-    said, other = (parsed("\n".join(lines_of(numbers_of(run(bridge=name))))) for name in ("shared", "file"))
-    assert (said.mode, said.syncs, said.avg_sync_time_seconds, said.total_sync_time_seconds) == ("shared_vllm", 0, 0, 0)
+    block, other = (parsed("\n".join(lines_of(numbers_of(run(bridge=name))))) for name in ("shared", "file"))
+    assert block.mode == "shared_vllm"
+    assert (block.syncs, block.avg_sync_time_seconds, block.total_sync_time_seconds) == (0, 0, 0)
     assert "    Avg sync time:         0.00s (x0 syncs)" in lines_of(numbers_of(run(bridge="shared")))
     both = other.total_step_time_seconds + other.total_sync_time_seconds
-    assert said.total_step_time_seconds == pytest.approx(both, rel=0.01)
+    assert block.total_step_time_seconds == pytest.approx(both, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +135,13 @@ def test_the_mode_has_the_name_that_the_original_gives_it(run, bridge, recipe, n
 
 
 def test_a_launch_that_was_killed_took_at_least_its_steps(run):
-    said = parsed("\n".join(lines_of(numbers_of(run(summary={"launch_seconds": 3.0})))))
-    need_right_arithmetic(said)
+    block = parsed("\n".join(lines_of(numbers_of(run(summary={"launch_seconds": 3.0})))))
+    need_right_arithmetic(block)
 
 
 def test_a_run_without_a_step_has_numbers_too(run):
-    made = run()
-    (made.folder / "metrics.jsonl").write_text("")
-    numbers = numbers_of(made)
+    measured_run = run()
+    (measured_run.folder / "metrics.jsonl").write_text("")
+    numbers = numbers_of(measured_run)
     assert numbers["total_steps"] == numbers["avg_step_time_seconds"] == 0 and numbers["peak_process_memory_gb"] is None
     assert "    Peak process memory:   unknown GB" in lines_of(numbers)

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or it is not listed, and what a resume reads is what our code wrote; on real files."""
+"""Only complete checkpoints are listed, and a resume reads only unchanged files; on real files."""
 
 from __future__ import annotations
 
@@ -119,12 +119,14 @@ def test_what_stood_in_the_way_incomplete_is_replaced(tmp_path):
     assert is_complete(checkpoint) and (checkpoint / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
-@pytest.mark.parametrize(("limit", "left"), [(1, [40]), (2, [30, 40]), (9, [10, 20, 30, 40]), (None, [10, 20, 30, 40])])
-def test_pruning_keeps_the_newest(tmp_path, limit, left):
+@pytest.mark.parametrize(
+    ("limit", "steps"), [(1, [40]), (2, [30, 40]), (9, [10, 20, 30, 40]), (None, [10, 20, 30, 40])]
+)
+def test_pruning_keeps_the_newest(tmp_path, limit, steps):
     published(tmp_path, 40, 10, 30, 20)
     prune(tmp_path, limit)
-    assert complete_checkpoints(tmp_path) == [tmp_path / f"checkpoint-{step}" for step in left]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"checkpoint-{step}" for step in left)
+    assert complete_checkpoints(tmp_path) == [tmp_path / f"checkpoint-{step}" for step in steps]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"checkpoint-{step}" for step in steps)
 
 
 def test_pruning_counts_complete_checkpoints_only(tmp_path):
@@ -143,11 +145,11 @@ def test_leftovers_of_an_interrupted_save_are_removed(tmp_path):
 
 def test_a_pruning_that_was_cut_short_leaves_nothing_that_is_listed(tmp_path):
     first, second = published(tmp_path, 10, 20)
-    (first / MARKER).unlink()  # the first thing a removal does
+    (first / MARKER).unlink()  # the first step of a removal
     assert complete_checkpoints(tmp_path) == [second]
 
 
-# --- what is not one of our checkpoints --------------------------------------------------------------------------
+# --- folders that are not checkpoints of this project ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_a_copy_under_another_name_is_neither_listed_nor_resumed_nor_pruned(tmp_
     assert complete_checkpoints(tmp_path) == [older, newest] and not is_complete(tmp_path / name)
     prune(tmp_path, 1)
     assert complete_checkpoints(tmp_path) == [newest] and (tmp_path / name / MARKER).exists()
-    if name != "checkpoint-9":  # which looks like one of ours
+    if name != "checkpoint-9":  # looks like a checkpoint of this project
         assert verified_checkpoint(tmp_path, refuse_to_speak) == newest and (tmp_path / name).exists()
 
 
@@ -189,9 +191,9 @@ def test_a_marker_that_is_not_ours_is_not_complete(tmp_path, text):
     older, newest = published(tmp_path, 3, 6)
     (newest / MARKER).write_text(text, errors="surrogateescape")
     assert not is_complete(newest) and complete_checkpoints(tmp_path) == [older]
-    said = []
-    assert verified_checkpoint(tmp_path, said.append) == older
-    assert len(said) == 1 and said[0].startswith("checkpoint-6 is damaged: ")
+    messages = []
+    assert verified_checkpoint(tmp_path, messages.append) == older
+    assert len(messages) == 1 and messages[0].startswith("checkpoint-6 is damaged: ")
 
 
 def test_a_file_in_the_place_of_the_checkpoints_is_refused(tmp_path):
@@ -223,7 +225,7 @@ def test_the_marker_holds_a_digest_of_each_file_and_of_itself(tmp_path):
 
 def test_an_undamaged_checkpoint_is_verified_without_a_word(tmp_path):
     assert verified_checkpoint(tmp_path / "none", refuse_to_speak) is None
-    stage(tmp_path, 1)  # a save that was killed
+    stage(tmp_path, 1)  # a killed save
     assert verified_checkpoint(tmp_path, refuse_to_speak) is None
     _, newest = published(tmp_path, 3, 6)
     assert verified_checkpoint(tmp_path, refuse_to_speak) == newest
@@ -236,10 +238,10 @@ def test_a_flipped_bit_is_named_and_the_checkpoint_before_is_resumed(tmp_path, n
         folder = tmp_path / str(bit)
         older, newest = published(folder, 3, 6)
         flip(newest / name, bit)
-        assert newest_complete(folder) == newest  # a listing does not read the bytes
-        said = []
-        assert verified_checkpoint(folder, said.append) == older == newest_complete(folder)
-        assert said == [
+        assert newest_complete(folder) == newest  # listing does not read the bytes
+        messages = []
+        assert verified_checkpoint(folder, messages.append) == older == newest_complete(folder)
+        assert messages == [
             f"checkpoint-6 is damaged: {name} was changed since the run wrote it; renamed to checkpoint-6.damaged, "
             "resuming from checkpoint-3"
         ]
@@ -253,7 +255,7 @@ def test_no_bit_of_the_marker_can_flip_and_change_what_is_resumed(tmp_path):
     for bit in range(len(marker) * 8):
         (newest / MARKER).write_bytes(marker)
         flip(newest / MARKER, bit)
-        if is_complete(newest):  # a blank that became another one
+        if is_complete(newest):  # a space became other whitespace
             assert json.loads((newest / MARKER).read_text()) == meant
         else:
             assert newest_complete(tmp_path) == older
@@ -265,9 +267,9 @@ def test_every_damaged_one_is_named_and_a_second_time_too(tmp_path):
     (tmp_path / "checkpoint-9.damaged").mkdir()
     (newest / "trainer_state.json").unlink()
     flip(older / "model.safetensors", 99)
-    said = []
-    assert verified_checkpoint(tmp_path, said.append) == oldest
-    assert [line.split(",")[0] for line in said] == [
+    messages = []
+    assert verified_checkpoint(tmp_path, messages.append) == oldest
+    assert [line.split(",")[0] for line in messages] == [
         "checkpoint-9 is damaged: trainer_state.json is missing; renamed to checkpoint-9.damaged-2",
         "checkpoint-6 is damaged: model.safetensors was changed since the run wrote it; "
         "renamed to checkpoint-6.damaged",
@@ -293,15 +295,15 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed_with_a_note(tmp_path):
     (checkpoint,) = published(tmp_path, 5)
     marker = json.loads((checkpoint / MARKER).read_text())
     (checkpoint / MARKER).write_text(json.dumps({key: marker[key] for key in ("step", "world_size", "files")}))
-    said = []
-    assert verified_checkpoint(tmp_path, said.append) == checkpoint
-    assert len(said) == 1 and said[0].startswith("note: checkpoint-5 was saved without digests")
+    messages = []
+    assert verified_checkpoint(tmp_path, messages.append) == checkpoint
+    assert len(messages) == 1 and messages[0].startswith("note: checkpoint-5 was saved without digests")
 
 
 def test_a_file_that_the_disk_does_not_give_back_is_damage(tmp_path):
     older, newest = published(tmp_path, 3, 6)
     (newest / "empty").unlink()
-    (newest / "empty").symlink_to("/proc/self/mem")  # reading it is an input/output error
+    (newest / "empty").symlink_to("/proc/self/mem")  # reading it raises an input/output error
     assert find_damage(newest, refuse_to_speak) == "empty cannot be read (Input/output error)"
     assert verified_checkpoint(tmp_path, [].append) == older
 
@@ -339,7 +341,7 @@ def test_a_disk_that_fails_ends_a_save_at_once_and_leaves_nothing_open(tmp_path,
     assert not (tmp_path / "checkpoint-5").exists()
 
 
-# --- what a resume reads of a run directory ------------------------------------------------------------------------
+# --- files of a run directory that a resume reads ------------------------------------------------------------------
 
 
 CPU = Resources("cpu", (), 2)
@@ -354,7 +356,7 @@ def reward(completions, **_): return [1.0 for _ in completions]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A submitted run with a reward, a callback and an accelerate file of the user's own."""
+    """Create a submitted run with a user's reward, callback and accelerate file."""
     for name in {*environment_keys(), *READ_VARIABLES} - {"GRPO_HOME"}:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
@@ -374,9 +376,9 @@ def resume(run: Run, allow: bool = False) -> None:
 
 
 def test_every_file_that_a_resume_reads_is_recorded(run, capsys) -> None:
-    kept = {str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file()}
-    code = {name for name in kept if name.startswith("code/")}  # has a hash of its own, in run.json
-    assert kept - code == {*READ, RECORD, "code.patch", "summary.json"}
+    names = {str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file()}
+    code = {name for name in names if name.startswith("code/")}  # run.json contains a separate hash of the code
+    assert names - code == {*READ, RECORD, "code.patch", "summary.json"}
     resume(run)
     assert capsys.readouterr().out == ""
 
@@ -423,7 +425,7 @@ def test_no_bit_of_the_record_itself_can_flip_unnoticed(run) -> None:
         except ConfigError as refused:
             assert refused.problems[0].where.endswith(RECORD)
         else:
-            assert not content[bit // 8 : bit // 8 + 1].strip()  # a blank that became another one
+            assert not content[bit // 8 : bit // 8 + 1].strip()  # a space became other whitespace
 
 
 def test_an_edited_recipe_is_not_applied_without_a_word(run, capsys) -> None:
@@ -438,9 +440,9 @@ def test_an_edited_recipe_is_not_applied_without_a_word(run, capsys) -> None:
 
 
 def test_a_flag_of_a_resume_changes_the_recipe_and_its_record(run) -> None:
-    found, recipe = resolve_run(Options(resume=str(run.folder), flags=("--learning_rate", "1e-6")), CPU)
-    assert found is not None
-    freeze_inputs(found, recipe, make_plan(recipe, CPU, os.environ, names_of(recipe, found)))
+    resumed_run, recipe = resolve_run(Options(resume=str(run.folder), flags=("--learning_rate", "1e-6")), CPU)
+    assert resumed_run is not None
+    freeze_inputs(resumed_run, recipe, make_plan(recipe, CPU, os.environ, names_of(recipe, resumed_run)))
     assert resolve_run(Options(resume=str(run.folder)), CPU)[1]["learning_rate"] == 1e-6
 
 
@@ -449,7 +451,7 @@ def test_a_missing_and_a_strange_file_are_named_together(run) -> None:
     (run.folder / "rewards" / "other.py").write_text("")
     with pytest.raises(ConfigError) as refused:
         resume(run)
-    assert [(Path(one.where).name, one.what) for one in refused.value.problems] == [
+    assert [(Path(problem.where).name, problem.what) for problem in refused.value.problems] == [
         ("other.py", "was not written by this run"),
         ("plan.json", "cannot be read (No such file or directory)"),
     ]
@@ -458,8 +460,8 @@ def test_a_missing_and_a_strange_file_are_named_together(run) -> None:
 def test_a_run_of_an_earlier_version_goes_on_with_a_note(run, capsys) -> None:
     (run.folder / RECORD).unlink()
     resume(run)
-    said = capsys.readouterr().out
-    assert "note: cannot verify that recipe and plan are unchanged: runs/" in said and f"has no {RECORD}" in said
+    output = capsys.readouterr().out
+    assert "note: cannot verify that recipe and plan are unchanged: runs/" in output and f"has no {RECORD}" in output
 
 
 def test_a_kill_between_our_own_writes_leaves_no_record_that_is_wrong(run, capsys) -> None:
@@ -484,13 +486,13 @@ def test_a_resume_without_an_intact_checkpoint_is_refused_before_anything_begins
 
 
 def test_few_bytes_are_read_back_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory runs out, Python waits without end for a thread that cannot begin: the save would never return."""
+    """Without memory, Python waits forever for a thread that cannot start, so the save would never return."""
     started: list[object] = []
-    made = checkpoints._new_thread_pool
+    new_thread_pool = checkpoints._new_thread_pool
 
     def threads() -> ThreadPoolExecutor:
         started.append(None)
-        return made()
+        return new_thread_pool()
 
     monkeypatch.setattr(checkpoints, "_new_thread_pool", threads)
     for step, few in ((1, 64), (2, 3)):

@@ -1,4 +1,4 @@
-"""How a run ended, told from directories our own code wrote and from messages the real libraries say."""
+"""Diagnose how a run ended, from directories of this project and messages of the real libraries."""
 
 from __future__ import annotations
 
@@ -44,29 +44,29 @@ def test_a_launcher_that_was_killed_and_one_that_lives(make_run):
 
 def test_checkpoints(make_run, row):
     run = make_run(rows=[row()], save_steps=500)
-    found = endings.checkpoints(run)
-    assert found.status == "warning" and "save_steps (now 500)" in found.fix
+    finding = endings.checkpoints(run)
+    assert finding.status == "warning" and "save_steps (now 500)" in finding.fix
     staged = run.folder / "checkpoints/partial/checkpoint-5"
     staged.mkdir(parents=True)
     publish_checkpoint(staged, run.folder / "checkpoints", 5, 3)
     assert endings.checkpoints(run).value == "checkpoint-5"
     (run.folder / "checkpoints/checkpoint-5/COMPLETE").unlink()
-    found = endings.checkpoints(run)
-    assert found.status == "problem" and found.value == "checkpoint-5: none complete, so a resume is rejected"
+    finding = endings.checkpoints(run)
+    assert finding.status == "problem" and finding.value == "checkpoint-5: none complete, so a resume is rejected"
     assert endings.checkpoints(make_run()).status == "ok"
 
 
 def test_an_empty_server_log_asks_for_the_gpus(make_run):
-    found = endings.server_log(make_run(logs={"server": ""}))
-    assert found.status == "problem" and "is empty" in found.value
-    assert "nvidia-smi -L" in found.fix and "--gres" in found.fix
+    finding = endings.server_log(make_run(logs={"server": ""}))
+    assert finding.status == "problem" and "is empty" in finding.value
+    assert "nvidia-smi -L" in finding.fix and "--gres" in finding.fix
     assert endings.server_log(make_run(logs={"server": "INFO: started"})).status == "ok"
 
 
 def test_a_server_that_died_shows_its_error(make_run):
     log = "INFO loading\nValueError: Free memory on device cuda:0 (3.1/79.1 GiB) on startup is less than desired\n"
-    found = endings.server_log(make_run(logs={"server": log}, cause="the vLLM server died before it was ready"))
-    assert found.status == "problem" and "Free memory on device" in found.value
+    finding = endings.server_log(make_run(logs={"server": log}, cause="the vLLM server died before it was ready"))
+    assert finding.status == "problem" and "Free memory on device" in finding.value
 
 
 def test_no_server_and_no_log(make_run):
@@ -75,29 +75,29 @@ def test_no_server_and_no_log(make_run):
 
 
 def test_a_process_without_a_role_in_a_damaged_plan_is_passed_over(make_run):
-    made = make_run()
-    write_json(made.folder / "plan.json", {"processes": [{}, {"role": "trainer"}]})
-    assert endings.server_log(Run(made.folder)).value == "no server in this run"
+    run = make_run()
+    write_json(run.folder / "plan.json", {"processes": [{}, {"role": "trainer"}]})
+    assert endings.server_log(Run(run.folder)).value == "no server in this run"
 
 
 def test_gpu_memory_of_the_trainer_names_the_knobs_with_their_values(make_run):
     run = make_run(
         logs={"trainer": CUDA_OOM}, per_device_train_batch_size=8, gradient_checkpointing=False, prompts_per_step=24
     )
-    found = endings.out_of_memory(run)
-    assert found.status == "problem" and found.value == "the trainer ran out of GPU memory before the first step"
+    finding = endings.out_of_memory(run)
+    assert finding.status == "problem" and finding.value == "the trainer ran out of GPU memory before the first step"
     for part in (
         "gradient_checkpointing: true (now false)",
         "per_device_train_batch_size: 4 (now 8, the step stays the same)",
         "max_completion_length (now 512) or num_generations (now 4)",
         "accelerator: zero3",
     ):
-        assert part in found.fix, part
+        assert part in finding.fix, part
 
 
 def test_gpu_memory_of_the_server(make_run):
-    found = endings.out_of_memory(make_run(logs={"server": CUDA_OOM}, vllm_gpu_memory_utilization=0.95))
-    assert found.fix == "lower vllm_gpu_memory_utilization (now 0.95) or vllm_max_model_length (now 2048)"
+    finding = endings.out_of_memory(make_run(logs={"server": CUDA_OOM}, vllm_gpu_memory_utilization=0.95))
+    assert finding.fix == "lower vllm_gpu_memory_utilization (now 0.95) or vllm_max_model_length (now 2048)"
 
 
 @pytest.mark.parametrize("keys", [{"vllm_mode": "colocate"}, {"weight_sync": "shared", "dtype": "float32"}])
@@ -118,22 +118,22 @@ def test_host_memory(make_run, row):
     step = (
         "slurmstepd: error: Detected 1 oom_kill event in StepId=7.batch. Some of the step tasks have been OOM Killed."
     )
-    found = endings.out_of_memory(make_run(logs={"slurm.err": step}, job=JOB))
-    assert found.status == "problem" and "slurm.err" in found.value
-    assert found.fix == lower.replace("more memory", "more memory (sbatch --mem=128G)")
+    finding = endings.out_of_memory(make_run(logs={"slurm.err": step}, job=JOB))
+    assert finding.status == "problem" and "slurm.err" in finding.value
+    assert finding.fix == lower.replace("more memory", "more memory (sbatch --mem=128G)")
     assert endings.out_of_memory(make_run(logs={"trainer": "all is well"})).status == "ok"
 
 
 @pytest.mark.parametrize("program", ["bytes(2**62)", "import torch; torch.empty(2**58)"])
 def test_host_memory_as_python_and_torch_say_it(make_run, program):
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False).stderr
-    assert endings.out_of_memory(make_run(logs={"trainer": said})).status == "problem", said
+    message = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False).stderr
+    assert endings.out_of_memory(make_run(logs={"trainer": message})).status == "problem", message
 
 
 def test_the_guard(make_run, row):
     cause = "rank 0: WeightsDiffer: weights did not reach the server through the 'nccl' bridge"
-    found = endings.weights_guard(make_run(cause=cause))
-    assert found.status == "problem" and "through nccl" in found.value and "weight_sync: file" in found.fix
+    finding = endings.weights_guard(make_run(cause=cause))
+    assert finding.status == "problem" and "through nccl" in finding.value and "weight_sync: file" in finding.fix
     inside = endings.weights_guard(make_run(cause=cause, vllm_mode="colocate"))
     assert "through colocate" in inside.value and "weight_sync" not in inside.fix
     assert endings.weights_guard(make_run(rows=[row()], weight_guard=False)).status == "warning"
@@ -141,7 +141,7 @@ def test_the_guard(make_run, row):
 
 
 def traceback_of(code: str, limit: int | None = None) -> str:
-    """What Python says when ``code`` fails, with at most ``limit`` open files."""
+    """Return Python's traceback of ``code`` with at most ``limit`` open files."""
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))\n" if limit else ""
     done = subprocess.run([sys.executable, "-c", limited + code], capture_output=True, text=True, check=False)
     assert done.returncode != 0
@@ -159,10 +159,10 @@ def test_real_messages_of_the_kernel(make_run, small_disk: Path):
     )
     zmq = f"import zmq; zmq.Context().socket(zmq.REP).bind('ipc:///{'x' * 120}')"
     assert "too long for unix" in known(make_run, traceback_of(zmq))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        bind = f"import socket; socket.socket().bind(('127.0.0.1', {taken.getsockname()[1]}))"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        bind = f"import socket; socket.socket().bind(('127.0.0.1', {listener.getsockname()[1]}))"
         assert "had the port" in known(make_run, traceback_of(bind))
     assert "package is missing" in known(make_run, traceback_of("import no_such_module"))
 
@@ -202,10 +202,10 @@ def test_messages_are_those_that_the_libraries_write(package, file, parts):
 
 def test_several_messages_are_told_with_their_logs(make_run):
     logs = {"server": "OfflineModeIsEnabled: Cannot reach it", "slurm.err": "*** JOB 7 CANCELLED DUE TO TIME LIMIT ***"}
-    found = endings.known_messages(make_run(logs=logs, job=JOB))
-    assert found.status == "problem"
-    assert "(server log)" in found.value and "(slurm.err log)" in found.value
-    assert "grpo fetch" in found.fix and "--resume" in found.fix
+    finding = endings.known_messages(make_run(logs=logs, job=JOB))
+    assert finding.status == "problem"
+    assert "(server log)" in finding.value and "(slurm.err log)" in finding.value
+    assert "grpo fetch" in finding.fix and "--resume" in finding.fix
 
 
 def test_a_completed_run_is_not_searched(make_run):

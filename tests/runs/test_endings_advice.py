@@ -13,7 +13,7 @@ from grpo_recipes.runs.rundir import Run, write_json
 
 
 @pytest.mark.parametrize(
-    ("cause", "said"),
+    ("cause", "expected_advice"),
     [
         ("rank 0: OSError: [Errno 28] No space left on device", "free space"),
         ("the vLLM server died before it was ready", "grpo check --deep RECIPE"),
@@ -37,8 +37,8 @@ from grpo_recipes.runs.rundir import Run, write_json
         ("rank 0: ZeroDivisionError: division by zero", "grpo doctor --run"),
     ],
 )
-def test_a_cause_has_its_advice(make_run, cause, said):
-    assert said in advice(make_run(cause=cause), cause)
+def test_a_cause_has_its_advice(make_run, cause, expected_advice):
+    assert expected_advice in advice(make_run(cause=cause), cause)
 
 
 def test_a_known_cause_reads_no_file_of_the_run(make_run):
@@ -70,7 +70,7 @@ RAISED = "rank 0: RewardFailed: reward 'own.py:score' raised ValueError: no"
 
 @pytest.fixture
 def failed(make_run, tmp_path):
-    """``failed(cause, saved=True)``: a run with a copy of own.py, ended by that cause."""
+    """Return ``failed(cause, saved=True)``, which builds a run with a copy of own.py that ended with this cause."""
 
     def make(cause, saved=True):
         (tmp_path / "own.py").write_text("def score(completions): return [0.0]\n")
@@ -103,7 +103,7 @@ def test_without_a_checkpoint_a_new_launch_is_advised(failed):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("causes", "expected_advice"),
     [
         ("most often: time limit (9)", "or raise reward_timeout (--reward_timeout N), then"),
         ("most often: no answer from its server (URLError: <urlopen error [Errno 111] Connection refused>) (9)",
@@ -114,11 +114,11 @@ def test_without_a_checkpoint_a_new_launch_is_advised(failed):
          "--reward_environment KEY"),
     ],
 )  # fmt: skip
-def test_what_ended_most_calls_decides_the_advice(failed, more, said):
+def test_what_ended_most_calls_decides_the_advice(failed, causes, expected_advice):
     run = failed(
-        f"rank 0: TooManyWithoutVerdict: 60% are unscored. Reward 'own.py:score' gave no score for 9 of 9; {more}"
+        f"rank 0: TooManyWithoutVerdict: 60% are unscored. Reward 'own.py:score' gave no score for 9 of 9; {causes}"
     )
-    assert said.replace("RUN", f"runs/{run.folder.name}") in advice(run, run.cause)
+    assert expected_advice.replace("RUN", f"runs/{run.folder.name}") in advice(run, run.cause)
 
 
 def test_of_a_module_there_is_no_copy_to_update(make_run):

@@ -1,4 +1,4 @@
-"""A folder of several runs that an extension makes is found, shown and stopped by the commands of the core."""
+"""Core commands find, show and stop a folder of several runs that an extension creates."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Pair(RunGroup):
 
 @pytest.fixture
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A pair of which one run has completed; the other does not exist."""
+    """Create a pair with a completed run and a missing run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
     monkeypatch.setattr(client, "query", lambda *argv, **how: None)
@@ -87,6 +87,6 @@ def test_status_and_stop_handle_a_group(pair: Path, capsys: pytest.CaptureFixtur
     assert "pairs/mine  stopped, 1 of 2 trials completed" in capsys.readouterr().out
     assert main(["stop", "mine"]) == 2
     assert "Fix: resume it with: pair again mine" in capsys.readouterr().err
-    held = lock_run(Run(pair))
+    lock = lock_run(Run(pair))
     assert main(["stop", "mine"]) == 0
-    assert stop_file(pair).exists() and held
+    assert stop_file(pair).exists() and lock

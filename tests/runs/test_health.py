@@ -1,4 +1,4 @@
-"""Runs that do not learn are noticed, once and in time, and runs that do give no notice."""
+"""A run that does not learn gets one notice in time; a run that learns gets none."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from grpo_recipes.runs.health import _RULES, ENOUGH_STEPS, ENOUGH_STEPS_AT_END, 
 Rows = list[dict[str, Any]]
 
 
-def value_of(**given: Any) -> Callable[[str], Any]:
-    return lambda key: given[key] if key in given else catalogue()[key]["default"]
+def value_of(**changes: Any) -> Callable[[str], Any]:
+    return lambda key: changes[key] if key in changes else catalogue()[key]["default"]
 
 
 def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """The shape of a smoke run: reward from 0.5 to 0.95, fewer groups that differ, entropy falling, a linear rate."""
+    """Build metrics of a smoke run: reward from 0.5 to 0.95, fewer mixed groups, falling entropy, a linear rate."""
     noise = random.Random(seed)
     for step in range(1, steps + 1):
         done = step / steps
@@ -38,13 +38,13 @@ def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def changed(rows: Iterator[dict[str, Any]], begin: int = 1, end: int = 10**9, **metrics: Any) -> Rows:
-    """The rows with these metrics changed from one step to another; ``a__b`` stands for ``a/b``."""
+    """Change metrics of the rows between two steps; ``a__b`` means ``a/b``."""
     named = {name.replace("__", "/"): value for name, value in metrics.items()}
     return [{**row, **named} if begin <= row["step"] <= end else row for row in rows]
 
 
 def live(rows: Rows, **keys: Any) -> list[tuple[int, Notice]]:
-    """What is said while the run goes on, with the step after which it is said."""
+    """Return the notices during the run, each with its step."""
     followed = Health(value_of(**keys))
     return [(row["step"], notice) for row in rows for notice in followed.add(row)]
 
@@ -104,10 +104,10 @@ def case(name: str, steps: int = 60) -> Rows:
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_way_not_to_learn_is_said_once_and_in_the_end(name: str) -> None:
-    _, keys, said, serious = CASES[name]
+    _, keys, message, serious = CASES[name]
     ((step, notice),) = live(case(name), **keys)
     assert notice.name == name and step == (1 if name == "not finite" else ENOUGH_STEPS)
-    assert said in notice.text and notice.serious == serious and notice.fix in str(notice)
+    assert message in notice.text and notice.serious == serious and notice.fix in str(notice)
     (last,) = find_notices(case(name), value_of(**keys))
     assert (last.name, last.first, last.last) == (name, ENOUGH_STEPS_AT_END + 1 if name == "entropy" else 1, 60)
 
@@ -151,13 +151,13 @@ def test_a_reward_that_is_the_same_for_every_completion_is_named() -> None:
 
 
 def test_what_comes_back_after_it_was_gone_is_said_again() -> None:
-    spells = [(1, 15), (20, 24), (40, 55)]  # the second follows too soon, and is too short
+    spells = [(1, 15), (20, 24), (40, 55)]  # the second phase starts too soon and is too short
     rows = list(healthy(80))
     for begin, end in spells:
         rows = changed(iter(rows), begin, end, frac_reward_zero_std=1.0)
-    said = live(rows)
-    found = [(step, notice.first) for step, notice in said if notice.name == "no signal"]
-    assert found == [(ENOUGH_STEPS, 1), (40 + ENOUGH_STEPS - 1, 40)]
+    notices = live(rows)
+    positions = [(step, notice.first) for step, notice in notices if notice.name == "no signal"]
+    assert positions == [(ENOUGH_STEPS, 1), (40 + ENOUGH_STEPS - 1, 40)]
 
 
 def test_what_flickers_is_said_once() -> None:
@@ -166,17 +166,17 @@ def test_what_flickers_is_said_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rates", "said"),
+    ("rates", "expected_steps"),
     [
-        ([1e-6 * step / 2000 for step in range(1, 1001)], []),  # a long warm-up that gets somewhere
+        ([1e-6 * step / 2000 for step in range(1, 1001)], []),  # a long warm-up that reaches a useful rate
         ([1e-6 * step / 10**6 for step in range(1, 1001)], [100]),
         ([1e-6] * 900 + [0.0] * 100, [900 + ENOUGH_STEPS]),
-        ([1e-6 * (1 - step / 1000) ** 4 for step in range(1000)], []),  # it ends near 0, as it should
+        ([1e-6 * (1 - step / 1000) ** 4 for step in range(1000)], []),  # ends near 0, as expected
     ],
 )
-def test_the_learning_rate_over_its_schedule(rates: list[float], said: list[int]) -> None:
+def test_the_learning_rate_over_its_schedule(rates: list[float], expected_steps: list[int]) -> None:
     rows = [{"step": step, "max_steps": 1000, "learning_rate": rate} for step, rate in enumerate(rates, 1)]
-    assert [step for step, _ in live(rows, learning_rate=1e-6)] == said
+    assert [step for step, _ in live(rows, learning_rate=1e-6)] == expected_steps
 
 
 def test_fp16_may_skip_steps() -> None:
@@ -192,23 +192,23 @@ def test_weight_on_wrong_answers_counts_where_the_policy_is_moved_towards_it(nam
 
 
 @pytest.mark.parametrize(
-    ("tau", "key", "measured", "said"),
+    ("tau", "key", "measured", "message"),
     [
         (0.001, "eff_rollouts", 9.0, "set maxent_target_ratio instead, which any number of right answers can reach"),
         (1000.0, "eff_rollouts", 3.0, "lower maxent_target_eff_rollouts, or raise maxent_tau_max"),
         (0.001, "ratio", 2.0, "lower maxent_target_ratio, or lower maxent_tau_min"),
         (1000.0, "ratio", 6.0, "raise maxent_target_ratio, or raise maxent_tau_max"),
-        (0.001, "eff_rollouts", 3.0, ""),  # it can rise
+        (0.001, "eff_rollouts", 3.0, ""),  # the value can still rise
         (0.001, "ratio", 6.0, ""),
-        (0.001, "ratio", 3.9, ""),  # near enough
+        (0.001, "ratio", 3.9, ""),  # close enough to the target
         (0.002, "eff_rollouts", 9.0, ""),
     ],
 )
-def test_tau_at_a_limit_is_told_where_its_target_is_beyond(tau: float, key: str, measured: float, said: str) -> None:
+def test_tau_at_a_limit_is_told_where_its_target_is_beyond(tau: float, key: str, measured: float, message: str) -> None:
     metric = "maxent__target_ratio" if key == "ratio" else f"maxent__{key}"
     rows = changed(healthy(60), **{"maxent__tau": tau, metric: measured})
-    found = live(rows, **{f"maxent_target_{key}": 4.0})
-    assert [said in notice.fix for _, notice in found] == ([True] if said else [])
+    notices = live(rows, **{f"maxent_target_{key}": 4.0})
+    assert [message in notice.fix for _, notice in notices] == ([True] if message else [])
     assert live(changed(iter(rows), maxent__tau=0.5), **{f"maxent_target_{key}": 4.0}) == live(rows) == []
 
 

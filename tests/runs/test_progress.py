@@ -1,4 +1,4 @@
-"""How far a run is: its phase, and the lines of its steps, evaluations and sampled completions."""
+"""Progress of a run: its phase, and the lines of steps, evaluations and sampled completions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from grpo_recipes.runs.progress import (
 from grpo_recipes.runs.rundir import SERVER_STATE, move_rows_after, write_json
 
 
-def row(step, reward=0.5, last=100, **more):
+def row(step, reward=0.5, last=100, **changes):
     phases = {f"seconds/{phase}": 0.1 for phase in ("sample", "score", "update", "sync")}
     facts = {"step": step, "max_steps": last, "reward": reward, "tokens_per_second": 1234.0, "seconds/step": 1.0}
-    return json.dumps({**facts, **phases, **more}) + "\n"
+    return json.dumps({**facts, **phases, **changes}) + "\n"
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_rows_of_an_earlier_attempt_are_not_shown_again(tmp_path, metrics):
 
 def test_steps_done_again_after_a_resume_are_shown(tmp_path, metrics):
     append(metrics, "".join(row(step) for step in range(1, 6)) + '{"step": 6, "torn')
-    assert move_rows_after(tmp_path, 2) == 3  # as the launcher does before it follows the file
+    assert move_rows_after(tmp_path, 2) == 3  # the launcher also moves rows before it follows the file
     progress = Progress(tmp_path)
     shown = lines(progress)
     for step in range(3, 9):
@@ -102,8 +102,8 @@ def test_the_time_left_is_extrapolated_from_the_steps_seen(tmp_path, metrics):
 FULL = {"completions/mean_length": 1023.6, "kl": 0.01234, "entropy": 1.2345, "seconds/step": 123.4}
 
 
-def line_of(folder, width=80, step=10_000, **more):
-    facts = {**FULL, **more}
+def line_of(folder, width=80, step=10_000, **changes):
+    facts = {**FULL, **changes}
     return Progress(folder).line(json.loads(row(step, -0.527, 12_000, **facts)), width)
 
 
@@ -119,7 +119,7 @@ def test_without_a_reference_the_line_has_the_entropy(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("metric", "share", "said"),
+    ("metric", "share", "message"),
     [
         ("rewards/no_verdict", 0.17, "unscored 17%"), ("rewards/no_verdict", 0.001, "unscored 1%"),
         ("completions/clipped_ratio", 0.62, "cut off 62%"),
@@ -127,16 +127,16 @@ def test_without_a_reference_the_line_has_the_entropy(tmp_path):
         ("completions/clipped_ratio", 0.05, ""), ("clip_ratio/region_mean", 0.05, ""), ("rewards/no_verdict", 0.0, ""),
     ],
 )  # fmt: skip
-def test_what_is_not_trivial_is_in_the_line_which_still_fits(tmp_path, metric, share, said):
+def test_what_is_not_trivial_is_in_the_line_which_still_fits(tmp_path, metric, share, message):
     line = line_of(tmp_path, **{metric: share})
-    assert f"  {said}  left" in line if said else "%" not in line
+    assert f"  {message}  left" in line if message else "%" not in line
     assert len(line) <= 80
 
 
 def test_episodes_that_were_won_are_in_the_line_and_all_their_numbers_in_another(tmp_path):
     line = line_of(tmp_path, 100, **{"episodes/won": 0.456, "episodes/turns": 3.25})
     assert "  reward -0.527  won 46%  length" in line and len(line_of(tmp_path, **{"episodes/won": 0.456})) <= 80
-    assert "  won 7.5  length" in line_of(tmp_path, 100, **{"episodes/won": 7.5})  # somebody's own count
+    assert "  won 7.5  length" in line_of(tmp_path, 100, **{"episodes/won": 7.5})  # a user-defined count
     row = {"step": 3, "episodes/turns": 3.25, "episodes/won": 0.4567, "episodes/odd": "nan"}
     assert episodes_line(row) == "turns 3.25  won 0.457" and episodes_line({"step": 3}) == ""
     wild = {"episodes/\x1b[31mred\n": 1.0} | {f"episodes/{place}": 1.0 for place in range(300)}
@@ -160,13 +160,13 @@ def test_an_evaluation_has_a_line_with_its_result():
 
 
 def test_a_sampled_completion_is_shown_without_control_characters_in_short_lines():
-    one = {"prompt": "p " * 200 + "7+7=", "completion": "\x1b[31mred\n\n" + "word " * 300 + "14", "reward": 0.5}
+    sample = {"prompt": "p " * 200 + "7+7=", "completion": "\x1b[31mred\n\n" + "word " * 300 + "14", "reward": 0.5}
     other = {"prompt": "x", "completion": "", "reward": None}
-    lines = sample_lines({"step": 3, "samples": [one, other]}, 0)
+    lines = sample_lines({"step": 3, "samples": [sample, other]}, 0)
     assert lines[0] == "completion of step 3, reward 0.500:" and max(map(len, lines)) <= 80 and len(lines) < 13
     assert "\x1b" not in "".join(lines) and "  | red word" in lines[4] and lines[-1].endswith(" 14")
     assert any("7+7=" in line for line in lines)
-    assert sample_lines({"step": 3, "samples": [one, other]}, 3)[1:] == ["  > x", "  | (empty)"]
+    assert sample_lines({"step": 3, "samples": [sample, other]}, 3)[1:] == ["  > x", "  | (empty)"]
     assert sample_lines({"step": 3, "samples": []}, 0) == []
 
 

@@ -99,14 +99,14 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path, monkeypatch, which):
 
 
 @pytest.mark.parametrize(
-    ("key", "said"), [("commit", "made at commit other"), ("patch_sha256", "uncommitted"), ("lock_sha256", "locks")]
+    ("key", "message"), [("commit", "made at commit other"), ("patch_sha256", "uncommitted"), ("lock_sha256", "locks")]
 )
-def test_a_change_of_the_code_is_noticed(tmp_path, key, said):
+def test_a_change_of_the_code_is_noticed(tmp_path, key, message):
     run = new_run(tmp_path / "mine-stamp", "mine", "stamp", CPU.facts())
     if changed_code(run) is not None:
         pytest.skip("the tree is being edited while the tests run")
     run.identity["code"][key] = "other"
-    assert said in changed_code(run)
+    assert message in changed_code(run)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 20])
@@ -155,12 +155,12 @@ def test_a_summary_keeps_what_earlier_writers_said(tmp_path):
 
 
 def test_json_is_replaced_whole_whoever_reads_meanwhile(tmp_path):
-    path, done, seen = tmp_path / "file.json", threading.Event(), []
+    path, done, values = tmp_path / "file.json", threading.Event(), []
     write_json(path, {"value": 0, "padding": "x" * 200_000})
 
     def read_on():
         while not done.is_set():
-            seen.append(read_json(path)["value"])
+            values.append(read_json(path)["value"])
 
     reader = threading.Thread(target=read_on)
     reader.start()
@@ -168,7 +168,7 @@ def test_json_is_replaced_whole_whoever_reads_meanwhile(tmp_path):
         write_json(path, {"value": value, "padding": "x" * 200_000})
     done.set()
     reader.join()
-    assert seen and seen == sorted(seen)
+    assert values and values == sorted(values)
     assert [entry.name for entry in tmp_path.iterdir()] == ["file.json"]
 
 
@@ -182,50 +182,50 @@ def test_a_missing_file_reads_as_empty(tmp_path):
 
 def test_a_run_directory_is_claimed_once_and_free_again_afterwards(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    held = lock_run(run)
+    lock = lock_run(run)
 
     with pytest.raises(ConfigError, match="another launch is running"):
         lock_run(run)
 
-    os.close(held)
+    os.close(lock)
     os.close(lock_run(run))
 
 
-@pytest.mark.parametrize("left", [os.WNOWAIT, 0], ids=["not yet collected by its parent", "gone"])
-def test_what_a_killed_launcher_left_is_waited_for_and_a_living_one_is_not(tmp_path: Path, left: int) -> None:
+@pytest.mark.parametrize("wait_option", [os.WNOWAIT, 0], ids=["not yet collected by its parent", "gone"])
+def test_what_a_killed_launcher_left_is_waited_for_and_a_living_one_is_not(tmp_path: Path, wait_option: int) -> None:
     run, dead = Run(tmp_path), subprocess.Popen(["true"])
-    os.waitid(os.P_PID, dead.pid, os.WEXITED | left)
-    held = lock_run(run)
+    os.waitid(os.P_PID, dead.pid, os.WEXITED | wait_option)
+    lock = lock_run(run)
     began = time.monotonic()
-    wait_for_end(run)  # of this process, which lives
+    wait_for_end(run)  # the lock belongs to this process, which is alive
     assert time.monotonic() - began < 0.3 and run.is_running()
 
     (tmp_path / "lock").write_text(f"{socket.gethostname()} {dead.pid}\n")  # its process guards hold the lock
-    threading.Timer(0.4, os.close, [held]).start()
+    threading.Timer(0.4, os.close, [lock]).start()
     wait_for_end(run)
     assert 0.3 < time.monotonic() - began < 5 and not run.is_running()
 
 
 def test_a_launch_that_has_not_named_itself_is_said(tmp_path: Path) -> None:
-    for make in (Path.exists, Path.touch):  # no lock file, and one without a word
+    for make in (Path.exists, Path.touch):  # no lock file, then an empty lock file
         make(tmp_path / "lock")
         with pytest.raises(ConfigError, match=r"is still starting and has no pid yet\. Fix: try again"):
             launcher_of(tmp_path)
-    held = lock_run(Run(tmp_path))
+    lock = lock_run(Run(tmp_path))
     assert launcher_of(tmp_path) == (socket.gethostname(), os.getpid())
-    os.close(held)
+    os.close(lock)
 
 
 def test_looking_at_the_lock_keeps_no_launch_out(tmp_path: Path) -> None:
     assert not Run(tmp_path).is_running()
     (tmp_path / "lock").touch()
     looking = (tmp_path / "lock").open()
-    fcntl.flock(looking, fcntl.LOCK_SH)  # as is_running does, for the blink of an eye
-    assert not Run(tmp_path).is_running()  # two that look do not take one another for a launch
+    fcntl.flock(looking, fcntl.LOCK_SH)  # is_running also locks the file for a moment
+    assert not Run(tmp_path).is_running()  # two readers do not mistake each other for a launch
     threading.Timer(0.1, looking.close).start()
-    held = lock_run(Run(tmp_path))
+    lock = lock_run(Run(tmp_path))
     assert Run(tmp_path).is_running()
-    os.close(held)
+    os.close(lock)
     assert not Run(tmp_path).is_running()
 
 
@@ -251,7 +251,7 @@ def steps(folder, name="metrics.jsonl"):
 
 
 @pytest.mark.parametrize(
-    ("step", "torn", "kept", "moved"),
+    ("step", "torn", "remaining", "moved"),
     [
         (3, "", [1, 2, 3], [4, 5]),
         (3, '{"step": 6, "re', [1, 2, 3], [4, 5]),
@@ -261,14 +261,14 @@ def steps(folder, name="metrics.jsonl"):
         (0, "", [], [1, 2, 3, 4, 5]),
     ],
 )
-def test_rows_past_the_step_are_moved_and_a_torn_line_is_dropped(tmp_path, step, torn, kept, moved):
+def test_rows_past_the_step_are_moved_and_a_torn_line_is_dropped(tmp_path, step, torn, remaining, moved):
     write(tmp_path, range(1, 6), torn)
     assert move_rows_after(tmp_path, step) == len(moved)
-    assert steps(tmp_path) == kept
+    assert steps(tmp_path) == remaining
     assert steps(tmp_path, "metrics.redone.jsonl") == moved
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99}\n')
-    assert [row["step"] for row in read_metrics(tmp_path)] == [*kept, 99]
+    assert [row["step"] for row in read_metrics(tmp_path)] == [*remaining, 99]
 
 
 def test_rows_moved_twice_are_all_kept_aside(tmp_path):
@@ -284,7 +284,7 @@ def test_rows_of_evaluations_and_samples_are_moved_with_them(tmp_path):
         write(tmp_path, [2, 2, 4])
         (tmp_path / "metrics.jsonl").rename(tmp_path / name)
     write(tmp_path, [1, 2, 3, 4])
-    assert move_rows_after(tmp_path, 2) == 2  # of metrics.jsonl
+    assert move_rows_after(tmp_path, 2) == 2  # rows of metrics.jsonl
     for name in ("eval", "samples"):
         assert steps(tmp_path, f"{name}.jsonl") == [2, 2]
         assert steps(tmp_path, f"{name}.redone.jsonl") == [4]
@@ -343,28 +343,28 @@ def test_a_damaged_row_of_samples_blocks_nothing(tmp_path):
 
 @pytest.fixture
 def full(tmp_path):
-    """``full(what)``: fill a small disk with bytes, or with files."""
+    """Return ``full(resource)``, which fills a small disk with bytes or with files."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=20", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs root to mount a small disk")
 
-    def fill(what: str) -> None:
+    def fill(resource: str) -> None:
         with pytest.raises(OSError, match="No space left"):
             for number in range(100):
-                (folder / f"filler-{number}").write_bytes(b"x" * (1 << 19 if what == "bytes" else 0))
+                (folder / f"filler-{number}").write_bytes(b"x" * (1 << 19 if resource == "bytes" else 0))
 
     yield folder, fill
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("what", ["bytes", "files"])
-def test_a_full_disk_gets_the_end_of_a_run_and_no_empty_files(full, what, capsys):
+@pytest.mark.parametrize("resource", ["bytes", "files"])
+def test_a_full_disk_gets_the_end_of_a_run_and_no_empty_files(full, resource, capsys):
     """R8, R17: summary.json is final, and no temporary files are left."""
     folder, fill = full
     write_json(folder / "summary.json", {"status": "running"})
-    fill(what)
+    fill(resource)
     before = {path.name for path in folder.iterdir()}
     with pytest.raises(OSError, match="No space left"):
         write_json(folder / "summary.json", {"status": "failed"})

@@ -1,4 +1,4 @@
-"""What is read of a run directory."""
+"""Reading the files of a run directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every state file of a run, torn, swapped, foreign, a folder or gone, through every command that reads a run."""
+"""Damage every state file of a run and run every command that reads it: torn, swapped, foreign, missing, a folder."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def write(content: bytes) -> Damage:
 
 def swap(other: str) -> Damage:
     def damage(path: Path) -> None:
-        folder = next(one for one in path.parents if one.name == "run")
+        folder = next(parent for parent in path.parents if parent.name == "run")
         if (folder / other).is_file():
             write((folder / other).read_bytes())(path)
 
@@ -105,14 +105,14 @@ DAMAGES: dict[str, Damage] = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, pytest.MonkeyPatch]]:
-    """A folder with a run of our launch that was stopped after step 6, its processes faked; and its environment."""
+    """Create a run with fake processes that stopped after step 6; yield its folder and its environment."""
     folder = tmp_path_factory.mktemp("state")
     with pytest.MonkeyPatch.context() as patch:
         launch_in(folder, patch)
         patch.setattr(launch_run, "supervise", fake_processes)
         assert main(["launch", "recipes/smoke/grpo.yaml", "--max_steps", "9"]) == EXIT_STOPPED
-        (made,) = (folder / "runs").iterdir()
-        made.rename(folder / "run")
+        (run_folder,) = (folder / "runs").iterdir()
+        run_folder.rename(folder / "run")
         yield folder, patch
 
 
@@ -127,7 +127,7 @@ COMMANDS = [
 
 
 def fake_processes(attempt: Attempt, stop: object) -> Ending:
-    """Leave what processes leave that were stopped after step 6."""
+    """Write the files of processes that stopped after step 6."""
     folder = attempt.run.folder
     rows = [{"step": step, "max_steps": 9, "reward": 0.5, "seconds/step": 1.0} for step in range(1, 7)]
     for name in ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "slow_rewards.jsonl"):
@@ -152,11 +152,11 @@ def fake_processes(attempt: Attempt, stop: object) -> Ending:
 
 
 def ask(folder: Path, patch: pytest.MonkeyPatch, name: str, damage: Damage, argv: list[str]) -> None:
-    """Damage one file of a copy of the run and give a command; a resume stops where its processes would start."""
-    copy, taken = folder / "copy" / "run", []
+    """Damage one file in a copy of the run and run a command; a resume stops before it starts processes."""
+    copy, checkpoints = folder / "copy" / "run", []
 
     def fake_supervise(attempt: Attempt, stop: object) -> Ending:
-        taken.append(newest_complete(attempt.run.folder / "checkpoints"))
+        checkpoints.append(newest_complete(attempt.run.folder / "checkpoints"))
         attempt.scratch.remove()
         return Ending(EXIT_STOPPED, "rank 0: stopped on request")
 
@@ -165,15 +165,15 @@ def ask(folder: Path, patch: pytest.MonkeyPatch, name: str, damage: Damage, argv
     shutil.rmtree(copy.parent, ignore_errors=True)
     shutil.copytree(folder / "run", copy)
     damage(copy / name)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
         code = main([str(copy) if word == "RUN" else word for word in argv])
-    assert code in (0, 2, EXIT_STOPPED) and "Traceback" not in said.getvalue(), said.getvalue()
-    for checkpoint in filter(None, taken):
+    assert code in (0, 2, EXIT_STOPPED) and "Traceback" not in output.getvalue(), output.getvalue()
+    for checkpoint in filter(None, checkpoints):
         assert bytes_of(checkpoint) == bytes_of(folder / "run" / "checkpoints" / checkpoint.name), (
             "changed bytes resumed"
         )
-    read_phases(copy), rank_pids(copy)  # as a launcher reads them while its processes write
+    read_phases(copy), rank_pids(copy)  # a launcher reads them while its processes write
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -182,14 +182,14 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 @given(
     name=st.sampled_from([*STATE, *EXTRA]),
-    what=st.sampled_from([*DAMAGES]) | st.binary(max_size=60),
+    damage=st.sampled_from([*DAMAGES]) | st.binary(max_size=60),
     at=st.sampled_from(COMMANDS),
 )
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 def test_no_damage_ends_in_a_traceback_or_resumes_changed_bytes(
-    whole: tuple[Path, pytest.MonkeyPatch], name: str, what: str | bytes, at: list[str]
+    whole: tuple[Path, pytest.MonkeyPatch], name: str, damage: str | bytes, at: list[str]
 ) -> None:
-    ask(*whole, name, DAMAGES[what] if isinstance(what, str) else write(what), at)
+    ask(*whole, name, DAMAGES[damage] if isinstance(damage, str) else write(damage), at)
 
 
 @pytest.mark.slow
@@ -216,34 +216,36 @@ def test_a_folder_in_the_place_of_a_file_is_named(whole: tuple[Path, pytest.Monk
 
 
 def resumed(whole: tuple[Path, pytest.MonkeyPatch], fake: Callable[..., Ending]) -> str:
-    """Resume a copy of the run with these processes; return what was printed."""
+    """Resume a copy of the run with these processes; return the output."""
     folder, patch = whole
     shutil.rmtree(folder / "copy", ignore_errors=True)
     shutil.copytree(folder / "run", folder / "copy" / "run")
-    (folder / "copy" / "run" / "stop").touch()  # to the attempt before
+    (folder / "copy" / "run" / "stop").touch()  # for the previous attempt
     patch.setattr(launch_run, "supervise", fake)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
         main(["launch", "--resume", str(folder / "copy" / "run")])
-    return said.getvalue()
+    return output.getvalue()
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_stop_before_an_attempt_begins_reaches_it_and_an_older_one_does_not(whole, monkeypatch, asked) -> None:
-    found = []
+@pytest.mark.parametrize("stop_requested", [False, True])
+def test_a_stop_before_an_attempt_begins_reaches_it_and_an_older_one_does_not(
+    whole, monkeypatch, stop_requested
+) -> None:
+    stop_seen = []
 
     def fake_supervise(attempt: Attempt, stop: object) -> Ending:
         attempt.scratch.remove()
-        found.append((attempt.run.folder / "stop").exists())
+        stop_seen.append((attempt.run.folder / "stop").exists())
         return Ending(EXIT_STOPPED, "x")
 
     def verify_while_stopped(folder: Path, say: object) -> None:  # after the run is claimed
-        if asked:
+        if stop_requested:
             assert main(["stop", str(folder.parent)]) == 0
 
     monkeypatch.setattr(launch_run, "verified_checkpoint", verify_while_stopped)
     resumed(whole, fake_supervise)
-    assert found == [asked]
+    assert stop_seen == [stop_requested]
 
 
 def test_an_end_with_a_damaged_row_says_what_a_resume_needs(whole) -> None:
@@ -253,5 +255,5 @@ def test_an_end_with_a_damaged_row_says_what_a_resume_needs(whole) -> None:
             rows.write('no row\n{"step": 7}\n')
         return Ending(EXIT_STOPPED, "x")
 
-    said = resumed(whole, fake_supervise)
-    assert "continue with: grpo launch --resume copy/run, once the damaged row of metrics.jsonl is corrected" in said
+    output = resumed(whole, fake_supervise)
+    assert "continue with: grpo launch --resume copy/run, once the damaged row of metrics.jsonl is corrected" in output
