@@ -61,7 +61,7 @@ def test_a_reward_that_is_the_same_for_all_is_said_everywhere(launch: Callable[.
     first, second = note_lines
     assert lines[first - 1].startswith(f"step {ENOUGH_STEPS}/") and note.format(ENOUGH_STEPS) in lines[first]
     assert second > lines.index(next(line for line in lines if line.startswith(f"step {steps}/")))
-    assert note.format(steps) in lines[second] and ". Fix: see what the reward looks at" in lines[second]
+    assert note.format(steps) in lines[second] and ". Fix: test the reward" in lines[second]
     grpo = str(Path(sys.executable).with_name("grpo"))
     status = subprocess.run([grpo, "status", str(run.run_dir)], capture_output=True, text=True, check=True)
     assert re.search(rf"^note +{re.escape(note.format(steps))}\. Fix: ", status.stdout, re.MULTILINE)

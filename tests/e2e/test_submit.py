@@ -33,7 +33,7 @@ def test_a_submitted_run_uses_its_frozen_code_and_is_followed_and_stopped(slurm:
     places = {"my.yaml": recipe, "slurm/profiles/mysite.yaml": "cpu"}
     words = documented("grpo submit my.yaml --profile slurm/profiles/mysite.yaml", places)
     output, _ = grpo(slurm, tmp_path, mark, *words[1:], *flags).communicate(timeout=120)
-    job = int(re.search(r"job (\d+) is submitted", output)[1])
+    job = int(re.search(r"submitted job (\d+)", output)[1])
     launch = Launch(None, tmp_path, tmp_path / "cwd", mark)  # type: ignore[arg-type]
     run_dir = launch.run_dir
     follower = grpo(slurm, tmp_path, mark, *documented("grpo logs -f last")[1:])
@@ -73,7 +73,7 @@ def test_a_job_that_waits_is_taken_out_of_the_queue(slurm: SlurmCluster, tmp_pat
     profile = tmp_path / "held.yaml"
     profile.write_text(f"base: {REPOSITORY}/slurm/profiles/cpu.yaml\nsbatch_options: [--hold]\n")
     output, error = grpo(slurm, tmp_path, mark, "submit", recipe, "--profile", str(profile)).communicate(timeout=120)
-    assert "is submitted" in output, error
+    assert "submitted job" in output, error
     run_dir = Launch(None, tmp_path, tmp_path / "cwd", mark).run_dir  # type: ignore[arg-type]
     status, _ = grpo(slurm, tmp_path, mark, "status").communicate(timeout=60)
     assert re.search(rf"{run_dir.name} +waiting in the queue \(JobHeldUser\) +\d+", status)

@@ -136,7 +136,7 @@ def test_the_page_followed_trains_on_own_data_and_compares_a_sweep(tmp_path: Pat
     assert "2 trainers" in plan and "nccl" in plan
     dry = parts["grpo submit cluster.yaml --profile mysite.yaml --dry-run"]
     assert "#SBATCH --gres=gpu:3" in dry and "#SBATCH --mem=96G" in dry
-    assert "job 4711 is submitted" in parts["grpo submit cluster.yaml --profile mysite.yaml"]
+    assert "submitted job 4711" in parts["grpo submit cluster.yaml --profile mysite.yaml"]
     job, array = sorted(clone.glob("sent-*.sh"), key=lambda path: path.stat().st_mtime)
     assert "--resume" in job.read_text() and "#SBATCH --array=0-9%2" in array.read_text()
 
