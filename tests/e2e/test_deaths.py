@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from real_runs import SECRET, Launch
+from test_server_restarts import engine_of
 
 from grpo_recipes.runs.rundir import Run, read_json
 
@@ -20,8 +21,7 @@ def find_pid(run: Launch, victim: str) -> int:
     if victim == "launcher":
         return run.process.pid
     if victim == "engine":
-        (pid,) = [process.pid for process in run.processes() if "EngineCore" in process.name()]
-        return pid
+        return engine_of(run)
     return run.pid_of({"accelerate": "trainer", "rank": "rank_0", "api server": "server"}[victim])
 
 

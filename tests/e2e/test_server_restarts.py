@@ -27,7 +27,9 @@ HUNG = ("--server_stall_timeout", "6")
 
 
 def engine_of(run: Launch) -> int:
-    (pid,) = [process.pid for process in run.processes() if "EngineCore" in process.name()]
+    """Return the pid of vLLM's engine: a child of the server, with a name that the kernel cuts to 15 characters."""
+    children = psutil.Process(run.pid_of("server")).children(recursive=True)
+    (pid,) = [process.pid for process in children if process.name().startswith("VLLM::EngineCor")]
     return pid
 
 
