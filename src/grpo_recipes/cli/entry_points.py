@@ -1,6 +1,6 @@
 """Shared code of entry points that translate the flags of another tool to a `grpo launch` with recipe keys.
 
-Examples are ``src/atropos_grpo.py`` and ``run_offline_grpo.py``. ``LaunchRequest`` is the translated launch, and
+The scripts ``src/*_grpo.py`` of extensions use it. ``LaunchRequest`` is the translated launch, and
 ``with_flags_of`` puts the tool's flags into errors.
 """
 

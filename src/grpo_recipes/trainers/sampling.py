@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from transformers import GenerationConfig
 
@@ -16,8 +16,15 @@ from grpo_recipes.weights.bridges import CLIENTS, trl_building_client
 from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.colocated import trl_building_colocated
 
-if TYPE_CHECKING:
-    from grpo_recipes.trainers.grpo import GRPOTrainer
+
+class _Sampler(Protocol):
+    """The part of the trainer that samples: transformers, or vLLM."""
+
+    use_vllm: bool
+    vllm_generation: Any
+    generation_config: GenerationConfig
+
+    def generating_with(self, config: GenerationConfig) -> AbstractContextManager[None]: ...
 
 
 def weight_bridge(args: GRPOConfig, run_dir: Path, stop: StopRequest) -> AbstractContextManager[None]:
@@ -36,7 +43,7 @@ def client_of(args: GRPOConfig) -> type[BridgeClient]:
 
 
 @contextmanager
-def changed_sampling(trainer: "GRPOTrainer", settings: dict[str, Any]) -> Iterator[None]:
+def changed_sampling(trainer: _Sampler, settings: dict[str, Any]) -> Iterator[None]:
     """Let the trainer sample with these settings inside.
 
     ``settings`` may have ``temperature``, ``top_p`` and ``max_completion_length``. A temperature of 0 is greedy.
