@@ -26,10 +26,15 @@ EVALUATED = (
 HUNG = ("--server_stall_timeout", "6")
 
 
-def engine_of(run: Launch) -> int:
-    """Return the pid of vLLM's engine: a child of the server, with a name that the kernel cuts to 15 characters."""
+def engines_of(run: Launch) -> list[int]:
+    """Return the pids of vLLM's engines: children of the server, with a name that the kernel cuts to 15 characters."""
     children = psutil.Process(run.pid_of("server")).children(recursive=True)
-    (pid,) = [process.pid for process in children if process.name().startswith("VLLM::EngineCor")]
+    return [process.pid for process in children if process.name().startswith("VLLM::EngineCor")]
+
+
+def engine_of(run: Launch) -> int:
+    """Return the pid of vLLM's only engine."""
+    (pid,) = engines_of(run)
     return pid
 
 
@@ -138,6 +143,8 @@ def test_a_lost_server_is_replaced_and_nothing_is_lost(
     places = Places()
     run = launch(*SHORT, *HUNG, *keys, *places.keys)
     with held(run, phase, 0 if phase == "start" else 1):
+        if phase == "start":  # trainers load the model while the server starts
+            run.wait_for(lambda: engines_of(run), "an engine")
         server = read_json(run.run_dir / "processes" / "server.json")
         places.note(run)
         pids = {"engine": engine_of(run), "server": server["pid"], "guard": server["guard"]}

@@ -48,7 +48,7 @@ def test_a_submitted_run_uses_its_frozen_code_and_is_followed_and_stopped(slurm:
     assert f"{job} RUNNING" in status and "/100000" in status
 
     output, _ = grpo(slurm, tmp_path, mark, *documented("grpo stop last")[1:]).communicate(timeout=60)
-    assert "saves after the step in flight" in output
+    assert "saves after the current step" in output
     assert slurm.wait(job, "FAILED", timeout=60)["ExitCode"] == "75:0"
     followed, _ = follower.communicate(timeout=60)
     assert follower.returncode == 0 and "step 2/100000" in followed and "has ended: stopped" in followed
