@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.extensions.atropos.processes import ENVIRONMENT
 from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.monitor import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers
@@ -26,6 +25,7 @@ from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.rundir import SERVER_STATE, Run, read_json, read_metrics, stop_file
 
+_ENVIRONMENT = "environment-"  # begins the role of a process that starts after the trainers
 _SECONDS = 60.0  # limit for a wait of a few seconds on a busy machine
 FAKE = str(Path(__file__).with_name("fake_processes.py"))
 
@@ -120,7 +120,7 @@ def make_fake_run(
     scratch.disk.mkdir()
     scratch.token_file.write_text("token")
     plan = replace(plan, bridge=bridge, ports=replace(plan.ports, server=free_port()))
-    before_trainers = [process.role for process in (*first, *last) if not process.role.startswith(ENVIRONMENT)]
+    before_trainers = [process.role for process in (*first, *last) if not process.role.startswith(_ENVIRONMENT)]
     alone = bridge != "nccl"
     processes = [
         *first,
