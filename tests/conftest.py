@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )
     leave_out_other_days(config, items)
     if deleted():
-        left_out = [item for item in items if needs_deleted(getattr(item, "originalname", item.name))]
+        left_out = [item for item in items if needs_deleted(item.name, getattr(item, "originalname", item.name))]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
 

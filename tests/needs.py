@@ -54,7 +54,7 @@ FILES: dict[str, str] = {
         WHOLE,
     ),
 }  # fmt: skip
-# Names of tests in other files -> the extension that they need.
+# Names of tests in other files, with or without parameters -> the extension that they need.
 TESTS: dict[str, str] = {
     "test_logs_of_run_api_and_of_all_environments": ATROPOS,
     "test_environments_of_atropos_are_loaded_with_their_arguments": ATROPOS,
@@ -76,6 +76,10 @@ TESTS: dict[str, str] = {
         ENVIRONMENTS,
     ),
     "test_a_recipe_of_another_project_is_answered_with_the_command_that_translates_it": MIGRATE,
+    "test_a_resume_takes_a_changed_environment": ENVIRONMENTS,
+    "test_benchmarks[benchmark_unknown]": PROBLEMS,
+    "test_bad_input_is_refused_before_anything_is_written[arguments5-"
+    "the run uploads its model, but the nodes of cpu have no internet]": CONSOLE,
     **dict.fromkeys(
         (
             "test_a_broken_rule_is_told_and_the_correction_passes", "test_a_cause_has_its_advice",
@@ -107,6 +111,6 @@ def left_out_files() -> list[str]:
     return [*(glob for glob, name in FILES.items() if name in missing), *folders]
 
 
-def needs_deleted(test: str) -> bool:
-    """Return whether a test, by the name of its function, needs something deleted."""
-    return TESTS.get(test) in deleted()
+def needs_deleted(*names: str) -> bool:
+    """Return whether a test, by its name with or without parameters, needs something deleted."""
+    return any(TESTS.get(name) in deleted() for name in names)

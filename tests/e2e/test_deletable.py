@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -54,3 +56,21 @@ def test_the_core_trains_without_any_of_them(overlay: Overlay) -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
     (run,) = (overlay.repository / "runs").iterdir()
     assert (run / "model/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.timeout(1500)
+def test_the_cores_own_tests_pass_without_any_of_them(tmp_path: Path) -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
+    overlay = make_overlay(tmp_path)
+    for name in filter(None, tracked):
+        copy = overlay.repository / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, copy)
+    overlay.delete(*ABOVE)
+    options = ("-q", "-n", "4", "-p", "no:cacheprovider", "-m", "not slow and not soak and not alone")
+    answer = overlay.run("-m", "pytest", *options, timeout=1400)
+    assert answer.returncode == 0, answer.stdout[-4000:]

@@ -26,15 +26,10 @@ EVALUATED = (
 HUNG = ("--server_stall_timeout", "6")
 
 
-def engines_of(run: Launch) -> list[int]:
-    """Return the pids of vLLM's engines: children of the server, with a name that the kernel cuts to 15 characters."""
-    children = psutil.Process(run.pid_of("server")).children(recursive=True)
-    return [process.pid for process in children if process.name().startswith("VLLM::EngineCor")]
-
-
 def engine_of(run: Launch) -> int:
-    """Return the pid of vLLM's only engine."""
-    (pid,) = engines_of(run)
+    """Return the pid of vLLM's engine: a child of the server, with a name that the kernel cuts to 15 characters."""
+    children = psutil.Process(run.pid_of("server")).children(recursive=True)
+    (pid,) = [process.pid for process in children if process.name().startswith("VLLM::EngineCor")]
     return pid
 
 
@@ -63,10 +58,10 @@ class Places:
             text for key, port in zip(DEFAULT_PORTS, self._ports, strict=True) for text in (f"--{key}", str(port))
         ]
 
-    def note(self, run: Launch, listens: bool = True) -> None:
-        """Record the folders of its weights, and assert that its ports are taken if its server ``listens``."""
+    def note(self, run: Launch) -> None:
+        """Record the folders of its weights, and assert that its ports are taken."""
         self._folders |= run.sync_folders()
-        assert any(folder.exists() for folder in self._folders) and not (listens and self._free())
+        assert any(folder.exists() for folder in self._folders) and not self._free()
 
     def assert_left(self) -> None:
         """Assert that the run left nothing there."""
@@ -144,9 +139,9 @@ def test_a_lost_server_is_replaced_and_nothing_is_lost(
     run = launch(*SHORT, *HUNG, *keys, *places.keys)
     with held(run, phase, 0 if phase == "start" else 1):
         if phase == "start":  # trainers load the model while the server starts
-            run.wait_for(lambda: engines_of(run), "an engine")
+            run.wait_for(lambda: "grpo: server ready after " in run.output, "a ready server")
         server = read_json(run.run_dir / "processes" / "server.json")
-        places.note(run, listens=phase != "start")
+        places.note(run)
         pids = {"engine": engine_of(run), "server": server["pid"], "guard": server["guard"]}
         psutil.Process(pids[victim]).send_signal(signum)
 
