@@ -5,7 +5,7 @@ Weight bridges, sources of completions and benchmarks receive the trainer and re
 trainer. Two protocols extend it: ``rollouts.source.SamplingTrainer`` adds the source of completions, and
 ``trainers.protocol`` adds the state that only the trainer's own helpers may change.
 
-    def join(self, trainer: Trainer) -> None: ...
+    def attach(self, trainer: Trainer) -> None: ...
 """
 
 from __future__ import annotations

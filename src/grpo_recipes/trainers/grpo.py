@@ -17,7 +17,7 @@ import datasets
 import torch
 import trl
 from accelerate.utils import is_peft_model
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 from trl.trainer.utils import RepeatSampler
 
@@ -55,6 +55,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     num_generations_eval: int
     max_completion_length: int
     vllm_generation: Any  # a subclass of TRL's, built by weights.bridges or weights.colocated
+    processing_class: PreTrainedTokenizerBase
+    chat_template_kwargs: dict[str, Any]
     _buffered_inputs: Any
 
     def __init__(

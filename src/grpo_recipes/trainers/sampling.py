@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import GenerationConfig
 
@@ -12,19 +12,10 @@ from grpo_recipes.plan.commands import seeds_sampling
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rollouts.external import ExternalClient
 from grpo_recipes.runs.stop_request import StopRequest
+from grpo_recipes.trainer_protocol import Trainer
 from grpo_recipes.weights.bridges import CLIENTS, trl_building_client
 from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.colocated import trl_building_colocated
-
-
-class _Sampler(Protocol):
-    """The part of the trainer that samples: transformers, or vLLM."""
-
-    use_vllm: bool
-    vllm_generation: Any
-    generation_config: GenerationConfig
-
-    def generating_with(self, config: GenerationConfig) -> AbstractContextManager[None]: ...
 
 
 def weight_bridge(args: GRPOConfig, run_dir: Path, stop: StopRequest) -> AbstractContextManager[None]:
@@ -43,7 +34,7 @@ def client_of(args: GRPOConfig) -> type[BridgeClient]:
 
 
 @contextmanager
-def changed_sampling(trainer: _Sampler, settings: dict[str, Any]) -> Iterator[None]:
+def changed_sampling(trainer: Trainer, settings: dict[str, Any]) -> Iterator[None]:
     """Let the trainer sample with these settings inside.
 
     ``settings`` may have ``temperature``, ``top_p`` and ``max_completion_length``. A temperature of 0 is greedy.

@@ -38,7 +38,7 @@ from grpo_recipes.server.wire import BYTES_PER_TOKEN, COMPLETIONS_PATH, completi
 from grpo_recipes.trainer_protocol import Trainer
 from grpo_recipes.weights.connection import ServerConnection
 from grpo_recipes.weights.guard import WeightsDiffer, checksum_error, differing, sent_fingerprint
-from grpo_recipes.weights.sampling import sampling_seed
+from grpo_recipes.weights.sampling import SamplingSeeds
 from grpo_recipes.weights.transport import (
     QUICK_SECONDS,
     Answer,
@@ -66,7 +66,7 @@ _TRL_SAMPLING = {  # TRL's defaults for sampling parameters that the caller does
 }
 
 
-class BridgeClient(ServerConnection):
+class BridgeClient(SamplingSeeds, ServerConnection):
     """Send weights to the run's server and sample from it.
 
     A subclass implements ``_send``, or ``sync_model`` if it does not stream parameters. If it can serve a restarted
@@ -79,12 +79,10 @@ class BridgeClient(ServerConnection):
     streams = True  # whether a sync streams every parameter; otherwise it calls ``sync_model`` with the trained model
 
     def __init__(self, *, args: GRPOConfig, run_dir: Path, seed: int | None, stop: StopRequest, **kwargs: Any) -> None:
-        self._args, self._seed, self.stop = args, seed, stop
+        self._args, self._run_seed, self.stop = args, seed, stop
         self._run_dir, self._state_file = run_dir, run_dir / SERVER_STATE
         self.vocabulary: int | None = None  # number of token ids of the trained model
         self.checksum_error: str | None = None  # why the last sync failed the checksum
-        self.generation_name = ""  # the next sampling seeds derive from it
-        self.seed_numbers: list[int] | None = None  # a number per prompt, part of its seed; None: its index
         self.policy_version: int | None = None  # optimizer step of the weights of the next sync
         self.has_other_clients = False  # whether environments also send requests to the server
         self._served_version: int | None = None  # ``policy_version`` of the last completed sync
@@ -105,33 +103,6 @@ class BridgeClient(ServerConnection):
     def sync_model(self, model: nn.Module) -> None:
         """Make the server serve this model's weights, if ``streams`` is false."""
         raise NotImplementedError
-
-    def name_generation(self, name: str) -> None:
-        """Derive the next sampling seeds from this name."""
-        self.generation_name = name
-
-    @contextlib.contextmanager
-    def named_generation(self, name: str, numbers: list[int] | None) -> Iterator[None]:
-        """Derive sampling seeds inside from this name and a number for each prompt."""
-        outside = self.generation_name, self.seed_numbers
-        self.generation_name, self.seed_numbers = name, numbers
-        try:
-            yield
-        finally:
-            self.generation_name, self.seed_numbers = outside
-
-    @contextlib.contextmanager
-    def using_seed(self, seed: int) -> Iterator[None]:
-        """Context manager: derive sampling seeds from ``seed`` instead of the run's seed.
-
-        In a run without a seed, the block changes nothing.
-        """
-        run_seed = self._seed
-        self._seed = None if run_seed is None else seed
-        try:
-            yield
-        finally:
-            self._seed = run_seed
 
     def set_policy_version(self, step: int) -> None:
         """Set the optimizer step that the server reports for the weights of the next sync."""
@@ -371,10 +342,10 @@ class BridgeClient(ServerConnection):
 
     def _seeds(self, prompts: int) -> list[int] | None:
         """Return a sampling seed for each of so many prompts; None in a run without seeds."""
-        if self._seed is None:
+        if self._run_seed is None:
             return None
         numbers = range(prompts) if self.seed_numbers is None else self.seed_numbers
-        return [sampling_seed(self._seed, self.generation_name, number) for number in numbers]
+        return [self.seed_of(number) for number in numbers]
 
     def generate_seeded(
         self, prompts: Sequence[Any], seeds: Sequence[int] | None, n: int = 1, **kwargs: Any
@@ -385,7 +356,7 @@ class BridgeClient(ServerConnection):
         paused: its queue would never contain only our completions.
         """
         extra = kwargs.pop("generation_kwargs", None) or {}
-        ordered = self._seed is not None and not self.has_other_clients
+        ordered = self._run_seed is not None and not self.has_other_clients
 
         def sample(index: int) -> Rows:
             seed = {} if seeds is None else {"seed": seeds[index]}

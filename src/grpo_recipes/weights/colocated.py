@@ -1,7 +1,6 @@
 """vLLM inside the training processes: TRL's generation with the guard, a seed per prompt, and CPU weight loads."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from grpo_recipes.recipe.learning import served_dtype
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.weights.generation import Generation, Tensors
 from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
-from grpo_recipes.weights.sampling import sampling_seed
+from grpo_recipes.weights.sampling import SamplingSeeds
 
 if TYPE_CHECKING:
     from grpo_recipes.weights.engine import Engine
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 BRIDGE = "colocate"  # the name in messages of the guard
 
 
-class ColocatedGeneration(Generation):
+class ColocatedGeneration(SamplingSeeds, Generation):
     """TRL's generation with a vLLM engine in each training process.
 
     Sampling seeds of prompts derive from ``run_seed``. ``None`` leaves sampling to vLLM's own seed. If the run is asked
@@ -36,8 +35,6 @@ class ColocatedGeneration(Generation):
 
     def __init__(self, *, args: GRPOConfig, run_seed: int | None, stop: StopRequest, **kwargs: Any) -> None:
         self._args, self._guards, self._run_seed, self._stop = args, args.weight_guard, run_seed, stop
-        self.generation_name = ""  # the next sampling seeds derive from it
-        self.seed_numbers: list[int] | None = None  # numbers of all ranks' prompts; None: their indices
         self.transfers = 0  # number of weight loads so far
         self.checksum_error: str | None = None  # why the last load failed the checksum in this process
         self._held: dict[str, Any] = {}  # vLLM's first report of its parameters
@@ -103,42 +100,11 @@ class ColocatedGeneration(Generation):
         def seeds(count: int) -> list[int]:
             rows = range(group * count, (group + 1) * count)
             if self.seed_numbers is not None:
-                return [self._sampling_seed(self.seed_numbers[row]) for row in rows]
-            return [self._sampling_seed(row // num_generations) + row % num_generations for row in rows]
+                return [self.seed_of(self.seed_numbers[row]) for row in rows]
+            return [self.seed_of(row // num_generations) + row % num_generations for row in rows]
 
         with self.llm.seeding_rows(seeds):
             return tuple(super().generate(prompts, images, num_generations, profiler))
-
-    def name_generation(self, name: str) -> None:
-        """Derive the next sampling seeds from this name."""
-        self.generation_name = name
-
-    @contextmanager
-    def named_generation(self, name: str, numbers: list[int] | None) -> Iterator[None]:
-        """Derive sampling seeds inside from this name and a number for each prompt of all ranks."""
-        outside = self.generation_name, self.seed_numbers
-        self.generation_name, self.seed_numbers = name, numbers
-        try:
-            yield
-        finally:
-            self.generation_name, self.seed_numbers = outside
-
-    @contextmanager
-    def using_seed(self, seed: int) -> Iterator[None]:
-        """Context manager: derive sampling seeds from ``seed`` instead of the run's seed.
-
-        In a run without a seed, the block changes nothing.
-        """
-        run_seed = self._run_seed
-        self._run_seed = None if run_seed is None else seed
-        try:
-            yield
-        finally:
-            self._run_seed = run_seed
-
-    def _sampling_seed(self, number: int) -> int:
-        assert self._run_seed is not None
-        return sampling_seed(self._run_seed, self.generation_name, number)
 
 
 def trl_building_colocated(**settings: Any) -> AbstractContextManager[None]:

@@ -1,6 +1,8 @@
 """Sampling seeds: one for each prompt of each generation."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def sampling_seed(run_seed: int, generation: str, prompt: int) -> int:
@@ -9,3 +11,43 @@ def sampling_seed(run_seed: int, generation: str, prompt: int) -> int:
     The seed is a hash: completions of prompts with neighboring seeds would share noise.
     """
     return int.from_bytes(hashlib.sha256(f"{run_seed}/{generation}/{prompt}".encode()).digest()[:6], "big")
+
+
+class SamplingSeeds:
+    """The settings that a sampler's seeds derive from: the run's seed, a generation's name and a number per prompt."""
+
+    _run_seed: int | None = None  # None leaves sampling to vLLM's own seed
+    generation_name = ""
+    seed_numbers: list[int] | None = None  # a number per prompt; None: its index
+
+    def name_generation(self, name: str) -> None:
+        """Derive the next sampling seeds from this name."""
+        self.generation_name = name
+
+    @contextmanager
+    def named_generation(self, name: str, numbers: list[int] | None) -> Iterator[None]:
+        """Context manager: derive sampling seeds from this name and a number for each prompt."""
+        outside = self.generation_name, self.seed_numbers
+        self.generation_name, self.seed_numbers = name, numbers
+        try:
+            yield
+        finally:
+            self.generation_name, self.seed_numbers = outside
+
+    @contextmanager
+    def using_seed(self, seed: int) -> Iterator[None]:
+        """Context manager: derive sampling seeds from ``seed`` instead of the run's seed.
+
+        In a run without a seed, the block changes nothing.
+        """
+        run_seed = self._run_seed
+        self._run_seed = None if run_seed is None else seed
+        try:
+            yield
+        finally:
+            self._run_seed = run_seed
+
+    def seed_of(self, number: int) -> int:
+        """Return the seed of the prompt with this number. The run must have a seed."""
+        assert self._run_seed is not None
+        return sampling_seed(self._run_seed, self.generation_name, number)
