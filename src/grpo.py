@@ -9,6 +9,7 @@ import os
 import signal
 
 from grpo_recipes.process.reports import run_folder
+from grpo_recipes.process.startup import HIDDEN_PACKAGES, exit_at_once, hidden_packages
 from grpo_recipes.process.tree import die_with_parent
 
 # Before the slow imports: a process without its launcher must end, and must not take SIGTERM as a request to save.
@@ -16,8 +17,10 @@ run_folder()
 die_with_parent(os.getppid(), signal.SIGKILL)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # accelerate ignores it
 
-from grpo_recipes.trainers.entry import train  # noqa: E402
-from grpo_recipes.trainers.grpo import GRPOTrainer  # noqa: E402
+with hidden_packages(*os.environ.get(HIDDEN_PACKAGES, "").split()):
+    from grpo_recipes.trainers.entry import train
+    from grpo_recipes.trainers.grpo import GRPOTrainer
 
 if __name__ == "__main__":
     train(GRPOTrainer)
+    exit_at_once()

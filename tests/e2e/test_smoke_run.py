@@ -23,6 +23,7 @@ def test_training_sh_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> N
 
     run.wait_for_step(1)
     assert_no_secret_in_command_lines(run)
+    assert_vllm_is_imported_once(run)
     assert run.wait() == 0, run.output
 
     assert_reward_went_up(run)
@@ -55,6 +56,15 @@ def assert_reward_went_up(run: Launch) -> None:
     logged = (run.run_dir / "launch.log").read_text().splitlines()
     assert logged[0].startswith("grpo: 20") and [line for line in lines if line in logged][-1] == lines[-1]
     assert {line for line in lines if line.startswith("step ")} <= set(logged)
+
+
+def assert_vllm_is_imported_once(run: Launch) -> None:
+    """Fork the engine and its worker from the server: they have vLLM at the same address. The trainer has no vLLM."""
+    maps = {process.pid: Path(f"/proc/{process.pid}/maps").read_text() for process in run.processes()}
+    addresses = {pid: re.findall(r"^([0-9a-f]+)-.*/vllm/_C\S*$", text, re.MULTILINE)[:1] for pid, text in maps.items()}
+    at_server = addresses[run.pid_of("server")]
+    assert len(at_server) == 1
+    assert [address for address in addresses.values() if address] == [at_server] * 3
 
 
 def assert_report_shows_the_run(run: Launch) -> None:

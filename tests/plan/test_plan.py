@@ -99,6 +99,7 @@ def test_trainers_with_vllm_inside_get_what_a_server_on_cpu_gets(planned, option
 
     compiled = planned(device="cpu", torch_compile=True, **keys).process("trainer")
     assert "TORCHDYNAMO_DISABLE" not in compiled.environment
+    assert "GRPO_HIDDEN_PACKAGES" not in compiled.environment
     apart = planned(device="cpu", **{**keys, "vllm_mode": "server"})
     assert apart.threads == 3 and "VLLM_CPU_KVCACHE_SPACE" not in apart.process("trainer").environment
     on_gpus = planned(vllm_mode="colocate").process("trainer").environment
@@ -352,7 +353,9 @@ def test_cpu_processes_are_as_many_as_the_recipe_asks_for(planned, option):
 )
 def test_the_bridge_between_gpus(planned, option, keys, bridge):
     plan = planned(**keys)
-    assert plan.bridge == bridge == option(plan.process("trainer").argv, "--weight_sync")
+    trainer = plan.process("trainer")
+    assert plan.bridge == bridge == option(trainer.argv, "--weight_sync")
+    assert trainer.environment.get("GRPO_HIDDEN_PACKAGES") == (None if bridge == "nccl" else "vllm")
 
 
 @pytest.mark.parametrize(("bridge", "on_loss"), [("nccl", "restart with trainers"), ("file", "restart")])

@@ -17,7 +17,7 @@ WAITING = """
 import os, time
 from unittest import mock
 from grpo_recipes.server import plugin
-with mock.patch.object(plugin, "_keep_linear_weights"):  # which needs vLLM
+with mock.patch.object(plugin, "_adapt_to_cpu"):  # which needs vLLM
     plugin.register()
 def waits_here():
     os.write(1, b"%d\\n" % os.getpid())
@@ -72,3 +72,48 @@ def test_the_engine_ends_with_a_server_that_is_killed(tmp_path: Path, role: str 
         return
     assert child.is_running()  # a rank that has vLLM inside ends with accelerate
     child.kill()
+
+
+FORKED = """
+import os
+import torch
+from grpo_recipes.server import plugin
+
+class FakePlatform:
+    @classmethod
+    def check_and_update_config(cls, config):
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+
+def print_cores_of_a_child():
+    if os.fork() == 0:
+        print(*sorted(os.sched_getaffinity(0)), torch.get_num_threads(), sep=",", flush=True)
+        os._exit(0)
+    os.wait()
+
+torch.set_num_threads(3)
+os.environ["VARIABLE"] = "0-1"  # the user's
+plugin._fork_engine(FakePlatform)
+FakePlatform.check_and_update_config(None)
+print(os.environ["VLLM_WORKER_MULTIPROC_METHOD"], flush=True)
+print_cores_of_a_child()
+os.environ["VARIABLE"] = "VALUE"
+print_cores_of_a_child()
+"""
+
+
+@pytest.mark.parametrize(
+    "variable, value",
+    [
+        ("GOMP_CPU_AFFINITY", "CORE"),
+        ("OMP_PLACES", "{CORE}"),
+        ("KMP_AFFINITY", "granularity=fine,explicit,proclist=[CORE]"),
+    ],
+)
+def test_on_cpu_the_engine_is_forked_and_a_worker_uses_the_cores_that_vllm_chose(variable: str, value: str) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    script = FORKED.replace("VARIABLE", variable).replace("VALUE", value.replace("CORE", str(cores[-1])))
+
+    output = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, timeout=60, check=True)
+
+    engine, worker = ",".join(map(str, [*cores, 3])), f"{cores[-1]},1"
+    assert output.stdout.splitlines() == ["fork", engine, worker]

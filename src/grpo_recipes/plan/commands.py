@@ -29,6 +29,7 @@ from grpo_recipes.plan.preflight import FLASHINFER_SAMPLER
 from grpo_recipes.plan.roles import data_of, roles
 from grpo_recipes.plan.types import MEETING_SECONDS, Names, OnLoss, Plan, Process
 from grpo_recipes.process.scratch import Scratch
+from grpo_recipes.process.startup import HIDDEN_PACKAGES
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import environment_keys
 from grpo_recipes.recipe.learning import mixed_precision, served_dtype
@@ -409,6 +410,8 @@ def _trainer_environment(recipe: Recipe, plan: Plan, environment: Mapping[str, s
         variables |= vllm_environment(plan.device, environment) | _plugins(environment)
         if recipe["torch_compile"]:
             variables.pop("TORCHDYNAMO_DISABLE", None)  # it would also disable compilation of the training
+    elif plan.bridge != "nccl":
+        variables[HIDDEN_PACKAGES] = "vllm"
     return variables
 
 

@@ -9,6 +9,7 @@ import logging
 import math
 import mmap
 import os
+import re
 import signal
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ _GPU_CHUNK, _CPU_CHUNK = 1 << 22, 1 << 15
 SYNC = "grpo_sync"  # metadata key in a file of weights: the number of the sync that wrote it
 ADAPTER_WEIGHTS = "adapter_model.safetensors"  # PEFT's name for the file of an adapter
 _HANDLES = ("storage_handle", "ref_counter_handle", "event_handle")  # arguments of rebuild_cuda_tensor that are bytes
+# The variables in which vLLM lists the cores of a CPU worker, depending on the OpenMP library.
+_OPENMP_CORES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 _LOGGER = logging.getLogger("vllm.grpo_recipes")  # only children of vLLM's logger reach the server's log
 
 
@@ -38,10 +41,45 @@ def register() -> None:
 
     vLLM's engine does not notice that its API server was killed, and would keep the GPU.
     """
-    if os.environ.get("GRPO_SERVER") == "1":  # ranks with co-located vLLM load this plug-in too
+    in_server = os.environ.get("GRPO_SERVER") == "1"  # ranks with co-located vLLM load this plug-in too
+    if in_server:
         _follow_server()
         os.register_at_fork(after_in_child=_follow_server)
-    _keep_linear_weights()
+    _adapt_to_cpu(in_server)
+
+
+def _adapt_to_cpu(in_server: bool) -> None:
+    """On CPU, keep linear weights as they are loaded, and in a server let vLLM fork its engine."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _keep_linear_weights()
+        if in_server:
+            _fork_engine(type(current_platform))
+
+
+def _fork_engine(platform: Any) -> None:
+    """Let vLLM fork its engine and workers, as it does on GPUs: then they need not import vLLM again.
+
+    On CPU, vLLM starts new Python processes instead, since OpenMP reads a worker's cores from the environment only at
+    its start. Here a forked worker gets these cores as its affinity.
+    """
+    choose_settings = platform.check_and_update_config.__func__
+    variables = {name: os.environ.get(name) for name in _OPENMP_CORES}
+
+    def choose_forking(cls: Any, config: Any) -> None:
+        choose_settings(cls, config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    def use_cores() -> None:
+        for name in _OPENMP_CORES:
+            if os.environ.get(name) != variables[name]:  # vLLM has set it for this worker
+                cores = {int(core) for core in re.findall(r"\d+", os.environ[name])}
+                os.sched_setaffinity(0, cores)
+                torch.set_num_threads(len(cores))
+
+    platform.check_and_update_config = classmethod(choose_forking)
+    os.register_at_fork(after_in_child=use_cores)
 
 
 def _follow_server() -> None:
@@ -50,15 +88,11 @@ def _follow_server() -> None:
 
 
 def _keep_linear_weights() -> None:
-    """On CPU, do not pack linear weights, so that a reload changes the matrix product and the guard can read them.
+    """Do not pack linear weights, so that a reload changes the matrix product and the guard can read them.
 
     vLLM's CPU build packs each weight into a private copy at load time and multiplies with that copy. With tied
     embeddings, a reload does not update the copy: the server answers 200 and computes with old weights.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
     import vllm.model_executor.layers.utils as layer_utils
 
     if not hasattr(layer_utils, "dispatch_cpu_unquantized_gemm"):

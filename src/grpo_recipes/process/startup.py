@@ -1,0 +1,42 @@
+"""A faster start and end of a trainer.
+
+    with hidden_packages("vllm"):
+        import trl
+    ...
+    exit_at_once()
+
+TRL imports vLLM wherever it is installed, which takes a third of a trainer's start-up time.
+"""
+
+import atexit
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn, cast
+
+HIDDEN_PACKAGES = "GRPO_HIDDEN_PACKAGES"  # the environment variable by which the launcher names them to a trainer
+
+
+@contextmanager
+def hidden_packages(*names: str) -> Iterator[None]:
+    """Let these packages look as if they were not installed, except those that are imported already."""
+    hidden = [name for name in names if name not in sys.modules]
+    modules = cast(dict[str, object], sys.modules)
+    modules.update(dict.fromkeys(hidden))  # Python takes None for a missing module
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del modules[name]
+
+
+def exit_at_once() -> NoReturn:
+    """Run the functions registered with ``atexit``, and end the process with exit code 0.
+
+    Python's usual exit would first search all objects of torch and transformers for garbage, which takes 2 s.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
