@@ -85,7 +85,21 @@ def test_the_first_screen_says_whether_it_worked(tmp_path: Path) -> None:
     assert re.search(r"Reward rose from 0\.2\d\d to 0\.6\d\d over 60 steps\.", first)
     assert "60 of 60" in first and "1 restart" in first and "9 min" in first and "512 completions per step" in first
     assert "Qwen/Qwen2.5-1.5B-Instruct" in first and "openai/gsm8k" in first and "0123456789" in first
-    assert f"grpo, 7 {TIMES} cuda, vLLM server" in first and "2026-11-20 10:15" in first
+    assert f"grpo, 7 {TIMES} cuda, completions from a vLLM server" in first and "2026-11-20 10:15" in first
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampler"),
+    [("colocate", "vLLM in the trainers"), ("transformers", "transformers"), ("external", "an external server")],
+)
+def test_the_first_screen_names_the_sampler(tmp_path: Path, mode: str, sampler: str) -> None:
+    folder = make_run(tmp_path)
+    plan = json.loads((folder / "plan.json").read_text())
+    write_json(folder / "plan.json", plan | {"mode": mode})
+
+    text = page_of(folder).text
+
+    assert f"cuda, completions from {sampler}" in text[: text.index("Curves")]
 
 
 def test_every_part_is_there(tmp_path: Path) -> None:
