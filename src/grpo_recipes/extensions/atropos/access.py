@@ -31,7 +31,11 @@ _HEADER = """\
 
 
 def grant_access(recipe: Recipe, plan: Plan, names: Names) -> str | None:
-    """Write the token and the settings; return the command that starts an environment, or None if none may join."""
+    """Write the token and the settings into the run directory; return the shell command that starts an environment.
+
+    Do nothing and return None if the recipe does not use Atropos, or the launch starts run-api and the environments
+    itself.
+    """
     if not admits_environments(recipe.__getitem__):
         return None
     token = secrets.token_hex(16)
@@ -48,7 +52,10 @@ def revoke_access(run_dir: Path) -> None:
 
 
 def serve_settings(recipe: Recipe, plan: Plan, names: Names, token: str) -> dict[str, Any]:
-    """Return the settings that trainer and environment must share; the environment chooses all others."""
+    """Return the content of the settings file: the values that trainer and environment must share.
+
+    ``env`` has fields of the environment's configuration, and ``openai`` lists the run's vLLM server twice.
+    """
     server = {
         "server_type": "vllm",
         "base_url": f"http://{plan.server_host}:{plan.ports.server}/v1",
@@ -67,7 +74,7 @@ def serve_settings(recipe: Recipe, plan: Plan, names: Names, token: str) -> dict
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that only the user can read; the file is replaced as a whole."""
+    """Write a file that only the user can read; an existing file is replaced at once, never half-written."""
     temporary = path.with_name(f".{path.name}")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

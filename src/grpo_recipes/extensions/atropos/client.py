@@ -67,7 +67,10 @@ class Registration:
 
     @classmethod
     def from_mapping(cls, data: Any) -> Registration:
-        """Return the registration in a mapping; AtroposError names the first missing field."""
+        """Return the registration in a mapping, or ``data`` itself if it is a registration.
+
+        AtroposError names the first missing field, or a value of the wrong type.
+        """
         if isinstance(data, cls):
             return data
         if not isinstance(data, Mapping):
@@ -165,7 +168,7 @@ class AtroposClient:
         return uuid
 
     def _connect(self) -> None:
-        """Wait until run-api answers, at most ``timeout`` seconds."""
+        """Wait until run-api answers; AtroposError if it does not within ``timeout`` seconds."""
         deadline = time.monotonic() + self._api.timeout
         for pause in self._api.pauses():
             status, reason = self._api.try_get("/status")
@@ -178,7 +181,7 @@ class AtroposClient:
             self._api.sleep(pause)
 
     def _check_registration(self, requested: Registration) -> None:
-        """Raise AtroposError unless run-api has the requested registration."""
+        """Raise AtroposError unless run-api's batch size, length limit and step equal those of the registration."""
         info, step = self.info(), self.status()["current_step"]
         if info["batch_size"] == -1:
             raise AtroposError(
@@ -206,6 +209,10 @@ class AtroposClient:
         return self._wait_for_batch(time.monotonic() + self._max_wait)
 
     def _wait_for_batch(self, deadline: float) -> list[Group]:
+        """Return the next batch, by polling run-api until the monotonic time ``deadline``.
+
+        A batch that came early goes first.
+        """
         if self._early_batches:
             return self._early_batches.pop(0)
         for pause in self._api.pauses():
@@ -216,11 +223,15 @@ class AtroposClient:
         raise AssertionError("pauses never end")
 
     def _check_deadline(self, deadline: float) -> None:
+        """Raise the error of a wait without groups if the monotonic time ``deadline`` has passed."""
         if time.monotonic() >= deadline:
             raise self._timeout_error()
 
     def _poll_with_retries(self, deadline: float) -> list[Group] | None:
-        """Request a batch until run-api answers properly; return the batch, or None if there is none yet."""
+        """Request a batch and repeat failed requests; return the batch, or None if run-api has none yet.
+
+        AtroposError with a report after ``attempts`` failures, or once ``deadline`` has passed.
+        """
         for attempt, pause in enumerate(self._api.pauses(), 1):
             try:
                 return self._poll()
@@ -233,7 +244,11 @@ class AtroposClient:
         raise AssertionError("pauses never end")
 
     def _poll(self) -> list[Group] | None:
-        """Request a batch once; RequestFailed if run-api does not answer properly."""
+        """Request a batch once and count the result; return its groups, or None if run-api has no batch yet.
+
+        RequestFailed if there is no answer or a server error; AtroposError if the answer cannot become valid by
+        repetition.
+        """
         self._api.raise_if_stopped()
         try:
             response = self._api.send("GET", "/batch")
@@ -262,6 +277,10 @@ class AtroposClient:
         return groups
 
     def _count_batch(self, groups: Sequence[Group]) -> None:
+        """Count a batch that came.
+
+        Record the sizes of its groups and the arrival time of each environment's last group.
+        """
         sequences = sum(len(group.tokens) for group in groups)
         self.counts["batches"] += 1
         self.counts["groups"] += len(groups)
@@ -272,7 +291,7 @@ class AtroposClient:
         )
 
     def _count_stolen(self) -> None:
-        """Count the batches that another client of run-api took.
+        """Count and print the batches that another client of run-api took from this training.
 
         Call this after ``/batch`` was empty: then run-api has no packed batch, so each batch that its ``current_step``
         counts went to a client.
@@ -289,6 +308,7 @@ class AtroposClient:
             )
 
     def _accounted_batches(self) -> int:
+        """Return how many batches of this training have left run-api: they came, were lost or were stolen."""
         return self.counts["batches"] + self.counts["lost_batches"] + self.counts["stolen_batches"]
 
     def count_waiting_groups(self, size: int) -> int:
@@ -302,6 +322,7 @@ class AtroposClient:
         return waiting
 
     def _count_lost(self, reason: str) -> None:
+        """Count and print a batch that run-api has dropped from its queue but may not have delivered."""
         self.counts["lost_batches"] += 1
         self._say(f"run-api at {self.url} may have lost a batch: {reason}")
 
@@ -318,12 +339,14 @@ class AtroposClient:
         return AtroposError("\n  ".join([f"{timed_out}: {reason}\n{_NO_BATCH}", *lines]))
 
     def _diagnose(self) -> tuple[str, list[str]]:
+        """Return the likely reason why no batch comes, and a report: lines about run-api, the counts and the run."""
         size = None if self._registration is None else self._registration.batch_size
         reason, lines = diagnose_missing_batch(self._api, size, self.last_seen, self._sizes)
         counts = ", ".join(f"{name} {count}" for name, count in self.counts.items())
         return reason, [*lines, f"since the start: {counts}", *self._describe_run()]
 
     def _unregistered_error(self, reason: str) -> AtroposError:
+        """Return the error for a run-api that has no registration of this training, e.g. because it was restarted."""
         return AtroposError(f"the run-api at {self.url} does not know this training: {reason} {_ONE_TRAINER}")
 
     # --- groups to train on ----------------------------------------------------------------------------------------
@@ -366,7 +389,11 @@ class AtroposClient:
         return groups
 
     def _add_batch(self, batch: Sequence[Group], size: int, longest: int | None, vocabulary: int | None) -> None:
-        """Keep the valid groups and parts of groups of a batch."""
+        """Put the valid groups of a batch into ``_ready_groups`` and incomplete parts into ``_parts``.
+
+        Count rejected groups. NoLogprobs if a group has no log-probs. The oldest parts are rejected if too many wait
+        for the rest of their group.
+        """
         valid = []
         for index, group in enumerate(batch):
             where = f"group {index} of batch {self.counts['batches']}, of environment {group.env_id}"
@@ -388,7 +415,10 @@ class AtroposClient:
         self._parts = parts
 
     def _is_recent(self, group: Group, step: int, max_staleness: int | None) -> bool:
-        """Return whether a group's policy is of this training and recent enough; count the group otherwise."""
+        """Return whether a group's policy is of this training and at most ``max_staleness`` steps old.
+
+        Count it if not.
+        """
         version = group.policy_version
         if version is not None and version > step:
             problem = f"weights of step {version} sampled it, but this training is at step {step}"
@@ -400,6 +430,7 @@ class AtroposClient:
         return True
 
     def _reject(self, message: str) -> None:
+        """Count a group that is not trained on, and print the message if it is one of the first 10."""
         self.counts["rejected"] += 1
         self._last_rejection = message
         if self.counts["rejected"] <= _MAX_PRINTED_REJECTIONS:

@@ -49,7 +49,7 @@ class RequestFailed(Exception):
 
 
 class Connection:
-    """Requests to the run-api at ``url``.
+    """An HTTP connection to the run-api at ``url`` that limits, times and repeats requests.
 
     Attributes:
         seconds: duration of the last request to each path.
@@ -59,7 +59,7 @@ class Connection:
         self, url: str, *, timeout: float, attempts: int, delay: float, stopped: Callable[[], bool],
         compressed: bool | None,
     ):  # fmt: skip
-        """Create a session; ``AtroposClient`` documents the arguments."""
+        """Create a session without sending a request; ``AtroposClient`` documents the arguments."""
         self.url = url.rstrip("/")
         self.timeout, self.attempts, self._delay, self._stopped = timeout, attempts, delay, stopped
         self.seconds: dict[str, float] = {}
@@ -79,6 +79,7 @@ class Connection:
         started = time.monotonic()
 
         def failed(error: Exception) -> RequestFailed:
+            """Describe a failed request by its first cause; it was not sent if no connection was made."""
             reason = getattr(error.args[0] if error.args else None, "reason", None)
             sent = not isinstance(reason, NewConnectionError | ConnectTimeoutError)
             cause: BaseException = error
@@ -95,7 +96,11 @@ class Connection:
         return response
 
     def request(self, method: str, path: str, body: Any = None, repeat: bool = True) -> Any:
-        """Return the JSON of a response, repeating a failed request; ``repeat`` false never sends it a second time."""
+        """Return the JSON of a response.
+
+        Repeat a request without an answer or with a server error, up to ``attempts`` times. If ``repeat`` is false, a
+        request that run-api may have received is not sent again. AtroposError if no attempt succeeds.
+        """
         failure = ""
         for attempt, pause in zip(range(1, self.attempts + 1), self.pauses(), strict=False):
             try:
@@ -122,7 +127,10 @@ class Connection:
             return json.loads(response.content)
 
     def try_get(self, path: str, body: Any = None) -> tuple[dict[str, Any], str]:
-        """Return the JSON object that a quick GET receives, or {} and the reason why there is none."""
+        """Send one GET, limited to 5 s; return its JSON object and "", or {} and the reason of the failure.
+
+        Raise nothing.
+        """
         try:
             response = self.send("GET", path, body, limit=min(self.timeout, QUICK_SECONDS))
         except RequestFailed as error:
@@ -134,7 +142,10 @@ class Connection:
         return (content, "") if isinstance(content, dict) else ({}, f"answered {describe_response(response)}")
 
     def pauses(self) -> Iterator[float]:
-        """Yield the seconds to wait before each repetition: the delay first, then 1.5 times the last, at most 2 s."""
+        """Yield the seconds before each repetition: the delay first, then 1.5 times the last, at most 2.
+
+        Plus up to 10%.
+        """
         pause = self._delay
         while True:
             pause = min(pause, _MAX_PAUSE_SECONDS)
@@ -142,7 +153,7 @@ class Connection:
             pause *= _PAUSE_GROWTH
 
     def sleep(self, seconds: float) -> None:
-        """Sleep; raise WaitAborted as soon as the run stops."""
+        """Sleep for some seconds; raise WaitAborted as soon as the run stops."""
         if wait_until(self._stopped, seconds, pause=_STOP_CHECK_SECONDS):
             raise WaitAborted
 
@@ -153,6 +164,6 @@ class Connection:
 
 
 def describe_response(response: requests.Response) -> str:
-    """Return the status and the beginning of the text of a response in one line."""
+    """Return the status and the first 300 characters of a response in one line."""
     text = " ".join(response.content[: 4 * _MAX_SHOWN_CHARACTERS].decode(errors="replace").split())
     return f"{response.status_code}: {text[:_MAX_SHOWN_CHARACTERS] or 'empty'}"

@@ -8,7 +8,11 @@ from grpo_recipes.trainers.deep_check import DeepCheck
 
 
 def load_environments(check: DeepCheck) -> list[str]:
-    """Load each Atropos environment with its arguments and dataset; return lines about them. No group is sampled."""
+    """Import each Atropos environment of the recipe and read its dataset, without sampling a group.
+
+    Return output lines. The lines also list the values that a run changes. ConfigError has the problems of all
+    environments.
+    """
     recipe = check.recipe
     environments = atropos_environments(recipe.__getitem__)
     problems = []

@@ -50,7 +50,7 @@ def diagnose_missing_batch(
 
 
 def _read_environments(connection: Connection) -> dict[int, dict[str, Any]]:
-    """Return run-api's status of each environment that has joined, by its id."""
+    """Return run-api's status of each environment that has joined, by its id; at most 64."""
     environments: dict[int, dict[str, Any]] = {}
     for env_id in range(_MAX_ENVIRONMENTS):
         status, _ = connection.try_get("/status-env", {"env_id": env_id})
@@ -87,7 +87,10 @@ def _count_groups_without_id(connection: Connection, queued: int, environments: 
 def _describe_activity(
     environments: Mapping[int, Mapping[str, Any]], last_seen: Mapping[int | None, float], without_id: int
 ) -> list[str]:
-    """Return a line for each environment: when its last group came, and how many of its groups are queued."""
+    """Return a line for each environment that joined or sent a group: the age of its last group and its queue.
+
+    ``last_seen`` has monotonic times. Another line counts the queued groups without an environment.
+    """
     now = time.monotonic()
     lines = []
     for env_id in [*environments, *(env_id for env_id in last_seen if env_id not in environments)]:
@@ -107,7 +110,11 @@ def _explain_packing(
     environments: Mapping[int, Mapping[str, Any]],
     without_id: int,
 ) -> str:
-    """Apply run-api's packing rule to the queue, and explain the result."""
+    """Return one sentence that says why run-api's packing rule makes no batch of the queued groups.
+
+    A predicted deadlock starts with "deadlock". ``sizes`` are known group sizes, ``without_id`` counts queued groups of
+    no environment.
+    """
     if batch_size > 0 and (reason := predict_deadlock(batch_size, sorted(sizes))):
         return f"{_DEADLOCK}, since {reason}"
     if not queued:

@@ -100,7 +100,11 @@ class Episode:
         return self.texts[-1]
 
     async def turn(self, messages: str | list[Message]) -> str:
-        """Send messages to the policy and return its answer; an empty text if the token limit leaves no room."""
+        """Send messages to the policy, append both to the episode, and return the policy's answer.
+
+        If the token limit leaves no room for an answer, return an empty text, send nothing, and set ``complete`` to
+        false.
+        """
         between = self._environment.renderer.between(_to_messages(messages), self.tokens)
         room = self._environment.config.max_token_length - len(self.tokens) - len(between)
         if room < 1:
@@ -115,7 +119,10 @@ class Episode:
         return self.text
 
     def append_turn(self, ids: list[int], logprobs: list[float], reason: str) -> None:
-        """Append the sampled tokens of a turn."""
+        """Append the sampled tokens of a turn, all trained on.
+
+        ``reason`` "stop" means that the policy ended it itself.
+        """
         self.turns.append(range(len(self.tokens), len(self.tokens) + len(ids)))
         self.tokens += ids
         self.masks += ids
@@ -143,12 +150,16 @@ class RecipeEnv(BaseEnv):
 
     @classmethod
     def config_init(cls) -> tuple[RecipeEnvConfig, list[RunServerConfig]]:
-        """Return the default configuration and servers; atroposlib reads the address only from a list of servers."""
+        """Return a default configuration, and a list with a default server for atroposlib's command line."""
         return cls.env_config_cls(), [RunServerConfig()]
 
     @classmethod
     def check_config(cls, config: Any, copies: Path | None = None, fetched: Fetched | None = None) -> None:
-        """Raise ConfigError if a configuration is wrong, without creating an environment; for `grpo check --deep`."""
+        """Raise ConfigError if a configuration is wrong, without creating an environment.
+
+        Here every configuration is valid. `grpo check --deep` calls it. ``copies`` has the run's copies of the user's
+        code, ``fetched`` finds hub datasets.
+        """
 
     # --- methods of a subclass -------------------------------------------------------------------------------------
 
@@ -169,7 +180,10 @@ class RecipeEnv(BaseEnv):
         return await score if inspect.isawaitable(score) else score
 
     async def scores(self, item: Item, episodes: list[Episode]) -> Sequence[EpisodeScore]:
-        """Play all episodes of a group and return their scores."""
+        """Play the other turns of all episodes of a group concurrently.
+
+        Return a score for each episode, None if unscored.
+        """
         return await asyncio.gather(*(self.play(item, episode) for episode in episodes))
 
     # --- methods for atroposlib ------------------------------------------------------------------------------------
@@ -181,16 +195,22 @@ class RecipeEnv(BaseEnv):
         """Do nothing: the recipe's benchmarks test the trained model."""
 
     async def register_env(self) -> None:
-        """Register at run-api; then seed the items with the seed, the name and the step of the training."""
+        """Register at run-api, then seed ``random`` with the seed, the name and the training step.
+
+        So a resumed training gets new items.
+        """
         await super().register_env()
         self.random.seed(f"{self.config.seed}/{self.config.wandb_name}/{self.curr_step}")
 
     async def get_next_item(self) -> Item | None:
-        """Return the next item."""
+        """Return ``next_item()``, for atroposlib."""
         return self.next_item()
 
     async def collect_trajectories(self, item: Item) -> tuple[dict[str, Any] | None, list[Item]]:
-        """Sample a group and have it scored."""
+        """Sample the first turn of a group and score it; return the group and [], as atroposlib expects.
+
+        The group is None if no episode has a score. PromptTooLong if the prompt leaves less than ``max_tokens``.
+        """
         messages = _to_messages(item["prompt"])
         if self.config.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
@@ -268,11 +288,12 @@ def _turn_scores(score: float | Sequence[float]) -> list[float]:
 
 
 def _to_messages(messages: str | list[Message]) -> list[Message]:
+    """Return a text as a list with one user message; return a list of messages unchanged."""
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
 
 def _read_stop_tokens(model: str) -> list[int]:
-    """Return the end-of-sequence tokens of the generation config: the vLLM server stops there too."""
+    """Return the end-of-sequence tokens of a model's generation config, where vLLM stops too; [] if it has none."""
     file = cached_file(model, "generation_config.json", _raise_exceptions_for_missing_entries=False)
     ids = (json_mapping(Path(file)) or {}).get("eos_token_id") if file else None
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
@@ -284,12 +305,12 @@ class ArithmeticEnv(RecipeEnv):
     name = "arithmetic"
 
     def next_item(self) -> Item:
-        """Return a random sum and its answer."""
+        """Return a random sum of two digits as ``prompt``, and its result as ``answer``."""
         first, second = self.random.randrange(10), self.random.randrange(10)
         return {"prompt": f"{first}+{second}=", "answer": str(first + second)}
 
     def score(self, item: Item, text: str) -> float:
-        """Return 1 for the right number in answer tags, else 0, like the smoke recipe's reward."""
+        """Return 1 if the answer tags contain the right number, else 0, like the smoke recipe's reward."""
         (score,) = make_reward("pure_accuracy_math", _make_config({}))([text], answer=[item["answer"]])
         assert score is not None
         return score
@@ -329,12 +350,18 @@ class DatasetEnv(RecipeEnv):
 
     @classmethod
     def check_config(cls, config: Any, copies: Path | None = None, fetched: Fetched | None = None) -> None:
-        """Read the dataset and look up the reward."""
+        """Raise ConfigError if the dataset has no usable problem or the reward is unknown.
+
+        No reward process is started.
+        """
         load_reward(config, copies, start=False)
         load_problems(config, fetched)
 
     def next_item(self) -> Item:
-        """Return the next problem: ``prompt``, ``answer`` and the other scalar columns."""
+        """Return the next problem: ``prompt``, ``answer`` and the other scalar columns.
+
+        After the last problem, a new pass starts in a new random order.
+        """
         if not self._order:
             self._order = list(range(len(self._problems)))
             self.random.shuffle(self._order)
@@ -342,7 +369,10 @@ class DatasetEnv(RecipeEnv):
         return row
 
     async def scores(self, item: Item, episodes: list[Episode]) -> list[float | None]:
-        """Score a whole group in a single call of the reward."""
+        """Score the last turns of a group with a single call of the reward, in a thread.
+
+        None for an unscored episode.
+        """
         rows = len(episodes)
         columns = {name: [value] * rows for name, value in item.items() if name != "prompt"}
         columns |= {"prompts": [item["prompt"]] * rows}
@@ -353,7 +383,7 @@ class DatasetEnv(RecipeEnv):
 
 
 def _make_config(values: Mapping[str, Any]) -> Any:
-    """Return an object like the configs of a recipe: these values, and the defaults of all other keys."""
+    """Return an object with every recipe key as an attribute: ``values``, and the defaults of all other keys."""
     return SimpleNamespace(**{key: entry["default"] for key, entry in catalogue().items()} | dict(values))
 
 

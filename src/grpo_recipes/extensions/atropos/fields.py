@@ -36,7 +36,10 @@ _MAX_DEPTH = 20  # base classes and imports that are followed
 
 
 def argument_problems(config: str, fields: Collection[str], args: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem for each argument without a field in the configuration, and for each that the launch sets."""
+    """Yield a problem for each name in ``args`` that is not in ``fields``, or that the launch sets itself.
+
+    ``config`` is the name of the environment's configuration class, for messages.
+    """
     for name in args:
         if name in OWNED_FIELDS:
             yield Problem(f"{ARGS}.{name}", "is set by the launch", f"remove it, and set {OWNED_FIELDS[name]}")
@@ -57,12 +60,15 @@ def configuration_of(spec: str) -> tuple[str, frozenset[str]] | None:
 
 
 class _Unknown(Exception):
-    """The source does not show the fields."""
+    """The source of a class does not show its fields."""
 
 
 @functools.lru_cache(maxsize=64)
 def _parsed(path: Path, _: int) -> Mapping[str, ast.AST]:
-    """Return the top-level classes and imports of a file by name; the modification time is part of the cache key."""
+    """Return the top-level classes and ``from`` imports of a file by name.
+
+    Cached until the modification time changes.
+    """
     names: dict[str, ast.AST] = {}
     for node in ast.parse(path.read_bytes()).body:
         if isinstance(node, ast.ClassDef):
@@ -73,7 +79,10 @@ def _parsed(path: Path, _: int) -> Mapping[str, ast.AST]:
 
 
 def _class(path: Path | None, name: str, depth: int) -> tuple[Path, ast.ClassDef]:
-    """Return the file that defines the class ``name``, which may be imported, and the class."""
+    """Return the file that defines the class ``name``, and the class; an import in ``path`` is followed to its file.
+
+    ``depth`` limits the imports. _Unknown if the class is not found, or a decorator or metaclass may change it.
+    """
     try:
         node = _parsed(path, path.stat().st_mtime_ns).get(name) if path and depth else None
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -82,19 +91,19 @@ def _class(path: Path | None, name: str, depth: int) -> tuple[Path, ast.ClassDef
         return path, node  # type: ignore[return-value]
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
         original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
-        return _class(_module(node.module), original, depth - 1)
+        package, _, module = node.module.partition(".")
+        is_own = package == _PACKAGE.name
+        file = _PACKAGE / f"{module.replace('.', '/')}.py" if is_own else source_path(f"{node.module}:_")
+        return _class(file, original, depth - 1)
     raise _Unknown
 
 
-def _module(name: str) -> Path | None:
-    package, _, path = name.partition(".")
-    if package == _PACKAGE.name:
-        return _PACKAGE / f"{path.replace('.', '/')}.py"
-    return source_path(f"{name}:_")
-
-
 def _configuration(path: Path | None, name: str, depth: int) -> tuple[Path, str]:
-    """Return the configuration class of an environment class: a file, and the name of the class in that file."""
+    """Return the configuration class of an environment class: a file that defines or imports it, and its name.
+
+    A class without ``env_config_cls`` has the configuration of its base. _Unknown if ``config_init`` builds another
+    one.
+    """
     file, node = _class(path, name, depth)
     config_class = None
     for part in node.body:
@@ -113,13 +122,17 @@ def _configuration(path: Path | None, name: str, depth: int) -> tuple[Path, str]
 
 
 def _bases(node: ast.ClassDef) -> list[str]:
+    """Return the names of the base classes; _Unknown if one is not a plain name."""
     if not all(isinstance(base, ast.Name) for base in node.bases):
         raise _Unknown
     return [base.id for base in node.bases if isinstance(base, ast.Name)]
 
 
 def _fields(path: Path, name: str, depth: int) -> set[str]:
-    """Return the fields of a pydantic class and of its bases."""
+    """Return the fields of a pydantic class and of its bases.
+
+    _Unknown if a setting of the class may allow other names.
+    """
     file, node = _class(path, name, depth)
     fields = set()
     for part in node.body:

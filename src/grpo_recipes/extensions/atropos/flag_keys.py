@@ -28,7 +28,7 @@ _LOCAL = ("localhost", "127.0.0.1", "0.0.0.0")
 
 @dataclass
 class Translation:
-    """The flags and variables of a command line, and the recipe keys that they set."""
+    """The flags and variables of a command line, and the recipe keys, notes and problems that they become."""
 
     flags: dict[str, Value]  # flag, or variable without a flag -> its text or texts
     explicit: frozenset[str]  # recipe keys that the command line sets by their own names
@@ -42,19 +42,25 @@ class Translation:
     notes: list[str] = field(default_factory=list)
 
     def text(self, name: str) -> Any:
-        """Return the text of a flag or variable, or None."""
+        """Return the text of a flag or variable, a list of texts for some flags, or None if it is not set."""
         return self.flags[name].value if name in self.flags else None
 
     def reject(self, name: str, problem: str, fix: str) -> None:
-        """Add a problem with a flag at its source."""
+        """Add a problem.
+
+        Its place is the flag or variable that the user wrote, if ``name`` got its value from there.
+        """
         self.problems.append(Problem(self.flags[name].source if name in self.flags else name, problem, fix))
 
     def has_default(self, row: Row) -> bool:
-        """Return whether the default of a flag is used if nothing sets the flag."""
+        """Return whether a flag that is not set has its default: only without a recipe, and if no key replaces it."""
         return self.uses_base and row.default is not None and self.explicit.isdisjoint(row.replaced_by.split())
 
     def put(self, name: str, keys: Mapping[str, Any]) -> None:
-        """Set keys for a flag or variable; the user's flags and variables override the default of another flag."""
+        """Set recipe keys for a flag or variable; a default never overrides a key that the user set in another way.
+
+        A flag of the user and a key of the same command line are a problem.
+        """
         exported = {key for variable, key in environment_keys().items() if self.environment.get(variable)}
         for key, value in keys.items():
             if name in self.flags and key in self.explicit:
@@ -64,7 +70,7 @@ class Translation:
                 self.keys[key] = Value(value, source, from_text=True)
 
     def add(self, setting: Setting) -> None:
-        """Add the keys, the note or the problem of a setting."""
+        """Add a translated setting: its problem if it has one, else its keys, else its note."""
         if setting.problem:
             self.problems.append(setting.problem)
         elif setting.keys:
@@ -77,7 +83,7 @@ class Translation:
         return whole_number(self.text(name))
 
     def settings(self, mode: str | None) -> Settings:
-        """Return the values of all flags, for rows that depend on others."""
+        """Return the values of all flags with the weight bridge ``mode``, for table rows that depend on other flags."""
         values = {name: raw.value for name, raw in self.flags.items()} | {MODE: mode}
         if "vllm_server_port" in self.keys:
             values.setdefault(PORT, self.keys["vllm_server_port"].value)
@@ -85,7 +91,10 @@ class Translation:
 
 
 def translate(translation: Translation, environment_flags: list[tuple[str, str]]) -> str | None:
-    """Translate the flags that need no recipe, and an environment's flags; return the weight bridge mode."""
+    """Translate the flags that need no recipe, and the flags of an environment; return the weight bridge mode, or None.
+
+    Keys, notes and problems are added to ``translation``. ``environment_flags`` has pairs of flag and text.
+    """
     mode = _weight_bridge_mode(translation)
     if translation.uses_base and MODEL not in translation.flags and "model_name_or_path" not in translation.explicit:
         translation.reject(MODEL, "is missing", f"set {MODEL} to a hub id or a folder, or export MODEL")
@@ -102,7 +111,10 @@ def translate(translation: Translation, environment_flags: list[tuple[str, str]]
 
 
 def _weight_bridge_mode(translation: Translation) -> str | None:
-    """Return the mode and set its keys; None if the recipe or its keys decide."""
+    """Return --weight-bridge-mode, which selects how trainer weights reach vLLM, and set its recipe keys.
+
+    --single-copy and LORA_RANK imply a mode, and a contradiction is a problem. None if the recipe or its keys decide.
+    """
     flag, single, rank = translation.text(MODE), translation.text("--single-copy"), translation.number("LORA_RANK")
     if single and flag not in (None, SHARED):
         translation.reject("--single-copy", f"means {MODE} {SHARED}, but {MODE} is {flag}", "remove one of them")
@@ -145,13 +157,13 @@ def _default(translation: Translation, row: Row, mode: str | None) -> Value | No
 
 
 def split_length(setting: Setting, _: Settings) -> None:
-    """Split the length of a sequence: a quarter for the prompt, three quarters for the completion."""
+    """Split the length of a sequence into recipe keys: a quarter for the prompt, three quarters for the completion."""
     prompt = setting.number // 4
     setting.write({"max_prompt_length": prompt, "max_completion_length": setting.number - prompt})
 
 
 def device(setting: Setting, settings: Settings) -> None:
-    """Accept only the device of the environment."""
+    """Reject any device except the one that the Python environment was installed for."""
     requested, installed = setting.value, settings.device
     if requested != installed:
         fix = f"set {installed}, or create another environment: make setup DEVICE={requested.partition(':')[0]}"
@@ -161,14 +173,14 @@ def device(setting: Setting, settings: Settings) -> None:
 
 
 def existing_file(setting: Setting, _: Settings) -> None:
-    """Accept an existing file that the launch does not need."""
+    """Accept the path of an existing file, which the launch does not need; reject a missing file."""
     setting.accept("the trainer gets the location of the shared copy from the server")
     if not os.path.isfile(os.path.expanduser(setting.value)):
         setting.reject(f"file '{setting.value}' not found", "set an existing file, or remove it")
 
 
 def same_model(setting: Setting, settings: Settings) -> None:
-    """Accept only the run's model."""
+    """Accept only the model of ``--model-name``, without setting a key."""
     _accept_same(setting, setting.value == settings.values.get(MODEL))
 
 
@@ -183,13 +195,14 @@ def same_server(setting: Setting, settings: Settings) -> None:
 
 
 def _accept_same(setting: Setting, is_same: bool) -> None:
+    """Accept a setting that needs no recipe key; reject it if its value is not the same as the launch's."""
     setting.accept("the launch passes the same value to its environments")
     if not is_same:
         setting.reject(f"'{setting.value:.100}' has no equivalent here")
 
 
 def shared_weights(setting: Setting, settings: Settings) -> None:
-    """Accept only a value that agrees with the weight bridge mode."""
+    """Reject a value that is not true in the weight bridge mode shared_vllm; ignore a true value in other modes."""
     shared, shares = settings.values[MODE] == SHARED, as_bool(setting.value) is True
     if shared and not shares:
         fix = f"export {setting.name}=1, or unset it"
@@ -201,7 +214,7 @@ def shared_weights(setting: Setting, settings: Settings) -> None:
 def _read_environment_flags(
     translation: Translation, environment_flags: list[tuple[str, str]], settings: Settings
 ) -> None:
-    """Translate the flags of an environment to recipe keys, or to fields of its configuration."""
+    """Translate the flags of an environment: to recipe keys, or ``--env.FIELD`` to atropos_environment_args."""
     fields: dict[str, Any] = {}
     for name, text in environment_flags:
         translation.flags[name] = Value(text, name, from_text=True)
@@ -222,14 +235,17 @@ def _read_environment_flags(
 
 
 def _read_yaml(name: str, text: str) -> Any:
-    """Return the value of a text in YAML."""
+    """Return the value of a YAML text; ConfigError names the flag ``name`` if the text is not valid."""
     invalid = config_error(name, f"'{text:.100}' is not valid YAML", "quote it as YAML requires")
     with translate_error(yaml.YAMLError, lambda _: invalid):
         return yaml.safe_load(text)
 
 
 def translate_counts(translation: Translation, value: Callable[[str], Any], mode: str | None) -> None:
-    """Translate the numbers of sequences, steps and GPUs; ``value`` looks up a recipe key."""
+    """Translate the numbers of sequences, steps and GPUs, which depend on the recipe.
+
+    ``value`` looks up a recipe key, ``mode`` is the weight bridge mode. Results are added to ``translation``.
+    """
     _read_sequences(translation, value)
     _need_room_for_adapters(translation, value("lora_r"), mode)
     interval = translation.number(INTERVAL)
@@ -256,7 +272,7 @@ def translate_counts(translation: Translation, value: Callable[[str], Any], mode
 
 
 def _need_room_for_adapters(translation: Translation, rank: Any, mode: str | None) -> None:
-    """Reject a --max-lora-rank that is too small for --lora-r."""
+    """Reject a --max-lora-rank that is smaller than the recipe's lora_r; note that any other value has no effect."""
     name = "--max-lora-rank"
     room = translation.number(name) if mode in (None, *ADAPTERS) else None
     if room is not None and isinstance(rank, int) and room < rank:
@@ -266,7 +282,10 @@ def _need_room_for_adapters(translation: Translation, rank: Any, mode: str | Non
 
 
 def _read_sequences(translation: Translation, value: Callable[[str], Any]) -> None:
-    """Translate BATCH_SIZE, the sequences of a step, unless a flag sets their number."""
+    """Translate BATCH_SIZE, the sequences of a step, to prompts_per_step; a flag for the same number overrides it.
+
+    Reject a size that is not a multiple of num_generations.
+    """
     size, group = translation.number("BATCH_SIZE"), value("num_generations")
     flags = [name for name in (BATCH, ACCUMULATION) if name in translation.flags]
     flags += [f"--{key}" for key in ("prompts_per_step", "per_device_train_batch_size") if key in translation.explicit]

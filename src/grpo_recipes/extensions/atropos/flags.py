@@ -19,7 +19,7 @@ SCRIPT = "run_atropos_grpo.sh"
 
 
 def help_of(row: Row) -> str:
-    """Return the help line of a flag, with its default."""
+    """Return the text that ``--help`` prints for a flag: meaning, or replacement if not supported, with the default."""
     default = "" if row.default is None else f" (default {row.default})"
     return f"{row.help or row.fix}{default}{f'; {row.remark}' if row.remark else ''}"
 

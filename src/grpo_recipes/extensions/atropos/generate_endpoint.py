@@ -36,10 +36,12 @@ router = APIRouter()
 
 
 class _ServingGroups(OpenAIServingCompletion):
+    """vLLM's completions code, changed to return the format that atroposlib's ``VLLMServer`` reads."""
+
     def request_output_to_completion_response(  # type: ignore[override]
         self, final_res_batch: list[RequestOutput], request: CompletionRequest, request_id: str, *_: Any
     ) -> dict[str, Any]:
-        """Return the answer that ``VLLMServer`` reads: lists with an entry for each completion."""
+        """Return texts, token ids, finish reasons and log-probs: lists with an entry for each completion."""
         (result,) = final_res_batch
         for output in result.outputs:
             self._raise_if_error(output.finish_reason, request_id)
@@ -66,11 +68,13 @@ def _sampled_logprobs(output: CompletionOutput) -> list[list[dict[int, float]]]:
 
 
 def _token_logprobs(position: Mapping[int, Any] | None) -> dict[int, float]:
+    """Return the log-prob of each token id that vLLM lists at a position; {} for None."""
     return {token: _finite(entry.logprob) for token, entry in (position or {}).items()}
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)  # JSON has no minus infinity
+    """Return the log-prob, raised to the lowest finite number: JSON has no minus infinity."""
+    return max(logprob, LOWEST_LOGPROB)
 
 
 def read_request(body: Mapping[str, Any], longest: int, sampling: Mapping[str, Any]) -> CompletionRequest:
@@ -107,6 +111,7 @@ def read_request(body: Mapping[str, Any], longest: int, sampling: Mapping[str, A
 
 
 def _prompt_ids(prompt: Any, longest: int) -> list[int]:
+    """Return the token ids of a prompt; ConfigError if there are none, or they leave no room for a completion."""
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     if not (isinstance(ids, list) and ids and all(type(token) is int for token in ids)):
         fix = 'send "prompt": {"prompt_token_ids": [1, 2, 3]}'
@@ -121,7 +126,10 @@ def _prompt_ids(prompt: Any, longest: int) -> list[int]:
 @with_cancellation
 @load_aware_call
 async def generate(body: dict[str, Any], raw_request: Request) -> JSONResponse:
-    """Sample completions of one prompt for an environment."""
+    """Sample completions of one prompt with the trained weights: the adapter if the server has one, else the model.
+
+    A wrong request is answered with status 400 and the problem.
+    """
     serving = copy.copy(raw_request.app.state.openai_serving_completion)
     serving.__class__ = _ServingGroups
     try:
@@ -129,7 +137,6 @@ async def generate(body: dict[str, Any], raw_request: Request) -> JSONResponse:
         request = read_request(body, serving.model_config.max_model_len, sampling)
     except ConfigError as error:
         return JSONResponse({"error": str(error)}, 400)
-    # The trained weights: the adapter if the server has one, else the model.
     request.model = next(iter(serving.models.lora_requests), None)
     answer = await serving.create_completion(request, raw_request)
     if isinstance(answer, ErrorResponse):

@@ -97,11 +97,12 @@ class Group:
 
     @cached_property
     def _flat(self) -> _FlatRows:
+        """The concatenated rows; ValueError if a value is not a number."""
         return _FlatRows(self)
 
     @cached_property
     def _problem(self) -> str | None:
-        """The problem that every model has with this group, or None; computed once."""
+        """The first problem that makes this group unusable for every model, or None; computed once."""
         try:
             return _shape_problem(self) or _mask_problem(self._flat) or _number_problem(self) or _setting_problem(self)
         except ValueError as error:  # raised by _flat
@@ -140,7 +141,7 @@ class _FlatRows:
 
 
 def _concatenate(rows: Sequence[Any], kind: str, name: str) -> np.ndarray:
-    """Return the concatenated rows as int64 (``q``) or float64 (``d``).
+    """Return the concatenated rows as int64 (``q``) or float64 (``d``); ValueError names the trajectory and the field.
 
     ``array`` converts a list twice as fast as numpy, and rejects a float among integers.
     """
@@ -177,7 +178,7 @@ def find_group_problem(group: Group, *, size: int, longest: int | None, vocabula
 
 
 def _shape_problem(group: Group) -> str | None:
-    """Describe the first wrong number of rows, or of values in a row."""
+    """Describe the first wrong number of rows, or of values in a row; None if all lengths agree."""
     count = len(group.tokens)
     if group.inference_logprobs is None:
         return "no inference_logprobs"
@@ -197,7 +198,7 @@ def _shape_problem(group: Group) -> str | None:
 
 
 def _mask_problem(flat: _FlatRows) -> str | None:
-    """Describe the first wrong token or mask."""
+    """Describe the first token or mask that is wrong, or a trajectory without a usable trained token; None if valid."""
     if (wrong := flat.tokens < 0).any():
         return f"trajectory {flat.row(wrong)}: token id {flat.tokens[np.argmax(wrong)]}"
     if (wrong := flat.trained & (flat.labels != flat.tokens)).any():
@@ -213,7 +214,7 @@ def _mask_problem(flat: _FlatRows) -> str | None:
 
 
 def _number_problem(group: Group) -> str | None:
-    """Describe the first log-prob, score or advantage that can't be trained on."""
+    """Describe the first log-prob, score or advantage that can't be trained on; None if all are valid."""
     flat = group._flat
     logprobs = flat.columns["inference_logprobs"]
     if (wrong := flat.trained & ~np.isfinite(logprobs)).any():
@@ -249,7 +250,7 @@ def _to_float(number: float) -> float:
 
 
 def _setting_problem(group: Group) -> str | None:
-    """Describe the first free-form setting that is not supported."""
+    """Describe a setting that is not supported: supervised fine-tuning, or an impossible temperature; None if valid."""
     if group.group_overrides.get("sft"):
         return "a group for supervised fine-tuning (group_overrides.sft)"
     for index in range(len(group.tokens)):
@@ -286,7 +287,10 @@ def join_parts(groups: Sequence[Group], size: int) -> tuple[list[Group], list[Gr
 
 
 def _choose_parts(parts: Sequence[Group], size: int) -> list[int]:
-    """Return the indices of parts that add up to ``size``: the first, then each that fits; empty if they do not."""
+    """Return indices of parts with ``size`` trajectories in total: the first part, then each that fits.
+
+    [] if too few.
+    """
     chosen: list[int] = []
     for index, part in enumerate(parts):
         if len(part.tokens) <= size:
@@ -312,7 +316,7 @@ def _part_key(group: Group) -> Any:
 
 
 def _join(parts: Sequence[Group]) -> Group:
-    """Return one group with the rows of all parts."""
+    """Return one group with the rows of all parts, the settings of the first, and the oldest policy version."""
     row_fields = ("tokens", "masks", "scores", "overrides", *_PER_TOKEN, *_PASSED_ON)
     rows: dict[str, Any] = {
         name: None if getattr(parts[0], name) is None else [row for part in parts for row in getattr(part, name)]
@@ -386,7 +390,7 @@ def to_trajectories(group: Group) -> list[Trajectory]:
 
 
 def _exact_rows(flat: _FlatRows, narrow: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return for each column which trajectories, (G,), can be restored exactly from float32.
+    """Return for each column of ``narrow`` whether each trajectory, (G,), can be restored exactly from float32.
 
     Values of untrained tokens are not stored in float32: they must have the values that ``from_trajectories`` fills in.
     """
@@ -436,12 +440,13 @@ def from_trajectories(rows: Sequence[Trajectory]) -> Group:
 
 
 def _group_key(row: Trajectory) -> Any:
-    """Return a key that is equal for all rows of a group."""
+    """Return a key that is equal for all trajectories of a group, by which rows of several groups are detected."""
     passed_on = {*row.extras} & {*_PASSED_ON, "ref_logprobs"}
     return row.env_id, row.policy_version, row.settings, row.advantages is None, passed_on
 
 
 def _labels(row: Trajectory, tokens: list[int]) -> list[int]:
+    """Return the masks of a trajectory as run-api has them: the token if it is trained on, else -100."""
     prompt_length = len(row.prompt_ids)
     if row.mask.all():
         return [UNTRAINED] * prompt_length + tokens[prompt_length:]
@@ -449,6 +454,7 @@ def _labels(row: Trajectory, tokens: list[int]) -> list[int]:
 
 
 def _logprobs(row: Trajectory) -> list[float]:
+    """Return the log-probs of all tokens, 1 if not trained on; the exact original values unless they were changed."""
     trained = row.logprobs if row.mask.all() else np.where(row.mask, row.logprobs, UNTRAINED_LOGPROB)
     restored = [UNTRAINED_LOGPROB] * len(row.prompt_ids) + trained.tolist()
     original = row.extras.get("inference_logprobs")
@@ -459,6 +465,7 @@ def _logprobs(row: Trajectory) -> list[float]:
 
 
 def _advantages(row: Trajectory) -> list[float]:
+    """Return the advantages of all tokens, 0 in the prompt; the exact original values unless they were changed."""
     assert row.advantages is not None
     original = row.extras.get("advantages")
     if original is not None and np.array_equal(np.array(original[len(row.prompt_ids) :], np.float32), row.advantages):

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from grpo_recipes.cli import Parser, load_command, recipe_name, run_reporting_errors
@@ -62,15 +61,20 @@ class AtroposLaunch(LaunchRequest):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Launch a run; return its exit code, or 2 after printing every problem with the flags."""
+    """Launch a run as the flags request; return its exit code, or 2 after printing every problem with the flags."""
     return run_reporting_errors(lambda: _launch(read(list(sys.argv[1:] if argv is None else argv))))
 
 
 def read(arguments: list[str]) -> AtroposLaunch:
-    """Return the launch that flags and variables request; ConfigError lists all problems with them."""
+    """Return the launch that flags and variables request, with a checked plan; ConfigError lists all problems.
+
+    To resume a run without --config, the launch only has the flags: the run directory has recipe and plan.
+    """
     options, words = _parser().parse_known_args(arguments)
     environment_flags, flags = _split_environment_flags(words)
-    if problems := [*_rejected_flags(options), *unknown_flags(flags, [*FLAGS.by_name, READ_ALL], PROGRAM)]:
+    rejected = [row for row in FLAGS.rows if row.rejected and getattr(options, _attribute(row.name)) is not None]
+    problems = [Problem(row.name, "has no equivalent here", row.fix) for row in rejected]
+    if problems := [*problems, *unknown_flags(flags, [*FLAGS.by_name, READ_ALL], PROGRAM)]:
         raise ConfigError(*problems)
     resources, recipe = find_resources(os.environ), _recipe(options)
     device, in_job = resources.device, resources.job is not None
@@ -80,7 +84,9 @@ def read(arguments: list[str]) -> AtroposLaunch:
     translation = Translation(values, explicit, os.environ, uses_base, options.read_variables, device, in_job)
     mode = translate_flags(translation, environment_flags)
     if recipe is not None:
-        merged, _ = merge_recipe(_find_recipe_file(recipe, device), flags, os.environ, device, translation.keys)
+        with translate(ConfigError, lambda error: with_flags_of(error, {}, {"RECIPE": "--config"})):
+            file = choose_recipe(recipe, os.environ, GRPO, device)
+        merged, _ = merge_recipe(file, flags, os.environ, device, translation.keys)
         translate_counts(translation, lambda key: merged.values[key].value, mode)
         translation.problems += _missing_source(merged)
     if translation.problems:
@@ -96,6 +102,7 @@ def read(arguments: list[str]) -> AtroposLaunch:
 
 
 def _launch(request: AtroposLaunch) -> int:
+    """Print the notes and launch the run; return its exit code. ConfigError if an external run-api can't be reached."""
     reject_other_launchers(f"{COMMAND} --num_processes", os.environ)
     request.announce()
     if request.api_url and not request.options.dry_run and not can_reach(request.api_url, os.environ):
@@ -116,6 +123,7 @@ def _rename_keys(error: ConfigError, keys: Mapping[str, Value]) -> ConfigError:
 
 
 def _attribute(name: str) -> str:
+    """Return the name of a flag's attribute in the parsed options."""
     return name.removeprefix("--").replace("-", "_")
 
 
@@ -160,7 +168,7 @@ def _parser() -> Parser:
 
 
 def _split_environment_flags(words: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return the flags of an environment, e.g. ``--env.seed``, with their values, and all other words."""
+    """Split words into pairs of environment flag and value, e.g. (``--env.seed``, ``1``), and all other words."""
     environment_flags: list[tuple[str, str]] = []
     flags: list[str] = []
     value_follows = False  # whether the next word is the value of the last environment flag
@@ -176,25 +184,17 @@ def _split_environment_flags(words: list[str]) -> tuple[list[tuple[str, str]], l
     return environment_flags, flags
 
 
-def _rejected_flags(options: argparse.Namespace) -> Iterator[Problem]:
-    for row in FLAGS.rows:
-        if row.rejected and getattr(options, _attribute(row.name)) is not None:
-            yield Problem(row.name, "has no equivalent here", row.fix)
-
-
 def _recipe(options: argparse.Namespace) -> str | None:
     """Return the recipe of --config, of the variable CONFIG, or ``BASE``; None to resume a run without --config."""
     name = recipe_name(options)
     return name if name or options.resume is not None else os.environ.get("CONFIG") or str(home() / BASE)
 
 
-def _find_recipe_file(recipe: str, device: str) -> Path:
-    with translate(ConfigError, lambda error: with_flags_of(error, {}, {"RECIPE": "--config"})):
-        return choose_recipe(recipe, os.environ, GRPO, device)
-
-
 def _read_values(options: argparse.Namespace, uses_base: bool) -> tuple[dict[str, Value], list[str]]:
-    """Return the value of each flag, from the command line or a variable, and a note for each variable."""
+    """Return the value of each flag that is set, and a note for each variable that sets a flag.
+
+    A flag overrides its variable. Defaults of variables apply only without a recipe. A resumed run reads no variables.
+    """
     texts = {row.name: getattr(options, _attribute(row.name)) for row in FLAGS.rows}
     values = {name: Value(text, name, from_text=True) for name, text in texts.items() if text is not None}
     notes = []
@@ -208,7 +208,10 @@ def _read_values(options: argparse.Namespace, uses_base: bool) -> tuple[dict[str
 
 
 def _last_run_variables(translation: Translation) -> dict[str, str]:
-    """Return RUN_ROOT to find the last run: a flag for it would count as a change of the run."""
+    """Return the variable RUN_ROOT, the folder in which ``--resume last`` looks for a run.
+
+    A flag for it would count as a change of the run, so the key is removed from ``translation``.
+    """
     if "run_root" in translation.explicit:
         return {}
     default = os.environ.get("RUN_ROOT") or FLAGS.by_name[SAVE_PATH].default
@@ -224,7 +227,10 @@ def _missing_source(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _limit_gpus(translation: Translation, resources: Resources, dry_run: bool) -> tuple[Resources, list[str]]:
-    """Return the devices of the launch, limited by NUM_GPUS, and notes; a dry run simulates missing GPUs."""
+    """Return the devices, only the first NUM_GPUS if that variable is set, and notes.
+
+    A dry run simulates missing GPUs.
+    """
     if resources.device == "cpu" or "NUM_GPUS" not in translation.flags:
         return resources, []
     count = int(translation.text("NUM_GPUS"))
@@ -233,7 +239,10 @@ def _limit_gpus(translation: Translation, resources: Resources, dry_run: bool) -
 
 
 def _check(request: AtroposLaunch) -> AtroposLaunch:
-    """Check the recipe and the plan of a new run; add notes about its batches and its run-api."""
+    """Check the recipe and the plan of a new run.
+
+    Return the request with notes about batches, and its run-api's URL.
+    """
     options, device = request.options, request.resources.device
     recipe = resolve_recipe(options.recipe, options.task, options.flags, os.environ, device, options.keys)
     if device == "cuda" and len(request.resources.gpus) == 1 and recipe["weight_sync"] != "shared":

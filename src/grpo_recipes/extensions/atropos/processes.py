@@ -35,7 +35,7 @@ PORT = "atropos_port"
 
 
 def api_url(recipe: Recipe, ports: Ports) -> str | None:
-    """Return the URL of run-api, started by the launch or named by the recipe; None without Atropos."""
+    """Return the URL of run-api, started by the launch or set in the recipe; None without Atropos."""
     if not uses_atropos(recipe.__getitem__):
         return None
     return (
@@ -69,7 +69,7 @@ def atropos_line(recipe: Recipe, plan: Plan) -> str | None:
 
 
 def restart_note(recipe: Recipe) -> str:
-    """Describe the cost of weight_sync: restart in a run with Atropos."""
+    """Return a note about the time and the old groups that weight_sync: restart costs in a run with Atropos."""
     staleness = recipe["atropos_max_staleness"]
     age = "of any age" if staleness is None else f"up to {staleness} steps old"
     return (
@@ -80,7 +80,7 @@ def restart_note(recipe: Recipe) -> str:
 
 
 def run_api(plan: Plan, names: Names) -> Process | None:
-    """Return the process of run-api, on the first node; None if the launch starts none.
+    """Return the process of the run-api that the launch starts on the first node; None if it starts none.
 
     run-api ignores a second registration, so it restarts together with the trainers.
     """
@@ -107,7 +107,7 @@ def run_api(plan: Plan, names: Names) -> Process | None:
 
 
 def environments(recipe: Recipe, plan: Plan, names: Names) -> list[Process]:
-    """Return the processes of the environments, on the first node."""
+    """Return a process for each environment of the recipe, on the first node; [] if the recipe lists none."""
     url = api_url(recipe, plan.ports)
     addresses = ("--api-url", str(url), "--server-url", f"http://{plan.server_host}:{plan.ports.server}")
     after = (RUN_API, "server") if PORT in plan.ports.extensions else ("server",)
@@ -132,12 +132,15 @@ class AtroposRoles(Roles):
     """The processes of Atropos: run-api and the environments that send groups to it."""
 
     def data(self, recipe: Recipe, plan: Plan) -> Data | None:
-        """Return the line about environments, batch and run-api."""
+        """Return the plan's line about environments, batch and run-api; None without Atropos."""
         line = atropos_line(recipe, plan)
         return Data("groups", line) if line else None
 
     def problems(self, recipe: Recipe, plan: Plan) -> Iterator[Problem]:
-        """Yield a problem if run-api would hand out no batch, or rank 0 could not reach it."""
+        """Yield a problem if run-api would hand out no batch, or if rank 0 is on another node than run-api.
+
+        Only the launch's own run-api is checked for its node.
+        """
         if not uses_atropos(recipe.__getitem__):
             return
         deadlocks = [*packing_problems(recipe, rows_of_generation(recipe, plan.batch))]
@@ -151,16 +154,16 @@ class AtroposRoles(Roles):
             yield Problem(where, message, fix)
 
     def notes(self, recipe: Recipe, plan: Plan) -> Iterator[str]:
-        """Yield the cost of weight_sync: restart."""
+        """Yield a note about the cost of weight_sync: restart, if the plan uses it with Atropos."""
         if plan.bridge == "restart" and uses_atropos(recipe.__getitem__):
             yield restart_note(recipe)
 
     def needs_server(self, recipe: Recipe) -> tuple[str, str] | None:
-        """Return the reason why a run with Atropos needs the server."""
+        """Return the beginning of the message that a vLLM server is needed, and ""; None without Atropos."""
         return ("Atropos' environments need", "") if uses_atropos(recipe.__getitem__) else None
 
     def samples_by_itself(self, recipe: Recipe) -> bool:
-        """Return whether environments sample while the trainers update."""
+        """Return whether other processes sample while the trainers update: in every run with Atropos."""
         return uses_atropos(recipe.__getitem__)
 
     def processes(self, recipe: Recipe, plan: Plan, names: Names) -> list[Process]:
@@ -169,7 +172,10 @@ class AtroposRoles(Roles):
         return [*([server] if server else []), *environments(recipe, plan, names)]
 
     def server_variables(self, recipe: Recipe, names: Names) -> dict[str, str]:
-        """Return the server's variables for environments in other terminals: their token, and the recipe's sampling."""
+        """Return the server's variables if environments in other terminals may join, else {}.
+
+        They name the file with the environments' token, and the recipe's sampling parameters as JSON.
+        """
         if not admits_environments(recipe.__getitem__):
             return {}
         sampling = {key: recipe[key] for key in ("temperature", *NEUTRAL_SAMPLING) if recipe[key] is not None}
@@ -179,15 +185,18 @@ class AtroposRoles(Roles):
         }
 
     def trainer_flags(self, recipe: Recipe, plan: Plan) -> Mapping[str, object]:
-        """Return the flag with the URL of run-api."""
+        """Return the trainers' flag with the URL of run-api, None without Atropos."""
         return {"--atropos_api_url": api_url(recipe, plan.ports)}
 
     def admit(self, recipe: Recipe, plan: Plan, names: Names) -> str | None:
-        """Write token and settings for environments in other terminals."""
+        """Before the processes start, write token and settings for environments in other terminals.
+
+        Return the command that starts such an environment, or None if none may join.
+        """
         return grant_access(recipe, plan, names)
 
     def dismiss(self, run_dir: Path) -> None:
-        """Remove the token and the settings."""
+        """When the launch ends, remove the files that ``admit`` wrote."""
         revoke_access(run_dir)
 
 

@@ -29,7 +29,7 @@ ATROPOS_ENVIRONMENTS = ("arithmetic", "dataset")
 
 
 def atropos_environments(recipe: Callable[[str], Any]) -> list[AtroposEnvironment]:
-    """Return the Atropos environments that a launch of this recipe starts."""
+    """Return the environments of atropos_environment, else of atropos_mixture; [] if the recipe has neither."""
     if recipe("atropos_environment") is not None:
         return [AtroposEnvironment(recipe("atropos_environment"), recipe("atropos_environment_args") or {})]
     entries = (recipe("atropos_mixture") or {}).get("environments") or []
@@ -47,7 +47,7 @@ def uses_atropos(recipe: Callable[[str], Any]) -> bool:
 
 
 def starts_run_api(recipe: Callable[[str], Any]) -> bool:
-    """Return whether a launch of this recipe starts its own run-api."""
+    """Return whether a launch of this recipe starts its own run-api: it uses Atropos and sets no atropos_api_url."""
     return uses_atropos(recipe) and recipe("atropos_api_url") is None
 
 
@@ -62,7 +62,10 @@ def atropos_labels(recipe: Callable[[str], Any]) -> list[str]:
 
 
 def longest_trajectory(recipe: Callable[[str], Any]) -> int | None:
-    """Return the most tokens of a prompt with its completion; None if the recipe sets no limit."""
+    """Return the most tokens of a prompt with its completion; None if the recipe sets no limit.
+
+    It is the sum of max_prompt_length and max_completion_length, or vllm_max_model_length if one of them is missing.
+    """
     prompt, completion = recipe("max_prompt_length"), recipe("max_completion_length")
     longest = recipe("vllm_max_model_length") if None in (prompt, completion) else prompt + completion
     return None if longest is None else int(longest)
@@ -74,7 +77,7 @@ def run_api_port(recipe: Callable[[str], Any]) -> int | None:
 
 
 def admits_environments(recipe: Callable[[str], Any]) -> bool:
-    """Return whether environments that the user starts in other terminals may sample from the run's server."""
+    """Return whether environments in other terminals may sample from the run's server: with an external run-api."""
     return uses_atropos(recipe) and not starts_run_api(recipe)
 
 

@@ -68,11 +68,11 @@ _MIN_PLACEHOLDERS = 1024
 
 
 class AtroposRollouts(Source):
-    """The rollout source of runs with Atropos; as a function, TRL's ``rollout_func``."""
+    """The source of completions in runs with Atropos; as a function, TRL's ``rollout_func``."""
 
     @classmethod
     def training_prompts(cls, args: ScriptArguments, seed: int, least: int) -> Prompts:
-        """Return placeholder rows, which the groups from run-api replace; an epoch has whole generations."""
+        """Return placeholder prompts, at least 1024 and a multiple of ``least``; the prompts of groups replace them."""
         environments = atropos_environments(partial(getattr, args))
         names = ", ".join(environment.id for environment in environments) or str(args.atropos_api_url)
         count = least * math.ceil(_MIN_PLACEHOLDERS / least)
@@ -107,6 +107,8 @@ class AtroposRollouts(Source):
             generation.vllm_client.expect_other_clients("run-api" not in roles)
 
         def with_policy_version(sync: Callable[[], None]) -> Callable[[], None]:
+            """Return a weight sync that first tells the server the optimizer step of the weights."""
+
             def sync_weights() -> None:
                 if trainer.accelerator.is_main_process:
                     generation.vllm_client.set_policy_version(trainer.state.global_step)
@@ -117,11 +119,18 @@ class AtroposRollouts(Source):
         generation.wrap_sync(with_policy_version)
 
     def start_generation(self, rows: list[dict[str, Any]], name: str) -> None:
-        """Keep the rank's placeholders of the batch; the prompts of the groups replace theirs."""
+        """Keep the rank's rows of the next batch.
+
+        ``__call__`` replaces their placeholder prompts by the groups' prompts.
+        """
         self._placeholders = rows
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Wait for the groups of a generation; return the fields of TRL's ``rollout_func``, and the scores."""
+        """Wait for the groups of a generation.
+
+        Return the fields of TRL's ``rollout_func``, and the scores of this rank's rows. Rank 0 takes the groups, and an
+        error of rank 0 is raised on every rank. Every rank calls this.
+        """
         with trainer.preemption.cutting_short(), trainer.rows.phase("sample"):
             get_result = _broadcast_result(partial(self._take_groups, trainer), trainer.accelerator.is_main_process)
         trainer.preemption.stop_if_agreed()  # before an error is raised: if the run stops, run-api may be gone too
@@ -152,7 +161,9 @@ class AtroposRollouts(Source):
         return self._completions
 
     def annotate(self, trainer: Any, output: dict[str, Any]) -> None:
-        """Mask trajectories with an advantage set to zero; add temperatures, and the rows that the guard may compare.
+        """Mask rows whose environment sets the advantage to zero.
+
+        Add temperatures, and the rows with the current weights.
 
         Masked tokens still count in the mean over tokens, as with an advantage of 0. Unlike those, they get no KL
         penalty.
@@ -199,19 +210,27 @@ class AtroposRollouts(Source):
         output["old_per_token_logps"] = output["sampling_per_token_logps"]
 
     def _zeroed(self, device: torch.device) -> torch.Tensor:
+        """Return whether the environment sets the advantage of each of the rank's rows to zero, (B,)."""
         return torch.tensor([row.zeroed for row in self._rank_rows], device=device)
 
     def _advantage_divisor(self, group: int, size: int) -> float:
-        """Return the standard deviation of a group's own advantages if the recipe normalizes them, else 1."""
+        """Return the standard deviation of the token advantages of the ``group``-th group.
+
+        1 if it is about 0, or not wanted. Only trained tokens of rows that are not zeroed count.
+        """
         rows = [row for row in self._generation.rows[group * size : (group + 1) * size] if not row.zeroed]
         values = [row.advantages[row.mask.astype(bool)] for row in rows if row.advantages is not None]
         deviation = float(numpy.concatenate(values).std()) if values else 0.0
         return deviation if self._script.atropos_normalize_advantages and deviation > _MIN_DEVIATION else 1.0
 
     def _read_temperatures(self, trainer: Any) -> torch.Tensor | None:
-        """Return the temperature of each of the rank's rows, (B,); None if all ranks have the recipe's temperature."""
+        """Return the sampling temperature of each of the rank's rows, (B,).
+
+        None if every row of all ranks has the recipe's. Greedy rows have 1.
+        """
 
         def effective_temperature(row: Trajectory) -> float:
+            """Return the temperature by which logits are divided to get the row's log-probs."""
             temperature = trainer.temperature if row.temperature is None else row.temperature
             return float(temperature) if temperature > 0 else 1.0  # for greedy tokens vLLM returns plain log-probs
 
@@ -223,7 +242,10 @@ class AtroposRollouts(Source):
     # --- on rank 0 -------------------------------------------------------------------------------------------------
 
     def _take_groups(self, trainer: Any) -> Generation:
-        """Take the groups of a generation from run-api; the first call registers this training."""
+        """Wait for the groups of a generation, of all ranks; return them with metrics.
+
+        The first call registers at run-api.
+        """
         client = self._client = self._client or self._register(trainer)
         world, size, step = trainer.accelerator.num_processes, trainer.num_generations, trainer.state.global_step
         previous_counts, started = dict(client.counts), time.monotonic()
@@ -258,7 +280,10 @@ class AtroposRollouts(Source):
         )
 
     def _register(self, trainer: Any) -> AtroposClient:
-        """Register with run-api, which lets environments start; call this once the server has the weights."""
+        """Return a client that has registered this training at run-api; environments can start then.
+
+        Call this once the server has the weights.
+        """
         script, args = self._script, self._args
         client = AtroposClient(
             str(script.atropos_api_url),  # set by the launcher if it starts run-api
@@ -294,7 +319,7 @@ class AtroposRollouts(Source):
         )
 
     def _describe_run(self, trainer: Any) -> list[str]:
-        """Return lines about the server and the logs of the run, for a wait without groups."""
+        """Return lines about the vLLM server's state and the paths of logs, for the error of a wait without groups."""
         lines = []
         if trainer.use_vllm:
             client = trainer.vllm_generation.vllm_client
@@ -332,7 +357,10 @@ class AtroposRollouts(Source):
         return bool(trainer.preemption.stop.cuts())
 
     def _environment_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the mean score and the fraction of groups of each environment, if there are several."""
+        """Return the mean score and the fraction of groups of each environment.
+
+        {} until a second environment was seen.
+        """
         scores: dict[str, list[list[float]]] = defaultdict(list)
         for group in groups:
             scores[str(group.generation_params.get("environment", group.env_id))].append(group.scores)
@@ -356,6 +384,7 @@ def _broadcast_result(work: Callable[[], _Result], is_main: bool) -> Callable[[]
     broadcast_object_list(outcome, from_process=0)
 
     def get_result() -> _Result:
+        """Return the result of rank 0; raise its error, on other ranks as AtroposError."""
         if outcome[1] is not None:
             raise failures[0] if failures else AtroposError(outcome[1])
         result: _Result = outcome[0]
@@ -365,18 +394,18 @@ def _broadcast_result(work: Callable[[], _Result], is_main: bool) -> Callable[[]
 
 
 def _is_neutral(group: Group) -> bool:
-    """Return whether the group was sampled from the model's distribution, except for the temperature."""
+    """Return whether a group's sampling parameters, except the temperature, leave the model's log-probs unchanged."""
     return all(group.generation_params.get(name) in (None, *values) for name, values in _NEUTRAL_VALUES.items())
 
 
 def _staleness(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """Return how many optimizer steps the weights of the groups are behind, mean and maximum; empty if unknown."""
+    """Return two metrics: how many optimizer steps the groups' weights are behind, mean and maximum; {} if unknown."""
     steps = [float(step - group.policy_version) for group in groups if group.policy_version is not None]
     return {"atropos/staleness_mean": fmean(steps), "atropos/staleness_max": max(steps)} if steps else {}
 
 
 def _to_messages(row: Trajectory, tokenizer: Any) -> list[Message]:
-    """Return a completion as messages: trained tokens are from the policy, all others from the environment."""
+    """Return a completion as messages: runs of trained tokens are assistant messages, all others user messages."""
     parts = groupby(zip(row.mask.tolist(), row.completion_ids.tolist(), strict=True), key=itemgetter(0))
     return [
         {

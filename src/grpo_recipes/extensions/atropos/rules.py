@@ -41,7 +41,7 @@ def takes_groups(recipe: Recipe) -> bool:
 
 
 class Atropos(PromptSource):
-    """Groups that Atropos environments sample and score; the trainer gets them from run-api."""
+    """The source of training data in runs with Atropos: groups that environments sample and score."""
 
     title = "Atropos"
     keys = _SOURCE_KEYS
@@ -55,14 +55,14 @@ class Atropos(PromptSource):
         return takes_groups(recipe)
 
     def user_code(self, lookup: Lookup) -> list[str]:
-        """Return the user's environments, and the rewards of the shipped environments."""
+        """Return the places of the user's environments (``file.py:Class``), and the rewards of shipped environments."""
         environments = atropos_environments(lookup)
         rewards = [environment.args.get("reward") for environment in environments]
         specs = [environment.id for environment in environments if ":" in environment.id]
         return [*specs, *(reward for reward in rewards if isinstance(reward, str))]
 
     def uses_reward_variables(self, lookup: Lookup) -> bool:
-        """Return whether the launch starts environments; only they get the variables."""
+        """Return whether the launch starts environments: only their rewards read the variables of rewards."""
         return bool(atropos_environments(lookup))
 
 
@@ -70,7 +70,7 @@ SOURCE = Atropos()
 
 
 def _missing_limit(recipe: Recipe) -> list[str]:
-    """Return the key to add if nothing limits prompts and completions of the environments, as a list."""
+    """Return [key] with the length limit that the recipe must add for its environments; [] if it has a limit."""
     if not atropos_environments(recipe.__getitem__) or longest_trajectory(recipe.__getitem__) is not None:
         return []
     return ["vllm_max_model_length" if recipe["max_completion_length"] is None else "max_prompt_length"]
@@ -184,7 +184,7 @@ def _id_problems(recipe: Recipe, index: int, spec: str) -> Iterator[Problem]:
 
 
 def _args_problems(recipe: Recipe, index: int, environment: AtroposEnvironment) -> Iterator[Problem]:
-    """Yield the problems of an environment's arguments."""
+    """Yield the problems of an environment's arguments: unknown fields, user code, and numbers that can't work."""
     args, size = environment.args, recipe["num_generations"]
     where = locate_environment(recipe, index, "args")
     if isinstance(reward := args.get("reward"), str) and ":" in reward:
@@ -201,7 +201,7 @@ def _args_problems(recipe: Recipe, index: int, environment: AtroposEnvironment) 
 
 
 def argument_notes(recipe: Recipe) -> Iterator[str]:
-    """Yield a note for each environment if its arguments can only be checked by importing it."""
+    """Yield a note for each environment whose arguments only `grpo check --deep` can check, by importing it."""
     for index, environment in enumerate(atropos_environments(recipe.__getitem__)):
         if environment.args and configuration_of(environment.id) is None:
             message = f"the source of '{environment.id}' does not show its fields: run grpo check --deep to check them"
@@ -209,7 +209,7 @@ def argument_notes(recipe: Recipe) -> Iterator[str]:
 
 
 def _code_problems(recipe: Recipe, spec: str, where: str) -> Iterator[Problem]:
-    """Yield the problem of loading the user's code, unless the run has a copy of it."""
+    """Yield a problem if the user's code in ``spec`` can't be loaded and the run directory has no copy of it."""
     run = recipe.path.parent
     copied = (run / "run.json").exists() and copy_path(spec, run / REWARD_COPIES).exists()
     if not copied and (problem := spec_problem(spec, where)):
@@ -217,7 +217,7 @@ def _code_problems(recipe: Recipe, spec: str, where: str) -> Iterator[Problem]:
 
 
 def packing_problems(recipe: Recipe, batch_size: int) -> Iterator[Problem]:
-    """Yield a problem if run-api would never hand out batches of ``batch_size`` sequences of these environments."""
+    """Yield a problem if batches of ``batch_size`` sequences can't be packed from the environments' groups."""
     environments, size = atropos_environments(recipe.__getitem__), recipe["num_generations"]
     if not environments or any(environment.args.get("group_size", size) != size for environment in environments):
         return  # a wrong group_size is reported separately

@@ -44,12 +44,12 @@ Collected = dict[str, Any] | list[dict[str, Any] | None] | None  # a group, seve
 
 
 class MetricsFile(BaseEnv):
-    """A base below the environment's class, so that its ``wandb_log`` writes to a file first."""
+    """Base class below the environment's class: its ``wandb_log`` writes metrics to a file instead of W&B."""
 
     metrics_file: Path
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Append the numbers that the environment logs to the file, with run-api's step."""
+        """Call BaseEnv's method, then append the numbers among the metrics, and run-api's step, as a line of JSON."""
         metrics = {} if wandb_metrics is None else wandb_metrics
         await super().wandb_log(metrics)
         numbers = {
@@ -61,7 +61,7 @@ class MetricsFile(BaseEnv):
 
 
 class RunEnvironment(BaseEnv):
-    """A base above the environment's class: its methods run first and call the environment's."""
+    """Base class above the environment's class: its methods run first and call the environment's."""
 
     label: str  # name of the environment in the run
     api_url: str  # URL of run-api
@@ -106,6 +106,7 @@ class RunEnvironment(BaseEnv):
     async def _collect_in_slot(self, item: Any) -> tuple[Collected, list[Any]]:
         """Wait until the environment's weight allows another group under way, and collect it.
 
+        At most as many groups are under way as may wait for the trainer, or as there are workers.
         atroposlib divides 512 requests by weight. An environment that samples a whole group with a single request
         never reaches its share of them.
         """
@@ -113,18 +114,18 @@ class RunEnvironment(BaseEnv):
         if not hasattr(self, "status_dict"):  # before atroposlib's first request to run-api, and so before training
             return await collect(item)
         if self._slots is None:
-            self._slots = AsyncSemWithAdaptiveWeight(self._max_groups_under_way())
+            waiting = self.config.max_batches_offpolicy * self.config.batch_size // self.config.group_size
+            self._slots = AsyncSemWithAdaptiveWeight(max(1, min(self.max_num_workers, waiting)))
         self._slots.update_weight(self.status_dict["env_weight"])  # 1 without other environments
         async with self._slots:
             return await collect(item)
 
-    def _max_groups_under_way(self) -> int:
-        """Return the number of groups that may wait for the trainer, or of workers if that is less."""
-        waiting = self.config.max_batches_offpolicy * self.config.batch_size // self.config.group_size
-        return max(1, min(self.max_num_workers, waiting))
-
     async def _collect_rows(self, item: Any) -> tuple[Collected, list[Any]]:
-        """Collect each trajectory of a group separately, as BaseEnv does, but keep their log-probs."""
+        """Collect each trajectory of a group separately, as BaseEnv does.
+
+        Return the group, with log-probs, and the backlog. An optional field is left out unless all trajectories have
+        it. ValueError if a trajectory is not a dict.
+        """
         results = await asyncio.gather(*(self.collect_trajectory(item) for _ in range(self.config.group_size)))
         rows = [row for row, _ in results]
         if not all(isinstance(row, dict) for row in rows):
@@ -140,14 +141,14 @@ class RunEnvironment(BaseEnv):
         return group, [later for _, backlog in results for later in backlog]
 
     async def register_env(self) -> None:
-        """Register at run-api as the environment does, and record the id."""
+        """Register at run-api as the environment does, and record its id for a later process."""
         await super().register_env()
         record_id(self.id_file, self.api_url, self.env_id)
         say(f"registered at run-api as environment {self.env_id}, {self.config.wandb_name}")
 
 
 def adapt_class(kind: type[BaseEnv], run: Path, index: int, label: str, **attributes: Any) -> type[BaseEnv]:
-    """Return a subclass of an environment's class for the INDEX-th environment of a run directory.
+    """Return a subclass of an environment's class, as the module describes, for the INDEX-th environment of a run.
 
     Shipped environments, and those derived from RecipeEnv, log no metrics, so they get no metrics file.
     """
@@ -164,13 +165,13 @@ def adapt_class(kind: type[BaseEnv], run: Path, index: int, label: str, **attrib
 
 
 def record_id(file: Path, api_url: str, env_id: int) -> None:
-    """Write the id of an environment, with the run-api that assigned it."""
+    """Write the environment's id and process to a JSON file, with the run-api that assigned the id."""
     file.parent.mkdir(exist_ok=True)
     write_json(file, {**_identify_api(api_url), "env_id": env_id, "pid": os.getpid()})
 
 
 def disconnect_predecessor(file: Path, api_url: str) -> None:
-    """Disconnect the environment that an earlier process registered with the same run-api.
+    """Disconnect the environment that ``file`` records from run-api, and remove the file; do nothing if run-api is new.
 
     run-api counts a dead environment as connected, and waits for its min_allocation of each batch.
     """

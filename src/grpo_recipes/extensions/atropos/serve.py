@@ -123,7 +123,10 @@ def create_environment(run: Path, index: int, api_url: str, server_url: str) -> 
 
 
 def load_environment(spec: str, copies: Path | None = None) -> type[BaseEnv]:
-    """Return the environment class that a recipe names; ConfigError if it is not one, or lacks a method."""
+    """Return the class of a shipped environment, or of ``module:Class`` or ``file.py:Class``.
+
+    ConfigError if it is no environment or lacks a method. ``copies`` is the folder with the run's copies of user code.
+    """
     if (kind := SHIPPED.get(spec)) is not None:
         return kind
     kind = load_object(spec, copies)
@@ -176,7 +179,11 @@ def environment_problems(
 def build_config(
     kind: type[BaseEnv], entry: AtroposEnvironment, recipe: Recipe, model: str, api_url: str, label: str
 ) -> Any:
-    """Return the configuration of an environment: its defaults, changed by the recipe, its arguments and the run."""
+    """Return the configuration of an environment, its defaults with other values on top.
+
+    In rising priority: values that every run needs, keys of the recipe, arguments of the environment, values that must
+    agree with the run. ConfigError for a wrong argument.
+    """
     base = kind.config_init()[0]
     fields = type(base).model_fields
     check_arguments(type(base), entry.args)
@@ -216,22 +223,25 @@ def require_longest_trajectory(recipe: Recipe) -> int:
 
 
 def check_arguments(config: type[BaseModel], args: Collection[str]) -> None:
-    """Raise ConfigError for arguments without a field in the configuration, and for fields that the launch sets."""
+    """Raise ConfigError for each argument that is not a field of ``config``, or that the launch sets itself."""
     fields = {*config.model_fields, *(args if config.model_config.get("extra") == "allow" else ())}
     if problems := [*argument_problems(config.__name__, fields, args)]:
         raise ConfigError(*problems)
 
 
 def _required_values(base: Any) -> dict[str, Any]:
-    """Return the values that every environment of a run needs; the recipe's arguments override them."""
+    """Return fields for every run: no end, no W&B, and at least one batch may wait.
+
+    The recipe's arguments override them.
+    """
     values: dict[str, Any] = {"total_steps": max(base.total_steps, ENDLESS), "use_wandb": False}
     return values if base.max_batches_offpolicy > 0 else {**values, "max_batches_offpolicy": 1}
 
 
 def describe_changes(base: BaseModel, config: BaseModel, args: Collection[str]) -> list[str]:
-    """Return a line for each value of an environment's author that the run changes: field, old, new and reason.
+    """Return a line for each value that the run changes although the environment's author chose it: old, new, reason.
 
-    Arguments of the recipe and defaults of ``RecipeEnvConfig`` are left out.
+    ``args`` names the arguments of the recipe. They and defaults of ``RecipeEnvConfig`` are left out.
     """
     defaults = {name: field.default for name, field in RecipeEnvConfig.model_fields.items()}
     hidden = defaults if isinstance(base, RecipeEnvConfig) else {}
@@ -244,9 +254,10 @@ def describe_changes(base: BaseModel, config: BaseModel, args: Collection[str]) 
 
 
 def _replace_values(base: BaseModel, values: Mapping[str, Any]) -> Any:
-    """Return a configuration with some values replaced; ConfigError if pydantic rejects one."""
+    """Return a configuration with some values replaced; ConfigError lists the values that pydantic rejects."""
 
     def list_problems(error: ValidationError) -> ConfigError:
+        """Return pydantic's problems as problems of atropos_environment_args."""
         details = [(".".join(map(str, detail["loc"])), detail["msg"]) for detail in error.errors()]
         return ConfigError(*[Problem(f"{ARGS}.{name}", message, "correct it") for name, message in details])
 
@@ -260,7 +271,7 @@ class _RepetitionFilter(logging.Filter):
     _last = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to write the message."""
+        """Return whether to write the message: whether it differs from the previous one."""
         is_new, self._last = record.getMessage() != self._last, record.getMessage()
         return is_new
 

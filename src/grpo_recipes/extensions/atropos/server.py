@@ -39,7 +39,6 @@ from transformers import AutoTokenizer
 
 from grpo_recipes.errors import translate
 from grpo_recipes.process.async_sessions import bounded_client
-from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
 from grpo_recipes.runs.rundir import SERVER_STATE
@@ -60,7 +59,7 @@ _NO_RETRY: dict[str, Any] = {"stop": stop_after_attempt(1), "reraise": True}
 
 
 class ServerGone(RuntimeError):
-    """The vLLM server did not answer for longer than its restart may take."""
+    """The vLLM server gave no usable answer for longer than its restart may take."""
 
 
 class PromptTooLong(ValueError):
@@ -95,7 +94,7 @@ _RECORDED: ContextVar[list[SamplingRequest] | None] = ContextVar("grpo_sampling_
 
 @contextlib.contextmanager
 def record_requests() -> Iterator[list[SamplingRequest]]:
-    """Collect the sampling requests of the block, including the tasks that start inside it."""
+    """Yield a list that gets each sampling request of the block, also of tasks that start inside it."""
     requests: list[SamplingRequest] = []
     token = _RECORDED.set(requests)
     try:
@@ -118,7 +117,7 @@ def generation_params(requests: Sequence[SamplingRequest]) -> dict[str, Any]:
 
 
 class RunServer(APIServer):
-    """The run's vLLM server, or any other vLLM server; the ``server_cls`` of an environment."""
+    """Client of the run's vLLM server, or of any other vLLM server; the ``server_cls`` of an environment."""
 
     config: RunServerConfig
     # ``_request`` decides about retries. atroposlib would also repeat rejected requests, and hide the reason.
@@ -135,7 +134,9 @@ class RunServer(APIServer):
             config = RunServerConfig(**config.model_dump())
         super().__init__(config, reasoning_config=reasoning_config)
         # Requests to the run's own server use no proxy, and none is sent to another process on its port.
-        self._http = bounded_client(config.timeout, _find_listener(config.base_url))
+        folder = os.environ.get("GRPO_RUN_DIR")  # set if a launch started this process
+        listener = server_listener(Path(folder) / SERVER_STATE, config.base_url) if folder else None
+        self._http = bounded_client(config.timeout, listener)
         self._openai = openai.AsyncOpenAI(
             base_url=config.base_url, api_key=config.api_key or "none", timeout=config.timeout, max_retries=0,
             http_client=self._http,
@@ -151,7 +152,10 @@ class RunServer(APIServer):
         return AutoTokenizer.from_pretrained(self.config.model_name if name == "none" else name)
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
-        """Update ``server_healthy`` every second, if the configuration has ``health_check``."""
+        """Set ``server_healthy`` every second, forever.
+
+        Atroposlib starts this if the configuration has ``health_check``.
+        """
         while True:
             self.server_healthy = False
             with contextlib.suppress(httpx2.HTTPError, OSError):
@@ -161,13 +165,13 @@ class RunServer(APIServer):
             await asyncio.sleep(_HEALTH_SECONDS)
 
     async def _chat_completion_wrapper(self, **kwargs: Any) -> ChatCompletion:
-        """Return chat completions, which are not for training."""
+        """Return a chat completion, for atroposlib; without token ids, so it can't be trained on."""
         messages, body = kwargs.pop("messages"), self._body(kwargs)
         create = partial(self._openai.chat.completions.with_raw_response.create, messages=messages)
         return (await self._request(create, body, lambda response: response.parse()))[0]
 
     async def _completion_wrapper(self, **kwargs: Any) -> Completion:
-        """Return completions, which are not for training."""
+        """Return a text completion, for atroposlib; without token ids, so it can't be trained on."""
         prompt, body = kwargs.pop("prompt"), self._body(kwargs)
         create = partial(self._openai.completions.with_raw_response.create, prompt=prompt)
         return (await self._request(create, body, lambda response: response.parse()))[0]
@@ -175,7 +179,11 @@ class RunServer(APIServer):
     async def _tokens_and_logprobs_completion_wrapper(
         self, **kwargs: Any
     ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
-        """Return the prompt's token ids, and for each completion its token ids, log-probs and finish reason."""
+        """Return the prompt's token ids, and for each completion its token ids, log-probs and finish reason.
+
+        ``max_tokens`` is lowered to what ``longest`` allows after the prompt; PromptTooLong if that is nothing. The
+        request is added to the list of ``record_requests``.
+        """
         text, input_ids = kwargs.pop("prompt", None), kwargs.pop("input_ids", None)
         prompt = list(input_ids) if input_ids is not None else self.tokenizer.encode(text)
         if input_ids is not None and text is not None:  # ManagedServer adds a BOS token although the template has one
@@ -221,6 +229,7 @@ class RunServer(APIServer):
         return body
 
     def _authorization(self) -> dict[str, str]:
+        """Return a header with the run's token, read from its file again each time; {} outside of a run."""
         file = os.environ.get("GRPO_TOKEN_FILE")
         return {"Authorization": f"Bearer {Path(file).read_text().strip()}"} if file else {}
 
@@ -236,11 +245,13 @@ class RunServer(APIServer):
         where = f"the vLLM server at {self.config.base_url}"
 
         def gone(error: RetryError) -> ServerGone:
+            """Return ServerGone with the last error."""
             return ServerGone(
                 f"{where} did not answer for {patience:g} s: {_describe_error(error.last_attempt.exception())}"
             )
 
         def lost(state: RetryCallState) -> None:
+            """Print once that requests wait for the server."""
             if self._lost_since is None:
                 self._lost_since = time.monotonic()
                 reason = _describe_error(state.outcome.exception() if state.outcome else None)
@@ -264,14 +275,8 @@ class RunServer(APIServer):
         return answer, None if version is None else int(version)
 
 
-def _find_listener(url: str) -> OwnListener | None:
-    """Return the listener of the run's server if a launch started this process, else None."""
-    folder = os.environ.get("GRPO_RUN_DIR")
-    return server_listener(Path(folder) / SERVER_STATE, url) if folder else None
-
-
 def _may_recover(error: BaseException) -> bool:
-    """Return whether the same request may succeed later."""
+    """Return whether the same request may succeed later: no connection, no usable answer, or a temporary status."""
     if isinstance(error, openai.APIStatusError):
         return error.status_code >= 500 or error.status_code in _TEMPORARY_STATUSES
     return isinstance(error, openai.APIConnectionError | _Unusable)

@@ -17,7 +17,7 @@ _TENSORS = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 
 def is_atropos(file: Mapping[str, Value]) -> bool:
-    """Return whether a file is the YAML of verl's integration with Atropos."""
+    """Return whether a YAML file is for verl's integration with Atropos: by its section or advantage estimator."""
     algorithm = file["algorithm"].value if "algorithm" in file else None
     estimator = algorithm.get("adv_estimator") if isinstance(algorithm, dict) else None
     return SECTION in file or estimator == ESTIMATOR
@@ -28,7 +28,7 @@ CONVERTERS = (VERL,)
 
 
 def whole_groups(setting: Setting, settings: Settings) -> None:
-    """Convert the sequences of a step to whole groups of ``n`` completions."""
+    """Convert the sequences of a step to prompts_per_step; reject a number that is not a multiple of ``n``."""
     size = setting.number
     group = whole_number(settings.values.get(_GROUP, catalogue()["num_generations"]["default"]))
     if not group:
@@ -41,7 +41,7 @@ def whole_groups(setting: Setting, settings: Settings) -> None:
 
 
 def mini_batch(setting: Setting, settings: Settings) -> None:
-    """Accept only a mini-batch of the whole batch."""
+    """Accept a mini-batch only if it equals the whole batch, without setting a key."""
     setting.accept("a step uses the whole batch")
     if setting.value != settings.values.get(_BATCH):
         written = f"{setting.name}{short(setting.value)}"
@@ -49,7 +49,7 @@ def mini_batch(setting: Setting, settings: Settings) -> None:
 
 
 def reporters(setting: Setting, _: Settings) -> None:
-    """Convert the trackers of a run; the console is always one of them."""
+    """Convert the trackers of a run to report_to, without the console, which always prints; reject unknown trackers."""
     names = setting.value if isinstance(setting.value, list) else [setting.value]
     unknown = [name for name in names if name not in ("console", "wandb", "tensorboard")]
     if unknown:
@@ -59,7 +59,7 @@ def reporters(setting: Setting, _: Settings) -> None:
 
 
 def trainers(setting: Setting, settings: Settings) -> None:
-    """Convert the GPUs of a node to training processes, without the GPUs of the server."""
+    """Convert the GPUs of a node to num_processes: all GPUs except the server's; ignored on CPU."""
     gpus, parallel = setting.number, whole_number(settings.values.get(_TENSORS, 1)) or 1
     count = trainers_of(gpus, parallel)
     if settings.device == "cpu":
