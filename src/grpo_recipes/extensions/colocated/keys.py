@@ -37,7 +37,10 @@ def whole_groups(setting: Setting, settings: Settings) -> None:
 
 
 def sync(setting: Setting, settings: Settings) -> None:
-    """Accept any number of steps between two weight transfers, because transfers here are at least as frequent."""
+    """Accept any whole number of steps between two weight transfers: here, a transfer precedes every generation.
+
+    Reject any other value.
+    """
     steps = setting.value
     if type(steps) is not int or steps < 1:
         setting.reject(f"'sync_frequency: {steps}' has no equivalent here")

@@ -45,15 +45,16 @@ _OPTION_NAMES = {"RECIPE": "--config"}  # option of `grpo launch` -> option of t
 
 @dataclass(frozen=True)
 class ColocatedLaunch(LaunchRequest):
-    """A launch with the file for its output."""
+    """The launch that the flags request, and the file for its output."""
 
     output_file: str | None = None  # set by --redirect-output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code of the launch; for wrong flags, print a line for each problem and return 2."""
+    """Launch a run as the flags request; return its exit code, or 2 after printing every problem with the flags."""
 
     def run() -> int:
+        """Launch with redirected output; point to the file if the launch fails."""
         request = read(list(sys.argv[1:] if argv is None else argv))
         with _redirect_output(request.output_file):
             code = run_reporting_errors(lambda: _launch(request))
@@ -65,11 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read(arguments: list[str]) -> ColocatedLaunch:
-    """Translate the flags to a launch; raise a ConfigError with all their problems."""
+    """Return the launch that the flags request; ConfigError lists all problems with them."""
     reject_other_launchers(f"python {PROGRAM} --gpus", os.environ)
     options, flags = _parser().parse_known_args(arguments)
     resources = find_resources(os.environ)
-    problems, nodes = list(_wrong_numbers(options)), NodeFlags()
+    problems, nodes = list[Problem](), NodeFlags()
+    if _gpus(options) < 1:
+        problems.append(Problem("--gpus", f"expected 1 or more, got {options.gpus}", "use --gpus 1"))
     try:
         nodes = read_nodes(options, resources.job)
     except ConfigError as error:
@@ -99,7 +102,10 @@ def _parser() -> Parser:
 
 
 def _keys(options: argparse.Namespace) -> dict[str, Value]:
-    """Return the recipe keys that our options set. A resumed run keeps its other keys."""
+    """Return the recipe keys that the options of this entry point set.
+
+    A resumed run keeps all keys without an option.
+    """
     keys: dict[str, Value] = {}
     if options.resume is None:
         keys = {"use_vllm": Value(True, PROGRAM), "vllm_mode": Value("colocate", PROGRAM)}
@@ -112,12 +118,8 @@ def _keys(options: argparse.Namespace) -> dict[str, Value]:
 
 
 def _gpus(options: argparse.Namespace) -> int:
+    """Return the training processes of a node, 1 by default."""
     return 1 if options.gpus is None else int(options.gpus)
-
-
-def _wrong_numbers(options: argparse.Namespace) -> Iterator[Problem]:
-    if _gpus(options) < 1:
-        yield Problem("--gpus", f"expected 1 or more, got {options.gpus}", "use --gpus 1")
 
 
 def _set_twice(flags: list[str], keys: Mapping[str, Value]) -> Iterator[Problem]:
@@ -131,7 +133,10 @@ def _set_twice(flags: list[str], keys: Mapping[str, Value]) -> Iterator[Problem]
 
 
 def _devices(options: argparse.Namespace, resources: Resources) -> tuple[Resources, list[str]]:
-    """Return the devices of the launch, which a dry run need not have, and notes about them."""
+    """Return the devices of the launch, limited by --gpus, and notes; a dry run simulates missing GPUs.
+
+    A resumed run without --gpus, and a run on CPU, keep all devices.
+    """
     if options.resume is not None and options.gpus is None:
         return resources, []  # the run keeps its number of processes
     if resources.device == "cpu":
@@ -143,7 +148,10 @@ def _devices(options: argparse.Namespace, resources: Resources) -> tuple[Resourc
 
 
 def _recipe(options: argparse.Namespace, device: str) -> str | None:
-    """Return the recipe of the command line, of the variable CONFIG, ``USUAL``, or the device's default recipe."""
+    """Return the recipe of the command line, of the variable CONFIG, ``USUAL``, or the device's default recipe.
+
+    For a resumed run, only the command line counts, and the result may be None.
+    """
     name = recipe_name(options)
     if options.resume is not None:
         return name
@@ -155,6 +163,7 @@ def _recipe(options: argparse.Namespace, device: str) -> str | None:
 
 
 def _launch(request: ColocatedLaunch) -> int:
+    """Print the notes and launch the run; return its exit code."""
     request.announce()
     keys = {key: value for key, value in request.options.keys.items() if value.source != PROGRAM}
     with translate(ConfigError, lambda error: with_flags_of(error, keys, _OPTION_NAMES)):
@@ -163,12 +172,16 @@ def _launch(request: ColocatedLaunch) -> int:
 
 @contextlib.contextmanager
 def _redirect_output(file: str | None) -> Iterator[None]:
-    """Append the output of this process and its children to ``file``, if it is not None."""
+    """Append stdout and stderr of this process and its children to ``file`` inside the block; None changes nothing.
+
+    ConfigError if the file can't be written.
+    """
     if file is None:
         yield
         return
 
     def unwritable(error: OSError) -> ConfigError:
+        """Return the error for a file that can't be opened."""
         problem = f"can't write '{file}' ({error.strerror})"
         return config_error("--redirect-output", problem, "use a file that you may write")
 
@@ -190,6 +203,7 @@ def _redirect_output(file: str | None) -> Iterator[None]:
 
 
 def _flush() -> None:
+    """Write out buffered stdout and stderr, before they change their target."""
     sys.stdout.flush()
     sys.stderr.flush()
 

@@ -34,9 +34,10 @@ def held_out_episodes(name: str, args: ScriptArguments, seed: int) -> list[list[
 
 
 def next_prompts(episodes: Sequence[Episode], name: str, seed: int) -> list[Prompt] | None:
-    """Return the prompts of the next turns, or None if all episodes have ended.
+    """Return the prompt of the next turn of each episode that can continue, or None if all episodes have ended.
 
-    An active episode has no prompt if its mover has no room for another turn.
+    An active episode has no prompt if the model whose turn it is has no token left for a turn. ``seed`` and ``name``
+    give each prompt its sampling seed.
     """
     active = [episode for episode in episodes if episode.active]
     if not active:
@@ -51,7 +52,10 @@ def next_prompts(episodes: Sequence[Episode], name: str, seed: int) -> list[Prom
 def result_rows(
     problems: Sequence[Sequence[Episode]], reward_of: Callable[[Episode], float | None], solved: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row of each seed for the benchmark's file; ``reward_of`` returns an episode's reward or None."""
+    """Yield one row per seed for the benchmark's file, with lists of its episodes' rewards, lengths and texts.
+
+    ``reward_of`` returns an episode's reward or None. An episode counts as solved if its reward reaches ``solved``.
+    """
     for episodes in problems:
         rewards = [reward_of(episode) for episode in episodes]
         last_turns = [episode.turns[-1] for episode in episodes if episode.turns]
@@ -68,15 +72,16 @@ def result_rows(
 
 
 def _completion_text(episode: Episode) -> str:
-    """Return the messages after the first observation, one per line."""
+    """Return the messages after the first observation, one per line, with secrets masked."""
     messages = episode.transcript()[len(episode.opening) :]
     return masked("\n".join(f"[{message['role']}] {message['content']}" for message in messages))
 
 
 def play_benchmark(source: Any, runner: Any, name: str, rows: list[dict[str, Any]]) -> None:
-    """Play an environment's held-out episodes on every rank, and add their rows to ``rows``.
+    """Play an environment's held-out episodes in chunks, and add their rows to ``rows``; every rank calls this.
 
     Rank 0 runs the environments. If only rank 0 can sample (``only_main_rank_samples``), it also samples every turn.
+    StoppedInBenchmarks if the run is asked to stop.
     """
     trainer, rollouts = runner.trainer, runner.trainer.rollouts
     sampling = Sampling(1, runner.args.benchmark_temperature, source.turn_tokens)
@@ -84,12 +89,14 @@ def play_benchmark(source: Any, runner: Any, name: str, rows: list[dict[str, Any
     problems_per_chunk = max(1, CHUNK // runner.args.benchmark_samples)
 
     def play_turn(episodes: list[Episode], prompts: list[Prompt], samples: list[list[Tokens]] | None) -> None:
+        """Add a sampled turn to each active episode; sample it here if ``samples`` is None."""
         if samples is None:
             samples = rollouts.sample(prompts, sampling) if prompts else []
         active = [episode for episode in episodes if episode.active]
         source.continue_episodes(active, [tokens for (tokens,) in samples], trainer)
 
     def save_rows(chunk: list[list[Episode]]) -> None:
+        """Add the rows of finished episodes to the benchmark."""
         runner.add_rows(name, list(result_rows(chunk, source.reward, runner.args.benchmark_solved)), rows)
 
     for start in range(0, len(problems), problems_per_chunk):

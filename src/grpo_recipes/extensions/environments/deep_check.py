@@ -46,12 +46,13 @@ def play_episodes(check: DeepCheck) -> list[str]:
 
 
 def _play_episode(recipe: Recipe, index: int) -> tuple[list[Turn], list[str]]:
-    """Play an episode of the environment with this index; return its turns and the policy's actions."""
+    """Play an episode of the recipe's ``index``-th environment without a model; return its turns and the actions."""
     spec, arguments, _ = environments_of(recipe.__getitem__)[index]
     choose_action = _simple_policy(spec, arguments)
     actions: list[str] = []
 
     def act(turn: Turn) -> str:
+        """Choose and record the action for a turn."""
         actions.append(choose_action(turn))
         return actions[-1]
 
@@ -59,7 +60,10 @@ def _play_episode(recipe: Recipe, index: int) -> tuple[list[Turn], list[str]]:
 
 
 def _simple_policy(spec: str, arguments: Mapping[str, Any]) -> Callable[[Turn], str]:
-    """Return a policy for the episode: a script for SecretMafia, the first listed move for other games."""
+    """Return a function that replaces the model: it chooses the action for a turn.
+
+    It plays scripted moves in SecretMafia and the first listed move in other games. Elsewhere it writes a fixed answer.
+    """
     kind, _, name = spec.partition(":")
     if kind != "textarena":
         return lambda _: ANSWER
@@ -68,10 +72,12 @@ def _simple_policy(spec: str, arguments: Mapping[str, Any]) -> Callable[[Turn], 
     game, generator = Game(name, arguments), random.Random(_SEED)  # a copy of the episode, played with the same moves
 
     def skip_opponents(turn: Turn) -> None:
+        """Play the opponents' turns in the copy, until it is the policy's turn."""
         while turn.opponent:
             turn = game.step("")  # no model plays here: the game draws the opponent's move
 
     def scripted_action(_: Turn) -> str:
+        """Return the next scripted move, and play it in the copy."""
         move = game.scripted_move(generator)
         skip_opponents(game.step(move))
         return move

@@ -55,22 +55,25 @@ class Episode:
 
     @property
     def active(self) -> bool:
-        """Return whether the policy or an opponent is to move."""
+        """Whether the policy or an opponent is to move: the episode is not done, unfinished or failed."""
         return not (self.done or self.unfinished or self.failed)
 
     @property
     def policy_actions(self) -> list[str]:
-        """Return the policy's actions."""
+        """The texts that the policy wrote, without those of models in opponents' seats."""
         return [action for turn, action in zip(self.turns, self.actions, strict=False) if not turn.opponent]
 
     @property
     def opening(self) -> list[Message]:
-        """Return the first messages that the policy read."""
+        """The first messages that the policy read; [] before the environment has answered."""
         return self.policy_turns[0].messages if self.turns else []
 
     @property
     def policy_turns(self) -> list[Turn]:
-        """Return the policy's first turn and the answer to each of its actions, merged with the opponents' turns."""
+        """The policy's first turn and the answer to each of its actions.
+
+        Rewards and info of the opponents' turns in between are merged into the next of them.
+        """
         policy_turns: list[Turn] = []
         reward, info = 0.0, dict[str, float | str]()
         for turn in self.turns:
@@ -83,7 +86,7 @@ class Episode:
 
     @property
     def mover(self) -> str:
-        """Return the model that is to move, or "" if it has no room for a turn."""
+        """The model whose turn it is, "policy" or an opponent's model; "" if its token limit allows no turn."""
         last = self.turns[-1]
         return "" if last.opponent and self.opponents[last.seat].out_of_room else last.opponent or POLICY
 
@@ -108,7 +111,10 @@ class Episode:
         self.actions.append(action)
 
     def add_answer(self, score: Score) -> None:
-        """Append the environment's answer to the last action, as its child process sent it."""
+        """Append the environment's answer to the last action, as its child process sent it.
+
+        If the call failed, or the answer is not a turn, store the reason in ``failed`` and append nothing.
+        """
         if score.reason is not None:
             self.failed = score.reason
             return
@@ -121,7 +127,7 @@ class Episode:
         self.last_digest, self.done = digest(score.value), turn.done
 
     def transcript(self) -> list[Message]:
-        """Return the episode as chat messages, as the policy sees it."""
+        """Return the episode as chat messages, as the policy sees it: observations and its actions."""
         first, *answers = self.policy_turns or [Turn([])]
         messages = list(first.messages)
         for action, turn in zip_longest(self.policy_actions, answers):
@@ -142,7 +148,11 @@ class Episode:
 
 
 def environment_pool(recipe: Callable[[str], Any], copies: Path | None, workers: int | None = None) -> RewardPool:
-    """Return the pool of child processes that run a recipe's environments; ``recipe`` looks up a key."""
+    """Return a pool, not started yet, of child processes that run a recipe's environments with its limits.
+
+    ``recipe`` looks up a key, ``copies`` is the folder with the run's copies of the user's code, and ``workers`` is the
+    number of processes, by default environment_workers.
+    """
     return RewardPool(
         PLAY,
         workers=workers or recipe("environment_workers"),
@@ -182,7 +192,7 @@ def play_turns(recipe: Recipe, index: int, seed: int, act: Callable[[Turn], str]
 
 
 def _failure(recipe: Recipe, index: int, episode: Episode) -> ConfigError:
-    """Return the error of an episode that failed."""
+    """Return the error of an episode that failed, with the call that failed and the key that may help."""
     reason = str(episode.failed)
     limit = f" of {recipe['environment_timeout']:g} s" if reason == TIME_LIMIT else ""
     call = f"turn {len(episode.policy_turns)}" if episode.turns else "reset"

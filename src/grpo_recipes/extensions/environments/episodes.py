@@ -41,7 +41,7 @@ _EPSILON = 1e-4  # added to a standard deviation, as in TRL
 
 
 class Episodes(Source):
-    """Play the episodes of each batch; TRL's ``rollout_func``."""
+    """Completions for runs with environments: it plays the episodes of each batch, as TRL's ``rollout_func``."""
 
     def __init__(self, script_args: ScriptArguments, args: GRPOConfig, run_dir: Path):
         os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL warns about rollout_func in every run
@@ -64,7 +64,7 @@ class Episodes(Source):
 
     @classmethod
     def training_prompts(cls, args: ScriptArguments, seed: int, least: int) -> Prompts:
-        """Return one row per training episode."""
+        """Return one row per training episode; ConfigError if there are fewer than ``least``, the rows of a step."""
         return episode_prompts(training_episodes(args, seed), args, least)
 
     @classmethod
@@ -77,7 +77,7 @@ class Episodes(Source):
         play_benchmark(self, runner, name, rows)
 
     def benchmark_settings(self) -> dict[str, Any]:
-        """Return the recipe's keys of environments."""
+        """Return the recipe's keys that change the result of a benchmark, so that only equal results are reused."""
         return {
             key: value
             for key, value in vars(self._script).items()
@@ -93,7 +93,11 @@ class Episodes(Source):
         self._rows, self._name = rows, name
 
     def __call__(self, prompts: list[Any], trainer: SamplingTrainer) -> dict[str, Any]:
-        """Play the batch; return the columns of TRL's ``rollout_func`` and the episodes' rewards."""
+        """Play the batch of ``start_generation`` on every rank.
+
+        Return the columns of TRL's ``rollout_func`` and the rewards. ``prompts`` is not used: each environment provides
+        its prompt.
+        """
         first = trainer.accelerator.process_index * len(self._rows)
         self.played = episodes = [
             Episode(first + index, row["environment"], row["arguments"], row["seed"])
@@ -125,7 +129,11 @@ class Episodes(Source):
         self._advance_here(episodes, trainer)
 
     def continue_episodes(self, active: Sequence[Episode], samples: Sequence[Tokens], trainer: SamplingTrainer) -> None:
-        """Play one turn of episodes of ``start_episodes``; ``samples`` are the turns of episodes that have a mover."""
+        """Play one turn of benchmark episodes, in this process only.
+
+        ``samples`` has the sampled tokens of each active episode whose model can write a turn; the others get an empty
+        turn.
+        """
         remaining_samples, renderer = iter(samples), renderer_for(trainer)
         for episode in active:
             ids = list(next(remaining_samples)) if episode.mover else []
@@ -133,13 +141,18 @@ class Episodes(Source):
         self._advance_here(active, trainer)
 
     def _advance_here(self, episodes: Sequence[Episode], trainer: SamplingTrainer) -> None:
+        """Let the environments answer the last actions, without other ranks, limits on failures or stop requests."""
         renderer = renderer_for(trainer)
         for episode, score in zip(episodes, self._scores(episodes, None, lambda: False), strict=True):
             episode.add_answer(score)
             self._append_messages(episode, renderer)
 
     def _append_messages(self, episode: Episode, renderer: Renderer) -> None:
-        """Append the environment's messages to the tokens of the next mover; end the episode if they do not fit."""
+        """Append the environment's messages to the tokens of the model whose turn is next.
+
+        End the policy's episode if its turns or tokens are used up, or fail it if the first prompt is too long. An
+        opponent in this situation writes no more turns.
+        """
         if not episode.active:
             return
         turn, max_prompt = episode.turns[-1], self._script.max_prompt_length
@@ -172,7 +185,7 @@ class Episodes(Source):
         episode.turn_ids += [None] * len(between)
 
     def _move(self, mover: str, episodes: list[Episode], most_rows: int, name: str, trainer: SamplingTrainer) -> None:
-        """Sample a turn of the model ``mover`` in each of these episodes, or an empty turn if ``mover`` is "".
+        """Sample a turn in each of these episodes, in all of which ``mover`` is next; an empty turn if ``mover`` is "".
 
         Every rank calls it; ``most_rows`` is the largest number of episodes on a rank.
         """
@@ -221,7 +234,11 @@ class Episodes(Source):
     def _scores(
         self, episodes: Sequence[Episode], give_up_after: int | None, stopped: Callable[[], bool]
     ) -> list[Score]:
-        """Return the child processes' answers; calls that met a limit before are not repeated."""
+        """Return each environment's answer to the last action, a turn as JSON or the reason of a failure.
+
+        Calls that met a limit before are not repeated. The calls stop once ``give_up_after`` have failed (None: never),
+        or ``stopped`` returns true.
+        """
         columns: dict[str, list[Any]] = {
             "environment": [self._specs.get(episode.spec, episode.spec) for episode in episodes],
             "arguments": [episode.arguments for episode in episodes],
@@ -241,7 +258,7 @@ class Episodes(Source):
         return [score for score in scores.values() if score is not None]
 
     def _identity(self, episode: Episode) -> tuple[Any, ...]:
-        """Return everything except the actions that decides whether a call meets a limit: code, limits and row.
+        """Return everything, except the actions, that decides whether a call exceeds its limit: code, limits and row.
 
         The generation and row are included because the same call may end in time in another generation.
         ``LimitRecords`` receives the generation number 0, which adds nothing to that.
@@ -268,23 +285,33 @@ class Episodes(Source):
         }
 
     def _mask(self, episode: Episode) -> list[int]:
-        """Return 1 for each token that is trained on, and 0 for the others."""
+        """Return 1 for each token that is trained on, else 0: only the policy's turns are, or only its last turn.
+
+        The key environment_credit decides.
+        """
         last = max((turn for turn in episode.turn_ids if turn is not None), default=None)
         all_turns = self._script.environment_credit != "last_turn"
         return [int(turn is not None and (all_turns or turn == last)) for turn in episode.turn_ids]
 
     def reward(self, episode: Episode) -> float | None:
-        """Return the sum of an episode's rewards, or None if it has none."""
+        """Return the sum of an episode's rewards.
+
+        None if it failed, or is unfinished and the recipe leaves such episodes out.
+        """
         if episode.failed or (episode.unfinished and self._script.environment_unfinished == "unscored"):
             return None
         return 0.0 if self._is_zeroed(episode) else math.fsum(turn.reward for turn in episode.turns)
 
     def turn_rewards(self, episode: Episode) -> list[float]:
-        """Return the reward of each of the policy's turns; the episode must have a reward."""
+        """Return the reward of each of the policy's turns, 0 if unfinished episodes get 0.
+
+        The episode must have a reward.
+        """
         rewards = [turn.reward for turn in episode.policy_turns[1:]]
         return [0.0] * len(rewards) if self._is_zeroed(episode) else rewards
 
     def _is_zeroed(self, episode: Episode) -> bool:
+        """Return whether the episode is unfinished and the recipe gives such episodes the reward 0."""
         return bool(episode.unfinished) and self._script.environment_unfinished == "zero"
 
     def completions(self) -> list[list[Message]]:
@@ -337,7 +364,10 @@ class Episodes(Source):
             trainer.add_metric(f"episodes/{name}", math.fsum(values) / len(values), mode)
 
     def _metrics(self, episode: Episode) -> dict[str, float]:
-        """Return an episode's metrics; metrics per role and per environment of a mixture have separate names."""
+        """Return an episode's metrics by name: means of the info, turns, and whether it is unfinished or has no score.
+
+        Metrics per role and per environment of a mixture have separate names.
+        """
         metrics = {**_mean_info(episode), "turns": float(len(episode.policy_actions))}
         metrics |= {"unfinished": float(bool(episode.unfinished)), "unscored": float(episode.failed is not None)}
         role, reward = episode.turns[-1].info.get("role") if episode.turns else None, self.reward(episode)

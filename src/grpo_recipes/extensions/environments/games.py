@@ -59,7 +59,10 @@ class Game(Environment):
                 raise _argument_error(f"{kind}_reward: {reward!r} is not a valid reward", "set a number")
 
     def _take_seats(self, game_args: dict[str, Any]) -> None:
-        """Take the number of players, the policy's seat and the opponents out of the arguments."""
+        """Remove the number of players, the policy's seat and the opponents from ``game_args``, and store them.
+
+        Raise ConfigError if one of them is not valid.
+        """
         self._players = game_args.pop("num_players", None)
         if self._players is not None and (type(self._players) is not int or self._players < 1):
             raise _argument_error(f"num_players: expected a number of players, got {self._players!r}", "set 1 or more")
@@ -76,7 +79,7 @@ class Game(Environment):
         self._model = "" if self._opponents in scripted else str(self._opponents)
 
     def _check(self, name: str, game_args: Mapping[str, Any]) -> None:
-        """Start the game once: find the number of players, and report arguments that the game rejects."""
+        """Start the game once to find the number of players; ConfigError if the game rejects its arguments."""
         try:
             env = self._make()
         except TypeError as error:
@@ -107,7 +110,7 @@ class Game(Environment):
             raise _argument_error(message, f"set 0 to {self._players - 1}")
 
     def reset(self, seed: int) -> Turn:
-        """Deal a game, and let the opponents play until the policy's turn."""
+        """Deal a game from the seed, and play until it is the turn of the policy or of a model in another seat."""
         self._random = random.Random(derive_seed("opponents", seed))
         self._noise.seed("game", seed)
         self._turns, self._feedback, self._opponent_turns = 0, "", 0
@@ -120,7 +123,7 @@ class Game(Environment):
             return self._until_policy(0.0, {}, False)
 
     def _choose_seat(self, number: int) -> int:
-        """Return the policy's seat; ``number`` decides if several are possible."""
+        """Return the policy's seat; ``number`` selects one if the recipe leaves it to the seed or gives a role."""
         if type(self._player) is int:
             return self._player
         seats = list(range(self._players))
@@ -129,13 +132,20 @@ class Game(Environment):
         return seats[number % len(seats)]
 
     def scripted_move(self, generator: random.Random, plan: bool = True) -> str:
-        """Return a scripted move for the policy's turn in SecretMafia; without a plan, it targets any other player."""
+        """Return a scripted move for the policy's turn in SecretMafia.
+
+        If ``plan`` is false, it targets any other player.
+        """
         game, observations = self._state.game_state, self._observations[self._seat]
         sides = secret_mafia.known_sides(game, self._seat, observations) if plan else {}
         return secret_mafia.planned_action(game, self._seat, sides, generator)
 
     def step(self, action: str) -> Turn:
-        """Play a move and the opponents' moves after it; if the move is not valid, the answer contains the reason."""
+        """Play a move of the seat whose turn it is and the random opponents' moves after it.
+
+        Return the policy's next turn. If the policy's move is not valid, the answer contains the reason. If a model
+        plays opponents, the next turn may be theirs.
+        """
         if self._state.current_player_id != self._seat:
             return self._opponent_step(action)
         state, problem, useful = self._state, "", False
@@ -165,10 +175,14 @@ class Game(Environment):
 
     @property
     def _state(self) -> Any:
+        """The game's current state in textarena."""
         return self._env.state
 
     def _until_policy(self, reward: float, info: dict[str, float | str], done: bool) -> Turn:
-        """Let random opponents play until it is the turn of the policy or of a model, or the game ends."""
+        """Let random opponents play until the policy or a model is next, or the game ends; return that turn.
+
+        ``reward`` and ``info`` are the policy's for its last move, and ``done`` tells that the game is over.
+        """
         while not (done or self._state.done):
             seat = self._state.current_player_id
             self._observations[seat] += self._state.get_current_player_observation()
@@ -198,12 +212,14 @@ class Game(Environment):
         return "\n".join([*lines, *feedback])
 
     def _role_and_phase(self) -> dict[str, float | str]:
+        """Return the info ``role`` of the policy's seat, and ``phase`` if the game has phases."""
         phase = (self._state.game_state or {}).get("phase")
         role = self._state.game_info[self._seat].get("role") or f"Player {self._seat}"
         info: dict[str, float | str] = {"role": str(role)}
         return info | ({"phase": str(getattr(phase, "value", phase))} if phase is not None else {})
 
     def _end(self, reward: float, info: dict[str, float | str]) -> Turn:
+        """Return the last turn: ``reward`` plus the game's reward for the policy's seat, and whether it won."""
         rewards, game_info = self._env.close()
         policy_reward = float((rewards or {}).get(self._seat, 0.0))
         best = max((float(player_reward) for player_reward in (rewards or {0: 0.0}).values()), default=0.0)
@@ -216,10 +232,12 @@ class Game(Environment):
 
     def _play(self, env: Any, action: str) -> tuple[bool, str]:
         """Play the current player's action; return whether the game is over, and why the action was invalid or ""."""
+        import textarena
+
         state, seat = env.state, env.state.current_player_id
         errors, was_invalid = getattr(state, "error_count", 0), bool(state.game_info[seat].get("invalid_move"))
         old_logs = len(state.logs)
-        wrapper_class: Any = _wrapper_class()
+        wrapper_class: Any = textarena.Wrapper
         while isinstance(env, wrapper_class):  # apply the wrappers of actions, but not the wrappers of prompts
             action = env.action(action) if hasattr(type(env), "action") and action else action
             env = env.env
@@ -236,7 +254,7 @@ class Game(Environment):
         return bool(done), reason or "invalid move"
 
     def _random_move(self, seat: int) -> str:
-        """Return a random valid move."""
+        """Return a random valid move for a seat; after 40 invalid ones, the first that was drawn."""
         if self._mafia:
             crowd = self._opponents == "crowd"
             messages = secret_mafia.messages_today(self._observations[seat]) if crowd else []
@@ -262,18 +280,13 @@ class Game(Environment):
         return moves + self._random.sample(numbers, len(numbers))
 
 
-def _wrapper_class() -> type:
-    import textarena
-
-    wrapper: type = textarena.Wrapper
-    return wrapper
-
-
 def _start_error(name: str, error: Exception) -> ConfigError:
+    """Return the error of a game that can't start on this machine."""
     reason = " ".join(str(error).split()).strip("* ")
     message = f"textarena's '{name}' does not start here ({type(error).__name__}: {reason[:120]})"
     return config_error("environment", message, "provide what the game requires, or choose another game")
 
 
 def _argument_error(message: str, fix: str) -> ConfigError:
+    """Return an error at the key environment_args."""
     return config_error("environment_args", message, fix)

@@ -26,7 +26,10 @@ LIBRARIES = {
 
 
 def load_library(kind: str, name: str, args: Mapping[str, Any]) -> Environment:
-    """Make a library's environment; raise a ConfigError if the name or the arguments are wrong."""
+    """Make the environment ``name`` of a library.
+
+    ConfigError if the library is missing, or name or arguments are wrong.
+    """
     _require(kind, name)
     if kind == "textarena":
         from textarena.envs.registration import ENV_REGISTRY
@@ -80,6 +83,7 @@ def need_arguments(spec: str, environment_class: Any, args: Mapping[str, Any]) -
 
 
 def _require(kind: str, name: str) -> None:
+    """Raise ConfigError if the library is not installed or the name is empty."""
     if importlib.util.find_spec(LIBRARIES[kind]) is None:
         raise config_error("environment", f"'{kind}' is not installed", f"install it with: {INSTALL}")
     if not name:
@@ -87,6 +91,7 @@ def _require(kind: str, name: str) -> None:
 
 
 def _check_name(kind: str, name: str, names: list[str]) -> None:
+    """Raise ConfigError with the nearest names if ``name`` is not one of the library's ``names``."""
     if name not in names:
         close = difflib.get_close_matches(name, names, 3, 0.5)
         fix = f"use {kind}:{f' or {kind}:'.join(close)}" if close else f"use one of its {len(names)} names"
@@ -127,6 +132,7 @@ class _ReasoningTask(Environment):
             raise config_error("environment_args", f"{name} rejects them ({error})", "correct the value") from error
 
     def _item(self, seed: int) -> None:
+        """Create the dataset with one item from a seed, and store both."""
         from reasoning_gym import create_dataset
 
         self._noise.seed("reasoning_gym", seed)
@@ -141,7 +147,10 @@ class _ReasoningTask(Environment):
         return Turn([*system, {"role": "user", "content": self._entry["question"]}])
 
     def step(self, action: str) -> Turn:
-        """End the episode with the dataset's score of the answer."""
+        """End the episode with the dataset's score of the answer as the reward.
+
+        The reward is 0 if the scorer raises; the error is in the info ``scorer``.
+        """
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(action, self._tag) if self._tag else action.strip()
@@ -181,7 +190,7 @@ class _OpenEnvServer(Environment):
         self.tools: list[dict[str, Any]] = []
 
     def reset(self, seed: int) -> Turn:
-        """Connect once, and reset the session; ConfigError if the server does not answer."""
+        """Connect at the first call, and reset the session; ConfigError if the server does not answer."""
         from openenv.core.generic_client import GenericEnvClient
 
         if self._client is None:

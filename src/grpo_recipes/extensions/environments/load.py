@@ -17,7 +17,7 @@ _EXPECTED = "return a text or a list of {role, content} from reset, (observation
 
 
 def load_environment(spec: str, args: Mapping[str, Any], copies: Path | None = None) -> Environment:
-    """Make the environment ``spec``; raise a ConfigError if the name or the arguments are wrong.
+    """Make the environment ``spec``, of a library or a class of the user; ConfigError if name or arguments are wrong.
 
     If ``copies`` contains a copy of the user's file, the copy is loaded instead of the original.
     """
@@ -67,6 +67,7 @@ class _UserEnvironment(Environment):
                 close()
 
     def _messages(self, method: str, observation: Any) -> list[Message]:
+        """Return an observation as messages, a text as one user message; ConfigError for any other type."""
         if isinstance(observation, str):
             observation = [{"role": "user", "content": observation}]
         if not isinstance(observation, list) or not observation or not all(map(_is_message, observation)):
@@ -74,20 +75,30 @@ class _UserEnvironment(Environment):
         return [{"role": message["role"], "content": message["content"]} for message in observation]
 
     def _error(self, method: str, value: Any, part: str = "", fix: str = _EXPECTED) -> ConfigError:
+        """Return the error of a method that returned a wrong ``value``.
+
+        ``part`` says which part of the result it is.
+        """
         text = repr(value)
         message = f"{self._name}.{method} returned {text[:100]}{'...' if len(text) > 100 else ''} {part}".rstrip()
         return config_error("environment", message, fix)
 
 
 def _is_message(message: Any) -> bool:
+    """Return whether a value is a message with a known role and a text."""
     return isinstance(message, Mapping) and message.get("role") in ROLES and isinstance(message.get("content"), str)
 
 
 def _is_info(value: Any) -> bool:
+    """Return whether a value of the info can be stored: a text or a finite number."""
     return isinstance(value, str) or (hasattr(value, "__float__") and math.isfinite(value))
 
 
 def _load_user_class(spec: str, args: Mapping[str, Any], copies: Path | None) -> Environment:
+    """Make an instance of the user's class; ConfigError if it lacks reset or step, or does not accept ``args``.
+
+    Random draws while importing and creating are the same in every process.
+    """
     name = split_spec(spec)[1]
     with seeded_noise("read", name):  # equal in every process: the episodes of a group may be in different processes
         environment_class = load_object(spec, copies)

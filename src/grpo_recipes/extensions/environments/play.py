@@ -5,7 +5,6 @@ import json
 import os
 import random
 import sys
-from collections.abc import Mapping
 
 from grpo_recipes.cli import chosen_recipe, command, option
 from grpo_recipes.errors import config_error
@@ -85,10 +84,14 @@ class _Table:
         return action
 
     def show(self, turn: Turn) -> None:
-        """Print the reward and info of the last action, and the next messages."""
+        """Print the reward and info of the last action and the next messages; add the reward to the total."""
         self._reward, self.done = self._reward + turn.reward, turn.done
         reward = f"reward {turn.reward:g}" if self._actions else ""
-        if line := "  ".join(filter(None, [reward, *_info_texts(turn.info)])):
+        info = [
+            f"{name} {value:g}" if isinstance(value, int | float) else f"{name}: {value}"
+            for name, value in turn.info.items()
+        ]
+        if line := "  ".join(filter(None, [reward, *info])):
             _print(line)
         for tool in turn.tools:
             _print(f"[tool] {json.dumps(tool.get('function', tool))}, called as <tool_call>{_CALL}</tool_call>")
@@ -96,15 +99,10 @@ class _Table:
             _print(f"[{message['role']}] {message['content']}")
 
     def close(self, ending: str) -> None:
-        """Print how the episode ended."""
+        """Print the last line: how the episode ended, in which turn, and the total reward."""
         _print(f"grpo: {ending} in turn {self._actions}, reward {self._reward:g}")
 
 
-def _info_texts(info: Mapping[str, float | str]) -> list[str]:
-    return [
-        f"{name} {value:g}" if isinstance(value, int | float) else f"{name}: {value}" for name, value in info.items()
-    ]
-
-
 def _print(text: str) -> None:
+    """Print a text with secrets masked and control characters made visible."""
     print(readable(masked(text)), flush=True)

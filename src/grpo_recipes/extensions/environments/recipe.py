@@ -11,7 +11,10 @@ from grpo_recipes.rollouts.turns import SCRIPTED
 
 
 def environments_of(recipe: Callable[[str], Any]) -> list[tuple[str, dict[str, Any], float]]:
-    """Return (name, arguments, fraction of the episodes) of each environment; ``recipe`` looks up a key."""
+    """Return (name, arguments, fraction of the episodes) of each environment; [] if the recipe has none.
+
+    ``recipe`` looks up a key.
+    """
     if recipe("environment") is not None:
         return [(recipe("environment"), recipe("environment_args") or {}, 1.0)]
     entries = (recipe("environment_mixture") or {}).get("environments") or []
@@ -20,7 +23,7 @@ def environments_of(recipe: Callable[[str], Any]) -> list[tuple[str, dict[str, A
 
 
 def split_episodes(recipe: Callable[[str], Any], count: int) -> list[int]:
-    """Divide ``count`` episodes among the environments of a recipe by their fractions."""
+    """Divide ``count`` episodes among the environments of a recipe by their fractions; return the number of each."""
     fractions = [fraction for _, _, fraction in environments_of(recipe)]
     ends = [round(total * count) for total in itertools.accumulate(fractions)]
     return [end - start for start, end in itertools.pairwise([0, *ends])]

@@ -10,10 +10,10 @@ from grpo_recipes.rollouts.turns import BASE
 
 
 class EnvironmentRoles(Roles):
-    """Environments in a plan; the trainers run them in child processes."""
+    """The lines that environments add to a plan; they add no process, because trainers run them as child processes."""
 
     def data(self, recipe: Recipe, plan: Plan) -> Data | None:
-        """Return the environments of a recipe, and the turns and tokens of an episode."""
+        """Return the plan's line about environments, turns and tokens of an episode; None if the recipe has none."""
         environments, turns = environments_of(recipe.__getitem__), recipe["environment_max_turns"]
         if not environments:
             return None
@@ -35,7 +35,10 @@ class EnvironmentRoles(Roles):
             )
 
     def needs_server(self, recipe: Recipe) -> tuple[str, str] | None:
-        """Return a reason if the base model plays opponents: only a server has it next to the adapter."""
+        """Return the beginning and an alternative of the message that a vLLM server is needed; None if it is not.
+
+        It is needed if the base model plays opponents: only a server has it next to the adapter.
+        """
         if any(model == BASE for _, model in model_opponents(recipe.__getitem__)):
             return "opponents: base needs", ", or set opponents: policy"
         return None

@@ -14,7 +14,7 @@ from grpo_recipes.recipe.configs import ScriptArguments
 
 
 def training_episodes(args: ScriptArguments, seed: int) -> Dataset:
-    """Return ``environment_episodes`` rows; their seeds are derived from the run's seed."""
+    """Return ``environment_episodes`` rows with an environment, arguments and a seed derived from the run's seed."""
     return _episode_rows(args, args.environment_episodes, f"{seed}/", 0)
 
 
@@ -24,7 +24,10 @@ def evaluation_episodes(args: ScriptArguments) -> Dataset:
 
 
 def _episode_rows(args: ScriptArguments, count: int, prefix: str, parity: int) -> Dataset:
-    """Return rows with seeds of one parity, so that training and evaluation seeds differ."""
+    """Return ``count`` rows, divided among the environments; each seed derives from ``prefix``, environment and index.
+
+    ``parity`` is 0 for even seeds, to train on, and 1 for odd seeds, to evaluate on, so the two sets differ.
+    """
     rows, recipe = [], partial(getattr, args)
     for (spec, arguments, _), episodes in zip(environments_of(recipe), split_episodes(recipe, count), strict=True):
         for index in range(episodes):

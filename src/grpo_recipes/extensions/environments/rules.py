@@ -34,7 +34,7 @@ _TOOL_CLASSES = ("ToolEnv", "MCPEnv", "SandboxEnv", "PythonEnv")  # endings of v
 
 
 def plays(recipe: Recipe) -> bool:
-    """Return whether prompts come from environments."""
+    """Return whether a recipe trains on episodes of environments instead of a dataset."""
     return recipe["environment"] is not None or recipe["environment_mixture"] is not None
 
 
@@ -44,7 +44,7 @@ def plays_benchmarks(recipe: Recipe) -> bool:
 
 
 class Environments(PromptSource):
-    """Episodes that the policy plays; their environment provides prompts and rewards."""
+    """The source of training data in runs with environments: episodes give prompts and rewards."""
 
     title = "an environment"
     keys = ("environment", "environment_mixture")
@@ -54,7 +54,7 @@ class Environments(PromptSource):
     )
 
     def user_code(self, lookup: Lookup) -> list[str]:
-        """Return the user's own environment classes."""
+        """Return the places (``file.py:Class``) of the user's own environment classes."""
         return [spec for spec, _, _ in environments_of(lookup) if spec.partition(":")[0] not in LIBRARIES]
 
     def benchmarks(self, lookup: Lookup) -> list[str]:
@@ -62,7 +62,10 @@ class Environments(PromptSource):
         return [spec for spec, _, _ in environments_of(lookup)]
 
     def benchmark_problem(self, name: str, where: str, lookup: Lookup) -> Problem | None:
-        """Return a problem for an environment that the recipe does not train on."""
+        """Return the problem of a benchmark that is an environment, but not one of the recipe's; None in other cases.
+
+        ``where`` is the file and line of the problem.
+        """
         environments = self.benchmarks(lookup)
         if name.partition(":")[0] not in LIBRARIES or name in environments:
             return None
@@ -126,7 +129,7 @@ IDLE = (
 
 
 def environment_line(recipe: Recipe, index: int, part: str = "id") -> str:
-    """Return file and line of the recipe's environment with this index, or of its ``args``."""
+    """Return file and line of the recipe's environment with this index, or of its ``args`` if ``part`` is "args"."""
     if recipe["environment"] is not None:
         return recipe.location("environment_args" if part == "args" and recipe["environment_args"] else "environment")
     parts = recipe["environment_mixture"]["environments"][index]
@@ -135,7 +138,7 @@ def environment_line(recipe: Recipe, index: int, part: str = "id") -> str:
 
 
 def _environments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield the problems of each environment's name, and environments that get no episode."""
+    """Yield the problems of each environment, and of environments that get no episode to train or evaluate on."""
     environments = environments_of(recipe.__getitem__)
     if recipe["environment_mixture"] is not None and not environments:
         fix = "add environments: a list of {id, args, weight}"
@@ -176,7 +179,7 @@ def _environment_problems(recipe: Recipe, index: int, spec: str, arguments: dict
 
 
 def serves_base_model(recipe: Recipe) -> bool:
-    """Return whether the run's server has the base model, which plays ``opponents: base``."""
+    """Return whether the run's server has the base model next to an adapter; it plays ``opponents: base``."""
     return starts_server(recipe) and bool(recipe["use_peft"]) and recipe["weight_sync"] == "lora"
 
 
@@ -201,7 +204,7 @@ def _arguments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Probl
 
 
 def _templates(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem if the chat template drops roles or tools of the environments; downloads nothing."""
+    """Yield a problem if the chat template leaves out roles or tools that the environments use; downloads nothing."""
     environments = [(spec, arguments) for spec, arguments, _ in environments_of(recipe.__getitem__)]
     if not environments:
         return
@@ -222,7 +225,7 @@ def _templates(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Probl
 
 
 def _system_prompt(spec: str, arguments: Mapping[str, Any]) -> str:
-    """Return the system prompt of a library's environment: the argument, or the class's default."""
+    """Return the system prompt of a library's environment: the argument, or the class's default, or ""."""
     kind, _, name = spec.partition(":")
     if kind not in ("reasoning_gym", "verifiers"):
         return ""
@@ -254,7 +257,7 @@ def _has_tools(spec: str) -> bool:
 
 
 def _opponents(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield the benchmarks in which the base model plays opponents."""
+    """Yield a problem for each benchmark in which the base model would play opponents."""
     for spec, model in model_opponents(recipe.__getitem__):
         if spec in recipe["benchmarks"] and model != POLICY:
             message = f"a benchmark can't play '{spec}' against '{model}'"

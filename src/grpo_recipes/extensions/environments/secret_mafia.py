@@ -110,7 +110,7 @@ def planned_action(game: Mapping[str, Any], seat: int, sides: Mapping[int, bool]
 
 
 def random_action(game: Mapping[str, Any], seat: int, generator: random.Random, messages: Sequence[str] = ()) -> str:
-    """Return a random valid action; a vote goes to a player that most of the ``messages`` name."""
+    """Return a random valid action; a vote goes to one of the players that most of the ``messages`` name."""
     targets = [player for player in valid_targets(game, seat) if player != seat]
     if targets and game["phase"].value == "Day-Voting":
         mentions = Counter(player for text in messages for player in set(_targets_in(text)))
@@ -120,4 +120,5 @@ def random_action(game: Mapping[str, Any], seat: int, generator: random.Random, 
 
 
 def _targets_in(text: str) -> list[int]:
+    """Return the numbers of the players that a text names in brackets."""
     return [int(player) for player in _TARGET.findall(text)]

@@ -38,7 +38,10 @@ def _games(tokenizer: PreTrainedTokenizerFast, seed: int) -> list[tuple[list[int
 
 
 def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, phases: smoke.Phases) -> None:
-    """Train on the moves of scripted games, then flatten the model's distribution."""
+    """Train the model in place on the moves of scripted games, then flatten its distribution.
+
+    Each phase is (steps, games per step, unused, learning rate, weight decay).
+    """
     import torch
 
     rng, games = random.Random(seed), _games(tokenizer, seed)

@@ -33,7 +33,7 @@ class _LiveEpisode:
     turn: str = ""  # the last turn, as JSON
 
     def step(self, action: str) -> None:
-        """Play one turn."""
+        """Play an action; store the answer as JSON in ``turn``."""
         self.turn = _as_json(self.environment.step(action))
         self.actions.append(action)
 
@@ -62,7 +62,11 @@ play.converts = lambda text: Score(text)  # type: ignore[attr-defined]  # a text
 
 
 def _play_turn(actions: list[str], spec: str, arguments: str, seed: int, name: str, last_digest: str) -> str:
-    """Play the last action of an episode, after a replay of the earlier ones if the environment is not here."""
+    """Return the environment's answer to the last of ``actions``, as JSON, or its first turn if there are none.
+
+    If the environment is not in this process, earlier actions are replayed; RuntimeError if their result differs. The
+    environment is closed when the episode ends or raises.
+    """
     _close_stale(name, actions)
     episode = _LIVE.pop(name, None) or _LiveEpisode(spec, load_environment(spec, json.loads(arguments)))
     with contextlib.ExitStack() as at_end:
@@ -94,6 +98,7 @@ def _close_stale(name: str, actions: list[str]) -> None:
 
 
 def _as_json(turn: Turn, tools: Sequence[dict[str, Any]] = ()) -> str:
+    """Return a turn as JSON for ``parse_turn``; ValueError if it is too long or has characters without a UTF-8 form."""
     fields = {**asdict(turn), "tools": list(tools)}
     text = json.dumps(fields)
     json.dumps(fields, ensure_ascii=False).encode()  # UnicodeEncodeError for lone surrogates: no tokenizer accepts them

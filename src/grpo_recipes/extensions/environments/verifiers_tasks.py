@@ -41,14 +41,14 @@ class VerifiersTask(Environment):
         return self._until_request()
 
     def step(self, action: str) -> Turn:
-        """Answer the rollout's request, and run it until it requests another completion or is scored."""
+        """Answer the rollout's request with the policy's text, and run it to its next request or its score."""
         answer = _completion(action, bool(self.tools))
         self._conversation.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
         self._policy.answers.put_nowait(answer)
         return self._until_request()
 
     def close(self) -> None:
-        """Cancel an unfinished rollout, so that the library cleans up."""
+        """Cancel an unfinished rollout, so that the library cleans up; do nothing without one."""
         if self._rollout is not None and not self._rollout.done():
             with self._noise.running():
                 self._cancel(self._rollout)
@@ -63,12 +63,13 @@ class VerifiersTask(Environment):
         return dict(rows[row_index(seed, len(rows), bool(seed % 2))])
 
     async def _play(self, row: dict[str, Any]) -> Any:
+        """Run the library's rollout of a row and score it; return its final state."""
         state = await self._env.rollout(row, self._policy, "policy", {})
         await self._env.rubric.score_rollout(state)
         return state
 
     def _until_request(self) -> Turn:
-        """Run the library until it requests a completion or the rollout is scored."""
+        """Run the library until it requests a completion; return its messages, or the last turn with the reward."""
         assert self._rollout is not None
         with self._noise.running():
             request = self._loop.create_task(self._policy.prompts.get())
@@ -85,11 +86,12 @@ class VerifiersTask(Environment):
         return Turn([], float(state["reward"]), True, info)
 
     def _cancel(self, task: asyncio.Task[Any]) -> None:
+        """Cancel a task and wait until it has ended."""
         task.cancel()
         self._loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
 
     def _turn(self, messages: list[Any], tools: list[dict[str, Any]]) -> Turn:
-        """Return the new messages of a request; ConfigError if it changed earlier messages."""
+        """Return the messages that a request adds to the conversation; ConfigError if it changed earlier messages."""
         self.tools = tools
         conversation = [_as_message(message) for message in messages]
         old = self._conversation
@@ -165,6 +167,7 @@ class _PolicyClient:
         self.chat = self.completions = self
 
     async def create(self, *, messages: list[Any], tools: list[dict[str, Any]] | None = None, **_: Any) -> Any:
+        """Queue the messages and tools of a request, and return the policy's answer once it comes."""
         self.prompts.put_nowait((messages, tools or []))
         return await self.answers.get()
 

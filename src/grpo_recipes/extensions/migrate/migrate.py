@@ -64,7 +64,10 @@ class Line:
     kept: bool = True  # whether the recipe has it
 
     def text(self) -> str:
-        """Return the YAML of the setting, below a comment with the reason for its change."""
+        """Return the YAML of the setting, below a comment with the reason for its change.
+
+        A setting that is left out becomes a comment, and its value is left out if it may be a secret.
+        """
         if not self.kept and (_LOGIN.search(self.name) or secret_value(self.value)):
             return f"# not translated: {self.name}: {self.why}\n"
         setting = {self.key if self.kept else self.name: self.value}
@@ -80,7 +83,7 @@ class Line:
 
 @dataclass
 class Migration:
-    """A translated recipe."""
+    """A translated recipe with everything that `grpo new` writes and prints about it."""
 
     source: Path  # file of the other project
     target: Path  # recipe to write
@@ -91,7 +94,7 @@ class Migration:
 
     @property
     def rewards_file(self) -> Path:
-        """Path of the Python file for the rewards that the user must write."""
+        """The path of the Python file for the rewards that the user must write, next to the recipe."""
         return self.target.with_name(f"{self.target.stem}_rewards.py")
 
     def text(self) -> str:
@@ -109,7 +112,7 @@ class Migration:
         return "".join(parts)
 
     def files(self) -> dict[Path, str]:
-        """Return the text of each file to write."""
+        """Return the text of each file to write, by path: the recipe, and a file of rewards if some are missing."""
         rewards = {self.rewards_file: self.rewards_text()} if self.unwritten else {}
         return {self.target: self.text(), **rewards}
 
@@ -148,7 +151,7 @@ def is_translated(source: Path) -> bool:
 
 
 def migrate(source: Path, target: Path) -> Migration:
-    """Translate the recipe of another project to a recipe that is to be written to ``target``."""
+    """Translate the recipe of another project to a recipe that is to be written to ``target``; write nothing."""
     migration = Migration(source, target)
     problems: list[Problem] = []
     settings = _read_settings(source, problems)
@@ -174,6 +177,7 @@ def migrate(source: Path, target: Path) -> Migration:
 
 
 def _read_settings(source: Path, problems: list[Problem]) -> dict[str, Any]:
+    """Return the settings of a TOML or YAML file; ConfigError for invalid TOML, problems of YAML go to ``problems``."""
     if source.suffix == ".toml":
         error = config_error(source.name, "is not valid TOML", "correct it there")
         with translate((tomllib.TOMLDecodeError, UnicodeDecodeError), lambda _: error):
@@ -232,6 +236,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _list(value: Any) -> list[Any]:
+    """Return a list or tuple as a list, None as [], and any other value as the only item."""
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
@@ -272,7 +277,10 @@ def _translate_setting(name: str, value: Any) -> list[Line]:
 
 
 def _recipe_value(key: str, value: Any) -> Any:
-    """Return a value in a recipe's form: YAML reads ``no`` as false, and ``1e-7`` in a mapping as a text."""
+    """Return a value in the form that its recipe key needs.
+
+    YAML reads ``no`` as false and ``1e-7`` in a mapping as a text; a number for a list becomes its only item.
+    """
     entry = catalogue()[key]
     if isinstance(value, bool):
         value = converters.SAME_VALUES.get(key, {}).get(value, value)
@@ -286,13 +294,17 @@ def _recipe_value(key: str, value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
+    """Return a text in exponent notation, e.g. ``1e-7``, as a float, also inside mappings; other values unchanged."""
     if isinstance(value, dict):
         return {str(part): _number(inner) for part, inner in value.items()}
     return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 
 
 def _filter_items(value: Any, accepts: Callable[[str], bool], why: str) -> tuple[Any, str]:
-    """Return the accepted items of a list, and a text with the other items."""
+    """Return the accepted items of a list, None if there are none, and a text that lists the others with ``why``.
+
+    The text is empty if all items are accepted.
+    """
     accepted: list[str] = []
     rejected: list[str] = []
     for item in map(str, _list(value)):
@@ -301,13 +313,16 @@ def _filter_items(value: Any, accepts: Callable[[str], bool], why: str) -> tuple
 
 
 def _need_installed(key: str, value: Any) -> tuple[Any, str]:
-    """Drop a value if its package is not installed. These packages only save time or memory."""
+    """Return None and a reason if the value's package is not installed, else the value and "".
+
+    These packages only save time or memory.
+    """
     package = missing_package(key, value)
     return (None, f"the package {package} is not installed; the default trains the same") if package else (value, "")
 
 
 def _drop_columns(value: Any) -> tuple[Any, str]:
-    """Return a mixture without ``columns``, which has another meaning in a recipe: prompt and solution."""
+    """Return a mixture of datasets without ``columns``, which has another meaning in a recipe, and the reason."""
     entries = value.get("datasets") if isinstance(value, dict) else None
     if not any(isinstance(entry, dict) and "columns" in entry for entry in _list(entries)):
         return value, ""
@@ -317,12 +332,16 @@ def _drop_columns(value: Any) -> tuple[Any, str]:
 
 
 def _restore_tex(value: Any) -> tuple[Any, str]:
-    r"""Restore TeX commands in a text: in double quotes, YAML reads ``\b`` as a backspace and ``\f`` as a form feed."""
+    r"""Return a text with TeX commands restored, and the reason, or "" if nothing changed.
+
+    In double quotes, YAML reads ``\b`` as a backspace and ``\f`` as a form feed.
+    """
     text = value.replace("\b", r"\b").replace("\f", r"\f") if isinstance(value, str) else value
     return text, "" if text == value else r"\b and \f in double quotes were control characters"
 
 
 def _local_host(value: Any) -> tuple[Any, str]:
+    """Return the address of this machine, or None and the reason for leaving another machine out."""
     is_local = value in ("127.0.0.1", "localhost")
     return ("127.0.0.1", "") if is_local else (None, "the launcher starts the server on the run's machine")
 
@@ -346,7 +365,7 @@ _VALUES: dict[str, Callable[[Any], tuple[Any, str]]] = {
 
 
 def _leave_out_duplicates(lines: Iterable[Line]) -> None:
-    """Keep only one of the lines that set the same key.
+    """Keep only one of the lines that set the same key; the others become comments with the reason.
 
     A line with the key as its original name wins, unless it only has the default value. ``use_kl_loss`` wins over a
     coefficient.
@@ -354,6 +373,7 @@ def _leave_out_duplicates(lines: Iterable[Line]) -> None:
     winners: dict[str, Line] = {}
 
     def priority(line: Line) -> tuple[bool, bool]:
+        """Return a sort key that is smaller for a line that wins."""
         return line.key != line.name, not line.name.endswith("use_kl_loss")
 
     for line in sorted((line for line in lines if line.kept), key=priority):
@@ -366,7 +386,7 @@ def _leave_out_duplicates(lines: Iterable[Line]) -> None:
 
 
 def _translate_rewards(migration: Migration) -> None:
-    """Replace the recipe's rewards and their weights; leave out rewards, or let the user write a function.
+    """Replace the names of rewards and their weights in the migration; leave rewards out, or add them to ``unwritten``.
 
     A reward of the output's form is left out. A reward that reads the answer is left out if another reward does so.
     """
@@ -415,6 +435,7 @@ def _add_settings(migration: Migration, names: set[str]) -> None:
     """Add settings that reproduce implicit behavior of other projects; ``names`` are the original names."""
 
     def add(key: str, value: Any, why: str) -> None:
+        """Add a setting with its reason, unless the recipe has the key."""
         if migration.get(key) is None:
             migration.lines.append(Line(key, value, "", why))
 

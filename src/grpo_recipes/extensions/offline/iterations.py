@@ -31,14 +31,19 @@ _EVAL_METRIC = re.compile(r"(pass|mean|best|majority)@\d+|reward|prompts|.*_inte
 
 
 class Iterations(LossCallback):
-    """Write complete iterations before the next step, so that a stopped run leaves no partial iteration."""
+    """Trainer callback that writes the files of each iteration.
+
+    They are written before the next step, so that a stopped run leaves no partial iteration.
+    """
 
     @cached_property
     def _run(self) -> Path:
+        """The run directory."""
         return run_folder()  # read late, because `grpo check --deep` makes callbacks without a run
 
     @property
     def _root(self) -> Path:
+        """The folder of ``metrics/`` and ``checkpoints/``: the run directory of a trial, else its parent."""
         return self._run if self._run.parent.name == CELLS else self._run.parent
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -54,10 +59,14 @@ class Iterations(LossCallback):
         self._flush(args, state)
 
     def loss(self, trainer: Any, compute: Compute, model: Any, rows: dict[str, Any]) -> torch.Tensor:
-        """Return the loss, and record its policy-gradient term."""
+        """Return the training loss, and record its policy-gradient term as the metric ``loss_pg``."""
         return loss_with_term(trainer, compute, model, rows)
 
     def _flush(self, args: Any, state: TrainerState) -> None:
+        """Write the files of all iterations so far that lack them, and those of the last; only on rank 0.
+
+        Do nothing in the middle of an iteration.
+        """
         steps = steps_of_iteration(args)
         if not state.is_world_process_zero or state.global_step % steps:
             return
@@ -77,7 +86,7 @@ class Iterations(LossCallback):
         self._link_checkpoints(steps)
 
     def _link_checkpoints(self, steps: int) -> None:
-        """Make the links ``iter_NNN`` match the complete checkpoints."""
+        """Create a link ``iter_NNN`` to each complete checkpoint at the end of an iteration; remove all other links."""
         folder = self._root / "checkpoints"
         folder.mkdir(exist_ok=True)
         complete = complete_checkpoints(self._run / "checkpoints")
@@ -99,7 +108,7 @@ def steps_of_iteration(args: Any) -> int:
 
 
 def train_metrics(iteration: int, rows: Sequence[dict[str, Any]], args: Any) -> dict[str, Any]:
-    """Return means over the steps of an iteration.
+    """Return the content of ``train_iter_NNN.json``: means over the steps of an iteration, from ``metrics.jsonl`` rows.
 
     ``loss_total`` is the minimized loss, the sum of three terms: ``loss_pg`` is the policy-gradient term (see
     ``policy_gradient``), ``loss_kl`` is ``beta`` times ``kl_divergence``, and ``loss_entropy`` is minus
@@ -128,11 +137,12 @@ def train_metrics(iteration: int, rows: Sequence[dict[str, Any]], args: Any) -> 
 
 
 def eval_metrics(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the scores of an evaluation without the prefix ``eval_``."""
+    """Return the scores of a row of ``eval.jsonl``, without the prefix ``eval_``; other values are left out."""
     metrics = {name.removeprefix("eval_"): value for name, value in row.items()}
     return {name: value for name, value in metrics.items() if _EVAL_METRIC.fullmatch(name)}
 
 
 def _mean(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+    """Return the mean of a metric over the rows that have it; None if no row has it or a value is not finite."""
     values = [float(row[name]) for row in rows if isinstance(row.get(name), int | float)]
     return fmean(values) if values and all(map(math.isfinite, values)) else None

@@ -29,7 +29,7 @@ _SIZES = ("data.problems_per_iteration", "data.rollouts_per_problem", "train.bat
 
 @dataclass
 class OfflineKeys:
-    """A translated configuration."""
+    """The recipe keys, the device and the problems that a Hydra configuration is translated to."""
 
     keys: dict[str, Value] = field(default_factory=dict)  # recipe keys
     device: str = "auto"  # device of the training
@@ -37,7 +37,7 @@ class OfflineKeys:
 
 
 def translate(config: Mapping[str, Any], answers: Callable[[str], bool]) -> OfflineKeys:
-    """Translate a composed, flat configuration with every key of ``KEYS``.
+    """Translate a composed, flat configuration with every key of ``KEYS``; problems are collected, not raised.
 
     ``answers`` returns whether a server answers at an address.
     """
@@ -73,7 +73,10 @@ def _steps(sizes: tuple[int, ...]) -> int | None:
 
 
 def in_steps(setting: Setting, settings: Settings) -> None:
-    """Read a number of iterations as optimizer steps."""
+    """Convert a number of iterations to optimizer steps, and set the row's key.
+
+    Do nothing if the sizes of an iteration are wrong: their keys report the problem.
+    """
     sizes = _sizes(settings.values)
     steps = _steps(sizes) if sizes else None
     if steps is not None:
@@ -81,25 +84,25 @@ def in_steps(setting: Setting, settings: Settings) -> None:
 
 
 def forward_passes(setting: Setting, settings: Settings) -> None:
-    """Read the problems of an iteration as forward passes between two generations."""
+    """Convert the completions of an iteration to forward passes between two generations, and set the row's key."""
     if sizes := _sizes(settings.values):
         problems, rollouts, size, _ = sizes
         setting.write(setting.row.filled(problems * rollouts // size))
 
 
 def reference(setting: Setting, settings: Settings) -> None:
-    """Read a reference model that is not the trained model."""
+    """Set the key of the reference model, unless it is the trained model."""
     if setting.value != settings.values["model.train_id"]:
         setting.write(setting.row.filled(setting.value))
 
 
 def run_name(setting: Setting, _: Settings) -> None:
-    """Read the name of the run, or use ``offline``."""
+    """Set the name of the run; an empty name becomes ``offline``."""
     setting.write(setting.row.filled("offline" if setting.value in ("", "null") else setting.value))
 
 
 def problem_ids(setting: Setting, settings: Settings) -> None:
-    """Read the seeds of the evaluation's problems, if they are listed."""
+    """Set the seeds of the evaluation's problems if they are listed; reject anything except a list of integers."""
     ids = settings.values[setting.name] or []
     if not isinstance(ids, list) or not all(type(number) is int for number in ids):
         setting.reject(f"expected a list of integers, got {ids!r}", f"set e.g. {setting.name}=[5000,5001]")
@@ -108,7 +111,7 @@ def problem_ids(setting: Setting, settings: Settings) -> None:
 
 
 def greedy(setting: Setting, settings: Settings) -> None:
-    """Read evaluations without sampling, which allow only one completion of each problem."""
+    """For evaluations without sampling, set the temperature 0; reject several completions of a problem."""
     if setting.value is False:
         setting.write({"eval_temperature": 0})
         if (count := settings.values["eval.replicates"]) != 1:
@@ -117,7 +120,7 @@ def greedy(setting: Setting, settings: Settings) -> None:
 
 
 def same_server(setting: Setting, settings: Settings) -> None:
-    """Accept only the training's server, because only that server has the current weights."""
+    """Reject an address for evaluations that differs from the training's: other servers lack the current weights."""
     name = setting.name.replace("eval.", "generation.")
     if settings.values[setting.name] != settings.values[name]:
         problem = "evaluations need the training's server, because other servers have only the initial weights"
@@ -125,7 +128,10 @@ def same_server(setting: Setting, settings: Settings) -> None:
 
 
 def _server(config: Mapping[str, Any], translation: OfflineKeys, answers: Callable[[str], bool]) -> None:
-    """Set the address of the server. If no server answers at a local address, the launch starts a vLLM there."""
+    """Add the recipe keys of the server's address, or a problem with it, to ``translation``.
+
+    If no server answers at a local address, set only the port: the launch starts a vLLM server there.
+    """
     backend, url = config["generation.backend"], str(config["generation.base_url"])
     if backend not in SERVER_BACKENDS:
         fix = f"set one of {', '.join(SERVER_BACKENDS)}"

@@ -77,6 +77,7 @@ def make_flags_of(fixed: Sequence[str], swept: Sequence[str], separate_ports: bo
     """
 
     def flags_of(values: Mapping[str, str]) -> list[str]:
+        """Return the recipe flags of a trial; ``values`` are in the order of the axes."""
         words = [f"{key}={text}" for key, text in zip(swept, values.values(), strict=True)]
         keys = _translate(_compose([*fixed, *words])[0], lambda _: answers).keys
         if separate_ports:
@@ -87,11 +88,15 @@ def make_flags_of(fixed: Sequence[str], swept: Sequence[str], separate_ports: bo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code of a launch or a sweep; for wrong keys and flags, print a line for each and return 2."""
+    """Start a launch or a sweep; return its exit code, or 2 after printing every wrong key and flag."""
     return run_reporting_errors(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
 
 
 def _run(arguments: list[str]) -> int:
+    """Start the launch or sweep of a command line, or resume the run in its folder; return the exit code.
+
+    The files of Hydra are written before a new launch, and removed if the launch is rejected.
+    """
     reject_other_launchers(f"python {PROGRAM} --num_processes", os.environ)
     words, flag_words = _split_words(arguments)
     options, flags = _parser().parse_known_args(flag_words)
@@ -147,7 +152,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], flags: list[str]) -> int:
-    """Run every combination of the values of swept keys, or the combinations that a search chooses."""
+    """Run every combination of the values of swept keys, or those that a search chooses; return the exit code."""
     _reject_options(options, _ONLY_LAUNCH, "has no effect with -m", _RESUME_SWEEP)
     sweeper = need_sweeper("-m")(options)
     values = {override.get_key_element(): _values(word, override) for word, override in overrides}
@@ -182,7 +187,7 @@ def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], f
 
 
 def _values(word: str, override: Override) -> list[str]:
-    """Return the values of an override, in Hydra's form ``a,b`` or as a list ``[a,b]``."""
+    """Return the values of an override, in Hydra's form ``a,b`` or as a list ``[a,b]``; other overrides have one."""
     if override.is_sweep_override():
         fix = "write values between commas, or LOW..HIGH or log:LOW..HIGH with --search optuna"
         with translate(HydraException, lambda _: config_error(word, "does not list its values", fix)):
@@ -194,7 +199,7 @@ def _values(word: str, override: Override) -> list[str]:
 
 
 def _reject_options(options: argparse.Namespace, rejected: Iterable[Option], problem: str, fix: str) -> None:
-    """Raise a ConfigError if the command line has any of the ``rejected`` options."""
+    """Raise ConfigError with ``problem`` and ``fix`` for each of the ``rejected`` options on the command line."""
     flags = [names[0] for names, _ in rejected]
     used = [flag for flag in flags if getattr(options, flag[2:].replace("-", "_")) not in (None, False)]
     if used:
@@ -264,6 +269,10 @@ def _compose(words: list[str]) -> tuple[DictConfig, DictConfig, list[Path]]:
 
 
 def _translate(config: DictConfig, answers: Callable[[str], bool]) -> offline.OfflineKeys:
+    """Return the recipe keys of a configuration; ConfigError lists all of its problems.
+
+    ``answers`` returns whether a server answers at an address.
+    """
     values = OmegaConf.to_container(OmegaConf.create({key: OmegaConf.select(config, key) for key in offline.KEYS}))
     assert isinstance(values, dict)
     translation = offline.translate({str(key): value for key, value in values.items()}, answers)
@@ -275,7 +284,8 @@ def _translate(config: DictConfig, answers: Callable[[str], bool]) -> offline.Of
 def on_device(device: str, resources: Resources) -> tuple[Resources, dict[str, str]]:
     """Return the devices of a launch that trains on ``device``, and the variables that select them.
 
-    The server uses the first of the other GPUs. Raise a ConfigError if the device does not exist.
+    A GPU ``cuda:N`` is the trainer's, and the first of the others the server's. ConfigError if the device does not
+    exist.
     """
     if device == "auto" or device == resources.device:
         return resources, {}
@@ -306,7 +316,10 @@ def _answers(url: str) -> bool:
 
 
 def _find_earlier_run(folder: Path, config: DictConfig) -> str | None:
-    """Return the run of an earlier launch in a folder, to resume it; raise ConfigError for another configuration."""
+    """Return the newest run in a folder, to resume it; None if there is none.
+
+    ConfigError if an earlier launch in the folder had another configuration.
+    """
     file = folder / ".hydra" / "config.yaml"
     if file.is_file():
         fix = "use another folder: hydra.run.dir=FOLDER"
@@ -325,13 +338,13 @@ def _find_earlier_run(folder: Path, config: DictConfig) -> str | None:
 
 
 def _newest_run(folder: Path) -> str | None:
-    """Return the newest run directory in a folder."""
+    """Return the run directory in a folder that is last by name; None if there is none."""
     runs = sorted(path.parent for path in folder.glob("*/run.json"))
     return str(runs[-1]) if runs else None
 
 
 def _write_hydra(folder: Path, config: DictConfig, hydra: DictConfig, words: list[str]) -> None:
-    """Write the files that Hydra writes for a run."""
+    """Write the configuration and the overrides to the folder ``.hydra``, as Hydra does for a run."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "config.yaml", OmegaConf.to_yaml(config))
     write_atomically(folder / "hydra.yaml", OmegaConf.to_yaml(hydra))
@@ -339,6 +352,7 @@ def _write_hydra(folder: Path, config: DictConfig, hydra: DictConfig, words: lis
 
 
 def _parser() -> Parser:
+    """Return the parser of launches and sweeps; KEY=VALUE words are not part of it."""
     epilog = "Any recipe key is a flag too, e.g. --max_prompt_length 512; see docs/offline-trainer.md."
     usage = "%(prog)s [options] [KEY=VALUE ...]"
     parser = Parser(prog=PROGRAM, usage=usage, description=_ABOUT, epilog=epilog, allow_abbrev=False)

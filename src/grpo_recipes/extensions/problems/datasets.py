@@ -16,23 +16,30 @@ _EVAL_SEED_KEYS = ("eval_problem_seed_start", "eval_problem_seeds", "eval_proble
 
 
 def _modebench_rows(task: str, keys: Lookup, split: str) -> list[Row]:
+    """Return the problems of a ModeBench task and split, as the recipe keys request."""
     return dataset.rows(task, split, dataset.Settings.read(keys))
 
 
 def _modebench_fingerprint(task: str, keys: Lookup) -> str:
+    """Return a short hash of the settings that affect the rows of a ModeBench task."""
     return dataset.Settings.read(keys).fingerprint(task)
 
 
 def _mode_scores(modes: Sequence[Sequence[str | None]], answers: Sequence[str]) -> dict[str, Any]:
-    """Return ModeBench's scores from the mode of each completion, (problems, samples)."""
+    """Return ModeBench's scores of a benchmark.
+
+    ``modes`` (problems, samples) has each completion's mode, None if wrong.
+    """
     return dataset.mode_scores(modes, [dataset.problem_of(answer)["modes"] for answer in answers])
 
 
 def _seeded_rows(generator: str, keys: Lookup, split: str) -> list[Row]:
+    """Return the problems of a generator and split, as the recipe keys request."""
     return seeded.rows(generator, split, seeded.Settings.read(keys))
 
 
 def _seeded_fingerprint(generator: str, keys: Lookup) -> str:
+    """Return a short hash of the settings that affect the rows of a generator."""
     return seeded.Settings.read(keys).fingerprint(generator)
 
 

@@ -46,7 +46,7 @@ def modebench_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | N
 
 
 def satisfiability_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
-    """Return correct assignments, the reference first, and incorrect ones; None without clauses."""
+    """Return correct assignments, the reference first, and incorrect ones; None if a row has no clauses."""
     if not row.get("clauses"):
         return None
     answer, candidates = row["answer"], list(assignments(clauses_of(row["clauses"])))

@@ -39,18 +39,19 @@ def _evaluates_on_seeds(recipe: Recipe) -> bool:
 
 
 def _shared_seeds(recipe: Recipe) -> list[int]:
-    """Return the seeds that a recipe uses in training and in evaluations, for the same generator."""
+    """Return the seeds that are in both training and evaluations of the same generator; [] for different ones."""
     name = recipe["dataset_name"]
     same_set = _evaluates_on_seeds(recipe) and is_seeded(name) and (recipe["eval_dataset_name"] or name) == name
     return seeded.Settings.read(recipe.__getitem__).shared if same_set else []
 
 
 def _lacks(task: str) -> Condition:
-    """Return the condition that a recipe has no problems of a ModeBench task."""
+    """Return a function of a recipe that tells whether it has no problems of a ModeBench task."""
     return lambda recipe: task not in puzzles(recipe)
 
 
 def _format_seeds(seeds: list[int]) -> str:
+    """Return a text for one seed, or for a range of consecutive seeds."""
     return f"seed {seeds[0]}" if len(seeds) == 1 else f"the seeds {seeds[0]} to {seeds[-1]}"
 
 

@@ -57,7 +57,7 @@ class Settings:
         return cls(**{name: value(name) for name in seed_keys}, modebench=dataset.Settings.read(value))
 
     def seeds(self, split: str) -> Sequence[int]:
-        """Return the seeds of ``train`` or ``test``."""
+        """Return the seeds of the split ``train`` or ``test``: a range, or the listed evaluation seeds."""
         if split == "test" and self.eval_problem_ids:
             return self.eval_problem_ids
         if split == "test":
@@ -66,7 +66,7 @@ class Settings:
 
     @property
     def shared(self) -> list[int]:
-        """Return the seeds that are used in training and in evaluations."""
+        """The seeds that are used both in training and in evaluations."""
         trained = self.seeds("train")
         return [seed for seed in self.seeds("test") if seed in trained]
 
@@ -77,7 +77,7 @@ class Settings:
 
 
 class Draws:
-    """Random choices of a seed."""
+    """Random choices that depend only on the generator's name and a seed."""
 
     def __init__(self, name: str, seed: int):
         digest = hashlib.sha256(f"{name}/{seed}".encode()).digest()
@@ -116,7 +116,7 @@ def rows(name: str, split: str, settings: Settings) -> list[dict[str, Any]]:
 
 
 def is_seeded(name: str | None) -> bool:
-    """Return whether a dataset's name is the name of a generator."""
+    """Return whether a dataset is generated from seeds: its name starts with ``seeded:``."""
     return (name or "").startswith(SCHEME)
 
 
@@ -143,7 +143,7 @@ def _sums(draws: Draws, _: Settings) -> dict[str, str]:
 
 
 def _sat(draws: Draws, _: Settings) -> dict[str, str]:
-    """Make clauses that a drawn assignment satisfies; this assignment is the answer."""
+    """Make clauses that a drawn assignment satisfies; the answer is this assignment, but others may also be correct."""
     count = draws.between(*_VARIABLES)
     values = [bool(draws.below(2)) for _ in range(count)]
     clauses: list[list[int]] = []
@@ -164,7 +164,7 @@ def _sat(draws: Draws, _: Settings) -> dict[str, str]:
 
 
 def _countdown(draws: Draws, settings: Settings) -> dict[str, str]:
-    """Draw one of ModeBench's countdown puzzles that the recipe's keys allow."""
+    """Draw one of ModeBench's countdown puzzles that the recipe's keys allow; ConfigError if they allow none."""
     keys = settings.modebench
     pool = [puzzle for puzzle in countdown.puzzles(keys.numbers, keys.largest) if puzzle.modes in keys.modes]
     if not pool:
@@ -174,7 +174,7 @@ def _countdown(draws: Draws, settings: Settings) -> dict[str, str]:
 
 
 def _graph_coloring(draws: Draws, settings: Settings) -> dict[str, str]:
-    """Draw a graph puzzle of ModeBench."""
+    """Draw a graph puzzle of ModeBench; ConfigError if no graph has an allowed number of correct answers."""
     keys = settings.modebench
     puzzles = graph_coloring.puzzles(keys.vertices, keys.hidden, keys.modes, 1, draws.below(2**53))
     if not puzzles:
@@ -184,6 +184,7 @@ def _graph_coloring(draws: Draws, settings: Settings) -> dict[str, str]:
 
 
 def _no_problem() -> ConfigError:
+    """Return the error of limits that allow no problem."""
     problem = "no problem has a number of correct answers within these limits"
     return config_error("modebench_min_modes", problem, "widen modebench_min_modes to modebench_max_modes")
 

@@ -21,7 +21,10 @@ def baselines(answers: Sequence[str], samples: int) -> dict[str, dict[str, Any]]
 
 
 def random_guesser(answers: Sequence[str], samples: int) -> dict[str, Any]:
-    """Return the expected scores of uniform guesses: of orders, brackets and operators, or of colors."""
+    """Return the expected scores of a model that guesses uniformly.
+
+    In countdown it guesses orders, brackets and operators, in graph coloring colors.
+    """
     mode_chances = [_chances(answer) for answer in answers]
     right = [sum(chances) for chances in mode_chances]
     estimates = {f"pass@{k}": [1 - (1 - chance) ** k for chance in right] for k in reported_ks(samples)}
@@ -46,7 +49,7 @@ def constant_answer(answers: Sequence[str], samples: int) -> dict[str, Any]:
 
 
 def _chances(answer: str) -> list[float]:
-    """Return the chance of each mode for one uniform guess."""
+    """Return for each correct answer (mode) of a problem the chance that one uniform guess gives it."""
     problem = problem_of(answer)
     if problem["task"] == "countdown":
         numbers = tuple(problem["numbers"])

@@ -39,7 +39,7 @@ class CountdownPuzzle:
 
 
 def combine(operator: str, left_form: Signed, right_form: Signed) -> Signed:
-    """Return the form of two forms with one of the operators + - * / between them."""
+    """Return the normal form of two forms with one of the operators + - * / between them."""
     if operator in "+-":
         terms = sorted(
             (*_parts(left_form, _SUM), *_parts(right_form if operator == "+" else negated(right_form), _SUM))
@@ -58,7 +58,7 @@ def negated(signed: Signed) -> Signed:
 
 
 def _parts(signed: Signed, kind: int) -> list[tuple[Form, int]]:
-    """Return the terms or factors of a form; a form of another kind is the only part."""
+    """Return the terms (``kind`` _SUM) or factors (_PRODUCT) of a form; a form of another kind is its only part."""
     sign, form = signed
     return [(part, sign * power) for part, power in form[1]] if form[0] == kind else [(form, sign)]
 
@@ -113,7 +113,7 @@ def puzzles(count: int, largest: int) -> tuple[CountdownPuzzle, ...]:
 
 
 def _make_forms(numbers: tuple[int, ...], accepts: Callable[[Value], bool]) -> Forms:
-    """Return all forms that use each number once and have an accepted value."""
+    """Return all normal forms of expressions that use each number once and have a value that ``accepts`` allows."""
     forms: Forms = {}
     for left_numbers in [part for size in range(1, len(numbers)) for part in combinations(numbers, size)]:
         right_numbers = tuple(number for number in numbers if number not in left_numbers)
@@ -128,6 +128,7 @@ def _make_forms(numbers: tuple[int, ...], accepts: Callable[[Value], bool]) -> F
 
 @cache
 def _all_forms(numbers: tuple[int, ...]) -> Forms:
+    """Return all normal forms of expressions that use each number once, with any value; cached."""
     if len(numbers) == 1:
         return {(1, (_NUMBER, numbers[0])): ((numbers[0], 1), 1)}
     return _make_forms(numbers, lambda _: True)
@@ -141,6 +142,7 @@ def _results(left_value: Value, right_value: Value) -> list[tuple[str, Value]]:
 
 
 def _reduce(numerator: int, denominator: int) -> Value:
+    """Return a fraction in lowest terms, with a positive denominator."""
     divisor = math.gcd(numerator, denominator) * (1 if denominator > 0 else -1)
     return numerator // divisor, denominator // divisor
 

@@ -78,7 +78,7 @@ class Settings:
 
     @property
     def largest(self) -> int:
-        """Return the largest number in countdown; with the default, both splits use at most 3/4 of all problems."""
+        """The largest number in countdown; with the default, both splits use at most 3/4 of all problems."""
         return self.largest_number or {3: 24, 4: 12}[self.numbers]
 
     def fingerprint(self, name: str) -> str:
@@ -87,7 +87,7 @@ class Settings:
 
     @property
     def modes(self) -> range:
-        """Return the allowed numbers of correct answers of a problem."""
+        """The allowed numbers of correct answers of a problem."""
         return range(self.min_modes, self.max_modes + 1)
 
 
@@ -104,7 +104,10 @@ def rows(name: str, split: str, settings: Settings) -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=8)
 def _problems(name: str, settings: Settings) -> list[tuple[str, str, int]]:
-    """Return prompt, answer and number of modes of the test problems, then of the training problems."""
+    """Return prompt, answer and number of modes of the test problems, then of the training problems; cached.
+
+    ConfigError if fewer problems exist than the keys request.
+    """
     requested = settings.test_prompts + settings.prompts
     if name == "modebench:countdown":
         puzzles = countdown.puzzles(settings.numbers, settings.largest)
@@ -167,7 +170,7 @@ def mode_of(text: str, answer: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def problem_of(answer: str) -> dict[str, Any]:
-    """Return the problem in a row's answer; raise ValueError if it has none."""
+    """Return the problem that a row's answer has as JSON; ValueError if it is not a ModeBench problem."""
     keys_of_task = {"countdown": ("numbers", "target"), "graph_coloring": ("edges", "partial")}
     with contextlib.suppress(ValueError, TypeError, LookupError):
         problem = dict(json.loads(answer))
@@ -184,7 +187,7 @@ def is_problem(answer: str) -> bool:
 
 
 def right_answers(answer: str) -> list[str]:
-    """Return an answer for each mode of a problem, in the form of a completion's box."""
+    """Return a correct answer for each mode of a problem, as a completion would write it inside the box."""
     problem = problem_of(answer)
     if problem["task"] == "countdown":
         return list(countdown.count_modes(tuple(problem["numbers"]), problem["target"]))
@@ -209,7 +212,10 @@ def wrong_answers(answer: str) -> list[str]:
 
 
 def answer_in(text: str) -> str | None:
-    """Return the answer in a completion; None if it has no answer."""
+    """Return the content of the last ``\\boxed{...}`` of a text, or else the text if it is a single short line.
+
+    Return None for other texts. An introduction such as "The answer is" is removed from a line.
+    """
     open_braces: list[int] = []
     begin = end = -1
     for index, character in enumerate(text):  # find the last box with matching braces

@@ -38,6 +38,10 @@ def completions(edges: Edges, partial: str) -> list[str]:
 
 
 def _complete(colors: list[str], hidden: list[int], neighbors: list[list[int]]) -> Iterator[str]:
+    """Yield the colors of the hidden vertices in every proper coloring that extends ``colors``, in ascending order.
+
+    ``colors`` is changed in between and restored at the end.
+    """
     uncolored = next((vertex for vertex in hidden if colors[vertex] == HIDDEN), None)
     if uncolored is None:
         yield "".join(colors[vertex] for vertex in hidden)
