@@ -48,7 +48,10 @@ _HELP = "/reset starts a new conversation, /system TEXT starts one with this sys
     option("--seed", type=int, metavar="N", help="Seed of the replies (default: random)"),
 )
 def chat(options: argparse.Namespace) -> int:
-    """Return 0 at the end of stdin, 1 if a reply failed, or 130 after Ctrl-C. A server started here is stopped."""
+    """Hold a conversation on the terminal; return 0 at the end of stdin, 1 if a reply failed, or 130 after Ctrl-C.
+
+    A server that the command starts is stopped at its end.
+    """
     _check(options)
     url = options.base_url or (options.which if "://" in options.which else None)
     recipe, model = _subject(options.which, needs_model=url is None)
@@ -76,11 +79,12 @@ def chat(options: argparse.Namespace) -> int:
 
 
 def leave(*_: int | FrameType | None) -> NoReturn:
-    """End the command on a signal; the enclosing blocks stop the processes that they started."""
+    """Exit with code 143, as a handler of SIGTERM; the enclosing blocks then stop the processes that they started."""
     raise SystemExit(128 + signal.SIGTERM)
 
 
 def _check(options: argparse.Namespace) -> None:
+    """Raise ConfigError that lists options with wrong numbers, or that need another option."""
     problems = []
     if options.temperature is not None and not options.temperature >= 0:
         problems.append(Problem("--temperature", f"expected 0 or more, got {options.temperature:g}", "use 0 or more"))
@@ -95,7 +99,10 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _subject(name: str, needs_model: bool) -> tuple[Recipe, str]:
-    """Return the recipe with the settings, and the model to serve: a folder or a hub id."""
+    """Return the recipe with system prompt and sampling, and the model to serve: a folder or a hub id.
+
+    For a server's URL, the recipe has only defaults and the model is "".
+    """
     if "://" in name:
         return _defaults(name), ""
     fix = "use a run directory, last, a folder with a model's config.json, a hub id, or the URL of a server"
@@ -143,12 +150,15 @@ def smoke_model(name: str) -> str:
 
 
 def _defaults(name: str) -> Recipe:
-    """Return a recipe with only defaults."""
+    """Return a recipe in which every key has its default; ``name`` becomes its path."""
     return Recipe(Path(name), {key: Value(entry["default"], DEFAULT_SOURCE) for key, entry in catalogue().items()})
 
 
 def _with_length(recipe: Recipe, folder: Path | None) -> Recipe:
-    """Raise vllm_max_model_length for long conversations: training only needs a prompt and a completion."""
+    """Return the recipe with vllm_max_model_length for long conversations: at most 8192 and the model's own limit.
+
+    Training only needs a prompt and a completion. ``folder`` is the model's, or None for a hub id, which gets 4096.
+    """
     max_length = _UNKNOWN_LENGTH
     if folder is not None and (folder / "config.json").is_file():
         config = json.loads((folder / "config.json").read_text())
@@ -173,7 +183,7 @@ class _Conversation:
         """Answer lines of stdin until its end; return the exit code: 0, 1 if a reply failed, or 130 after Ctrl-C."""
         while True:
             try:
-                line = self._line()
+                line = self._read_line()
             except EOFError:
                 print()
                 return 1 if self.failed else 0
@@ -185,7 +195,7 @@ class _Conversation:
             elif line:
                 self._answer(line)
 
-    def _line(self) -> str:
+    def _read_line(self) -> str:
         """Read the user's next line from stdin, without white space at its ends; print it if stdin is not a terminal.
 
         Raise EOFError at the end of stdin, or if stdin is closed.
@@ -198,7 +208,10 @@ class _Conversation:
         return line
 
     def _run_command(self, name: str, text: str = "") -> None:
-        """Run a command: a line that starts with a slash."""
+        """Run a line that starts with a slash, and print the result; an unknown one prints the help.
+
+        /reset and /system TEXT start a new conversation.
+        """
         if name == "/system" and text:
             self.system = text
         elif name == "/system":
@@ -209,7 +222,10 @@ class _Conversation:
         return _say("new conversation")
 
     def _answer(self, line: str) -> None:
-        """Print the reply to a line piece by piece; a line without a complete reply is dropped from the history."""
+        """Print the reply to a line piece by piece, and add both to the history.
+
+        If the reply fails or is interrupted, a message is printed and the line is dropped from the history.
+        """
         from grpo_recipes.rollouts.openai import NoCompletion
 
         messages = [*self.messages, {"role": "user", "content": line}]
@@ -232,7 +248,7 @@ class _Conversation:
         return None
 
     def _pieces(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
-        """Return the pieces of the reply as the server streams them."""
+        """Request a reply, and return its pieces as the server streams them; each reply has another seed."""
         from grpo_recipes.rollouts.turns import derive_seed
 
         system = [{"role": "system", "content": self.system}] if self.system else []

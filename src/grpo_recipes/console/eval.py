@@ -108,12 +108,13 @@ _CHUNK = 256  # completions scored at a time
     usage="[RECIPE|RUN|CHECKPOINT|MODEL] [options] [--KEY VALUE ...]",
 )
 def eval(options: argparse.Namespace) -> int:
-    """Return 0 if all scores exist, 1 if completions are missing, or 130 after Ctrl-C."""
+    """Evaluate a model and write its results; return 0, 1 if completions are missing, or 130 after Ctrl-C."""
     _check(options)
     names = {f"--{key}": f"--{name}" for name, key in _KEYS.items() if getattr(options, name) is not None}
     names["--eval_strategy"] = "--dataset"
 
     def with_options(error: ConfigError) -> ConfigError:
+        """Return the error with options of this command instead of the recipe flags that they set."""
         return ConfigError(
             *(replace(problem, where=names.get(problem.where, problem.where)) for problem in error.problems)
         )
@@ -133,7 +134,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     if options.k and max(options.k) > n:
         message = f"pass@{max(options.k)} needs {max(options.k)} completions per prompt, got {n}"
         raise config_error("--k", message, f"use --num-generations {max(options.k)}, or a k of at most {n}")
-    rows, prompts, tokenizer = _prompts(subject)
+    rows, prompts, tokenizer = _load_prompts(subject)
     sampling = _sampling(recipe, options.temperature)
     if sampling.temperature == 0 and n > 1:
         message = f"{n} greedy completions of a prompt are equal"
@@ -166,12 +167,15 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _max_tokens(recipe: Recipe) -> int:
-    """Return the maximum number of tokens of a completion."""
+    """Return the limit of a completion in tokens: eval_max_completion_length, else max_completion_length."""
     return int(recipe["eval_max_completion_length"] or recipe["max_completion_length"])
 
 
 def _sampling(recipe: Recipe, temperature: float | None) -> "SamplingParameters":
-    """Return the sampling parameters of a recipe's evaluations; ``temperature`` replaces the recipe's."""
+    """Return the sampling parameters of a recipe's evaluations.
+
+    ``temperature`` replaces the recipe's unless it is None.
+    """
     seed = recipe["seed"] if recipe["eval_sampling_seed"] is None else recipe["eval_sampling_seed"]
     if temperature is None:
         temperature = recipe["eval_temperature"]
@@ -180,6 +184,7 @@ def _sampling(recipe: Recipe, temperature: float | None) -> "SamplingParameters"
 
 
 def _check(options: argparse.Namespace) -> None:
+    """Raise ConfigError that lists options with wrong numbers, or that need another option."""
     problems = number_problems(options)
     problems += [Problem("--k", f"expected 1 or more, got {k}", "use 1 or more") for k in options.k or () if k < 1]
     if options.split is not None and options.dataset is None:
@@ -198,7 +203,7 @@ def _check(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class _Subject:
-    """A model and the recipe of its evaluation."""
+    """A model to evaluate, and the recipe of its evaluation."""
 
     recipe: Recipe  # recipe with the model as its key model_name_or_path
     run: Run | None  # run of the recipe, if any
@@ -282,7 +287,7 @@ def _reject_flags(options: argparse.Namespace, keys: Sequence[str], reason: str)
 
 
 def _resolve(name: str | None, options: argparse.Namespace, extra_flags: Sequence[str] = ()) -> Recipe:
-    """Return the recipe with evaluation enabled and our options as its keys."""
+    """Return the recipe with evaluation enabled; options of this command and ``extra_flags`` set its keys."""
     values = {option: getattr(options, option) for option in _KEYS if getattr(options, option) is not None}
     flags = [*options.flags, *extra_flags, "--eval_strategy=epoch"]
     flags += [f"--{_KEYS[option]}={value}" for option, value in values.items() if option != "reward"]
@@ -293,7 +298,7 @@ def _resolve(name: str | None, options: argparse.Namespace, extra_flags: Sequenc
     return resolve_recipe(name, options.task, flags, os.environ, environment_device())
 
 
-def _prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
+def _load_prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
     """Return the rows that an evaluation in a training would use, the token ids of their prompts, and the tokenizer.
 
     Raise ConfigError if a prompt with its completion exceeds ``vllm_max_model_length``.
@@ -308,6 +313,7 @@ def _prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
     lookups.append(find_assets(recipe, os.environ).lookup)
 
     def fetched(*name: Any) -> Path | None:
+        """Return the folder of a dataset from the run's record or from the downloads; None if it is in neither."""
         return next((path for lookup in lookups if (path := lookup(*name))), None)
 
     tokenizer, kwargs = tokenizer_of(recipe, subject.weights), recipe["chat_template_kwargs"]
@@ -397,7 +403,9 @@ def _sample(
 def _score(
     completions: "CompletionsFile", rows: Rows, settings: dict[str, Any], rewards: "list[Reward]", tokenizer: Any
 ) -> Rows:
-    """Score the completions and return one row per prompt; rows in ``scores.jsonl`` are not scored again.
+    """Score the completions and return one row per prompt, with rewards, text and length of each completion.
+
+    Rows in ``scores.jsonl`` are not scored again.
 
     If the settings have changed, ``scores.jsonl`` is written again from the start.
     """
@@ -465,7 +473,7 @@ def _summary(recipe: Recipe, names: list[str], scored: Rows, n: int, ks: Sequenc
 
 
 def _present(result: dict[str, Any], scored: Rows, out: Path) -> None:
-    """Write ``eval.json`` and ``eval.html``, and print the table."""
+    """Write ``eval.json`` and ``eval.html``, and print the table of scores and the paths."""
     from grpo_recipes.console.report.pages import evaluation_page
     from grpo_recipes.stats import score_names
 

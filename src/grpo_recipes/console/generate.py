@@ -65,9 +65,10 @@ _BATCH = 1000  # prompts rendered at a time
     takes_recipe=True,
 )
 def generate(options: argparse.Namespace) -> int:
-    """Return 0 if all completions are in the file, 1 if some failed, or 130 after Ctrl-C.
+    """Sample the missing completions of the output file.
 
-    The same command continues the file.
+    Return 0 if all completions are in the file, 1 if some failed, or 130 after Ctrl-C. The same command continues the
+    file.
     """
     _check(options)
     if options.split is not None:
@@ -90,7 +91,7 @@ def generate(options: argparse.Namespace) -> int:
         from grpo_recipes.console.publish import push
 
         repo = push.need_dataset(options.push, "--push", os.environ)
-    rows, prompts = _prompts(recipe, options.limit)
+    rows, prompts = _load_prompts(recipe, options.limit)
     sampling = sampling_of(recipe, options.temperature, recipe["max_completion_length"], recipe["seed"])
     settings = settings_of(recipe, _DATA_KEYS, model, options.backend, options.num_generations, sampling, prompts[0])
     with opened(options.out, rows, settings) as file:
@@ -120,6 +121,7 @@ def number_problems(options: argparse.Namespace) -> list[Problem]:
 
 
 def _check(options: argparse.Namespace) -> None:
+    """Raise ConfigError that lists options with wrong numbers, and --public without --push."""
     problems = number_problems(options)
     if options.public and options.push is None:
         problems.append(Problem("--public", "does nothing without --push", "add --push REPO, or remove it"))
@@ -133,7 +135,7 @@ def request_limits(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def need_dataset(recipe: Recipe) -> None:
-    """Raise a ConfigError if the recipe's prompts do not come from a dataset."""
+    """Raise ConfigError if the recipe's prompts come from environments and not from a dataset."""
     if source_of(recipe.__getitem__):
         fix = "use a recipe with a dataset_name"
         raise config_error(display_path(recipe.path), "the prompts come from an environment, not from a dataset", fix)
@@ -150,6 +152,7 @@ def connect(url: str, backend: str, model: str | None, wait: float, **limits: An
     flags = {"base_url": "--base-url", "backend": "--backend"}
 
     def with_flags(error: ConfigError) -> ConfigError:
+        """Return the error with flags of the command instead of argument names."""
         return ConfigError(
             *(replace(problem, where=flags.get(problem.where, problem.where)) for problem in error.problems)
         )
@@ -161,7 +164,7 @@ def connect(url: str, backend: str, model: str | None, wait: float, **limits: An
     return client
 
 
-def _prompts(recipe: Recipe, limit: int | None) -> tuple[list[dict[str, Any]], list[list[int]]]:
+def _load_prompts(recipe: Recipe, limit: int | None) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """Return the dataset's rows and the token ids of their prompts, as training reads and renders them."""
     from datasets import disable_progress_bars
 
@@ -181,7 +184,7 @@ def arguments_of(recipe: Recipe) -> Any:
 
 
 def render_prompts(renderer: Any, rows: list[dict[str, Any]]) -> list[list[int]]:
-    """Return the token ids of each row's prompt."""
+    """Return the token ids of each row's prompt; 1,000 prompts are rendered at a time."""
     ids = list[list[int]]()
     for start in range(0, len(rows), _BATCH):
         ids += renderer.ids([row["prompt"] for row in rows[start : start + _BATCH]])
@@ -189,7 +192,7 @@ def render_prompts(renderer: Any, rows: list[dict[str, Any]]) -> list[list[int]]
 
 
 def tokenizer_of(recipe: Recipe, name: str) -> Any:
-    """Return the tokenizer of the recipe's model; raise ConfigError if it can't be loaded.
+    """Load the tokenizer of the recipe's model; raise ConfigError if that fails.
 
     ``name`` is the model's folder or hub id. A built-in model makes its tokenizer, so its folder need not exist.
     """
@@ -200,6 +203,7 @@ def tokenizer_of(recipe: Recipe, name: str) -> Any:
     from transformers import AutoTokenizer
 
     def load_error(error: Exception) -> ConfigError:
+        """Return the error at the line of the recipe that names the model."""
         message = f"the tokenizer can't be loaded ({' '.join(str(error).split())[:200]})"
         return config_error(recipe.location("model_name_or_path"), message, "use a model with tokenizer files")
 
@@ -234,12 +238,13 @@ def settings_of(
 
 
 class Progress:
-    """Print the number of finished prompts every 10 seconds."""
+    """A callback that prints the number of finished prompts, at most every 10 seconds."""
 
     def __init__(self, prompts: int):
         self._prompts, self._next = prompts, time.monotonic() + _PROGRESS_SECONDS
 
     def __call__(self, outcome: "Generated") -> None:
+        """Print a line about ``outcome`` if 10 seconds have passed since the last one."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _PROGRESS_SECONDS
             failed = f", {outcome.failed.total()} failed" if outcome.failed else ""
@@ -281,4 +286,5 @@ def report_failures(outcome: "Generated") -> None:
 
 
 def _times(prompts: int, n: int) -> str:
+    """Return a text with the number of prompts, and of completions for each if there are several."""
     return f"{prompts} prompts" if n == 1 else f"{prompts} prompts x {n} completions"

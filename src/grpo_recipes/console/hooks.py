@@ -11,7 +11,7 @@ from grpo_recipes.recipe import Recipe
 
 
 class ConsoleHooks(RunHooks):
-    """Write the report of a run and push its model."""
+    """What the launcher calls for the console: it writes the report of a run, and pushes its model."""
 
     def __init__(self) -> None:
         self._target: Target | None = None  # the repository of the final model; None without push_to_hub
@@ -26,7 +26,7 @@ class ConsoleHooks(RunHooks):
         return [f"the final model will be published in {self._target}"] if self._target else []
 
     def on_progress(self, run_dir: Path) -> None:
-        """Write the report of a running run."""
+        """Write ``report.html`` of a run that is still running."""
         report_line(run_dir)
 
     def on_end(self, run_dir: Path) -> list[str]:

@@ -47,7 +47,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 class Picture:
-    """Draw a run repeatedly; each row of its files is read once."""
+    """The picture of one run as lines of text, drawn repeatedly; each row of the run's files is read only once."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -107,7 +107,7 @@ def curve(values: Sequence[float], first: int, last: int, width: int, height: in
 
 
 def _bars(rows: Sequence[dict[str, Any]], width: int) -> list[str]:
-    """Return a bar per phase: its share of the time of the last steps."""
+    """Return a line per phase of a step: its name, share of time, seconds per step, and a bar of that share."""
     seconds = {name: sum(without_gaps(finite_number(row.get(f"seconds/{name}")) for row in rows)) for name in _PHASES}
     total, room = sum(seconds.values()) or 1.0, max(1, width - 27)
     mark = "█" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
@@ -120,7 +120,7 @@ def _bars(rows: Sequence[dict[str, Any]], width: int) -> list[str]:
 
 
 def line_style(line: str) -> str:
-    """Return the style of a line of the picture, for rich."""
+    """Return the color of a line of the picture: yellow for notes, cyan for curves and bars, else ""."""
     if not use_color():
         return ""
     return "yellow" if line.startswith("note:") else "cyan" if set(line) & {*_BLOCKS[1:], "#"} else ""
@@ -131,7 +131,10 @@ def line_style(line: str) -> str:
     option("which", metavar="RUN", help=GROUP_HELP),
 )
 def watch(options: argparse.Namespace) -> int:
-    """Draw a run until it ends; without a terminal, draw it at the start and the end, and print a line per step."""
+    """Draw a run or a sweep until it ends; return 0, or 130 after Ctrl-C.
+
+    Without a terminal, draw it at the start and the end, and print a line per step in between.
+    """
     try:
         run = wait_for_run(find_target(options.which))
         if isinstance(run, BareJob):
@@ -139,6 +142,7 @@ def watch(options: argparse.Namespace) -> int:
         slurm = SlurmPoll(lambda: find_jobs(run))
 
         def read_state() -> tuple[str, bool]:
+            """Return the state in words, from the files and Slurm, and whether the run is over."""
             state, over = target_state(run, slurm.answer())
             slurm.need_answer(display_path(run.folder), not over and is_silent(run, slurm.answer()))
             return state, over
@@ -170,6 +174,7 @@ def _watch(
     from rich.text import Text
 
     def frame() -> Group:
+        """Return the picture for rich, with styles."""
         texts = (Text(line, line_style(line), no_wrap=True, overflow="ellipsis") for line in draw(columns()))
         return Group(*texts)
 

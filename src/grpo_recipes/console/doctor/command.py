@@ -28,7 +28,10 @@ _DEEP_SECONDS, _DEEP_PROGRAM_SECONDS = 150.0, 120.0
     takes_recipe=True,
 )
 def doctor(options: argparse.Namespace) -> int:
-    """Print the results of the checks; return 2 if there is a problem, otherwise 0."""
+    """Run the checks and print a finding for each; return 2 if there is a problem, otherwise 0.
+
+    The checks are about the machine and, if one is given, a recipe on it; with --run, only about the end of that run.
+    """
     deep = options.deep and options.run_dir is None
     results: dict[str, Finding] = {}
     if options.run_dir is not None:

@@ -147,6 +147,7 @@ def user_packages(machine: Machine) -> Finding:
 
 
 def _folders(machine: Machine, variable: str) -> list[str]:
+    """Return the folders in a variable such as PYTHONPATH, without empty entries."""
     return [name for name in machine.environment.get(variable, "").split(os.pathsep) if name]
 
 
@@ -201,6 +202,7 @@ def imports(machine: Machine) -> Finding:
     started = re.compile(r"the import of [\w. ,]+").findall
 
     def timeout_error(error: NoAnswer) -> NoAnswer:
+        """Name the import that did not end in time."""
         output = str(getattr(error.__cause__, "stdout", ""))
         return NoAnswer(f"{['its start', *started(output)][-1]} did not end within {machine.timeout:.0f} s")
 
@@ -231,7 +233,7 @@ def hub_token(machine: Machine) -> Finding:
 
 
 def _permissions(path: Path) -> Finding:
-    """Return a warning if other users may read the file."""
+    """Return a finding about a file with a login: a warning if other users may read it, else ok."""
     mode = path.stat().st_mode & 0o777
     shared = mode & 0o077
     value = f"in {display_path(path)}" + (f", readable by other users (mode {mode:03o})" if shared else "")

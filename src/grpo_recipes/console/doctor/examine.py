@@ -41,29 +41,29 @@ class Machine:
 
     @property
     def device(self) -> str | None:
-        """Return ``cpu`` or ``cuda`` by the build of the installed torch, or None without torch."""
+        """The build of the installed torch, ``cpu`` or ``cuda``; None without torch."""
         version = installed_version("torch")
         return version and ("cpu" if version.endswith("+cpu") else "cuda")
 
     @property
     def run_root(self) -> Path:
-        """Return the folder of run directories of the recipe, or without a recipe, of the environment."""
+        """The folder of run directories of the recipe, or without a recipe, of the environment."""
         folder = os.path.expanduser(self.recipe["run_root"]) if self.recipe else run_root(self.environment)
         return Path(folder).absolute()
 
     @property
     def temporary(self) -> Path:
-        """Return the folder in which a run creates its node-local folder."""
+        """The folder in which a run creates its node-local folder."""
         return node_folder(self.environment)
 
     @property
     def home(self) -> Path:
-        """Return the user's home folder."""
+        """The user's home folder."""
         return Path(self.environment.get("HOME", "/"))
 
     @property
     def in_job(self) -> bool:
-        """Return whether this is a Slurm job."""
+        """Whether this is a Slurm job."""
         return bool(self.environment.get("SLURM_JOB_ID"))
 
     def run_program(self, *argv: str, variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -96,7 +96,7 @@ class Machine:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed package, or None."""
+    """Return the version of an installed package, or None if it is not installed; nothing is imported."""
     return next((package.version for package in importlib.metadata.distributions(name=name)), None)
 
 
@@ -120,7 +120,7 @@ def all_findings(value: str, *rules: tuple[object, str, str, str]) -> Finding:
 
 @contextlib.contextmanager
 def errors_as_findings(findings: list[Finding]) -> Iterator[None]:
-    """Append an error inside the block to the findings, so that other findings remain."""
+    """Append an exception inside the block to ``findings`` instead of raising it, so that other findings remain."""
     try:
         yield
     except Exception as error:
@@ -141,6 +141,7 @@ def examine(checks: Sequence[Check], subject: Any, seconds: float) -> dict[str, 
     results = dict.fromkeys(map(check_name, checks), late)
 
     def run_check(check: Check) -> None:
+        """Run one check, and store its finding, with secrets masked, under the check's name."""
         findings: list[Finding] = []
         with errors_as_findings(findings):
             findings.append(check(subject))

@@ -80,7 +80,7 @@ def gpus(machine: Machine) -> Finding:
 
 
 def _gib(gpu: dict[str, str], kind: str) -> float:
-    """Return GiB of a GPU's memory, or 0 if it does not report it (``[N/A]``)."""
+    """Return a GPU's ``memory.total`` or ``memory.used`` in GiB; 0 if the driver does not report it (``[N/A]``)."""
     return int(gpu[f"memory.{kind}"]) / 1024 if gpu[f"memory.{kind}"].isdigit() else 0.0
 
 
@@ -147,7 +147,11 @@ def disk(machine: Machine) -> Finding:
 
 
 def _space(name: str, path: Path) -> Finding:
-    """Return the free space of a folder, or a problem if it is not writable."""
+    """Return a finding about the free space of a folder, or of its nearest parent that exists.
+
+    It is a problem if the folder is not writable or has less than 1 GB free, and a warning below 20 GB. ``name`` is the
+    variable or key that sets the folder.
+    """
     folder = nearest_existing_folder(path)
     if not os.access(folder, os.W_OK):
         return problem(f"{name}: {display_path(folder)} is not writable", f"set {name} to a writable folder")

@@ -26,7 +26,7 @@ from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, combine_finding
 
 @dataclass(frozen=True)
 class Case(Machine):
-    """A recipe on this machine."""
+    """A recipe on this machine, which the checks of recipes examine."""
 
     recipe: Recipe
 

@@ -32,6 +32,7 @@ def _level(name: str, description: str, key: str, *notices: str, worst: str = PR
     """
 
     def check_level(run: Run) -> Finding:
+        """Return the finding about the metric in a run."""
         values, recent = run.numbers(key), run.recent(key)
         run_notices = {notice.name: notice for notice in find_notices(run.rows, run.value, over=not run.is_running())}
         change = "no value that is a number" if recent is None else f"{values[0]:.3g} -> {recent:.3g}"

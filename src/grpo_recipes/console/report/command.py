@@ -18,7 +18,7 @@ from grpo_recipes.paths import display_path
     option("--out", type=Path, metavar="FILE", help="Output file (default: report.html in the run, or in this folder)"),
 )
 def report(options: argparse.Namespace) -> int:
-    """Write the page of a run, a comparison of runs, or the page of a sweep."""
+    """Write the page of a run, a comparison of runs, or the page of a sweep; print its path and return 0."""
     folders = [find_run(name).folder if name == "last" else Path(name) for name in options.runs]
     fix = "use a file that you may write"
     with translate(OSError, lambda error: config_error("--out", f"can't write the page ({error.strerror})", fix)):

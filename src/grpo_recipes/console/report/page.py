@@ -69,7 +69,7 @@ def duration(seconds: float) -> str:
 
 
 def compact(values: Iterable[float | None]) -> str:
-    """Return numbers as compact text for page.js: four digits each, a hyphen for a gap."""
+    """Return numbers as text for page.js: integers in full, others with four digits, and a hyphen for None."""
     return " ".join(
         "-" if value is None else f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e7 else f"{value:.4g}"
         for value in values
@@ -105,6 +105,7 @@ def model_text(text: str) -> Markup:
     """
 
     def mark(match: re.Match[str]) -> str:
+        """Return the HTML that shows a character without changing the copied text."""
         char = match[0]
         if char in _SPACES:
             return _SPACES[char]
@@ -114,12 +115,16 @@ def model_text(text: str) -> Markup:
 
 
 def _char_name(char: str) -> str:
+    """Return the code of a character as visible text: ``\\x1b`` or ``U+200B``."""
     code = ord(char)
     return f"\\x{code:02x}" if code < 0x100 else f"U+{code:04X}"
 
 
 def _finalize(value: Any) -> Any:
-    """Return the value of a template expression with secrets masked, before jinja2 escapes it."""
+    """Return a value of a template with secrets masked and hidden characters named, before jinja2 escapes it.
+
+    None becomes "", and HTML of our own templates stays.
+    """
     if value is None:
         return ""
     return (
@@ -133,7 +138,7 @@ def value_text(value: Any) -> str:
 
 
 def command(process: dict[str, Any]) -> str:
-    """Return the command of a planned process as shell input with secrets masked."""
+    """Return the command of a planned process as shell input: its variables, then its words, with secrets masked."""
     variables = masked_environment(process.get("environment") or {})
     lines = [f"{name}={shlex.quote(text)}" for name, text in variables.items()]
     return " \\\n  ".join([*lines, shlex.join(process.get("argv") or [])])

@@ -133,7 +133,10 @@ def sentence(run: RunRecord) -> str:
 
 
 def notices(run: RunRecord) -> list[str]:
-    """Return sentences about problems of the training, for example from the health rules."""
+    """Return sentences about problems of the training.
+
+    They come from the health rules, dropped prompts, values that are inf or nan, and lines that can't be read.
+    """
     metrics = run.metrics
     sentences = [
         f"{notice.text[0].upper()}{notice.text[1:]}: {notice.fix}."
@@ -186,7 +189,7 @@ def evaluation_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
     """
     last = len(rows) - 1
     chosen = {round(number * last / (_MAX_PROMPTS - 1)) for number in range(_MAX_PROMPTS)}
-    groups = [fragment("completions.html.j2", "judged", _for_page(rows[index])) for index in sorted(chosen)]
+    groups = [fragment("completions.html.j2", "judged", _select_completions(rows[index])) for index in sorted(chosen)]
     while len(groups) > 1 and sum(map(len, groups)) > _MAX_MARKUP:
         groups = groups[::2]
     names = [name.split("@") for name in score_names(result)]
@@ -202,7 +205,7 @@ def evaluation_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
     )  # fmt: skip
 
 
-def _for_page(row: Mapping[str, Any]) -> dict[str, Any]:
+def _select_completions(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with its prompt as text and at most 8 completions, as many right as wrong ones if possible."""
     counts, ranks = Counter[bool | None](), list[tuple[int, int]]()
     for index, completion in enumerate(row["completions"]):
@@ -224,7 +227,7 @@ BOOKKEEPING_KEYS = frozenset(
 
 
 def _rewards(run: RunRecord) -> str:
-    """Return the names and weights of a run's rewards."""
+    """Return the names and weights of a run's rewards as text."""
     names = run_charts.reward_names(run.metrics).values() or run.value("reward_funcs") or ()
     weights = run.value("reward_weights")
     return ", ".join(map(str, names)) + (f" weighted {weights}" if weights else "")
@@ -248,7 +251,10 @@ _WARNINGS = {
 
 
 def group_of(label: str, runs: Sequence[RunRecord], number: int) -> Group:
-    """Return group ``number`` (from 0) of a comparison with its color and line; the label names the number of seeds."""
+    """Return group ``number`` (from 0) of a comparison: its color and line style follow from the number.
+
+    The label also names the number of seeds if there are several runs.
+    """
     seeds = f" ({len(runs)} seeds)" if len(runs) > 1 else ""
     return Group(label + seeds, runs, number % _COLOURS + 1, "line" if number < _COLOURS else "line dashed")
 
@@ -283,7 +289,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
 
 
 def comparison_page(runs: Sequence[RunRecord]) -> str:
-    """Return the page that compares runs as text."""
+    """Return the page that compares runs as HTML; runs that differ only in their seed form a group."""
     title = f"{len(runs)} runs"
     values = comparison(group_runs(runs))
     return render("compare.html.j2", title=f"{title} compared", badges=[(title, "running")], name="", **values)
@@ -308,7 +314,7 @@ def comparison(groups: Sequence[Group]) -> dict[str, Any]:
         charts = [draw(groups, "reward", metric("Reward", note, unit="mean reward"), large=True)]
         charts += [
             draw(groups, "eval_reward", metric("Evaluation reward", unit="mean reward"), evals=True),
-            _by_time(groups),
+            _chart_by_time(groups),
         ]
         charts += [draw(groups, name) for name, known_metric in run_charts.METRICS.items() if known_metric.compared]
     return {
@@ -340,8 +346,8 @@ def comparison_sentence(groups: Sequence[Group], ranked: bool) -> str:
     return f"{highest} distinguishable with {seeds}: {first.label} ends at reward {reward}, {second.label} at {other}."
 
 
-def _by_time(groups: Sequence[Group]) -> Chart | None:
-    """Return the chart of every run's reward over the minutes of its steps."""
+def _chart_by_time(groups: Sequence[Group]) -> Chart | None:
+    """Return the chart of every run's reward over the minutes of its steps; None if no run has both."""
     curves = []
     for group in groups:
         for metrics in (run.metrics for run in group.runs):
@@ -353,7 +359,7 @@ def _by_time(groups: Sequence[Group]) -> Chart | None:
 
 
 def differing_keys(groups: Sequence[Group]) -> list[str]:
-    """Return the recipe keys, except the seed, that differ between groups."""
+    """Return the recipe keys, except the seed, whose values differ between groups, sorted."""
     keys = sorted({key for group in groups for run in group.runs for key in run.recipe} - {"seed"})
     return [key for key in keys if len({str(group.runs[0].value(key)) for group in groups}) > 1]
 

@@ -20,7 +20,7 @@ Column = list[float | None]
 
 @dataclass
 class Table:
-    """Rows of JSON as columns."""
+    """Rows of a JSONL file as columns of numbers."""
 
     steps: list[float] = field(default_factory=list)  # the optimizer step of each row
     columns: dict[str, Column] = field(default_factory=dict)  # a value for each row; None: missing, or not finite
@@ -28,7 +28,7 @@ class Table:
     unreadable: int = 0  # lines that are not a JSON row with a step; a torn last line is not counted
 
     def column(self, name: str) -> Column:
-        """Return a value per row; all None for an unknown name."""
+        """Return a value per row, None where the row has no finite one; all None for an unknown name."""
         return self.columns.get(name, [None] * len(self.steps))
 
     def known(self, name: str) -> list[float]:
@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRecord(Run):
-    """A run directory and its rows."""
+    """A run directory, and the rows of its files that the report draws."""
 
     metrics: Table
     evals: Table
@@ -71,19 +71,19 @@ class RunRecord(Run):
 
     @property
     def status(self) -> str:
-        """The status in the summary."""
+        """The status in the summary, or "unknown"."""
         return str(self.summary.get("status", "unknown"))
 
     @property
     def benchmarks(self) -> dict[str, dict[str, Any]]:
-        """Name -> scores, in the summary."""
+        """The scores of each benchmark by name, from the summary."""
         benchmarks = self.summary.get("benchmarks")
         pairs = benchmarks.items() if isinstance(benchmarks, dict) else ()
         return {name: scores for name, scores in pairs if isinstance(scores, dict)}
 
     @functools.cached_property
     def outcome(self) -> Outcome:
-        """Rewards, steps and times of the whole run."""
+        """Rewards, steps and times of the whole run, computed at the first access."""
         metrics, rewards = self.metrics, self.metrics.known("reward")
         column = metrics.column("reward")
         steps = [step for step, reward in zip(metrics.steps, column, strict=True) if reward is not None]

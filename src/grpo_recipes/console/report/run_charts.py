@@ -107,7 +107,7 @@ def metric_chart(
 
 
 def _limits(group: Group, name: str, metric: Metric, tables: Sequence[Table]) -> tuple[float | None, float | None]:
-    """Return the limits of the metric's mean, which cut off intervals over seeds."""
+    """Return the lowest and highest possible mean of the metric, None if unknown; they cut off intervals over seeds."""
     if name.endswith("reward"):
         return group.limits
     low = 0.0 if all(value >= 0 for table in tables for value in table.known(name)) else None
@@ -138,7 +138,7 @@ def reward_chart(run: RunRecord) -> Chart | None:
 
 
 def curve_charts(run: RunRecord) -> list[Chart]:
-    """Return the charts of the usual GRPO metrics that have values."""
+    """Return the charts of the usual GRPO metrics of a run, for those that have values."""
     metrics, rewards, unscored = run.metrics, reward_names(run.metrics), _unscored_names(run.metrics)
     chart_metrics = _environment_metrics(metrics) | METRICS
     group = Group("", [run])
@@ -154,26 +154,27 @@ def curve_charts(run: RunRecord) -> list[Chart]:
 
 
 def _shared_chart(title: str, metrics: Table, labels: dict[str, str], note: str, shares: bool = False) -> Chart:
-    """Return one chart of the first seven columns in ``labels`` (column -> label)."""
+    """Return one chart with a curve for each of the first seven columns in ``labels`` (column -> label)."""
     first = enumerate(list(labels.items())[:7], start=1)
     curves = [curve_of([metrics], name, label, colour, behind=False) for colour, (name, label) in first]
     return Chart(title, curves, note, shares=shares, y_name="" if shares else "mean")
 
 
 def reward_names(metrics: Table) -> dict[str, str]:
-    """Return column -> name of the reward, for the columns with the mean of a single reward."""
+    """Return column -> name of the reward, for columns ``rewards/NAME/mean`` with the mean of one reward."""
     names = [name for name in metrics.columns if name.startswith("rewards/") and name.endswith("/mean")]
     return {name: name.split("/", 1)[1].removesuffix("/mean") for name in names}
 
 
 def _environment_metrics(metrics: Table) -> dict[str, Metric]:
-    """Return the numbers with an environment's own names, if they change."""
+    """Return the metrics with an environment's own names whose values change, by column."""
     names = [name for name in metrics.columns if name.startswith("episodes/") and name not in METRICS]
     changing = [name for name in names if len(set(metrics.known(name))) > 1]
     return {name: replace(_ENVIRONMENT_METRIC, title=name.removeprefix("episodes/")) for name in changing}
 
 
 def _unscored_names(metrics: Table) -> dict[str, str]:
+    """Return column -> name of the reward, for columns about unscored completions that are not 0 everywhere."""
     names = [name for name in metrics.columns if "no_verdict" in name and any(metrics.known(name))]
     labels = {name: name.removeprefix("rewards/").removesuffix("/no_verdict") for name in names}
     return labels | ({"rewards/no_verdict": "any reward"} if "rewards/no_verdict" in labels else {})

@@ -39,7 +39,7 @@ class Transcript:
 
     @property
     def parts(self) -> list[tuple[bool, list[TranscriptMessage]]]:
-        """Return (folded, messages) of one to three parts; the middle of a long episode is folded."""
+        """One to three parts as (folded, messages): the page folds the middle of a long episode."""
         if len(self.messages) <= _MAX_UNFOLDED:
             return [(False, self.messages)]
         middle = self.messages[_VISIBLE:-_VISIBLE]
@@ -80,21 +80,26 @@ def transcript_of(sample: Mapping[str, Any]) -> Transcript | None:
 
 
 def _seat(info: Mapping[str, Any]) -> str:
+    """Return the role and phase in an info as text, "" if it has neither."""
     return ", ".join(str(info[name]) for name in _SEAT_INFO if info.get(name) is not None)
 
 
 def _formatted(value: Any) -> Any:
+    """Return a finite number as a short text, and any other value unchanged."""
     finite = finite_number(value)
     return value if finite is None else short(finite)
 
 
 def _messages(value: Any) -> list[TranscriptMessage]:
+    """Return messages of the environment from a JSON value; [] if it is not a list, without entries of a wrong type."""
     return [TranscriptMessage(str(message.get("role")), message.get("content")) for message in _mappings(value)]
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
+    """Return a JSON value if it is a mapping, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    """Return the mappings in a JSON list; [] for any other value."""
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []

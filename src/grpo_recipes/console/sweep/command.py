@@ -117,7 +117,10 @@ def sweep_backend(options: argparse.Namespace) -> Backend:
 
 
 def _split(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the words before the first flag, and the flags; the first word may have been parsed as the recipe."""
+    """Return the axes, words before the first flag, and the flags; ConfigError for an axis after a flag.
+
+    The first axis may have been parsed as the recipe; then ``options.recipe`` becomes None.
+    """
     first = next((index for index, word in enumerate(options.flags) if word.startswith("-")), len(options.flags))
     words, flags = options.flags[:first], options.flags[first:]
     if options.recipe and is_axis(options.recipe) and not os.path.isfile(options.recipe):
@@ -131,17 +134,17 @@ def _split(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class _TranslatedSpec(SweepSpec):
-    """A sweep whose trials an extension translates."""
+    """A sweep whose trials get their recipe flags from an extension."""
 
     translated: FlagsOf = field(kw_only=True)
 
     def flags_of(self, values: Mapping[str, str]) -> list[str]:
-        """Return the recipe flags of the trial with these values."""
+        """Return the recipe flags of the trial with these values: the extension's, then the flags of all trials."""
         return [*self.translated(values), *self.flags]
 
 
 class TranslatedSweep(Sweeper):
-    """A sweep that an extension translates from the options of another tool."""
+    """The sweeper that an extension uses to start a sweep from the options of another tool."""
 
     folder: ClassVar[str] = FOLDER
 
@@ -155,11 +158,14 @@ class TranslatedSweep(Sweeper):
         return self._backend.profile is not None
 
     def resources(self, environment: Mapping[str, str]) -> Resources:
-        """Return the devices of a trial."""
+        """Return the devices of a trial: the site's for an array job, else this machine's."""
         return self._backend.resources(environment)
 
     def axes(self, axes: Mapping[str, list[str]], flags: Sequence[str]) -> Mapping[str, list[str]]:
-        """Return recipe keys with their values; in a search, a range becomes a list of its two ends."""
+        """Return recipe keys with their values; in a search, a range becomes a list of its two ends.
+
+        ``flags`` are the flags of all trials. The settings of a search are kept for ``start``.
+        """
         if not self._options.search:
             return axes
         words = [f"{key}={','.join(texts)}" for key, texts in axes.items()]
@@ -174,7 +180,11 @@ class TranslatedSweep(Sweeper):
         flags_of: FlagsOf,
         elsewhere: Sequence[Path] = (),
     ) -> int:
-        """Run or submit the trials and return the exit code."""
+        """Run or submit the trials, or continue the same unfinished sweep; return the exit code.
+
+        ``flags_of`` translates the values of a trial to recipe flags, and ``elsewhere`` are more folders with earlier
+        sweeps.
+        """
         options = self._options
         spec = _TranslatedSpec(recipe, axes, flags, options.task, self._search, translated=flags_of)
         return start(spec, self._backend, os.environ, options.new, options.dry_run, elsewhere)

@@ -50,7 +50,7 @@ _RECORD_TYPES = dict.fromkeys(("name", "timestamp", "command", "fingerprint"), s
 
 @dataclass(frozen=True)
 class Sweep(RunGroup):
-    """A sweep directory. ``record`` is the content of sweep.json."""
+    """A sweep directory; ``record`` is the content of its sweep.json."""
 
     kind: ClassVar[str] = "sweep"
     parent: ClassVar[str] = FOLDER
@@ -71,7 +71,7 @@ class Sweep(RunGroup):
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the trials, by index."""
+        """The names of the trials, by index."""
         return [str(trial["name"]) for trial in self.record["cells"]]
 
     def trial_dir(self, index: int) -> Path:
@@ -86,7 +86,7 @@ class Sweep(RunGroup):
 
     @property
     def trial_count(self) -> int:
-        """Return the number of trials at the end; a search adds them one by one."""
+        """The number of trials at the end; a search adds them one by one."""
         return max(len(self.names), self.record.get("search", {}).get("trials", 0))
 
     def is_over(self) -> bool:
@@ -117,7 +117,7 @@ def fingerprint(spec: SweepSpec, trials: Sequence[Trial]) -> str:
 
 
 def sweep_root(recipe: Recipe) -> Path:
-    """Return the folder of sweep directories."""
+    """Return the folder of sweep directories: ``sweeps`` in the recipe's run_root."""
     return Path(os.path.expanduser(recipe["run_root"])) / FOLDER
 
 
@@ -175,7 +175,7 @@ def freeze_trial(sweep: Sweep, trial: Trial, resources: Resources, environment: 
 
 
 def _is_trial(entry: Any, axes: Mapping[str, Any]) -> bool:
-    """Return whether an entry of the record is a trial with a text for every axis."""
+    """Return whether an entry of sweep.json is a trial: a name, and a text for every axis."""
     match entry:
         case {"name": str(), "values": dict(values)}:
             return values.keys() == axes.keys() and all(isinstance(text, str) for text in values.values())
@@ -216,7 +216,7 @@ def unfinished(spec: SweepSpec, trials: Sequence[Trial], elsewhere: Sequence[Pat
 
 @dataclass(frozen=True)
 class Result:
-    """A trial and its run."""
+    """A trial and the result of its run."""
 
     name: str
     values: dict[str, str]  # varied key -> value as the user wrote it
@@ -226,7 +226,7 @@ class Result:
 
 
 def read_results(sweep: Sweep) -> list[Result]:
-    """Read the result of every trial."""
+    """Return the result of every trial, in the order of their indices; ConfigError if a file of a run is damaged."""
     results = []
     for index, trial in enumerate(sweep.record["cells"]):
         status = sweep.status(index)
@@ -236,7 +236,7 @@ def read_results(sweep: Sweep) -> list[Result]:
     return results
 
 
-def settings(sweep: Sweep, results: Sequence[Result]) -> list[Group]:
+def group_results(sweep: Sweep, results: Sequence[Result]) -> list[Group]:
     """Return one group per setting with its completed trials, which differ only in their seed."""
     by_label: dict[str, list[RunRecord]] = {}
     for result in results:
@@ -264,7 +264,7 @@ def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
         rows.append((*cells, *(_measures(result.run) if measures else ())))
     lines = [*aligned(rows), *([_MEASURES_NOTE] if measures else [])]
     if SEED in keys:
-        groups = settings(sweep, results)
+        groups = group_results(sweep, results)
         means = [
             (group.label, *(spread_text(values, limits=group.limits) for values in (group.finals, group.evaluations)))
             for group in groups
@@ -272,7 +272,7 @@ def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
         lines += ["", *aligned([("mean of", "reward", "evaluation"), *means])]
         lines += [comparison_sentence(groups, ranked="rewards" not in differing_facts(groups))] if groups else []
     if "search" in sweep.record:
-        lines += _best(sweep)
+        lines += _describe_best(sweep)
     return "\n".join(lines)
 
 
@@ -289,8 +289,8 @@ def _measures(run: RunRecord | None) -> list[str]:
     return [NOTHING if value is None else short(value) for value in values]
 
 
-def _best(sweep: Sweep) -> list[str]:
-    """Return a line about the best trial of a search."""
+def _describe_best(sweep: Sweep) -> list[str]:
+    """Return a line about the trial of a search with the highest metric, as a list; [] if no trial has a value."""
     values = [(trial["value"], trial["name"]) for trial in sweep.record["cells"] if trial.get("value") is not None]
     if not values:
         return []
@@ -314,7 +314,7 @@ def objective(folder: Path, metric: str) -> float | None:
 
 
 def need_metric(recipe: Recipe, metric: str) -> None:
-    """Raise a ConfigError for a metric that no run of the recipe has."""
+    """Raise ConfigError if runs of the recipe do not have the metric of a search."""
     benchmark, _, score = metric.partition("/")
     if metric == REWARD or (metric.startswith("eval_") and recipe["eval_strategy"] != "no"):
         return
@@ -337,7 +337,7 @@ def write_sweep(sweep: Sweep, path: Path | None = None) -> tuple[Path, list[Resu
         with contextlib.suppress(OSError):  # some file systems have no locks
             _lock(lock.fileno())
         results = read_results(sweep)
-        groups, name = settings(sweep, results), sweep.folder.name
+        groups, name = group_results(sweep, results), sweep.folder.name
         done = sum(result.status == COMPLETED for result in results)
         badges = [(f"{done} of {len(results)} completed", "completed" if done == len(results) else "running")]
         badges += [SMOKE_BADGE] if any(result.run and result.run.summary.get("smoke") for result in results) else []
@@ -355,7 +355,7 @@ def write_sweep(sweep: Sweep, path: Path | None = None) -> tuple[Path, list[Resu
 
 
 def _lock(descriptor: int) -> None:
-    """Acquire the lock; after a minute, continue without it, since an old page is better than none."""
+    """Lock a file; after a minute, return without the lock, since an old page is better than none."""
     for _ in range(_LOCK_SECONDS):
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -43,7 +43,7 @@ _POLL_SECONDS = 0.5  # between two checks of a launch and of a stop request
 
 @dataclass(frozen=True)
 class Backend:
-    """Where the runs of a sweep run."""
+    """Where the runs of a sweep run: on this machine, or as tasks of an array job."""
 
     profile: Profile | None = None  # the site of the array job; None to run sequentially on this machine
     max_parallel: int | None = None  # limit of array tasks that run at the same time; None for no limit
@@ -171,11 +171,12 @@ def _start_new_sweep(
 def _proposals(
     sweep: sweeps.Sweep, spec: SweepSpec, resources: Resources, environment: Mapping[str, str]
 ) -> Proposals | None:
+    """Return the trials that a search proposes, or None for a sweep without a search."""
     return Proposals(sweep, spec, spec.search, resources, environment) if spec.search else None
 
 
 def _list_runs(spec: SweepSpec, trials: Sequence[Trial], sweep: sweeps.Sweep | None) -> int:
-    """Print the runs of a sweep, or the values from which a search chooses."""
+    """Print the runs of a sweep, or the values from which a search chooses; return 0. Nothing is started."""
     lines, count = [trial.name for trial in trials], len(trials)
     if search := spec.search:
         separators = {key: " to " if key in search.spans else ", " for key in spec.axes}
@@ -327,17 +328,22 @@ class SignalForwarder:
                 signal.signal(signum, self._handle)
 
     def _handle(self, signum: int, _: object) -> None:
+        """Remember the first signal, and forward every signal to the running launch."""
         self.first_signal = self.first_signal or signum
         if self._child is not None:
             self._forward(self._child, signum)
 
     def _forward(self, child: subprocess.Popen[bytes], signum: int) -> None:
+        """Send a signal to a launch that has not ended: USR1 as it is, any other signal as SIGINT."""
         if child.poll() is None:
             self._signaled.add(child.pid)
             child.send_signal(signum if signum == signal.SIGUSR1 else signal.SIGINT)
 
     def stop_requested(self) -> bool:
-        """Return whether a signal or ``grpo stop`` requested the end of the sweep; then the launch was told to end."""
+        """Return whether a signal or ``grpo stop`` requested the end of the sweep.
+
+        A request of ``grpo stop`` is forwarded to the running launch as SIGINT.
+        """
         if self.first_signal is None and self._request is not None and self._request.exists():
             self._handle(signal.SIGINT, None)
         return self.first_signal is not None

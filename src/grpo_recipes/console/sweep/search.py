@@ -70,6 +70,7 @@ class Proposals:
 
     @property
     def _trials(self) -> list[dict[str, Any]]:
+        """The trials in the sweep's record, which are changed in place."""
         trials: list[dict[str, Any]] = self.sweep.record["cells"]
         return trials
 
@@ -149,7 +150,10 @@ class Proposals:
         return False
 
     def _wait_for_end(self, folder: Path) -> None:
-        """Wait until a run has saved and ended after the search that started it was killed."""
+        """Wait until a run has saved and ended after the search that started it was killed.
+
+        Raise ConfigError if it still runs after 5 minutes.
+        """
         deadline = time.monotonic() + _ENDING_SECONDS
         while Run(folder).is_running():
             if time.monotonic() > deadline:
@@ -167,20 +171,24 @@ class Proposals:
         return index
 
     def _recipe(self, values: Mapping[str, str]) -> Recipe:
+        """Return the checked recipe of a trial with these values; ConfigError lists its problems."""
         spec, device = self.spec, self.resources.device
         return resolve_recipe(spec.recipe, spec.task, spec.flags_of(values), self.environment, device)
 
     def _tell(self, number: int, value: float | None) -> None:
+        """Report a trial's result to Optuna, None as a failure; a trial with a result keeps it."""
         from optuna.trial import TrialState
 
         state = TrialState.FAIL if value is None else TrialState.COMPLETE
         self._study.tell(number, value, state=state, skip_if_finished=True)
 
     def _write(self) -> None:
+        """Write sweep.json."""
         write_json(self.sweep.folder / sweeps.RECORD, self.sweep.record)
 
 
 def _distribution(texts: Sequence[str], span: Span | None) -> Any:
+    """Return the values of a key from which Optuna chooses: a range, or a list if ``span`` is None."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if span is None:

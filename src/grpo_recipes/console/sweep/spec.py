@@ -100,6 +100,7 @@ def read_axes(words: Sequence[str], flags: Iterable[str]) -> dict[str, list[str]
     axes: dict[str, list[str]] = {}
 
     def read(word: str) -> None:
+        """Add one axis; ConfigError if it is wrong or given twice."""
         key, values = _read_axis(word)
         if key in axes:
             raise config_error(word, f"'{key}' is swept twice", "put all its values into one word")
@@ -161,6 +162,7 @@ def _read_span(key: str, match: re.Match[str], word: str) -> Span:
 
 
 def _canonical(name: str) -> str:
+    """Return the recipe key of a name on the command line, which may be an alias or have hyphens."""
     name = name.replace("-", "_")
     return ALIASES.get(name, name)
 
@@ -211,6 +213,7 @@ def make_trials(spec: SweepSpec, environment: Mapping[str, str], device: str) ->
         names = [numbered(number, name) for number, name in enumerate(names)]
 
     def make_trial(index: int) -> Trial:
+        """Return the trial with this index and its checked recipe."""
         values = combinations[index]
         recipe = resolve_recipe(spec.recipe, spec.task, spec.flags_of(values), environment, device)
         return Trial(index, names[index], values, recipe)
