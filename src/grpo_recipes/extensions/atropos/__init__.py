@@ -1,4 +1,7 @@
-"""Atropos: scored groups from environments that sample and score by themselves, taken from its run-api."""
+"""Atropos: scored groups from environments that sample and score by themselves.
+
+run-api, a server of Atropos, collects the groups of all environments and hands them to the trainer.
+"""
 
 from grpo_recipes.recipe.extensions import Extension
 

@@ -56,6 +56,7 @@ class Registration:
     num_steps: int
 
     def __post_init__(self) -> None:
+        """Raise AtroposError for a value of the wrong type, and for a size below 1."""
         for field in fields(self):
             value, expected = getattr(self, field.name), str if field.type == "str" else int
             if type(value) is not expected:
@@ -389,10 +390,9 @@ class AtroposClient:
         return groups
 
     def _add_batch(self, batch: Sequence[Group], size: int, longest: int | None, vocabulary: int | None) -> None:
-        """Put the valid groups of a batch into ``_ready_groups`` and incomplete parts into ``_parts``.
+        """Keep the valid groups of a batch, and the valid parts of groups whose other parts may still come.
 
-        Count rejected groups. NoLogprobs if a group has no log-probs. The oldest parts are rejected if too many wait
-        for the rest of their group.
+        Other groups are rejected, and so are the oldest parts if too many wait. NoLogprobs if a group has no log-probs.
         """
         valid = []
         for index, group in enumerate(batch):
@@ -415,10 +415,7 @@ class AtroposClient:
         self._parts = parts
 
     def _is_recent(self, group: Group, step: int, max_staleness: int | None) -> bool:
-        """Return whether a group's policy is of this training and at most ``max_staleness`` steps old.
-
-        Count it if not.
-        """
+        """Return whether this training sampled the group, at most ``max_staleness`` steps ago; count it if not."""
         version = group.policy_version
         if version is not None and version > step:
             problem = f"weights of step {version} sampled it, but this training is at step {step}"

@@ -127,10 +127,7 @@ class Connection:
             return json.loads(response.content)
 
     def try_get(self, path: str, body: Any = None) -> tuple[dict[str, Any], str]:
-        """Send one GET, limited to 5 s; return its JSON object and "", or {} and the reason of the failure.
-
-        Raise nothing.
-        """
+        """Send one GET, limited to 5 s; return its JSON object and "", or {} and the reason of the failure."""
         try:
             response = self.send("GET", path, body, limit=min(self.timeout, QUICK_SECONDS))
         except RequestFailed as error:
@@ -142,9 +139,9 @@ class Connection:
         return (content, "") if isinstance(content, dict) else ({}, f"answered {describe_response(response)}")
 
     def pauses(self) -> Iterator[float]:
-        """Yield the seconds before each repetition: the delay first, then 1.5 times the last, at most 2.
+        """Yield the seconds before each repetition, forever: the delay, then 1.5 times the last one, at most 2.
 
-        Plus up to 10%.
+        Up to 10% is added at random.
         """
         pause = self._delay
         while True:

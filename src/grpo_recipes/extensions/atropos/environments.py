@@ -180,10 +180,7 @@ class RecipeEnv(BaseEnv):
         return await score if inspect.isawaitable(score) else score
 
     async def scores(self, item: Item, episodes: list[Episode]) -> Sequence[EpisodeScore]:
-        """Play the other turns of all episodes of a group concurrently.
-
-        Return a score for each episode, None if unscored.
-        """
+        """Play the other turns of all episodes of a group concurrently; return the score of each, None if unscored."""
         return await asyncio.gather(*(self.play(item, episode) for episode in episodes))
 
     # --- methods for atroposlib ------------------------------------------------------------------------------------
@@ -369,10 +366,7 @@ class DatasetEnv(RecipeEnv):
         return row
 
     async def scores(self, item: Item, episodes: list[Episode]) -> list[float | None]:
-        """Score the last turns of a group with a single call of the reward, in a thread.
-
-        None for an unscored episode.
-        """
+        """Return the scores of a group's last turns, None if unscored, from a single call of the reward in a thread."""
         rows = len(episodes)
         columns = {name: [value] * rows for name, value in item.items() if name != "prompt"}
         columns |= {"prompts": [item["prompt"]] * rows}

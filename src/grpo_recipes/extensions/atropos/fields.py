@@ -54,8 +54,8 @@ def configuration_of(spec: str) -> tuple[str, frozenset[str]] | None:
     shipped = _SHIPPED.get(spec)
     path = _PACKAGE / "atropos/environments.py" if shipped else source_path(spec)
     with contextlib.suppress(_Unknown):
-        file, name = _configuration(path, shipped or split_spec(spec)[1], _MAX_DEPTH)
-        return name, frozenset(_fields(file, name, _MAX_DEPTH))
+        file, name = _find_configuration(path, shipped or split_spec(spec)[1], _MAX_DEPTH)
+        return name, frozenset(_read_fields(file, name, _MAX_DEPTH))
     return None
 
 
@@ -64,10 +64,10 @@ class _Unknown(Exception):
 
 
 @functools.lru_cache(maxsize=64)
-def _parsed(path: Path, _: int) -> Mapping[str, ast.AST]:
+def _parse_names(path: Path, _: int) -> Mapping[str, ast.AST]:
     """Return the top-level classes and ``from`` imports of a file by name.
 
-    Cached until the modification time changes.
+    The result is cached. The second argument is the modification time, so a changed file is parsed again.
     """
     names: dict[str, ast.AST] = {}
     for node in ast.parse(path.read_bytes()).body:
@@ -78,13 +78,13 @@ def _parsed(path: Path, _: int) -> Mapping[str, ast.AST]:
     return names
 
 
-def _class(path: Path | None, name: str, depth: int) -> tuple[Path, ast.ClassDef]:
+def _find_class(path: Path | None, name: str, depth: int) -> tuple[Path, ast.ClassDef]:
     """Return the file that defines the class ``name``, and the class; an import in ``path`` is followed to its file.
 
     ``depth`` limits the imports. _Unknown if the class is not found, or a decorator or metaclass may change it.
     """
     try:
-        node = _parsed(path, path.stat().st_mtime_ns).get(name) if path and depth else None
+        node = _parse_names(path, path.stat().st_mtime_ns).get(name) if path and depth else None
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         raise _Unknown from None
     if isinstance(node, ast.ClassDef) and not node.decorator_list and not node.keywords:
@@ -94,17 +94,17 @@ def _class(path: Path | None, name: str, depth: int) -> tuple[Path, ast.ClassDef
         package, _, module = node.module.partition(".")
         is_own = package == _PACKAGE.name
         file = _PACKAGE / f"{module.replace('.', '/')}.py" if is_own else source_path(f"{node.module}:_")
-        return _class(file, original, depth - 1)
+        return _find_class(file, original, depth - 1)
     raise _Unknown
 
 
-def _configuration(path: Path | None, name: str, depth: int) -> tuple[Path, str]:
+def _find_configuration(path: Path | None, name: str, depth: int) -> tuple[Path, str]:
     """Return the configuration class of an environment class: a file that defines or imports it, and its name.
 
     A class without ``env_config_cls`` has the configuration of its base. _Unknown if ``config_init`` builds another
     one.
     """
-    file, node = _class(path, name, depth)
+    file, node = _find_class(path, name, depth)
     config_class = None
     for part in node.body:
         is_config_init = isinstance(part, ast.FunctionDef) and part.name == "config_init"
@@ -117,29 +117,29 @@ def _configuration(path: Path | None, name: str, depth: int) -> tuple[Path, str]
                 raise _Unknown
     if isinstance(config_class, ast.Name):
         return file, config_class.id
-    (base,) = _bases(node) if len(node.bases) == 1 else [""]
-    return _configuration(file, base, depth - 1)
+    (base,) = _base_names(node) if len(node.bases) == 1 else [""]
+    return _find_configuration(file, base, depth - 1)
 
 
-def _bases(node: ast.ClassDef) -> list[str]:
+def _base_names(node: ast.ClassDef) -> list[str]:
     """Return the names of the base classes; _Unknown if one is not a plain name."""
     if not all(isinstance(base, ast.Name) for base in node.bases):
         raise _Unknown
     return [base.id for base in node.bases if isinstance(base, ast.Name)]
 
 
-def _fields(path: Path, name: str, depth: int) -> set[str]:
+def _read_fields(path: Path, name: str, depth: int) -> set[str]:
     """Return the fields of a pydantic class and of its bases.
 
     _Unknown if a setting of the class may allow other names.
     """
-    file, node = _class(path, name, depth)
+    file, node = _find_class(path, name, depth)
     fields = set()
     for part in node.body:
         if isinstance(part, ast.Assign) or (isinstance(part, ast.ClassDef) and part.name == "Config"):
             raise _Unknown  # e.g. model_config, which may allow every name
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
             fields.add(part.target.id)
-    for base in _bases(node):
-        fields |= set() if base == "BaseModel" else _fields(file, base, depth - 1)
+    for base in _base_names(node):
+        fields |= set() if base == "BaseModel" else _read_fields(file, base, depth - 1)
     return fields

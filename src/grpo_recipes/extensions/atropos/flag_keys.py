@@ -46,10 +46,7 @@ class Translation:
         return self.flags[name].value if name in self.flags else None
 
     def reject(self, name: str, problem: str, fix: str) -> None:
-        """Add a problem.
-
-        Its place is the flag or variable that the user wrote, if ``name`` got its value from there.
-        """
+        """Add a problem at ``name``, or at the variable that set this flag."""
         self.problems.append(Problem(self.flags[name].source if name in self.flags else name, problem, fix))
 
     def has_default(self, row: Row) -> bool:

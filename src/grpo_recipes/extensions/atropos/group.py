@@ -287,10 +287,7 @@ def join_parts(groups: Sequence[Group], size: int) -> tuple[list[Group], list[Gr
 
 
 def _choose_parts(parts: Sequence[Group], size: int) -> list[int]:
-    """Return indices of parts with ``size`` trajectories in total: the first part, then each that fits.
-
-    [] if too few.
-    """
+    """Return indices of parts with ``size`` trajectories in total: the first, then each that fits; [] if too few."""
     chosen: list[int] = []
     for index, part in enumerate(parts):
         if len(part.tokens) <= size:

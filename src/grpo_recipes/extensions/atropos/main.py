@@ -76,7 +76,7 @@ def read(arguments: list[str]) -> AtroposLaunch:
     problems = [Problem(row.name, "has no equivalent here", row.fix) for row in rejected]
     if problems := [*problems, *unknown_flags(flags, [*FLAGS.by_name, READ_ALL], PROGRAM)]:
         raise ConfigError(*problems)
-    resources, recipe = find_resources(os.environ), _recipe(options)
+    resources, recipe = find_resources(os.environ), _choose_recipe(options)
     device, in_job = resources.device, resources.job is not None
     uses_base = recipe == str(home() / BASE)
     values, notes = _read_values(options, uses_base)
@@ -184,7 +184,7 @@ def _split_environment_flags(words: list[str]) -> tuple[list[tuple[str, str]], l
     return environment_flags, flags
 
 
-def _recipe(options: argparse.Namespace) -> str | None:
+def _choose_recipe(options: argparse.Namespace) -> str | None:
     """Return the recipe of --config, of the variable CONFIG, or ``BASE``; None to resume a run without --config."""
     name = recipe_name(options)
     return name if name or options.resume is not None else os.environ.get("CONFIG") or str(home() / BASE)
@@ -227,7 +227,7 @@ def _missing_source(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _limit_gpus(translation: Translation, resources: Resources, dry_run: bool) -> tuple[Resources, list[str]]:
-    """Return the devices, only the first NUM_GPUS if that variable is set, and notes.
+    """Return the devices of the launch, limited to NUM_GPUS if it is set, and notes.
 
     A dry run simulates missing GPUs.
     """

@@ -45,41 +45,7 @@ def api_url(recipe: Recipe, ports: Ports) -> str | None:
     )
 
 
-def atropos_line(recipe: Recipe, plan: Plan) -> str | None:
-    """Describe the environments, the registered batch and run-api in one line; None without Atropos."""
-    url = api_url(recipe, plan.ports)
-    if url is None:
-        return None
-    environments = atropos_environments(recipe.__getitem__)
-    total_weight = sum(environment.weight for environment in environments)
-    names = []
-    for label, environment in zip(atropos_labels(recipe.__getitem__), environments, strict=True):
-        weight = f"weight {environment.weight / total_weight:.0%}" if len(environments) > 1 else ""
-        allocation = environment.min_allocation
-        details = ", ".join(filter(None, (weight, "" if allocation is None else f"first {allocation:.0%}")))
-        names.append(f"{label} ({details})" if details else label)
-    rows, group_size = rows_of_generation(recipe, plan.batch), plan.batch.num_generations
-    batch = f"{rows} sequences ({rows // group_size} groups of {group_size}) a batch"
-    staleness = recipe["atropos_max_staleness"]
-    age = "of any age" if staleness is None else f"at most {staleness} step{'' if staleness == 1 else 's'} old"
-    api = (
-        f"run-api at {url}" if PORT in plan.ports.extensions else f"your run-api at {url} (restart it for each attempt)"
-    )
-    return f"{', '.join(names) or 'your environments'}; {batch}, {age}; {api}"
-
-
-def restart_note(recipe: Recipe) -> str:
-    """Return a note about the time and the old groups that weight_sync: restart costs in a run with Atropos."""
-    staleness = recipe["atropos_max_staleness"]
-    age = "of any age" if staleness is None else f"up to {staleness} steps old"
-    return (
-        "weight_sync: restart starts a new server after each generation. That takes about a minute, and the trainer "
-        f"still trains on groups {age} that wait at run-api. weight_sync: file takes under a second; "
-        "atropos_max_staleness: 0 trains only on new groups"
-    )
-
-
-def run_api(plan: Plan, names: Names) -> Process | None:
+def _run_api_process(plan: Plan, names: Names) -> Process | None:
     """Return the process of the run-api that the launch starts on the first node; None if it starts none.
 
     run-api ignores a second registration, so it restarts together with the trainers.
@@ -106,7 +72,7 @@ def run_api(plan: Plan, names: Names) -> Process | None:
     )
 
 
-def environments(recipe: Recipe, plan: Plan, names: Names) -> list[Process]:
+def _environment_processes(recipe: Recipe, plan: Plan, names: Names) -> list[Process]:
     """Return a process for each environment of the recipe, on the first node; [] if the recipe lists none."""
     url = api_url(recipe, plan.ports)
     addresses = ("--api-url", str(url), "--server-url", f"http://{plan.server_host}:{plan.ports.server}")
@@ -133,8 +99,24 @@ class AtroposRoles(Roles):
 
     def data(self, recipe: Recipe, plan: Plan) -> Data | None:
         """Return the plan's line about environments, batch and run-api; None without Atropos."""
-        line = atropos_line(recipe, plan)
-        return Data("groups", line) if line else None
+        url = api_url(recipe, plan.ports)
+        if url is None:
+            return None
+        environments = atropos_environments(recipe.__getitem__)
+        total_weight = sum(environment.weight for environment in environments)
+        names = []
+        for label, environment in zip(atropos_labels(recipe.__getitem__), environments, strict=True):
+            weight = f"weight {environment.weight / total_weight:.0%}" if len(environments) > 1 else ""
+            allocation = environment.min_allocation
+            details = ", ".join(filter(None, (weight, "" if allocation is None else f"first {allocation:.0%}")))
+            names.append(f"{label} ({details})" if details else label)
+        rows, group_size = rows_of_generation(recipe, plan.batch), plan.batch.num_generations
+        batch = f"{rows} sequences ({rows // group_size} groups of {group_size}) a batch"
+        staleness = recipe["atropos_max_staleness"]
+        age = "of any age" if staleness is None else f"at most {staleness} step{'' if staleness == 1 else 's'} old"
+        starts_api = PORT in plan.ports.extensions
+        api = f"run-api at {url}" if starts_api else f"your run-api at {url} (restart it for each attempt)"
+        return Data("groups", f"{', '.join(names) or 'your environments'}; {batch}, {age}; {api}")
 
     def problems(self, recipe: Recipe, plan: Plan) -> Iterator[Problem]:
         """Yield a problem if run-api would hand out no batch, or if rank 0 is on another node than run-api.
@@ -155,8 +137,15 @@ class AtroposRoles(Roles):
 
     def notes(self, recipe: Recipe, plan: Plan) -> Iterator[str]:
         """Yield a note about the cost of weight_sync: restart, if the plan uses it with Atropos."""
-        if plan.bridge == "restart" and uses_atropos(recipe.__getitem__):
-            yield restart_note(recipe)
+        if plan.bridge != "restart" or not uses_atropos(recipe.__getitem__):
+            return
+        staleness = recipe["atropos_max_staleness"]
+        age = "of any age" if staleness is None else f"up to {staleness} steps old"
+        yield (
+            "weight_sync: restart starts a new server after each generation. That takes about a minute, and the "
+            f"trainer still trains on groups {age} that wait at run-api. weight_sync: file takes under a second; "
+            "atropos_max_staleness: 0 trains only on new groups"
+        )
 
     def needs_server(self, recipe: Recipe) -> tuple[str, str] | None:
         """Return the beginning of the message that a vLLM server is needed, and ""; None without Atropos."""
@@ -168,8 +157,8 @@ class AtroposRoles(Roles):
 
     def processes(self, recipe: Recipe, plan: Plan, names: Names) -> list[Process]:
         """Return the processes that the launch starts for Atropos: run-api, if it starts one, and the environments."""
-        server = run_api(plan, names)
-        return [*([server] if server else []), *environments(recipe, plan, names)]
+        server = _run_api_process(plan, names)
+        return [*([server] if server else []), *_environment_processes(recipe, plan, names)]
 
     def server_variables(self, recipe: Recipe, names: Names) -> dict[str, str]:
         """Return the server's variables if environments in other terminals may join, else {}.

@@ -110,6 +110,7 @@ class AtroposRollouts(Source):
             """Return a weight sync that first tells the server the optimizer step of the weights."""
 
             def sync_weights() -> None:
+                """Send the step, then the weights."""
                 if trainer.accelerator.is_main_process:
                     generation.vllm_client.set_policy_version(trainer.state.global_step)
                 sync()
@@ -214,9 +215,9 @@ class AtroposRollouts(Source):
         return torch.tensor([row.zeroed for row in self._rank_rows], device=device)
 
     def _advantage_divisor(self, group: int, size: int) -> float:
-        """Return the standard deviation of the token advantages of the ``group``-th group.
+        """Return the standard deviation of a group's token advantages, by which the recipe may divide them; else 1.
 
-        1 if it is about 0, or not wanted. Only trained tokens of rows that are not zeroed count.
+        Only trained tokens of rows that are not zeroed count. A deviation of about 0 also gives 1.
         """
         rows = [row for row in self._generation.rows[group * size : (group + 1) * size] if not row.zeroed]
         values = [row.advantages[row.mask.astype(bool)] for row in rows if row.advantages is not None]
@@ -224,9 +225,9 @@ class AtroposRollouts(Source):
         return deviation if self._script.atropos_normalize_advantages and deviation > _MIN_DEVIATION else 1.0
 
     def _read_temperatures(self, trainer: Any) -> torch.Tensor | None:
-        """Return the sampling temperature of each of the rank's rows, (B,).
+        """Return the sampling temperature of each of the rank's rows, (B,), 1 for greedy rows.
 
-        None if every row of all ranks has the recipe's. Greedy rows have 1.
+        Return None if every row of all ranks has the recipe's temperature.
         """
 
         def effective_temperature(row: Trajectory) -> float:
@@ -357,9 +358,9 @@ class AtroposRollouts(Source):
         return bool(trainer.preemption.stop.cuts())
 
     def _environment_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the mean score and the fraction of groups of each environment.
+        """Return the mean score and the fraction of groups of each environment, as metrics.
 
-        {} until a second environment was seen.
+        The result is empty until groups of a second environment have come.
         """
         scores: dict[str, list[list[float]]] = defaultdict(list)
         for group in groups:

@@ -230,9 +230,9 @@ def check_arguments(config: type[BaseModel], args: Collection[str]) -> None:
 
 
 def _required_values(base: Any) -> dict[str, Any]:
-    """Return fields for every run: no end, no W&B, and at least one batch may wait.
+    """Return values of fields that every run needs, unless the recipe's arguments override them.
 
-    The recipe's arguments override them.
+    The environment never ends by itself, does not log to W&B, and may start at least one batch.
     """
     values: dict[str, Any] = {"total_steps": max(base.total_steps, ENDLESS), "use_wandb": False}
     return values if base.max_batches_offpolicy > 0 else {**values, "max_batches_offpolicy": 1}

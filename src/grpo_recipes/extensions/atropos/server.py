@@ -154,7 +154,7 @@ class RunServer(APIServer):
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
         """Set ``server_healthy`` every second, forever.
 
-        Atroposlib starts this if the configuration has ``health_check``.
+        This task of atroposlib runs if the configuration has ``health_check``.
         """
         while True:
             self.server_healthy = False
