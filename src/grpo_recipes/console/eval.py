@@ -269,7 +269,7 @@ def _need_complete(checkpoint: Path) -> None:
 
 
 def _model_subject(model: str, options: argparse.Namespace) -> _Subject:
-    """Return the subject of a model without a recipe; the options must specify dataset and rewards."""
+    """Return the subject of a model without a recipe; ConfigError unless options set dataset and rewards."""
     for name in ("dataset", "reward"):
         if getattr(options, name) is None:
             message = f"missing: '{model}' is a model without a recipe"
@@ -405,9 +405,7 @@ def _score(
 ) -> Rows:
     """Score the completions and return one row per prompt, with rewards, text and length of each completion.
 
-    Rows in ``scores.jsonl`` are not scored again.
-
-    If the settings have changed, ``scores.jsonl`` is written again from the start.
+    Rows in ``scores.jsonl`` are not scored again, unless the settings have changed: then the file starts again.
     """
     from grpo_recipes.evaluate.scores import call_rewards
     from grpo_recipes.rollouts.generate import opened

@@ -71,7 +71,10 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 def environment(machine: Machine) -> Finding:
-    """Whether device, lock and Python match the record of scripts/setup.sh."""
+    """Whether device, lock and Python match the record of scripts/setup.sh.
+
+    A difference is a problem. A missing record or lock, and a record of another folder, are warnings.
+    """
     prefix, version = Path(sys.prefix), platform.python_version()
     if not (prefix / RECORD).is_file():
         message = (
@@ -103,7 +106,10 @@ def environment(machine: Machine) -> Finding:
 
 
 def versions(machine: Machine) -> Finding:
-    """Whether torch, vLLM, TRL and other packages have the locked versions; TRL must match the recipe keys."""
+    """Whether torch, vLLM, TRL and other packages have the locked versions; TRL must match the recipe keys.
+
+    Another version is a warning. A missing package, another TRL, and CUDA packages next to a CPU torch are problems.
+    """
     lock = home() / "requirements" / _LOCKS.get(machine.device or "", "none")
     text = lock.read_text() if lock.is_file() else ""
     locked = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s,;]+)", text, re.MULTILINE))
@@ -135,7 +141,10 @@ def versions(machine: Machine) -> Finding:
 
 
 def user_packages(machine: Machine) -> Finding:
-    """Packages in your user site-packages or PYTHONPATH that hide packages of the environment."""
+    """Packages in your user site-packages or PYTHONPATH that hide packages of the environment.
+
+    Any of them is a warning.
+    """
     shadowing = []
     for folder in [*([site.getusersitepackages()] if site.ENABLE_USER_SITE else []), *_folders(machine, "PYTHONPATH")]:
         names = {str(package.metadata["Name"]).lower() for package in distributions(path=[folder])}
@@ -152,7 +161,10 @@ def _folders(machine: Machine, variable: str) -> list[str]:
 
 
 def unread_variables(machine: Machine) -> Finding:
-    """Variables that nothing reads: variables of older versions, and unknown VLLM_* variables."""
+    """Variables that nothing reads: variables of older versions, and unknown VLLM_* variables.
+
+    Any of them is a warning with the variable to use instead.
+    """
     unread = {name: fix for name, fix in UNREAD_VARIABLES.items() if name in machine.environment}
     # Read vLLM's list of variables from its source, since its import needs torch.
     spec = importlib.util.find_spec("vllm")
@@ -167,7 +179,10 @@ def unread_variables(machine: Machine) -> Finding:
 
 
 def libraries(machine: Machine) -> Finding:
-    """CUDA libraries in LD_LIBRARY_PATH that replace the libraries of the packages, and LD_PRELOAD."""
+    """CUDA libraries in LD_LIBRARY_PATH that replace the libraries of the packages, and LD_PRELOAD.
+
+    Both are warnings, the first one only in a CUDA environment.
+    """
     folders = _folders(machine, "LD_LIBRARY_PATH")
     shadowing = [folder for folder in folders if any(list(Path(folder).glob(f"{name}*")) for name in _LIBRARIES)]
     if shadowing and machine.device == "cuda":
@@ -179,14 +194,20 @@ def libraries(machine: Machine) -> Finding:
 
 
 def encoding(machine: Machine) -> Finding:
-    """Whether the encoding of files and output is UTF-8."""
+    """Whether the encoding of files and output is UTF-8.
+
+    Any other encoding is a problem.
+    """
     preferred = locale.getpreferredencoding(False)
     not_utf8 = preferred.replace("-", "").lower() != "utf8"
     return first_finding(preferred, (not_utf8, PROBLEM, "export LC_ALL=C.UTF-8 (or PYTHONUTF8=1)"))
 
 
 def code(machine: Machine) -> Finding:
-    """Commit of the code, and whether it has uncommitted changes."""
+    """Commit of the code, and whether it has uncommitted changes.
+
+    Code outside of a git repository is a warning.
+    """
     state = code_state()
     if state["commit"] is None:
         fix = "use a git clone, or build the image with --build-arg COMMIT"
@@ -197,7 +218,10 @@ def code(machine: Machine) -> Finding:
 
 
 def imports(machine: Machine) -> Finding:
-    """Whether torch, TRL and vLLM can be imported, and torch computes on the visible GPUs (--deep)."""
+    """Whether torch, TRL and vLLM can be imported, and torch computes on the visible GPUs (--deep).
+
+    A failed import, and no GPU in a CUDA environment, are problems. GPUs without bfloat16 are a warning.
+    """
     variables = {**base_environment(machine.environment), "PYTHONNOUSERSITE": "1"}
     started = re.compile(r"the import of [\w. ,]+").findall
 
@@ -220,7 +244,10 @@ def imports(machine: Machine) -> Finding:
 
 
 def hub_token(machine: Machine) -> Finding:
-    """Whether there is a hub token (HF_TOKEN, or the file of `hf auth login`), and who may read the file."""
+    """Whether there is a hub token (HF_TOKEN, or the file of `hf auth login`), and who may read the file.
+
+    No token is ok. A malformed token, and a file that others may read, are warnings.
+    """
     variables = machine.environment
     for name in (name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if variables.get(name)):
         malformed = re.fullmatch(r"hf_\S+", variables[name]) is None
@@ -241,7 +268,10 @@ def _permissions(path: Path) -> Finding:
 
 
 def wandb(machine: Machine) -> Finding:
-    """Whether W&B answers within 3 s and has a login (WANDB_API_KEY or ~/.netrc), if the recipe reports to it."""
+    """Whether W&B answers within 3 s and has a login (WANDB_API_KEY or ~/.netrc), if the recipe reports to it.
+
+    No login and no answer are problems. A login file that others may read is a warning.
+    """
     variables = machine.environment
     if machine.recipe is None or not needs_wandb(machine.recipe, variables):
         return ok("not used by the recipe")
@@ -256,7 +286,10 @@ def wandb(machine: Machine) -> Finding:
 
 
 def proxies(machine: Machine) -> Finding:
-    """Proxy variables, without credentials; runs bypass proxies for loopback addresses."""
+    """Proxy variables, without credentials; runs bypass proxies for loopback addresses.
+
+    Different values of the lower-case and the upper-case variable are a warning.
+    """
     values = {name: value for name, value in machine.environment.items() if name.lower() in _PROXIES and value}
     if not values:
         return ok("none set")
@@ -273,7 +306,10 @@ def _without_login(value: str) -> str:
 
 
 def hub(machine: Machine) -> Finding:
-    """Whether the hub answers within 3 s; skipped with HF_HUB_OFFLINE."""
+    """Whether the hub answers within 3 s; skipped with HF_HUB_OFFLINE.
+
+    No answer is a warning.
+    """
     if is_offline(machine.environment):
         return ok("skipped: HF_HUB_OFFLINE is set")
     fix = "download on a node with internet access: grpo fetch RECIPE; then run jobs with HF_HUB_OFFLINE=1"
@@ -299,7 +335,10 @@ def _answer(address: str, status: str, fix: str) -> Finding:
 
 
 def ports(machine: Machine) -> Finding:
-    """Whether the ports of a run are free (8000, 51216, 29525 outside Slurm), and which process uses them."""
+    """Whether the ports of a run are free (8000, 51216, 29525 outside Slurm), and which process uses them.
+
+    A port in use is a warning, or a problem if the user chose that port. In a job without a recipe, nothing is checked.
+    """
     recipe = machine.recipe
     if recipe is not None:
         numbers = plan_ports(recipe, slurm_job(machine.environment)).by_key(starts_server(recipe))
@@ -312,7 +351,7 @@ def ports(machine: Machine) -> Finding:
 
 
 def _port(key: str, port: int, is_chosen: bool) -> Finding:
-    """Return whether a port is free; a used port is a problem only if the user chose it."""
+    """Return a finding about a port: ok if it is free, else a warning, or a problem if the user chose it."""
     if is_free("0.0.0.0", port):
         return ok(f"{port} free")
     pid = find_listener(port)
@@ -323,7 +362,10 @@ def _port(key: str, port: int, is_chosen: bool) -> Finding:
 
 
 def host_name(machine: Machine) -> Finding:
-    """Whether this machine's own name has an address: training processes look it up to find each other."""
+    """Whether this machine's own name has an address: training processes look it up to find each other.
+
+    A name without an address is a warning.
+    """
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         return ok(f"{name} is {socket.gethostbyname(name)}")

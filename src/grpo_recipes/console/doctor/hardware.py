@@ -38,7 +38,11 @@ _NEW_SECONDS = 60.0  # a younger folder may belong to a starting launch
 
 
 def gpus(machine: Machine) -> Finding:
-    """Visible and free GPUs, and whether the NVIDIA driver is new enough for torch."""
+    """Visible and free GPUs, and whether the NVIDIA driver is new enough for torch.
+
+    In a CUDA environment, an old driver is a problem, and so is no GPU, except on a login node. GPUs in a CPU
+    environment, memory in use, and another number than Slurm granted are warnings.
+    """
     query = f"--query-gpu={','.join(_GPU_FIELDS)}"
     try:
         rows = machine.read_table(",", _GPU_FIELDS, "nvidia-smi", query, "--format=csv,noheader,nounits")
@@ -85,7 +89,10 @@ def _gib(gpu: dict[str, str], kind: str) -> float:
 
 
 def slurm(machine: Machine) -> Finding:
-    """Slurm's partitions, GPUs, nodes and the current job; time limits below the time of training.sh."""
+    """Slurm's partitions, GPUs, nodes and the current job; time limits below the time of training.sh.
+
+    If no node is up, that is a problem; short time limits and missing commands are warnings.
+    """
     if machine.in_job and "SLURMD_NODENAME" not in machine.environment:
         message = f"job {machine.environment['SLURM_JOB_ID']}, but this is {socket.gethostname()}, outside of it"
         return warning(message, "run srun --pty bash: the shell of salloc is on the login node")
@@ -123,7 +130,10 @@ def slurm(machine: Machine) -> Finding:
 
 
 def disk(machine: Machine) -> Finding:
-    """Free space for runs, downloads and temporary files (at least 20 GB), and in the home folder."""
+    """Free space for runs, downloads and temporary files (at least 20 GB), and in the home folder.
+
+    Less is a warning. Less than 1 GB, and a folder that is not writable, are problems; in the home folder, warnings.
+    """
     folders = {"run_root": machine.run_root, "CACHE_ROOT": cache_root(machine.environment), "TMPDIR": machine.temporary}
     hub = {name: machine.environment.get(name) for name in ("HF_HOME", "HF_HUB_CACHE")}
     findings: list[Finding] = []
@@ -162,7 +172,10 @@ def _space(name: str, path: Path) -> Finding:
 
 
 def shared_memory(machine: Machine) -> Finding:
-    """Size and free space of /dev/shm, through which weights are sent to the server (at least 1 GiB)."""
+    """Size and free space of /dev/shm, through which weights are sent to the server (at least 1 GiB).
+
+    Less, and a folder that is not writable, are warnings.
+    """
     if not os.access(SHARED_MEMORY, os.W_OK):
         return warning(
             f"{SHARED_MEMORY} is not writable",
@@ -176,7 +189,10 @@ def shared_memory(machine: Machine) -> Finding:
 
 
 def leftovers(machine: Machine) -> Finding:
-    """Folders of dead runs in /dev/shm and TMPDIR."""
+    """Folders of dead runs in /dev/shm and TMPDIR.
+
+    Any of them is a warning with the command that removes them.
+    """
     paths = [path for root in {SHARED_MEMORY, machine.temporary} for path in sorted(root.glob("grpo-*"))]
     folders = []
     for path in filter(Path.is_dir, paths):
@@ -210,7 +226,10 @@ _ULIMITS = (
 
 
 def limits(machine: Machine) -> Finding:
-    """Limits of open files, processes, memory, file size, CPU time and core files (ulimit)."""
+    """Limits of open files, processes, memory, file size, CPU time and core files (ulimit).
+
+    Few open files or processes, and core files, are warnings. Any limit of memory, file size or CPU time is a problem.
+    """
     findings = []
     for letter, name, number, minimum, status, hard_fix in _ULIMITS:
         soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(number))
@@ -225,7 +244,10 @@ def limits(machine: Machine) -> Finding:
 
 
 def socket_paths(machine: Machine) -> Finding:
-    """Length of socket paths in TMPDIR; the limit of unix sockets is 107 bytes."""
+    """Length of socket paths in TMPDIR; the limit of unix sockets is 107 bytes.
+
+    A longer path is a problem.
+    """
     length = preflight.socket_length(machine.temporary)
     value = f"{length} of {preflight.SOCKET_BYTES} bytes in {machine.temporary}"
     return first_finding(
@@ -234,7 +256,10 @@ def socket_paths(machine: Machine) -> Finding:
 
 
 def compiler(machine: Machine) -> Finding:
-    """C compiler and Python.h, which Triton needs to build kernels on GPUs."""
+    """C compiler and Python.h, which Triton needs to build kernels on GPUs.
+
+    If one is missing, that is a problem in a CUDA environment.
+    """
     if machine.device != "cuda":
         return ok("none needed (CPU environment)")
     problems = [problem(fault.what, fault.fix) for fault in preflight.compiler_problems(machine.environment)]

@@ -48,7 +48,11 @@ class Case(Machine):
 
 
 def gpu_plan(case: Case) -> Finding:
-    """Plan of a launch on this machine, with used and unused GPUs."""
+    """Plan of a launch on this machine, with used and unused GPUs.
+
+    Unused GPUs are a warning, and a recipe that can't be planned is a problem. On a login node, missing GPUs are only a
+    warning.
+    """
     try:
         plan = case.plan
     except ConfigError as error:
@@ -65,7 +69,10 @@ def gpu_plan(case: Case) -> Finding:
 
 
 def assets(case: Case) -> Finding:
-    """Whether the recipe's model, datasets and benchmarks are downloaded and complete, and a token for gated models."""
+    """Whether the recipe's model, datasets and benchmarks are downloaded and complete, and a token for gated models.
+
+    A missing download is a warning. An incomplete model folder, and no token for a gated model, are problems.
+    """
     findings = [ok(", ".join(dict.fromkeys(asset.id for asset in case.sources.present)))]
     missing, name = case.sources.missing, case.recipe["model_name_or_path"]
     if missing:
@@ -83,7 +90,10 @@ def assets(case: Case) -> Finding:
 
 
 def space(case: Case) -> Finding:
-    """Disk space for checkpoints (save_total_limit plus one), the model, and weight synchronization through files."""
+    """Disk space for checkpoints (save_total_limit plus one), the model, and weight synchronization through files.
+
+    Too little is a problem, and no limit of the checkpoints a warning.
+    """
     disk = case.estimates.disk
     if disk is None:
         return ok(f"not estimated: {case.estimates.unknown}")
@@ -102,7 +112,10 @@ def space(case: Case) -> Finding:
 
 
 def training_memory(case: Case) -> Finding:
-    """Peak memory of trainers and server on the GPUs or on this machine, as estimated by `grpo plan`."""
+    """Peak memory of trainers and server on the GPUs or on this machine, as estimated by `grpo plan`.
+
+    A need above the available memory is a problem. Unknown sizes are ok.
+    """
     needs = case.estimates.memory
     if case.estimates.unknown:
         return ok(f"not estimated: {case.estimates.unknown}")

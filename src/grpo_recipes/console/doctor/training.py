@@ -69,7 +69,10 @@ LEVELS = (
 
 
 def no_verdict(run: Run) -> Finding:
-    """Share of completions that a reward left unscored (time limit, crash, not a number)."""
+    """Share of completions that a reward left unscored (time limit, crash, not a number).
+
+    A high share is a warning. If nothing was scored, or the run ended because of unscored completions, it is a problem.
+    """
     shares = {key: run.recent(key) or 0.0 for key in run.keys(lambda name: name.endswith("/no_verdict"))}
     unscored = ", ".join(f"{key} {share:.0%}" for key, share in shares.items() if share > UNSCORED)
     kind = SOURCE_REWARD if SOURCE_REWARD in run.value("reward_funcs") else "reward"
@@ -92,7 +95,10 @@ def no_verdict(run: Run) -> Finding:
 
 
 def server_agreement(run: Run) -> Finding:
-    """Difference between the server's and the trainer's log-probs."""
+    """Difference between the server's and the trainer's log-probs.
+
+    A mean ratio of probabilities below 0.8 or above 1.2 is a warning.
+    """
     recent = run.recent("sampling/importance_sampling_ratio/mean")
     difference = run.recent("sampling/sampling_logp_difference/mean")
     if recent is None or difference is None:
@@ -107,7 +113,10 @@ def server_agreement(run: Run) -> Finding:
 
 
 def phases(run: Run) -> Finding:
-    """Time of the steps by phase: sample, score, sync, save, evaluate, update."""
+    """Time of the steps by phase: sample, score, sync, save, evaluate, update.
+
+    A phase with more than half of the time is a warning, except sample and update.
+    """
     seconds = {phase: sum(run.numbers(f"seconds/{phase}")) for phase in _PHASES}
     total = sum(seconds.values())
     if not total:
@@ -119,7 +128,10 @@ def phases(run: Run) -> Finding:
 
 
 def start(run: Run) -> Finding:
-    """Seconds from the launch to the first step: start of server, model and data."""
+    """Seconds from the launch to the first step: start of server, model and data.
+
+    More than 5 minutes, if that is also longer than all steps, is a warning.
+    """
     if not run.rows or run.summary.get("restarts"):
         return ok("unknown for a resumed run") if run.rows else _NOTHING
     steps = sum(run.numbers("seconds/step"))

@@ -35,8 +35,6 @@ def publish_model(target: Target | None, run_dir: Path, environment: Mapping[str
 
     The text is the end of the launcher's last line, "" if there is nothing to say. Never raises, since the run is
     complete.
-
-    Never raises, since the run is complete. Returns the end of the launcher's last line.
     """
     result = {}
     try:

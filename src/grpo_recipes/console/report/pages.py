@@ -164,7 +164,10 @@ def _group_key(pair: tuple[Mapping[str, Any], Transcript | None]) -> tuple[Any, 
 
 
 def _completions(run: RunRecord) -> list[Markup]:
-    """Return the sampled completions of steps spread over the run; if they are too long, of fewer steps."""
+    """Return the HTML of sampled completions, at up to 24 steps spread over the run.
+
+    Of fewer steps if it is too long.
+    """
     last, steps = len(run.scored) - 1, []
     chosen = {round(index * last / (_MAX_STEPS - 1)) for index in range(_MAX_STEPS)}
     for index, (scored, samples) in enumerate(scored_rows(run.folder / "samples.jsonl")):

@@ -108,7 +108,7 @@ class Group:
 
     @property
     def finals(self) -> list[float]:
-        """The final reward of each run that has one."""
+        """The final reward, the mean of the last 5 steps, of each run that has one."""
         return without_gaps(run.outcome.last for run in self.runs)
 
     @property
@@ -125,7 +125,7 @@ class Group:
 
     @property
     def evaluations(self) -> list[float]:
-        """The last evaluation of each run that has one."""
+        """The reward in the last evaluation of each run that has one."""
         return without_gaps(run.evals.last("eval_reward") for run in self.runs)
 
     def scores(self, benchmark: str, key: str) -> list[float]:

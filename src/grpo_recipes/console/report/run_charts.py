@@ -200,7 +200,10 @@ def phase_chart(metrics: Table) -> Chart | None:
 
 
 def other_metrics(run: RunRecord) -> tuple[list[Chart], dict[str, str]]:
-    """Return charts of all metrics that are in no other chart, and name -> value of metrics that never change."""
+    """Return charts of the metrics that are in no other chart, and name -> value of metrics that never change.
+
+    Metrics of evaluations have charts of their own.
+    """
     metrics, evals = run.metrics, run.evals
     drawn = [name for name in METRICS if any(metrics.known(name))]
     in_charts = {

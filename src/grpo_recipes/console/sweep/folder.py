@@ -277,7 +277,10 @@ def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
 
 
 def _measures(run: RunRecord | None) -> list[str]:
-    """Return table cells: seconds per update and per weight sync, memory in GB, checkpoint size in MB."""
+    """Return table cells: seconds per update and per weight sync, memory in GB, checkpoint size in MB.
+
+    An unknown value is a dash.
+    """
     if run is None or not run.outcome.steps:
         return [NOTHING] * len(_MEASURES)
     numbers = numbers_of(Run(run.folder))

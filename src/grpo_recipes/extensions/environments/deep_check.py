@@ -20,7 +20,10 @@ _MOVE = re.compile(r"\[(?!GAME\]|Player )[^\[\]\n]{1,60}\]")  # a move in bracke
 
 
 def play_episodes(check: DeepCheck) -> list[str]:
-    """Play an episode of each environment, render it with the chat template, and return its transcript as lines."""
+    """Play an episode of each environment in a child process, and return its transcript as lines.
+
+    ConfigError if an episode fails, or the chat template can't render its messages.
+    """
     recipe, tokenizer = check.recipe, check.tokenizer()
     make_renderer(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
     renderer = Renderer(tokenizer, recipe["chat_template_kwargs"], check.stops())

@@ -135,7 +135,10 @@ class Episode:
         return messages
 
     def record(self) -> dict[str, Any]:
-        """Return the episode's entry in ``samples.jsonl``; it has its own reward if it ended before any action."""
+        """Return the episode's entry in ``samples.jsonl``: messages, and per turn the action, reward and info.
+
+        The entry has a reward of its own only if the episode ended before any action.
+        """
         first, *answers = self.policy_turns or [Turn([])]
         turns: list[dict[str, Any]] = [{"action": action} for action in self.policy_actions]
         for turn, answer in zip(turns, answers, strict=False):  # a failed environment did not answer the last action

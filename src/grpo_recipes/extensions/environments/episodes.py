@@ -73,7 +73,10 @@ class Episodes(Source):
         return episode_prompts(evaluation_episodes(args), args, 1, "evaluating on ")
 
     def run_benchmark(self, runner: Any, name: str, rows: list[dict[str, Any]]) -> None:
-        """Play the held-out episodes of an environment."""
+        """Play the held-out episodes of the environment ``name``, and add a row per seed to ``rows``.
+
+        Every rank calls this.
+        """
         play_benchmark(self, runner, name, rows)
 
     def benchmark_settings(self) -> dict[str, Any]:
@@ -150,8 +153,8 @@ class Episodes(Source):
     def _append_messages(self, episode: Episode, renderer: Renderer) -> None:
         """Append the environment's messages to the tokens of the model whose turn is next.
 
-        End the policy's episode if its turns or tokens are used up, or fail it if the first prompt is too long. An
-        opponent in this situation writes no more turns.
+        The policy's episode ends as unfinished if its turns or tokens are used up, and fails if its first prompt is too
+        long. An opponent without tokens for a turn is marked, and writes empty turns.
         """
         if not episode.active:
             return
@@ -294,18 +297,18 @@ class Episodes(Source):
         return [int(turn is not None and (all_turns or turn == last)) for turn in episode.turn_ids]
 
     def reward(self, episode: Episode) -> float | None:
-        """Return the sum of an episode's rewards.
+        """Return the sum of an episode's rewards, or None if the episode has no reward.
 
-        None if it failed, or is unfinished and the recipe leaves such episodes out.
+        It has none if it failed, or if it is unfinished and the recipe leaves such episodes unscored.
         """
         if episode.failed or (episode.unfinished and self._script.environment_unfinished == "unscored"):
             return None
         return 0.0 if self._is_zeroed(episode) else math.fsum(turn.reward for turn in episode.turns)
 
     def turn_rewards(self, episode: Episode) -> list[float]:
-        """Return the reward of each of the policy's turns, 0 if unfinished episodes get 0.
+        """Return the reward of each of the policy's turns; the episode must have a reward.
 
-        The episode must have a reward.
+        All are 0 if the episode is unfinished and the recipe gives such episodes 0.
         """
         rewards = [turn.reward for turn in episode.policy_turns[1:]]
         return [0.0] * len(rewards) if self._is_zeroed(episode) else rewards

@@ -79,7 +79,10 @@ class Game(Environment):
         self._model = "" if self._opponents in scripted else str(self._opponents)
 
     def _check(self, name: str, game_args: Mapping[str, Any]) -> None:
-        """Start the game once to find the number of players; ConfigError if the game rejects its arguments."""
+        """Start the game once to find its number of players.
+
+        ConfigError if it does not start or rejects its arguments.
+        """
         try:
             env = self._make()
         except TypeError as error:
@@ -270,7 +273,10 @@ class Game(Environment):
             return not self._play(copy.deepcopy(self._env), move)[1]
 
     def _candidates(self, seat: int) -> list[str]:
-        """Return the bracketed moves of the observations, newest text first, then numbers, each in random order."""
+        """Return moves that a random opponent tries: the bracketed texts of its observations, then numbers.
+
+        The newest text comes first. The moves of a text, and the numbers, are in random order.
+        """
         moves: list[str] = []
         for _, text, _ in reversed(self._observations[seat]):
             bracketed = {move for move in _BRACKETED.findall(text) if not _SPEAKER.fullmatch(move)}

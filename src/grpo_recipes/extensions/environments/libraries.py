@@ -46,7 +46,10 @@ def load_library(kind: str, name: str, args: Mapping[str, Any]) -> Environment:
 
 
 def library_problems(spec: str, args: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of a library's environment. Imports the library, but contacts no server."""
+    """Return the problems of a library's environment, [] if there are none; the library is imported.
+
+    No server is contacted, and an environment of verifiers is not created, since that loads its dataset.
+    """
     kind, _, name = spec.partition(":")
     try:
         if kind == "verifiers":  # loading the environment would build its dataset

@@ -60,7 +60,10 @@ def is_useful(action: str, game: Mapping[str, Any], seat: int) -> bool:
 
 
 def messages_today(observations: Iterable[Sequence[Any]]) -> list[str]:
-    """Return the players' messages since the last daybreak, from a seat's (sender, text, kind)."""
+    """Return the players' messages since the last daybreak.
+
+    ``observations`` are (sender, text, kind) that a seat received; the sender of the game's messages is -1.
+    """
     messages: list[str] = []
     for sender, text, _ in observations:
         new_day = sender == -1 and text.startswith("Day breaks")

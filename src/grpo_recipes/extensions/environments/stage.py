@@ -116,5 +116,5 @@ def parse_turn(text: str) -> Turn:
 
 
 def digest(text: str) -> str:
-    """Return a digest that identifies a turn when an episode is replayed."""
+    """Return a short hash of a turn's JSON; a replayed episode must have the same hash."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -115,7 +115,10 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 @functools.cache
 def _load_environment(name: str, arguments: str) -> Any:
-    """Return the library's environment; cached, since it serves many rollouts and builds its dataset once."""
+    """Return the library's environment; cached, since it serves many rollouts and builds its dataset once.
+
+    ConfigError if it can't be loaded, has no chat prompts, or scores several rollouts together.
+    """
     import verifiers
 
     # The library sets signal handlers that end the process. Random draws here must be equal in every process.

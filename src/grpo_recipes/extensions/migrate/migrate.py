@@ -44,9 +44,10 @@ _OLD_DEFAULTS = {"beta": "0.04", "temperature": "0.9", "loss_type": "grpo or bnp
 
 
 class _Dumper(yaml.SafeDumper):
-    """Write a text with several lines as a literal block."""
+    """A YAML writer that writes a text with several lines as a literal block."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Return the YAML node of a text."""
         return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
 
 
@@ -186,7 +187,7 @@ def _read_settings(source: Path, problems: list[Problem]) -> dict[str, Any]:
 
 
 def _join_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Join settings that form one recipe key together: TRL's datasets, and verl's reward function."""
+    """Return the settings with those joined that form one recipe key: TRL's datasets, and verl's reward function."""
     entries, size = settings.get("datasets"), settings.get("test_split_size")
     part_names = {"path": "id", "name": "config"}
     known = {*part_names, *nested_catalogue()["dataset_mixture.datasets"]}  # other projects use more, such as `type`
@@ -208,7 +209,7 @@ def _join_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _convert(converter: FileConverter, file: Mapping[str, Value]) -> list[Line]:
-    """Translate the settings of a file that a config converter reads, by the converter's own table."""
+    """Return the lines for the settings that a config converter of this package reads, by its own table."""
     around = Surroundings({name: raw.value for name, raw in file.items()})
     lines = [
         Line(key, value, "", f"{reason} {in_words({key: value})}")
@@ -277,10 +278,7 @@ def _translate_setting(name: str, value: Any) -> list[Line]:
 
 
 def _recipe_value(key: str, value: Any) -> Any:
-    """Return a value in the form that its recipe key needs.
-
-    YAML reads ``no`` as false and ``1e-7`` in a mapping as a text; a number for a list becomes its only item.
-    """
+    """Return a value in the form that its recipe key needs: YAML reads ``no`` as false, and some numbers as texts."""
     entry = catalogue()[key]
     if isinstance(value, bool):
         value = converters.SAME_VALUES.get(key, {}).get(value, value)
@@ -301,10 +299,7 @@ def _number(value: Any) -> Any:
 
 
 def _filter_items(value: Any, accepts: Callable[[str], bool], why: str) -> tuple[Any, str]:
-    """Return the accepted items of a list, None if there are none, and a text that lists the others with ``why``.
-
-    The text is empty if all items are accepted.
-    """
+    """Return the accepted items of a list, None if there are none, and a text that lists the others, or ""."""
     accepted: list[str] = []
     rejected: list[str] = []
     for item in map(str, _list(value)):
@@ -313,10 +308,7 @@ def _filter_items(value: Any, accepts: Callable[[str], bool], why: str) -> tuple
 
 
 def _need_installed(key: str, value: Any) -> tuple[Any, str]:
-    """Return None and a reason if the value's package is not installed, else the value and "".
-
-    These packages only save time or memory.
-    """
+    """Return None and the reason if a package that only saves time or memory is missing, else the value and ""."""
     package = missing_package(key, value)
     return (None, f"the package {package} is not installed; the default trains the same") if package else (value, "")
 
@@ -432,7 +424,7 @@ def _translate_rewards(migration: Migration) -> None:
 
 
 def _add_settings(migration: Migration, names: set[str]) -> None:
-    """Add settings that reproduce implicit behavior of other projects; ``names`` are the original names."""
+    """Add settings that other projects imply, e.g. LoRA if a rank is set; ``names`` are the original names."""
 
     def add(key: str, value: Any, why: str) -> None:
         """Add a setting with its reason, unless the recipe has the key."""

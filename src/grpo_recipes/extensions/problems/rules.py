@@ -17,17 +17,17 @@ _LARGEST_OF_FOUR = 14  # listing all problems of four larger numbers takes minut
 
 
 def modebench_tasks(recipe: Recipe) -> list[str]:
-    """Return the ModeBench tasks that a recipe trains, evaluates or tests on."""
+    """Return the ModeBench tasks that a recipe names as dataset, evaluation set or benchmark."""
     return [task for task in TASKS if task in (recipe["dataset_name"], evaluation_set(recipe), *recipe["benchmarks"])]
 
 
 def seeded_sets(recipe: Recipe) -> list[str]:
-    """Return the generators of a recipe's training and evaluation problems."""
+    """Return the names (``seeded:...``) of the generators of a recipe's training and evaluation problems."""
     return [name for name in GENERATORS if name in (recipe["dataset_name"], evaluation_set(recipe))]
 
 
 def puzzles(recipe: Recipe) -> set[str]:
-    """Return the ModeBench tasks of a recipe's problems, including seeded problems."""
+    """Return the ModeBench tasks (``modebench:...``) of a recipe's problems, including those of seeded problems."""
     seeded_tasks = {GENERATORS[name].task for name in seeded_sets(recipe)} - {None}
     return {*modebench_tasks(recipe), *map(str, seeded_tasks)}
 

@@ -98,7 +98,7 @@ class Draws:
 
 
 class Generator(NamedTuple):
-    """One kind of problem."""
+    """One kind of seeded problem: the function that makes a row, and facts about the rows."""
 
     make: Callable[[Draws, Settings], dict[str, str]]  # makes a row without its seed
     columns: tuple[str, ...] = COLUMNS  # columns of its rows

@@ -31,7 +31,7 @@ SMALLEST = 2  # smallest number of a puzzle: factors of 1 would give modes that 
 
 @dataclass(frozen=True)
 class CountdownPuzzle:
-    """Numbers with a target."""
+    """Numbers to combine with + - * /, each exactly once, and the target."""
 
     numbers: tuple[int, ...]  # all different, in ascending order
     target: int  # value to make
@@ -87,7 +87,7 @@ Forms = dict[Signed, tuple[Value, int]]  # form -> its value, and the number of 
 
 
 def count_modes(numbers: tuple[int, ...], target: int) -> dict[str, int]:
-    """Return every mode of a puzzle with different numbers, and the number of its expressions."""
+    """Return mode -> number of its expressions, for every mode of a puzzle with different numbers."""
     forms = _make_forms(tuple(sorted(numbers)), lambda value: value == (target, 1))
     return {text(form): count for form, (_, count) in sorted(forms.items())}
 
@@ -135,7 +135,7 @@ def _all_forms(numbers: tuple[int, ...]) -> Forms:
 
 
 def _results(left_value: Value, right_value: Value) -> list[tuple[str, Value]]:
-    """Return the result of each operator between two values, without a division by 0."""
+    """Return (operator, result) of the operators + - * / between two values; a division by 0 is left out."""
     (a, b), (c, d) = left_value, right_value
     results = [("+", _reduce(a * d + c * b, b * d)), ("-", _reduce(a * d - c * b, b * d)), ("*", _reduce(a * c, b * d))]
     return [*results, ("/", _reduce(a * d, b * c))] if c else results
@@ -153,7 +153,7 @@ class NotAnExpression(ValueError):
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed expression."""
+    """A parsed expression, with everything that decides whether it solves a puzzle."""
 
     numbers: tuple[int, ...]  # its numbers in ascending order
     value: Fraction  # its value
