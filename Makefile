@@ -40,7 +40,7 @@ test: setup  ## quick tests: most in four processes, then one by one those that 
 e2e: setup  ## tests of whole runs, with a real Slurm if it is installed
 	$(PYTEST) -m "slow and not soak" $(PYTEST_ARGS)
 
-e2e-today: setup  ## the whole runs that CI makes today: some tests have one day of sixteen
+e2e-today: setup  ## the whole runs that CI makes today: some tests have one day of eight
 	GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python tests/today.py -m "slow and not soak" $(PYTEST_ARGS)
 
 soak: setup  ## stop and kill jobs on a real Slurm for half an hour; adds to bench/results/soak.jsonl

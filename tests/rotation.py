@@ -1,7 +1,7 @@
 """Choose the rotating tests of the day GRPO_DAY (an integer), which `make e2e-today` sets.
 
-Whole runs take minutes. `make e2e` runs all tests marked `rotating`. CI runs an eighth per day of those that inject a
-`fault`, and a sixteenth of the others, after all other tests. It starts none of them after GRPO_ROTATE_UNTIL (seconds
+Whole runs take minutes. `make e2e` runs all tests marked `rotating`. CI runs a quarter per day of those that inject a
+`fault`, and an eighth of the others, after all other tests. It starts none of them after GRPO_ROTATE_UNTIL (seconds
 since 1970): on a slow machine they run on another day.
 """
 
@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-DAYS_OF_FAULTS, DAYS_OF_OTHERS = 8, 16
+DAYS_OF_FAULTS, DAYS_OF_OTHERS = 4, 8
 TIME_IS_OVER = "the time of today's rotating tests is over: make e2e runs all"
 ROTATES = (pytest.mark.slow, pytest.mark.rotating)  # marks of a parameter that takes many seconds
 
