@@ -24,13 +24,13 @@ from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.sampling import sampling_seed
 from grpo_recipes.weights.transport import run_in_thread
 
-_PROBE_TOKENS = 32  # length of the completion that the guard compares
+_PROBE_TOKENS = 32  # length of the completion that the check of the server's weights compares
 _LOST_SECONDS = 10.0  # a stopping run drops the generation if the server does not answer for so long
 
 
 @dataclass(frozen=True)
 class PendingGeneration:
-    """A generation that is sampled ahead."""
+    """A generation that the server samples while the trainers still learn from the previous one."""
 
     name: str
     prompts: list[Tokens]
@@ -40,13 +40,13 @@ class PendingGeneration:
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any]) -> PendingGeneration:
-        """Return the generation of a result of ``for_checkpoint``."""
+        """Return the complete generation that ``for_checkpoint`` described in this dict."""
         answer: Future[dict[str, Any]] = Future()
         answer.set_result(saved["answer"])
         return cls(saved["name"], saved["prompts"], saved["step"], answer)
 
     def for_checkpoint(self) -> dict[str, Any]:
-        """Wait for the completions, and return the generation as plain containers."""
+        """Wait for the completions, and return name, prompts, step and answer in plain containers."""
         return {"name": self.name, "prompts": self.prompts, "step": self.step, "answer": self.answer.result()}
 
 
@@ -71,11 +71,11 @@ class OverlappedRollouts(ServerRollouts):
 
     @property
     def probes(self) -> bool:
-        """Whether the guard compares a completion of ``probe``. Completions of the training have older weights."""
+        """Whether the check of the server's weights uses a completion of ``probe``: in training, others are older."""
         return bool(self._trainer.model.training)
 
     def begin_epoch(self, epoch: int, micro_steps: int) -> None:
-        """Start an epoch. ``micro_steps`` of it were taken before a resume."""
+        """Note the number of a new epoch. ``micro_steps`` of it were taken before a resume."""
         self._epoch, self._index = epoch, -(-micro_steps // self._window)
 
     def generate(self, draw: Callable[[], tuple[list[Tokens], Any]]) -> tuple[list[Tokens], Any]:
@@ -107,7 +107,10 @@ class OverlappedRollouts(ServerRollouts):
         self, sample: Callable[..., dict[str, Any]], requests: list[dict[str, Any]], prompts: list[Tokens],
         **options: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """Return the pending generation if it has these prompts, or sample now. Add the request to ``requests``."""
+        """Return the pending generation if it has this name and these prompts; otherwise sample now.
+
+        TRL calls it through the client. Append the request to ``requests``, and log how many steps old the weights are.
+        """
         requests.append({"prompts": prompts, **options})
         pending, self._pending = self._pending, None
         if pending is not None and (pending.name, pending.prompts) == (self._client.generation_name, prompts):
@@ -118,7 +121,7 @@ class OverlappedRollouts(ServerRollouts):
         return dict(answer)
 
     def _sample_probe(self, prompt: Tokens, max_tokens: int) -> None:
-        """Sample a completion for the guard, at temperature 1, with the weights that were just sent."""
+        """Sample a completion for the check of the server's weights, at temperature 1, with the weights just sent."""
         seed = sampling_seed(self._trainer.args.seed, f"probe/{self._client.generation_name}", 0)
         tokens = min(_PROBE_TOKENS, max_tokens)
         answer = self._client.generate_seeded([prompt], [seed], max_tokens=tokens, logprobs=0)
@@ -138,6 +141,7 @@ class OverlappedRollouts(ServerRollouts):
 
     @property
     def _sampler(self) -> RepeatSampler:
+        """TRL's sampler, which decides the order of the prompts."""
         sampler = self._inner.sampler
         assert sampler is not None  # only a stream has none, and __init__ rejects streams
         return sampler
@@ -175,12 +179,15 @@ class OverlappedRollouts(ServerRollouts):
     # --- waiting for the pending generation ------------------------------------------------------------------------
 
     def serve_weights(self) -> bool:
-        """Send the current weights as soon as the server is idle."""
+        """Wait until the server is idle, then send the current weights. Return whether it did not have them."""
         self._wait_for_pending()
         return super().serve_weights()
 
     def _wait_for_pending(self) -> None:
-        """Wait on rank 0 for the pending generation. A stopping run drops the generation of a lost server."""
+        """Wait on rank 0 for the pending generation, without a limit while the server answers or no stop is requested.
+
+        After a stop request, drop the generation if it failed or the server has not answered for 10 seconds.
+        """
         pending, stop = self._pending, self._trainer.preemption.stop
         if pending is None:
             return
@@ -194,16 +201,16 @@ class OverlappedRollouts(ServerRollouts):
 
     @property
     def pending_generation(self) -> PendingGeneration | None:
-        """Return the generation sampled ahead, for a checkpoint of the current state, or None."""
+        """The generation that is being sampled ahead. None if there is none, and on ranks other than 0."""
         return self._pending
 
     def finish_pending_generation(self) -> dict[str, Any] | None:
-        """Wait for the generation sampled ahead and return it for a checkpoint. None if there is none."""
+        """Wait for the generation sampled ahead, and return it as a dict for a checkpoint. None if there is none."""
         self._wait_for_pending()
         return None if self._pending is None else self._pending.for_checkpoint()
 
     def restore_pending_generation(self, pending: PendingGeneration | dict[str, Any] | None) -> None:
-        """Use a generation of ``pending_generation`` or of a checkpoint next. Cancel a later generation."""
+        """Use this generation next: of ``pending_generation``, or a checkpoint's dict. Cancel one started since."""
         current = self._pending
         if current is not None and current is not pending and current.client is not None:
             current.client.give_up()

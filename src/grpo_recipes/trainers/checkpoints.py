@@ -55,9 +55,9 @@ _ORDER, _CONTROLLERS, _ENDED = "order_of_data.json", "controllers.json", "ended_
 
 
 class Checkpoints:
-    """Write checkpoints aside, wait for all ranks, mark, rename, and only then prune. Restore them.
+    """Write each checkpoint to a folder aside, rename it when complete, and only then delete old ones. Restore them.
 
-    transformers writes in place and prunes during the save. With a limit of 1, a kill can leave no checkpoint.
+    transformers writes in place and deletes during the save. With a limit of 1, a kill can leave no checkpoint.
     """
 
     def __init__(self, trainer: InnerTrainer):
@@ -67,11 +67,11 @@ class Checkpoints:
         self._restarted = False  # whether a resume has restarted an epoch
 
     def add_state(self, **attributes: str) -> None:
-        """Save more attributes of the trainer: ``name in the checkpoint="attribute"``."""
+        """Let checkpoints contain more attributes of the trainer: ``name_in_the_checkpoint="attribute"``."""
         self._unsaved |= attributes
 
     def save(self, write: Callable[[], None]) -> None:
-        """Save the current step with ``write``, transformers' own save. Called by every rank."""
+        """Save the current step with ``write``, transformers' own save, unless it is saved. Called by every rank."""
         args, accelerator, step = self._trainer.args, self._trainer.accelerator, self._trainer.state.global_step
         folder = Path(args.output_dir)
         name = f"checkpoint-{step}"
@@ -115,7 +115,10 @@ class Checkpoints:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a result of ``state``. The batch may be split differently only between generations."""
+        """Put a result of ``state`` back into the trainer.
+
+        Raise ValueError if it was saved while a generation was in use, and this run splits generations differently.
+        """
         trainer, saved_split = self._trainer, state.get("split", self._split)  # earlier versions did not save it
         if state["buffered"] is not None and saved_split != self._split:
             fix = "resume with the saved values of these keys, and change them after a generation has been used up"
@@ -135,6 +138,7 @@ class Checkpoints:
 
     @property
     def _split(self) -> dict[str, int]:
+        """The recipe keys that decide how a generation is split into micro-steps, with this run's values."""
         return {key: getattr(self._trainer.args, key) for key in _SPLIT}
 
     @property
@@ -155,7 +159,10 @@ class Checkpoints:
             (folder / _CONTROLLERS).write_text(json.dumps(states) + "\n")
 
     def load_optimizer(self, folder: Path, load: Callable[[], None]) -> None:
-        """Restore the optimizer with ``load``, transformers' own method, then the reference and the controllers."""
+        """Restore the optimizer with ``load``, transformers' own method, then the reference and the controllers.
+
+        Raise FileNotFoundError if a part is missing, ValueError if this run takes prompts in another order.
+        """
         trainer = self._trainer
         self._require_same_order(folder)
         if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):  # they check their own files
@@ -174,7 +181,10 @@ class Checkpoints:
             self._print_restored(f"{name} controller: {states[name]}")
 
     def load_random_states(self, folder: Path, load: Callable[[], None]) -> None:
-        """Restore the random states with ``load``, transformers' own method, then this rank's state."""
+        """Restore the random states with ``load``, transformers' own method, then this rank's other state.
+
+        Raise FileNotFoundError if a file is missing, ValueError if a part of the state is missing.
+        """
         trainer, args, path = self._trainer, self._trainer.args, self._state_file(folder)
         if not path.exists():
             raise FileNotFoundError(f"{path} is missing: the checkpoint was made with another number of processes")
@@ -196,11 +206,13 @@ class Checkpoints:
         )
 
     def _print_restored(self, *items: str) -> None:
+        """Print a line for each restored part of the training, on rank 0."""
         if self._trainer.accelerator.is_main_process:
             for item in items:
                 print(f"grpo: restored {item}", flush=True)
 
     def _state_file(self, folder: Path) -> Path:
+        """Return this rank's file in a checkpoint for the state that transformers does not save."""
         return folder / f"grpo_window_{self._trainer.args.process_index}.pt"
 
     def _order_of_data(self) -> dict[str, Any]:
@@ -218,7 +230,7 @@ class Checkpoints:
         }
 
     def _require_same_order(self, folder: Path) -> None:
-        """Raise ValueError unless the checkpoint's run took the prompts in the order of this run."""
+        """Raise ValueError if the checkpoint's run took prompts in another order, except with ``ignore_data_skip``."""
         order = self._order_of_data()
         saved = read_json(folder / _ORDER) or {**order, "restarted": False}  # earlier versions did not save it
         self._restarted = saved["restarted"] or self._trainer.args.ignore_data_skip
@@ -249,7 +261,7 @@ class Preemption:
 
     @property
     def _stoppable(self) -> bool:
-        """Whether a stop would prevent a next step. The same on every rank."""
+        """Whether the training has a next step that a stop would prevent. The same on every rank."""
         trainer = self._trainer
         ends = trainer.control.should_training_stop or trainer.state.global_step >= trainer.state.max_steps
         return trainer.is_in_train and not ends
@@ -268,7 +280,7 @@ class Preemption:
             self.stop_if_agreed()
 
     def save_last_step(self) -> StoppedOnRequest:
-        """Save the state of the last completed step, if there is one. Return how the run ended."""
+        """Save a checkpoint of the last completed step, if there is one. Return the exception that ends the process."""
         trainer = self._trainer
         if self._last_step is None:
             return stopped_before_a_step(Path(trainer.args.output_dir))
@@ -279,12 +291,12 @@ class Preemption:
         return StoppedOnRequest(f"after step {trainer.state.global_step}, state saved")
 
     def cutting_short(self) -> AbstractContextManager[None]:
-        """Let a stop request end the work inside early."""
+        """Mark the block as work that may end early: it polls ``StopRequest.cuts``. Without a next step, do nothing."""
         return self.stop.cutting_short() if self._stoppable else nullcontext()
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Let a stop request end sampling inside early.
+        """Let a stop request end sampling in the block early.
 
         TRL passes no stopping criteria to ``generate`` and has no hook for them, so the model's method adds them here.
         Under ZeRO-3 and FSDP, transformers continues until all ranks have stopped.
@@ -306,12 +318,12 @@ class Preemption:
 
 
 def ended_by_callback(checkpoint: str | None) -> bool:
-    """Return whether a callback ended the training at this checkpoint."""
+    """Return whether a callback ended the training at this checkpoint, a folder. False for None."""
     return checkpoint is not None and (Path(checkpoint) / _ENDED).exists()
 
 
 def copy_containers(value: Any) -> Any:
-    """Copy dictionaries, lists, deques (as lists) and tensors. Return other values unchanged."""
+    """Return copies of dictionaries, lists, deques (as lists) and tensors. Return other values unchanged."""
     if isinstance(value, dict):
         return {name: copy_containers(item) for name, item in value.items()}
     if isinstance(value, list | deque):
@@ -320,7 +332,7 @@ def copy_containers(value: Any) -> Any:
 
 
 def refill(container: Any, saved: Any) -> None:
-    """Fill a container of the trainer from ``copy_containers``. The container keeps this run's maximum length."""
+    """Replace the content of a dict, list or deque by a result of ``copy_containers``. A deque keeps its ``maxlen``."""
     if not isinstance(container, dict):
         container.clear()
         container.extend(saved)
@@ -332,12 +344,14 @@ def refill(container: Any, saved: Any) -> None:
 
 
 def _require(folder: Path, *names: str) -> None:
+    """Raise FileNotFoundError unless the checkpoint ``folder`` has these files."""
     for name in names:
         if not (folder / name).exists():
             raise FileNotFoundError(f"{folder / name} is missing: this part of the training cannot be restored")
 
 
 def _listed(facts: dict[str, Any]) -> str:
+    """Return names with their values for a message: ``seed 1, num_generations 8``."""
     return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
@@ -389,7 +403,7 @@ class _DigestedFile:
         self.digest = new_digest()
 
     def write(self, data: Any) -> int:
-        """Write bytes."""
+        """Write bytes, add them to the digest, and return their number."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), self._chunk_bytes):
             chunk = view[start : start + self._chunk_bytes]
@@ -399,9 +413,9 @@ class _DigestedFile:
 
 
 def begin_epoch(sampler: RepeatSampler | None, epoch: int) -> None:
-    """Make the order of the prompts depend only on the epoch, not on earlier iterations in this process.
+    """Set the sampler's generator so that the order of prompts depends only on seed and epoch, also after a resume.
 
-    A stream has no sampler. accelerate sets its epoch.
+    A stream has no sampler: accelerate sets its epoch.
     """
     if sampler is not None and sampler.shuffle:
         assert sampler.seed is not None  # TRL passes the recipe's seed
@@ -434,7 +448,7 @@ def agreed(stop: StopRequest, device: torch.device) -> bool:
 
 
 def stopped_before_a_step(checkpoints: Path) -> StoppedOnRequest:
-    """Return the ending of a run that was stopped before this attempt completed a step."""
+    """Return the exception that ends a run that was stopped before this attempt completed a step."""
     if newest := newest_complete(checkpoints):
         return StoppedOnRequest(f"before a step was completed; the newest checkpoint is {newest.name}")
     return StoppedOnRequest("before the first step was completed; there is nothing to save")

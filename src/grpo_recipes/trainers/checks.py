@@ -32,7 +32,7 @@ class NotFinite(RuntimeError):
 
 
 def not_finite(trainer: InnerTrainer, problem: str) -> NotFinite:
-    """Return the error for a problem, with the newest complete checkpoint and the keys to change."""
+    """Return the error for a problem. Its message names the newest complete checkpoint and the keys to change."""
     args = trainer.args
     newest = newest_complete(Path(args.output_dir))
     checkpoint = f"the last complete checkpoint is {newest.name}" if newest else "there is no checkpoint yet"
@@ -57,7 +57,10 @@ class Checks:
         self._unproven = False  # whether the batches since the last sync had no scored token to compare
 
     def gradient(self, norm: Any) -> float | None:
-        """Return the gradient norm as a number, the same on every rank. It is read from the device only once."""
+        """Return the gradient norm as a number, or None. Raise NotFinite if the loss or the norm is not finite.
+
+        fp16 may skip up to ``MOST_SKIPPED`` steps in a row, because its loss scale is still too large.
+        """
         value, loss = None if norm is None else float(norm), float(self._trainer._tr_loss)
         self._skipped_in_a_row = 0 if math.isfinite(value or 0.0) else self._skipped_in_a_row + 1
         most_skipped = MOST_SKIPPED if self._trainer.args.fp16 else 0
@@ -67,7 +70,7 @@ class Checks:
         return value
 
     def weights(self) -> None:
-        """Check the weights after the step. A finite gradient times the learning rate can make them infinite."""
+        """Raise NotFinite if a trained weight is not finite after the step. A finite gradient can make it infinite."""
         shards = [local_shard(parameter) for parameter in self._trainer.model.parameters() if parameter.requires_grad]
         norm = float(torch.nn.utils.get_total_norm(shards))
         if not math.isfinite(norm):
@@ -75,7 +78,10 @@ class Checks:
             raise not_finite(self._trainer, f"the weights are not finite after step {step} (norm {norm:g})")
 
     def server(self, output: dict[str, Any], synced: bool) -> None:
-        """Raise ``WeightsDiffer`` on every rank unless the server uses the trainer's weights after a sync."""
+        """Raise ``WeightsDiffer`` on every rank unless the server sampled this ``output`` with the trainer's weights.
+
+        ``synced`` says whether weights were sent for it. Without a sync since the last check, check nothing.
+        """
         trainer = self._trainer
         if not (trainer.rollouts.guarded and (synced or self._unproven)):
             return
@@ -98,7 +104,8 @@ class Checks:
         """
         trainer = self._trainer
         if trainer.rollouts.probes:
-            self._prompt = _first_prompt(trainer, output)
+            prompt = output["prompt_ids"][0][output["prompt_mask"][0].bool()].tolist()
+            self._prompt = list(broadcast_object_list([prompt], from_process=0)[0])
             return self._probed_difference()
         if not trainer.model.training and trainer.evaluation.samples_otherwise:
             return None  # the server samples from another distribution than the trainer's
@@ -115,15 +122,22 @@ class Checks:
         return logprob_error(trainer.rollouts.bridge, difference or 0.0, logprob_tolerance(trainer))
 
     def _probed_difference(self) -> float | None:
-        """Return the difference on a completion of the last prompt that is sampled for the check at temperature 1."""
+        """Return the difference on a completion of the last prompt that is sampled for this check, at temperature 1."""
         trainer = self._trainer
         prompt = self._prompt or [trainer.processing_class.eos_token_id]
         ids, logprobs = trainer.rollouts.probe(prompt)
-        ones_B = torch.ones(1, dtype=torch.float64, device=trainer.accelerator.device)
-        with trainer.at_temperatures(ones_B):
-            return self._difference(_batch_of_one(trainer.accelerator.device, prompt, ids, logprobs))
+        device = trainer.accelerator.device
+        prompt_ids, completion_ids = (torch.tensor([tokens], device=device) for tokens in (prompt, ids))
+        batch_of_one = {
+            "prompt_ids": prompt_ids, "prompt_mask": torch.ones_like(prompt_ids), "completion_ids": completion_ids,
+            "completion_mask": torch.ones_like(completion_ids),
+            "sampling_per_token_logps": torch.tensor([logprobs], device=device),
+        }  # fmt: skip
+        with trainer.at_temperatures(torch.ones(1, dtype=torch.float64, device=device)):
+            return self._difference(batch_of_one)
 
     def _difference(self, output: dict[str, Any]) -> float | None:
+        """Return the mean |trainer - server| log-prob of a batch. See ``logprob_difference`` for NaN and None."""
         trainer = self._trainer
         logps = output.get("old_per_token_logps")
         modules = trainer.model.modules()
@@ -148,7 +162,7 @@ class Checks:
         return float(total / count)
 
     def _log_difference(self, trainer_BT: torch.Tensor, sampler_BT: torch.Tensor, mask_BT: torch.Tensor) -> None:
-        """Log the metrics of TRL's importance sampling correction, over all rows, also of older weights."""
+        """Log mean and maximum of |trainer - sampler| log-probs under TRL's names, also of rows with older weights."""
         delta = (trainer_BT - sampler_BT).abs()[mask_BT]
         sums = torch.stack([delta.sum(), delta.new_tensor(len(delta))]).unsqueeze(0)
         total, count = self._trainer.accelerator.gather(sums).sum(dim=0).tolist()
@@ -159,24 +173,8 @@ class Checks:
             self._trainer.add_metric(f"{name}/max", largest.max().item())
 
 
-def _first_prompt(trainer: InnerTrainer, output: dict[str, Any]) -> list[int]:
-    """Return the prompt of the first row of rank 0."""
-    ids = output["prompt_ids"][0][output["prompt_mask"][0].bool()].tolist()
-    return list(broadcast_object_list([ids], from_process=0)[0])
-
-
-def _batch_of_one(device: torch.device, prompt: list[int], ids: list[int], logprobs: list[float]) -> dict[str, Any]:
-    """Return a batch of one completion."""
-    prompt_ids, completion_ids = (torch.tensor([tokens], device=device) for tokens in (prompt, ids))
-    return {
-        "prompt_ids": prompt_ids, "prompt_mask": torch.ones_like(prompt_ids), "completion_ids": completion_ids,
-        "completion_mask": torch.ones_like(completion_ids),
-        "sampling_per_token_logps": torch.tensor([logprobs], device=completion_ids.device),
-    }  # fmt: skip
-
-
 def trainer_logps(trainer: InnerTrainer, output: dict[str, Any]) -> torch.Tensor:
-    """Return log-probs of the completions, (B, T), without dropout like the server's. TRL's have the training's."""
+    """Return the model's log-probs of the completions, (B, T), without dropout. TRL computes them with dropout."""
     prompt, completion, is_training = output["prompt_ids"], output["completion_ids"], trainer.model.training
     with ExitStack() as afterwards, torch.no_grad():
         afterwards.callback(trainer.model.train, is_training)
@@ -192,7 +190,7 @@ def trainer_logps(trainer: InnerTrainer, output: dict[str, Any]) -> torch.Tensor
 
 
 def logprob_tolerance(trainer: InnerTrainer) -> float:
-    """Return the recipe's tolerance, or the measured tolerance of the trainer's dtype."""
+    """Return the largest accepted mean difference of log-probs: the recipe's, or measured for the trainer's dtype."""
     args = trainer.args
     if args.weight_guard_tolerance is not None:
         return float(args.weight_guard_tolerance)
@@ -219,21 +217,28 @@ class Scoring:
         self.max_unscored = max_unscored  # largest unscored fraction of a training generation that is accepted
 
     def _rewards(self) -> list[RewardWrapper]:
+        """Return the recipe's rewards. Other functions that the trainer got have no scores to count."""
         return [reward for reward in self._trainer.reward_funcs if isinstance(reward, RewardWrapper)]
 
     def begin(self, rows: int) -> None:
-        """Prepare the rewards for a generation with this many rows on this rank."""
+        """Prepare the rewards for a generation with this many rows on this rank.
+
+        In training, they stop calling user code once so many rows are unscored that the run must end.
+        """
         trainer = self._trainer
         give_up_after = self.most_unscored(rows * trainer.accelerator.num_processes) if trainer.model.training else None
         for reward in self._rewards():
             reward.start_generation(trainer._step, trainer.preemption.stop, give_up_after)
 
     def most_unscored(self, rows: int) -> int:
-        """Return how many of ``rows`` completions may be unscored."""
+        """Return how many of ``rows`` completions may be unscored without ending the run."""
         return math.floor(self.max_unscored * rows + 1e-9)  # 0.29 of 100 is 29, not 28
 
     def mark_failed(self, rewards_BR: torch.Tensor) -> None:
-        """Set all rewards of completions that the server did not return to NaN. Too many of them end the run."""
+        """Set all rewards of completions that the server did not return to NaN.
+
+        In training, raise TooManyWithoutVerdict if they are more than the accepted fraction.
+        """
         trainer = self._trainer
         if not (failed := trainer.rollouts.failed):
             return
@@ -247,7 +252,10 @@ class Scoring:
             )
 
     def mark_unscored(self, rewards_BR: torch.Tensor, prompts: list[Any], completions: list[Any]) -> None:
-        """Set all rewards of an unscored completion to NaN, on all ranks. Too many of them end the run."""
+        """Set all rewards of an unscored completion to NaN, on all ranks. Log counts and write ``slow_rewards.jsonl``.
+
+        In training, raise TooManyWithoutVerdict if they are more than the accepted fraction.
+        """
         rewards, trainer = self._rewards(), self._trainer
         if not rewards:
             return
@@ -274,7 +282,7 @@ class Scoring:
             raise self._too_many(rewards, scores, float(unscored_B.float().mean()))
 
     def _too_many(self, rewards: list[RewardWrapper], scores: list[list[Score]], share: float) -> TooManyWithoutVerdict:
-        """Return the error with the reward at fault and its most common kind of reason."""
+        """Return the error for an unscored ``share``. It names the reward at fault and its most common reason."""
         worst, of_worst = max(
             zip(rewards, scores, strict=True), key=lambda pair: sum(score.unscored for score in pair[1])
         )
@@ -291,7 +299,7 @@ class Scoring:
 
 
 def _rows(reward: RewardWrapper, prompts: list[Any], completions: list[Any]) -> list[dict[str, Any]]:
-    """Return one rank's rows of one reward for ``slow_rewards.jsonl``: slow and unscored completions."""
+    """Return this rank's rows of ``slow_rewards.jsonl`` for a reward: its slowest and its unscored completions."""
     scores, limit = reward.scores, _SLOW_SHARE * (reward.timeout or math.inf)
     slow = [row for row, score in enumerate(scores) if not score.unscored and score.seconds > limit]
     slow.sort(key=lambda row: -scores[row].seconds)

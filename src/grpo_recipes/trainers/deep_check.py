@@ -43,9 +43,9 @@ ANSWER = "<answer>0</answer>"
 
 
 def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
-    """Build, load and try the parts of a checked recipe that need no GPU. Return lines for the user.
+    """Build the configs, and try tokenizer, prompts, callbacks and rewards of a recipe that passed ``grpo check``.
 
-    Raise ConfigError with all problems.
+    Return the lines to print. Raise ConfigError with all problems that were found.
     """
     sources = find_assets(recipe, environment)
     problems: list[Problem] = []
@@ -67,7 +67,7 @@ def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
     if source is None and has_data and (sample := collect_problems(sample_rows, recipe, SAMPLE, sources.lookup)):
         rows, counts = sample
         if configs and not sources.missing:
-            data_lines += collect_problems(_prompts, recipe, rows, *configs) or []
+            data_lines += collect_problems(_prompts, rows, DeepCheck(recipe, *configs, sources)) or []
         if rows:
             data_lines += collect_problems(_rewards, recipe, rows, counts.left_out, environment) or []
     if problems:
@@ -85,7 +85,7 @@ def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class DeepCheck:
-    """The arguments of an extension's deep check."""
+    """The parts of a recipe for its deep check, with methods to load others. Extensions' deep checks receive it."""
 
     recipe: Recipe  # the checked recipe
     args: GRPOConfig  # TRL's arguments
@@ -94,14 +94,28 @@ class DeepCheck:
 
     def tokenizer(self) -> Any:
         """Load the model's tokenizer. Raise ConfigError if it can't be loaded."""
-        return _tokenizer(self.recipe, self.args, self.model_args)
+        where, fix = self.recipe.location("model_name_or_path"), "set a model with tokenizer files"
+        with quoting((OSError, ValueError), where, "the tokenizer can't be loaded", fix):
+            if _is_smoke(self.recipe):
+                return smoke.build_tokenizer(mafia=self.recipe["model_name_or_path"] == "smoke:mafia")
+            return load_tokenizer(self.model_args, self.args)
 
     def stops(self) -> list[int]:
-        """Return the tokens that end a completion in addition to the tokenizer's end token."""
-        return _stops(self.recipe, self.args, self.model_args)
+        """Return the ids of the end tokens in the model's generation config; none for the built-in smoke model.
+
+        Without a generation_config.json, they come from the model's config.json.
+        """
+        if _is_smoke(self.recipe):
+            return []
+        if _has_generation_config(self.model_args):
+            config = GenerationConfig.from_pretrained(Path(str(self.model_args.model_name_or_path)))
+        else:
+            config = skeleton(self.model_args, self.args.trust_remote_code).generation_config
+        return [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
 
 
 def _present(recipe: Recipe, sources: Assets) -> list[str]:
+    """Return a line for each downloaded model and dataset. Raise ConfigError for the missing ones."""
     if sources.missing:
         fix = f"run grpo fetch {shell_path(recipe.path)}"
         raise ConfigError(*[Problem(asset.where, f"{asset} is not on this machine", fix) for asset in sources.missing])
@@ -125,12 +139,12 @@ def _configs(recipe: Recipe, sources: Assets) -> tuple[GRPOConfig, ModelConfig]:
 
 
 def _is_smoke(recipe: Recipe) -> bool:
-    """Return whether the model is built in. Making it takes a minute, so only its parts are built here."""
+    """Return whether the recipe trains the built-in smoke model. Making it takes a minute, so only parts are built."""
     return bool(recipe["model_name_or_path"].startswith(smoke.SMOKE_SCHEME))
 
 
 def _adapted_layers(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> int:
-    """Return the number of layers that the LoRA keys select."""
+    """Return the number of layers that the LoRA keys select. Raise ConfigError for unknown or tied layers."""
     model: PreTrainedModel
     if _is_smoke(recipe):
         model = smoke.build_model(smoke.build_tokenizer(), tied=recipe["model_name_or_path"].endswith("-tied"))
@@ -147,39 +161,21 @@ def _adapted_layers(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -
         return check_adapter(model, config)
 
 
-def _tokenizer(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> Any:
-    where, fix = recipe.location("model_name_or_path"), "set a model with tokenizer files"
-    with quoting((OSError, ValueError), where, "the tokenizer can't be loaded", fix):
-        if _is_smoke(recipe):
-            return smoke.build_tokenizer(mafia=recipe["model_name_or_path"] == "smoke:mafia")
-        return load_tokenizer(model_args, args)
-
-
-def _stops(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list[int]:
-    """Return the ids of the end tokens in the model's generation config; none for the smoke model.
-
-    Without a generation_config.json, they come from the model's config.json.
-    """
-    if _is_smoke(recipe):
-        return []
-    folder = Path(str(model_args.model_name_or_path))
-    if _has_generation_config(model_args):
-        config = GenerationConfig.from_pretrained(folder)
-    else:
-        config = skeleton(model_args, args.trust_remote_code).generation_config
-    return [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
-
-
 def _has_generation_config(model_args: ModelConfig) -> bool:
+    """Return whether the model's folder has a generation_config.json. False if the model is a hub id."""
     return (Path(str(model_args.model_name_or_path)) / "generation_config.json").is_file()
 
 
-def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model_args: ModelConfig) -> list[str]:
-    """Render the first prompt, measure the prompts of ``rows``, and compare the template's end of a turn."""
+def _prompts(rows: list[dict[str, Any]], check: DeepCheck) -> list[str]:
+    """Return lines about the prompts of ``rows``: token lengths, end of an answer in the template, first prompt.
+
+    Raise ConfigError if none fits ``max_prompt_length`` or the chat template can't render one.
+    """
+    recipe = check.recipe
     if not rows:
         problem = "the dataset has no rows with a prompt and a solution"
         raise config_error(recipe.path.name, problem, "check its columns")
-    tokenizer = _tokenizer(recipe, args, model_args)
+    tokenizer = check.tokenizer()
     renderer = make_renderer(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
     prompts = [row["prompt"] for row in rows]
     characters = sum(len(message["content"]) for prompt in prompts for message in prompt)
@@ -196,7 +192,7 @@ def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model
     turn = [*prompts[0], {"role": "assistant", "content": ANSWER}]
     text = str(tokenizer.apply_chat_template(turn, tokenize=False, **renderer.template_kwargs))
     end_of_turn = text.rpartition(ANSWER)[2]
-    ids = _stops(recipe, args, model_args) if _has_generation_config(model_args) else []
+    ids = check.stops() if _has_generation_config(check.model_args) else []
     stops = [str(tokenizer.eos_token), *tokenizer.convert_ids_to_tokens(ids)]
     end = next((stop for stop in stops if stop in end_of_turn), "")
     note = f"note: the template ends an answer with {end_of_turn.strip()!r}, a completion ends at "
@@ -213,7 +209,10 @@ def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model
 def _rewards(
     recipe: Recipe, rows: list[dict[str, Any]], left_out: Mapping[str, str], environment: Mapping[str, str]
 ) -> list[str]:
-    """Score right and wrong answers to these rows with the rewards, or repeat the result for unchanged files."""
+    """Return a line for each reward with its means for right and wrong answers to these rows.
+
+    The lines come from the cache if rows, keys and reward files are unchanged. Raise ConfigError for failing rewards.
+    """
     file = _result_file(recipe, rows, environment)
     with contextlib.suppress(OSError, ValueError):
         if file is not None:
@@ -246,6 +245,10 @@ def _result_file(recipe: Recipe, rows: list[dict[str, Any]], environment: Mappin
 
 
 def _tried_rewards(recipe: Recipe, rows: list[dict[str, Any]], left_out: Mapping[str, str]) -> list[str]:
+    """Call the rewards with right and wrong answers to these rows, and return the lines of ``_rewards``.
+
+    ``left_out`` has the columns that rewards do not get, with the reasons.
+    """
     results = probe_rewards(recipe, rows, left_out)
     if problems := find_problems(recipe, rows, results):
         raise ConfigError(*problems)

@@ -1,4 +1,6 @@
-"""The steps of a training process, in order. The entry scripts choose the trainer.
+"""The steps of a training process, in order. The entry scripts choose the trainer class.
+
+Load data, model and rewards, resume from the newest checkpoint, train, save the model, and run the benchmarks:
 
 train(GRPOTrainer)
 """
@@ -14,7 +16,7 @@ from trl import TrlParser
 from grpo_recipes.data import load_eval_prompts, load_prompts
 from grpo_recipes.data.problems import Fetched
 from grpo_recipes.data.prompts import Prompts, make_renderer, shorten
-from grpo_recipes.errors import config_error, translate
+from grpo_recipes.errors import config_error
 from grpo_recipes.evaluate.benchmarks import UntrainedBenchmarks, run_benchmarks
 from grpo_recipes.fetch.assets import fetched_datasets
 from grpo_recipes.process.reports import run_folder
@@ -33,7 +35,10 @@ from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_
 
 
 def train(trainer_class: type[GRPOTrainer]) -> None:
-    """Train the recipe of the command line, and write the model to ``<run>/model``."""
+    """Run a training process with the recipe on the command line, and write the model to ``<run>/model``.
+
+    Resume from the run's newest complete checkpoint. At the end, run the recipe's benchmarks.
+    """
     run = run_folder()
     stop = StopRequest(run)
     with rank.rank_record(run):
@@ -94,7 +99,10 @@ def _load_datasets(
     script_args: ScriptArguments, args: GRPOConfig, tokenizer: PreTrainedTokenizerBase, fetched: Fetched,
     source_class: type[Source] | None,
 ) -> tuple[Prompts, Prompts | None]:  # fmt: skip
-    """Load the prompts to train on and to evaluate on, from the recipe's datasets or from its source."""
+    """Return the prompts to train on and to evaluate on, from the recipe's datasets or its source of rollouts.
+
+    The second is None if ``eval_strategy`` is ``no``.
+    """
     least, evaluates = args.generation_batch_size // args.num_generations, args.eval_strategy != "no"
     if source_class is None:
         common = args.seed, args.chat_template_kwargs, fetched
@@ -106,21 +114,25 @@ def _load_datasets(
 
 
 def _exit_if_stopped(stop: StopRequest, run: Path, device: torch.device) -> None:
-    """End the process, together on all ranks, if a stop was requested."""
+    """Raise StoppedOnRequest on all ranks, before the first step, if any rank has seen a stop request."""
     if agreed(stop, device):
         raise stopped_before_a_step(run / "checkpoints")
 
 
 def load_callbacks(specs: Iterable[str], copies: Path | None = None) -> list[TrainerCallback]:
-    """Create the callbacks of a recipe. Files run from the copies in ``copies``, if it is given."""
-    return [_load_callback(spec, copies) for spec in specs]
+    """Create the callbacks of a recipe: ``module:Class`` or ``file.py:Class``. Raise ConfigError for other objects.
 
-
-def _load_callback(spec: str, copies: Path | None) -> TrainerCallback:
-    callback = load_object(spec, copies)
-    if not (isinstance(callback, type) and issubclass(callback, TrainerCallback)):
-        problem = f"'{spec}' is not a subclass of transformers.TrainerCallback"
-        raise config_error("callbacks", problem, "derive the class from TrainerCallback")
-    fix = "remove the required arguments of its __init__"
-    with translate(TypeError, lambda error: config_error("callbacks", f"'{spec}' can't be created ({error})", fix)):
-        return callback()
+    With the folder ``copies``, files run from the copies in it, which the launch made.
+    """
+    callbacks: list[TrainerCallback] = []
+    for spec in specs:
+        callback_class = load_object(spec, copies)
+        if not (isinstance(callback_class, type) and issubclass(callback_class, TrainerCallback)):
+            problem = f"'{spec}' is not a subclass of transformers.TrainerCallback"
+            raise config_error("callbacks", problem, "derive the class from TrainerCallback")
+        try:
+            callbacks.append(callback_class())
+        except TypeError as error:
+            fix = "remove the required arguments of its __init__"
+            raise config_error("callbacks", f"'{spec}' can't be created ({error})", fix) from error
+    return callbacks

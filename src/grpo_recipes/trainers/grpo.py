@@ -42,10 +42,10 @@ from grpo_recipes.weights.guard import WeightsDiffer
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """TRL's ``GRPOTrainer`` with our weight bridges, the guard, complete checkpoints, and metrics in ``run_dir``.
+    """TRL's ``GRPOTrainer`` that verifies the weights in vLLM, saves complete checkpoints, and logs to ``run_dir``.
 
-    ``stop`` is the stop request, by default of ``run_dir``. ``reward_max_no_verdict`` is the unscored fraction of a
-    training generation that ends the run. ``source`` replaces TRL's sampling in training.
+    ``stop`` is polled for a stop request, by default ``run_dir``'s. A larger unscored fraction of a training generation
+    than ``reward_max_no_verdict`` ends the run. ``source`` replaces TRL's sampler in training.
     """
 
     args: GRPOConfig
@@ -131,7 +131,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     @contextmanager
     def at_temperatures(self, temperature_B: torch.Tensor | None) -> Iterator[None]:
-        """Compute log-probs inside with a temperature per row, or with the recipe's temperature for ``None``."""
+        """Compute log-probs in the block with a temperature per row, (B,). ``None`` means the recipe's temperature."""
         outer_B, self.temperature_B = self.temperature_B, temperature_B
         try:
             yield
@@ -140,7 +140,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     @contextmanager
     def generating_with(self, config: GenerationConfig) -> Iterator[None]:
-        """Let transformers sample with this configuration inside."""
+        """Let transformers sample with this generation config in the block."""
         outer_config, self.generation_config = self.generation_config, config
         try:
             yield
@@ -150,25 +150,29 @@ class GRPOTrainer(trl.GRPOTrainer):
     def sampling_with(
         self, *, temperature: float | None = None, top_p: float | None = None, max_completion_length: int | None = None
     ) -> AbstractContextManager[None]:
-        """Sample with these settings inside. ``None`` keeps the setting of the training."""
+        """Sample with these settings in the block. ``None`` keeps the value that the training uses."""
         settings = {"temperature": temperature, "top_p": top_p, "max_completion_length": max_completion_length}
         return changed_sampling(self, {name: value for name, value in settings.items() if value is not None})
 
     # --- a training: epochs of steps -------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train. A stop request ends the training on every rank, with the last completed step saved."""
+        """Train as in transformers. On a stop request, save the last completed step and raise StoppedOnRequest."""
         with suppress(Stopped):  # its traceback would hold memory that saving needs
             return super().train(*args, **kwargs)
         raise self.preemption.save_last_step()
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
+        """Build TRL's sampler of prompts, and keep it: checkpoints and sampling ahead need its order."""
         sampler: Any = super()._get_train_sampler(dataset)
         self.sampler = sampler
         return sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Run an epoch in its own order of prompts. Skip it after the last step, where transformers takes one more."""
+        """Run an epoch with an order of prompts that depends only on its number.
+
+        Run nothing if the last step was taken (transformers would take one more) or a callback had ended the training.
+        """
         epoch, checkpoint = kwargs["epoch"], kwargs["resume_from_checkpoint"]
         if ended_by_callback(checkpoint) or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
@@ -181,7 +185,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.preemption.step_completed()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a micro-step as in TRL. It samples, scores and weighs first if a generation has been used up."""
+        """Take a micro-step as in TRL: sample, score and weigh first if a generation has been used up. Return the loss.
+
+        Before it, repeat an evaluation that a stop request ended. After an optimizer step's last, move the controllers.
+        """
         if self.evaluation.owed:  # the run was stopped in it; if it stops again, the checkpoint still owes it
             self.evaluation.owed = False
             self.evaluation.read_earlier_metrics()
@@ -199,7 +206,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Generate and score completions as TRL does, and check that the sampler has the trainer's weights.
 
         In training, also replace TRL's advantages if ``weigh`` returns others, and write rewards and some samples to
-        ``samples.jsonl``. Raise WeightsDiffer if the check fails.
+        ``samples.jsonl``. Return the inputs of TRL's loss. Raise WeightsDiffer if the check fails.
         """
         is_training, transfers, step = self.model.training, self.rollouts.transfers, self.state.global_step
         name = f"{step}/{self._step}" if is_training else f"eval/{step}/{self.evaluation.batch}"
@@ -211,7 +218,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.rows.note_prompts(inputs)
             advantages_PG = self.weigh(output)
             if advantages_PG is not None:
-                self._replace_advantages(output, advantages_PG.flatten())
+                trl_advantages_B, advantages_B = output["advantages"], advantages_PG.flatten()
+                start = self.accelerator.process_index * len(trl_advantages_B)
+                output["advantages"] = advantages_B[start : start + len(trl_advantages_B)].to(trl_advantages_B)
+                self._show_advantages(advantages_B.to(trl_advantages_B))
             if self.accelerator.is_main_process and self.args.report_samples > 0:
                 episodes = self.source and self.source.records
                 write_samples(self._samples_file, self, [row.get("answer") for row in inputs], episodes)
@@ -221,7 +231,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return output
 
     def sample_and_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return TRL's completions of a batch of prompts, with log-probs and advantages."""
+        """Sample and score this rank's prompts. Return TRL's inputs of the loss, with missing completions masked."""
         output = super()._generate_and_score_completions(inputs)
         self.rollouts.mask_failed(output)
         if self.source is not None:
@@ -229,7 +239,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return output
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """Generate as in TRL, with the messages of the source as completions."""
+        """Generate as in TRL. If a source sampled, rewards get its messages, and log-probs use its temperatures."""
         generated = super()._generate(prompts)
         if self.source is None:
             return generated
@@ -238,7 +248,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return prompt_ids, completion_ids, tool_mask, self.source.completions(), *extra_fields
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample completions. If a step was taken since the last time, send the new weights first."""
+        """Return token ids and log-probs of completions. After an optimizer step, send vLLM the new weights first."""
         with self.preemption.sampling(), self.rows.phase("sample"):
             ids_and_logprobs = self.rollouts.generate(partial(super()._generate_single_turn, *args, **kwargs))
         self.preemption.stop_if_agreed()
@@ -247,7 +257,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
     ) -> torch.Tensor:
-        """Score: return the rewards of all ranks, (B, rewards), NaN in every column of an unscored completion."""
+        """Score: return the rewards of all ranks, (B, rewards), with NaN in the whole row of an unscored completion."""
         self.scoring.begin(len(prompts))
         with self.preemption.cutting_short(), self.rows.phase("score"):
             rewards_BR = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -260,21 +270,17 @@ class GRPOTrainer(trl.GRPOTrainer):
         return rewards_BR
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
-        """Weigh: return advantages, (P, G), of all ranks for TRL's ``output``. ``None`` keeps the advantages in it."""
+        """Weigh: return advantages, (P, G), of all ranks, or None (as here) to keep the advantages in ``output``.
+
+        If the source has advantages per token, put them into ``output``.
+        """
         if self.source is not None and (advantages := self.source.token_advantages(self, output)) is not None:
             output["advantages"], rows_B = advantages
             self._show_advantages(rows_B)
         return None
 
-    def _replace_advantages(self, output: dict[str, Any], advantages_B: torch.Tensor) -> None:
-        """Train on these advantages of all ranks, and log them."""
-        trl_advantages_B = output["advantages"]
-        start = self.accelerator.process_index * len(trl_advantages_B)
-        output["advantages"] = advantages_B[start : start + len(trl_advantages_B)].to(trl_advantages_B)
-        self._show_advantages(advantages_B.to(trl_advantages_B))
-
     def _show_advantages(self, advantages_B: torch.Tensor) -> None:
-        """Write these advantages of all ranks to samples and TRL's tables of completions."""
+        """Put these advantages, of all ranks, into TRL's table of completions, from which samples are written too."""
         logged: Any = self._logs["advantages"]
         for _ in range(min(len(advantages_B), len(logged))):  # TRL has just appended the generation's own
             logged.pop()
@@ -292,7 +298,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """Compute TRL's loss of a micro-batch, each row at its own temperature."""
+        """Compute TRL's loss of a micro-batch, each row at its own temperature. A LossCallback may replace it."""
         with self.at_temperatures(inputs.get("temperature")):
             compute = super()._compute_loss
             for callback in self.callback_handler.callbacks:
@@ -306,7 +312,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
         batch_size: int | None = None, compute_entropy: bool = False, *args: Any, **kwargs: Any,
     ) -> Computed:  # fmt: skip
-        """Return TRL's log-probs of completions: for the loss, under the reference, and for the checks."""
+        """Return TRL's log-probs of completions, (B, T), with little padding and each row at its own temperature."""
         if self._shared_logps:
             return self._shared_logps[-1]
         if self.evaluation.rewards is not None:  # the sampler's batch is too large for one forward pass
@@ -363,23 +369,27 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     @property
     def _kl_controller(self) -> KLController | None:
+        """The controller that moves ``beta`` toward ``kl_target``. None without ``kl_target``."""
         controller = self.controllers.get("kl")
         return controller if isinstance(controller, KLController) else None
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
-        """Return the gradient norm as a number, and check that it is finite."""
+        """Return the gradient norm as a number. Raise NotFinite if it or the loss is not finite."""
         return self.checks.gradient(super()._get_grad_norm(model, grad_norm=grad_norm))
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Check the weights, log, save and evaluate, then stop on request. Save too if a callback ends the training."""
+        """Check the weights after a step, log, save and evaluate. Save too if a callback ends the training.
+
+        Then raise Stopped if a stop was requested. At the end of an epoch, ``_run_epoch`` does that.
+        """
         self.checks.weights()
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
         if self.control.should_training_stop and self.state.global_step < self.state.max_steps:
             self._save_checkpoint(model, trial)
             self.checkpoints.mark_ended()
-        if self.state.epoch != int(self.state.epoch):  # at the end of an epoch, _run_epoch does it after evaluation
+        if self.state.epoch != int(self.state.epoch):  # at the end of an epoch, an evaluation follows
             self.preemption.step_completed()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -411,10 +421,12 @@ class GRPOTrainer(trl.GRPOTrainer):
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save a checkpoint with transformers' method, in a folder that is renamed once it is complete."""
         with self.rows.phase("save"):
             self.checkpoints.save(partial(super()._save_checkpoint, model, trial))
 
     def _get_output_dir(self, trial: Any) -> str:
+        """Return the folder that transformers writes checkpoints to: during a save, the folder for incomplete ones."""
         return str(self.checkpoints.staging or super()._get_output_dir(trial))
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -443,7 +455,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Evaluate a set, or each set of a dict, as in transformers, and add a row for each to ``eval.jsonl``.
 
         The rows of sets other than ``self.eval_dataset`` have ``set``, which is the key in the dict or the prefix, and
-        metrics such as ``eval_<set>_reward``. A stop request before the end leaves no metrics.
+        metrics such as ``eval_<set>_reward``. A stop request before the end returns no metrics and writes no row.
         """
         name = self.evaluation.set_name(eval_dataset, metric_key_prefix)
         if name in self.evaluation.earlier_metrics:
@@ -463,7 +475,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         return output
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        """Make an evaluation that is due. A run that is stopped in it owes it."""
+        """Run the evaluation that is due at this step. If a stop request ends it, the resumed run repeats it.
+
+        ``eval_on_start`` evaluates only before the first step, not when a run resumes.
+        """
         on_start = skip_scheduler  # transformers sets it only for eval_on_start, also in a resumed run
         metrics: dict[str, float] = {}
         if on_start and self.state.global_step > 0:
@@ -477,7 +492,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Determine the best metric. transformers raises for the empty metrics of a stopped evaluation."""
+        """Return whether these metrics are the best so far. False, without an error, after a stopped evaluation."""
         return bool(metrics) and super()._determine_best_metric(metrics, trial)
 
     def evaluation_loop(
@@ -488,7 +503,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run transformers' loop, and average TRL's metrics over every completion once."""
+        """Run transformers' loop over a set, and average rewards over every completion once, also in the last batch."""
         options = (prediction_loss_only, ignore_keys, metric_key_prefix)
         run = partial(super().evaluation_loop, dataloader, description, *options)
         return self.evaluation.loop(run, dataloader, description, metric_key_prefix)
@@ -499,7 +514,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return super().prediction_step(*args, **kwargs)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Build TRL's loader. With persistent workers, transformers would reuse a passed set's loader."""
+        """Build TRL's loader, a new one for each set passed. transformers would reuse the loader of an earlier set."""
         if eval_dataset is None or isinstance(eval_dataset, str):
             return super().get_eval_dataloader(eval_dataset)
         loaders, self._eval_dataloaders = getattr(self, "_eval_dataloaders", {}), {}
@@ -509,10 +524,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._eval_dataloaders = loaders
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Build the loader of an evaluation. transformers' loader does not repeat the prompts of a stream."""
+        """Build the loader of an evaluation for ``predict``. transformers' own does not repeat a stream's prompts."""
         return self.get_eval_dataloader(test_dataset)
 
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+        """Build transformers' loader. In an evaluation, count the rows of a stream, whose length is unknown."""
         if description == "Evaluation" and isinstance(dataset, datasets.IterableDataset):
             dataset = CountedStream(dataset)
         return super()._get_dataloader(dataset, description, *args, **kwargs)

@@ -74,24 +74,31 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
     @property
     def tau(self) -> float | None:
-        """The current temperature. None for an objective without a temperature."""
+        """The objective's current temperature. None for an objective without a temperature."""
         controller = self._tau_controller
         return controller.tau if controller else self._fixed_tau
 
     @property
     def _tau_controller(self) -> maxent.TauController | None:
+        """The controller that moves the temperature tau toward its target. None if tau is fixed."""
         controller = self.controllers.get("tau")
         return controller if isinstance(controller, maxent.TauController) else None
 
     def move_controllers(self) -> None:
-        """Move beta as in GRPO. Move tau by the mean measure of the step's generations, if any has one."""
+        """After an optimizer step, adjust beta as in GRPO, and tau toward its target.
+
+        Tau stays if no generation of the step has a value of the controller's measure.
+        """
         super().move_controllers()
         if self._tau_measures and self._tau_controller:
             self._tau_controller.update(sum(self._tau_measures) / len(self._tau_measures))
         self._tau_measures.clear()
 
     def sample_and_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Sample and score with the target's ``beta``. TRL computes the reference's log-probs only if it is not 0."""
+        """Sample and score as in GRPO, and let TRL also compute the reference's log-probs if the target needs them.
+
+        TRL computes them only if ``beta`` is not 0.
+        """
         beta = self.beta
         if self.model.training and beta == 0.0:
             self.beta = self._target_beta
@@ -116,7 +123,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         return None if self.args.maxent_objective == "tempered" and self.tau == math.inf else advantages_PG
 
     def _groups(self, output: dict[str, Any]) -> Groups:
-        """Return the generation over all ranks."""
+        """Gather the rewards, lengths and log-probs of the generation from all ranks."""
         mask = output["completion_mask"] * output.get("tool_mask", 1)
         columns = {"lengths": mask.sum(1).double()}
         if self._target_beta > 0:
@@ -195,7 +202,10 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         return self.num_generations * (self.max_completion_length if is_summed else 1) * weights_PG
 
     def _log_weights(self, groups: Groups, weights_PG: torch.Tensor) -> None:
-        """Log the weight on wrong answers, and the spread of weights in the groups with different rewards."""
+        """Log ``maxent/*``: tau, beta, the weight on wrong answers, and the spread of weights in groups.
+
+        The spread covers only groups with different rewards. Keep the measure for the controller of tau.
+        """
         mass_P = maxent.incorrect_mass(weights_PG, groups.wrong_PG)[groups.judged_PG.any(dim=1)]
         metrics = {
             "maxent/tau": math.nan if self.tau is None else self.tau,
@@ -245,4 +255,5 @@ def fix_loss(args: GRPOConfig, objective: Objective) -> None:
 
 
 def _summed(logps_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the tokens in the mask, (B,), in float64."""
     return logps_BT.double().masked_fill(mask_BT == 0, 0.0).sum(dim=1)

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,7 +38,7 @@ _SHORTEST_CUT = 200  # least characters of a cut text of an episode
 
 
 class MetricsRows:
-    """Time the phases of a training, report them to the launcher, and write TRL's metrics of a step.
+    """Time the phases of a step, report them to the launcher, and write a row of ``metrics.jsonl`` for each step.
 
     A row has ``seconds/<phase>`` for ``PHASES``, ``update`` (the remaining time) and ``step`` (the sum). ``evaluate``
     counts the evaluation after the previous step. ``syncs`` counts the transfers in ``seconds/sync``.
@@ -56,7 +56,7 @@ class MetricsRows:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase. A sync inside a sample counts only as sync."""
+        """Report this phase, and add the time of the block to it. A sync inside a sample counts only as sync."""
         start, sync_seconds = time.perf_counter(), self._seconds["sync"]
         with self.reported(name):
             yield
@@ -67,7 +67,7 @@ class MetricsRows:
 
     @contextmanager
     def reported(self, phase: str) -> Iterator[None]:
-        """Report a phase inside another to the launcher."""
+        """Report this phase to the launcher in the block, and the outer phase again afterwards."""
         outer_phase = self.enter(phase)
         try:
             yield
@@ -75,11 +75,11 @@ class MetricsRows:
             self.enter(outer_phase)
 
     def enter(self, phase: str) -> str:
-        """Report that a phase begins. Return the previous phase."""
+        """Report to the launcher that a phase begins. Return the previous phase."""
         return self._phase_file.enter(phase, self._trainer.state.global_step)
 
     def begin_update(self) -> None:
-        """Report that a micro-step begins. The first micro-step starts the clock of the first row."""
+        """Report that a micro-step begins. The first one of the process starts the clock of the first row."""
         self.enter("update")
         if self._row_began is None:
             self._row_began = time.perf_counter()
@@ -87,7 +87,7 @@ class MetricsRows:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Count the time inside as ``evaluate``, including sampling and scoring."""
+        """Count the time of the block as ``evaluate``, including its sampling and scoring."""
         began, seconds, syncs = time.perf_counter(), self._seconds, self._syncs
         self._seconds = dict(seconds)
         try:
@@ -105,7 +105,7 @@ class MetricsRows:
                 self._prompt_values.setdefault(name, []).extend(values_of_ranks[:: self._trainer.num_generations])
 
     def write(self, logs: dict[str, float]) -> None:
-        """Add the row of an optimizer step, and start the next one."""
+        """Append the row of an optimizer step, with TRL's ``logs``, to ``metrics.jsonl``, and start the next row."""
         now, state = time.perf_counter(), self._trainer.state
         step_seconds = now - (self._row_began or now)
         tokens = state.num_input_tokens_seen - self._tokens_before
@@ -150,7 +150,7 @@ def json_number(value: Any) -> Any:
 
 
 def append_json(file: Path, *rows: dict[str, Any]) -> None:
-    """Append rows to a JSONL file. Start a new line if a kill left an incomplete line."""
+    """Append rows to a JSONL file. End an incomplete last line, which a kill can leave, with a line break first."""
     texts = [json.dumps({key: json_number(value) for key, value in row.items()}) + "\n" for row in rows]
     with file.open("ab+") as lines:
         if lines.tell() and os.pread(lines.fileno(), 1, lines.tell() - 1) != b"\n":
@@ -212,7 +212,7 @@ def chosen_rows(totals: list[float | None], group: int, answered: int, count: in
 
 
 def _short_episode(record: dict[str, Any]) -> Any:
-    """Mask the texts in the record of an episode, and cut them. Long episodes are cut to shorter texts."""
+    """Return an episode's record with secrets masked and long texts cut. Texts are cut shorter if it has many turns."""
     longest = max(_SHORTEST_CUT, _LONGEST_EPISODE // (1 + 2 * len(record["turns"])))
 
     def shorten(value: Any) -> Any:
@@ -226,7 +226,10 @@ def _short_episode(record: dict[str, Any]) -> Any:
 
 
 def _text(content: Any, roles: bool = False, longest: int = LONGEST_TEXT) -> str:
-    """Return a text, or joined chat messages under their ``roles``, masked and cut to ``longest`` characters."""
+    """Return a text or joined chat messages with secrets masked, cut to ``longest`` characters.
+
+    ``roles`` writes the role above each message. A cut text says how many characters are missing.
+    """
     if not isinstance(content, str):
         contents = [message.get("content") for message in content]
         texts = [text if isinstance(text, str) else json.dumps(text) for text in contents]
@@ -238,6 +241,7 @@ def _text(content: Any, roles: bool = False, longest: int = LONGEST_TEXT) -> str
 
 
 def _rounded(value: float) -> float | None:
+    """Return a number with 4 decimals, or None if it is not finite."""
     return round(value, 4) if math.isfinite(value) else None
 
 
@@ -291,12 +295,12 @@ class Evaluation:
         return self._inside
 
     def start_batch(self) -> None:
-        """Count a batch of the evaluation. The sampling seeds depend on its number."""
+        """Count a batch of the evaluation. Its number is part of the sampling seeds."""
         self.batch += 1
 
     @contextmanager
     def due(self) -> Iterator[None]:
-        """Owe the evaluation inside if a stop request ends it."""
+        """Set ``owed`` if a stop request ends the evaluation in the block, and suppress Stopped."""
         self._inside = True
         try:
             yield
@@ -307,9 +311,24 @@ class Evaluation:
 
     @contextmanager
     def running(self, name: str | None = None) -> Iterator[None]:
-        """Evaluate a set inside. A stop request ends only this evaluation, unless it is part of another."""
+        """Evaluate a set in the block, with the recipe's sampling for evaluations. Afterwards restore the training.
+
+        Suppress Stopped, so that a stop request ends only this evaluation, unless it is part of another.
+        """
+        args, rollouts = self._trainer.args, self._trainer.rollouts
+        sampling = self._trainer.sampling_with(
+            temperature=args.eval_temperature,
+            top_p=args.eval_top_p,
+            max_completion_length=args.eval_max_completion_length,
+        )
+        seed = args.eval_sampling_seed
         try:
-            with self.undisturbed(name), self._sampling(), self._seeded(), self._trainer.rows.reported("evaluate"):
+            with (
+                self.undisturbed(name),
+                sampling,
+                nullcontext() if seed is None else rollouts.using_seed(seed),
+                self._trainer.rows.reported("evaluate"),
+            ):
                 yield
         except Stopped:
             if self._inside:
@@ -317,17 +336,21 @@ class Evaluation:
 
     @contextmanager
     def undisturbed(self, name: str | None = None) -> Iterator[None]:
-        """Restore the training's state at the end: random states, TRL's table of completions, the clock of the row.
+        """Seed the block for the set ``name``, and restore the training afterwards.
+
+        Restored are the random states, TRL's table of completions, the model's mode, and the times of the row.
 
         TRL reads from the model's mode whether the next log belongs to the training. transformers takes any evaluation
         of a callback for the evaluation that is due.
         """
         trainer = self._trainer
-        logs, is_training, is_nested = copy_containers(trainer._logs), trainer.model.training, self._inside
+        logs, is_training = copy_containers(trainer._logs), trainer.model.training
+        outer_set, is_nested = self._set, self._inside
         due_actions = trainer.control.should_log, trainer.control.should_evaluate
         restore_random_states = remember_random_states()
         try:
-            with self._entered(name), trainer.rows.evaluating():
+            self._set, self._inside = name, True
+            with trainer.rows.evaluating():
                 # The seed depends on step, rank and set, so a late evaluation draws the same completions.
                 seed = trainer.args.seed if trainer.args.eval_sampling_seed is None else trainer.args.eval_sampling_seed
                 text = f"{seed}/eval/{trainer.state.global_step}/{trainer.args.process_index}"
@@ -335,6 +358,7 @@ class Evaluation:
                 set_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big"))
                 yield
         finally:
+            self._set, self._inside = outer_set, is_nested
             restore_random_states()
             refill(trainer._logs, logs)
             self.rewards = None
@@ -343,36 +367,12 @@ class Evaluation:
                 trainer.control.should_log, trainer.control.should_evaluate = due_actions
             trainer._metrics["eval"].clear()
 
-    @contextmanager
-    def _entered(self, name: str | None) -> Iterator[None]:
-        """Evaluate the set ``name`` inside."""
-        before = self._set, self._inside
-        self._set, self._inside = name, True
-        try:
-            yield
-        finally:
-            self._set, self._inside = before
-
-    def _sampling(self) -> AbstractContextManager[None]:
-        """Sample inside with the recipe's settings for evaluations."""
-        args = self._trainer.args
-        return self._trainer.sampling_with(
-            temperature=args.eval_temperature,
-            top_p=args.eval_top_p,
-            max_completion_length=args.eval_max_completion_length,
-        )
-
     @property
     def samples_otherwise(self) -> bool:
-        """Whether evaluations sample from another distribution than the training."""
+        """Whether the recipe lets evaluations sample with another temperature or ``top_p`` than the training."""
         trainer, args = self._trainer, self._trainer.args
         has_temperature = args.eval_temperature not in (None, trainer.temperature)
         return has_temperature or args.eval_top_p not in (None, trainer.top_p)
-
-    def _seeded(self) -> AbstractContextManager[None]:
-        """Derive the sampling seeds inside from the seed of evaluations, if the recipe has one."""
-        seed = self._trainer.args.eval_sampling_seed
-        return nullcontext() if seed is None else self._trainer.rollouts.using_seed(seed)
 
     def add(self, rewards_BR: torch.Tensor, completions: list[Any]) -> None:
         """Add the rewards of all ranks' batch, and the answers in this rank's completions. Called by every rank."""
@@ -381,7 +381,10 @@ class Evaluation:
         self._answers += gather_object([answer_in(completion) for completion in completions])
 
     def loop(self, run: Callable[[], EvalLoopOutput], dataloader: Any, description: str, prefix: str) -> EvalLoopOutput:
-        """Run transformers' loop, and add TRL's metrics. The means of rewards count every completion once."""
+        """Run transformers' loop with ``run``, add metrics of rewards to its output, and write the evaluation's row.
+
+        The last batch may repeat prompts to be full; the means count every completion once.
+        """
         began, trainer = time.perf_counter(), self._trainer
         self.batch, self.rewards, self._answers = 0, [], []
         trainer._metrics["eval"].clear()

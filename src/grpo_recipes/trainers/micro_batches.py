@@ -55,11 +55,13 @@ class MicroBatches:
         return [rows for step in steps for rows in self._sort_step(step)]
 
     def _sort_step(self, parts: Sequence[Rows]) -> list[Rows]:
+        """Return one optimizer step's micro-batches with its rows sorted, and each one's relative number of tokens."""
         step = {name: _join([part[name] for part in parts]) for name in parts[0]}
         lengths_B = step["prompt_mask"].sum(dim=1) + step["completion_mask"].sum(dim=1)
         order_B = lengths_B.argsort(descending=True, stable=True)
         groups = [
-            {name: _select(value, rows_b) for name, value in step.items()} for rows_b in order_B.chunk(len(parts))
+            {name: value[rows_b] if torch.is_tensor(value) and value.ndim else value for name, value in step.items()}
+            for rows_b in order_B.chunk(len(parts))
         ]
         counts = [(rows["completion_mask"] * rows.get("tool_mask", 1)).sum() for rows in groups]
         counts_M = self._accelerator.reduce(torch.stack(counts).float(), reduction="sum")
@@ -67,7 +69,10 @@ class MicroBatches:
         return [rows | {TOKENS: relative} for rows, relative in zip(groups, relative_M.tolist(), strict=True)]
 
     def weight_token_means(self, metrics: dict[str, list[float]], rows: Rows) -> None:
-        """Multiply the last token means by the micro-batch's relative tokens: their mean is over the step's tokens."""
+        """Multiply TRL's last logged means over tokens by the micro-batch's relative number of tokens.
+
+        The mean over the micro-batches that TRL logs is then the mean over the step's tokens.
+        """
         for name in self._token_means if TOKENS in rows else ():
             if metrics.get(name):
                 metrics[name][-1] *= rows[TOKENS]
@@ -93,7 +98,3 @@ def _join(values: Sequence[Any]) -> Any:
     if torch.is_tensor(values[0]) and values[0].ndim:
         return torch.cat(list(values))
     return values[0]
-
-
-def _select(value: Any, rows_b: torch.Tensor) -> Any:
-    return value[rows_b] if torch.is_tensor(value) and value.ndim else value

@@ -27,7 +27,7 @@ from grpo_recipes.weights.lora import base_name
 
 
 def quoting(kinds: tuple[type[Exception], ...], where: str, problem: str, fix: str) -> AbstractContextManager[None]:
-    """Raise a library's error inside as a config error that quotes it in one line."""
+    """Convert errors of these kinds in the block to a ConfigError with ``problem`` and the error's text in one line."""
     return translate(kinds, lambda error: config_error(where, f"{problem}: {' '.join(str(error).split())[:300]}", fix))
 
 
@@ -45,9 +45,10 @@ def model_init_kwargs(model_args: ModelConfig, args: GRPOConfig) -> dict[str, An
 
 
 def save_model(trainer: InnerTrainer, folder: Path) -> None:
-    """Write the whole model and its tokenizer. LoRA runs write the merged model, and the adapter to ``adapter/``.
+    """Write the model and its tokenizer to ``folder``. Called by every rank.
 
-    Called by every rank.
+    LoRA runs write the merged model there, and the adapter to ``adapter/`` next to it. A folder is replaced only when
+    the new one is complete.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     is_main = trainer.accelerator.is_main_process
@@ -86,7 +87,7 @@ def reference_of(args: GRPOConfig) -> Iterator[None]:
 
 @contextmanager
 def loaded_by_every_rank(args: GRPOConfig) -> Iterator[None]:
-    """Let every rank read the weights while TRL loads a reference under FSDP."""
+    """Let every rank read the weights from disk in the block, in which TRL loads a reference under FSDP."""
     # With efficient loading only rank 0 reads them, and FSDP2 never sends the reference to the other ranks.
     name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
     setting = os.environ.get(name)
@@ -107,7 +108,7 @@ def save_reference(trainer: InnerTrainer, folder: Path) -> None:
 
 
 def load_reference(trainer: InnerTrainer, folder: Path) -> None:
-    """Restore the reference of a checkpoint."""
+    """Copy the reference in a checkpoint into the trainer's. Raise FileNotFoundError if it has none."""
     path = _reference_file(trainer, folder)
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: sync_ref_model was not on when the checkpoint was made")
@@ -117,6 +118,7 @@ def load_reference(trainer: InnerTrainer, folder: Path) -> None:
 
 
 def _reference(trainer: InnerTrainer) -> PreTrainedModel:
+    """Return the reference model, which a run with ``sync_ref_model`` has."""
     assert trainer.ref_model is not None  # TRL requires it for sync_ref_model
     return trainer.ref_model
 
@@ -138,7 +140,7 @@ def local_shard(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def load_lora_config(model_args: ModelConfig, trust_remote_code: bool) -> LoraConfig | None:
-    """Return the recipe's adapter, checked against the model's configuration. ``None`` without ``use_peft``."""
+    """Return the recipe's LoRA config, or None without ``use_peft``. Raise ConfigError if it does not fit the model."""
     config = trl.get_peft_config(model_args)
     if config is None:
         return None
@@ -148,7 +150,7 @@ def load_lora_config(model_args: ModelConfig, trust_remote_code: bool) -> LoraCo
 
 
 def skeleton(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedModel:
-    """Build the model's layers on the meta device. Raise OSError or ValueError for an unknown configuration."""
+    """Build the model without weights, on the meta device. Raise OSError or ValueError for an unknown configuration."""
     name = model_args.model_name_or_path
     assert name is not None  # `grpo check` requires it
     config = AutoConfig.from_pretrained(name, revision=model_args.model_revision, trust_remote_code=trust_remote_code)
@@ -161,7 +163,10 @@ def skeleton(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedMode
 
 
 def check_adapter(model: PreTrainedModel, config: LoraConfig) -> int:
-    """Add an adapter to a skeleton and return how many layers get one. Reject unknown names and tied layers."""
+    """Add the adapter to a model without weights, and return how many layers get one.
+
+    Raise ConfigError for names that the model does not have, and for tied layers that would be trained whole.
+    """
 
     def layers_called(name: str) -> list[nn.Module]:  # PEFT compares with the whole path of a layer, or its end
         return [layer for path, layer in model.named_modules() if path == name or path.endswith(f".{name}")]
@@ -186,7 +191,7 @@ def check_adapter(model: PreTrainedModel, config: LoraConfig) -> int:
 
 
 def reject_shards(accelerator: Accelerator) -> None:
-    """Reject LoRA with sharded weights, which a CONFIG_FILE can request. No process could merge the adapter."""
+    """Raise ValueError if weights are sharded, which a CONFIG_FILE can request: no process could merge the adapter."""
     if shards_weights(accelerator):
         fix = "set another file in CONFIG_FILE, or unset it and set accelerator: ddp or zero2"
         raise ValueError(f"LoRA with ZeRO-3 or FSDP is not supported. Fix: {fix}")
@@ -205,6 +210,7 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _adapted_layers(model: PeftModel) -> dict[str, BaseTunerLayer]:
+    """Return the layers that have an adapter, by name."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
 
 
@@ -221,7 +227,7 @@ def _merged(layer: Any) -> torch.Tensor:
 
 
 def save_merged(model: PeftModel, folder: Path) -> None:
-    """Write the merged model for ``from_pretrained``."""
+    """Write the base model with the adapter merged into it, for ``from_pretrained``. The model is unchanged."""
     base: Any = model.get_base_model()
     parameters = dict(base.named_parameters(remove_duplicate=False))
     tensors = {name: tensor for name, tensor in base.state_dict().items() if name not in parameters}  # buffers

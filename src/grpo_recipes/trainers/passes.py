@@ -71,7 +71,11 @@ def in_trimmed_passes(
 
 
 def passes(lengths: Sequence[int], most: float, padding_free: bool = False) -> list[list[int]]:
-    """Group rows into passes, longest first. A pass feeds at most ``most`` tokens, ``MOST_FED`` per real token."""
+    """Group rows, given by their lengths, into passes, longest first.
+
+    With padding, a pass has at most ``most`` tokens, and at most ``MOST_FED`` per real token. ``padding_free`` counts
+    only real tokens. A row that is longer than ``most`` has its own pass.
+    """
     groups: list[list[int]] = []
     real_tokens = 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -85,7 +89,7 @@ def passes(lengths: Sequence[int], most: float, padding_free: bool = False) -> l
 
 
 def split(groups: list[list[int]], count: int) -> list[list[int]]:
-    """Split the passes until there are ``count``. Passes are empty if there are too few rows."""
+    """Halve the largest pass until there are ``count``. Passes are empty if there are too few rows."""
     groups = list(groups)
     while len(groups) < count:
         largest = max(range(len(groups)), key=lambda index: len(groups[index]))

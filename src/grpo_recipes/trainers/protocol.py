@@ -25,30 +25,30 @@ class StepClock(Phases, Protocol):
     """Times and reports the phases of a step (``metrics.MetricsRows``)."""
 
     def reported(self, phase: str) -> AbstractContextManager[None]:
-        """Report a phase inside another to the launcher."""
+        """Report this phase to the launcher in the block, and the outer phase again afterwards."""
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Count the time inside as ``evaluate``."""
+        """Count the time of the block as ``evaluate``."""
 
 
 class EvaluationState(EvaluationScope, Protocol):
     """The evaluations of a training (``metrics.Evaluation``)."""
 
-    owed: bool
+    owed: bool  # whether a stop request ended an evaluation that was due
 
     @property
     def samples_otherwise(self) -> bool:
-        """Whether evaluations sample from another distribution than the training."""
+        """Whether the recipe lets evaluations sample with another temperature or ``top_p`` than the training."""
 
 
 class CheckpointState(Protocol):
     """The state that our checkpoints add to transformers' (``checkpoints.Checkpoints``)."""
 
     def state(self) -> dict[str, Any]:
-        """Return copies of the state that a step changes."""
+        """Return copies of this rank's state that a step changes and transformers does not save."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a result of ``state``."""
+        """Put a result of ``state`` back into the trainer."""
 
 
 class Controller(Protocol):
@@ -109,7 +109,7 @@ class InnerTrainer(SamplingTrainer, Protocol):
         """The clock of the step under way."""
 
     def at_temperatures(self, temperature_B: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Compute log-probs inside with a temperature per row, or with the recipe's temperature for ``None``."""
+        """Compute log-probs in the block with a temperature per row, (B,). ``None`` means the recipe's temperature."""
 
     def loss_and_policy_gradient_term(
         self, compute: Callable[[Any, dict[str, Any]], torch.Tensor], model: Any, rows: dict[str, Any]

@@ -42,9 +42,9 @@ _TICK_SECONDS = 0.2  # between two reads of the server's state
 
 @contextmanager
 def rank_record(folder: Path) -> Iterator[None]:
-    """Write ``processes/rank_<n>.json``: the pid now, exit code and cause at the end.
+    """Write ``processes/rank_<n>.json`` for the launcher: the pid now, exit code and cause after the block.
 
-    SIGUSR2 writes the stacks of all threads from now on.
+    An exception in the block ends the process at once, with ``os._exit``. SIGUSR2 writes the stacks of all threads.
     """
     die_with_parent(os.getppid(), signal.SIGKILL)  # if the launcher and its guard are killed, nothing else ends it
     rank = int(os.environ.get("RANK", "0"))
@@ -93,7 +93,7 @@ def _end_collectives() -> bool:
 
 
 def _user_line(error: BaseException) -> str:
-    """Return the innermost line of the user's code in the traceback, or an empty string."""
+    """Return `` (file:line)`` of the innermost line of the user's code in the traceback, or an empty string."""
     foreign = (sys.prefix, sys.base_prefix, str(home() / "src"), str(Path(__file__).parents[1]))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if os.path.isfile(frame.filename) and not frame.filename.startswith(foreign):
@@ -102,7 +102,9 @@ def _user_line(error: BaseException) -> str:
 
 
 def first_barrier(run_dir: Path, device: torch.device, seconds: float | None = None) -> None:
-    """Sum an element over all ranks to detect a broken network. With gloo the error names the missing ranks.
+    """Sum an element over all ranks. Raise RuntimeError if a rank is missing, for example if the network is broken.
+
+    With gloo, the error names the missing ranks and their nodes.
 
     ``seconds`` is the time limit, by default the plan's. Ranks may import torch and TRL from a cold file system.
     """
@@ -132,6 +134,8 @@ def first_barrier(run_dir: Path, device: torch.device, seconds: float | None = N
 def wait_for_first_server(run_dir: Path, timeout: float, stop: StopRequest) -> None:
     """Wait until the run's server is ready or a stop is requested, at most ``timeout`` seconds and a margin.
 
+    Raise ServerError if the server is gone or the time is over.
+
     The launcher starts the trainers at the same time and ends the run if the server takes too long.
     """
     deadline = time.monotonic() + timeout + _LATE_SECONDS
@@ -147,7 +151,10 @@ _SHARING = {"single": "NO", "ddp": "MULTI_GPU MULTI_CPU", "zero2": "DEEPSPEED", 
 
 
 def check_world(folder: Path, world_size: int, device_type: str) -> None:
-    """Compare the number and device of the processes with the plan. accelerate may start fewer without an error."""
+    """Raise RuntimeError unless number and device of the processes are as in ``plan.json``.
+
+    accelerate may start fewer without an error.
+    """
     plan = json.loads((folder / "plan.json").read_text())
     planned = (plan["batch"]["world_size"], "cpu" if plan["flavour"] == "cpu" else "cuda")
     if (world_size, device_type) != planned:
@@ -156,7 +163,10 @@ def check_world(folder: Path, world_size: int, device_type: str) -> None:
 
 
 def check_sharing(folder: Path, distributed_type: str, dtype: str) -> None:
-    """Compare how processes share the model with the plan. accelerate may drop DeepSpeed or FSDP without an error."""
+    """Raise RuntimeError unless ``accelerator`` and the weights' dtype are as in ``plan.json``.
+
+    accelerate may drop DeepSpeed or FSDP without an error.
+    """
     plan = json.loads((folder / "plan.json").read_text())
     planned = plan["accelerator"]
     if planned == "custom":
@@ -169,7 +179,10 @@ def check_sharing(folder: Path, distributed_type: str, dtype: str) -> None:
 
 
 def check_updates(distributed_type: str, mixed: str, dtypes: Iterable[str], args: GRPOConfig) -> None:
-    """Reject trained ``dtypes`` whose updates rounding would lose. ``auto`` and a CONFIG_FILE are known only now."""
+    """Raise ConfigError if rounding would lose the updates of weights in one of these ``dtypes``.
+
+    ``grpo check`` can't know it for ``dtype: auto`` and a CONFIG_FILE.
+    """
     # accelerate reports DeepSpeed without the ZeRO stage. Stages 2 and 3 behave alike here.
     accelerator = next((key for key, types in _SHARING.items() if distributed_type in types.split()), "zero2")
     if updates_float32(accelerator, mixed):

@@ -18,7 +18,7 @@ from grpo_recipes.weights.colocated import trl_building_colocated
 
 
 def weight_bridge(args: GRPOConfig, run_dir: Path, stop: StopRequest) -> AbstractContextManager[None]:
-    """Let TRL build the recipe's bridge to a vLLM server inside, or vLLM in this process."""
+    """In the block, let TRL build our client of the vLLM server, or vLLM in this process. Without vLLM, do nothing."""
     if not args.use_vllm:
         return nullcontext()
     seed = args.seed if seeds_sampling(args.seed_server, args.use_cpu) else None
@@ -38,7 +38,7 @@ def client_of(args: GRPOConfig) -> type[BridgeClient]:
 
 @contextmanager
 def changed_sampling(trainer: Trainer, settings: dict[str, Any]) -> Iterator[None]:
-    """Let the trainer sample with these settings inside.
+    """Let the trainer sample with these settings in the block, and with its own again afterwards.
 
     ``settings`` may have ``temperature``, ``top_p`` and ``max_completion_length``. A temperature of 0 is greedy.
     """

@@ -16,7 +16,7 @@ from grpo_recipes.trainers.protocol import Computed, InnerTrainer
 
 @contextmanager
 def head_at(trainer: InnerTrainer, model: Any, temperature: float) -> Iterator[None]:
-    """Compute log-probs of ``model`` inside at this temperature."""
+    """Let TRL's head of ``model`` compute log-probs at this temperature in the block."""
     inner = trainer.accelerator.unwrap_model(model)
     inner = inner.get_base_model() if is_peft_model(inner) else inner
     forward = inner.forward  # TRL's own patch of the method
