@@ -153,11 +153,15 @@ def target_ratio(weights_PG: torch.Tensor, right_PG: torch.Tensor, wrong_PG: tor
 
 
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
+    """Return the values in float32, or in their own dtype if it is wider."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _values_and_mask(values_PG: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values in at least float32, and a mask of the values that are not NaN."""
+    """Return the values in at least float32, and a mask of the values that are not NaN.
+
+    Raise ValueError, with this ``name`` of the values, for an infinite value.
+    """
     values_PG = _at_least_float32(values_PG)
     if values_PG.isinf().any():
         raise ValueError(f"{name} must be finite, or NaN for an unscored completion")
@@ -165,6 +169,7 @@ def _values_and_mask(values_PG: torch.Tensor, name: str) -> tuple[torch.Tensor, 
 
 
 def _temperature(tau: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return tau as a tensor with the dtype and device of ``like``. Raise ValueError if it is below 0 or NaN."""
     tau = torch.as_tensor(tau, dtype=like.dtype, device=like.device)
     if not (tau >= 0).all():
         raise ValueError(f"tau must be at least 0, not {tau.tolist()}")
@@ -172,7 +177,10 @@ def _temperature(tau: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _tempered(scores_PG: torch.Tensor, scorable_PG: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return softmax(score / temperature), with its limits at 0 and inf."""
+    """Return softmax(score / temperature) over each group, 0 for completions that are not scorable.
+
+    At temperature 0 all weight is on the largest score, divided among ties. At inf the weights are uniform.
+    """
     gaps_PG = scores_PG - scores_PG.masked_fill(~scorable_PG, -torch.inf).amax(1, keepdim=True)
     # At temperature 0 the largest score would be 0 / 0. Its gap of 0 stays 0, and all others become -inf.
     return _softmax(torch.where(gaps_PG == 0, gaps_PG, gaps_PG / temperature), scorable_PG)
@@ -216,11 +224,11 @@ class KLController:
         self.beta = max(self.minimum, self.beta * (1 + error * min(completions / self.horizon, 1.0)))
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
+        """Return beta for a checkpoint."""
         return {"beta": self.beta}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from a checkpoint."""
+        """Continue with a result of ``state_dict``."""
         self.beta = float(state["beta"])
 
 
@@ -266,7 +274,7 @@ class TauController:
             self.tau = min(self.maximum, max(self.minimum, self.tau * math.exp(min(self.lr * error, _MOST_NATS))))
 
     def _error(self, value: float) -> float:
-        """Return how many nats tau is too low."""
+        """Return by how many nats log tau is too low (negative: too high), and update the moving mean."""
         if self.measure == "target_ratio":
             excess = math.log(max(value, 1.0)) / math.log(self.target)
             return math.log(min(_LARGEST_ERROR, max(1 / _LARGEST_ERROR, excess)))
@@ -276,9 +284,9 @@ class TauController:
         return self.target - self._mean
 
     def state_dict(self) -> dict[str, float | int | None]:
-        """Return the state for a checkpoint."""
+        """Return tau, the moving mean and the number of updates for a checkpoint."""
         return {"tau": self.tau, "mean": self._mean, "updates": self._updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
+        """Continue with a result of ``state_dict``."""
         self.tau, self._mean, self._updates = float(state["tau"]), state["mean"], int(state["updates"])

@@ -47,7 +47,7 @@ Fetched = Callable[[str, str | None, str], Path | None]
 
 
 def train_source(args: ScriptArguments) -> DataSource:
-    """Return the source of the training prompts, ``dataset_name``."""
+    """Return id, configuration, split and columns of the training dataset, from the recipe's ``dataset_*`` keys."""
     prompt, solution = (getattr(args, key) for key in COLUMN_KEYS)
     assert args.dataset_name is not None  # `grpo check` requires it, a mixture or a source of prompts
     return DataSource(args.dataset_name, args.dataset_config, args.dataset_train_split, prompt, solution)
@@ -73,7 +73,7 @@ def eval_source(args: ScriptArguments) -> DataSource:
 def read_rows(
     source: str, config: str | None, split: str, streaming: bool = False, fetched: Fetched | None = None
 ) -> Rows:
-    """Read a dataset from a hub id, a local file or a local folder; raise ConfigError if that fails.
+    """Read a dataset from a hub id, a local file or a local folder. Raise ConfigError if that fails.
 
     ``split`` may be a slice such as ``train[:10%]``. A single file has any split. A stream is not read yet. A dataset
     that ``fetched`` finds on this machine is memory-mapped, never streamed.
@@ -105,7 +105,7 @@ def read_rows(
 
 
 def load_rows(source: DataSource, args: ScriptArguments, fetched: Fetched | None = None) -> Rows:
-    """Return the rows of a recipe's dataset, either read or generated from the recipe's keys."""
+    """Return the rows of a recipe's dataset, either read or, for a built-in generator, generated from recipe keys."""
     if data := generated(source.id):
         return Dataset.from_list(data.rows(partial(getattr, args), source.split))
     return read_rows(source.id, source.config, source.split, args.dataset_streaming, fetched)
@@ -117,7 +117,7 @@ def list_columns(rows: Rows) -> list[str]:
 
 
 def require_columns(source: str, features: Any, keys: dict[str, str]) -> None:
-    """Raise ConfigError if a column is missing; ``keys`` maps each required column to the recipe key that sets it."""
+    """Raise ConfigError if a column is missing. ``keys`` maps each required column to the recipe key that sets it."""
     for column, key in keys.items():
         if _feature_at(features, column) is None:
             inside = features.get(column.partition(".")[0])
@@ -128,7 +128,7 @@ def require_columns(source: str, features: Any, keys: dict[str, str]) -> None:
 
 @contextmanager
 def describing_read_errors(source: str) -> Iterator[None]:
-    """Convert errors of ``datasets`` to a ConfigError with the dataset and the reason in one line."""
+    """Convert errors of ``datasets`` in the block to a ConfigError with the dataset and the reason in one line."""
     try:
         yield
     except (DatasetsError, OSError, ValueError, RuntimeError, StopIteration) as error:
@@ -146,7 +146,7 @@ def describing_read_errors(source: str) -> Iterator[None]:
 
 
 def _check_fields(files: list[Path]) -> None:
-    """Raise ValueError with the first line of a .csv or .tsv file that has more or fewer fields than the header."""
+    """Raise ValueError for the first line of a .csv or .tsv file that has more or fewer fields than the header."""
     for file in files:
         if datafiles.BUILDERS[file.suffix] == "csv":
             for _ in datafiles.csv_rows(file):
@@ -266,7 +266,7 @@ def make_problems(
 
 
 def _values(batch: Batch, column: str) -> list[Any]:
-    """Return the values of a column of a batch, or of a path into one."""
+    """Return the values of a column of a batch, or of a path into one, such as ``info.question``."""
     root = root_of(column, list(batch))
     if root == column:
         return batch[column]
@@ -274,7 +274,7 @@ def _values(batch: Batch, column: str) -> list[Any]:
 
 
 def _feature_at(features: Any, column: str) -> Any:
-    """Return the type of a column or of a path into one; None if no row can have it."""
+    """Return the type of a column, or of a path into one, such as ``info.question``. None if no row can have it."""
     if column in features:
         return features[column]
     feature = features
@@ -312,7 +312,7 @@ def _common_type(feature: Any) -> Any:
 
 
 def _as_written(values: list[Any], feature: Any) -> list[Any]:
-    """Return numbers of narrow columns as the file shows them: float32 stores 0.1 as 0.10000000149011612."""
+    """Return values with float16 and float32 numbers rounded as a file shows them: 0.1, not 0.10000000149011612."""
     narrow = {"float16": numpy.float16, "float32": numpy.float32}.get(getattr(feature, "dtype", ""))
     if narrow is None:
         return values
@@ -320,7 +320,7 @@ def _as_written(values: list[Any], feature: Any) -> list[Any]:
 
 
 def drop_duplicates(source: Problems, counts: Counts) -> Problems:
-    """Return the problems without rows whose prompt and answer equal an earlier row; add to ``counts``."""
+    """Return the problems without rows whose prompt and answer equal an earlier row. Count in ``counts`` when read."""
     answers_by_prompt: dict[bytes, set[bytes]] = {}
 
     def is_new(prompt: list[Message], answer: str) -> bool:
@@ -366,6 +366,7 @@ def prompt_key(prompt: list[Message]) -> bytes:
 
 
 def _digest(text: str) -> bytes:
+    """Return 16 bytes that are the same for equal texts. Invalid Unicode is accepted."""
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
@@ -407,7 +408,7 @@ def load_mixture(
 
 
 def _part(entry: DatasetConfig, seed: int, args: ScriptArguments, counts: Counts, fetched: Fetched | None) -> Dataset:
-    """Return the problems of a dataset in the mixture with their source; ``weight`` is a fraction of its rows."""
+    """Return the problems of a dataset in the mixture, and their ``source``. ``weight`` is a fraction of its rows."""
     rows = read_rows(entry.id, entry.config, entry.split, fetched=fetched)
     if entry.weight is not None:
         count = max(1, round(float(entry.weight) * len(rows)))

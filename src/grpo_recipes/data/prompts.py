@@ -55,11 +55,11 @@ class Renderer:
     """The recipe's ``chat_template_kwargs``."""
 
     def text(self, prompt: list[Message]) -> str:
-        """Return a prompt as text."""
+        """Return a prompt as the text that the model gets. Raise ConfigError if the template can't render it."""
         return str(self._render(prompt, tokenize=False))
 
     def ids(self, prompts: list[list[Message]]) -> list[list[int]]:
-        """Return the token ids of each prompt."""
+        """Return the token ids of each prompt. Raise ConfigError if the template can't render one."""
         rendered = self._render(prompts, tokenize=True, return_dict=True)["input_ids"] if prompts else []
         return [list(ids) for ids in rendered]
 
@@ -88,6 +88,7 @@ class Renderer:
         return [len(ids) for ids in self.ids(prompts)]
 
     def _render(self, prompts: Any, **options: Any) -> Any:
+        """Return the template's result for one or several prompts. Raise ConfigError if it fails."""
         fix = "write a chat_template that can, or remove the part that it cannot render (a system prompt, a role)"
         problem = "the template cannot render a prompt"
         with translate(TemplateError, lambda error: config_error("chat_template", f"{problem}: {error}", fix)):
@@ -110,7 +111,7 @@ def make_renderer(template: str | None, tokenizer: PreTrainedTokenizerBase, kwar
 
 
 def shorten(text: str) -> str:
-    """Return a text for display: for a very long text its start, the number of omitted characters, and its end."""
+    """Return a text for display. A very long text is cut in the middle, with the number of omitted characters."""
     if len(text) <= _MAX_SHOWN:
         return text
     head, tail = _MAX_SHOWN * 3 // 4, _MAX_SHOWN // 4
@@ -263,7 +264,7 @@ def _all_held_out(
 
 
 def _load_all(source: DataSource, args: ScriptArguments, renderer: Renderer, counts: Counts) -> Dataset:
-    """Return all problems of a generated dataset; reject problems that are too long, since the order must not shift."""
+    """Return all problems of a generated dataset. Raise ConfigError if one is too long: the order must not shift."""
     candidates = make_problems(load_rows(source, args), source, args, counts)
     dataset = _drop_too_long(candidates, renderer, args, counts, None)
     if counts.too_long:
@@ -273,7 +274,7 @@ def _load_all(source: DataSource, args: ScriptArguments, renderer: Renderer, cou
 
 
 def _prepare_on_main(name: str, prepare: Callable[[], Prompts]) -> Prompts:
-    """Call ``prepare`` only on rank 0; every rank memory-maps the dataset that rank 0 writes to ``<run>/prompts``.
+    """Call ``prepare`` only on rank 0. Every rank memory-maps the dataset that rank 0 writes to ``<run>/prompts``.
 
     All nodes share the file system of the run directory. A single process writes nothing. A ConfigError of ``prepare``
     is raised on every rank. After another error, the other ranks raise a RuntimeError.
@@ -322,7 +323,7 @@ def first_problems(
 def _drop_too_long(
     candidates: Problems, renderer: Renderer, args: ScriptArguments, counts: Counts, limit: int | None
 ) -> Dataset:
-    """Return the first ``limit`` problems with at most ``max_prompt_length`` tokens; add to ``counts``.
+    """Return the first ``limit`` problems with at most ``max_prompt_length`` tokens. Add to ``counts``.
 
     A limit of None means no limit. Raise ConfigError if the chat template omits a message.
     """

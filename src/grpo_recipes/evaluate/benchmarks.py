@@ -49,11 +49,11 @@ _Result = TypeVar("_Result")
 
 
 class BenchmarkFailed(RuntimeError):
-    """A benchmark has no result."""
+    """A benchmark has no result, because it failed. Others may have one."""
 
 
 class StoppedInBenchmarks(SystemExit):
-    """A stop request came while benchmarks ran."""
+    """Ends the process with code 75: a stop request came while benchmarks ran."""
 
     def __init__(self, name: str, progress: str) -> None:
         super().__init__(EXIT_STOPPED)
@@ -99,6 +99,7 @@ def load_problems(
 
 
 def _file_benchmark(name: str, args: ScriptArguments) -> Benchmark:
+    """Return the benchmark in a .jsonl file. Raise ConfigError without the file, or without usable columns in it."""
     path = os.path.expanduser(name)
     if not os.path.isfile(path):
         raise config_error("benchmarks", f"no file '{name}'", "restore it, or remove it from benchmarks")
@@ -114,6 +115,10 @@ def _file_benchmark(name: str, args: ScriptArguments) -> Benchmark:
 def _problem(
     index: int, row: dict[str, Any], benchmark: Benchmark, source: DataSource, system: str | None, seed: int
 ) -> BenchmarkProblem:
+    """Return the problem in a row. For multiple choice, add the options in random order; a letter is the answer.
+
+    ``system`` is the recipe's system prompt. Raise ConfigError for a row without a problem or an answer.
+    """
     prompt = chat_of(row.get(benchmark.prompt), source, system)
     gold, _ = answer_of(row.get(benchmark.solution), benchmark.marker, source)
     if not prompt or not gold:
@@ -138,7 +143,7 @@ class Scorer:
     """Called as TRL calls a reward."""
 
     def scores(self, problems: Sequence[BenchmarkProblem], texts: Sequence[Sequence[str]]) -> list[list[float | None]]:
-        """Return 1 for right, 0 for wrong and None for unscored completions, (problems, samples)."""
+        """Return the reward of each completion, (problems, samples): 1 right, 0 wrong, None unscored."""
         if isinstance(self.reward, RewardWrapper):
             self.reward.give_up_after = None
         flat = [(problem, text) for problem, row in zip(problems, texts, strict=True) for text in row]
@@ -149,7 +154,7 @@ class Scorer:
 
 
 def recipe_scorer(names: Sequence[str], functions: Sequence[Any], script_args: Any, args: Any) -> Scorer:
-    """Return the recipe's first accuracy reward, or ``pure_accuracy_math`` if there is none.
+    """Return a scorer with the recipe's first accuracy reward, or ``pure_accuracy_math`` if there is none.
 
     Rewards that judge only their own problems do not count. ``functions`` are the trainer's reward functions for
     ``names``.
@@ -162,13 +167,13 @@ def recipe_scorer(names: Sequence[str], functions: Sequence[Any], script_args: A
 
 
 def _data_of(name: str) -> GeneratedData | None:
-    """Return the generated dataset of a benchmark; None for files, environments and datasets of the hub."""
+    """Return the generated dataset of a benchmark. None for files, environments and datasets of the hub."""
     benchmark = benchmarks().get(name)
     return generated(benchmark.id) if benchmark else None
 
 
 def _scoring_of(name: str) -> Scoring | None:
-    """Return additional scores of a benchmark besides pass@k, or None."""
+    """Return the functions for a benchmark's additional scores besides pass@k, or None if it has none."""
     data = _data_of(name)
     return data.scoring if data else None
 
@@ -180,10 +185,10 @@ def run_benchmarks(
     trainer: SamplingTrainer, script_args: ScriptArguments, run: Path, stop_requested: Callable[[], bool],
     fetched: Fetched | None = None,
 ) -> None:  # fmt: skip
-    """Run the recipe's benchmarks without a result for this model. Called by every rank, after training.
+    """Run the recipe's benchmarks that have no result for this model yet. Called by every rank, after training.
 
-    ``run`` is the run directory; ``fetched`` is explained in ``data.read_rows``. Rank 0 calls ``stop_requested``
-    between chunks. Raise StoppedInBenchmarks if it returns True.
+    ``run`` is the run directory. ``fetched`` finds downloaded datasets (``data.read_rows``). Rank 0 calls
+    ``stop_requested`` between chunks. Raise StoppedInBenchmarks if it returns True, BenchmarkFailed after a failure.
     """
     scorer = recipe_scorer(script_args.reward_funcs, trainer.reward_funcs, script_args, trainer.args)
     Runner(trainer, script_args, run, stop_requested, scorer, fetched).run_missing(script_args.benchmarks)
@@ -191,7 +196,7 @@ def run_benchmarks(
 
 @dataclass(frozen=True)
 class Stage:
-    """A time in the run for benchmarks."""
+    """When benchmarks run, before or after the training, and where their results go."""
 
     results: str
     """File of the results in the run directory."""
@@ -207,7 +212,7 @@ UNTRAINED = Stage("benchmarks/untrained.json", "untrained_", "nothing is trained
 
 @dataclass
 class Runner:
-    """A rank's part in the benchmarks of a run; the fields are the arguments of ``run_benchmarks``."""
+    """A rank's part in the benchmarks of a run. The fields are the arguments of ``run_benchmarks``."""
 
     trainer: SamplingTrainer
     args: ScriptArguments
@@ -218,7 +223,10 @@ class Runner:
     stage: Stage = TRAINED
 
     def run_missing(self, names: Sequence[str]) -> None:
-        """Run benchmarks without a result for this model and these settings; report failures at the end."""
+        """Run the benchmarks in ``names`` that have no result for this model and these settings.
+
+        Send the final weights to the sampler first. Raise BenchmarkFailed at the end if any failed.
+        """
         missing = self.on_main(lambda: [name for name in names if not self._has_result(name)])
         if not missing:
             return
@@ -234,7 +242,7 @@ class Runner:
             raise BenchmarkFailed(f"{'; '.join(failures)}. {progress}; a resumed run tries again")
 
     def run(self, name: str) -> None:
-        """Sample, score and write one benchmark."""
+        """Sample and score a benchmark, and write its result. Raise BenchmarkFailed on every rank if that fails."""
         start, rows = time.perf_counter(), list[dict[str, Any]]()
         if self._is_played(name):
             assert self.trainer.source is not None
@@ -244,6 +252,10 @@ class Runner:
         self.on_main(lambda: self._write_result(name, rows, time.perf_counter() - start))
 
     def _sample_and_score(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Sample and score a benchmark in chunks, and add a row per problem to ``rows`` on rank 0.
+
+        Raise StoppedInBenchmarks if a stop was requested before a chunk.
+        """
         rollouts, samples = self.trainer.rollouts, self.args.benchmark_samples
         longest = int(self.trainer.args.max_completion_length)
         sampling = Sampling(samples, self.args.benchmark_temperature, longest)
@@ -258,7 +270,7 @@ class Runner:
             self.on_main(partial(self._score, name, chunk, chunk_prompts, sampling, sampled, rows))
 
     def on_main(self, work: Callable[[], _Result]) -> _Result:
-        """Call ``work`` on rank 0; return its result, or raise its error as BenchmarkFailed, on every rank."""
+        """Call ``work`` on rank 0. Return its result, or raise its error as BenchmarkFailed, on every rank."""
         outcome: list[Any] = [None, None]  # result, error
         if self.trainer.accelerator.is_main_process:
             try:
@@ -274,7 +286,10 @@ class Runner:
         return result
 
     def _rendered(self, name: str, problems: list[BenchmarkProblem], max_tokens: int) -> list[Prompt]:
-        """Return prompts in TRL's rendering, as in training, for completions of at most ``max_tokens`` tokens."""
+        """Return the problems as token ids, rendered as in training, each with a sampling seed.
+
+        Raise ValueError if a prompt with a completion of ``max_tokens`` does not fit ``vllm_max_model_length``.
+        """
         ids = self.trainer._tokenize_prompts([problem.prompt for problem in problems])[0]
         limit = self.trainer.args.vllm_max_model_length if self.trainer.use_vllm else None
         longest = max(len(tokens) for tokens in ids)
@@ -318,7 +333,10 @@ class Runner:
         print(f"grpo: {self.stage.prefix}benchmark {name}: {len(rows)} problems sampled", flush=True)
 
     def _write_result(self, name: str, rows: list[dict[str, Any]], seconds: float) -> None:
-        """Write a benchmark's result, with additional scores and baselines. The untrained model is a baseline."""
+        """Write a benchmark's result to the stage's results, and its settings to ``settings.json``.
+
+        The result has pass@k, additional scores, and baselines, which include the untrained model.
+        """
         scores, golds = [row["scores"] for row in rows], [row["gold"] for row in rows]
         lengths, truncated = ([value for row in rows for value in row[key]] for key in ("lengths", "truncated"))
         result: dict[str, Any] = pass_table(scores)
@@ -354,11 +372,13 @@ class Runner:
         return source is not None and name in source.benchmarks(lookup)
 
     def _scorer(self, name: str) -> Scorer:
+        """Return the scorer with the reward of the benchmark's generated data, or else the recipe's."""
         data = _data_of(name)
         reward = data.reward if data else None
         return Scorer(reward, make_reward(reward, self.args, self.trainer.args)) if reward else self.scorer
 
     def _reward_name(self, name: str) -> str:
+        """Return the name of the reward that scores a benchmark, for its result."""
         return SOURCE_REWARD if self._is_played(name) else self._scorer(name).name
 
     def _has_result(self, name: str) -> bool:
@@ -366,6 +386,7 @@ class Runner:
         return read_json(self._settings_file).get(name) == json.loads(json.dumps(self._settings(name)))
 
     def _settings(self, name: str) -> dict[str, Any]:
+        """Return the step and all settings that change a benchmark's result. A changed one makes it run again."""
         args, file = self.args, Path(os.path.expanduser(name))
         data = _data_of(name)
         return {
@@ -383,6 +404,7 @@ class Runner:
 
     @property
     def _settings_file(self) -> Path:
+        """The file with the settings of each finished benchmark of this stage."""
         return self.folder / "benchmarks" / f"{self.stage.prefix}settings.json"
 
 

@@ -28,7 +28,7 @@ def weighted_rewards(rewards_BR: torch.Tensor, weights_R: torch.Tensor) -> torch
 
 
 def accuracy(rewards_BR: torch.Tensor, names: list[str]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return which completions an accuracy reward judged and which are right, (B,); None without such a reward."""
+    """Return which completions an accuracy reward judged and which are right, (B,) each. None without such a reward."""
     known = rewards()
     columns = [index for index, name in enumerate(names) if name in known and known[name].accuracy]
     if not columns:
@@ -44,13 +44,10 @@ def verdicts(rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Tensor
     such rewards are graded and none reaches 1, the right completions are unknown.
     """
     totals_B = weighted_rewards(rewards_BR, weights_R)
-    known_B = torch.zeros_like(totals_B, dtype=torch.bool) if _only_graded(totals_B) else ~totals_B.isnan()
+    are_graded = ((totals_B > 1 - RIGHT) & (totals_B < RIGHT)).any() and not (totals_B >= RIGHT).any()
+    known_B = torch.zeros_like(totals_B, dtype=torch.bool) if are_graded else ~totals_B.isnan()
     judged_B, right_B = accuracy(rewards_BR, names) or (known_B, totals_B >= RIGHT)
     return [right if judged else None for judged, right in zip(judged_B.tolist(), right_B.tolist(), strict=True)]
-
-
-def _only_graded(totals_B: torch.Tensor) -> bool:
-    return bool(((totals_B > 1 - RIGHT) & (totals_B < RIGHT)).any() and not (totals_B >= RIGHT).any())
 
 
 def answer_in(completion: str | list[dict[str, Any]]) -> str | None:
@@ -65,7 +62,7 @@ def answer_in(completion: str | list[dict[str, Any]]) -> str | None:
 
 
 def answer_labels(answers: list[str | None]) -> list[int | None]:
-    """Return for each answer of a prompt the index of the first equal answer; None without an answer."""
+    """Return for each answer to a prompt the index of the first equal answer, to count votes. None for no answer."""
     firsts: list[int] = []
     labels: list[int | None] = []
     for index, answer in enumerate(answers):
@@ -93,6 +90,7 @@ def reward_means(rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Te
 
 
 def _nanstd(values: torch.Tensor) -> torch.Tensor:
+    """Return the standard deviation of the values that are not NaN. 0 for fewer than two."""
     known = values[~values.isnan()]
     return known.std() if len(known) > 1 else torch.zeros(())
 
@@ -101,7 +99,11 @@ def group_scores(
     rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Tensor, answers: Sequence[str | None], repeats: int,
     ks: Sequence[int] | None = None,
 ) -> dict[str, tuple[float, Interval | None]]:  # fmt: skip
-    """Return ``scores_at_k`` of groups of ``repeats`` completions with these ``answers``, B = P * G."""
+    """Return pass@k and the other scores of ``stats.scores_at_k`` by name, each with its confidence interval.
+
+    A group is ``repeats`` consecutive rows with the same prompt. ``answers``, (B,), are the texts to vote on. ``ks``
+    are the numbers k. None means the default of ``scores_at_k``.
+    """
 
     def groups(values: Sequence[Any]) -> list[list[Any]]:
         return [list(values[start : start + repeats]) for start in range(0, len(rewards_BR), repeats)]
@@ -114,7 +116,7 @@ def group_scores(
 def call_rewards(
     rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], ids: Sequence[list[int]], texts: Sequence[str]
 ) -> tuple[torch.Tensor, list[str | None]]:
-    """Call rewards as the trainer does; return rewards, (B, R), and for each unscored completion the reason, (B,).
+    """Call rewards as the trainer does. Return rewards, (B, R), and for each unscored completion the reason, (B,).
 
     ``rows`` contains the problem of each completion, ``ids`` its tokens, ``texts`` its text. All rewards of a
     completion are NaN if one of them should have scored it and could not. Raise RewardFailed if a reward cannot

@@ -107,7 +107,7 @@ def completion_text(completion: str | list[dict[str, Any]]) -> str:
 
 
 def final_text(completion: str | list[dict[str, Any]]) -> str:
-    """Return the text after the last ``</think>``, the only place for an answer; "" for an unclosed think block.
+    """Return the text after the last ``</think>``, the only place for an answer. "" for an unclosed think block.
 
     A completion without think tags is returned whole. Of a list of messages, only the last message counts.
     """
@@ -124,13 +124,13 @@ def solution_text(solution: Any) -> str:
 
 
 def last_answer(text: str) -> str | None:
-    """Return the text in the last complete ``<answer>…</answer>``, which may be empty; None without such a tag."""
+    """Return the text in the last complete ``<answer>…</answer>``, which may be empty. None without such a tag."""
     start = text.rfind(_OPEN, 0, text.rfind(_CLOSE) + 1)
     return None if start < 0 else text[start + len(_OPEN) : text.find(_CLOSE, start)]
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{…}``; None without a box, or if the box is not closed.
+    r"""Return the content of the last ``\boxed{…}``. None without a box, or if the box is not closed.
 
     Boxes separated only by a comma, a semicolon, ``and`` or ``or`` form one list, which is returned unchanged:
     ``\boxed{1} and \boxed{2}`` is the same answer as ``\boxed{1 and 2}``.
@@ -158,6 +158,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _boxes_from_the_end(text: str) -> Iterator[re.Match[str]]:
+    r"""Yield the matches of ``\boxed`` and ``\fbox``, the last one first."""
     position = len(text)
     while (position := text.rfind("box", 0, position)) >= 0:
         match = _BOX.match(text, max(0, position - 1)) or _BOX.match(text, max(0, position - 2))
@@ -185,7 +186,7 @@ def is_correct(text: str, gold: str, matching: str) -> bool:
 
 
 def is_same_answer(answer: str, gold: str) -> bool:
-    """Return whether two answers are the same; an empty answer equals no answer.
+    """Return whether two answers are the same. An empty answer equals no answer.
 
     A unit or a variable counts only if both answers have one: ``18 dollars`` is ``18``, but not ``18 cents``. ``10%``
     is ``10`` and not ``0.1``.
@@ -205,7 +206,7 @@ def have_equal_values(first: Answer, second: Answer) -> bool:
 
 
 def compatible(first: Answer, second: Answer) -> bool:
-    """Return whether the units and the variables of two answers agree; a missing one agrees with any."""
+    """Return whether the units and the variables of two answers agree. A missing one agrees with any."""
     units_agree = not first.unit or not second.unit or first.unit == second.unit
     return units_agree and (not first.variable or not second.variable or first.variable == second.variable)
 
@@ -226,7 +227,7 @@ def is_same_choice(answer: str, gold: str, equal: Callable[[str, str], bool]) ->
 
 @functools.lru_cache(maxsize=8192)
 def _option(text: str) -> tuple[str, str] | None:
-    """Return letter and wording of a multiple-choice answer; None for other answers."""
+    """Return the letter, in upper case, and the wording, maybe "", of a multiple-choice answer. None for others."""
     match = _OPTION.fullmatch(clean(text)) if len(text) <= LONGEST_ANSWER else None
     return ((match["bracketed"] or match["letter"]).upper(), match["wording"] or "") if match else None
 
@@ -290,11 +291,12 @@ def normalize(text: str) -> Answer:
 
 @functools.lru_cache(maxsize=8192)
 def _normal(text: str) -> Answer:
+    """Return the normal form of a short answer without surrounding white space, from a cache if possible."""
     return Answer(int(text)) if _INTEGER.fullmatch(text) else _read(clean(text), depth=0)
 
 
 def _read(text: str, depth: int) -> Answer:
-    """Return the normal form of a cleaned text."""
+    """Return the normal form of a cleaned text: a number, a list of items, or else text. ``depth`` counts brackets."""
     variable, text = _split_variable(text) if "=" in text or r"\approx" in text or r"\in" in text else ("", text)
     number = _plain_number(text, variable) or _scientific(text, variable) or _number_with_base(text, variable)
     if number is not None:
@@ -319,9 +321,10 @@ def _read(text: str, depth: int) -> Answer:
 
 
 def _split_variable(text: str) -> tuple[str, str]:
-    r"""Return the variable and the value of ``x = 5``, ``x \in [0, 1]``, ``x = \frac{1}{3} \approx 0.333``.
+    r"""Return the variable, maybe "", and the value: ``x``, ``5`` for ``x = 5`` or ``x \in …`` or ``x \approx …``.
 
-    The exact value counts, not its approximation. ``x = 1, y = 2`` is a list, and ``3 + 5 = 8`` has no variable.
+    In ``x = \frac{1}{3} \approx 0.333``, the exact value counts. ``x = 1, y = 2`` is a list, and ``3 + 5 = 8`` has no
+    variable.
     """
     assignment = _VARIABLE.fullmatch(text)
     variable, value = assignment.groups() if assignment else ("", text)
@@ -349,7 +352,10 @@ def _scientific(text: str, variable: str) -> Answer | None:
 
 
 def _number_with_base(text: str, variable: str) -> Answer | None:
-    """Return digits with their base as the unit, so that the base counts only if both answers have one."""
+    """Parse digits with a base, such as ``101_2`` or ``12 base three``. Return None for another text.
+
+    The base becomes the unit, so it counts only if both answers have one. ``variable`` becomes the answer's variable.
+    """
     match = _BASE.fullmatch(text)
     base = match["base"] if match else ""
     base = str(_BASES.get(base, base))
@@ -361,7 +367,10 @@ def _number_with_base(text: str, variable: str) -> Answer | None:
 
 
 def _plain_number(text: str, variable: str) -> Answer | None:
-    """Return a decimal, fraction or mixed number with its unit; None for other texts and for a division by zero."""
+    """Parse a decimal, fraction or mixed number with its unit. Return None for other texts and a division by zero.
+
+    ``variable`` becomes the variable of the answer.
+    """
     match = _NUMBER.fullmatch(text)
     unit = unit_of(match["unit"] or "") if match else None
     if match is None or unit is None or (match["sign"] and match["inner"]):
@@ -382,7 +391,7 @@ def _plain_number(text: str, variable: str) -> Answer | None:
 
 
 def _exact(digits: str) -> int | Fraction:
-    """Return the value of digits with a point and commas; integers as int, which is far faster."""
+    """Return the exact value of digits with a point and commas. Without a point it is an int, which is far faster."""
     digits = digits.replace(",", "")
     return Fraction(digits) if "." in digits else int(digits)
 
@@ -423,7 +432,7 @@ def _normalize_commas(text: str) -> str:
 
 
 def _outer_brackets(text: str) -> tuple[str, str]:
-    r"""Split the brackets around a whole text from it: ``("0, 1", "[)")``; ``(text, "")`` without such brackets."""
+    r"""Return the text inside brackets and the brackets: ``("0, 1", "[)")``. ``(text, "")`` if none surround it all."""
     for part, opener in _walk(text) if text.endswith((")", "]", "}", "angle", "brace")) else ():
         if opener is not None and part["close"] and opener.start() == 0 and part.end() == len(text):
             pair = _BRACKETS.get(opener[0], "") + _BRACKETS.get(part[0], "")

@@ -47,6 +47,7 @@ def seed_later_imports() -> None:
 
 
 def _seed_module(module: ModuleType) -> None:
+    """Seed a module of ``_SEEDERS`` with the current call's seed."""
     seed = getattr(module, _SEEDERS[module.__name__], None)  # None while another thread imports the module
     if seed is not None:
         seed(_seed)
@@ -58,7 +59,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the usual spec with a seeding loader; None for every other module."""
+        """Return the usual spec with a loader that seeds the module. None for modules that need no seed."""
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if fullname in _SEEDERS else None
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)

@@ -71,7 +71,7 @@ _ADDED_VARIABLES = {
 
 
 def child_environment(requested: Collection[str] = ()) -> dict[str, str]:
-    """Return the few variables that programs need, without secrets, and the ``requested`` variables."""
+    """Return the environment of a child: variables that programs need, without secrets, and the ``requested`` ones."""
     variables = {
         name: text
         for name, text in os.environ.items()
@@ -87,7 +87,7 @@ def is_score(value: Any) -> bool:
 
 
 def read_reply(line: bytes, rewards: Collection[str], valid: Callable[[Any], bool] = is_score) -> dict[str, Any]:
-    """Parse and validate a line that a child has sent; return ``GARBLED`` if it is not a valid reply.
+    """Parse and validate a line that a child has sent. Return ``GARBLED`` if it is not a valid reply.
 
     ``rewards`` are the rewards that the child loads. ``valid`` checks the value of a score.
     """
@@ -115,11 +115,12 @@ def read_reply(line: bytes, rewards: Collection[str], valid: Callable[[Any], boo
 
 
 def _is_number(entry: Any) -> bool:
+    """Return whether a value of JSON is a number, not a boolean."""
     return isinstance(entry, int | float) and not isinstance(entry, bool)
 
 
 def _keep() -> NoReturn:
-    """Fork the worker and watch it until it ends or SIGTERM arrives; then end this process.
+    """Fork the worker, watch it until it ends or SIGTERM arrives, and then end this process.
 
     The worker runs ``_work`` and never returns here. After its end, kill all of its remaining descendants, and send the
     pool the reply ``died`` with the exit code or signal. After SIGTERM, which also arrives when the parent dies, kill
@@ -157,11 +158,12 @@ def _keep() -> NoReturn:
 
 
 def _reply(replies: int, message: dict[str, Any]) -> None:
+    """Write a message to the pool as a line of JSON, in one write. ``replies`` is a file descriptor."""
     os.write(replies, json.dumps(message).encode() + b"\n")
 
 
 def _work(requests: int, replies: int) -> NoReturn:
-    """Load the rewards within the limits, and answer requests until the parent closes the pipe; never return.
+    """Load the rewards within the limits, and answer requests until the parent closes the pipe. Never return.
 
     If a reward can't be loaded, reply ``failed`` with the reason and end with exit code 1.
     """
@@ -222,7 +224,7 @@ def _limit_this_process(memory_bytes: int) -> None:
 
 
 def _disable_network() -> None:
-    """Leave the network namespace if the system allows it, and reject connections made in Python."""
+    """Cut this process off the network if the system allows it, and always reject connections made in Python."""
     own_user = 0 if os.geteuid() == 0 else _CLONE_NEWUSER
     ctypes.CDLL(None).unshare(_CLONE_NEWNET | own_user)  # some containers do not allow it, and then only the hook works
 
@@ -235,7 +237,7 @@ def _disable_network() -> None:
 
 
 def _answer(reward: Reward, row: int, columns: dict[str, Any], seed: int | None, replies: int) -> None:
-    """Call the reward on one row, and send the score."""
+    """Call the reward on one row, with random numbers from ``seed`` unless it is None, and send the score."""
     pid, start = os.getpid(), time.monotonic()
     try:
         if seed is not None:
@@ -278,7 +280,7 @@ async def _answer_together(
 
 
 def _score_of(error: BaseException) -> Score:
-    """Return the score of a call that raised, and print the traceback of the first few calls."""
+    """Return the unscored result of a call that raised. Print the traceback for the first few calls."""
     global _tracebacks_left
     if isinstance(error, MemoryError):
         return Score(None, "memory limit", by_limit=True)
@@ -292,6 +294,7 @@ def _score_of(error: BaseException) -> Score:
 
 
 def _send(replies: int, row: int, score: Score, seconds: float, pid: int) -> None:
+    """Send a score to the pool, and end this process if a memory limit decided it. ``pid`` is the worker's id."""
     if os.getpid() != pid:
         os._exit(0)  # the reward forked, and its child process returned to this code
     _reply(replies, {"score": (score.value, score.reason, seconds, score.by_limit), "row": row})
@@ -300,19 +303,21 @@ def _send(replies: int, row: int, score: Score, seconds: float, pid: int) -> Non
 
 
 def _explain(text: str) -> str:
-    """Mask secrets in an error text; if it names a variable that the process does not get, add the fix."""
+    """Return an error text with secrets masked. If it names a variable that only the trainer has, add the fix."""
     missing = next((name for name in re.findall(r"[A-Za-z]\w{2,}", text) if name in _stripped), None)
     fix = f"; it runs isolated, without this variable: set reward_environment: [{missing}]" if missing else ""
     return _hide_secrets(text) + fix
 
 
 def _hide_secrets(text: str) -> str:
+    """Return the text with the values of this process's secret variables masked."""
     for secret in _secrets:
         text = text.replace(secret, MASK)
     return text
 
 
 def _print_traceback() -> None:
+    """Print the traceback of the current exception to stderr, with secrets masked."""
     sys.stderr.write(_hide_secrets(traceback.format_exc()))
 
 

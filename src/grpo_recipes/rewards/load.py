@@ -69,12 +69,13 @@ def keep_rewards(names: Sequence[str], run_dir: Path, update: bool = False) -> l
 def load_rewards(
     script_args: Any, args: Any, run_dir: Path, left_out: Mapping[str, str] = MappingProxyType({})
 ) -> list[Reward]:
-    """Load the rewards of a recipe's two configs, in its order, as TRL calls them.
+    """Load the rewards in ``reward_funcs``, in this order, as functions that TRL can call.
 
     User rewards and built-in rewards that may run forever are called in the child processes of a pool, which is started
-    here. With ``reward_isolation: none``, user rewards are called in this process. ``run_dir`` gets copies of the files
-    of user rewards, and records of scores that a limit decided. ``left_out`` has the columns that rewards do not get,
-    with the reasons. Raise ConfigError if a file does not exist, and RewardFailed if a reward cannot be loaded.
+    here. With ``reward_isolation: none``, user rewards are called in this process. ``script_args`` and ``args`` are the
+    recipe's configs. ``run_dir`` gets copies of the files of user rewards, and records of scores that a limit decided.
+    ``left_out`` has the columns that rewards do not get, with the reasons. Raise ConfigError if a file does not exist,
+    and RewardFailed if a reward cannot be loaded.
     """
     names, copies = script_args.reward_funcs, run_dir / REWARD_COPIES
     keep_rewards(names, run_dir)
@@ -120,7 +121,7 @@ def load_rewards(
 def lent_rewards(
     settings: Any, run_dir: Path, left_out: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[list[Reward]]:
-    """Context manager: load a recipe's rewards, and end their child processes after the block.
+    """Load a recipe's rewards, yield them, and end their child processes after the block.
 
     ``settings`` has the recipe keys as attributes. ``left_out`` has the columns that rewards do not get, with the
     reasons. ``run_dir`` gets the files that ``load_rewards`` writes.
@@ -158,7 +159,7 @@ class IsolatedReward(RewardWrapper):
         self._watch = watch
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
-        """Return the score of each row, in order; equal rows share a call, and recorded scores are reused."""
+        """Return the score of each row, in order. Equal rows share a call, and recorded scores are reused."""
         plain = {name: values for name, values in columns.items() if name not in LIVE_OBJECTS}
         arguments = select_columns(plain, self.pool.accepted[self.spec])
         keys = [
@@ -182,12 +183,13 @@ class IsolatedReward(RewardWrapper):
 
 
 class EpisodeReward(RewardWrapper):
-    """The reward of an episode, unscored if its environment failed."""
+    """The reward that an environment gave to an episode. The row is unscored if its environment failed."""
 
     def __init__(self) -> None:
         super().__init__(make_reward(SOURCE_REWARD), SOURCE_REWARD, SOURCE_REWARD)
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
+        """Return the environment's reward of each row, or the reason in the column ``episode_failed``."""
         values = self._function(**columns)
         return [Score(value, reason) for value, reason in zip(values, columns["episode_failed"], strict=True)]
 
@@ -212,14 +214,14 @@ class LimitRecords:
     def find(self, key: str | None, generation: int) -> Score | None:
         """Return the recorded score of a call if its record is from this or an earlier generation, else None.
 
-        ``key`` is the result of ``key_of``; no record has the key None. The score has no value: it contains the reason
-        of the limit, and is marked as replayed.
+        ``key`` is a result of ``key_of``. For None there is no record. The score has no value, only the reason of the
+        limit, and is marked as replayed.
         """
         recorded_in, reason = self._records.get(key or "", (generation + 1, ""))
         return Score(None, reason, by_limit=True, replayed=True) if recorded_in <= generation else None
 
     def add(self, key: str | None, generation: int, score: Score) -> None:
-        """Record a score if a limit decided it; other scores, and calls with the key None, are ignored.
+        """Append a score to the file if a limit decided it. Ignore other scores, and calls with the key None.
 
         The record is on disk before the update that uses the score.
         """

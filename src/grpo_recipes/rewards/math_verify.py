@@ -56,6 +56,7 @@ def math_verify(completions: list[Any], answer: list[Any], **_: Any) -> list[flo
 
 
 def _score(text: str, solution: str) -> float | None:
+    """Return 1.0 or 0.0 for a completion's text, or None if the solution cannot be read and is not the same text."""
     answer, gold = answers.last_answer(text), answers.reference_answer(solution)
     answer = answers.last_boxed(text) if answer is None else answer
     if answer is not None and (answers.is_same_answer(answer, solution) or equal(answer, gold)):
@@ -74,6 +75,7 @@ def equal(answer: str, gold: str) -> bool:
 
 
 def _readable(answer: answers.Answer) -> bool:
+    """Return whether an answer, with each of its items, is a number, words, or mathematics that sympy can parse."""
     if isinstance(answer.value, tuple):
         return all(map(_readable, answer.value))
     return not isinstance(answer.value, str) or _is_text(answer) or bool(_parsed(answer.value))
@@ -85,11 +87,12 @@ def _is_text(answer: answers.Answer) -> bool:
 
 
 def _has_words(answer: answers.Answer) -> bool:
+    """Return whether an answer contains a word that is not a name in mathematics, such as ``sqrt``."""
     return any(word not in KNOWN_WORDS for word in _WORD.findall(_COMMAND.sub(" ", _latex(answer))))
 
 
 def _equal_items(gold: answers.Answer, answer: answers.Answer) -> bool:
-    """Return whether two answers are equal; at most one of them has items."""
+    """Return whether two answers are equal by value or as mathematics. At most one of them is a list of items."""
     if answers.have_equal_values(gold, answer):
         return True
     if gold.unit and answer.unit and gold.unit != answer.unit:
@@ -126,7 +129,7 @@ def _with_variable(answer: answers.Answer, compared: answers.Answer) -> str:
 
 
 def _matrix(answer: answers.Answer, compared: str) -> str | None:
-    """Return a tuple as a matrix if it is compared with a matrix; ``[[1, 2], [3, 4]]`` has two rows."""
+    """Return a tuple as a LaTeX matrix if ``compared`` is one, else None. ``[[1, 2], [3, 4]]`` has two rows."""
     if "matrix}" not in compared or not isinstance(answer.value, tuple) or answer.brackets not in ("()", "[]"):
         return None
     rows = [_latex(replace(item, brackets="")).replace(", ", "&") for item in answer.value]
@@ -136,12 +139,12 @@ def _matrix(answer: answers.Answer, compared: str) -> str | None:
 
 @functools.lru_cache(maxsize=1024)  # completions of one prompt often agree
 def _equal(gold: str, answer: str) -> bool:
-    # The value of a chain such as 3+5=8 is its last step. Its other numbers must equal that value: 41=42 is wrong.
-    """Return whether two expressions are equal by math-verify; False if one of them can't be read or compared.
+    """Return whether two LaTeX expressions are equal by math-verify. False if one can't be read or compared.
 
     Equations such as ``x = 1/2 = 0.5`` are compared by their last side if possible. MemoryError is raised, because it
     leaves the completion unscored.
     """
+    # The value of a chain such as 3+5=8 is its last step. Its other numbers must equal that value: 41=42 is wrong.
     *earlier, last = _EQUALS.split(gold)
     if len(earlier) > 1 or (earlier and _constant(earlier[0]) and _constant(last)):
         gold, earlier = last, []
@@ -174,17 +177,18 @@ def _equal(gold: str, answer: str) -> bool:
 
 
 def _constant(latex: str) -> bool:
+    """Return whether an expression can be parsed and has no variables."""
     parsed = _parsed(latex)
     return bool(parsed) and isinstance(parsed[0], sympy.Expr) and not parsed[0].free_symbols
 
 
 def _infinite(first: sympy.Expr, second: sympy.Expr) -> bool:
-    """Return whether one of two numbers contains infinity; sympy may find such numbers equal by mistake."""
+    """Return whether one of two expressions without variables contains infinity. sympy may call such numbers equal."""
     return not (first.free_symbols or second.free_symbols) and (first.has(*_INFINITE) or second.has(*_INFINITE))
 
 
 def _differ(first: Any, second: Any) -> bool:
-    """Return whether two expressions have different values at one point; False if that is not certain.
+    """Return whether two expressions certainly differ: by their values at one point. False if that is not certain.
 
     This is much faster than sympy, which would try every way to make them equal.
     """

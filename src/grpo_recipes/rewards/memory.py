@@ -41,6 +41,7 @@ def mount_own_shared_memory(most_bytes: int) -> None:
 
 
 def _mounted(most_bytes: int) -> bool:
+    """Mount an empty ``/dev/shm`` in new namespaces of this process. Return False at the first call that fails."""
     libc, user, group = ctypes.CDLL(None), os.geteuid(), os.getegid()
     if libc.unshare(_NEW_MOUNTS | _NEW_IPC | (_NEW_USER if user else 0)) != 0:
         return False
@@ -60,18 +61,15 @@ def memory_of(processes: Sequence[psutil.Process]) -> int:
     files: dict[tuple[int, int], int] = {}
     for process in processes:
         with contextlib.suppress(OSError, KeyError):  # it has ended, or belongs to another user
-            sizes = _mapped_sizes(process.pid)
+            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
+            fields = (line.partition(":") for line in lines)
+            sizes = {name: int(value.split()[0]) << 10 for name, _, value in fields}
             mapped += sizes.get("Pss_Shmem", 0)
             private += sizes["Pss"] - sizes.get("Pss_Shmem", 0)
             files |= _open_shared_files(process.pid)
     own_folder_size = max((_own_folder_size(process.pid) for process in processes), default=0)
     # Pages of open files may also be mapped: adding both would count them twice.
     return private + max(mapped, sum(files.values()) + own_folder_size)
-
-
-def _mapped_sizes(pid: int) -> dict[str, int]:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    return {name: int(value.split()[0]) << 10 for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _open_shared_files(pid: int) -> dict[tuple[int, int], int]:
@@ -87,7 +85,7 @@ def _open_shared_files(pid: int) -> dict[tuple[int, int], int]:
 
 
 def _own_folder_size(pid: int) -> int:
-    """Return the bytes in a process's own ``/dev/shm``, 0 if it uses the machine's."""
+    """Return the bytes used in a process's own ``/dev/shm``. 0 if it uses the machine's, or has ended."""
     with contextlib.suppress(OSError):
         folder = f"/proc/{pid}/root{_SHARED_MEMORY}"
         if os.stat(folder).st_dev != os.stat(_SHARED_MEMORY).st_dev:

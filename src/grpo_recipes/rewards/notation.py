@@ -97,7 +97,10 @@ _LEAD_IN = re.compile(
 
 
 def clean(text: str) -> str:
-    """Remove formula signs, boxes, bold marks, a final full stop and an introduction from an answer."""
+    """Return an answer without formula signs, boxes, bold marks, introduction and final full stop.
+
+    Unicode signs become LaTeX, and repeating decimals become fractions.
+    """
     if not text.isascii():
         text = _without_unicode(text)
     latex = "\\" in text
@@ -119,6 +122,7 @@ def clean(text: str) -> str:
 
 
 def _repeating_fraction(match: re.Match[str]) -> str:
+    r"""Return the exact LaTeX fraction of a repeating decimal that ``_REPEATING`` matched: ``0.(3)`` as ``3/9``."""
     block = match["block"] or match["digit"] or match["bracketed"] or match["repeated"] or match["pattern"]
     start = match["whole"] + match["fixed"]
     above = int(start + block) - int(start or "0")
@@ -133,6 +137,7 @@ def _without_unicode(text: str) -> str:
 
 
 def _script_in_braces(sign: str, plain: dict[int, int], match: re.Match[str]) -> str:
+    """Return raised or lowered characters as LaTeX: ``²`` as ``^{2}``. ``plain`` maps them to plain ones."""
     return f"{sign}{{{match[0].translate(plain)}}}"
 
 
@@ -159,12 +164,12 @@ def _without_commands(text: str) -> str:
 
 
 def closing_brace(text: str, start: int) -> int:
-    """Return the index of the brace that closes the first brace at or after ``start``; -1 if there is none."""
+    """Return the index of the brace that closes the first brace at or after ``start``. -1 if there is none."""
     return closing(text, start, "{}")
 
 
 def closing(text: str, start: int, brackets: str) -> int:
-    """Return the index of the bracket that closes the first bracket at or after ``start``; -1 if there is none.
+    """Return the index of the bracket that closes the first bracket at or after ``start``. -1 if there is none.
 
     ``brackets`` is the pair to search, for example ``"{}"``.
     """
@@ -251,6 +256,10 @@ def _argument(text: str, start: int) -> tuple[str, int]:
 
 
 def _root(name: str, text: str, end: int) -> tuple[str, int]:
+    """Return a root (``sqrt`` or ``cbrt``) with its degree and radicand as LaTeX, and the index after it.
+
+    ``end`` is the index after the name.
+    """
     degree = "[3]" if name == "cbrt" else ""
     if text.startswith("[", end) and (close := closing(text, end, "[]")) > 0:
         degree, end = text[end : close + 1], close + 1
@@ -259,14 +268,20 @@ def _root(name: str, text: str, end: int) -> tuple[str, int]:
 
 
 def _script(sign: str, text: str, end: int) -> tuple[str, int]:
-    """Return an exponent or index in braces: ``^(1/2)``, ``^-1``, ``^10``."""
+    """Return an exponent or index in braces, for example ``^{-1}`` for ``^-1``, and the index in ``text`` after it.
+
+    ``end`` is the index after the ``sign``, which is ``^`` or ``_``.
+    """
     negative = re.match(r"\s*-\s*", text[end:])
     content, end = _argument(text, end + (negative.end() if negative else 0))
     return f"{sign}{{{'-' if negative else ''}{content}}}", end
 
 
 def _function(name: str, text: str, end: int) -> tuple[str, int]:
-    r"""Return a function with its argument in parentheses if it has an exponent or a base: ``\sin^2t``."""
+    r"""Return a function as LaTeX, and the index in ``text`` after it.
+
+    With an exponent or a base, the argument gets parentheses: ``\sin^{2}(t)`` for ``\sin^2t``.
+    """
     scripts = ""
     while match := re.match(r"\s*([\^_])", text[end:]):
         script, end = _script(match[1], text, end + match.end())

@@ -189,7 +189,10 @@ class RewardPool:
         return [self.scores.get(row, Score(None, NOT_CALLED)) for row in range(len(completions))]
 
     def _next_rows(self, child: _Child, reward: str) -> list[int]:
-        """Remove a child's next rows from the open rows; fewer towards the end, so that all children end together."""
+        """Remove the rows to send to a child from the open rows, and return them. Maybe none.
+
+        They are fewer towards the end, so that all children end together.
+        """
         most_rows = 2 * self._concurrency if reward in self.async_rewards else self._paces[reward].rows
         if reward not in child.called:
             most_rows = 1
@@ -200,7 +203,7 @@ class RewardPool:
         return rows
 
     def _limit(self, child: _Child, reward: str, row: int) -> float:
-        """Return the seconds that a child has for a row."""
+        """Return the seconds that a child has for a row, with extra time for a first call and for repeated calls."""
         extra = 0.0 if reward in child.called else self._paces[reward].extra_for_first
         return self.timeout * (1 + self._calls_to_repeat(child, row)) + extra
 
@@ -217,6 +220,7 @@ class RewardPool:
                 yield row
 
     def _busy(self) -> list[_Child]:
+        """Return the children that have rows to answer."""
         return [child for child in self._children if child.rows]
 
     def _listen(self, at_most: float) -> None:
@@ -276,7 +280,10 @@ class RewardPool:
             self._replace(child)
 
     def _not_loaded(self, fault: str) -> None:
-        """Raise if no child could load the rewards before, or after several consecutive failures."""
+        """Count a child that could not load the rewards.
+
+        Raise RewardFailed if no child has loaded them so far, or after several consecutive failures.
+        """
         self._failed_starts += 1
         if not self.accepted or self._failed_starts >= _FAILED_STARTS:
             raise RewardFailed(fault)
@@ -286,7 +293,10 @@ class RewardPool:
         return child.since + child.limit + (_GRACE_SECONDS if child.reward in self.async_rewards else 0.0)
 
     def _enforce(self) -> None:
-        """Stop the children that exceed their time limit."""
+        """Stop the children that exceed their time limit, and forget those that have ended.
+
+        Raise RewardFailed if a child takes longer than ``START_SECONDS`` to load the rewards.
+        """
         now = time.monotonic()
         for child in list(self._children):
             if child.rows and now > self._deadline(child):
@@ -296,14 +306,14 @@ class RewardPool:
         self._reap_ended()
 
     def _reap_ended(self) -> bool:
-        """Print the output of ending children and forget those that have ended; return whether none is left."""
+        """Print the output of ending children, and forget those that have ended. Return whether none is left."""
         for child in self._ending:
             self._print(child)
         self._ending = [child for child in self._ending if not child.has_ended()]
         return not self._ending
 
     def _measure(self) -> None:
-        """Stop a child that exceeds its memory or process limit; measures one child per call, since it is slow."""
+        """Measure one busy child, since it is slow. Stop it if it exceeds its memory or process limit."""
         now = time.monotonic()
         due = [
             child for child in self._busy()
@@ -358,7 +368,7 @@ class RewardPool:
         self._fill()
 
     def _fill(self) -> None:
-        """Start the missing children; they load while others work."""
+        """Start children until there are ``_target_count``. They load their rewards while others work."""
         while len(self._children) < self._target_count:
             self._children.append(_Child(self._setup, self._rewards, child_environment(self._environment), self._valid))
 
@@ -379,7 +389,7 @@ class _Pace:
     rows: int = 1  # rows per chunk
 
     def add(self, score: Score, first: bool) -> None:
-        """Update the durations with a call; ``first`` means the first call of a process, which may include imports."""
+        """Update the durations with a call. ``first`` means the first call of a process, which may include imports."""
         if not first:
             self.seconds = score.seconds if self.seconds is None else 0.8 * self.seconds + 0.2 * score.seconds
             self.rows = max(1, min(_CHUNK_ROWS, int(_CHUNK_SECONDS / max(self.seconds, 1e-6))))
@@ -453,7 +463,7 @@ class _Child:
         return [*replies, {"died": "its process died"}] if part == b"" else replies
 
     def read_output(self) -> bytes:
-        """Return the new output of the child on stderr, at most 1 MiB; empty without new output."""
+        """Return the new output of the child on stderr, at most 1 MiB. Empty without new output."""
         parts: list[bytes] = []
         part: bytes | None = None
         while not self.stderr.closed and len(parts) < 16 and (part := self.stderr.read(1 << 16)):
@@ -463,7 +473,7 @@ class _Child:
         return b"".join(parts)
 
     def terminate(self) -> None:
-        """Ask the keeper to end with all descendants; ``has_ended`` kills it after ``_END_SECONDS``."""
+        """Ask the keeper to end with all descendants. ``has_ended`` kills it after ``_END_SECONDS``."""
         self.kill_time = time.monotonic() + _END_SECONDS
         self.process.terminate()
         self.process.send_signal(signal.SIGCONT)  # a reward may have stopped its keeper

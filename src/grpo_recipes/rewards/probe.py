@@ -117,8 +117,8 @@ def probe_rewards(
 ) -> list[ProbeResult]:
     """Test each reward of a recipe, loaded as in a trainer, with right and wrong completions of these rows.
 
-    ``left_out`` has the columns that rewards do not get, with the reasons. Raise ConfigError if a reward fails; with
-    several rewards, the error has the problems of all of them.
+    ``left_out`` has the columns that rewards do not get, with the reasons. Raise ConfigError if rewards fail, with the
+    problems of all of them.
     """
     names = list(dict.fromkeys(recipe["reward_funcs"]))
     try:
@@ -153,7 +153,7 @@ def _probe_together(
 
 @contextlib.contextmanager
 def reward_errors_as_config_errors(recipe: Recipe) -> Iterator[None]:
-    """Raise ConfigError if the block raises RewardFailed; print the traceback if the user's code raised the error."""
+    """Raise ConfigError if the block raises RewardFailed. Print the traceback if the user's code raised the error."""
     try:
         yield
     except RewardFailed as error:
@@ -178,7 +178,7 @@ def find_problems(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Pro
         for fault, fix in finding.faults
     ]
     if len(findings) > 1:
-        problems += [_unpaid_problem(recipe, finding) for finding in findings if _reads_solution(recipe, finding)]
+        problems += filter(None, (_unpaid_problem(recipe, finding) for finding in findings))
     if not problems and findings and not any(finding.distinguishes for finding in findings):
         fault = "no reward distinguishes right from wrong answers: both get the same on average"
         if example := next(filter(None, map(describe_unpaid, findings)), ""):
@@ -209,17 +209,18 @@ def find_problems(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Pro
     return problems
 
 
-def _reads_solution(recipe: Recipe, finding: ProbeResult) -> bool:
-    """Return whether a user reward uses the reference solution, but rewards right answers like wrong answers."""
+def _unpaid_problem(recipe: Recipe, finding: ProbeResult) -> Problem | None:
+    """Return the problem of a user reward that rewards right answers like wrong answers.
+
+    None for other rewards, and for user rewards whose code does not use the reference solution.
+    """
     if finding.unpaid is None or finding.faults:
-        return False
+        return None
     function = function_source(finding.reward)
     columns = [recipe["dataset_solution_column"], recipe["eval_dataset_solution_column"]]
     names = {"answer", *solution_names(columns, recipe["dataset_mixture"])}
-    return function is not None and bool(names & names_read_by(function))
-
-
-def _unpaid_problem(recipe: Recipe, finding: ProbeResult) -> Problem:
+    if function is None or not names & names_read_by(function):
+        return None
     fix = "correct it: it uses the reference solution, so it must read one of these formats: "
     fix += ", ".join(" ".join((writing % 42).split()) for writing in USER_FORMATS)
     return Problem(recipe.location("reward_funcs"), f"reward '{finding.reward}' {describe_unpaid(finding)}", fix)
@@ -279,7 +280,7 @@ def probe(
 def _score_completions(
     reward: Reward, prepared: Sequence[tuple[dict[str, Any], ProbeCompletion]], most_missing: float
 ) -> list[ProbeCompletion]:
-    """Score the first completions, then as many as the reward can score in ``_MOST_SECONDS``; return these.
+    """Score the first completions, then as many as the reward can score in ``_MOST_SECONDS``. Return these.
 
     If completions of the first part were not called, because too many failed, no more are scored.
     """
@@ -298,7 +299,10 @@ def _score_completions(
 def _call(
     reward: Reward, prepared: Sequence[tuple[dict[str, Any], ProbeCompletion]], most_missing: float
 ) -> list[ProbeCompletion]:
-    """Call a reward with TRL's arguments; each completion has a single token id, since only its text matters."""
+    """Call a reward as TRL does, and return the completions with their scores.
+
+    Each completion has a single token id, since only its text matters. ``most_missing`` is explained in ``probe``.
+    """
     if not prepared:
         return []
     columns = {column: [row[column] for row, _ in prepared] for column in prepared[0][0]}
@@ -316,7 +320,7 @@ def _call(
 
 
 def _find_unpaid(tries: Sequence[ProbeCompletion]) -> ProbeCompletion | None:
-    """Return the first right answer with a reward no higher than the best wrong answer."""
+    """Return the first right answer with a reward no higher than the best wrong answer. None without one."""
     scored = [(completion, completion.value) for completion in tries if completion.value is not None]
     best_wrong = max((value for completion, value in scored if not completion.right), default=None)
     if best_wrong is None:
@@ -339,7 +343,7 @@ def describe_unpaid(result: ProbeResult) -> str:
 
 
 def _server_fix(variables: Collection[str]) -> str:
-    """Return the fix if a reward's server does not answer; its address may be in one of these environment variables."""
+    """Return the fix if a reward's server does not answer. It lists those of ``variables`` that have an address."""
     addresses = [name for name in variables if "://" in os.environ.get(name, "") and "proxy" not in name.lower()]
     where = f" in {', '.join(addresses)}" if addresses else ""
     return f"start the server that it calls, or correct its address{where}"
@@ -375,7 +379,10 @@ def unscored_reason(name: str, reason: str | None) -> str:
 
 
 def wrong_answers(answer: str, all_answers: Sequence[str]) -> list[str]:
-    """Return wrong answers similar to a reference solution, and the first different answer of ``all_answers``."""
+    """Return wrong answers for a reference solution: changed or additional digit, another row's answer, and "".
+
+    The other row's answer is the first in ``all_answers`` that differs.
+    """
     number = _LAST_NUMBER.search(answer)
     wrong = [f"{answer}1"]
     if number:
@@ -407,13 +414,16 @@ def _prepare_completions(
 
 
 def _listed_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
-    """Return the right and the wrong answers of a problem with several right answers; None for other problems."""
+    """Return the right and the wrong answers of a problem with several right answers. None for other problems."""
     functions = (load(entry.answers) for entry in rewards().values() if entry.answers)
     return next((answers for function in functions if (answers := function(row)) is not None), None)
 
 
 def _means(tries: list[ProbeCompletion], formats: Sequence[str]) -> tuple[float, float | None, float | None]:
-    """Return the difference of the mean rewards of right and wrong completions in these formats, and both means."""
+    """Return the absolute difference of the mean rewards of right and wrong completions, and both means.
+
+    Only completions in these formats count. Without scores, a mean is None and the difference is -1.
+    """
     scored = [
         (completion.right, completion.value)
         for completion in tries

@@ -119,19 +119,20 @@ def call_reward(function: Callable[..., Any], columns: Mapping[str, Sequence[Any
 
 
 async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
+    """Await any awaitable. ``asyncio.Runner.run`` accepts only coroutines."""
     return await awaitable
 
 
 @functools.cache
 def event_loop() -> Any:
-    """Return this process's ``asyncio.Runner`` for rewards; all calls share its loop, so clients stay connected."""
+    """Return this process's ``asyncio.Runner`` for rewards. All calls share its loop, so clients stay connected."""
     import asyncio
 
     return asyncio.Runner()
 
 
 def read_scores(result: Any, rows: int, converts: Callable[[Any], Score] | None = None) -> list[Score]:
-    """Return the scores in a reward's result for ``rows`` completions; all are unscored if type or length is wrong.
+    """Return the scores in a reward's result for ``rows`` completions. All are unscored if type or length is wrong.
 
     ``converts`` translates each entry to a score. By default, entries are numbers or None.
     """
@@ -145,6 +146,7 @@ def read_scores(result: Any, rows: int, converts: Callable[[Any], Score] | None 
 
 
 def _score(entry: Any) -> Score:
+    """Return the score for an entry of a reward's result. Unscored, with a reason, unless it is a number or None."""
     if entry is None:
         return Score(None)
     if isinstance(entry, str | bytes) or not hasattr(type(entry), "__float__"):
@@ -170,7 +172,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _is_connection_error(error: BaseException | None) -> bool:
-    """Return whether a failed connection caused an exception; by class name, since each client has its own class."""
+    """Return whether a failed connection caused an exception, judged by class names: each client has its own class."""
     while error is not None:
         if any(kind.__name__.endswith(("ConnectionError", "gaierror")) for kind in type(error).__mro__):
             return True
@@ -209,25 +211,22 @@ class RewardWrapper:
         self.generation, self.stop, self.give_up_after = number, stop, give_up_after
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """Return (B,) rewards, None for unscored completions."""
-        scores = self._score(len(completions), self.with_solution_names({**columns, "completions": completions}))
-        self.scores = [self._explain_missing_column(score) if score.reason else score for score in scores]
+        """Return (B,) rewards, None for unscored completions, and keep the scores with their reasons in ``scores``."""
+        other_names = dict.fromkeys(self._solutions, columns["answer"]) if "answer" in columns else {}
+        scores = self._score(len(completions), {**other_names, **columns, "completions": completions})
+        self.scores = [
+            replace(score, reason=score.reason + self._missing_column_note(score.reason)) if score.reason else score
+            for score in scores
+        ]
         return [score.value for score in self.scores]
 
-    def with_solution_names(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Return TRL's columns, with ``answer`` under its additional names too."""
-        return {**(dict.fromkeys(self._solutions, columns["answer"]) if "answer" in columns else {}), **columns}
-
-    def _explain_missing_column(self, score: Score) -> Score:
-        """If the reason names a column that rewards do not get, add why."""
-        return replace(score, reason=f"{score.reason}{self._missing_column_note(str(score.reason))}")
-
     def _missing_column_note(self, reason: str) -> str:
+        """Return a note for a reason that names a column which rewards do not get: why not. "" for other reasons."""
         column = next((name for name in self._left_out if f"'{name}'" in reason), None)
         return f"; column '{column}' is not passed to rewards: {self._left_out[column]}" if column else ""
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
-        """Call the function on the whole batch and return a score per row; raise RewardFailed if the function raises.
+        """Call the function on the whole batch and return a score per row. Raise RewardFailed if the function raises.
 
         After a request to stop, no row has a score. A result of the wrong type or length raises RewardFailed too.
         """

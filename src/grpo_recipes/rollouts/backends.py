@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered problem."""
+    """A benchmark problem as token ids, with its seed."""
 
     ids: Tokens
     seed: int
@@ -46,7 +46,7 @@ class Sampling:
 
 
 def make_rollouts(trainer: Trainer) -> Rollouts:
-    """Return the source of completions that fits the trainer's configuration."""
+    """Return the sampler for the trainer's config: transformers, colocated vLLM, the run's or an external server."""
     if not trainer.use_vllm:
         return Rollouts(trainer)
     if trainer.vllm_generation.mode != "server":
@@ -55,13 +55,16 @@ def make_rollouts(trainer: Trainer) -> Rollouts:
 
 
 def problem_seed(run_seed: int, benchmark: str, index: int) -> int:
-    """Return a seed of 31 bits. vLLM adds the completion's number to it, so seeds of neighbors must be far apart."""
+    """Return the sampling seed, 31 bits, of a benchmark problem. It depends only on these three values.
+
+    vLLM adds the completion's number to it, so seeds of neighbors must be far apart.
+    """
     text = f"{run_seed}/benchmark/{benchmark}/{index}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
 def sampling_keys(trainer: Trainer) -> dict[str, Any]:
-    """Return the recipe's keys that truncate or change the sampling distribution."""
+    """Return the recipe's top_p, top_k, min_p and repetition_penalty, which change the sampling distribution."""
     keys = {"top_p": trainer.top_p, "top_k": trainer.top_k, "min_p": trainer.min_p or 0.0}
     return {**keys, "repetition_penalty": trainer.repetition_penalty}
 
@@ -70,11 +73,11 @@ class Rollouts:
     """A source of completions that has the trainer's weights. This class samples with transformers."""
 
     guarded = False
-    """Whether the weights are sent to another process and verified there by the guard."""
+    """Whether the weights in vLLM are verified after each transfer (``weight_guard``)."""
     only_main_rank_samples = False
     """Whether only rank 0 calls ``sample``. Otherwise all ranks call it with the same arguments."""
     bridge = ""
-    """The weight sync method, for messages of the guard."""
+    """The weight sync method, for messages about wrong weights."""
     failed: Sequence[bool] = ()
     """For each completion of the last generation, over all ranks, whether it is missing."""
 
@@ -83,41 +86,44 @@ class Rollouts:
 
     @property
     def probes(self) -> bool:
-        """Whether the guard compares completions of ``probe`` instead of the training's completions."""
+        """Whether the check of the weights samples its own completion (``probe``) instead of using the training's."""
         return False
 
     @property
     def transfers(self) -> int:
-        """Return a number that changes with each transfer of weights."""
+        """A number that changes with each transfer of weights. Always 0 if no weights are sent."""
         return 0
 
     def name_generation(self, name: str) -> None:
-        """Derive sampling seeds of the next generation from this name, if the sampler has seeds."""
+        """Derive the sampling seeds of the next generation from this name. Ignored by samplers without seeds."""
 
     def named_generation(self, name: str, numbers: list[int]) -> AbstractContextManager[None]:
-        """Derive the sampling seeds of the generation inside from this name and a number for each prompt of the rank.
+        """Derive the sampling seeds in the block from this name and a number for each of this rank's prompts.
 
-        Called by every rank with the same count of numbers.
+        Ignored by samplers without seeds. Called by every rank with the same count of numbers.
         """
         return nullcontext()
 
     def using_seed(self, seed: int) -> AbstractContextManager[None]:
-        """Derive sampling seeds inside from this seed instead of the run's, if the sampler has seeds."""
+        """Derive sampling seeds in the block from this seed instead of the run's. Ignored by samplers without seeds."""
         return nullcontext()
 
     def begin_epoch(self, epoch: int, micro_steps: int) -> None:
-        """Start an epoch; a resumed run has already taken ``micro_steps`` of it. Called by every rank."""
+        """Note the start of an epoch, of which a resumed run has taken ``micro_steps`` before. Called by every rank."""
 
     def using_base_model(self) -> AbstractContextManager[None]:
-        """Sample from the untrained model inside. Only a server with LoRA adapters has it."""
+        """Sample from the untrained model in the block. Only a server with a LoRA adapter has that model."""
         raise NotImplementedError
 
     def generate(self, draw: Callable[[], Sampled]) -> Sampled:
-        """Return ids and log-probs of completions for training; ``draw`` is TRL's sampler, with weights first."""
+        """Return ids and log-probs of completions for training.
+
+        ``draw`` is TRL's own sampling, which sends the weights of a new step first. Subclasses may add to it.
+        """
         return draw()
 
     def mask_failed(self, output: dict[str, Any]) -> None:
-        """Remove all tokens of missing completions from the loss. TRL requires a completion in every row."""
+        """Mask all tokens of missing completions in the loss inputs. TRL requires a completion in every row."""
         rows = len(output["completion_ids"])
         start = self._trainer.args.process_index * rows
         if any(failed := self.failed[start : start + rows]):
@@ -126,11 +132,14 @@ class Rollouts:
             output["tool_mask"] = mask_BT * present_B.unsqueeze(1)
 
     def probe(self, prompt: Tokens) -> tuple[Tokens, list[float]]:
-        """Return a completion from the unmodified distribution and its log-probs. Called by every rank."""
+        """Return a new completion of this prompt, from the unmodified distribution, and its log-probs.
+
+        Called by every rank, only if ``probes``.
+        """
         raise NotImplementedError
 
     def serve_weights(self) -> bool:
-        """Send the current weights unless the sampler has them; return whether they were sent. Called by every rank."""
+        """Send the current weights unless the sampler has them. Return whether they were sent. Called by every rank."""
         return False
 
     def checksum_error(self) -> str | None:
@@ -138,27 +147,27 @@ class Rollouts:
         return None
 
     def resending_weights(self) -> AbstractContextManager[None]:
-        """Forget syncs inside the block afterwards, so that the next generation sends its weights and is guarded."""
+        """After the block, forget its transfers, so that the next generation sends and verifies the weights again."""
         return nullcontext()
 
     @property
     def pending_generation(self) -> Any:
-        """Return the generation that is sampled ahead, for ``restore_pending_generation``, or None."""
+        """The generation that is being sampled ahead, for ``restore_pending_generation``. None if there is none."""
         return None
 
     def finish_pending_generation(self) -> dict[str, Any] | None:
-        """Wait for the generation that is sampled ahead; return its state for a checkpoint, or None without any."""
+        """Wait for the generation sampled ahead, and return it as a dict for a checkpoint. None if there is none."""
         return None
 
     def restore_pending_generation(self, flight: Any) -> None:
-        """Use a generation of ``pending_generation`` or of a checkpoint next; cancel one that was sampled since."""
+        """Use this generation next: of ``pending_generation``, or a checkpoint's dict. Cancel one started since."""
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Tokens]]:
         """Sample completions of benchmark prompts, (prompts, samples), with the weights that were sent last."""
         return self._sample_in_groups(prompts, sampling, self._trainer.args.world_size)
 
     def _sample_in_groups(self, prompts: Sequence[Prompt], sampling: Sampling, groups: int) -> list[list[Tokens]]:
-        """Let each group of ranks sample an equal part of the prompts; return all completions on every rank."""
+        """Let each group of ranks sample an equal part of the prompts. Return all completions on every rank."""
         # The last prompt fills up the parts: sharded models need the same number of passes on each rank.
         rank, world = self._trainer.args.process_index, self._trainer.args.world_size
         part = -(-len(prompts) // groups)
@@ -169,7 +178,7 @@ class Rollouts:
         return list(gathered[: len(prompts)])
 
     def _sample_part(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Tokens]]:
-        """Sample a few prompts at a time with transformers."""
+        """Sample this rank's prompts with transformers, a few at a time. Return completions, (prompts, samples)."""
         trainer = self._trainer
         config = copy.deepcopy(trainer.generation_config)
         config.max_new_tokens, config.do_sample = sampling.max_tokens, sampling.temperature > 0
@@ -196,14 +205,17 @@ class VllmRollouts(Rollouts):
 
     @property
     def transfers(self) -> int:
+        """The optimizer step of the weights in vLLM."""
         return self._trainer.loaded_step
 
     @property
     def _sleeps(self) -> bool:
+        """Whether colocated vLLM frees its memory between generations, and loses its weights (sleep mode)."""
         generation = self._trainer.vllm_generation
         return bool(generation.mode == "colocate" and generation.enable_sleep_mode)
 
     def serve_weights(self) -> bool:
+        """Send the current weights if vLLM has another step's or was asleep, and wake it up. Return whether sent."""
         step = self._trainer.state.global_step
         is_needed = self._sleeps or self._trainer.loaded_step != step
         if is_needed:
@@ -215,6 +227,7 @@ class VllmRollouts(Rollouts):
 
     @contextmanager
     def resending_weights(self) -> Iterator[None]:
+        """After the block, restore the number of the loaded step, and let vLLM sleep if it did before."""
         loaded_step = self._trainer.loaded_step
         try:
             yield
@@ -231,30 +244,36 @@ class ColocatedRollouts(VllmRollouts):
 
     @property
     def transfers(self) -> int:
+        """The number of transfers to the engines so far."""
         return int(self._trainer.vllm_generation.transfers)
 
     def name_generation(self, name: str) -> None:
+        """Derive the sampling seeds of the next generation from this name."""
         self._trainer.vllm_generation.name_generation(name)
 
     def named_generation(self, name: str, numbers: list[int]) -> AbstractContextManager[None]:
+        """Derive the sampling seeds in the block from this name and every rank's numbers."""
         scope: AbstractContextManager[None]
         scope = self._trainer.vllm_generation.named_generation(name, gather_object(numbers))
         return scope
 
     def using_seed(self, seed: int) -> AbstractContextManager[None]:
+        """Derive sampling seeds in the block from this seed instead of the run's."""
         scope: AbstractContextManager[None] = self._trainer.vllm_generation.using_seed(seed)
         return scope
 
     def checksum_error(self) -> str | None:
+        """Return on every rank the first error of an engine's checksum of the last transfer, or None."""
         errors = gather_object([self._trainer.vllm_generation.checksum_error])
         return next(filter(None, errors), None)
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Tokens]]:
-        """Sample a part of the prompts with each engine."""
+        """Sample a part of the prompts with each engine, which may span several ranks. Return all on every rank."""
         groups = self._trainer.args.world_size // self._trainer.vllm_generation.tensor_parallel_size
         return self._sample_in_groups(prompts, sampling, groups)
 
     def _sample_part(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Tokens]]:
+        """Sample this engine's prompts with vLLM, each with its own seed."""
         from vllm import SamplingParams
 
         keys: dict[str, Any] = {"n": sampling.samples, "temperature": sampling.temperature}
@@ -277,27 +296,32 @@ class ServerRollouts(VllmRollouts):
         self._client: Any = getattr(trainer.vllm_generation, "vllm_client", None)  # None on ranks other than 0
 
     def name_generation(self, name: str) -> None:
+        """Derive the sampling seeds of the next generation from this name."""
         if self._client is not None:
             self._client.name_generation(name)
 
     def named_generation(self, name: str, numbers: list[int]) -> AbstractContextManager[None]:
+        """Derive the sampling seeds in the block from this name and every rank's numbers."""
         gathered = gather_object(numbers)
         return nullcontext() if self._client is None else self._client.named_generation(name, gathered)
 
     def using_seed(self, seed: int) -> AbstractContextManager[None]:
+        """Derive sampling seeds in the block from this seed instead of the run's."""
         return nullcontext() if self._client is None else self._client.using_seed(seed)
 
     def using_base_model(self) -> AbstractContextManager[None]:
+        """Sample from the model without its LoRA adapter in the block."""
         return nullcontext() if self._client is None else self._client.using_base_model()
 
     def checksum_error(self) -> str | None:
+        """Return rank 0's error of the checksum of the last transfer on every rank, or None."""
         main = self._trainer.accelerator.is_main_process
         errors = [self._trainer.vllm_generation.vllm_client.checksum_error if main else None]
         error: str | None = broadcast_object_list(errors, from_process=0)[0]
         return error
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Tokens]]:
-        """Send the server a request with its own seed for each prompt."""
+        """Sample benchmark prompts on the server, each with its own seed. Called only on rank 0."""
         ids, seeds = [prompt.ids for prompt in prompts], [prompt.seed for prompt in prompts]
         keys = {"n": sampling.samples, "temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
         client = self._trainer.vllm_generation.vllm_client
@@ -305,7 +329,7 @@ class ServerRollouts(VllmRollouts):
         return _grouped(answer["completion_ids"], sampling.samples)
 
     def _from_main(self, work: Callable[[], Result]) -> Result:
-        """Call ``work`` on rank 0, and return its result on every rank."""
+        """Call ``work`` on rank 0, which has the client, and return its result on every rank."""
         result: Result = broadcast_object_list([None if self._client is None else work()], from_process=0)[0]
         return result
 
@@ -319,21 +343,25 @@ class ExternalRollouts(ServerRollouts):
 
     @property
     def probes(self) -> bool:
+        """Always True: an external server may score the training's completions in another way."""
         return True
 
     def generate(self, draw: Callable[[], Sampled]) -> Sampled:
-        """Generate, and note on every rank which completions are missing."""
+        """Sample with ``draw``, and store in ``failed`` on every rank which completions are missing."""
         sampled = draw()
         self.failed = self._from_main(lambda: self._client.failed)
         return sampled
 
     def checksum_error(self) -> str | None:
+        """Return None: an external server computes no checksum."""
         return None
 
     def probe(self, prompt: Tokens) -> tuple[Tokens, list[float]]:
+        """Return a new completion of this prompt and its log-probs, on every rank."""
         completion: tuple[Tokens, list[float]] = self._from_main(lambda: self._client.probe(prompt))
         return completion
 
 
 def _grouped(completions: list[Tokens], samples: int) -> list[list[Tokens]]:
+    """Split completions in the order of prompts into (prompts, samples)."""
     return [completions[start : start + samples] for start in range(0, len(completions), samples)]

@@ -1,8 +1,8 @@
 """An external server: a vLLM or SGLang that the launch did not start.
 
 The client uses its OpenAI-compatible API, and it loads new weights from files that it can read. It does not run our
-code, so no checksum of its weights is possible. Instead the guard compares the log-probs of a completion that is
-sampled only for this purpose.
+code, so no checksum of its weights is possible. To verify them, the trainer compares log-probs of a completion that is
+sampled only for this check.
 """
 
 import os
@@ -26,15 +26,16 @@ from grpo_recipes.weights.file import write_weights
 from grpo_recipes.weights.transport import Answer, ServerAdapter, ServerError
 
 KEY = "vllm_server_base_url"
-_PROBED_TOKENS = 32  # length of the guard's completion
+_PROBED_TOKENS = 32  # length of the completion that verifies the weights
 _READY_SECONDS = 60.0
 _PLACEHOLDER = ([0], [0.0])  # ids and log-probs of a failed completion; the loss does not use them
 
 
 def connect(recipe: Recipe, model: str, environment: Mapping[str, str]) -> CompletionClient:
-    """Return a client of the recipe's server once it serves the model; raise ConfigError if training can't use it.
+    """Wait until the recipe's external server serves the model, and return a client. Used before the training starts.
 
-    ``model`` is the path of the recipe's model on this machine. The server may use either name.
+    ``model`` is the path of the recipe's model on this machine. The server may use either name. Raise ConfigError if
+    training can't use the server.
     """
 
     def at_key(error: ConfigError) -> ConfigError:
@@ -89,7 +90,7 @@ class ExternalClient(BridgeClient):
     """The reason of the first missing completion of the last generation."""
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
-        """Wait until the server answers, and check that it serves the run's model."""
+        """Wait until the server answers, at most ``total_timeout`` seconds. Raise ConfigError for another model."""
         args, run, token = self._args, Run(self._run_dir), os.environ.get("OPENAI_API_KEY")
         secure_session(self.session, ServerAdapter(args.server_request_timeout), token)
         self._sampler = CompletionClient(
@@ -112,7 +113,7 @@ class ExternalClient(BridgeClient):
         """Do nothing: the server reads files, so no channel is needed."""
 
     def _through_restarts(self, request: Callable[[], Answer]) -> Answer:
-        """Make a request. The launcher does not restart an external server."""
+        """Make a request with retries, but do not wait for a restart: the launcher does not restart this server."""
         return self._retried(request)
 
     def update_named_params(self, metadata: Metadata, named_params: NamedTensors) -> None:
@@ -126,6 +127,7 @@ class ExternalClient(BridgeClient):
             pass
 
     def _load(self, folder: str) -> None:
+        """Let the server load the weights in this folder. Raise an error if it rejects them."""
         if self._args.server_backend == VLLM:
             self.call_workers("reload_weights", weights_path=folder)
             return
@@ -140,7 +142,7 @@ class ExternalClient(BridgeClient):
             super().reset_prefix_cache()
 
     def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
-        """Generate as TRL does, with one request per completion; ``failed`` marks the missing completions."""
+        """Generate as TRL's client does, with one request per completion. Set ``failed`` for missing completions."""
         if features is not None:
             raise ServerError("images can't be sent to an external server")
         sample = partial(self._sample, prompts, self._seeds(len(prompts)), n, kwargs)
@@ -149,7 +151,7 @@ class ExternalClient(BridgeClient):
     def generate_seeded(
         self, prompts: Sequence[Any], seeds: Sequence[int] | None, n: int = 1, **kwargs: Any
     ) -> dict[str, list[Any]]:
-        """Generate for a benchmark, which needs every completion; raise ServerError if one is missing."""
+        """Generate for a benchmark, with a seed for each prompt. Raise ServerError if a completion is missing."""
         answer = self._unless_stopping(partial(self._sample, prompts, seeds, n, kwargs), prompts, n)
         if any(self.failed):
             raise ServerError(f"{sum(self.failed)} of {len(self.failed)} completions failed: {self.first_failure}")
@@ -158,6 +160,7 @@ class ExternalClient(BridgeClient):
     def _sample(
         self, prompts: Sequence[Any], seeds: Sequence[int] | None, n: int, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
+        """Return TRL's answer for ``n`` completions of each prompt, and set ``failed``. Raise if all are missing."""
         names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         sampling = SamplingParameters(**{name: kwargs[name] for name in names})
         outcomes = [outcome for group in self._sampler.sample(prompts, n, sampling, seeds) for outcome in group]
@@ -177,7 +180,7 @@ class ExternalClient(BridgeClient):
         }
 
     def probe(self, prompt: list[int]) -> tuple[list[int], list[float]]:
-        """Sample from the unmodified distribution, which has the same log-probs at every server."""
+        """Return ids and log-probs of a short completion, from the unmodified distribution: servers agree on these."""
         sampling = SamplingParameters(max_tokens=_PROBED_TOKENS, seed=self._sync)
 
         def draw() -> tuple[list[int], list[float]]:
@@ -189,4 +192,4 @@ class ExternalClient(BridgeClient):
         return self._retried(draw)
 
     def _abort(self, generation: Any) -> None:
-        """Do not abort: the engine may have requests of other clients."""
+        """Do nothing: aborting would end the requests of other clients too."""

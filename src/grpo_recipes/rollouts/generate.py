@@ -29,7 +29,7 @@ _MAX_LOST_ROWS = 8  # without an answer to so many consecutive prompts, the serv
 
 @dataclass
 class Generated:
-    """The outcome of a call, in numbers of prompts."""
+    """The outcome of a call of ``generate``, in numbers of prompts."""
 
     before: int = 0
     """Prompts that an earlier call had completed."""
@@ -42,12 +42,12 @@ class Generated:
 
     @property
     def complete(self) -> bool:
-        """Return whether every prompt has its completions."""
+        """Whether every prompt of the dataset has its completions."""
         return not self.failed and not self.skipped
 
 
 class CompletionsFile:
-    """The open file; ``done`` contains the numbers of its prompts."""
+    """The open file of completions for a dataset's ``rows``. ``done`` contains the numbers of its prompts."""
 
     def __init__(self, path: Path, rows: Sequence[Row]) -> None:
         self.path, self._rows = path, rows
@@ -69,7 +69,10 @@ class CompletionsFile:
         self.done[index] = None
 
     def read(self) -> None:
-        """Read the numbers of finished prompts; remove a damaged end, which a kill or a power loss leaves."""
+        """Read the numbers of finished prompts into ``done``. Remove a damaged end, which a kill can leave.
+
+        Raise ConfigError for a line that is not a row of this dataset.
+        """
         self._file.seek(0)
         whole = without_damaged_end(self._file.read())
         self._file.truncate(len(whole))
@@ -107,9 +110,10 @@ class CompletionsFile:
 
 @contextmanager
 def opened(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> Iterator[CompletionsFile]:
-    """Open a new or existing file for a dataset's ``rows``; raise ConfigError if its settings differ.
+    """Open and lock a new or existing file for a dataset's ``rows``, and close it after the block.
 
-    A file that is still empty at the end is removed, together with the folders created for it.
+    Raise ConfigError if the file has other settings, or another process writes it. A file that is still empty at the
+    end is removed, together with the folders created for it.
     """
     settings_file = path.with_name(f"{path.name}.settings.json")
     new_folders = [folder for folder in path.parents if not folder.exists()]
@@ -146,7 +150,7 @@ def opened(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> Iter
 
 
 def _check_settings(path: Path, saved: Mapping[str, Any] | None, current: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the file was made with other settings."""
+    """Raise ConfigError if the file was made with other settings, or ``saved`` is None: its settings are missing."""
     if saved is None:
         problem = f"{display_path(path)} exists, and {path.name}.settings.json, which says how it was made, does not"
         raise config_error(_OUT, problem, "choose another file, or remove this file")
@@ -161,7 +165,7 @@ def generate(
     client: CompletionClient, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingParameters,
     file: CompletionsFile, on_progress: Callable[[Generated], None] = lambda _: None,
 ) -> Generated:  # fmt: skip
-    """Sample ``n`` completions of each prompt that is not in the file, and add the rows.
+    """Sample ``n`` completions of each prompt that is not in the file, add the rows, and sort the file.
 
     A prompt with missing completions gets no row, and the next call tries it again. Seeds derive from ``sampling.seed``
     and the prompt's number. If the server is gone, the remaining prompts are skipped.

@@ -95,7 +95,7 @@ class _Job(NamedTuple):
 
 @dataclass
 class CompletionClient:
-    """A client of a server. ``ready`` checks the served model; ``sample`` calls ``ready`` if necessary."""
+    """A client of a vLLM or SGLang server. ``ready`` checks the served model, and ``sample`` calls it if necessary."""
 
     base_url: str
     """Address, with or without /v1."""
@@ -135,7 +135,7 @@ class CompletionClient:
                 raise config_error(name, f"is {getattr(self, name)}", "write 1 or more")
 
     def ready(self, wait: float = 60.0) -> str:
-        """Wait at most ``wait`` seconds until the server answers; check that it serves the model, and return its name.
+        """Wait at most ``wait`` seconds until the server answers, and return its name of the required model.
 
         The model may be given by its name at the server, or by the loaded folder or hub id. Raise ConfigError if the
         server does not answer, rejects the token, or serves another model.
@@ -164,7 +164,10 @@ class CompletionClient:
         )
 
     def _served_models(self, wait: float) -> dict[str, str | None]:
-        """Return the names of the served models, each with the path or id that it was loaded from."""
+        """Return the names of the served models, each with the path or id that it was loaded from, or None.
+
+        Wait at most ``wait`` seconds for an answer. Raise ConfigError without one, or if the token is rejected.
+        """
         errors: list[openai.APIError] = []
 
         def request_models() -> tuple[dict[str, str | None]] | None:
@@ -185,13 +188,14 @@ class CompletionClient:
         raise config_error("base_url", problem, "start the server, or write its address") from errors[-1]
 
     async def _models(self) -> dict[str, str | None]:
-        async with self._async(min(self.timeout, _MODELS_SECONDS), retries=0) as client:
+        """Request the list of models once, without retries."""
+        async with self._make_client(min(self.timeout, _MODELS_SECONDS), retries=0) as client:
             return {model.id: getattr(model, "root", None) for model in (await client.models.list()).data}
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParameters, seeds: Sequence[int] | None = None
     ) -> list[list[Sample | Failed]]:
-        """Sample ``n`` completions of each prompt, ``(prompts, n)``; see ``completed``."""
+        """Return ``n`` completions of each prompt, (prompts, n). Seeds are explained in ``completed``."""
         groups = dict(self.completed(prompts, n, sampling, seeds))
         return [groups[index] for index in range(len(prompts))]
 
@@ -217,7 +221,7 @@ class CompletionClient:
         outcomes: dict[int, dict[int, Sample | Failed]] = {}
         with asyncio.Runner() as runner:
             done: asyncio.Queue[tuple[_Job, Sample | Failed] | Exception] = asyncio.Queue()
-            client = self._async(self.timeout, self.attempts - 1)
+            client = self._make_client(self.timeout, self.attempts - 1)
             workers = [self._work(client, jobs, sampling, done) for _ in range(min(self.batch_size, len(prompts) * n))]
             tasks = [runner.get_loop().create_task(worker) for worker in workers]
             try:
@@ -238,7 +242,7 @@ class CompletionClient:
     async def _work(
         self, client: openai.AsyncOpenAI, jobs: Iterator[_Job], sampling: SamplingParameters, done: asyncio.Queue[Any]
     ) -> None:
-        """Sample jobs until no job is left. All workers share the iterator of jobs."""
+        """Sample jobs until no job is left, and put each outcome or an error into ``done``. Workers share ``jobs``."""
         try:
             for job in jobs:
                 done.put_nowait((job, await self._sample_job(client, job, sampling)))
@@ -246,6 +250,7 @@ class CompletionClient:
             done.put_nowait(error)
 
     async def _sample_job(self, client: openai.AsyncOpenAI, job: _Job, sampling: SamplingParameters) -> Sample | Failed:
+        """Request a completion. Return Failed instead of raising if there is none or the answer is unusable."""
         path, body, parse = self._request(job, sampling)
         kinds = (AttributeError, LookupError, TypeError, ValueError)
         try:
@@ -260,12 +265,16 @@ class CompletionClient:
     def _request(
         self, job: _Job, sampling: SamplingParameters
     ) -> tuple[str, dict[str, Any], Callable[[Any], tuple[Any, Any, Any, Any]]]:
-        """Return the path of a request, its JSON body, and a function that parses its answer."""
+        """Return the path of the request for a job, its JSON body, and a function that parses its answer.
+
+        The function returns token ids, log-probs, text and finish reason, not validated.
+        """
         if self.backend == SGLANG:
             # SGLang's /v1/completions accepts token ids but returns none, and it ignores seeds.
-            native: dict[str, Any] = {"input_ids": list(job.prompt)}
-            native["sampling_params"] = _native_fields(sampling, job.seed)
-            return f"{self.root}/generate", {**native, "return_logprob": True}, _parse_sglang
+            names = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}  # of fields that /generate renames
+            fields = {names.get(name, name): value for name, value in _fields(sampling, job.seed, SGLANG).items()}
+            native = {"input_ids": list(job.prompt), "sampling_params": fields, "return_logprob": True}
+            return f"{self.root}/generate", native, _parse_sglang
         body = {"model": self.model, "return_token_ids": True, **_fields(sampling, job.seed, self.backend)}
         if _is_chat(job.prompt):
             return "/chat/completions", {**body, "messages": list(job.prompt), "logprobs": True}, _parse_chat
@@ -277,7 +286,7 @@ class CompletionClient:
         sampling: SamplingParameters,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Generator[str, None, None]:
-        """Yield the reply to a chat in pieces while the server samples it; raise NoCompletion if it is incomplete.
+        """Yield the reply to a chat in pieces while the server samples it. Raise NoCompletion if it is incomplete.
 
         ``template_kwargs`` are arguments of the chat template. Closing the iterator stops the server too.
         """
@@ -290,7 +299,7 @@ class CompletionClient:
         finish_reason, deadline = None, time.monotonic() + self.timeout
         failures = (openai.APIError, httpx2.HTTPError)  # inside a stream, openai does not convert errors of httpx2
         with translate(failures, lambda error: NoCompletion(_describe(error))), asyncio.Runner() as runner:
-            client = runner.run(self._opened(self.timeout, self.attempts - 1))
+            client = runner.run(self._make_client_in_loop(self.timeout, self.attempts - 1))
             try:
                 chunks = runner.run(client.chat.completions.create(**arguments, stream=True, extra_body=body))
                 while (chunk := runner.run(_next(chunks))) is not None:
@@ -306,23 +315,28 @@ class CompletionClient:
             problem = f"the reply ended by '{finish_reason}'" if finish_reason else "the server broke the reply off"
             raise NoCompletion(problem)
 
-    async def _opened(self, timeout: float, retries: int) -> openai.AsyncOpenAI:
-        return self._async(timeout, retries)
+    async def _make_client_in_loop(self, timeout: float, retries: int) -> openai.AsyncOpenAI:
+        """Return ``_make_client``'s client, created inside the event loop that will use it."""
+        return self._make_client(timeout, retries)
 
-    def _async(self, timeout: float, retries: int) -> openai.AsyncOpenAI:
-        http = bounded_client(timeout, self.owner)
-        return openai.AsyncOpenAI(http_client=http, **self._settings(timeout, retries))
-
-    def _settings(self, timeout: float, retries: int) -> dict[str, Any]:
-        key = self.token or "none"
-        return {"base_url": f"{self.root}/v1", "api_key": key, "timeout": timeout, "max_retries": retries}
+    def _make_client(self, timeout: float, retries: int) -> openai.AsyncOpenAI:
+        """Return an OpenAI client of the server with these seconds per request and number of retries."""
+        return openai.AsyncOpenAI(
+            http_client=bounded_client(timeout, self.owner),
+            base_url=f"{self.root}/v1",
+            api_key=self.token or "none",
+            timeout=timeout,
+            max_retries=retries,
+        )
 
 
 async def _next(chunks: Any) -> Any:
+    """Return the next chunk of a stream, or None at its end."""
     return await anext(chunks, None)
 
 
 def _is_chat(prompt: Prompt) -> bool:
+    """Return whether a prompt is a list of messages, not token ids."""
     return bool(prompt) and isinstance(prompt[0], Mapping)
 
 
@@ -337,25 +351,21 @@ def _fields(sampling: SamplingParameters, seed: int | None, backend: str) -> dic
     }  # fmt: skip
 
 
-def _native_fields(sampling: SamplingParameters, seed: int | None) -> dict[str, Any]:
-    """Return the ``sampling_params`` of SGLang's own /generate, which renames two of them."""
-    fields = _fields(sampling, seed, SGLANG)
-    names = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
-    return {names.get(name, name): value for name, value in fields.items()}
-
-
 def _parse_completions(answer: Any) -> tuple[Any, Any, Any, Any]:
+    """Return token ids, log-probs, text and finish reason in an answer of /v1/completions."""
     (choice,) = answer["choices"]
     return choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["text"], choice["finish_reason"]
 
 
 def _parse_chat(answer: Any) -> tuple[Any, Any, Any, Any]:
+    """Return token ids, log-probs, text and finish reason in an answer of /v1/chat/completions."""
     (choice,) = answer["choices"]
     logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
     return choice["token_ids"], logprobs, choice["message"]["content"] or "", choice["finish_reason"]
 
 
 def _parse_sglang(answer: Any) -> tuple[Any, Any, Any, Any]:
+    """Return token ids, log-probs, text and finish reason in an answer of SGLang's /generate."""
     # Not ``output_ids``: in some versions of SGLang they start with tokens of the prompt.
     meta = answer["meta_info"]
     tokens = meta["output_token_logprobs"]
@@ -364,7 +374,10 @@ def _parse_sglang(answer: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _checked_sample(ids: Any, logprobs: Any, text: Any, reason: Any) -> Sample:
-    """Return a completion; raise NoCompletion if it is incomplete, ValueError unless each token has a log-prob."""
+    """Validate the parts of an answer, and return them as a Sample.
+
+    Raise NoCompletion if the completion is incomplete, ValueError if a token has no valid log-prob.
+    """
     if reason not in _FINISH_REASONS:
         raise NoCompletion(f"the completion ended by '{reason}'")
     ids, logprobs = [int(token) for token in ids], [float(logprob) for logprob in logprobs]
@@ -376,7 +389,7 @@ def _checked_sample(ids: Any, logprobs: Any, text: Any, reason: Any) -> Sample:
 
 
 def _describe(error: Exception) -> str:
-    """Return an error as one line without secrets."""
+    """Return an error's type and message, or the cause of a failed connection, as one line without secrets."""
     if isinstance(error, openai.APIConnectionError) and error.__cause__ is not None:
         error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     return masked(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".removesuffix(": "))

@@ -59,12 +59,15 @@ class Renderer:
         return ([] if turn_ids[-1:] == [end] else [end]) + rendered[len(prefix) :]
 
     def end(self) -> int:
-        """Return the token that ends a turn in the template; raise ConfigError if sampling does not stop at it."""
+        """Return the token that ends a turn in the template. Raise ConfigError if sampling does not stop at it."""
         return self._rendered_turn[1]
 
     @cached_property
     def _rendered_turn(self) -> tuple[Tokens, int]:
-        """Return a turn of the policy in the template's rendering up to its end token, and the end token."""
+        """The tokens of a dummy turn in the template, up to its end token, and the end token.
+
+        Raise ConfigError if sampling does not stop at a token that the template writes after a turn.
+        """
         turn, other_turn = self._render(DUMMY, False), self._render(_OTHER, False)
         tail = _common_end(turn, other_turn)  # the tokens after the text
         if not tail:
@@ -82,6 +85,10 @@ class Renderer:
         return turn[: len(turn) - len(tail) + index + 1], tail[index]
 
     def _render(self, messages: list[Message], generation: bool, **options: Any) -> Tokens:
+        """Return the template's tokens of messages; ``generation`` adds the start of the policy's next turn.
+
+        Raise ConfigError if the template can't render them.
+        """
         fix = "write a chat_template that can, or use environments without these roles"
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         problem = f"the template cannot render messages of the roles {roles}"

@@ -28,7 +28,7 @@ class Source:
 
     @classmethod
     def training_prompts(cls, args: ScriptArguments, seed: int, least: int) -> Prompts:
-        """Return the training prompts, at least ``least`` of them; ``seed`` is the run's seed."""
+        """Return the training prompts, at least ``least`` of them. ``seed`` is the run's seed."""
         raise NotImplementedError
 
     @classmethod
@@ -45,16 +45,16 @@ class Source:
         return {}
 
     def attach(self, trainer: "SamplingTrainer") -> None:
-        """Connect the source to the trainer, which now has its sampler and weights."""
+        """Connect the source to the trainer. Called once, when the trainer has its model and its sampler."""
 
     def start_generation(self, rows: list[dict[str, Any]], name: str) -> None:
-        """Receive the rank's rows of the next batch and the name of its generation."""
+        """Receive the rank's dataset rows of the next generation, and its name, from which seeds derive."""
         raise NotImplementedError
 
     def __call__(self, prompts: list[Any], trainer: "SamplingTrainer") -> dict[str, Any]:
         """Return the result of TRL's ``rollout_func``: lists with an entry for each of the rank's rows.
 
-        ``prompt_ids`` and ``completion_ids`` are token ids; ``logprobs`` belong to the completions, or are None. The
+        ``prompt_ids`` and ``completion_ids`` are token ids. ``logprobs`` belong to the completions, or are None. The
         reward ``environment`` reads ``episode_reward`` and ``episode_failed``, which is None or the reason why the row
         has no reward. The server already has the weights of the new step.
         """
@@ -77,7 +77,7 @@ class Source:
         return None
 
     def finish_generation(self, output: dict[str, Any]) -> None:
-        """Change the loss inputs in ``output``, after the guard has checked the weights that sampled it."""
+        """Change the loss inputs in ``output``, after the check that the server sampled them with the right weights."""
 
 
 class SamplingTrainer(Trainer, Protocol):

@@ -45,7 +45,7 @@ class Environment(Protocol):
     """An environment that plays one episode at a time: ``reset`` starts it, ``step`` receives the text of a turn."""
 
     tools: list[dict[str, Any]]
-    """Tools for the chat template, in OpenAI's schema; valid after ``reset``."""
+    """Tools for the chat template, in OpenAI's schema. Valid after ``reset``."""
 
     def reset(self, seed: int) -> Turn:
         """Start the episode of this seed, and return the first turn."""
@@ -76,7 +76,7 @@ class Noise:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Use the episode's noise inside, and continue with it the next time."""
+        """Use the episode's noise in the block, restore the global state, and continue with the noise the next time."""
         with restoring_noise():
             if self._state is not None:
                 _set_noise(self._state)
@@ -88,7 +88,7 @@ class Noise:
 
 @contextlib.contextmanager
 def seeded_noise(*parts: int | str) -> Iterator[None]:
-    """Seed the global generators from these parts inside, and restore them afterwards."""
+    """Seed the global generators from these parts in the block, and restore them afterwards."""
     noise = Noise()
     noise.seed(*parts)
     with noise.running():
@@ -106,12 +106,14 @@ def restoring_noise() -> Iterator[None]:
 
 
 def _current_noise() -> tuple[Any, Any]:
+    """Return the states of the global generators of ``random`` and NumPy."""
     import numpy
 
     return random.getstate(), numpy.random.get_state()
 
 
 def _set_noise(state: tuple[Any, Any]) -> None:
+    """Set the global generators to a result of ``_current_noise``."""
     import numpy
 
     random.setstate(state[0])
