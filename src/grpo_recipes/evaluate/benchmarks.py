@@ -115,7 +115,7 @@ def _file_benchmark(name: str, args: ScriptArguments) -> Benchmark:
 def _problem(
     index: int, row: dict[str, Any], benchmark: Benchmark, source: DataSource, system: str | None, seed: int
 ) -> BenchmarkProblem:
-    """Return the problem in a row. For multiple choice, add the options in random order; a letter is the answer.
+    """Return the problem in a row. For multiple choice, add the options in random order. The answer is a letter.
 
     ``system`` is the recipe's system prompt. Raise ConfigError for a row without a problem or an answer.
     """
@@ -424,7 +424,7 @@ class UntrainedBenchmarks(TrainerCallback):
         self._runner = Runner(trainer, script_args, run, stop_requested, scorer, None, UNTRAINED)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Run the benchmarks; an error or a stop request ends the run on every rank."""
+        """Run the benchmarks if no step was taken. An error or a stop request ends the run on every rank."""
         if self._names and state.global_step == 0:
             with self._trainer.evaluation.undisturbed(), self._trainer.rollouts.resending_weights():
                 self._runner.run_missing(self._names)

@@ -22,7 +22,7 @@ _TRL_COLUMNS = ("prompt", "completion", "completion_ids")  # TRL passes these co
 
 
 def weighted_rewards(rewards_BR: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of each completion's rewards as TRL does, (B,); NaN if no reward scored it."""
+    """Return the weighted sum of each completion's rewards as TRL does, (B,). NaN if no reward scored it."""
     sums_B = (rewards_BR * weights_R.to(rewards_BR.device)).nansum(dim=1)
     return sums_B.masked_fill(rewards_BR.isnan().all(dim=1), torch.nan)
 

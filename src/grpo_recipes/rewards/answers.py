@@ -267,7 +267,7 @@ def _can_pair_items(
     first_of_second: dict[int, int] = {}  # index in `second` -> index of its partner in `first`
 
     def find_partner(first_index: int, tried: set[int]) -> bool:
-        """Pair an item of `first`, changing earlier pairs if needed; ``tried`` has indices of `second`."""
+        """Pair an item of `first`, changing earlier pairs if needed. ``tried`` has indices of `second`."""
         free_and_identical_first = sorted(
             range(len(second)), key=lambda index: (index in first_of_second, second[index] != first[first_index])
         )

@@ -32,7 +32,7 @@ def call_seed(*parts: object) -> int:
 
 
 def seed_libraries(seed: int) -> None:
-    """Seed every imported library, and every library that is imported before the next call of this function."""
+    """Seed ``random``, NumPy and torch, also if they are imported later (after ``seed_later_imports``)."""
     global _seed
     _seed = seed
     random.seed(seed)

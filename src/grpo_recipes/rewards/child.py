@@ -82,7 +82,7 @@ def child_environment(requested: Collection[str] = ()) -> dict[str, str]:
 
 
 def is_score(value: Any) -> bool:
-    """Return whether a value from a child is a number that can be a reward."""
+    """Return whether a value from a child is a number that can be a reward: finite, and not too large."""
     return _is_number(value) and reward_problem(value) is None
 
 

@@ -117,7 +117,7 @@ class RewardPool:
     def start(self) -> None:
         """Start the children, and wait until the first child has loaded its rewards.
 
-        Raise RewardFailed if a reward cannot be loaded; all children have then ended.
+        Raise RewardFailed if a reward cannot be loaded. All children have then ended.
         """
         atexit.register(self.close)
         try:
@@ -433,13 +433,13 @@ class _Child:
     def call(
         self, reward: str, rows: list[int], columns: list[dict[str, Any]], seeds: list[int | None], limit: float
     ) -> None:
-        """Send rows for a reward, ``limit`` seconds each; the scores arrive as replies in the same order."""
+        """Send rows for a reward, ``limit`` seconds each. The scores arrive as replies in the same order."""
         self.reward, self.rows, self.limit, self.since = reward, rows, limit, time.monotonic()
         self.unsent += pickle.dumps((reward, limit, list(zip(rows, columns, seeds, strict=True))))
         self.push()
 
     def push(self) -> None:
-        """Send as much of ``unsent`` as fits into the pipe; the time of a row starts when all is sent."""
+        """Send as much of ``unsent`` as fits into the pipe. The time of a row starts when all is sent."""
         try:
             while self.unsent and (sent := self.stdin.write(self.unsent)):
                 del self.unsent[:sent]
@@ -448,7 +448,7 @@ class _Child:
             self.unsent.clear()  # it died, which the end of its replies will show
 
     def replies(self) -> list[dict[str, Any]]:
-        """Return the child's new replies without waiting; an invalid or too long reply becomes ``GARBLED``.
+        """Return the child's new replies without waiting. An invalid or too long reply becomes ``GARBLED``.
 
         After the death of the child, the last reply has only the key ``died``.
         """

@@ -358,7 +358,7 @@ def _progress_watch(reward: IsolatedReward, most_missing: float) -> Callable[[],
     last_line = start + _QUIET_SECONDS - _LINE_SECONDS
 
     def print_progress() -> bool:
-        """Print a line if it is due; return whether to give up."""
+        """Print a line if it is due. Return whether to give up."""
         nonlocal last_line
         scores, now = list(pool.scores.values()), time.monotonic()
         late = sum(score.reason == TIME_LIMIT for score in scores)
@@ -414,7 +414,10 @@ def _prepare_completions(
 
 
 def _listed_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
-    """Return the right and the wrong answers of a problem with several right answers. None for other problems."""
+    """Return the right and the wrong answers of a problem with several right answers. None for other problems.
+
+    A reward for such problems registers the function that lists them (``Reward.answers``).
+    """
     functions = (load(entry.answers) for entry in rewards().values() if entry.answers)
     return next((answers for function in functions if (answers := function(row)) is not None), None)
 

@@ -96,14 +96,14 @@ def load_reward(spec: str, copies: Path | None) -> Reward:
 
 
 def accepted_columns(function: Callable[..., Any]) -> list[str] | None:
-    """Return the names of the columns that a reward accepts; None for any column (``**columns``)."""
+    """Return the names of the columns that a reward accepts. None for any column (``**columns``)."""
     parameters = inspect.signature(function).parameters.values()
     accepts_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
     return None if accepts_all else [parameter.name for parameter in parameters]
 
 
 def select_columns(columns: Mapping[str, Sequence[Any]], accepted: Sequence[str] | None) -> dict[str, Sequence[Any]]:
-    """Return the columns that a reward accepts; ``accepted`` is the result of ``accepted_columns``."""
+    """Return the columns that a reward accepts. ``accepted`` is the result of ``accepted_columns``."""
     return {name: values for name, values in columns.items() if accepted is None or name in accepted}
 
 

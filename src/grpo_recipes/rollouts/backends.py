@@ -112,7 +112,7 @@ class Rollouts:
         """Note the start of an epoch, of which a resumed run has taken ``micro_steps`` before. Called by every rank."""
 
     def using_base_model(self) -> AbstractContextManager[None]:
-        """Sample from the untrained model in the block. Only a server with a LoRA adapter has that model."""
+        """Sample from the untrained model in the block. Only the run's server with a LoRA adapter supports it."""
         raise NotImplementedError
 
     def generate(self, draw: Callable[[], Sampled]) -> Sampled:
@@ -134,7 +134,7 @@ class Rollouts:
     def probe(self, prompt: Tokens) -> tuple[Tokens, list[float]]:
         """Return a new completion of this prompt, from the unmodified distribution, and its log-probs.
 
-        Called by every rank, only if ``probes``.
+        Called by every rank. Only supported if ``probes`` can be True.
         """
         raise NotImplementedError
 
@@ -160,7 +160,7 @@ class Rollouts:
         return None
 
     def restore_pending_generation(self, flight: Any) -> None:
-        """Use this generation next: of ``pending_generation``, or a checkpoint's dict. Cancel one started since."""
+        """Use this value of ``pending_generation``, or a checkpoint's dict, next. Cancel one that was started since."""
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Tokens]]:
         """Sample completions of benchmark prompts, (prompts, samples), with the weights that were sent last."""
@@ -197,7 +197,7 @@ class Rollouts:
 
 
 class VllmRollouts(Rollouts):
-    """vLLM. TRL sends it the weights of a new step before it samples."""
+    """Completions from vLLM. TRL sends it the weights of a new step before it samples."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
@@ -238,7 +238,7 @@ class VllmRollouts(Rollouts):
 
 
 class ColocatedRollouts(VllmRollouts):
-    """vLLM inside the trainer processes, from ``weights.colocated``."""
+    """Completions from vLLM inside the trainer processes (``weights.colocated``)."""
 
     bridge = BRIDGE
 
@@ -286,7 +286,7 @@ class ColocatedRollouts(VllmRollouts):
 
 
 class ServerRollouts(VllmRollouts):
-    """The run's vLLM server, through rank 0's client from ``weights.client``."""
+    """Completions from the run's vLLM server, through rank 0's client (``weights.client``)."""
 
     only_main_rank_samples = True
 
@@ -335,7 +335,7 @@ class ServerRollouts(VllmRollouts):
 
 
 class ExternalRollouts(ServerRollouts):
-    """A server that the run did not start, through rank 0's client from ``rollouts.external``."""
+    """Completions from a server that the run did not start, through rank 0's client (``rollouts.external``)."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)

@@ -106,7 +106,7 @@ class ExternalClient(BridgeClient):
         self.base_url = self._sampler.root
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return the mode of log-probs that TRL checks. The launch has rejected servers with an unusable mode."""
+        """Return a fixed ``logprobs_mode`` that TRL accepts. The launch has rejected servers with another mode."""
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:

@@ -188,7 +188,7 @@ class CompletionClient:
         raise config_error("base_url", problem, "start the server, or write its address") from errors[-1]
 
     async def _models(self) -> dict[str, str | None]:
-        """Request the list of models once, without retries."""
+        """Request the served models once, without retries. Return the result of ``_served_models``."""
         async with self._make_client(min(self.timeout, _MODELS_SECONDS), retries=0) as client:
             return {model.id: getattr(model, "root", None) for model in (await client.models.list()).data}
 
@@ -316,7 +316,7 @@ class CompletionClient:
             raise NoCompletion(problem)
 
     async def _make_client_in_loop(self, timeout: float, retries: int) -> openai.AsyncOpenAI:
-        """Return ``_make_client``'s client, created inside the event loop that will use it."""
+        """Call ``_make_client`` in the running event loop, which will use the client."""
         return self._make_client(timeout, retries)
 
     def _make_client(self, timeout: float, retries: int) -> openai.AsyncOpenAI:
@@ -341,7 +341,10 @@ def _is_chat(prompt: Prompt) -> bool:
 
 
 def _fields(sampling: SamplingParameters, seed: int | None, backend: str) -> dict[str, Any]:
-    """Return the fields of an OpenAI-compatible request. SGLang accepts them only for chats."""
+    """Return sampling parameters as JSON fields of an OpenAI-compatible request. SGLang has them only for chats.
+
+    A ``seed`` of None and an empty ``stop`` are left out. ``top_k`` 0 becomes the server's number for all tokens.
+    """
     all_tokens = 0 if backend == VLLM else -1
     return {
         "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,

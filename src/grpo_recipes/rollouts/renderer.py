@@ -85,7 +85,7 @@ class Renderer:
         return turn[: len(turn) - len(tail) + index + 1], tail[index]
 
     def _render(self, messages: list[Message], generation: bool, **options: Any) -> Tokens:
-        """Return the template's tokens of messages; ``generation`` adds the start of the policy's next turn.
+        """Return the template's tokens of messages. ``generation`` adds the start of the policy's next turn.
 
         Raise ConfigError if the template can't render them.
         """

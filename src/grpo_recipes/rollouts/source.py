@@ -14,7 +14,7 @@ from grpo_recipes.trainer_protocol import Trainer
 class Source:
     """A source of completions for training, with hooks for each stage of a generation.
 
-    The trainer calls the hooks on every rank in this order: ``attach`` once; then for each generation
+    The trainer calls the hooks on every rank in this order: ``attach`` once. Then, for each generation,
     ``start_generation``, the source itself (TRL's ``rollout_func``), ``completions``, ``annotate``,
     ``token_advantages`` and ``finish_generation``.
     """

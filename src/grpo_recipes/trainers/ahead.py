@@ -82,7 +82,7 @@ class OverlappedRollouts(ServerRollouts):
         """Return the completions of this generation, and let the server start to sample the next generation.
 
         ``draw`` is TRL's sampler, with new weights sent first. The generation that was sampled ahead answers its
-        request if the prompts are the same; otherwise the server samples now. ``draw`` is called only after the pending
+        request if the prompts are the same. Otherwise the server samples now. ``draw`` is called only after the pending
         generation is complete, so the server is idle while it receives weights. In an evaluation, ``draw`` is called
         and nothing is sampled ahead.
         """
@@ -107,7 +107,7 @@ class OverlappedRollouts(ServerRollouts):
         self, sample: Callable[..., dict[str, Any]], requests: list[dict[str, Any]], prompts: list[Tokens],
         **options: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """Return the pending generation if it has this name and these prompts; otherwise sample now.
+        """Return the pending generation if it has this name and these prompts, or sample now.
 
         TRL calls it through the client. Append the request to ``requests``, and log how many steps old the weights are.
         """
@@ -210,7 +210,10 @@ class OverlappedRollouts(ServerRollouts):
         return None if self._pending is None else self._pending.for_checkpoint()
 
     def restore_pending_generation(self, pending: PendingGeneration | dict[str, Any] | None) -> None:
-        """Use this generation next: of ``pending_generation``, or a checkpoint's dict. Cancel one started since."""
+        """Use this generation next, and cancel one that was started since.
+
+        It is a value of ``pending_generation``, a dict from a checkpoint, or None for no generation.
+        """
         current = self._pending
         if current is not None and current is not pending and current.client is not None:
             current.client.give_up()

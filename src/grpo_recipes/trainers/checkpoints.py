@@ -230,7 +230,10 @@ class Checkpoints:
         }
 
     def _require_same_order(self, folder: Path) -> None:
-        """Raise ValueError if the checkpoint's run took prompts in another order, except with ``ignore_data_skip``."""
+        """Raise ValueError if the checkpoint's run took prompts in another order, or had restarted an epoch.
+
+        With ``ignore_data_skip``, which restarts the epoch, any order is accepted.
+        """
         order = self._order_of_data()
         saved = read_json(folder / _ORDER) or {**order, "restarted": False}  # earlier versions did not save it
         self._restarted = saved["restarted"] or self._trainer.args.ignore_data_skip
@@ -267,7 +270,10 @@ class Preemption:
         return trainer.is_in_train and not ends
 
     def stop_if_agreed(self) -> None:
-        """Raise ``Stopped`` on every rank if any rank has seen a stop request. Called by every rank."""
+        """Raise ``Stopped`` on every rank if any rank has seen a stop request, unless no step is left.
+
+        Called by every rank.
+        """
         if self._stoppable:
             self._agreed = self._agreed or agreed(self.stop, self._trainer.args.device)
             if self._agreed:
@@ -357,7 +363,7 @@ def _listed(facts: dict[str, Any]) -> str:
 
 @contextmanager
 def digested_saves(folder: Path) -> Iterator[dict[str, str]]:
-    """Yield a dictionary of digests, by file name, that ``torch.save`` inside fills for files below ``folder``.
+    """Yield a dictionary of digests by file name. In the block, ``torch.save`` adds the files below ``folder`` to it.
 
     At the end, files that were changed after ``torch.save`` are removed from it. Reading the files again would cost
     several times as much. transformers and accelerate call ``torch.save`` in many places, so the function itself is

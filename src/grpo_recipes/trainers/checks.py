@@ -217,7 +217,7 @@ class Scoring:
         self.max_unscored = max_unscored  # largest unscored fraction of a training generation that is accepted
 
     def _rewards(self) -> list[RewardWrapper]:
-        """Return the recipe's rewards. Other functions that the trainer got have no scores to count."""
+        """Return the rewards that know why a completion is unscored: not plain built-in functions."""
         return [reward for reward in self._trainer.reward_funcs if isinstance(reward, RewardWrapper)]
 
     def begin(self, rows: int) -> None:

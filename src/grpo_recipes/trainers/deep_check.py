@@ -101,7 +101,7 @@ class DeepCheck:
             return load_tokenizer(self.model_args, self.args)
 
     def stops(self) -> list[int]:
-        """Return the ids of the end tokens in the model's generation config; none for the built-in smoke model.
+        """Return the ids of the end tokens in the model's generation config. The built-in smoke model has none.
 
         Without a generation_config.json, they come from the model's config.json.
         """

@@ -352,9 +352,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._shared_logps = None
 
     def move_controllers(self) -> None:
-        """Adjust ``beta`` so that the KL divergence approaches ``kl_target``; do nothing if there is no target.
+        """Adjust ``beta`` so that the KL divergence approaches ``kl_target``. Without a target, do nothing.
 
-        The KL divergence is the mean of TRL's metric ``kl`` over the micro-batches of this optimizer step; TRL has
+        The KL divergence is the mean of TRL's metric ``kl`` over the micro-batches of this optimizer step. TRL has
         averaged it over the ranks. The metric ``beta`` gets the value that this step used.
         """
         controller = self._kl_controller

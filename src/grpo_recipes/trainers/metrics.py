@@ -383,7 +383,7 @@ class Evaluation:
     def loop(self, run: Callable[[], EvalLoopOutput], dataloader: Any, description: str, prefix: str) -> EvalLoopOutput:
         """Run transformers' loop with ``run``, add metrics of rewards to its output, and write the evaluation's row.
 
-        The last batch may repeat prompts to be full; the means count every completion once.
+        The last batch may repeat prompts to be full. The means count every completion once.
         """
         began, trainer = time.perf_counter(), self._trainer
         self.batch, self.rewards, self._answers = 0, [], []

@@ -55,7 +55,7 @@ class MicroBatches:
         return [rows for step in steps for rows in self._sort_step(step)]
 
     def _sort_step(self, parts: Sequence[Rows]) -> list[Rows]:
-        """Return one optimizer step's micro-batches with its rows sorted, and each one's relative number of tokens."""
+        """Sort the rows of an optimizer step by length, over its micro-batches, and add ``TOKENS`` to each of these."""
         step = {name: _join([part[name] for part in parts]) for name in parts[0]}
         lengths_B = step["prompt_mask"].sum(dim=1) + step["completion_mask"].sum(dim=1)
         order_B = lengths_B.argsort(descending=True, stable=True)

@@ -71,7 +71,7 @@ def save_model(trainer: InnerTrainer, folder: Path) -> None:
 
 @contextmanager
 def reference_of(args: GRPOConfig) -> Iterator[None]:
-    """Context manager: inside the block, TRL loads the reference model from ``ref_model_name_or_path`` if it is set.
+    """In the block, let TRL load the reference model from ``ref_model_name_or_path`` if it is set.
 
     TRL has no setting for this: it loads the reference from the name of the trained model. The block replaces
     ``get_config_model_id``, TRL's function that returns this name.

@@ -130,7 +130,7 @@ def _aligned(values_bK: torch.Tensor, first_b: torch.Tensor, lengths_b: torch.Te
 
 
 def _largest_of_ranks(trainer: InnerTrainer, *values: float) -> tuple[int, ...]:
-    """Return the largest of each value over all ranks."""
+    """Return the largest of each value over all ranks, as an integer. Called by every rank."""
     if trainer.accelerator.num_processes == 1:
         return tuple(int(value) for value in values)
     of_rank = torch.tensor([values], device=trainer.accelerator.device, dtype=torch.long)

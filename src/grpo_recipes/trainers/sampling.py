@@ -60,7 +60,7 @@ def changed_sampling(trainer: Trainer, settings: dict[str, Any]) -> Iterator[Non
 
 
 def _changed_config(config: GenerationConfig, settings: dict[str, Any]) -> GenerationConfig:
-    """Return a copy of a transformers GenerationConfig with other sampling settings; a temperature of 0 is greedy.
+    """Return a copy of a transformers GenerationConfig with other sampling settings. A temperature of 0 is greedy.
 
     ``settings`` has names of recipe keys: ``max_completion_length`` sets ``max_new_tokens``.
     """
