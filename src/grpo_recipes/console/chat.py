@@ -150,7 +150,7 @@ def smoke_model(name: str) -> str:
 
 
 def _defaults(name: str) -> Recipe:
-    """Return a recipe in which every key has its default; ``name`` becomes its path."""
+    """Return a recipe with the default of every key; ``name`` becomes its path."""
     return Recipe(Path(name), {key: Value(entry["default"], DEFAULT_SOURCE) for key, entry in catalogue().items()})
 
 

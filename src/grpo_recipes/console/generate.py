@@ -244,7 +244,7 @@ class Progress:
         self._prompts, self._next = prompts, time.monotonic() + _PROGRESS_SECONDS
 
     def __call__(self, outcome: "Generated") -> None:
-        """Print a line about ``outcome`` if 10 seconds have passed since the last one."""
+        """Print a line about ``outcome`` if the last line is 10 seconds old."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _PROGRESS_SECONDS
             failed = f", {outcome.failed.total()} failed" if outcome.failed else ""

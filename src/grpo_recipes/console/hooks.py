@@ -11,7 +11,7 @@ from grpo_recipes.recipe import Recipe
 
 
 class ConsoleHooks(RunHooks):
-    """What the launcher calls for the console: it writes the report of a run, and pushes its model."""
+    """Hooks that the launcher calls: they write the report of a run and push its model."""
 
     def __init__(self) -> None:
         self._target: Target | None = None  # the repository of the final model; None without push_to_hub

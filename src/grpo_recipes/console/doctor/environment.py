@@ -181,7 +181,7 @@ def unread_variables(machine: Machine) -> Finding:
 def libraries(machine: Machine) -> Finding:
     """CUDA libraries in LD_LIBRARY_PATH that replace the libraries of the packages, and LD_PRELOAD.
 
-    Both are warnings, the first one only in a CUDA environment.
+    LD_PRELOAD is a warning, and in a CUDA environment the libraries are too.
     """
     folders = _folders(machine, "LD_LIBRARY_PATH")
     shadowing = [folder for folder in folders if any(list(Path(folder).glob(f"{name}*")) for name in _LIBRARIES)]

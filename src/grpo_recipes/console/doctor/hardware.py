@@ -40,7 +40,7 @@ _NEW_SECONDS = 60.0  # a younger folder may belong to a starting launch
 def gpus(machine: Machine) -> Finding:
     """Visible and free GPUs, and whether the NVIDIA driver is new enough for torch.
 
-    In a CUDA environment, an old driver is a problem, and so is no GPU, except on a login node. GPUs in a CPU
+    In a CUDA environment, an old driver and missing GPUs are problems, except on a login node. GPUs in a CPU
     environment, memory in use, and another number than Slurm granted are warnings.
     """
     query = f"--query-gpu={','.join(_GPU_FIELDS)}"

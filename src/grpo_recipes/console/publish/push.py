@@ -34,7 +34,7 @@ _LOGIN = "export HF_TOKEN with a token that may write, or run hf auth login, or 
 
 @dataclass(frozen=True)
 class Target:
-    """The repository and branch where a run publishes its model."""
+    """The repository and branch for the model of a run."""
 
     repo: str  # user/name
     private: bool  # whether a new repository is private

@@ -123,7 +123,7 @@ def _char_name(char: str) -> str:
 def _finalize(value: Any) -> Any:
     """Return a value of a template with secrets masked and hidden characters named, before jinja2 escapes it.
 
-    None becomes "", and HTML of our own templates stays.
+    None becomes "". HTML from our functions (``Markup``) stays unchanged.
     """
     if value is None:
         return ""

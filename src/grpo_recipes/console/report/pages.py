@@ -362,7 +362,7 @@ def _chart_by_time(groups: Sequence[Group]) -> Chart | None:
 
 
 def differing_keys(groups: Sequence[Group]) -> list[str]:
-    """Return the recipe keys, except the seed, whose values differ between groups, sorted."""
+    """Return the recipe keys, except the seed, that have different values in the groups, sorted."""
     keys = sorted({key for group in groups for run in group.runs for key in run.recipe} - {"seed"})
     return [key for key in keys if len({str(group.runs[0].value(key)) for group in groups}) > 1]
 

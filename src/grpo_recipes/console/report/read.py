@@ -28,7 +28,7 @@ class Table:
     unreadable: int = 0  # lines that are not a JSON row with a step; a torn last line is not counted
 
     def column(self, name: str) -> Column:
-        """Return a value per row, None where the row has no finite one; all None for an unknown name."""
+        """Return a value per row, None if the row has no finite value; all None for an unknown name."""
         return self.columns.get(name, [None] * len(self.steps))
 
     def known(self, name: str) -> list[float]:

@@ -161,13 +161,13 @@ def _shared_chart(title: str, metrics: Table, labels: dict[str, str], note: str,
 
 
 def reward_names(metrics: Table) -> dict[str, str]:
-    """Return column -> name of the reward, for columns ``rewards/NAME/mean`` with the mean of one reward."""
+    """Return column -> name of the reward, for the columns ``rewards/NAME/mean``."""
     names = [name for name in metrics.columns if name.startswith("rewards/") and name.endswith("/mean")]
     return {name: name.split("/", 1)[1].removesuffix("/mean") for name in names}
 
 
 def _environment_metrics(metrics: Table) -> dict[str, Metric]:
-    """Return the metrics with an environment's own names whose values change, by column."""
+    """Return the metrics that an environment named and that change, by column."""
     names = [name for name in metrics.columns if name.startswith("episodes/") and name not in METRICS]
     changing = [name for name in names if len(set(metrics.known(name))) > 1]
     return {name: replace(_ENVIRONMENT_METRIC, title=name.removeprefix("episodes/")) for name in changing}
@@ -202,7 +202,7 @@ def phase_chart(metrics: Table) -> Chart | None:
 def other_metrics(run: RunRecord) -> tuple[list[Chart], dict[str, str]]:
     """Return charts of the metrics that are in no other chart, and name -> value of metrics that never change.
 
-    Metrics of evaluations have charts of their own.
+    Each metric of evaluations gets a chart too.
     """
     metrics, evals = run.metrics, run.evals
     drawn = [name for name in METRICS if any(metrics.known(name))]

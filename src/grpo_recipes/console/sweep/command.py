@@ -134,7 +134,7 @@ def _split(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class _TranslatedSpec(SweepSpec):
-    """A sweep whose trials get their recipe flags from an extension."""
+    """A sweep for which an extension translates the values of each trial to recipe flags."""
 
     translated: FlagsOf = field(kw_only=True)
 

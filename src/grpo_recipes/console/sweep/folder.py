@@ -86,7 +86,7 @@ class Sweep(RunGroup):
 
     @property
     def trial_count(self) -> int:
-        """The number of trials at the end; a search adds them one by one."""
+        """The number of trials at the end; a search adds them during its runs."""
         return max(len(self.names), self.record.get("search", {}).get("trials", 0))
 
     def is_over(self) -> bool:

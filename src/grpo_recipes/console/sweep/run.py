@@ -43,7 +43,7 @@ _POLL_SECONDS = 0.5  # between two checks of a launch and of a stop request
 
 @dataclass(frozen=True)
 class Backend:
-    """Where the runs of a sweep run: on this machine, or as tasks of an array job."""
+    """The place for the runs of a sweep: this machine, or the tasks of an array job."""
 
     profile: Profile | None = None  # the site of the array job; None to run sequentially on this machine
     max_parallel: int | None = None  # limit of array tasks that run at the same time; None for no limit
@@ -176,7 +176,7 @@ def _proposals(
 
 
 def _list_runs(spec: SweepSpec, trials: Sequence[Trial], sweep: sweeps.Sweep | None) -> int:
-    """Print the runs of a sweep, or the values from which a search chooses; return 0. Nothing is started."""
+    """Print the runs of a sweep, or the possible values of a search, and return 0; nothing is started."""
     lines, count = [trial.name for trial in trials], len(trials)
     if search := spec.search:
         separators = {key: " to " if key in search.spans else ", " for key in spec.axes}
@@ -334,7 +334,7 @@ class SignalForwarder:
             self._forward(self._child, signum)
 
     def _forward(self, child: subprocess.Popen[bytes], signum: int) -> None:
-        """Send a signal to a launch that has not ended: USR1 as it is, any other signal as SIGINT."""
+        """Send SIGUSR1 to a launch that has not ended if ``signum`` is SIGUSR1, else SIGINT."""
         if child.poll() is None:
             self._signaled.add(child.pid)
             child.send_signal(signum if signum == signal.SIGUSR1 else signal.SIGINT)
@@ -370,28 +370,21 @@ class SignalForwarder:
         return code if code >= 0 else 128 - code
 
 
-def record_rejection(folder: Path, code: int) -> None:
-    """Record in the summary that a launch failed before its attempt started, if it recorded nothing itself.
-
-    ``code`` is the exit code of the launch; 0 changes nothing.
-    """
-    summary = read_json(folder / "summary.json")
-    if code and summary.get("status") == SUBMITTED:
-        cause = _last_line(folder / LOG) or "rejected before it started; see the output of the job"
-        write_json(folder / "summary.json", {**summary, "status": "failed", "exit_code": code, "cause": cause})
-
-
 def run_trial(
     sweep: sweeps.Sweep, index: int, forwarder: SignalForwarder, environment: Mapping[str, str], log: Path | None
 ) -> int:
     """Run or continue a trial with the code that was frozen with it; return the exit code of its launch.
 
-    The output is appended to ``log``, or goes to the output of this process if it is None.
+    A launch that fails before it starts its attempt is recorded as failed. The output is appended to ``log``, or goes
+    to the output of this process if it is None.
     """
     folder = sweep.trial_dir(index)
     argv = python_module("grpo_recipes", "launch", "--resume", str(folder))
     code = forwarder.run(argv, {**environment, **submission.frozen_environment(folder, environment)}, log)
-    record_rejection(folder, code)
+    summary = read_json(folder / "summary.json")
+    if code and summary.get("status") == SUBMITTED:  # the launch recorded nothing itself
+        cause = _last_line(folder / LOG) or "rejected before it started; see the output of the job"
+        write_json(folder / "summary.json", {**summary, "status": "failed", "exit_code": code, "cause": cause})
     return code
 
 

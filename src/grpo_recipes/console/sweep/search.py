@@ -70,7 +70,7 @@ class Proposals:
 
     @property
     def _trials(self) -> list[dict[str, Any]]:
-        """The trials in the sweep's record, which are changed in place."""
+        """The trials in the sweep's record; changes of the list change the record."""
         trials: list[dict[str, Any]] = self.sweep.record["cells"]
         return trials
 
@@ -188,7 +188,7 @@ class Proposals:
 
 
 def _distribution(texts: Sequence[str], span: Span | None) -> Any:
-    """Return the values of a key from which Optuna chooses: a range, or a list if ``span`` is None."""
+    """Return Optuna's description of the possible values of a key: a range, or a list if ``span`` is None."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if span is None:

@@ -182,7 +182,7 @@ class AtroposClient:
             self._api.sleep(pause)
 
     def _check_registration(self, requested: Registration) -> None:
-        """Raise AtroposError unless run-api's batch size, length limit and step equal those of the registration."""
+        """Raise AtroposError unless run-api has the requested batch size, length limit and step."""
         info, step = self.info(), self.status()["current_step"]
         if info["batch_size"] == -1:
             raise AtroposError(
@@ -390,9 +390,10 @@ class AtroposClient:
         return groups
 
     def _add_batch(self, batch: Sequence[Group], size: int, longest: int | None, vocabulary: int | None) -> None:
-        """Keep the valid groups of a batch, and the valid parts of groups whose other parts may still come.
+        """Keep the valid groups of a batch, and valid parts of groups until their other parts come.
 
-        Other groups are rejected, and so are the oldest parts if too many wait. NoLogprobs if a group has no log-probs.
+        Other groups are rejected. The oldest parts are rejected too if too many wait. NoLogprobs if a group lacks
+        log-probs.
         """
         valid = []
         for index, group in enumerate(batch):

@@ -139,7 +139,7 @@ class Connection:
         return (content, "") if isinstance(content, dict) else ({}, f"answered {describe_response(response)}")
 
     def pauses(self) -> Iterator[float]:
-        """Yield the seconds before each repetition, forever: the delay, then 1.5 times the last one, at most 2.
+        """Yield the seconds before each repetition, forever: first the delay, then 1.5 times as long, at most 2.
 
         Up to 10% is added at random.
         """

@@ -437,7 +437,7 @@ def from_trajectories(rows: Sequence[Trajectory]) -> Group:
 
 
 def _group_key(row: Trajectory) -> Any:
-    """Return a key that is equal for all trajectories of a group, by which rows of several groups are detected."""
+    """Return a key that is equal for all trajectories of a group, and differs between most groups."""
     passed_on = {*row.extras} & {*_PASSED_ON, "ref_logprobs"}
     return row.env_id, row.policy_version, row.settings, row.advantages is None, passed_on
 

@@ -8,7 +8,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from grpo_recipes.paths import display_path, home
 from grpo_recipes.plan.devices import Resources, find_resources, format_trainers, rows_of_generation
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import can_reach
-from grpo_recipes.recipe import Recipe, merge_recipe
+from grpo_recipes.recipe import merge_recipe
 from grpo_recipes.recipe.check import choose_recipe, resolve_recipe
 from grpo_recipes.recipe.converters import ALIASES
 from grpo_recipes.recipe.document import Value, read_flags
@@ -76,7 +76,10 @@ def read(arguments: list[str]) -> AtroposLaunch:
     problems = [Problem(row.name, "has no equivalent here", row.fix) for row in rejected]
     if problems := [*problems, *unknown_flags(flags, [*FLAGS.by_name, READ_ALL], PROGRAM)]:
         raise ConfigError(*problems)
-    resources, recipe = find_resources(os.environ), _choose_recipe(options)
+    recipe = recipe_name(options)  # still None to resume a run without --config
+    if not recipe and options.resume is None:
+        recipe = os.environ.get("CONFIG") or str(home() / BASE)
+    resources = find_resources(os.environ)
     device, in_job = resources.device, resources.job is not None
     uses_base = recipe == str(home() / BASE)
     values, notes = _read_values(options, uses_base)
@@ -88,7 +91,10 @@ def read(arguments: list[str]) -> AtroposLaunch:
             file = choose_recipe(recipe, os.environ, GRPO, device)
         merged, _ = merge_recipe(file, flags, os.environ, device, translation.keys)
         translate_counts(translation, lambda key: merged.values[key].value, mode)
-        translation.problems += _missing_source(merged)
+        if not takes_groups(merged):
+            choices = " or ".join([*ATROPOS_ENVIRONMENTS, "file.py:Class"])
+            fix = f"set --environment {choices}, or --atropos-url URL of a run-api with your environments"
+            translation.problems.append(Problem("--environment", "is missing: nothing would send groups", fix))
     if translation.problems:
         raise ConfigError(*translation.problems)
     resources, gpu_notes = _limit_gpus(translation, resources, options.dry_run)
@@ -184,12 +190,6 @@ def _split_environment_flags(words: list[str]) -> tuple[list[tuple[str, str]], l
     return environment_flags, flags
 
 
-def _choose_recipe(options: argparse.Namespace) -> str | None:
-    """Return the recipe of --config, of the variable CONFIG, or ``BASE``; None to resume a run without --config."""
-    name = recipe_name(options)
-    return name if name or options.resume is not None else os.environ.get("CONFIG") or str(home() / BASE)
-
-
 def _read_values(options: argparse.Namespace, uses_base: bool) -> tuple[dict[str, Value], list[str]]:
     """Return the value of each flag that is set, and a note for each variable that sets a flag.
 
@@ -208,7 +208,7 @@ def _read_values(options: argparse.Namespace, uses_base: bool) -> tuple[dict[str
 
 
 def _last_run_variables(translation: Translation) -> dict[str, str]:
-    """Return the variable RUN_ROOT, the folder in which ``--resume last`` looks for a run.
+    """Return the variable RUN_ROOT, so that ``--resume last`` finds the last run in this folder.
 
     A flag for it would count as a change of the run, so the key is removed from ``translation``.
     """
@@ -216,14 +216,6 @@ def _last_run_variables(translation: Translation) -> dict[str, str]:
         return {}
     default = os.environ.get("RUN_ROOT") or FLAGS.by_name[SAVE_PATH].default
     return {"RUN_ROOT": translation.keys.pop("run_root", Value(default, SAVE_PATH)).value}
-
-
-def _missing_source(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem if recipe and flags have neither an environment nor a run-api."""
-    if not takes_groups(recipe):
-        choices = " or ".join([*ATROPOS_ENVIRONMENTS, "file.py:Class"])
-        fix = f"set --environment {choices}, or --atropos-url URL of a run-api with your environments"
-        yield Problem("--environment", "is missing: nothing would send groups", fix)
 
 
 def _limit_gpus(translation: Translation, resources: Resources, dry_run: bool) -> tuple[Resources, list[str]]:

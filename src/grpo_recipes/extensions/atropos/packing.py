@@ -49,7 +49,7 @@ def predict_deadlock(
 def _find_starved_environment(
     batch_size: int, group_sizes: Sequence[int], min_allocations: Sequence[float | None]
 ) -> str | None:
-    """Describe the first environment whose groups do not fit next to the min_allocations of others; None if all fit."""
+    """Describe the first environment with groups that do not fit next to the min_allocations of others, or None."""
     if all(allocation is None for allocation in min_allocations):
         return None
     reserved = {
@@ -75,7 +75,7 @@ def _find_starved_environment(
 
 
 def _describe_starvation(index: int, size: int, room: int, batch_size: int) -> str:
-    """Return the sentence about environment ``index``, from 0, whose groups have ``size`` sequences."""
+    """Return the sentence about environment ``index``, from 0, and its groups of ``size`` sequences."""
     return (
         f"the min_allocation of other environments leaves {room} of the {batch_size} sequences of a batch, and the "
         f"groups of environment {index + 1} have {size}: run-api hands them out only while the others lack groups"

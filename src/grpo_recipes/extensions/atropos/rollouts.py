@@ -162,12 +162,10 @@ class AtroposRollouts(Source):
         return self._completions
 
     def annotate(self, trainer: Any, output: dict[str, Any]) -> None:
-        """Mask rows whose environment sets the advantage to zero.
+        """Mask the rows that the environment gives the advantage 0; add temperatures, and which rows are fresh.
 
-        Add temperatures, and the rows with the current weights.
-
-        Masked tokens still count in the mean over tokens, as with an advantage of 0. Unlike those, they get no KL
-        penalty.
+        Fresh rows have the current weights. Masked tokens still count in the mean over tokens, as with an advantage of
+        0. Unlike those, they get no KL penalty.
         """
         device = output["completion_ids"].device
         output["tool_mask"] = output["tool_mask"] * ~self._zeroed(device).unsqueeze(1)
@@ -215,7 +213,7 @@ class AtroposRollouts(Source):
         return torch.tensor([row.zeroed for row in self._rank_rows], device=device)
 
     def _advantage_divisor(self, group: int, size: int) -> float:
-        """Return the standard deviation of a group's token advantages, by which the recipe may divide them; else 1.
+        """Return the divisor of a group's token advantages: their standard deviation if the recipe asks for it, else 1.
 
         Only trained tokens of rows that are not zeroed count. A deviation of about 0 also gives 1.
         """
@@ -231,7 +229,7 @@ class AtroposRollouts(Source):
         """
 
         def effective_temperature(row: Trajectory) -> float:
-            """Return the temperature by which logits are divided to get the row's log-probs."""
+            """Return the divisor of the logits in the row's log-probs."""
             temperature = trainer.temperature if row.temperature is None else row.temperature
             return float(temperature) if temperature > 0 else 1.0  # for greedy tokens vLLM returns plain log-probs
 

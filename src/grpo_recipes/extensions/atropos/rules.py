@@ -201,7 +201,7 @@ def _args_problems(recipe: Recipe, index: int, environment: AtroposEnvironment) 
 
 
 def argument_notes(recipe: Recipe) -> Iterator[str]:
-    """Yield a note for each environment whose arguments only `grpo check --deep` can check, by importing it."""
+    """Yield a note for each environment if only `grpo check --deep` can check its arguments, by importing it."""
     for index, environment in enumerate(atropos_environments(recipe.__getitem__)):
         if environment.args and configuration_of(environment.id) is None:
             message = f"the source of '{environment.id}' does not show its fields: run grpo check --deep to check them"

@@ -125,7 +125,8 @@ def create_environment(run: Path, index: int, api_url: str, server_url: str) -> 
 def load_environment(spec: str, copies: Path | None = None) -> type[BaseEnv]:
     """Return the class of a shipped environment, or of ``module:Class`` or ``file.py:Class``.
 
-    ConfigError if it is no environment or lacks a method. ``copies`` is the folder with the run's copies of user code.
+    ConfigError if it is not an environment or lacks a method. ``copies`` is the folder with the run's copies of user
+    code.
     """
     if (kind := SHIPPED.get(spec)) is not None:
         return kind
@@ -182,17 +183,20 @@ def build_config(
     """Return the configuration of an environment, its defaults with other values on top.
 
     In rising priority: values that every run needs, keys of the recipe, arguments of the environment, values that must
-    agree with the run. ConfigError for a wrong argument.
+    agree with the run. ConfigError for a wrong argument, or if nothing limits the prompts.
     """
     base = kind.config_init()[0]
     fields = type(base).model_fields
     check_arguments(type(base), entry.args)
+    longest = longest_trajectory(recipe.__getitem__)
+    if longest is None:
+        raise config_error("max_prompt_length", "nothing limits the length of a prompt", "add max_prompt_length")
     key_of_field = {"seed": "seed", "max_tokens": "max_completion_length", "system_prompt": "system_prompt"}
     from_recipe = {name: recipe[key] for name, key in key_of_field.items() if recipe[key] is not None}
     set_by_run = {
         "group_size": recipe["num_generations"],
         "inference_weight": entry.weight,
-        "max_token_length": require_longest_trajectory(recipe),
+        "max_token_length": longest,
         "min_batch_allocation": entry.min_allocation,
         "rollout_server_url": api_url,
         "temperature": recipe["temperature"],
@@ -212,14 +216,6 @@ def preview_changes(recipe: Recipe, index: int) -> list[str]:
     kind, model = load_environment(entry.id), recipe["model_name_or_path"]
     config = build_config(kind, entry, recipe, model, recipe["atropos_api_url"] or "of the launch", label)
     return describe_changes(kind.config_init()[0], config, entry.args)
-
-
-def require_longest_trajectory(recipe: Recipe) -> int:
-    """Return the most tokens of a prompt with its completion; ConfigError if the recipe sets no limit."""
-    longest = longest_trajectory(recipe.__getitem__)
-    if longest is None:
-        raise config_error("max_prompt_length", "nothing limits the length of a prompt", "add max_prompt_length")
-    return longest
 
 
 def check_arguments(config: type[BaseModel], args: Collection[str]) -> None:
@@ -271,7 +267,7 @@ class _RepetitionFilter(logging.Filter):
     _last = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to write the message: whether it differs from the previous one."""
+        """Return whether to write the message: it differs from the previous message."""
         is_new, self._last = record.getMessage() != self._last, record.getMessage()
         return is_new
 

@@ -36,8 +36,8 @@ def held_out_episodes(name: str, args: ScriptArguments, seed: int) -> list[list[
 def next_prompts(episodes: Sequence[Episode], name: str, seed: int) -> list[Prompt] | None:
     """Return the prompt of the next turn of each episode that can continue, or None if all episodes have ended.
 
-    An active episode has no prompt if the model whose turn it is has no token left for a turn. ``seed`` and ``name``
-    give each prompt its sampling seed.
+    An active episode has no prompt if its next model has no tokens left for a turn. ``seed`` and ``name`` give each
+    prompt its sampling seed.
     """
     active = [episode for episode in episodes if episode.active]
     if not active:

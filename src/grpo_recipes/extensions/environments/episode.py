@@ -60,7 +60,7 @@ class Episode:
 
     @property
     def policy_actions(self) -> list[str]:
-        """The texts that the policy wrote, without those of models in opponents' seats."""
+        """The texts of the policy, without the texts of models in opponents' seats."""
         return [action for turn, action in zip(self.turns, self.actions, strict=False) if not turn.opponent]
 
     @property
@@ -86,7 +86,7 @@ class Episode:
 
     @property
     def mover(self) -> str:
-        """The model whose turn it is, "policy" or an opponent's model; "" if its token limit allows no turn."""
+        """The model of the next turn, "policy" or an opponent's model; "" if its token limit allows no turn."""
         last = self.turns[-1]
         return "" if last.opponent and self.opponents[last.seat].out_of_room else last.opponent or POLICY
 
@@ -137,7 +137,7 @@ class Episode:
     def record(self) -> dict[str, Any]:
         """Return the episode's entry in ``samples.jsonl``: messages, and per turn the action, reward and info.
 
-        The entry has a reward of its own only if the episode ended before any action.
+        The entry itself has a reward only if the episode ended before any action.
         """
         first, *answers = self.policy_turns or [Turn([])]
         turns: list[dict[str, Any]] = [{"action": action} for action in self.policy_actions]

@@ -134,8 +134,7 @@ class Episodes(Source):
     def continue_episodes(self, active: Sequence[Episode], samples: Sequence[Tokens], trainer: SamplingTrainer) -> None:
         """Play one turn of benchmark episodes, in this process only.
 
-        ``samples`` has the sampled tokens of each active episode whose model can write a turn; the others get an empty
-        turn.
+        ``samples`` has the sampled tokens of each active episode with a ``mover``; the others get an empty turn.
         """
         remaining_samples, renderer = iter(samples), renderer_for(trainer)
         for episode in active:
@@ -151,7 +150,7 @@ class Episodes(Source):
             self._append_messages(episode, renderer)
 
     def _append_messages(self, episode: Episode, renderer: Renderer) -> None:
-        """Append the environment's messages to the tokens of the model whose turn is next.
+        """Append the environment's messages to the tokens of the next model.
 
         The policy's episode ends as unfinished if its turns or tokens are used up, and fails if its first prompt is too
         long. An opponent without tokens for a turn is marked, and writes empty turns.
@@ -188,7 +187,7 @@ class Episodes(Source):
         episode.turn_ids += [None] * len(between)
 
     def _move(self, mover: str, episodes: list[Episode], most_rows: int, name: str, trainer: SamplingTrainer) -> None:
-        """Sample a turn in each of these episodes, in all of which ``mover`` is next; an empty turn if ``mover`` is "".
+        """Sample a turn of ``mover`` in each of these episodes, or an empty turn if ``mover`` is "".
 
         Every rank calls it; ``most_rows`` is the largest number of episodes on a rank.
         """

@@ -144,10 +144,9 @@ class Game(Environment):
         return secret_mafia.planned_action(game, self._seat, sides, generator)
 
     def step(self, action: str) -> Turn:
-        """Play a move of the seat whose turn it is and the random opponents' moves after it.
+        """Play the action in the current seat, then random opponents; return the next turn of the policy or a model.
 
-        Return the policy's next turn. If the policy's move is not valid, the answer contains the reason. If a model
-        plays opponents, the next turn may be theirs.
+        If the policy's move is not valid, the next turn contains the reason.
         """
         if self._state.current_player_id != self._seat:
             return self._opponent_step(action)

@@ -99,7 +99,7 @@ class _Table:
             _print(f"[{message['role']}] {message['content']}")
 
     def close(self, ending: str) -> None:
-        """Print the last line: how the episode ended, in which turn, and the total reward."""
+        """Print the last line: the ending, the number of the turn, and the total reward."""
         _print(f"grpo: {ending} in turn {self._actions}, reward {self._reward:g}")
 
 

@@ -257,7 +257,7 @@ def _has_tools(spec: str) -> bool:
 
 
 def _opponents(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem for each benchmark in which the base model would play opponents."""
+    """Yield a problem for each benchmark that would need the base model as an opponent."""
     for spec, model in model_opponents(recipe.__getitem__):
         if spec in recipe["benchmarks"] and model != POLICY:
             message = f"a benchmark can't play '{spec}' against '{model}'"

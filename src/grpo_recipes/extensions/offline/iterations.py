@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from grpo_recipes.extensions.offline.policy_gradient import loss_with_term
 from grpo_recipes.process.reports import run_folder
 from grpo_recipes.runs.checkpoints import complete_checkpoints, step_of
 from grpo_recipes.runs.rundir import CELLS, read_rows, write_json
 from grpo_recipes.trainers.callbacks import Compute, LossCallback
+from grpo_recipes.trainers.protocol import InnerTrainer
 
 _EVAL_METRIC = re.compile(r"(pass|mean|best|majority)@\d+|reward|prompts|.*_interval")
 
@@ -58,16 +58,21 @@ class Iterations(LossCallback):
         """Write the last iteration."""
         self._flush(args, state)
 
-    def loss(self, trainer: Any, compute: Compute, model: Any, rows: dict[str, Any]) -> torch.Tensor:
+    def loss(self, trainer: InnerTrainer, compute: Compute, model: Any, rows: dict[str, Any]) -> torch.Tensor:
         """Return the training loss, and record its policy-gradient term as the metric ``loss_pg``."""
-        return loss_with_term(trainer, compute, model, rows)
+        loss, term = trainer.loss_and_policy_gradient_term(compute, model, rows)
+        # TRL averages metrics over the micro-batches of a step and sums their losses.
+        scaled = trainer.accelerator.gather(term.detach() * trainer.current_gradient_accumulation_steps)
+        trainer.add_metric("loss_pg", scaled.mean().item())
+        return loss
 
     def _flush(self, args: Any, state: TrainerState) -> None:
-        """Write the files of all iterations so far that lack them, and those of the last; only on rank 0.
+        """Write missing files of all iterations so far, and write the files of the last iteration again.
 
-        Do nothing in the middle of an iteration.
+        Only on rank 0. Do nothing in the middle of an iteration.
         """
-        steps = steps_of_iteration(args)
+        # Optimizer steps that use the completions of one generation.
+        steps = max(1, int(args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps))
         if not state.is_world_process_zero or state.global_step % steps:
             return
         folder = self._root / "metrics"
@@ -102,16 +107,11 @@ class Iterations(LossCallback):
                 link.symlink_to(target)
 
 
-def steps_of_iteration(args: Any) -> int:
-    """Return the number of optimizer steps that use the completions of one generation."""
-    return max(1, int(args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps))
-
-
 def train_metrics(iteration: int, rows: Sequence[dict[str, Any]], args: Any) -> dict[str, Any]:
     """Return the content of ``train_iter_NNN.json``: means over the steps of an iteration, from ``metrics.jsonl`` rows.
 
     ``loss_total`` is the minimized loss, the sum of three terms: ``loss_pg`` is the policy-gradient term (see
-    ``policy_gradient``), ``loss_kl`` is ``beta`` times ``kl_divergence``, and ``loss_entropy`` is minus
+    ``Iterations.loss``), ``loss_kl`` is ``beta`` times ``kl_divergence``, and ``loss_entropy`` is minus
     ``entropy_coef`` times the entropy.
     """
     kl_terms = [row.get("beta", args.beta) * row.get("kl", 0.0) for row in rows]
