@@ -277,7 +277,7 @@ def _report(outcome: "Generated", options: argparse.Namespace, prompts: int, rep
 
 
 def report_failures(outcome: "Generated") -> None:
-    """Print to stderr why prompts have no completions, and how to continue."""
+    """Print to stderr the most frequent reasons why prompts have no completions, and how to continue."""
     reasons = [f"{count} prompts failed: {reason}" for reason, count in outcome.failed.most_common(3)]
     other_reasons = [f"{len(outcome.failed) - 3} other reasons"] if len(outcome.failed) > 3 else []
     untried = [f"the server is gone, and {outcome.skipped} prompts were not tried"] if outcome.skipped else []

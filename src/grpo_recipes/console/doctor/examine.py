@@ -33,7 +33,7 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, as a run would use it."""
+    """This machine, as a run would use it; the checks read their inputs from here."""
 
     environment: Mapping[str, str]  # the user's variables
     recipe: Recipe | None = None

@@ -38,7 +38,7 @@ class Axis:
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
 
     def marks(self, text: Callable[[float], str] | None = None) -> Marks:
-        """Return position and label of each tick; the labels are distinct."""
+        """Return position (0 to 1) and label of each tick; ``text`` formats a tick, and labels are always distinct."""
         labels = [(text or _tick_text)(tick) for tick in self.ticks]
         if len(set(labels)) < len(labels):
             scale, unit = (100, " %") if labels[0].endswith("%") else (1, "")

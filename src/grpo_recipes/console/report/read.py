@@ -32,7 +32,7 @@ class Table:
         return self.columns.get(name, [None] * len(self.steps))
 
     def known(self, name: str) -> list[float]:
-        """Return the finite values of a column."""
+        """Return the finite values of a column, without gaps; [] for an unknown name."""
         return without_gaps(self.columns.get(name, ()))
 
     def last(self, name: str) -> float | None:

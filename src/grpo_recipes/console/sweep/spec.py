@@ -231,7 +231,7 @@ def name_of(values: Mapping[str, str]) -> str:
 
 
 def numbered(number: int, name: str) -> str:
-    """Return the name with the trial's number, which makes it unique."""
+    """Return the name with the trial's number in front, which makes it unique, cut to 100 characters."""
     return f"{number},{name}"[:_MAX_NAME]
 
 

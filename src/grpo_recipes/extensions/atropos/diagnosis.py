@@ -23,7 +23,7 @@ _BUFFERED = (
 def diagnose_missing_batch(
     connection: Connection, batch_size: int | None, last_seen: Mapping[int | None, float], sizes: Collection[int]
 ) -> tuple[str, list[str]]:
-    """Return the likely reason, and the lines of a report: state, environments and packing of run-api.
+    """Return the likely reason why run-api hands out no batch, and the lines of a report: state, environments, packing.
 
     Args:
         connection: the connection to run-api.
@@ -77,7 +77,7 @@ def _read_queued_sizes(connection: Connection) -> set[int]:
 
 
 def _count_groups_without_id(connection: Connection, queued: int, environments: Mapping[int, Mapping[str, Any]]) -> int:
-    """Return the number of queued groups that no environment counts, if the latest group shows that there are any."""
+    """Return the number of queued groups that no environment counts; 0 unless the latest group is one of them."""
     latest, _ = connection.try_get("/latest_example") if queued else ({}, "")
     counted = sum(int(environment.get("self_queue_size", 0)) for environment in environments.values())
     latest_is_uncounted = not environments or latest.get("env_id") not in environments

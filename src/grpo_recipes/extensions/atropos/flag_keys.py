@@ -80,7 +80,10 @@ class Translation:
         return whole_number(self.text(name))
 
     def settings(self, mode: str | None) -> Settings:
-        """Return the values of all flags with the weight bridge ``mode``, for table rows that depend on other flags."""
+        """Return the values of all flags, with ``mode`` as --weight-bridge-mode.
+
+        Table rows that depend on other flags read them.
+        """
         values = {name: raw.value for name, raw in self.flags.items()} | {MODE: mode}
         if "vllm_server_port" in self.keys:
             values.setdefault(PORT, self.keys["vllm_server_port"].value)
@@ -88,7 +91,7 @@ class Translation:
 
 
 def translate(translation: Translation, environment_flags: list[tuple[str, str]]) -> str | None:
-    """Translate the flags that need no recipe, and the flags of an environment; return the weight bridge mode, or None.
+    """Translate the flags that need no recipe, and the flags of an environment; return --weight-bridge-mode or None.
 
     Keys, notes and problems are added to ``translation``. ``environment_flags`` has pairs of flag and text.
     """
@@ -137,9 +140,9 @@ def _default(translation: Translation, row: Row, mode: str | None) -> Value | No
     """Return the default value of a flag that the user did not set, or None if no default applies.
 
     Defaults apply only if no recipe is named. A default does not apply if the user set a key that replaces the flag, if
-    the flag has no effect in the weight bridge ``mode``, if another flag has set its key, or if a Slurm job chooses the
-    port. On CPU and with shared weights, the default of ``--dtype`` is float32. On CPU, ``bf16: false`` is also added
-    to ``translation``.
+    the flag has no effect with this --weight-bridge-mode, if another flag has set its key, or if a Slurm job chooses
+    the port. On CPU and with shared weights, the default of ``--dtype`` is float32. On CPU, ``bf16: false`` is also
+    added to ``translation``.
     """
     text: Any = row.default
     has_no_effect = any(mode not in modes.split() for modes in row.needs.values())
@@ -199,7 +202,7 @@ def _accept_same(setting: Setting, is_same: bool) -> None:
 
 
 def shared_weights(setting: Setting, settings: Settings) -> None:
-    """Reject a value that is not true in the weight bridge mode shared_vllm; ignore a true value in other modes."""
+    """Reject a value that is not true if --weight-bridge-mode is shared_vllm; ignore a true value in other modes."""
     shared, shares = settings.values[MODE] == SHARED, as_bool(setting.value) is True
     if shared and not shares:
         fix = f"export {setting.name}=1, or unset it"
@@ -241,7 +244,7 @@ def _read_yaml(name: str, text: str) -> Any:
 def translate_counts(translation: Translation, value: Callable[[str], Any], mode: str | None) -> None:
     """Translate the numbers of sequences, steps and GPUs, which depend on the recipe.
 
-    ``value`` looks up a recipe key, ``mode`` is the weight bridge mode. Results are added to ``translation``.
+    ``value`` looks up a recipe key, and ``mode`` is --weight-bridge-mode. Results are added to ``translation``.
     """
     _read_sequences(translation, value)
     _need_room_for_adapters(translation, value("lora_r"), mode)
@@ -269,7 +272,10 @@ def translate_counts(translation: Translation, value: Callable[[str], Any], mode
 
 
 def _need_room_for_adapters(translation: Translation, rank: Any, mode: str | None) -> None:
-    """Reject a --max-lora-rank that is smaller than the recipe's lora_r; note that any other value has no effect."""
+    """Reject a --max-lora-rank below the recipe's lora_r; add a note that any other value has no effect.
+
+    Do nothing in modes without an adapter.
+    """
     name = "--max-lora-rank"
     room = translation.number(name) if mode in (None, *ADAPTERS) else None
     if room is not None and isinstance(rank, int) and room < rank:

@@ -1,4 +1,4 @@
-"""Problems generated from a seed, the same on every machine, for example ``dataset_name: seeded:arithmetic``. Pure.
+"""Problems generated from a seed, the same on every machine, for example ``dataset_name: seeded:arithmetic``.
 
 * A generator in ``GENERATORS`` turns the random draws of a seed into a row. The draws only use ``random()`` of
   ``random.Random``, the only method with the same results in every version of Python. Graphs are drawn as in ModeBench.
