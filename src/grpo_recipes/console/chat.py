@@ -1,4 +1,7 @@
-"""The command `grpo chat`: talk to a trained model, to any other model, or to a running server."""
+"""The command `grpo chat`: talk to a trained model, to any other model, or to a running server.
+
+For a run or a model, it starts a vLLM server and stops it at the end. A run provides system prompt and sampling.
+"""
 
 import argparse
 import json

@@ -1,4 +1,7 @@
-"""The command `grpo generate`: sample completions of a recipe's dataset from a running server to a JSONL file."""
+"""The command `grpo generate`: sample completions of a recipe's dataset from a running server to a JSONL file.
+
+The same command continues an interrupted file. `grpo eval` and `grpo chat` use the functions of this module too.
+"""
 
 import argparse
 import hashlib

@@ -1,4 +1,7 @@
-"""Hooks of a run: write ``report.html`` during and after the training, and push the model."""
+"""Hooks of a run: write ``report.html`` during and after the training, and push the model.
+
+The launcher calls them before the start, on progress and at the end of a run, and knows nothing else of the console.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Load the Atropos environments of a recipe, for `grpo check --deep`."""
+"""Load the Atropos environments of a recipe, for `grpo check --deep`.
+
+This imports the user's code and reads datasets, which the usual check of a recipe avoids.
+"""
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.atropos.recipe import atropos_environments

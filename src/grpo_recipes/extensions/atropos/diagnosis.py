@@ -1,4 +1,7 @@
-"""Explain why no batch comes, from run-api's queue, its environments and its packing rule."""
+"""Explain why no batch comes, from run-api's queue, its environments and its packing rule.
+
+The trainer's client calls ``diagnose_missing_batch`` when it gives up waiting, and puts the result into its error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Add Atropos to a plan: the processes of run-api and of the environments, and a line that describes them."""
+"""Add Atropos to a plan: the processes of run-api and of the environments, and a line that describes them.
+
+The planner and the launcher call the methods of ``ROLES``. run-api starts before the trainers, and the environments
+start after run-api and the vLLM server.
+"""
 
 from __future__ import annotations
 

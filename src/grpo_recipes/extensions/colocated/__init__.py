@@ -1,4 +1,7 @@
-"""The co-located launcher: translate its flags and YAML to a launch with vLLM inside the trainers."""
+"""The co-located launcher: translate its flags and YAML to a launch with vLLM inside the trainers.
+
+So a run accepts the command line and the YAML of a co-located trainer (docs/colocated.md).
+"""
 
 from grpo_recipes.recipe.extensions import Extension
 

@@ -1,4 +1,7 @@
-"""Play one episode of each environment of a recipe, for `grpo check --deep`."""
+"""Play one episode of each environment of a recipe, for `grpo check --deep`.
+
+No model is loaded. Scripted or fixed actions replace the policy, and the chat template renders the messages.
+"""
 
 import random
 import re

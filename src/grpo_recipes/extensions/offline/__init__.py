@@ -1,4 +1,7 @@
-"""The offline trainer: translate its Hydra keys and iterations to a launch or a sweep."""
+"""The offline trainer: translate its Hydra keys and iterations to a launch or a sweep.
+
+So a run accepts the command line of an offline trainer, and writes its result files (docs/offline-trainer.md).
+"""
 
 from grpo_recipes.recipe.extensions import Extension
 

@@ -1,4 +1,8 @@
-"""The datasets, rewards and benchmarks that this extension registers."""
+"""The datasets, rewards and benchmarks that this extension registers.
+
+The tables connect names of recipes, such as ``modebench:countdown``, with functions that make rows and score
+completions.
+"""
 
 from collections.abc import Sequence
 from functools import partial
