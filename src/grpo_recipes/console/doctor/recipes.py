@@ -114,7 +114,7 @@ def space(case: Case) -> Finding:
 def training_memory(case: Case) -> Finding:
     """Peak memory of trainers and server on the GPUs or on this machine, as estimated by `grpo plan`.
 
-    A need above the available memory is a problem. Unknown sizes are ok.
+    A need above the available memory is a problem. If a size is unknown, nothing is checked.
     """
     needs = case.estimates.memory
     if case.estimates.unknown:

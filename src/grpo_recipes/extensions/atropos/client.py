@@ -416,7 +416,10 @@ class AtroposClient:
         self._parts = parts
 
     def _is_recent(self, group: Group, step: int, max_staleness: int | None) -> bool:
-        """Return whether this training sampled the group, at most ``max_staleness`` steps ago; count it if not."""
+        """Return whether a group's policy is at most ``max_staleness`` steps older than ``step``, or unknown.
+
+        Other groups are counted. A policy of a later step belongs to another training, so that group is rejected.
+        """
         version = group.policy_version
         if version is not None and version > step:
             problem = f"weights of step {version} sampled it, but this training is at step {step}"

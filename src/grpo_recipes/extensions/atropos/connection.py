@@ -96,10 +96,10 @@ class Connection:
         return response
 
     def request(self, method: str, path: str, body: Any = None, repeat: bool = True) -> Any:
-        """Return the JSON of a response.
+        """Return the JSON of a response; repeat a request without an answer or with a status of at least 500.
 
-        Repeat a request without an answer or with a server error, up to ``attempts`` times. If ``repeat`` is false, a
-        request that run-api may have received is not sent again. AtroposError if no attempt succeeds.
+        If ``repeat`` is false, a request that run-api may have received is not sent again. AtroposError if ``attempts``
+        requests fail, or run-api rejects one.
         """
         failure = ""
         for attempt, pause in zip(range(1, self.attempts + 1), self.pauses(), strict=False):

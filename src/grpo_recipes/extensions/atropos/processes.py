@@ -152,11 +152,14 @@ class AtroposRoles(Roles):
         )
 
     def needs_server(self, recipe: Recipe) -> tuple[str, str] | None:
-        """Return the beginning of the message that a vLLM server is needed, and ""; None without Atropos."""
+        """Return the beginning of the error message if there is no vLLM server, and nothing to add to its fix.
+
+        Return None without Atropos.
+        """
         return ("Atropos' environments need", "") if uses_atropos(recipe.__getitem__) else None
 
     def samples_by_itself(self, recipe: Recipe) -> bool:
-        """Return whether other processes sample while the trainers update: in every run with Atropos."""
+        """Return whether environments send requests to the server while the trainers update: in runs with Atropos."""
         return uses_atropos(recipe.__getitem__)
 
     def processes(self, recipe: Recipe, plan: Plan, names: Names) -> list[Process]:
@@ -182,7 +185,7 @@ class AtroposRoles(Roles):
         return {"--atropos_api_url": api_url(recipe, plan.ports)}
 
     def admit(self, recipe: Recipe, plan: Plan, names: Names) -> str | None:
-        """Before the processes start, write token and settings for environments in other terminals.
+        """Write token and settings for environments in other terminals, before the server starts.
 
         Return the command that starts such an environment, or None if none may join.
         """

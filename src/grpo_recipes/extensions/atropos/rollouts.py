@@ -96,8 +96,8 @@ class AtroposRollouts(Source):
     def attach(self, trainer: Any) -> None:
         """Make each weight sync send the optimizer step, which the server adds to its answers to environments.
 
-        If the launch does not start run-api, environments may send requests even while benchmarks sample. In this case,
-        the client must not pause the engine. Without vLLM, do nothing.
+        Also tell the server's client whether environments outside of the launch may send requests at any time: then it
+        never pauses the engine. Do nothing without vLLM.
         """
         if not trainer.use_vllm:
             return

@@ -55,14 +55,14 @@ class Atropos(PromptSource):
         return takes_groups(recipe)
 
     def user_code(self, lookup: Lookup) -> list[str]:
-        """Return the places of the user's environments (``file.py:Class``), and the rewards of shipped environments."""
+        """Return the user's environments and rewards in shipped environments: ``module:name`` or ``file.py:name``."""
         environments = atropos_environments(lookup)
         rewards = [environment.args.get("reward") for environment in environments]
         specs = [environment.id for environment in environments if ":" in environment.id]
         return [*specs, *(reward for reward in rewards if isinstance(reward, str))]
 
     def uses_reward_variables(self, lookup: Lookup) -> bool:
-        """Return whether the launch starts environments: only their rewards read the variables of rewards."""
+        """Return whether the launch starts environments: only they get the variables in ``reward_environment``."""
         return bool(atropos_environments(lookup))
 
 

@@ -106,9 +106,9 @@ class RunEnvironment(BaseEnv):
     async def _collect_in_slot(self, item: Any) -> tuple[Collected, list[Any]]:
         """Wait until the environment's weight allows another group under way, and collect it.
 
-        At most as many groups are under way as may wait for the trainer, or as there are workers.
-        atroposlib divides 512 requests by weight. An environment that samples a whole group with a single request
-        never reaches its share of them.
+        At most as many groups are under way as may wait for the trainer, or as there are workers. atroposlib divides
+        512 requests by weight. An environment that samples a whole group with a single request never reaches its share
+        of them.
         """
         collect = self._collect_rows if self.collects_rows else super().collect_trajectories
         if not hasattr(self, "status_dict"):  # before atroposlib's first request to run-api, and so before training

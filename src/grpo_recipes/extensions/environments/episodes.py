@@ -238,8 +238,8 @@ class Episodes(Source):
     ) -> list[Score]:
         """Return each environment's answer to the last action, a turn as JSON or the reason of a failure.
 
-        Calls that met a limit before are not repeated. The calls stop once ``give_up_after`` have failed (None: never),
-        or ``stopped`` returns true.
+        Calls that met a limit before are not repeated. No more calls are made after more than ``give_up_after``
+        failures (None: any number), or once ``stopped`` returns true.
         """
         columns: dict[str, list[Any]] = {
             "environment": [self._specs.get(episode.spec, episode.spec) for episode in episodes],

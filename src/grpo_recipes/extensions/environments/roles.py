@@ -35,9 +35,9 @@ class EnvironmentRoles(Roles):
             )
 
     def needs_server(self, recipe: Recipe) -> tuple[str, str] | None:
-        """Return the beginning and an alternative of the message that a vLLM server is needed; None if it is not.
+        """Return the beginning of the error message if there is no vLLM server, and an addition to its fix.
 
-        It is needed if the base model plays opponents: only a server has it next to the adapter.
+        Return None unless the base model plays opponents: only a server has it next to the adapter.
         """
         if any(model == BASE for _, model in model_opponents(recipe.__getitem__)):
             return "opponents: base needs", ", or set opponents: policy"
