@@ -172,7 +172,7 @@ def test_a_file_of_another_kind_is_refused(generate, capsys) -> None:
 
 
 def test_two_at_a_time_do_not_mix(generate, capsys) -> None:
-    with module.opened(Path("out.jsonl"), [], {}):
+    with module.open_completions(Path("out.jsonl"), [], {}):
         assert generate() == 2
     assert "another process writes out.jsonl" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from grpo_recipes.evaluate.scores import group_scores, verdicts
+from grpo_recipes.evaluate.scores import group_scores, judge_completions
 
 ONE = torch.ones(1)
 
@@ -25,8 +25,8 @@ ONE = torch.ones(1)
 )
 def test_graded_rewards_below_one_tell_nothing_about_right_and_wrong(rewards, right):
     """M20: `grpo eval` printed pass@k 0 for rewards between 0 and 1."""
-    assert verdicts(torch.tensor(rewards)[:, None], ["own.py:graded"], ONE) == right
-    assert verdicts(torch.tensor([[0.5], [0.0]]), ["pure_accuracy_math"], ONE) == [False, False]
+    assert judge_completions(torch.tensor(rewards)[:, None], ["own.py:graded"], ONE) == right
+    assert judge_completions(torch.tensor([[0.5], [0.0]]), ["pure_accuracy_math"], ONE) == [False, False]
 
 
 def test_scores_of_graded_rewards():

@@ -29,13 +29,13 @@ def main(model: str, folder: Path) -> None:
 
     smoke.build_tokenizer = after_the_arguments
     counts: list[tuple[int, int]] = []
-    split = passes.split
+    split = passes.split_passes
 
     def watched(groups: list[list[int]], count: int) -> list[list[int]]:
         counts.append((len(groups), count))
         return split(groups, count)
 
-    passes.split = watched
+    passes.split_passes = watched
     fixed_completions.LONGEST = 30  # lengths that differ more
     whole_step = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
     # Rows of `bnpo` keep TRL's order; rows of `dapo` are sorted, and its metrics are over the whole step.

@@ -79,7 +79,7 @@ def checks(folder: Path, norms: list[float | None] = (), loss: float = 0.5, **ke
     state = SimpleNamespace(global_step=3)
     trainer_checks = Checks(SimpleNamespace(args=SimpleNamespace(**args), state=state, _tr_loss=torch.tensor(loss)))
     for norm in norms:
-        trainer_checks.gradient(None if norm is None else torch.tensor(norm))
+        trainer_checks.check_gradient(None if norm is None else torch.tensor(norm))
     return trainer_checks
 
 
@@ -99,7 +99,7 @@ def test_a_loss_that_is_no_number_is_no_skipped_step(tmp_path: Path) -> None:
 
 def test_the_norm_is_handed_on_as_a_number_so_that_the_device_is_asked_once(tmp_path: Path) -> None:
     trainer_checks = checks(tmp_path)
-    assert trainer_checks.gradient(torch.tensor(0.25)) == 0.25 and trainer_checks.gradient(None) is None
+    assert trainer_checks.check_gradient(torch.tensor(0.25)) == 0.25 and trainer_checks.check_gradient(None) is None
 
 
 def test_of_a_sharded_parameter_each_process_checks_its_own_part() -> None:
@@ -127,7 +127,7 @@ def difference(
 ) -> float | None:  # fmt: skip
     """Return the log-prob difference for a trainer that computes ``trainer_logp`` for every token."""
     trainer = SimpleNamespace(
-        evaluation=SimpleNamespace(samples_otherwise=otherwise),
+        evaluation=SimpleNamespace(has_own_sampling=otherwise),
         accelerator=SimpleNamespace(gather=lambda tensor: tensor),
         model=torch.nn.Identity().train(not evaluates),
         rollouts=SimpleNamespace(probes=False),
@@ -196,9 +196,9 @@ def test_a_server_that_drifts_after_healthy_syncs_is_stopped_below_the_dtypes_to
     differences = iter([1e-3, 2e-3, 1e-3, 1.5e-2, 3e-2])
     checks.logprob_difference = lambda output: next(differences)  # type: ignore[method-assign]
     for _ in range(4):
-        checks.server({}, synced=True)
+        checks.check_server({}, synced=True)
     with pytest.raises(WeightsDiffer, match=r"0\.03 on the first batch exceeds 0\.02 \(weight_guard_tolerance\)"):
-        checks.server({}, synced=True)
+        checks.check_server({}, synced=True)
     args.weight_guard_tolerance = 0.5  # the recipe's own is not touched
     checks.logprob_difference = lambda output: 0.4  # type: ignore[method-assign]
-    checks.server({}, synced=True)
+    checks.check_server({}, synced=True)

@@ -36,21 +36,21 @@ def lognormal(rows: int, seed: int, longest: int) -> list[int]:
 def test_each_row_is_in_one_pass_and_little_of_a_pass_is_padding(seed: int) -> None:
     draw = random.Random(seed)
     lengths, most = lognormal(draw.randrange(1, 200), seed, 1000), draw.randrange(1000, 9000)
-    groups = passes.passes(lengths, most)
+    groups = passes.group_rows(lengths, most)
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     for group in groups:
         fed = len(group) * max(lengths[row] for row in group)
         assert fed <= passes.MOST_FED * sum(lengths[row] for row in group) and (len(group) == 1 or fed <= most)
     count = draw.randrange(len(groups), len(lengths) + 3)
-    padded_groups = passes.split(groups, count)
+    padded_groups = passes.split_passes(groups, count)
     assert len(padded_groups) == count and sorted(row for group in padded_groups for row in group) == list(
         range(len(lengths))
     )
 
 
 def test_rows_of_one_length_are_one_pass() -> None:
-    assert len(passes.passes([7] * 50, most=7 * 50)) == 1
-    assert len(passes.passes([7] * 50, most=7 * 10)) == 5
+    assert len(passes.group_rows([7] * 50, most=7 * 50)) == 1
+    assert len(passes.group_rows([7] * 50, most=7 * 10)) == 5
 
 
 def rows_of_lengths(prompts: list[int], completions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,8 +148,8 @@ def test_rows_with_little_padding_are_fed_as_trl_does_it(tmp_path: Path, model: 
 def test_training_takes_the_steps_of_padded_rows(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:
-    split, counts = passes.split, []
-    monkeypatch.setattr(passes, "split", lambda groups, count: counts.append(count) or split(groups, count))
+    split, counts = passes.split_passes, []
+    monkeypatch.setattr(passes, "split_passes", lambda groups, count: counts.append(count) or split(groups, count))
     kind = MaxEntGRPOTrainer if "maxent_objective" in keys else GRPOTrainer
     keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6} | keys
     trainers = {}

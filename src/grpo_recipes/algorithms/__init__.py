@@ -1,1 +1,1 @@
-"""Pure functions behind the trainers: MaxEnt weights on tensors, controllers on floats. Nothing here knows TRL."""
+"""The mathematics of the objectives, independent of TRL: MaxEnt weights, and controllers of beta and tau."""

@@ -143,14 +143,14 @@ def _evaluate(options: argparse.Namespace) -> int:
     settings = settings_of(recipe, data_keys, subject.model, options.backend, n, sampling, prompts[0])
     if os.path.isdir(subject.weights) and not subject.is_built_in:
         settings["model_files"] = fingerprint(Path(subject.weights))
-    from grpo_recipes.rollouts.generate import opened
+    from grpo_recipes.rollouts.generate import open_completions
 
     signal.signal(signal.SIGTERM, leave)  # so that the blocks below stop their processes
     out: Path = options.out or Path("evals") / subject.name
     with ExitStack() as stack:
         rewards, code = stack.enter_context(_rewards(subject, rows))
         try:
-            file = stack.enter_context(opened(out / "completions.jsonl", rows, settings))
+            file = stack.enter_context(open_completions(out / "completions.jsonl", rows, settings))
             if not _sample(subject, options, file, prompts, n, sampling):
                 return 1
             scored = _score(file, rows, {**settings, **code}, rewards, tokenizer)
@@ -408,14 +408,14 @@ def _score(
     Rows in ``scores.jsonl`` are not scored again, unless the settings have changed: then the file starts again.
     """
     from grpo_recipes.evaluate.scores import call_rewards
-    from grpo_recipes.rollouts.generate import opened
+    from grpo_recipes.rollouts.generate import open_completions
 
     samples = {row["index"]: row["completions"] for row in completions.rows()}
     path, names = completions.path.with_name("scores.jsonl"), [reward.__name__ for reward in rewards]
     settings_path = path.with_name("scores.jsonl.settings.json")
     if json_mapping(settings_path) != json.loads(json.dumps(settings)):
         remove_files(path, settings_path)
-    with opened(path, rows, settings) as file:
+    with open_completions(path, rows, settings) as file:
         missing = [index for index in range(len(rows)) if index not in file.done]
         say(f"scoring {len(missing)} prompts with {', '.join(names)}")
         prompts_per_chunk = max(1, _CHUNK // len(samples[0]))
@@ -447,7 +447,7 @@ def _summary(recipe: Recipe, names: list[str], scored: Rows, n: int, ks: Sequenc
     """
     import torch
 
-    from grpo_recipes.evaluate.scores import answer_in, group_scores, reward_means, verdicts, weighted_rewards
+    from grpo_recipes.evaluate.scores import answer_in, group_scores, judge_completions, reward_means, weighted_rewards
 
     completions = [completion for row in scored for completion in row["completions"]]
     scores = [[completion["rewards"][name] for name in names] for completion in completions]
@@ -455,7 +455,7 @@ def _summary(recipe: Recipe, names: list[str], scored: Rows, n: int, ks: Sequenc
     weights = torch.tensor(recipe["reward_weights"] or [1.0] * len(names), dtype=torch.float32)
     rewards = torch.tensor(values, dtype=torch.float32), names, weights
     totals = weighted_rewards(rewards[0], weights).tolist()
-    for completion, total, right in zip(completions, totals, verdicts(*rewards), strict=True):
+    for completion, total, right in zip(completions, totals, judge_completions(*rewards), strict=True):
         completion.update(reward=None if math.isnan(total) else total, right=right)
     answers = [answer_in(completion["text"]) for completion in completions]
     at_k = group_scores(*rewards, answers, n, sorted(set(ks)) if ks else None)

@@ -83,7 +83,7 @@ def generate(options: argparse.Namespace) -> int:
         raise config_error("--split", "each dataset of dataset_mixture has its own split", fix)
     os.environ.update(hub_environment(os.environ))
     from grpo_recipes.rollouts.generate import generate as sample_completions
-    from grpo_recipes.rollouts.generate import opened
+    from grpo_recipes.rollouts.generate import open_completions
 
     host, port = recipe["vllm_server_host"], recipe["vllm_server_port"] or DEFAULT_PORTS["vllm_server_port"]
     url = options.base_url or f"http://{host}:{port}"
@@ -97,7 +97,7 @@ def generate(options: argparse.Namespace) -> int:
     rows, prompts = _load_prompts(recipe, options.limit)
     sampling = sampling_of(recipe, options.temperature, recipe["max_completion_length"], recipe["seed"])
     settings = settings_of(recipe, _DATA_KEYS, model, options.backend, options.num_generations, sampling, prompts[0])
-    with opened(options.out, rows, settings) as file:
+    with open_completions(options.out, rows, settings) as file:
         done = f" ({len(file.done)} already done)" if file.done else ""
         say(
             f"{model} at {client.root}: {_times(len(rows), options.num_generations)}"

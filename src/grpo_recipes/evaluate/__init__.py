@@ -1,1 +1,1 @@
-"""Benchmarks of the final model: pass@1 and pass@k with intervals."""
+"""Scores of completions (pass@k and others, with intervals), and the benchmarks of a run that use them."""

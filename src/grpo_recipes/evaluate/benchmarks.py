@@ -366,7 +366,7 @@ class Runner:
         write_json(self._settings_file, {**settings, name: self._settings(name)})
 
     def _is_played(self, name: str) -> bool:
-        """Return whether the recipe's source runs this benchmark itself."""
+        """Return whether the recipe's source of completions runs this benchmark itself, by playing episodes."""
         lookup = partial(getattr, self.args)
         source = source_of(lookup)
         return source is not None and name in source.benchmarks(lookup)

@@ -37,7 +37,7 @@ def accuracy(rewards_BR: torch.Tensor, names: list[str]) -> tuple[torch.Tensor, 
     return ~accuracies_BR.isnan().all(dim=1), (accuracies_BR >= RIGHT).any(dim=1)
 
 
-def verdicts(rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Tensor) -> list[bool | None]:
+def judge_completions(rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Tensor) -> list[bool | None]:
     """Return for each completion whether it is right, or None if that is unknown, (B,).
 
     An accuracy reward decides. In a recipe without one, completions with a weighted reward of at least 1 are right. If
@@ -109,7 +109,7 @@ def group_scores(
         return [list(values[start : start + repeats]) for start in range(0, len(rewards_BR), repeats)]
 
     totals = [None if math.isnan(total) else total for total in weighted_rewards(rewards_BR, weights_R).tolist()]
-    right = verdicts(rewards_BR, names, weights_R)
+    right = judge_completions(rewards_BR, names, weights_R)
     return scores_at_k(groups(totals), groups(right), [answer_labels(group) for group in groups(answers)], ks)
 
 

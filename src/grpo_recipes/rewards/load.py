@@ -189,7 +189,7 @@ class EpisodeReward(RewardWrapper):
         super().__init__(make_reward(SOURCE_REWARD), SOURCE_REWARD, SOURCE_REWARD)
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
-        """Return the environment's reward of each row, or the reason in the column ``episode_failed``."""
+        """Return the environment's reward of each row, or unscored for the reason in the column ``episode_failed``."""
         values = self._function(**columns)
         return [Score(value, reason) for value, reason in zip(values, columns["episode_failed"], strict=True)]
 

@@ -246,7 +246,7 @@ class RewardPool:
                     self._handle(child, reply)
 
     def _print(self, child: _Child) -> None:
-        """Print a child's output, within the pool's limit."""
+        """Print a child's new output to stderr. Drop output above the pool's total limit, with a note."""
         output = child.read_output()
         if output and self._print_left > 0:
             allowed, self._print_left = output[: self._print_left], self._print_left - len(output)

@@ -221,7 +221,7 @@ class RewardWrapper:
         return [score.value for score in self.scores]
 
     def _missing_column_note(self, reason: str) -> str:
-        """Return a note for a reason that names a column which rewards do not get: why not. "" for other reasons."""
+        """Return a note why rewards do not get a column, if the reason names such a column, else ""."""
         column = next((name for name in self._left_out if f"'{name}'" in reason), None)
         return f"; column '{column}' is not passed to rewards: {self._left_out[column]}" if column else ""
 

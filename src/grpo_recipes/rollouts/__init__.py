@@ -1,1 +1,1 @@
-"""Where completions come from."""
+"""Sources of completions: vLLM servers, vLLM in the trainers, transformers, and turns of environments."""

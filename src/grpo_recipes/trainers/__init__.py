@@ -1,1 +1,1 @@
-"""TRL's trainer plus the few overrides that need it."""
+"""The training process: TRL's GRPO trainer with our overrides (``grpo``, ``maxent``), and their helpers."""

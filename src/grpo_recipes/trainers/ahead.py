@@ -128,7 +128,7 @@ class OverlappedRollouts(ServerRollouts):
         self._probe_result = answer["completion_ids"][0], [scores[0] for scores in answer["logprobs"][0]]
 
     def probe(self, prompt: Tokens) -> tuple[Tokens, list[float]]:
-        """Return the completion of this prompt that was sampled right after the last sync."""
+        """Return ids and log-probs of the completion of this prompt that was sampled right after the last sync."""
         result: tuple[Tokens, list[float]] = self._from_main(lambda: self._probe_result)
         return result
 

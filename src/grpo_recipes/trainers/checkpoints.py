@@ -275,7 +275,7 @@ class Preemption:
         Called by every rank.
         """
         if self._stoppable:
-            self._agreed = self._agreed or agreed(self.stop, self._trainer.args.device)
+            self._agreed = self._agreed or any_rank_requests_stop(self.stop, self._trainer.args.device)
             if self._agreed:
                 raise Stopped
 
@@ -431,7 +431,7 @@ def begin_epoch(sampler: RepeatSampler | None, epoch: int) -> None:
 
 
 def remember_random_states() -> Callable[[], None]:
-    """Return a function that restores the current random states of Python, numpy, torch and its device."""
+    """Return a function that restores the current random states of Python, NumPy, torch and the GPU."""
     python_state, numpy_state, cpu_state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     device_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
@@ -445,7 +445,7 @@ def remember_random_states() -> Callable[[], None]:
     return restore
 
 
-def agreed(stop: StopRequest, device: torch.device) -> bool:
+def any_rank_requests_stop(stop: StopRequest, device: torch.device) -> bool:
     """Return whether any rank has seen a stop request. Called by every rank."""
     is_requested = torch.tensor(int(stop.requested()), device=device)
     if torch.distributed.is_initialized():

@@ -31,7 +31,7 @@ class NotFinite(RuntimeError):
     """A loss, a gradient, a weight or a log-prob of the trained model is infinite or not a number."""
 
 
-def not_finite(trainer: InnerTrainer, problem: str) -> NotFinite:
+def not_finite_error(trainer: InnerTrainer, problem: str) -> NotFinite:
     """Return the error for a problem. Its message names the newest complete checkpoint and the keys to change."""
     args = trainer.args
     newest = newest_complete(Path(args.output_dir))
@@ -56,7 +56,7 @@ class Checks:
         self._prompt: list[int] = []  # the last prompt of a probe of the server
         self._unproven = False  # whether the batches since the last sync had no scored token to compare
 
-    def gradient(self, norm: Any) -> float | None:
+    def check_gradient(self, norm: Any) -> float | None:
         """Return the gradient norm as a number, or None. Raise NotFinite if the loss or the norm is not finite.
 
         fp16 may skip up to ``MOST_SKIPPED`` steps in a row, because its loss scale is still too large.
@@ -66,18 +66,20 @@ class Checks:
         most_skipped = MOST_SKIPPED if self._trainer.args.fp16 else 0
         if not math.isfinite(loss) or self._skipped_in_a_row > most_skipped:
             step = self._trainer.state.global_step + 1
-            raise not_finite(self._trainer, f"loss {loss:g}, gradient norm {value} in step {step}, which was not taken")
+            raise not_finite_error(
+                self._trainer, f"loss {loss:g}, gradient norm {value} in step {step}, which was not taken"
+            )
         return value
 
-    def weights(self) -> None:
+    def check_weights(self) -> None:
         """Raise NotFinite if a trained weight is not finite after the step. A finite gradient can make it infinite."""
         shards = [local_shard(parameter) for parameter in self._trainer.model.parameters() if parameter.requires_grad]
         norm = float(torch.nn.utils.get_total_norm(shards))
         if not math.isfinite(norm):
             step = self._trainer.state.global_step
-            raise not_finite(self._trainer, f"the weights are not finite after step {step} (norm {norm:g})")
+            raise not_finite_error(self._trainer, f"the weights are not finite after step {step} (norm {norm:g})")
 
-    def server(self, output: dict[str, Any], synced: bool) -> None:
+    def check_server(self, output: dict[str, Any], synced: bool) -> None:
         """Raise ``WeightsDiffer`` on every rank unless the server sampled this ``output`` with the trainer's weights.
 
         ``synced`` says whether weights were sent for it. Without a sync since the last check, check nothing.
@@ -107,7 +109,7 @@ class Checks:
             prompt = output["prompt_ids"][0][output["prompt_mask"][0].bool()].tolist()
             self._prompt = list(broadcast_object_list([prompt], from_process=0)[0])
             return self._probed_difference()
-        if not trainer.model.training and trainer.evaluation.samples_otherwise:
+        if not trainer.model.training and trainer.evaluation.has_own_sampling:
             return None  # the server samples from another distribution than the trainer's
         if tuple(sampling_keys(trainer).values()) != (1.0, 0, 0.0, 1.0):
             return 0.0  # the server scores a truncated distribution, comparing is not possible
@@ -156,7 +158,7 @@ class Checks:
         if infinite:
             step = trainer.state.global_step + 1
             problem = f"{infinite:.0f} log-probs of the trained model are not finite before step {step}"
-            raise not_finite(trainer, problem)
+            raise not_finite_error(trainer, problem)
         if count == 0:
             return math.nan if unscored else None
         return float(total / count)

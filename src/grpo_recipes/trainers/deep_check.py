@@ -32,7 +32,7 @@ from grpo_recipes.recipe.user_code import source_path
 from grpo_recipes.rewards.probe import describe_unpaid, find_problems, probe_rewards, sample_rows
 from grpo_recipes.runs.rundir import write_atomically
 from grpo_recipes.trainers.entry import load_callbacks
-from grpo_recipes.trainers.model import check_adapter, load_tokenizer, quoting, skeleton
+from grpo_recipes.trainers.model import as_config_error, check_adapter, load_tokenizer, skeleton
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -95,7 +95,7 @@ class DeepCheck:
     def tokenizer(self) -> Any:
         """Load the model's tokenizer. Raise ConfigError if it can't be loaded."""
         where, fix = self.recipe.location("model_name_or_path"), "set a model with tokenizer files"
-        with quoting((OSError, ValueError), where, "the tokenizer can't be loaded", fix):
+        with as_config_error((OSError, ValueError), where, "the tokenizer can't be loaded", fix):
             if _is_smoke(self.recipe):
                 return smoke.build_tokenizer(mafia=self.recipe["model_name_or_path"] == "smoke:mafia")
             return load_tokenizer(self.model_args, self.args)
@@ -131,7 +131,9 @@ def _configs(recipe: Recipe, sources: Assets) -> tuple[GRPOConfig, ModelConfig]:
         split = ["--per_device_train_batch_size", str(batch.per_device)]
         split += ["--gradient_accumulation_steps", str(batch.accumulation)]
         argv = ["--config", str(frozen), "--output_dir", folder, "--use_cpu", "true", *split]
-        with quoting((ValueError, TypeError), recipe.path.name, "TRL rejects the recipe", "change the keys it names"):
+        with as_config_error(
+            (ValueError, TypeError), recipe.path.name, "TRL rejects the recipe", "change the keys it names"
+        ):
             _, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config(argv)
     if sources.model is not None:
         model_args.model_name_or_path, model_args.model_revision = sources.model.path, "main"
@@ -211,13 +213,27 @@ def _rewards(
 ) -> list[str]:
     """Return a line for each reward with its means for right and wrong answers to these rows.
 
-    The lines come from the cache if rows, keys and reward files are unchanged. Raise ConfigError for failing rewards.
+    The lines come from the cache if rows, keys and reward files are unchanged. ``left_out`` has the columns
+    that rewards do not get, with the reasons. Raise ConfigError for failing rewards.
     """
     file = _result_file(recipe, rows, environment)
     with contextlib.suppress(OSError, ValueError):
         if file is not None:
             return [f"{line} (remembered: rows, keys and files are unchanged)" for line in json.loads(file.read_text())]
-    lines = _tried_rewards(recipe, rows, left_out)
+    results = probe_rewards(recipe, rows, left_out)
+    if problems := find_problems(recipe, rows, results):
+        raise ConfigError(*problems)
+
+    def mean(value: float | None) -> str:
+        return "without a score" if value is None else f"{value:.3f}"
+
+    columns = ", ".join(f"{name} ({reason})" for name, reason in left_out.items())
+    lines = [f"columns    not passed to rewards: {columns}"] * bool(columns) + [
+        f"reward     {result.reward}: right answers {mean(result.right_mean)}, wrong answers {mean(result.wrong_mean)}"
+        + (f"; {result.skipped} further completions were not tried, since it is slow" if result.skipped else "")
+        + (f"; note: it {describe_unpaid(result)}" if result.unpaid else "")
+        for result in results
+    ]
     if file:
         with contextlib.suppress(OSError):  # a full or read-only cache costs only time
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -242,24 +258,3 @@ def _result_file(recipe: Recipe, rows: list[dict[str, Any]], environment: Mappin
         for path in sorted(folder.glob("*.py"))[:_MOST_FILES]:
             digest.update(path.name.encode() + path.read_bytes())
     return cache_root(environment) / "checked-rewards" / f"{digest.hexdigest()[:32]}.json"
-
-
-def _tried_rewards(recipe: Recipe, rows: list[dict[str, Any]], left_out: Mapping[str, str]) -> list[str]:
-    """Call the rewards with right and wrong answers to these rows, and return the lines of ``_rewards``.
-
-    ``left_out`` has the columns that rewards do not get, with the reasons.
-    """
-    results = probe_rewards(recipe, rows, left_out)
-    if problems := find_problems(recipe, rows, results):
-        raise ConfigError(*problems)
-
-    def mean(value: float | None) -> str:
-        return "without a score" if value is None else f"{value:.3f}"
-
-    columns = ", ".join(f"{name} ({reason})" for name, reason in left_out.items())
-    return [f"columns    not passed to rewards: {columns}"] * bool(columns) + [
-        f"reward     {result.reward}: right answers {mean(result.right_mean)}, wrong answers {mean(result.wrong_mean)}"
-        + (f"; {result.skipped} further completions were not tried, since it is slow" if result.skipped else "")
-        + (f"; note: it {describe_unpaid(result)}" if result.unpaid else "")
-        for result in results
-    ]

@@ -28,7 +28,7 @@ from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers import rank
-from grpo_recipes.trainers.checkpoints import agreed, stopped_before_a_step
+from grpo_recipes.trainers.checkpoints import any_rank_requests_stop, stopped_before_a_step
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.metrics import append_json
 from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_init_kwargs, save_model
@@ -115,7 +115,7 @@ def _load_datasets(
 
 def _exit_if_stopped(stop: StopRequest, run: Path, device: torch.device) -> None:
     """Raise StoppedOnRequest on all ranks, before the first step, if any rank has seen a stop request."""
-    if agreed(stop, device):
+    if any_rank_requests_stop(stop, device):
         raise stopped_before_a_step(run / "checkpoints")
 
 

@@ -33,7 +33,7 @@ from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epo
 from grpo_recipes.trainers.checks import Checks, Scoring
 from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows, json_number, write_samples
 from grpo_recipes.trainers.micro_batches import MicroBatches
-from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, reference_of, reject_shards
+from grpo_recipes.trainers.model import configured_reference, loaded_by_every_rank, merged_parameters, reject_shards
 from grpo_recipes.trainers.passes import Computed, in_trimmed_passes
 from grpo_recipes.trainers.rank import keep_outputs_as_computed
 from grpo_recipes.trainers.sampling import changed_sampling, weight_bridge
@@ -94,7 +94,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         # Log-probs that two computations of a loss share: an empty list stores them, a filled list returns them.
         self._shared_logps: list[Computed] | None = None
         self._samples_file = run_dir / "samples.jsonl"
-        with weight_bridge(args, run_dir, stop), loaded_by_every_rank(args), reference_of(args):
+        with weight_bridge(args, run_dir, stop), loaded_by_every_rank(args), configured_reference(args):
             super().__init__(args=args, **kwargs)
         self.rows = MetricsRows(self, run_dir, args.process_index)
         self.micro_batches = MicroBatches(self)
@@ -225,7 +225,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             if self.accelerator.is_main_process and self.args.report_samples > 0:
                 episodes = self.source and self.source.records
                 write_samples(self._samples_file, self, [row.get("answer") for row in inputs], episodes)
-        self.checks.server(output, synced=self.rollouts.transfers != transfers)
+        self.checks.check_server(output, synced=self.rollouts.transfers != transfers)
         if self.source is not None:
             self.source.finish_generation(output)
         return output
@@ -375,7 +375,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
         """Return the gradient norm as a number. Raise NotFinite if it or the loss is not finite."""
-        return self.checks.gradient(super()._get_grad_norm(model, grad_norm=grad_norm))
+        return self.checks.check_gradient(super()._get_grad_norm(model, grad_norm=grad_norm))
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
@@ -384,7 +384,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         Then raise Stopped if a stop was requested. At the end of an epoch, ``_run_epoch`` does that.
         """
-        self.checks.weights()
+        self.checks.check_weights()
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
         if self.control.should_training_stop and self.state.global_step < self.state.max_steps:
             self._save_checkpoint(model, trial)
@@ -492,7 +492,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Return whether these metrics are the best so far. False, without an error, after a stopped evaluation."""
+        """Update the best metric as in transformers. Return False, without an error, after a stopped evaluation."""
         return bool(metrics) and super()._determine_best_metric(metrics, trial)
 
     def evaluation_loop(

@@ -108,7 +108,11 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             self.beta = beta
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
-        """Return the objective's advantages, (P, G). None for ``tempered`` at tau inf: Dr.GRPO, bit for bit."""
+        """Return the objective's advantages, (P, G), of all ranks, and log metrics of the weights.
+
+        None for ``tempered`` at tau inf keeps TRL's, which are Dr.GRPO's, bit for bit. Raise ConfigError if the source
+        has its own advantages.
+        """
         if self.source is not None and self.source.brings_advantages:
             problem = "a group has its own advantages, but MaxEnt computes advantages from the scores of a group"
             fix = "let the environment send only scores, or remove the maxent keys to train with GRPO"
@@ -160,7 +164,10 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         return right_PG.any(dim=1, keepdim=True).expand_as(right_PG), right_PG
 
     def _weights(self, groups: Groups) -> torch.Tensor:
-        """Return the objective's weights, (P, G). In each group they sum to 1 over the completions that learn."""
+        """Return the objective's weights, (P, G). In each group they sum to 1 over the completions that learn.
+
+        ``maxrl`` has weights of 0 in a group without rewards. Raise ConfigError if it gets a negative reward.
+        """
         args = self.args
         if args.maxent_objective == "maxrl":
             fix = "rescale the reward to be at least 0, or set another maxent_objective"
@@ -230,7 +237,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             self._tau_measures.append(metrics[measure])
 
     def _warn_of_wrong(self, groups: Groups, advantages_PG: torch.Tensor) -> None:
-        """Warn once, on rank 0, if most of the positive advantages are on wrong answers."""
+        """Warn once, on rank 0, if wrong answers got most of the positive advantages of recent generations."""
         positive_PG = advantages_PG.clamp(min=0)
         self._on_wrong.append((positive_PG[groups.wrong_PG].sum().item(), positive_PG[groups.judged_PG].sum().item()))
         on_wrong, on_all = (sum(column) for column in zip(*self._on_wrong, strict=True))
@@ -246,7 +253,10 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
 
 def fix_loss(args: GRPOConfig, objective: Objective) -> None:
-    """Set the keys of TRL's loss that the objective fixes. Reject other values, except TRL's defaults."""
+    """Set the keys of TRL's loss, in ``args``, that the objective fixes. Raise ValueError if one has another value.
+
+    TRL's default is replaced without an error.
+    """
     for key, value in objective.fixed_keys(partial(getattr, args)).items():
         if getattr(args, key) not in (value, GRPOConfig.__dataclass_fields__[key].default):
             problem = f"{key}: expected {value}, which maxent_objective needs, got {getattr(args, key)}"

@@ -266,7 +266,7 @@ class Evaluation:
         self.owed = False  # whether the run was stopped in an evaluation that was due
 
     def set_name(self, eval_dataset: Any, prefix: str) -> str | None:
-        """Return the name of the set in ``eval.jsonl``. None for the trainer's own set."""
+        """Return the name of a set in ``eval.jsonl``: its key, or from the prefix. None for the trainer's own set."""
         if eval_dataset is None or eval_dataset is self._trainer.eval_dataset:
             return None
         if isinstance(eval_dataset, str):  # the key of one of the trainer's own sets
@@ -274,7 +274,10 @@ class Evaluation:
         return "other" if prefix == "eval" else prefix.removeprefix("eval_")  # "eval" is the default prefix
 
     def read_earlier_metrics(self) -> None:
-        """Read the metrics of the trainer's own sets, by name, that an earlier attempt wrote for this step."""
+        """Set ``earlier_metrics`` to the metrics that an earlier attempt wrote for this step, by set.
+
+        They are of the trainer's own sets, which are then not evaluated again. Called by every rank.
+        """
         trainer = self._trainer
         set_names = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {None}
         rows = read_rows(self._file) if trainer.accelerator.is_main_process else []
@@ -368,7 +371,7 @@ class Evaluation:
             trainer._metrics["eval"].clear()
 
     @property
-    def samples_otherwise(self) -> bool:
+    def has_own_sampling(self) -> bool:
         """Whether the recipe lets evaluations sample with another temperature or ``top_p`` than the training."""
         trainer, args = self._trainer, self._trainer.args
         has_temperature = args.eval_temperature not in (None, trainer.temperature)

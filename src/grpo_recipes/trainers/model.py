@@ -26,7 +26,9 @@ from grpo_recipes.trainers.rank import shards_weights
 from grpo_recipes.weights.lora import base_name
 
 
-def quoting(kinds: tuple[type[Exception], ...], where: str, problem: str, fix: str) -> AbstractContextManager[None]:
+def as_config_error(
+    kinds: tuple[type[Exception], ...], where: str, problem: str, fix: str
+) -> AbstractContextManager[None]:
     """Convert errors of these kinds in the block to a ConfigError with ``problem`` and the error's text in one line."""
     return translate(kinds, lambda error: config_error(where, f"{problem}: {' '.join(str(error).split())[:300]}", fix))
 
@@ -70,7 +72,7 @@ def save_model(trainer: InnerTrainer, folder: Path) -> None:
 
 
 @contextmanager
-def reference_of(args: GRPOConfig) -> Iterator[None]:
+def configured_reference(args: GRPOConfig) -> Iterator[None]:
     """In the block, let TRL load the reference model from ``ref_model_name_or_path`` if it is set.
 
     TRL has no setting for this: it loads the reference from the name of the trained model. The block replaces
@@ -186,7 +188,7 @@ def check_adapter(model: PreTrainedModel, config: LoraConfig) -> int:
             problem = f"'{name}' shares its weights with another layer (tie_word_embeddings)"
             raise config_error("lora_modules_to_save", problem, f"remove {name}, or remove use_peft")
     problem, fix = "PEFT can't add the adapter to this model", f"set all-linear, or some of {linear}"
-    with quoting((ValueError, TypeError), "lora_target_modules", problem, fix):
+    with as_config_error((ValueError, TypeError), "lora_target_modules", problem, fix):
         return len(_adapted_layers(get_peft_model(model, copy.deepcopy(config))))
 
 

@@ -35,14 +35,14 @@ def in_trimmed_passes(
     padding_free = trainer.args.padding_free
     multiple = 1 if padding_free else trainer.args.pad_to_multiple_of or 1
     widths_B = -(-lengths_B // multiple) * multiple
-    groups = passes(widths_B.tolist(), (batch_size or rows) * width, padding_free)
+    groups = group_rows(widths_B.tolist(), (batch_size or rows) * width, padding_free)
     is_padded = padding_free or rows * width > MOST_FED * int(widths_B.sum())
     has_options = any(value not in (None, False) for value in (*args, *kwargs.values()))
     is_special = bool((prompt_lengths_B == 0).any()) or has_options
     most_passes, any_padded, any_special = _largest_of_ranks(trainer, len(groups), is_padded, is_special)
     if any_special or not any_padded:
         return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, *args, **kwargs)
-    groups = split(groups, most_passes)
+    groups = split_passes(groups, most_passes)
     parts: list[list[torch.Tensor]] = []
     for group in groups:
         # A rank without rows makes the pass too, because other ranks need it, and drops the results.
@@ -70,7 +70,7 @@ def in_trimmed_passes(
     return logps, entropies[0] if entropies else None, None
 
 
-def passes(lengths: Sequence[int], most: float, padding_free: bool = False) -> list[list[int]]:
+def group_rows(lengths: Sequence[int], most: float, padding_free: bool = False) -> list[list[int]]:
     """Group rows, given by their lengths, into passes, longest first.
 
     With padding, a pass has at most ``most`` tokens, and at most ``MOST_FED`` per real token. ``padding_free`` counts
@@ -88,8 +88,8 @@ def passes(lengths: Sequence[int], most: float, padding_free: bool = False) -> l
     return groups
 
 
-def split(groups: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the largest pass until there are ``count``. Passes are empty if there are too few rows."""
+def split_passes(groups: list[list[int]], count: int) -> list[list[int]]:
+    """Return the passes with the largest one halved until there are ``count``. Some are empty for too few rows."""
     groups = list(groups)
     while len(groups) < count:
         largest = max(range(len(groups)), key=lambda index: len(groups[index]))
@@ -101,7 +101,7 @@ def split(groups: list[list[int]], count: int) -> list[list[int]]:
 def _in_one_row(
     model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **kwargs: Any
 ) -> SimpleNamespace:
-    """Return the fields of TRL's fused head, (b, L - 1), computed from rows that are fed one after another.
+    """Feed the tokens of all rows in a single row. Return ``log_probs`` and ``entropy``, (b, L - 1), like TRL's head.
 
     The positions restart with each row. Attention detects the borders of rows by them.
     """

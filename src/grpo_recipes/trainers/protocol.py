@@ -37,7 +37,7 @@ class EvaluationState(EvaluationScope, Protocol):
     owed: bool  # whether a stop request ended an evaluation that was due
 
     @property
-    def samples_otherwise(self) -> bool:
+    def has_own_sampling(self) -> bool:
         """Whether the recipe lets evaluations sample with another temperature or ``top_p`` than the training."""
 
 
@@ -55,10 +55,10 @@ class Controller(Protocol):
     """An adaptive coefficient (``algorithms.maxent``)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
+        """Return the coefficient, and what its updates depend on, for a checkpoint."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
+        """Continue with a result of ``state_dict``."""
 
 
 class InnerTrainer(SamplingTrainer, Protocol):

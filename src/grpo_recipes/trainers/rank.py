@@ -104,9 +104,8 @@ def _user_line(error: BaseException) -> str:
 def first_barrier(run_dir: Path, device: torch.device, seconds: float | None = None) -> None:
     """Sum an element over all ranks. Raise RuntimeError if a rank is missing, for example if the network is broken.
 
-    With gloo, the error names the missing ranks and their nodes.
-
-    ``seconds`` is the time limit, by default the plan's. Ranks may import torch and TRL from a cold file system.
+    With gloo, the error names the missing ranks and their nodes. ``seconds`` is the time limit, by default the plan's.
+    Ranks may import torch and TRL from a cold file system.
     """
     if not torch.distributed.is_initialized():
         return
@@ -134,9 +133,8 @@ def first_barrier(run_dir: Path, device: torch.device, seconds: float | None = N
 def wait_for_first_server(run_dir: Path, timeout: float, stop: StopRequest) -> None:
     """Wait until the run's server is ready or a stop is requested, at most ``timeout`` seconds and a margin.
 
-    Raise ServerError if the server is gone or the time is over.
-
-    The launcher starts the trainers at the same time and ends the run if the server takes too long.
+    Raise ServerError if the server is gone or the time is over. The launcher starts the trainers at the same time and
+    ends the run if the server takes too long.
     """
     deadline = time.monotonic() + timeout + _LATE_SECONDS
     while (state := server_state(run_dir / SERVER_STATE)[1]) != "ready" and not stop.requested():
@@ -194,7 +192,7 @@ def check_updates(distributed_type: str, mixed: str, dtypes: Iterable[str], args
 
 
 def shards_weights(accelerator: Accelerator) -> bool:
-    """Return whether each process holds only a shard of the weights: ZeRO-3, FSDP."""
+    """Return whether each process holds only a shard of the weights, as under ZeRO-3 and FSDP."""
     plugin = accelerator.state.deepspeed_plugin
     return accelerator.distributed_type.name == "FSDP" or (plugin is not None and plugin.zero_stage == 3)
 
