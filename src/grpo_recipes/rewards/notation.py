@@ -195,6 +195,8 @@ _TOKEN = re.compile(
     r"\\begin\{\w+\}|\\end\{\w+\}|\\[A-Za-z]+|\\.|[A-Za-z]+|\*\*|<=|=<|>=|!=|[0-9]+(?:\.[0-9]+)?|.", re.DOTALL
 )
 _PIECE = re.compile(r"\s*(\\[A-Za-z]+|[0-9]+(?:\.[0-9]+)?|[A-Za-z])")
+# The start of an argument after a function's name in plain letters, as in `sin(x)`, `sin^2 x` and `sin x`.
+_ARGUMENT_START = re.compile(r"\s*[(|\\0-9]|\s*[\^_]|\s+[A-Za-z](?![A-Za-z])")
 _ARGUMENT_END = re.compile(
     r"[-+=<>,;)\]}|&]|\\(?:\\|le|ge|cdot|times|sin|cos|tan|cot|sec|csc|ln|log|end)(?![A-Za-z])|$"
 )
@@ -227,7 +229,7 @@ def _rewritten(token: str, text: str, end: int, before: list[str]) -> tuple[str,
         above, end = _argument(text, end)
         below, end = _argument(text, end)
         return rf"\frac{{{above}}}{{{below}}}", end
-    if name in _FUNCTIONS and (token != name or _applies(text, end)):
+    if name in _FUNCTIONS and (token != name or _ARGUMENT_START.match(text, end)):
         return _function(name, text, end)
     if token in _AROUND and text.startswith("(", end) and (close := closing(text, end, "()")) > 0:
         return to_latex(text[end + 1 : close]).join(_AROUND[token]), close + 1
@@ -236,11 +238,6 @@ def _rewritten(token: str, text: str, end: int, before: list[str]) -> tuple[str,
     if token == "U" and before and "".join(before).rstrip().endswith((")", "]", "}")):
         return r"\cup ", end
     return _CONSTANTS.get(token, _SIGNS.get(token, token)), end
-
-
-def _applies(text: str, end: int) -> bool:
-    """Return whether an argument follows a function's name in plain letters."""
-    return re.match(r"\s*[(|\\0-9]|\s*[\^_]|\s+[A-Za-z](?![A-Za-z])", text[end:]) is not None
 
 
 def _argument(text: str, start: int) -> tuple[str, int]:

@@ -68,7 +68,7 @@ def unit_of(text: str) -> str | None:
 
 
 def trailing_unit(text: str) -> tuple[str, str]:
-    """Split an expression and the known unit after it: ``("8\\sqrt{3}", "centimetre2")``; else ``(text, "")``.
+    """Split an expression and the known unit after it: ``("8\\sqrt{3}", "centimetre2")``, or else ``(text, "")``.
 
     A unit of one letter counts only if the expression has no variables: ``5x m`` is a product.
     """

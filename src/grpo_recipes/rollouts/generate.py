@@ -55,14 +55,14 @@ class CompletionsFile:
         self.done: dict[int, None] = {}  # prompt numbers in the order of the file
 
     def add(self, index: int, completions: Sequence[Sample]) -> None:
-        """Add the row of a prompt, and flush it."""
+        """Add the row of a prompt with the texts, token ids and finish reasons of its completions."""
         entries = [
             {"text": sample.text, "ids": sample.ids, "finish_reason": sample.finish_reason} for sample in completions
         ]
         self.put(index, entries)
 
     def put(self, index: int, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Add the row of a prompt with these entries as its completions."""
+        """Add the row of a prompt with these entries as its completions, flush it, and note it in ``done``."""
         row = {"index": index} | self._rows[index] | {"index": index, "completions": completions}
         self._file.write(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n")
         self._file.flush()
@@ -87,7 +87,7 @@ class CompletionsFile:
             self.done[index] = None
 
     def sort(self) -> None:
-        """Sort the rows in the order of the dataset."""
+        """Rewrite the file in the order of the dataset. Raise ConfigError if that fails, for example on a full disk."""
         if list(self.done) == sorted(self.done):
             return
         self._file.seek(0)

@@ -36,7 +36,10 @@ class Renderer:
         return str(self._tokenizer.decode(text_ids, skip_special_tokens=True))
 
     def prompt(self, turn: Turn) -> Tokens:
-        """Return the tokens of an environment's first turn, including the tools that the policy may call."""
+        """Return the tokens of an environment's first turn, including the tools that the policy may call.
+
+        Raise ConfigError if the template leaves out the tools.
+        """
         ids = self._render(turn.messages, True, tools=turn.tools or None)
         if turn.tools and ids == self._render(turn.messages, True):
             problem = "the template leaves out the tools of the environment"

@@ -28,12 +28,12 @@ class Source:
 
     @classmethod
     def training_prompts(cls, args: ScriptArguments, seed: int, least: int) -> Prompts:
-        """Return the training prompts, at least ``least`` of them. ``seed`` is the run's seed."""
+        """Return the source's training prompts, at least ``least`` (for one step). ``seed`` is the run's seed."""
         raise NotImplementedError
 
     @classmethod
     def evaluation_prompts(cls, args: ScriptArguments) -> Prompts:
-        """Return the evaluation prompts."""
+        """Return the evaluation prompts of this source. Called instead of reading the recipe's evaluation dataset."""
         raise NotImplementedError
 
     def run_benchmark(self, runner: Any, name: str, rows: list[dict[str, Any]]) -> None:
@@ -65,14 +65,15 @@ class Source:
         raise NotImplementedError
 
     def annotate(self, trainer: "SamplingTrainer", output: dict[str, Any]) -> None:
-        """Add columns to TRL's ``output`` before advantages are computed."""
+        """Add columns to TRL's ``output`` of a generation, before ``token_advantages`` is called."""
 
     def token_advantages(
         self, trainer: "SamplingTrainer", output: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return advantages that replace TRL's, or None: for the rank's rows, (B,) or (B, T), and for all ranks' rows.
+        """Return None to keep TRL's advantages, or two tensors that replace them.
 
-        The second tensor is only shown in tables: the mean over the tokens of each row.
+        The first one, (B,) or (B, T), is for the rank's rows in the loss. The second one has a number for each row of
+        all ranks, the mean over its tokens, and is only shown in tables.
         """
         return None
 
@@ -92,4 +93,4 @@ class SamplingTrainer(Trainer, Protocol):
         """The source that replaces TRL's sampler in training, if the recipe has one."""
 
     def serve_final_weights(self) -> None:
-        """Send the weights of the last step to the sampler, and check them. Called by every rank."""
+        """Send the weights of the last step to vLLM. Raise WeightsDiffer if it lacks them. Called by every rank."""

@@ -102,7 +102,8 @@ class Checks:
     def logprob_difference(self, output: dict[str, Any]) -> float | None:
         """Return the mean |trainer - server| log-prob of the sampled tokens over all ranks.
 
-        NaN if the server scored none of them, None if there are none. Raise ``NotFinite`` for the trainer's log-probs.
+        NaN if the server scored none of them, None if there are none or an evaluation samples in its own way. 0 if the
+        recipe truncates the distribution, which can't be compared. Raise ``NotFinite`` for the trainer's log-probs.
         """
         trainer = self._trainer
         if trainer.rollouts.probes:

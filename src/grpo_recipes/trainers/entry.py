@@ -2,7 +2,7 @@
 
 Load data, model and rewards, resume from the newest checkpoint, train, save the model, and run the benchmarks:
 
-train(GRPOTrainer)
+    train(GRPOTrainer)
 """
 
 from collections.abc import Iterable

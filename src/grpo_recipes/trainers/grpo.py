@@ -187,7 +187,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Take a micro-step as in TRL: sample, score and weigh first if a generation has been used up. Return the loss.
 
-        Before it, repeat an evaluation that a stop request ended. After an optimizer step's last, move the controllers.
+        First repeat an evaluation that a stop request ended. After the last micro-step of a step, move beta and tau.
         """
         if self.evaluation.owed:  # the run was stopped in it; if it stops again, the checkpoint still owes it
             self.evaluation.owed = False
@@ -412,7 +412,10 @@ class GRPOTrainer(trl.GRPOTrainer):
     # Before each generation TRL sends the weights of a new step; _generate_and_score_completions checks them.
 
     def serve_final_weights(self) -> None:
-        """Send the weights of the last step to the sampler, and check them. Called by every rank, after training."""
+        """Send the weights of the last step to vLLM after training. Raise WeightsDiffer if it does not have them.
+
+        Called by every rank.
+        """
         self.model.eval()
         sent = self.rollouts.serve_weights()
         if sent and self.rollouts.guarded and (error := self.checks.final_weights()):
