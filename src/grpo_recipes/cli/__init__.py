@@ -124,7 +124,8 @@ def recipe_name(options: argparse.Namespace) -> str | None:
         raise config_error("RECIPE", "the name of the recipe is empty", "give a .yaml file, or leave it out")
     if options.recipe and options.config:
         raise config_error("--config", "two recipes are given", "give one recipe")
-    return options.recipe or options.config
+    name: str | None = options.recipe or options.config
+    return name
 
 
 def chosen_recipe(options: argparse.Namespace, device: str | None = None) -> Recipe:

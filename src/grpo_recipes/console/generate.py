@@ -219,7 +219,7 @@ def sampling_of(recipe: Recipe, temperature: float | None, max_tokens: int, seed
     """Return a recipe's sampling parameters; ``temperature`` replaces the recipe's temperature unless it is None."""
     from grpo_recipes.rollouts.openai import SamplingParameters
 
-    keys = {key: recipe[key] or 0 for key in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    keys: dict[str, Any] = {key: recipe[key] or 0 for key in ("top_p", "top_k", "min_p", "repetition_penalty")}
     keys["temperature"] = recipe["temperature"] if temperature is None else temperature
     return SamplingParameters(max_tokens=max_tokens, seed=seed, **keys)
 

@@ -22,9 +22,7 @@ from grpo_recipes.data.problems import (
     BATCH_ROWS,
     Batch,
     Counts,
-    DataSource,
     Fetched,
-    Message,
     Problems,
     collect_rows,
     describing_read_errors,
@@ -41,6 +39,7 @@ from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.generated import GeneratedData, generated
 from grpo_recipes.recipe.rendering import missing_fix, missing_message, rendering_notes
+from grpo_recipes.recipe.shapes import DataSource, Message
 
 _MAX_SHOWN = 4000  # characters of a shown text
 
@@ -304,7 +303,8 @@ def _prepare_on_main(name: str, prepare: Callable[[], Prompts]) -> Prompts:
         raise ConfigError(*outcome["problems"])
     if "failure" in outcome:
         raise RuntimeError(f"rank 0 could not prepare the prompts: {outcome['failure']}")
-    return replace(outcome["rest"], dataset=load_from_disk(outcome["folder"]))
+    prompts_without_rows: Prompts = outcome["rest"]
+    return replace(prompts_without_rows, dataset=load_from_disk(outcome["folder"]))
 
 
 def first_problems(

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from grpo_recipes.data.problems import DataSource, Fetched, Message, answer_of, chat_of, load_rows, read_rows
+from grpo_recipes.data.problems import Fetched, load_rows, read_rows
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
 from grpo_recipes.fetch.assets import fingerprint
 from grpo_recipes.recipe.configs import ScriptArguments
@@ -33,6 +33,7 @@ from grpo_recipes.recipe.registry import (
     is_file,
     rewards,
 )
+from grpo_recipes.recipe.shapes import DataSource, Message, answer_of, chat_of
 from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.rewards.answers import final_text
 from grpo_recipes.rewards.score import RewardWrapper, make_reward
@@ -383,7 +384,7 @@ class Runner:
 
     def _has_result(self, name: str) -> bool:
         """Return whether an earlier attempt finished this benchmark on this model with these settings."""
-        return read_json(self._settings_file).get(name) == json.loads(json.dumps(self._settings(name)))
+        return bool(read_json(self._settings_file).get(name) == json.loads(json.dumps(self._settings(name))))
 
     def _settings(self, name: str) -> dict[str, Any]:
         """Return the step and all settings that change a benchmark's result. A changed one makes it run again."""
@@ -396,7 +397,7 @@ class Runner:
             "max_completion_length": self.trainer.args.max_completion_length,
             "max_problems": args.benchmark_max_problems, "reward": self._reward_name(name),
             **({data.scheme: data.fingerprint(partial(getattr, args))} if data and not data.in_files else {}),
-            **(self.trainer.source.benchmark_settings() if self._is_played(name) else {}),
+            **(self.trainer.source.benchmark_settings() if self.trainer.source and self._is_played(name) else {}),
             "answer_matching": args.answer_matching, "system_prompt": args.system_prompt,
             "chat_template": args.chat_template, "chat_template_kwargs": self.trainer.args.chat_template_kwargs,
             **sampling_keys(self.trainer),

@@ -29,8 +29,9 @@ from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.preflight import GOOD_CORES, GOOD_GIB, find_shortages, slurm_bytes
 from grpo_recipes.plan.room import need_room
 from grpo_recipes.plan.types import Names, Plan
-from grpo_recipes.recipe import Recipe, Value
+from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
+from grpo_recipes.recipe.document import Value
 from grpo_recipes.runs.code_version import FROZEN_CODE, frozen_hash
 from grpo_recipes.runs.rundir import Run, new_run, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, submit, walltime_seconds

@@ -353,7 +353,7 @@ def derive_eval_batch(recipe: Recipe, batch: Batch) -> int | None:
     if recipe["eval_strategy"] == "no":
         return None
     group = recipe["num_generations_eval"] or recipe["num_generations"]
-    smallest = group // math.gcd(group, batch.world_size)
+    smallest: int = group // math.gcd(group, batch.world_size)
     if not recipe.is_set("per_device_eval_batch_size"):
         return max(smallest, batch.per_device * batch.accumulation // smallest * smallest)
     most = recipe["per_device_eval_batch_size"]

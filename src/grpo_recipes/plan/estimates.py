@@ -109,7 +109,7 @@ class Workload(dict[str, Any]):
     @property
     def one_gpu(self) -> bool:
         """Whether vLLM uses the GPU of a trainer; on CPU, whether it runs inside the trainers."""
-        return self["mode"] == "colocate" or self["gpu_shared"]
+        return bool(self["mode"] == "colocate" or self["gpu_shared"])
 
     @property
     def shards(self) -> int:
@@ -145,13 +145,15 @@ class Workload(dict[str, Any]):
     @property
     def weights(self) -> int:
         """Weights on one process."""
-        count, accelerator = self["parameters"], self["accelerator"]
+        count: int = self["parameters"]
+        processes: int = self["world_size"]
+        accelerator = self["accelerator"]
         element = self.trained_element if self.zero else self.element  # DeepSpeed casts the model itself
         if accelerator == "zero3":
-            return element * (count // self["world_size"] + min(count, _ZERO3_LIVE))
+            return element * (count // processes + min(count, _ZERO3_LIVE))
         if accelerator == "fsdp2":
-            gathered = self.computed * 2 * (self["layer"] + self["embedding"])
-            return gathered + (0 if self.offloads else self.trained_element * count // self["world_size"])
+            gathered: int = self.computed * 2 * (self["layer"] + self["embedding"])
+            return gathered + (0 if self.offloads else self.trained_element * count // processes)
         adapter = 4 * self.trained if self["use_peft"] else 0  # PEFT keeps adapters in float32
         return element * count + adapter
 

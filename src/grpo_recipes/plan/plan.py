@@ -27,7 +27,9 @@ from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
 from grpo_recipes.plan.commands import gpu_share, with_processes
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.estimates import DEFAULT_SEQUENCES, GIB, UnknownShape, Workload, find_needs
+from grpo_recipes.plan.estimates import DEFAULT_SEQUENCES, Workload, find_needs
+from grpo_recipes.plan.models import UnknownShape
+from grpo_recipes.plan.needs import GIB
 from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.plan.roles import data_of, roles
 from grpo_recipes.plan.types import Names, Plan, Weighting
@@ -213,11 +215,13 @@ def max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | Non
 def _requested_completions(recipe: Recipe, plan: Plan, default: int) -> int:
     """Return the most completions that the run requests from one vLLM engine at the same time."""
     world_size = plan.batch.world_size
-    requested = max(devices.rows_of_generation(recipe, plan.batch), (plan.eval_batch or 0) * world_size)
+    requested: int = max(devices.rows_of_generation(recipe, plan.batch), (plan.eval_batch or 0) * world_size)
     if recipe["benchmarks"]:
-        requested = max(requested, recipe["max_concurrent_requests"] * recipe["benchmark_samples"])
+        samples: int = recipe["benchmark_samples"]
+        requested = max(requested, recipe["max_concurrent_requests"] * samples)
     if plan.mode == "colocate":
-        return -(-requested * recipe["vllm_tensor_parallel_size"] // world_size)
+        parallel: int = recipe["vllm_tensor_parallel_size"]
+        return -(-requested * parallel // world_size)
     return max(requested, default) if any(part.samples_by_itself(recipe) for part in roles()) else requested
 
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.paths import display_path
-from grpo_recipes.plan.estimates import UnknownShape, estimate_disk, in_gib
+from grpo_recipes.plan.estimates import estimate_disk
+from grpo_recipes.plan.models import UnknownShape
+from grpo_recipes.plan.needs import in_gib
 from grpo_recipes.plan.preflight import inode_shortage
 from grpo_recipes.plan.types import Plan
 from grpo_recipes.recipe import Recipe

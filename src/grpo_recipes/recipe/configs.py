@@ -62,7 +62,8 @@ RANGES: dict[str, dict[str, float]] = {
 class CoreArguments(trl.ScriptArguments):
     """Keys for prompts, solutions, rewards, processes and the run directory."""
 
-    dataset_mixture: dict | None = key(None, "Several datasets instead of dataset_name: DatasetMixtureConfig.")
+    dataset_mixture: dict[str, Any] | None = key(None,
+        "Several datasets instead of dataset_name: DatasetMixtureConfig.")
     dataset_prompt_column: str = key("problem", "Column with the problem: text or a list of chat messages.")
     dataset_solution_column: str = key("answer", "Column with the reference solution for the rewards.")
     dataset_solution_marker: str | None = key(None,

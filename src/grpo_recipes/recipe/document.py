@@ -249,7 +249,7 @@ def as_words(keys: Mapping[str, Value]) -> list[str]:
 
 def _as_word(value: Any) -> str:
     if isinstance(value, dict):
-        return yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).strip()
+        return str(yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)).strip()
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -190,7 +190,8 @@ def _longest_sequence(recipe: Recipe) -> int:
 
 def longest_completion(recipe: Recipe) -> int | None:
     """Return the most tokens of a completion in training or evaluation; None if there is no limit."""
-    limit, eval_limit = recipe["max_completion_length"], recipe["eval_max_completion_length"]
+    limit: int | None = recipe["max_completion_length"]
+    eval_limit: int | None = recipe["eval_max_completion_length"]
     return limit if limit is None or eval_limit is None or not evaluates(recipe) else max(limit, eval_limit)
 
 

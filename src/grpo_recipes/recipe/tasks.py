@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.paths import home
-from grpo_recipes.recipe import DEFAULT_SOURCE, BrokenKey, Recipe, Value
+from grpo_recipes.recipe import DEFAULT_SOURCE, BrokenKey, Recipe
+from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.keys import environment_keys
 from grpo_recipes.recipe.registry import OBJECTIVES
 

@@ -163,13 +163,14 @@ def _equal(gold: str, answer: str) -> bool:
         if isinstance(first, sympy.Expr) and isinstance(second, sympy.Expr) and _infinite(first, second):
             first_value, second_value = first.doit(), second.doit()
             return bool(first_value == second_value != sympy.nan)
-        return verify(
+        is_equal: bool = verify(
             list(parsed_gold),
             list(parsed_answer),
             allow_set_relation_comp=True,
             timeout_seconds=None,
             raise_on_error=True,
         )
+        return is_equal
     except MemoryError:
         raise  # the child process is at its memory limit: the completion is unscored
     except Exception:  # sympy raises any exception on expressions that it cannot compare

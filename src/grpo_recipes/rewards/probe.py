@@ -28,8 +28,8 @@ from grpo_recipes.recipe.extensions import load
 from grpo_recipes.recipe.registry import DEFAULT_ACCURACY, NO_ANSWER, rewards
 from grpo_recipes.recipe.user_code import function_source, names_read_by
 from grpo_recipes.rewards.answers import is_same_answer
+from grpo_recipes.rewards.child import TIME_LIMIT
 from grpo_recipes.rewards.load import IsolatedReward, lent_rewards
-from grpo_recipes.rewards.pool import TIME_LIMIT
 from grpo_recipes.rewards.score import NOT_CALLED, Reward, RewardFailed, RewardWrapper, call_reward, is_user_reward
 
 if TYPE_CHECKING:

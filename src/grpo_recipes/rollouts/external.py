@@ -141,7 +141,9 @@ class ExternalClient(BridgeClient):
         if self._args.server_backend == VLLM:
             super().reset_prefix_cache()
 
-    def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
+    def generate(  # type: ignore[override]  # TRL passes the sampling parameters by name
+        self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any
+    ) -> dict[str, list[Any]]:
         """Generate as TRL's client does, with one request per completion. Set ``failed`` for missing completions."""
         if features is not None:
             raise ServerError("images can't be sent to an external server")

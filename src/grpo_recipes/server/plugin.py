@@ -11,7 +11,7 @@ import mmap
 import os
 import re
 import signal
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,13 +245,21 @@ def _move_into_file(parameters: Mapping[str, torch.nn.Parameter], file: str) -> 
 class WeightReport:
     """A mixin of vLLM's worker that reports and loads weights; the trainer calls it through ``/collective_rpc``."""
 
+    # Attributes and methods of the worker.
+    vllm_config: Any
+    model_runner: Any
+    get_model: Callable[[], Any]
+    reload_weights: Callable[..., None]
+    add_lora: Callable[[Any], bool]
+    list_loras: Callable[[], set[int]]
+
     _grpo_loads = 0
     _grpo_sync: int | None = None  # number of the sync that brought the weights; None: the weights of the start
 
     def grpo_load(self, folder: str) -> int:
         """Load the safetensors in ``folder`` into the model in place; return the number of loads so far."""
         if not self._copy_weights(folder):
-            self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
+            self.reload_weights(weights_path=folder)
         self._grpo_loads, self._grpo_sync = self._grpo_loads + 1, _sync_of(Path(folder) / "model.safetensors")
         _LOGGER.info("grpo: weights loaded, load %d", self._grpo_loads)
         return self._grpo_loads
@@ -262,7 +270,7 @@ class WeightReport:
         On CPU, vLLM computes with unquantized weights directly, except for MLA. vLLM's own reload builds every layer
         again, which takes several times as long.
         """
-        config, model = self.vllm_config, self.get_model()  # type: ignore[attr-defined]
+        config, model = self.vllm_config, self.get_model()
         parameters = {_plain(name): parameter.data for name, parameter in model.named_parameters()}
         on_cpu = all(tensor.device.type == "cpu" for tensor in parameters.values())
         if not on_cpu or config.parallel_config.tensor_parallel_size > 1 or config.model_config.use_mla:
@@ -285,7 +293,7 @@ class WeightReport:
     def _held_sync(self) -> int:
         """Return the number of the sync that brought the weights. The model of the start may have one too."""
         if self._grpo_sync is None:
-            model = Path(self.vllm_config.model_config.model)  # type: ignore[attr-defined]
+            model = Path(self.vllm_config.model_config.model)
             self._grpo_sync = _sync_of(model / "model.safetensors")
         return self._grpo_sync
 
@@ -295,7 +303,7 @@ class WeightReport:
         On a GPU they keep their addresses, which captured CUDA graphs contain. Return ``gpu``, its UUID or None;
         ``parameters``, the location of each for ``imported`` or ``tensor_in``; and ``packed`` as in ``grpo_weights``.
         """
-        model = self.get_model()  # type: ignore[attr-defined]
+        model = self.get_model()
         parameters = dict(model.named_parameters())
         gpu = gpu_of(next(iter(parameters.values())))
         if gpu:
@@ -313,7 +321,7 @@ class WeightReport:
         ``parameters``: name -> [fingerprint, dtype, unit in bytes]; ``packed``: fused name -> its parts; ``sync``: the
         number of the sync that brought the weights, 0 for none.
         """
-        model = self.get_model()  # type: ignore[attr-defined]
+        model = self.get_model()
         parameters: dict[str, list[Any]] = {}
         for name, parameter in model.named_parameters():
             unit, dtype = unit_of(parameter), _name_of(parameter.dtype)
@@ -330,7 +338,7 @@ class WeightReport:
 
     def grpo_adapters(self) -> list[int]:
         """Return the ids of the LoRA adapters that are loaded."""
-        return sorted(self.list_loras())  # type: ignore[attr-defined]
+        return sorted(self.list_loras())
 
     def grpo_load_adapter(self, folder: str, lora_id: int) -> bool:
         """Load the adapter in ``folder``, which replaces the adapter with the id ``lora_id``.
@@ -340,7 +348,7 @@ class WeightReport:
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(lora_name=folder, lora_int_id=lora_id, lora_path=folder, load_inplace=True)
-        loaded = bool(self.add_lora(request))  # type: ignore[attr-defined]
+        loaded = bool(self.add_lora(request))
         self._grpo_sync = _sync_of(Path(folder) / ADAPTER_WEIGHTS)
         return loaded
 
@@ -350,7 +358,7 @@ class WeightReport:
         vLLM computes with these tensors. They are zero, with fingerprint 0, in layers that the adapter does not change,
         and everywhere if the adapter is not loaded.
         """
-        manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
+        manager = self.model_runner.lora_manager._adapter_manager
         slots = [slot for slot, loaded in enumerate(manager.lora_index_to_id) if loaded == lora_id]
         parameters = {}
         for name, module in manager.modules.items():
@@ -363,7 +371,7 @@ class WeightReport:
 
     def grpo_config(self) -> dict[str, Any]:
         """Return the two settings that TRL usually reads from vLLM's ``/server_info``, which is slow and needs pip."""
-        config = self.vllm_config  # type: ignore[attr-defined]
+        config = self.vllm_config
         transfer = config.weight_transfer_config
         return {
             "model_config": {"logprobs_mode": str(config.model_config.logprobs_mode)},

@@ -31,10 +31,19 @@ from grpo_recipes.trainers.ahead import OverlappedRollouts
 from grpo_recipes.trainers.callbacks import Compute, LossCallback
 from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
 from grpo_recipes.trainers.checks import Checks, Scoring
-from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows, json_number, write_samples
+from grpo_recipes.trainers.controllers import make_kl_controller
+from grpo_recipes.trainers.metrics import (
+    CountedStream,
+    Evaluation,
+    MetricsRows,
+    json_number,
+    show_advantages,
+    write_samples,
+)  # fmt: skip
 from grpo_recipes.trainers.micro_batches import MicroBatches
 from grpo_recipes.trainers.model import configured_reference, loaded_by_every_rank, merged_parameters, reject_shards
-from grpo_recipes.trainers.passes import Computed, in_trimmed_passes
+from grpo_recipes.trainers.passes import in_trimmed_passes
+from grpo_recipes.trainers.protocol import Computed
 from grpo_recipes.trainers.rank import keep_outputs_as_computed
 from grpo_recipes.trainers.sampling import changed_sampling, weight_bridge
 from grpo_recipes.trainers.temperatures import at_own_temperatures
@@ -73,14 +82,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         if args.trim_padding:  # cuDNN's attention would make a plan for each shape of the passes
             torch.backends.cuda.enable_cudnn_sdp(False)
         stop = stop or StopRequest(run_dir)
+        self._kl_controller = make_kl_controller(args)
         self.controllers: dict[str, KLController | TauController] = {}
-        if args.kl_target is not None:
-            if args.beta == 0.0:
-                raise ValueError(
-                    "kl_target: beta must be above 0, because kl_target multiplies it. Fix: set beta: 0.04"
-                )
-            limits = args.kl_horizon, args.kl_ctl_step_size, args.kl_beta_min
-            self.controllers["kl"] = KLController(args.beta, args.kl_target, *limits)
+        if self._kl_controller is not None:
+            self.controllers["kl"] = self._kl_controller
         self.checkpoints = Checkpoints(self)
         self.checks = Checks(self)
         self.preemption = Preemption(self, stop)
@@ -221,9 +226,9 @@ class GRPOTrainer(trl.GRPOTrainer):
                 trl_advantages_B, advantages_B = output["advantages"], advantages_PG.flatten()
                 start = self.accelerator.process_index * len(trl_advantages_B)
                 output["advantages"] = advantages_B[start : start + len(trl_advantages_B)].to(trl_advantages_B)
-                self._show_advantages(advantages_B.to(trl_advantages_B))
+                show_advantages(self, advantages_B.to(trl_advantages_B))
             if self.accelerator.is_main_process and self.args.report_samples > 0:
-                episodes = self.source and self.source.records
+                episodes = self.source.records if self.source else None
                 write_samples(self._samples_file, self, [row.get("answer") for row in inputs], episodes)
         self.checks.check_server(output, synced=self.rollouts.transfers != transfers)
         if self.source is not None:
@@ -260,7 +265,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Score: return the rewards of all ranks, (B, rewards), with NaN in the whole row of an unscored completion."""
         self.scoring.begin(len(prompts))
         with self.preemption.cutting_short(), self.rows.phase("score"):
-            rewards_BR = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            rewards_BR: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self.preemption.stop_if_agreed()
         self.scoring.mark_failed(rewards_BR)
         self.scoring.mark_unscored(rewards_BR, prompts, completions)
@@ -270,21 +275,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         return rewards_BR
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
-        """Weigh: return advantages, (P, G), of all ranks, or None (as here) to keep the advantages in ``output``.
-
-        If the source has advantages per token, put them into ``output``.
-        """
+        """Weigh: return advantages, (P, G), of all ranks. None keeps those in ``output``: TRL's, or the source's."""
         if self.source is not None and (advantages := self.source.token_advantages(self, output)) is not None:
             output["advantages"], rows_B = advantages
-            self._show_advantages(rows_B)
+            show_advantages(self, rows_B)
         return None
-
-    def _show_advantages(self, advantages_B: torch.Tensor) -> None:
-        """Put these advantages, of all ranks, into TRL's table of completions, from which samples are written too."""
-        logged: Any = self._logs["advantages"]
-        for _ in range(min(len(advantages_B), len(logged))):  # TRL has just appended the generation's own
-            logged.pop()
-        logged.extend(advantages_B.tolist())
 
     # --- update ----------------------------------------------------------------------------------------------------
 
@@ -295,7 +290,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self._buffered_inputs is earlier:  # nothing was generated, or in an evaluation
             return inputs
         self._buffered_inputs = self.micro_batches.sort(self._buffered_inputs)
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+        inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return inputs
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Compute TRL's loss of a micro-batch, each row at its own temperature. A LossCallback may replace it."""
@@ -304,7 +300,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, LossCallback) and model.training:
                     compute = partial(callback.loss, self, compute)
-            loss = compute(model, inputs)
+            loss: torch.Tensor = compute(model, inputs)
         self.micro_batches.weight_token_means(self._metrics["train"], inputs)
         return loss
 
@@ -322,7 +318,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             compute = partial(in_trimmed_passes, self, compute)
         if self.temperature_B is not None:
             compute = partial(at_own_temperatures, self, self.temperature_B, compute)
-        computed = compute(
+        computed: Computed = compute(
             model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, *args, **kwargs
         )
         if self._shared_logps is not None:
@@ -367,12 +363,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         controller.update(sum(kls) / len(kls), completions)
         self.beta = controller.beta
 
-    @property
-    def _kl_controller(self) -> KLController | None:
-        """The controller that moves ``beta`` toward ``kl_target``. None without ``kl_target``."""
-        controller = self.controllers.get("kl")
-        return controller if isinstance(controller, KLController) else None
-
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
         """Return the gradient norm as a number. Raise NotFinite if it or the loss is not finite."""
         return self.checks.check_gradient(super()._get_grad_norm(model, grad_norm=grad_norm))
@@ -412,10 +402,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     # Before each generation TRL sends the weights of a new step; _generate_and_score_completions checks them.
 
     def serve_final_weights(self) -> None:
-        """Send the weights of the last step to vLLM after training. Raise WeightsDiffer if it does not have them.
-
-        Called by every rank.
-        """
+        """Send the weights of the last step to vLLM, on every rank. Raise WeightsDiffer if it does not have them."""
         self.model.eval()
         sent = self.rollouts.serve_weights()
         if sent and self.rollouts.guarded and (error := self.checks.final_weights()):
@@ -499,13 +486,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         return bool(metrics) and super()._determine_best_metric(metrics, trial)
 
     def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:  # fmt: skip
         """Run transformers' loop over a set, and average rewards over every completion once, also in the last batch."""
         options = (prediction_loss_only, ignore_keys, metric_key_prefix)
         run = partial(super().evaluation_loop, dataloader, description, *options)

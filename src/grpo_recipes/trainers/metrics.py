@@ -158,6 +158,14 @@ def append_json(file: Path, *rows: dict[str, Any]) -> None:
         lines.write("".join(texts).encode())
 
 
+def show_advantages(trainer: InnerTrainer, advantages_B: torch.Tensor) -> None:
+    """Put these advantages, of all ranks, into TRL's table of completions, from which samples are written too."""
+    logged: Any = trainer._logs["advantages"]
+    for _ in range(min(len(advantages_B), len(logged))):  # TRL has just appended the generation's own
+        logged.pop()
+    logged.extend(advantages_B.tolist())
+
+
 def write_samples(
     file: Path, trainer: InnerTrainer, answers: list[Any], episodes: list[dict[str, Any]] | None = None
 ) -> None:

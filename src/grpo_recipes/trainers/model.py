@@ -161,7 +161,8 @@ def skeleton(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedMode
         if architecture is not None:  # the class that TRL chooses too
             model: PreTrainedModel = architecture._from_config(config)
             return model
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return model
 
 
 def check_adapter(model: PreTrainedModel, config: LoraConfig) -> int:

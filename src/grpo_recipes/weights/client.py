@@ -333,7 +333,9 @@ class BridgeClient(SamplingSeeds, ServerConnection):
 
     # --- completions -----------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
+    def generate(  # type: ignore[override]  # TRL passes the sampling parameters by name
+        self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any
+    ) -> dict[str, list[Any]]:
         """Generate as TRL does, with one request per prompt. With a run seed, each request has its own seed."""
         if features is not None:
             sample = partial(self._with_images, prompts, features, n, **kwargs)
@@ -418,7 +420,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         """Request completions of prompts with images as TRL does."""
         sampling = {**_TRL_SAMPLING, **kwargs, **(kwargs.get("generation_kwargs") or {})}
         with self._parsing("/inference/v1/generate"):
-            answer = dict(VLLMClient.generate(self, prompts, features, n, **kwargs))
+            answer: dict[str, Any] = VLLMClient.generate(self, list(prompts), features, n, **kwargs)
             logprobs = answer["logprobs"] and [[token[0] for token in row] for row in answer["logprobs"]]
             completions = completions_of(answer["completion_ids"], logprobs)
             count = len(prompts) * n

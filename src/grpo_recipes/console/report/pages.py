@@ -30,6 +30,7 @@ from grpo_recipes.process.reports import plural
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.endings import reward_fix
 from grpo_recipes.runs.health import find_notices, finite_number, percent
+from grpo_recipes.runs.metric import Metric
 from grpo_recipes.runs.rundir import Run, read_json, write_atomically
 from grpo_recipes.stats import half_interval, score_names
 
@@ -313,7 +314,7 @@ def comparison(groups: Sequence[Group]) -> dict[str, Any]:
     note = "Mean over the completions of a step, smoothed" + f"; {spread}" * (most > 1)
     facts, charts = differing_facts(groups), []
     if groups:
-        draw, metric = run_charts.metric_chart, run_charts.Metric
+        draw, metric = run_charts.metric_chart, Metric
         charts = [draw(groups, "reward", metric("Reward", note, unit="mean reward"), large=True)]
         charts += [
             draw(groups, "eval_reward", metric("Evaluation reward", unit="mean reward"), evals=True),

@@ -25,7 +25,8 @@ from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
 from grpo_recipes.process.reports import aligned
-from grpo_recipes.recipe import Recipe, Value
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.document import Value
 from grpo_recipes.runs.benchmark import numbers_of
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.groups import COMPLETED, GONE, RunGroup
@@ -87,7 +88,8 @@ class Sweep(RunGroup):
     @property
     def trial_count(self) -> int:
         """The number of trials at the end; a search adds them during its runs."""
-        return max(len(self.names), self.record.get("search", {}).get("trials", 0))
+        trials: int = self.record.get("search", {}).get("trials", 0)
+        return max(len(self.names), trials)
 
     def is_over(self) -> bool:
         """Return whether no trial is left to run.

@@ -1,6 +1,7 @@
 """Recipe keys of Atropos: scored groups replace a dataset and its rewards. This module imports no torch."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from grpo_recipes.recipe.fields import key
 
@@ -13,8 +14,8 @@ class AtroposArguments:
     atropos_environment: str | None = key(None,
         "Atropos environment that replaces the dataset with scored groups: arithmetic, dataset, or your own BaseEnv as "
         "module:Class or file.py:Class. The launch starts run-api and the environment.")
-    atropos_environment_args: dict | None = key(None, "Fields of the Atropos environment's configuration.")
-    atropos_mixture: dict | None = key(None, "Several Atropos environments: AtroposMixtureConfig.")
+    atropos_environment_args: dict[str, Any] | None = key(None, "Fields of the Atropos environment's configuration.")
+    atropos_mixture: dict[str, Any] | None = key(None, "Several Atropos environments: AtroposMixtureConfig.")
     atropos_api_url: str | None = key(None,
         "URL of a running Atropos run-api, e.g. http://localhost:8000; by default the launch starts one.")
     atropos_port: int | None = key(None, "Port of the launch's run-api; 8001 outside Slurm.", min=1024, max=65535)
@@ -35,7 +36,7 @@ class AtroposEnvironmentConfig:
     """One Atropos environment of a mixture: an entry of ``atropos_mixture.environments``."""
 
     id: str = key("", "As the key atropos_environment.")
-    args: dict | None = key(None, "As the key atropos_environment_args.")
+    args: dict[str, Any] | None = key(None, "As the key atropos_environment_args.")
     weight: float | None = key(None, "Relative number of its groups under way; 1 by default.",
         min=0.0001)
     min_allocation: float | None = key(None, "Fraction of a batch that its groups fill first; none by default.",

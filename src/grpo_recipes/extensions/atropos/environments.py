@@ -177,7 +177,8 @@ class RecipeEnv(BaseEnv):
         ``await episode.turn(text)`` plays another turn. The scores of all turns are added.
         """
         score = self.score(item, episode.text)
-        return await score if inspect.isawaitable(score) else score
+        value: EpisodeScore = await score if inspect.isawaitable(score) else score
+        return value
 
     async def scores(self, item: Item, episodes: list[Episode]) -> Sequence[EpisodeScore]:
         """Play the other turns of all episodes of a group concurrently; return the score of each, None if unscored."""

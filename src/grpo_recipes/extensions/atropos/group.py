@@ -447,14 +447,15 @@ def _labels(row: Trajectory, tokens: list[int]) -> list[int]:
     prompt_length = len(row.prompt_ids)
     if row.mask.all():
         return [UNTRAINED] * prompt_length + tokens[prompt_length:]
-    return [UNTRAINED] * prompt_length + np.where(row.mask, row.completion_ids, UNTRAINED).tolist()
+    labels: list[int] = np.where(row.mask, row.completion_ids, UNTRAINED).tolist()
+    return [UNTRAINED] * prompt_length + labels
 
 
 def _logprobs(row: Trajectory) -> list[float]:
     """Return the log-probs of all tokens, 1 if not trained on; the exact original values unless they were changed."""
     trained = row.logprobs if row.mask.all() else np.where(row.mask, row.logprobs, UNTRAINED_LOGPROB)
-    restored = [UNTRAINED_LOGPROB] * len(row.prompt_ids) + trained.tolist()
-    original = row.extras.get("inference_logprobs")
+    restored: list[float] = [UNTRAINED_LOGPROB] * len(row.prompt_ids) + trained.tolist()
+    original: list[float] | None = row.extras.get("inference_logprobs")
     if original is None:
         return restored
     narrow = np.where(row.mask, np.array(original[len(row.prompt_ids) :], np.float32), 0)
@@ -464,7 +465,8 @@ def _logprobs(row: Trajectory) -> list[float]:
 def _advantages(row: Trajectory) -> list[float]:
     """Return the advantages of all tokens, 0 in the prompt; the exact original values unless they were changed."""
     assert row.advantages is not None
-    original = row.extras.get("advantages")
+    original: list[float] | None = row.extras.get("advantages")
     if original is not None and np.array_equal(np.array(original[len(row.prompt_ids) :], np.float32), row.advantages):
         return original
-    return [0.0] * len(row.prompt_ids) + row.advantages.tolist()
+    advantages: list[float] = row.advantages.tolist()
+    return [0.0] * len(row.prompt_ids) + advantages

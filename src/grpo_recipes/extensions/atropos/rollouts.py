@@ -17,7 +17,7 @@ from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy
 import requests
@@ -33,7 +33,7 @@ from grpo_recipes.extensions.atropos.group import Group, Trajectory, to_trajecto
 from grpo_recipes.extensions.atropos.recipe import atropos_environments, longest_trajectory
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
-from grpo_recipes.rollouts.source import Source
+from grpo_recipes.rollouts.source import SamplingTrainer, Source
 from grpo_recipes.rollouts.turns import Message
 from grpo_recipes.runs.rundir import Run
 from grpo_recipes.server.middleware import ACTIVITY_PATH
@@ -93,7 +93,7 @@ class AtroposRollouts(Source):
         self._last_taken = 0.0  # time.monotonic() of the last groups
         self._labels: set[str] = set()  # all environments that have sent groups
 
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer: SamplingTrainer) -> None:
         """Make each weight sync send the optimizer step, which the server adds to its answers to environments.
 
         Also tell the server's client whether environments outside of the launch may send requests at any time: then it
@@ -126,7 +126,7 @@ class AtroposRollouts(Source):
         """
         self._placeholders = rows
 
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    def __call__(self, prompts: list[Any], trainer: SamplingTrainer) -> dict[str, Any]:
         """Wait for the groups of a generation.
 
         Return the fields of TRL's ``rollout_func``, and the scores of this rank's rows. Rank 0 takes the groups, and an
@@ -142,7 +142,7 @@ class AtroposRollouts(Source):
         self.brings_advantages = any(row.advantages is not None for row in generation.rows)
         self.temperatures = self._read_temperatures(trainer)
         for name, value in generation.metrics.items():
-            trainer._metrics["train"][name].append(value)
+            trainer.add_metric(name, value)
         tokenizer = trainer.processing_class
         self._completions = [_to_messages(row, tokenizer) for row in rows]
         for placeholder, row in zip(self._placeholders, rows, strict=True):
@@ -161,7 +161,7 @@ class AtroposRollouts(Source):
         """Return the rank's completions: turns of the policy, and messages of the environment between them."""
         return self._completions
 
-    def annotate(self, trainer: Any, output: dict[str, Any]) -> None:
+    def annotate(self, trainer: SamplingTrainer, output: dict[str, Any]) -> None:
         """Mask the rows that the environment gives the advantage 0; add temperatures, and which rows are fresh.
 
         Fresh rows have the current weights. Masked tokens still count in the mean over tokens, as with an advantage of
@@ -173,7 +173,9 @@ class AtroposRollouts(Source):
         if self.temperatures is not None:
             output["temperature"] = self.temperatures
 
-    def token_advantages(self, trainer: Any, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def token_advantages(
+        self, trainer: SamplingTrainer, output: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return advantages that replace TRL's for this rank's rows, and the mean of each row of all ranks.
 
         Return None if no group has its own advantages and no row is zeroed. The first tensor is (B,): TRL's advantages,
@@ -222,7 +224,7 @@ class AtroposRollouts(Source):
         deviation = float(numpy.concatenate(values).std()) if values else 0.0
         return deviation if self._script.atropos_normalize_advantages and deviation > _MIN_DEVIATION else 1.0
 
-    def _read_temperatures(self, trainer: Any) -> torch.Tensor | None:
+    def _read_temperatures(self, trainer: SamplingTrainer) -> torch.Tensor | None:
         """Return the sampling temperature of each of the rank's rows, (B,), 1 for greedy rows.
 
         Return None if every row of all ranks has the recipe's temperature.
@@ -240,19 +242,20 @@ class AtroposRollouts(Source):
 
     # --- on rank 0 -------------------------------------------------------------------------------------------------
 
-    def _take_groups(self, trainer: Any) -> Generation:
+    def _take_groups(self, trainer: SamplingTrainer) -> Generation:
         """Wait for the groups of a generation, of all ranks; return them with metrics.
 
         The first call registers at run-api.
         """
         client = self._client = self._client or self._register(trainer)
+        embeddings = cast(torch.nn.Embedding, trainer.model.get_input_embeddings())
         world, size, step = trainer.accelerator.num_processes, trainer.num_generations, trainer.state.global_step
         previous_counts, started = dict(client.counts), time.monotonic()
         groups = client.take_groups(
             len(self._placeholders) * world // size,
             size=size,
             longest=self._longest_trajectory(trainer),
-            vocabulary=trainer.model.get_input_embeddings().num_embeddings,
+            vocabulary=embeddings.num_embeddings,
             step=step,
             max_staleness=self._script.atropos_max_staleness,
         )
@@ -278,7 +281,7 @@ class AtroposRollouts(Source):
             },
         )
 
-    def _register(self, trainer: Any) -> AtroposClient:
+    def _register(self, trainer: SamplingTrainer) -> AtroposClient:
         """Return a client that has registered this training at run-api; environments can start then.
 
         Call this once the server has the weights.
@@ -310,14 +313,14 @@ class AtroposRollouts(Source):
         self._last_taken = time.monotonic()
         return client
 
-    def _longest_trajectory(self, trainer: Any) -> int:
+    def _longest_trajectory(self, trainer: SamplingTrainer) -> int:
         """Return the most tokens of a trajectory: the recipe's limit, else the model's."""
         keys = {**vars(self._args), **vars(self._script)}
         return longest_trajectory(keys.__getitem__) or int(
             trainer.model.config.get_text_config().max_position_embeddings
         )
 
-    def _describe_run(self, trainer: Any) -> list[str]:
+    def _describe_run(self, trainer: SamplingTrainer) -> list[str]:
         """Return lines about the vLLM server's state and the paths of logs, for the error of a wait without groups."""
         lines = []
         if trainer.use_vllm:
@@ -333,7 +336,7 @@ class AtroposRollouts(Source):
                 lines.append(f"log of {role}: {log}")
         return lines
 
-    def _explain_wait(self, trainer: Any) -> str:
+    def _explain_wait(self, trainer: SamplingTrainer) -> str:
         """Return a message if the server rejected requests of environments in other terminals, else an empty text."""
         settings = self._run_dir / SETTINGS
         if not (trainer.use_vllm and settings.exists()):
@@ -346,7 +349,7 @@ class AtroposRollouts(Source):
                 return f"{message}. Fix: start environments with: python ENVIRONMENT.py serve --config {settings}"
         return ""
 
-    def _check_stop(self, trainer: Any) -> bool:
+    def _check_stop(self, trainer: SamplingTrainer) -> bool:
         """Return whether the run stops; also send the weights to a server that was restarted.
 
         While environments sample, the trainer sends the server no other request that would detect a restart.

@@ -168,13 +168,15 @@ class RunServer(APIServer):
         """Return a chat completion, for atroposlib; without token ids, so it can't be trained on."""
         messages, body = kwargs.pop("messages"), self._body(kwargs)
         create = partial(self._openai.chat.completions.with_raw_response.create, messages=messages)
-        return (await self._request(create, body, lambda response: response.parse()))[0]
+        answer: ChatCompletion = (await self._request(create, body, lambda response: response.parse()))[0]
+        return answer
 
     async def _completion_wrapper(self, **kwargs: Any) -> Completion:
         """Return a text completion, for atroposlib; without token ids, so it can't be trained on."""
         prompt, body = kwargs.pop("prompt"), self._body(kwargs)
         create = partial(self._openai.completions.with_raw_response.create, prompt=prompt)
-        return (await self._request(create, body, lambda response: response.parse()))[0]
+        answer: Completion = (await self._request(create, body, lambda response: response.parse()))[0]
+        return answer
 
     async def _tokens_and_logprobs_completion_wrapper(
         self, **kwargs: Any

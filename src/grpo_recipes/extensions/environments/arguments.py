@@ -1,6 +1,7 @@
 """Recipe keys of environments: multi-turn episodes that replace a dataset. No torch."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from grpo_recipes.recipe.fields import MOST_ROWS, MOST_TOKENS, key
 
@@ -14,8 +15,8 @@ class EnvironmentArguments:
     environment: str | None = key(None,
         "Environment that provides prompts and rewards instead of a dataset: textarena:ID, reasoning_gym:NAME, "
         "verifiers:NAME, openenv:URL, or your own class as module:Class or file.py:Class.")
-    environment_args: dict | None = key(None, "Arguments of the environment, by name.")
-    environment_mixture: dict | None = key(None, "Several environments: EnvironmentMixtureConfig.")
+    environment_args: dict[str, Any] | None = key(None, "Arguments of the environment, by name.")
+    environment_mixture: dict[str, Any] | None = key(None, "Several environments: EnvironmentMixtureConfig.")
     environment_episodes: int = key(1024, "Number of different training episodes (seeds) in an epoch.", min=1)
     environment_eval_episodes: int = key(64, "Number of evaluation episodes; none of them is trained on.", min=1)
     environment_max_turns: int = key(1, "Maximum turns of the policy in an episode.", min=1, max=MOST_ROWS)
@@ -43,7 +44,7 @@ class EnvironmentConfig:
     """One environment of a mixture: an entry of ``environment_mixture.environments``."""
 
     id: str = key("", "Environment, in the format of the key environment.")
-    args: dict | None = key(None, "Arguments, in the format of the key environment_args.")
+    args: dict[str, Any] | None = key(None, "Arguments, in the format of the key environment_args.")
     weight: float | None = key(None, "Share of environment_episodes relative to the other weights; 1 by default.",
         min=0.0001)
 

@@ -10,7 +10,8 @@ import copy
 import json
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, config_error
@@ -42,7 +43,7 @@ class Game(Environment):
             )
         if self._rewards["useful"] and not self._mafia:
             raise _argument_error("useful_reward belongs to SecretMafia", "remove it")
-        self._make = lambda: textarena.make(name, **game_args)
+        self._make: Callable[[], Any] = partial(textarena.make, name, **game_args)
         self._noise = Noise()
         self.tools: list[dict[str, Any]] = []
         self._check(name, game_args)

@@ -95,7 +95,7 @@ def count_modes(numbers: tuple[int, ...], target: int) -> dict[str, int]:
 def count_expressions(count: int) -> int:
     """Return the number of expressions that use ``count`` numbers once: all orders, brackets and operators."""
     brackets = math.comb(2 * count - 2, count - 1) // count
-    return math.factorial(count) * brackets * len(_OPERATORS) ** (count - 1)
+    return math.factorial(count) * brackets * int(len(_OPERATORS) ** (count - 1))
 
 
 @cache
