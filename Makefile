@@ -72,11 +72,12 @@ evidence: setup  ## write the tables and figures of the docs from the records; m
 	$(BIN)/python bench/tables.py
 	$(BIN)/python evidence/maxent_tables.py
 
-lint: setup  ## style, types, shell scripts and the Dockerfile
+lint: setup  ## style, types, shell scripts, the Dockerfile and the language of pages and messages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/shellcheck $(SHELL_FILES)
 	$(BIN)/hadolint docker/Dockerfile
+	$(BIN)/python scripts/prose.py
 	$(BIN)/mypy
 
 format: setup  ## rewrite the code in the project's style
