@@ -1,4 +1,4 @@
-"""Pages and figures of the documentation that scripts write from records.
+"""Pages and figures that scripts write from records.
 
 A table is between two markers of its page, ``<!-- made by SCRIPT: NAME -->`` and ``<!-- end -->``. A script passes a
 function for each NAME. Other tables of the page do not change.
@@ -13,6 +13,7 @@ from pathlib import Path
 from grpo_recipes.paths import home
 
 DOCS = home() / "docs"
+READMES = (home() / "bench/README.md", home() / "evidence/README.md")
 Tables = Mapping[str, Callable[[], str]]
 
 
@@ -28,7 +29,7 @@ def filled(text: str, script: str, tables: Tables) -> str:
 
 def filled_pages(script: str, tables: Tables) -> dict[Path, str]:
     """Return every page that has tables of a script, with new tables."""
-    pages = {path: path.read_text() for path in sorted(DOCS.glob("*.md"))}
+    pages = {path: path.read_text() for path in (*sorted(DOCS.glob("*.md")), *READMES)}
     return {path: filled(text, script, tables) for path, text in pages.items() if marked(script).search(text)}
 
 

@@ -27,9 +27,9 @@ PARTS: dict[str, tuple[str, str, dict[tuple[str | None, str], float]]] = {
 GOALS = {"check": 1.0, "plan": 1.0, "launch": 25.0}  # seconds
 
 
-def page(record: dict[str, Any]) -> str:
-    """Return the page with the tables of a record below its last heading."""
-    return PAGE.read_text().split(BEGIN)[0] + BEGIN + tables(record)
+def page(record: dict[str, Any], text: str | None = None) -> str:
+    """Return the page with the tables of a record below its last heading. ``text`` is the page, by default its file."""
+    return (text or PAGE.read_text()).split(BEGIN)[0] + BEGIN + tables(record)
 
 
 def tables(record: dict[str, Any]) -> str:

@@ -33,11 +33,13 @@ def pages_and_figures() -> dict[Path, str]:
     """Return every page with tables of records, and every figure."""
     speed = json.loads((RESULTS / "speed.json").read_text())
     drawn = {speed_figure.DRAWN: speed_figure.figure(speed), **overlap_drawing()}
-    return {**filled_pages(SCRIPT, TABLES), speed_page.PAGE: speed_page.page(speed), **drawn}
+    pages = filled_pages(SCRIPT, TABLES)
+    pages[speed_page.PAGE] = speed_page.page(speed, pages.get(speed_page.PAGE))
+    return {**pages, **drawn}
 
 
 def overlap_drawing() -> dict[Path, str]:
-    """Return the figure of docs/overlap.md."""
+    """Return the figure of docs/performance.md."""
     with tempfile.TemporaryDirectory() as folder:
         overlap_figure.draw(Path(folder, "overlap.svg"), _rows("overlap"))
         return {DOCS / "assets/overlap.svg": Path(folder, "overlap.svg").read_text()}

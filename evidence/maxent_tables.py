@@ -1,4 +1,4 @@
-"""Tables and figures of docs/maxent.md, made again from the study's records; nothing is measured.
+"""Tables and figures of evidence/README.md, made again from the study's records; nothing is measured.
 
 make evidence
 """
@@ -47,7 +47,7 @@ def pages_and_figures() -> dict[Path, str]:
 
 
 def figures() -> dict[Path, str]:
-    """Return the figures of docs/maxent.md."""
+    """Return the figures of evidence/README.md."""
     with tempfile.TemporaryDirectory() as folder:
         for name, panels, spoken in multi_answer_report.figures():
             write_figure(Path(folder, f"{name}.svg"), panels, spoken)

@@ -47,7 +47,7 @@ def _loaded(path: Path, alias: str) -> ModuleType:
 def restored_tables(module: ModuleType) -> list[str]:
     """Edit each table of the pages that a script writes, and check that the script restores it; return their names."""
     pages, names = sys.modules["pages"], list[str]()
-    for page in sorted((HOME / "docs").glob("*.md")):
+    for page in (*sorted((HOME / "docs").glob("*.md")), *pages.READMES):
         text = page.read_text()
         for _, name, _ in pages.marked(module.SCRIPT).findall(text):
             names.append(name)

@@ -1,4 +1,4 @@
-"""evidence/maxent_tables.py: tables and figures of docs/maxent.md have the numbers of the study's records."""
+"""evidence/maxent_tables.py: tables and figures of evidence/README.md have the numbers of the study's records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tables() -> Iterator[ModuleType]:
 def test_the_page_and_its_figures_have_the_numbers_of_the_records(tables: ModuleType) -> None:
     written = tables.pages_and_figures()
     figures = {f"{name}.svg" for name, _, _ in tables.multi_answer_report.figures()}
-    assert {path.name for path in written} == {"maxent.md", "maxent_tabular.svg", "tabular_length.svg"} | figures
+    assert {path.name for path in written} == {"README.md", "maxent_tabular.svg", "tabular_length.svg"} | figures
     assert [path.name for path, text in written.items() if path.read_text() != text] == [], "run make evidence"
 
 
