@@ -1,23 +1,32 @@
 """Tables of the site that are made from the code, so that they cannot go stale.
 
-A page says ``<!-- all keys -->`` for every key of a recipe by topic, ``<!-- nested keys CLASS -->`` for those of a
-mapping, ``<!-- other names -->`` for aliases, and ``<!-- refused keys -->`` for the keys that are refused with a
-replacement. ``<!-- maxent objectives -->`` and ``<!-- maxent keys -->`` say what MaxEnt optimises,
-and who reads which key. ``<!-- atropos SUBJECT -->`` says what becomes of the flags, variables and YAML of trainers for
-Atropos. ``<!-- doctor SUBJECT -->`` lists the checks of a machine, a recipe or a run, and
-``<!-- profile keys -->`` what a site's profile may hold. ``<!-- weight bridges -->`` says which weight bridge serves
-which setup. torch and TRL are not imported. Markers of the tables that scripts write from records are left out.
+A page contains a marker in the place of each table:
+
+* ``<!-- all keys -->``: every key of a recipe, by topic; ``<!-- nested keys CLASS -->``: the keys of a mapping;
+* ``<!-- other names -->``: aliases of keys; ``<!-- refused keys -->``: rejected keys with their replacements;
+* ``<!-- recipes -->``: the shipped recipes; ``<!-- profile keys -->``: the keys of a Slurm site profile;
+* ``<!-- maxent objectives -->``: the MaxEnt objectives; ``<!-- maxent keys -->``: the keys that each of them reads;
+* ``<!-- atropos SUBJECT -->``: the flags, variables and YAML keys of other trainers for Atropos;
+* ``<!-- doctor SUBJECT -->``: the checks of a machine, a recipe or a run;
+* ``<!-- weight bridges -->``: the setups that each weight sync method works with;
+* ``<!-- command line -->``: the help of each command of `grpo`.
+
+torch and TRL are not imported. Markers of tables that scripts write from records are removed.
 """
 
 from __future__ import annotations
 
+import argparse
 import html
 import inspect
 import json
+import os
 import re
+import unittest.mock
 from fnmatch import fnmatch
 from typing import Any
 
+from grpo_recipes.cli import make_parser
 from grpo_recipes.console import doctor
 from grpo_recipes.console.doctor import examine
 from grpo_recipes.extensions.atropos import flags as atropos_flags
@@ -58,16 +67,25 @@ TOPICS = {
     "main_process_port ddp_* torch_* cast_lm_head_to_fp32 use_liger_kernel liger_*",
     "Everything else": "*",
 }
+# Weight of a page in the search, if it is not 1: guides that answer questions come before long special pages.
+SEARCH_BOOST = {
+    "troubleshooting.md": 2.3, "slurm.md": 2.5, "installation.md": 1.2, "evaluation.md": 1.5, "performance.md": 1.5,
+    "weights.md": 1.5, "reports.md": 2, "rewards.md": 1.5, "datasets.md": 1.5,
+    "configuration.md": 0.5, "reference.md": 0.5, "environments.md": 0.7, "atropos.md": 0.4, "migrate.md": 0.5,
+    "changelog.md": 0.2, "maxent-evidence.md": 0.2, "maxent-protocol.md": 0.2,
+}  # fmt: skip
 _MARKER = re.compile(
-    r"^<!-- (?P<what>all keys|nested keys|refused keys|other names|recipes|maxent|atropos|doctor|profile|weight)"
-    r"( (?P<owner>\w+))? -->$",
+    r"^<!-- (?P<what>all keys|nested keys|refused keys|other names|recipes|maxent|atropos|doctor|profile|weight|"
+    r"command)( (?P<owner>\w+))? -->$",
     re.MULTILINE,
 )
 _WRITTEN = re.compile(r"^<!-- (made by \S+\.py: .+|end) -->\n", re.MULTILINE)
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the tables in the place of their markers; called by mkdocs for every page."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replace the markers with tables, and set the page's weight in the search; mkdocs calls this for every page."""
+    if boost := SEARCH_BOOST.get(page.file.src_uri):
+        page.meta.setdefault("search", {})["boost"] = boost
 
     def table(match: re.Match[str]) -> str:
         tables = {
@@ -81,6 +99,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
             "doctor": lambda: doctor_table(match["owner"]),
             "profile": profile_table,
             "weight": bridges_table,
+            "command": commands_help,
         }
         return tables[match["what"]]()
 
@@ -196,6 +215,22 @@ def profile_table() -> str:
     """Return a row for each key of a site's profile."""
     plain = profile.Profile("")
     return _keys({name: {**entry, "default": getattr(plain, name)} for name, entry in profile.KEYS.items()})
+
+
+def commands_help() -> str:
+    """Return a section for each command of `grpo` with its help text, as a terminal of 100 columns shows it."""
+    parts = []
+    with unittest.mock.patch.dict(os.environ, {"COLUMNS": "100"}):
+        for name, parser in command_parsers().items():
+            parts.append(f"## grpo {name}\n\n```text\n{parser.format_help().rstrip()}\n```")
+    return "\n\n".join(parts)
+
+
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each command by its name."""
+    actions = make_parser()._actions
+    (subparsers,) = (action for action in actions if isinstance(action, argparse._SubParsersAction))
+    return dict(subparsers.choices)
 
 
 def _keys(entries: dict[str, dict[str, Any]], prefix: str = "") -> str:

@@ -2,8 +2,8 @@
 
     python -m scripts.report_picture [--out docs/assets]
 
-writes ``report-light.webp`` and ``report-dark.webp``. The run comes from formulas, so the picture changes with the
-report alone. Chromium must be on the path.
+writes ``report-light.webp`` and ``report-dark.webp``. The run comes from formulas, so the picture changes only if
+the report changes. Chromium must be on the path.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def test_the_page_shows_the_message_of_a_shipped_recipe_that_does_not_fit(tmp_pa
     recipe = home() / "recipes/Qwen2.5-7B-Instruct/grpo/config_math.yaml"
     flags = ["--gradient_checkpointing", "false", "--per_device_train_batch_size", "8", "--run_root", str(tmp_path)]
     assert cli.main(["plan", str(recipe), "--gpus", "8", "--gpu-memory", "80", *flags]) == 0
-    assert blocks(capsys.readouterr().out, "memory")[-1] in (home() / "docs/planning.md").read_text().splitlines()
+    assert blocks(capsys.readouterr().out, "memory")[-1] in (home() / "docs/performance.md").read_text().splitlines()
 
 
 def test_the_map_shows_each_gpu_of_each_node(plan):

@@ -50,6 +50,7 @@ RUN_HERE = {
     "grpo check --deep recipes/examples/two_sums.yaml",
     'grpo check recipes/smoke/grpo.yaml --eval_strategy no --unset eval_steps --reward_funcs "[pure_accuracy_math]"',
     "grpo check recipes/smoke/grpo.yaml --learning_rate 1e-6 --beta=0.04 --no_shuffle_dataset",
+    "grpo --help",
     "grpo launch recipes/smoke/grpo.yaml --dry-run",
     "grpo plan recipes/atropos/smoke.yaml",
     "grpo plan recipes/smoke/grpo.yaml",
@@ -99,7 +100,7 @@ LOADS = "grpo submit recipes/smoke/grpo.yaml --profile mltheory --dry-run"
 # These may find something to do on this machine, or in that run.
 MAY_END_WITH_2 = {"grpo doctor", "grpo doctor recipes/smoke/grpo.yaml", "grpo doctor --run last"}
 # The part of the followed page whose test has fakes; what the page shows before it is run without.
-_BEFORE, _CLUSTER = test_your_own_run.PAGE.read_text().split("## My cluster")
+_BEFORE, _CLUSTER = test_your_own_run.PAGE.read_text().split("## Run on a Slurm cluster")
 ON_THE_CLUSTER = {line for line in _CLUSTER.splitlines() if f"\n{line}\n" not in _BEFORE}
 _RECIPE = """
 model_name_or_path: smoke:sums
@@ -116,7 +117,7 @@ def followed() -> dict[str, str]:
     """Return the commands of pages that a test follows from their first to their last, with that test."""
     run, author = "tests/e2e/test_your_own_run.py", "tests/e2e/test_authoring.py"
     script = test_your_own_run.script_of_the_page(local=False).splitlines()
-    page = {line: run for block in blocks("bash") if block.page == "your-own-run.md" for line in block.lines}
+    page = {line: run for block in blocks("bash") if block.page == "tutorial.md" for line in block.lines}
     assert page.keys() <= set(script)
     return page | dict.fromkeys(test_authoring.commands_of_the_docs(), author)
 
@@ -270,7 +271,7 @@ def command_options(name: str) -> set[str]:
 def test_yaml_examples_hold_known_keys() -> None:
     for block in blocks("yaml"):
         known = {*(profile.KEYS if block.file == "mysite.yaml" else catalogue())}
-        known |= set(colocated.CONVERTERS[0].sections) if block.page == "colocated.md" else set()
+        known |= set(colocated.CONVERTERS[0].sections) if block.page == "migrate.md" else set()
         assert set(yaml.safe_load("\n".join(block.lines))) <= {*known, BASE_KEY}, block
 
 

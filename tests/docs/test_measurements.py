@@ -18,7 +18,7 @@ from grpo_recipes.recipe.keys import catalogue
 
 sys.path.insert(0, str(REPOSITORY / "bench"))
 
-PAGE = REPOSITORY / "docs/measurements.md"
+PAGE = REPOSITORY / "bench/README.md"
 TABLES = {"bench": PAGE, "evidence": REPOSITORY / "evidence/README.md"}  # folder -> the page that lists its records
 RECORDS = {folder: sorted((REPOSITORY / folder / "results").iterdir()) for folder in TABLES}
 git = partial(subprocess.run, cwd=REPOSITORY, check=False, capture_output=True, text=True)
@@ -127,7 +127,7 @@ def test_the_cost_of_a_sync_is_the_recorded_one() -> None:
     assert f"(`VmHWM`), added up, is {peak} copies at 961M parameters with all three" in text
     seconds = [[row[kind] for row in record["cases"]["1B"]["file"]["rounds"]] for kind in ("copy", "sync")]
     copy, sync = (f"{min(values):.1f} to {max(values):.1f} seconds" for values in seconds)
-    assert f"takes {copy}, by how much" in text and f"takes {sync}, " in text
+    assert f"takes {copy}, depending on" in text and f"takes {sync}, " in text
     assert f"{median(seconds[1]) / min(seconds[0]):.1f} times the fastest copy" in text
 
 
@@ -135,15 +135,15 @@ def test_what_digests_add_to_a_save_is_the_recorded_share() -> None:
     record = json.loads((REPOSITORY / "bench/results/checkpoint_digest.json").read_text())
     xxh3, other = record["saves"]["xxh3_128"], record["saves"]["sha256"]
     low, high = xxh3["ratio_median_95"]
-    text = " ".join((REPOSITORY / "docs/preemption.md").read_text().split())
+    text = " ".join((REPOSITORY / "docs/slurm.md").read_text().split())
     told = f"{xxh3['ratio_median']:.2f} times as long as one without digests (95 % interval {low:.2f}-{high:.2f})"
-    assert f"{told}; with SHA-256 it would take {other['ratio_median']:.2f} times as long" in text
+    assert f"{told}. With SHA-256 it would take {other['ratio_median']:.2f} times as long" in text
     fast = record["gigabytes_per_second_of_one_thread"]
     assert round(fast["xxh3_128"] / fast["sha256"]) == 7 and "seven times as fast as SHA-256" in text
 
 
 def test_what_overlap_costs_in_samples_is_the_difference_of_the_medians() -> None:
-    text = " ".join((REPOSITORY / "docs/overlap.md").read_text().split())
+    text = " ".join((REPOSITORY / "docs/performance.md").read_text().split())
     medians = re.findall(r"median ([\d.]+); with overlap [\d to]+, median ([\d.]+)\.", text)
     assert [float(late) - float(early) for early, late in medians] == [1.5, 1.5]
     (sums, _), (countdown, _) = medians
@@ -159,7 +159,7 @@ def test_sampling_has_the_recorded_share_of_a_step() -> None:
 
 
 def test_defaults_that_surprise_are_those_of_the_keys() -> None:
-    rows = table_rows(REPOSITORY / "docs/training-guide.md", "key")
+    rows = table_rows(REPOSITORY / "docs/recipes.md", "key")
     told = {name.strip("`"): float(value.strip("`")) for name, value, why in rows if why}
     assert {"eval_max_prompts", "reward_timeout", "num_train_epochs"} <= told.keys()
     assert told == {name: catalogue()[name]["default"] for name in told}

@@ -25,14 +25,41 @@ from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, nested_catalogue
 
 NETWORK_OFF = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
 NAV = (REPOSITORY / "mkdocs.yml").read_text().split("nav:")[1].split("\n\n")[0]
-IN_NAV = tuple(re.findall(r"([a-z-]+)\.md", NAV))
-SOURCES = {"maxent-protocol": "../evidence/protocol"}  # page of the site -> its file, from docs/
+IN_NAV = tuple(re.findall(r"([a-z0-9-]+)\.md", NAV))
+SOURCES = {  # page of the site -> its file, from docs/
+    "maxent-protocol": "../evidence/protocol",
+    "maxent-evidence": "../evidence/README",
+    "changelog": "../CHANGELOG",
+}
 OUT_OF_NAV = {"guide-coverage", "atropos-coverage"}
 PAGES = (*IN_NAV, *sorted(OUT_OF_NAV))
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
 PHONE, DESK = 400, 1400
+# What people type into the search box -> the pages of which one must come first.
+QUESTIONS = {
+    "out of memory": {"performance", "troubleshooting"},
+    "custom reward": {"rewards", "tutorial"},
+    "stop a run": {"slurm", "quickstart"},
+    "install": {"installation"},
+    "LoRA": {"recipes", "weights"},
+    "resume": {"slurm", "quickstart"},
+    "stale weights": {"weights", "troubleshooting"},
+    "multi node": {"slurm"},
+    "no internet": {"installation", "slurm"},
+    "port in use": {"troubleshooting"},
+    "wandb": {"reports", "recipes"},
+    "evaluate a checkpoint": {"evaluation"},
+    "chat template": {"datasets", "recipes"},
+    "think": {"datasets", "recipes", "rewards"},
+    "KL": {"maxent", "troubleshooting"},
+    "reward is zero": {"troubleshooting", "rewards"},
+    "slow reward": {"rewards", "troubleshooting"},
+    "sweep": {"reports"},
+    "docker": {"installation"},
+    "migrate": {"migrate"},
+}
 Seen = tuple[dict[tuple[str, int], dict[str, Any]], list[str]]
 
 
@@ -67,20 +94,13 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
 def test_every_page_is_in_a_group_but_the_coverage_of_the_guide(site: Path) -> None:
     groups = re.findall(r"^  - ([^:]+):(?: (.*))?$", NAV, re.MULTILINE)
     assert groups[0] == ("Home", "index.md") and all(page == "" for _, page in groups[1:])
-    assert [name for name, _ in groups[1:]] == [
-        "Start",
-        "Data and rewards",
-        "Cluster",
-        "Results",
-        "Reference",
-        "Project",
-    ]
+    assert [name for name, _ in groups[1:]] == ["Guide", "Clusters", "Reference", "Project"]
     written = {path.stem for path in (REPOSITORY / "docs").glob("*.md")} | SOURCES.keys()
     assert sorted(IN_NAV) == sorted(written - OUT_OF_NAV)
     index = (REPOSITORY / "docs/index.md").read_text()
     assert [page for page in IN_NAV if page != "index" and f"({SOURCES.get(page, page)}.md)" not in index] == []
     entries = json.loads((site / "search/search_index.json").read_text())["docs"]
-    assert {entry["location"].split(".html")[0] for entry in entries} >= {"rewards", "your-own-run"}
+    assert {entry["location"].split(".html")[0] for entry in entries} >= {"rewards", "tutorial"}
     assert [entry for entry in entries if entry["location"].split(".html")[0] in OUT_OF_NAV] == []
     assert not list(site.rglob("*.py")) + list(site.rglob("*.pyc"))
 
@@ -154,6 +174,7 @@ def docstring(name: str) -> str:
         path / "__init__.py": "",
         path.with_suffix(".py"): "",
         path.parent.with_suffix(".py"): path.name,
+        path.parent / "__init__.py": path.name,
     }
     source, inner = next((file, inner) for file, inner in docstrings.items() if file.is_file())
     tree: Any = ast.parse(source.read_text())
@@ -164,7 +185,8 @@ def docstring(name: str) -> str:
 def test_links_of_the_readme_lead_somewhere() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", prose(REPOSITORY / "README.md"))
     assert links
-    assert [link for link in links if not (REPOSITORY / link).exists()] == []
+    files = [link for link in links if not link.startswith("https://")]
+    assert [link for link in files if not (REPOSITORY / link).exists()] == []
     assert len((REPOSITORY / "README.md").read_text().splitlines()) < 120
 
 
@@ -209,10 +231,14 @@ def seen(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """Measurements of each page at a phone's width, of some at a desk's width, and the console's errors."""
     if CHROMIUM is None:
         pytest.skip("no Chromium here")
-    folder = tmp_path_factory.mktemp("browser")
     searches = ("configuration.html?key=learning+rate", "index.html?q=requeue")
     views = [(f"{page}.html", PHONE) for page in PAGES] + [(page, DESK) for page in searches]
     views += [("configuration.html", DESK), ("recipes.html", DESK)]
+    return look_at(site, tmp_path_factory.mktemp("browser"), views)
+
+
+def look_at(site: Path, folder: Path, views: list[tuple[str, int]]) -> Seen:
+    """Open pages at a width in pixels each; return their measurements and the console's errors."""
     frames = [f'<iframe src="{site.as_uri()}/{page}" width="{width}" height="800"></iframe>' for page, width in views]
     (folder / "outer.html").write_text(LOOK.replace("FRAMES", "".join(frames)))
     done = subprocess.run(
@@ -255,7 +281,28 @@ def test_pictures_are_there_and_formulas_are_set(seen: Seen) -> None:
 @pytest.mark.slow
 def test_the_search_finds_a_word_from_disk(seen: Seen) -> None:
     results = seen[0]["index.html?q=requeue", DESK]["found"]
-    assert any("preemption.html" in link for link in results), results
+    assert any("slurm.html" in link for link in results), results
+
+
+@pytest.fixture(scope="module")
+def results(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The pages that the search box lists for each question, best first."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium here")
+    folder = tmp_path_factory.mktemp("searches")
+    views = [f"index.html?q={question.replace(' ', '+')}" for question in QUESTIONS]
+    found = look_at(site, folder, [(view, DESK) for view in views])[0]
+    return {
+        question: [link.rpartition("/")[2].partition(".html")[0] for link in found[view, DESK]["found"]]
+        for question, view in zip(QUESTIONS, views, strict=True)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_search_lists_the_right_page_first(results: dict[str, list[str]], question: str) -> None:
+    assert results[question][:1] and results[question][0] in QUESTIONS[question], results[question][:5]
 
 
 @pytest.mark.slow
@@ -265,6 +312,15 @@ def test_the_box_of_the_configuration_leaves_the_keys_asked_for(seen: Seen) -> N
     keys = views["configuration.html?key=learning+rate", DESK]["keys"]
     assert set(every) >= set(catalogue()) and len(every) < len(catalogue()) + 20
     assert "learning_rate" in keys and 0 < len(keys) < 10
+
+
+def test_the_site_has_each_page_as_markdown_with_its_tables(site: Path) -> None:
+    """Language models read llms.txt and the Markdown files instead of HTML."""
+    listed = re.findall(r"^- \[.+\]\((.+)\.md\)$", (site / "llms.txt").read_text(), re.MULTILINE)
+    assert listed == ["index", *IN_NAV[1:]]
+    assert all((site / f"{page}.md").read_text().startswith("# ") for page in PAGES)
+    assert '<div id="learning_rate">' in (site / "configuration.md").read_text()
+    assert "usage: grpo launch" in (site / "cli.md").read_text()
 
 
 def test_formulas_come_with_their_licence_and_fonts() -> None:

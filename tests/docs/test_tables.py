@@ -30,7 +30,7 @@ from grpo_recipes.trainers.metrics import PHASES
 from grpo_recipes.weights.guard import TOLERANCES, checksum_error, logprob_error
 
 DOCS = REPOSITORY / "docs"
-GUIDE = DOCS / "training-guide.md"
+GUIDE = DOCS / "recipes.md"
 SCORES = ("pass@1", "pass@8", "mean@8", "distinct@8", "coverage@8")
 # Read by other libraries; the launcher passes them on unchanged.
 PASSED_ON = {
@@ -82,7 +82,7 @@ def test_variables_that_stand_for_a_key() -> None:
 
 
 def test_every_variable_that_is_read_is_documented_and_no_other() -> None:
-    told = set(documented(GUIDE)) | set(documented(DOCS / "getting-started.md"))
+    told = set(documented(GUIDE)) | set(documented(DOCS / "installation.md"))
     assert told == {*environment_keys(), *READ_VARIABLES, *shell_variables()}
 
 
@@ -104,7 +104,7 @@ def test_what_the_environment_keeps_and_loses() -> None:
 
 def test_exit_codes() -> None:
     known = {0} | {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
-    assert {int(row[0]) for row in table_rows(GUIDE, "code")} == known
+    assert {int(row[0]) for row in table_rows(DOCS / "troubleshooting.md", "code")} == known
 
 
 def test_default_ports() -> None:
@@ -129,7 +129,7 @@ def test_default_recipes_accelerators_and_rewards() -> None:
 
 def test_batches_of_the_math_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(REPOSITORY / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml")
-    for gpus, *numbers in table_rows(GUIDE, "GPUs"):
+    for gpus, *numbers in table_rows(DOCS / "gsm8k.md", "GPUs"):
         assert cli.main(["plan", recipe, "--gpus", gpus, "--json"]) == 0
         batch = json.loads(capsys.readouterr().out)["batch"]
         assert [int(number) for number in numbers] == [
@@ -139,7 +139,7 @@ def test_batches_of_the_math_recipe(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_slurm_header() -> None:
     header = set(re.findall(r"^#SBATCH (--\S+)", (REPOSITORY / "training.sh").read_text(), re.MULTILINE))
-    assert {word for row in table_rows(GUIDE, "line") for word in code_words(row[0])} == header
+    assert {word for row in table_rows(DOCS / "slurm.md", "line") for word in code_words(row[0])} == header
 
 
 def test_benchmarks_keys_and_results_of_evaluation() -> None:
@@ -157,7 +157,7 @@ def test_benchmarks_keys_and_results_of_evaluation() -> None:
 
 
 def test_keys_and_baselines_of_modebench(capsys: pytest.CaptureFixture[str]) -> None:
-    page = DOCS / "modebench.md"
+    page = DOCS / "environments.md"
     keys = [(word, row[1]) for row in table_rows(page, "key") for word in code_words(row[0])]
     assert {key for key, _ in keys} == {key for key in catalogue() if key.startswith("modebench_")}
     for key, told in keys:
@@ -178,7 +178,7 @@ def test_tolerances_of_the_guard() -> None:
 
 def test_keys_of_the_summary(tmp_path: Path) -> None:
     written = finish_summary(tmp_path, status="failed", exit_code=1, failed_rank=None, cause="x")
-    told = {row[0].strip("`") for row in table_rows(DOCS / "metrics.md", "key")}
+    told = {row[0].strip("`") for row in table_rows(DOCS / "files.md", "key")}
     assert {*written, "smoke", "restarts"} <= told
 
 
@@ -285,7 +285,7 @@ def test_commands_and_keys_of_the_refused_list_are_not_accepted() -> None:
 
 
 def test_what_the_page_says_is_refused_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = table_rows(DOCS / "not-supported.md", "key")
+    rows = table_rows(DOCS / "limitations.md", "key")
     assert len(rows) >= 10
     for key, _, value in (row[0].strip("`").partition(": ") for row in rows):
         recipe = str(REPOSITORY / "recipes/smoke/grpo.yaml")

@@ -1,4 +1,4 @@
-"""The container: its Dockerfile carried out in a Debian root, and a run in it, as docs/container.md shows them.
+"""The container: its Dockerfile carried out in a Debian root, and a run in it, as docs/installation.md shows them.
 
 Without a Docker daemon and Apptainer: `tests/container_image.py` stands in for both.
 """

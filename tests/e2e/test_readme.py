@@ -11,7 +11,7 @@ import pytest
 from real_runs import REPOSITORY, clean_environment, marked_processes
 from test_your_own_run import make_environment
 
-SECTION = (REPOSITORY / "README.md").read_text().split("\n## Your own recipe\n")[1].split("\n| command")[0]
+SECTION = (REPOSITORY / "README.md").read_text().split("\n## Train on your own data\n")[1].split("\n| Command")[0]
 
 
 def block(language: str) -> str:
@@ -40,7 +40,7 @@ def test_the_commands_of_readme_train_with_its_own_reward_and_leave_a_report(tmp
     assert [command.split()[:2] for command in commands[1:]] == [
         ["grpo", "new"], ["grpo", "check"], ["grpo", "check-rewards"], ["grpo", "launch"],
     ]  # fmt: skip
-    assert "type the last\nthree commands again" in SECTION
+    assert "repeat the last three commands" in SECTION
 
     def type_commands(lines: list[str]) -> str:
         script = "\n".join(["set -e", *lines])

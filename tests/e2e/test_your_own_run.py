@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from real_runs import REPOSITORY, clean_environment, marked_processes
 
-PAGE = REPOSITORY / "docs/your-own-run.md"
+PAGE = REPOSITORY / "docs/tutorial.md"
 BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ELSEWHERE = {
     "git clone REPOSITORY": f"git clone {shlex.quote(str(REPOSITORY))}",

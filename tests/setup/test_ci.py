@@ -27,7 +27,7 @@ DOWNLOADS = re.compile(r"PIP_\w+|\w+_(proxy|PROXY)|SSL_CERT_(FILE|DIR)|(REQUESTS
 
 def readme_commands() -> list[str]:
     """Return the commands that README shows first, after the clone."""
-    text = (REPOSITORY / "README.md").read_text().split("## Two commands")[1]
+    text = (REPOSITORY / "README.md").read_text().split("## Quickstart")[1]
     lines = re.search(r"```bash\n(.*?)```", text, re.DOTALL)[1].splitlines()  # type: ignore[index]
     assert lines[:2] == ["git clone REPOSITORY grpo-recipes", "cd grpo-recipes"]
     return lines[2:]

@@ -1,4 +1,4 @@
-"""The files of the container agree with each other and with docs/container.md; test_container.py of e2e builds it."""
+"""The files of the container agree with each other and with docs/installation.md; tests/e2e builds the container."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from container_image import REPOSITORY, Image, in_context, instructions, needs_o
 from documented import documented
 
 REVISION = "COMMIT=$(git rev-parse HEAD)"
-PAGE = REPOSITORY / "docs/container.md"
+PAGE = REPOSITORY / "docs/installation.md"
 
 
 def apptainer_post(words: list[str]) -> list[str]:

@@ -232,7 +232,7 @@ class GRPOConfig(trl.GRPOConfig):
         choices=["server", "colocate"])
     overlap_generation: bool = key(False,
         "Sample the next generation while training on the current one: one step off-policy, corrected by importance "
-        "sampling. Steps are faster, but learn slightly less; see docs/overlap.md.")
+        "sampling. Steps are faster, but learn slightly less; see docs/performance.md.")
     vllm_server_host: str = key("127.0.0.1",
         "Address of the vLLM server; in a job on several nodes, the address of the first node.")
     vllm_node: str = key("shared",

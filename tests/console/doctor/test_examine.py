@@ -125,7 +125,7 @@ def test_the_documentation_has_a_row_a_check():
     page = (home() / "docs/troubleshooting.md").read_text()
     for subject, checks in (("machine", MACHINE + DEEP), ("recipe", RECIPE), ("run", RUN)):
         assert f"<!-- doctor {subject} -->" in page
-        table = hooks.on_page_markdown(f"<!-- doctor {subject} -->")
+        table = hooks.doctor_table(subject)
         rows = table.splitlines()[2:]
         assert [row.split(" | ")[0].strip("| ") for row in rows] == [check_name(check) for check in checks]
 

@@ -288,11 +288,11 @@ def test_help_names_every_flag(capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         colocated.main(["--help"])
     told = capsys.readouterr().out
-    assert ended.value.code == 0 and "docs/colocated.md" in told
+    assert ended.value.code == 0 and "docs/migrate.md" in told
     flags = ["--gpus", "--nodes", "--node-rank", "--master-addr", "--master-port", "--config", "--log-level"]
     flags += ["--node-timeout", "--redirect-output", "--dry-run"]
     assert all(f"{flag} " in told for flag in flags)
-    assert re.findall(r"^\| `(--[\w-]+)` \|", (home() / "docs/colocated.md").read_text(), re.MULTILINE) == flags
+    assert re.findall(r"^\| `(--[\w-]+)` \|", (home() / "docs/migrate.md").read_text(), re.MULTILINE) == flags
 
 
 def test_a_misspelt_level_is_refused_with_the_levels(capsys) -> None:

@@ -39,7 +39,7 @@ batch_size: 64
 max_iterations: 5000
 sync_frequency: 100
 """
-PAGE = home() / "docs/colocated.md"
+PAGE = home() / "docs/migrate.md"
 SETTINGS = list(CONVERTERS[0].table.by_name)
 SECTIONS = ("vllm_config", "fsdp_config")
 

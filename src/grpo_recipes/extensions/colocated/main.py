@@ -91,7 +91,7 @@ def read(arguments: list[str]) -> ColocatedLaunch:
 
 def _parser() -> Parser:
     """Return a parser for the options of this entry point and of `grpo launch`."""
-    epilog = "Any recipe key is a flag too, e.g. --max_steps 10; see docs/colocated.md."
+    epilog = "Any recipe key is a flag too, e.g. --max_steps 10; see docs/migrate.md."
     about = "Train with vLLM inside the training processes."
     parser = Parser(prog=PROGRAM, description=about, epilog=epilog, allow_abbrev=False)
     parser.set_defaults(recipe=None)

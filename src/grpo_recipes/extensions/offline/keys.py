@@ -1,6 +1,6 @@
 """Translate the Hydra keys of the offline trainer (conf/offline_grpo.yaml) to recipe keys, by ``keys.yaml``.
 
-The offline trainer (docs/offline-trainer.md) trains in iterations. An iteration samples ``problems_per_iteration`` x
+The offline trainer (docs/migrate.md) trains in iterations. An iteration samples ``problems_per_iteration`` x
 ``rollouts_per_problem`` completions, and makes an optimizer step for every ``batch_size`` x ``grad_accum_steps``
 completions. This module imports neither Hydra nor torch, and the caller finds out whether a server answers.
 """

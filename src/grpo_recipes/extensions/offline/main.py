@@ -353,7 +353,7 @@ def _write_hydra(folder: Path, config: DictConfig, hydra: DictConfig, words: lis
 
 def _parser() -> Parser:
     """Return the parser of launches and sweeps; KEY=VALUE words are not part of it."""
-    epilog = "Any recipe key is a flag too, e.g. --max_prompt_length 512; see docs/offline-trainer.md."
+    epilog = "Any recipe key is a flag too, e.g. --max_prompt_length 512; see docs/migrate.md."
     usage = "%(prog)s [options] [KEY=VALUE ...]"
     parser = Parser(prog=PROGRAM, usage=usage, description=_ABOUT, epilog=epilog, allow_abbrev=False)
     parser.set_defaults(recipe=None, config=None)
