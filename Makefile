@@ -14,6 +14,9 @@ QUICK = -m "not slow and not soak
 # quick tests beside it.
 ALONE_FILES = tests/e2e $$(grep -rl "mark.alone" tests --include="test_*.py" --exclude-dir=e2e)
 NONE_CHOSEN = 5
+# Two whole runs at a time if each can have a private network (tests/private_network.py), else one.
+RUNS_AT_ONCE ?= $(shell unshare --net true 2>/dev/null && echo 2 || echo 1)
+RUNS = $(if $(filter 1,$(RUNS_AT_ONCE)),,-n $(RUNS_AT_ONCE) --dist loadfile)
 EXACT = $(abspath bench/results/exact_resume.jsonl)
 EXACT_TESTS = tests/trainers/test_exact_resume.py tests/e2e/test_exact_ranks.py
 SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" "*.slurm" .ci/run)
@@ -38,10 +41,10 @@ test: setup  ## quick tests: most in four processes, then one by one those that 
 	[ -z "$$failed" ]
 
 e2e: setup  ## tests of whole runs, with a real Slurm if it is installed
-	$(PYTEST) -m "slow and not soak" $(PYTEST_ARGS)
+	GRPO_PRIVATE_NETWORK=1 $(PYTEST) -m "slow and not soak" $(RUNS) $(PYTEST_ARGS)
 
 e2e-today: setup  ## the whole runs that CI makes today: some tests have one day of eight
-	GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python tests/today.py -m "slow and not soak" $(PYTEST_ARGS)
+	GRPO_PRIVATE_NETWORK=1 GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python tests/today.py -m "slow and not soak" $(RUNS) $(PYTEST_ARGS)
 
 soak: setup  ## stop and kill jobs on a real Slurm for half an hour; adds to bench/results/soak.jsonl
 	GRPO_SOAK_RESULT=$(abspath bench/results/soak.jsonl) $(BIN)/python -m pytest -m soak $(PYTEST_ARGS)

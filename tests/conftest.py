@@ -11,6 +11,7 @@ import pytest
 import yaml
 from hypothesis import settings
 from needs import deleted, left_out_files, needs_deleted
+from private_network import pytest_configure
 from ran_tests import pytest_runtest_logreport
 from rotation import leave_out_other_days, skip_where_time_is_over
 
@@ -23,7 +24,7 @@ from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.slurm.client import SlurmJob
 
-__all__ = ["pytest_runtest_logreport"]
+__all__ = ["pytest_configure", "pytest_runtest_logreport"]
 
 collect_ignore_glob = left_out_files()
 

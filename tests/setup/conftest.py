@@ -3,13 +3,21 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from private_network import machine_network
 from setup_checkout import REPOSITORY, Checkout
 
 COPIED = ["training.sh", "scripts", "requirements", "pyproject.toml", "LICENSE"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def package_index() -> Iterator[None]:
+    """Leave the private network of whole runs: tests here install packages."""
+    with machine_network():
+        yield
 
 
 @pytest.fixture
