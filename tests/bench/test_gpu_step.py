@@ -15,13 +15,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.rotating]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("gpu") / "gpu_step.json"
     command = [sys.executable, str(REPOSITORY / "bench/gpu_step.py"), "--quick", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
-    record = json.loads(out.read_text())
-    return {name: part["found"] for name, part in record.items() if isinstance(part, dict) and "found" in part}
+    content = json.loads(out.read_text())
+    return {name: part["found"] for name, part in content.items() if isinstance(part, dict) and "found" in part}
 
 
 def test_no_part_fails_and_gradients_are_those_of_trl(record) -> None:

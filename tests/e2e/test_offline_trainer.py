@@ -16,8 +16,6 @@ from documented import documented
 from real_runs import REPOSITORY, Launch, same_rows, weights_hash
 from test_evaluation import benchmark_rows, greedy_answers
 
-from grpo_recipes.runs.rundir import read_json
-
 pytest.importorskip("hydra")
 pytestmark = pytest.mark.slow
 PLACES = {"python": sys.executable} | {
@@ -88,12 +86,12 @@ def test_ten_iterations_learn_and_the_server_ends_with_the_trainers_weights(laun
     results = metrics(run.folder / "runs")
     rates = [results[f"eval_iter_{number:03}.json"]["pass@1"] for number in range(10)]
     before = run.summary()["initial_eval_reward"]
-    # 30 problems of 16 completions each: the standard error of a rate is at most 0.03.
+    # 30 problems of 16 completions each: the standard error of a rate is at most 0.03. The rates come from the server,
+    # so a higher rate shows that it serves trained weights. The greedy answers of the smoke model do not change.
     assert 0.35 < before < 0.6 and fmean(rates[-3:]) > max(0.7, before + 0.2), rates
 
     answers = {row["problem"]: row["completions"] for row in benchmark_rows(run)}
     assert len(answers) == 20 and answers == greedy_answers(run.run_dir / "model", answers)
-    assert answers != greedy_answers(Path(read_json(run.run_dir / "plan.json")["model"]), answers)
 
 
 @pytest.mark.rotating
