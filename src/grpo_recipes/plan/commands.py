@@ -51,6 +51,7 @@ _REMOVED = (
     # Our own variables. vLLM reads VLLM_PORT as the base of its internal ports and warns about unknown VLLM_ names.
     *(name for name in environment_keys() if name != "RUN_ROOT" and not name.startswith("WANDB_")),
     "VLLM_MODEL", "CONFIG", "CONFIG_FILE", "TRAIN_ENTRYPOINT", "MAXENT",
+    HIDDEN_PACKAGES,  # with co-located vLLM, the trainer needs what another launch hid
     "VLLM_API_KEY",  # vLLM would require it in every request, in addition to the run's token
 )  # fmt: skip
 
@@ -203,6 +204,7 @@ def with_processes(
     secrets = {"server": login, "trainer": ("*",) if recipe["callbacks"] else (*reward_secrets, *wandb)}
 
     def complete(process: Process) -> Process:
+        """Return a process with the variables, secrets, log and order that depend on the whole plan."""
         network = _network_variables(plan, resources, environment, process.node) | _sync_variables(recipe, plan, names)
         variables = {**process.environment, **network, **offline}
         log = process.log
