@@ -1,6 +1,6 @@
 """Tables of the site that are made from the code, so that they cannot go stale.
 
-A page contains a marker in the place of each table:
+A page contains a marker for each table:
 
 * ``<!-- all keys -->``: every key of a recipe, by topic; ``<!-- nested keys CLASS -->``: the keys of a mapping;
 * ``<!-- other names -->``: aliases of keys; ``<!-- refused keys -->``: rejected keys with their replacements;
@@ -75,7 +75,7 @@ SEARCH_BOOST = {
     "changelog.md": 0.2, "maxent-evidence.md": 0.2, "maxent-protocol.md": 0.2,
 }  # fmt: skip
 _MARKER = re.compile(
-    r"^<!-- (?P<what>all keys|nested keys|refused keys|other names|recipes|maxent|atropos|doctor|profile|weight|"
+    r"^<!-- (?P<table>all keys|nested keys|refused keys|other names|recipes|maxent|atropos|doctor|profile|weight|"
     r"command)( (?P<owner>\w+))? -->$",
     re.MULTILINE,
 )
@@ -101,20 +101,21 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             "weight": bridges_table,
             "command": commands_help,
         }
-        return tables[match["what"]]()
+        return tables[match["table"]]()
 
     return _MARKER.sub(table, _WRITTEN.sub("", markdown))
 
 
 def topics() -> dict[str, list[str]]:
-    """Return the keys of each topic in the order of its patterns; the last topic takes what is left."""
-    found: dict[str, list[str]] = {title: [] for title in TOPICS}
-    left = dict.fromkeys(keys.catalogue())
+    """Return the keys of each topic in the order of its patterns; the last topic takes all other keys."""
+    keys_of_topic: dict[str, list[str]] = {title: [] for title in TOPICS}
+    remaining = list(keys.catalogue())
     for title, patterns in TOPICS.items():
         for pattern in patterns.split():
-            found[title] += (fits := [name for name in left if fnmatch(name, pattern)])
-            left = {name: None for name in left if name not in fits}
-    return found
+            matches = [name for name in remaining if fnmatch(name, pattern)]
+            keys_of_topic[title] += matches
+            remaining = [name for name in remaining if name not in matches]
+    return keys_of_topic
 
 
 def keys_by_topic() -> str:
@@ -153,12 +154,12 @@ def recipes_table() -> str:
 
 
 def bridges_table() -> str:
-    """Return a row for each setup: whether each bridge, and vLLM inside the trainers, serves it, or why not."""
+    """Return a row for each setup: whether it works with each weight sync method, or the reason why not."""
 
-    def cell(served: str) -> str:
-        return served if served in (YES, ON_GPUS, ON_CPU) else f"no: {served}"
+    def cell(answer: str) -> str:
+        return answer if answer in (YES, ON_GPUS, ON_CPU) else f"no: {answer}"
 
-    rows = [(text, *(cell(one.serves[name]) for one in SYNC_TABLE.values())) for name, text in SETUPS.items()]
+    rows = [(text, *(cell(method.serves[name]) for method in SYNC_TABLE.values())) for name, text in SETUPS.items()]
     return _table(("", *(f"`{name}`" for name in SYNC_TABLE)), rows)
 
 
@@ -167,9 +168,9 @@ def objectives_table() -> str:
     per_token = {"maxent_policy_temperature": 0.0, "maxent_length_normalize_policy": True}
 
     def losses(name: str, objective: Objective) -> str:
-        ways = [per_token, per_token | {"maxent_length_normalize_policy": False}]
-        found = (objective.loss_type((way | {"maxent_objective": name}).__getitem__) for way in ways)
-        return " or ".join(f"`{loss}`" for loss in dict.fromkeys(found))
+        settings = [per_token, per_token | {"maxent_length_normalize_policy": False}]
+        types = (objective.loss_type((setting | {"maxent_objective": name}).__getitem__) for setting in settings)
+        return " or ".join(f"`{loss_type}`" for loss_type in dict.fromkeys(types))
 
     rows = [
         (
@@ -198,8 +199,11 @@ def maxent_keys_table() -> str:
 def atropos_table(subject: str) -> str:
     """Return a row for each of the ``flags``, ``variables`` or YAML ``settings`` of others' trainers for Atropos."""
     head = {"flags": ("flag", "default", "does"), "variables": ("variable", "default", "is"), "settings": ("key", "is")}
-    made = {"flags": atropos_flags.flag_rows, "variables": atropos_flags.variable_rows}
-    rows = made[subject]() if subject in made else [(f"`{name}`", told) for name, told in atropos.rows()]
+    row_makers = {"flags": atropos_flags.flag_rows, "variables": atropos_flags.variable_rows}
+    if subject in row_makers:
+        rows = row_makers[subject]()
+    else:
+        rows = [(f"`{name}`", meaning) for name, meaning in atropos.rows()]
     return _table(head[subject], [tuple(cell.replace("|", "\\|") for cell in row) for row in rows])
 
 
@@ -234,7 +238,7 @@ def command_parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def _keys(entries: dict[str, dict[str, Any]], prefix: str = "") -> str:
-    """Return a list in which each key has an anchor, its type with limits, its default and its meaning."""
+    """Return an HTML list of keys, each with an anchor, its type and limits, its default and its meaning."""
     parts = [
         f'<div id="{prefix}{name}"><dt><code>{name}</code><span>{_coded(_type(entry))}</span>'
         f"<span>default <code>{html.escape(_default(entry))}</code></span></dt>"
@@ -245,15 +249,15 @@ def _keys(entries: dict[str, dict[str, Any]], prefix: str = "") -> str:
 
 
 def _coded(text: str) -> str:
-    """Return HTML in which what stands between backticks, one or two, is code, and links are links."""
+    """Convert Markdown's code and links to HTML. Code stands between single or double backticks."""
     linked = re.sub(r"\[([^]]+)\]\((https?://[^)\s]+)\)", r'<a href="\2">\1</a>', text)
     return re.sub(r"(`{1,2})([^`]+)\1", r"<code>\2</code>", linked)
 
 
 def refused_table() -> str:
-    """Return a row for each key that is refused with what to do instead."""
-    others = {name: row.fix_for(None) for name, row in converters.names().items()}
-    refused = sorted({**others, **keys.OWNED_KEYS}.items())
+    """Return a row for each rejected key with the edit that replaces it."""
+    renamed = {name: row.fix_for(None) for name, row in converters.names().items()}
+    refused = sorted({**renamed, **keys.OWNED_KEYS}.items())
     return _table(("key", "do this instead"), [(f"`{name}`", _text(instead)) for name, instead in refused])
 
 

@@ -85,6 +85,7 @@ def with_flags_of(
     """
 
     def translate_problem(problem: Problem) -> Problem:
+        """Return a problem with the entry point's flags instead of options of `grpo launch` and recipe keys."""
         trial, colon, where = problem.where.rpartition(": ")  # a sweep puts the trial first
         flag = (options or {}).get(where, where)
         set_keys = [key for key, value in keys.items() if value.source == where]

@@ -149,9 +149,11 @@ class MeetingChannel:
         meeting, start, reminder = self._meeting, time.monotonic(), 0.0
 
         def missing_ranks() -> list[int]:
+            """Return the ranks of the nodes that have not connected."""
             return sorted(set(range(1, meeting.nodes)) - self._connections.keys())
 
         def all_connected() -> bool:
+            """Return whether all have connected; print a reminder if one is due, and raise the error of a rank."""
             nonlocal reminder
             if not (missing := missing_ranks()):
                 return True
@@ -240,6 +242,7 @@ def connect_to_node_0(meeting: Meeting, command: Message) -> socket.socket:
     deadline, last_error = time.monotonic() + meeting.limit, OSError()
 
     def connect() -> socket.socket | None:
+        """Return a connection that node 0 has accepted, or None and keep the error."""
         nonlocal last_error
         try:
             timeout = min(_HANDSHAKE_SECONDS, max(0.1, deadline - time.monotonic()))

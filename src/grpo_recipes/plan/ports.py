@@ -278,6 +278,7 @@ def _wait_for_listener(
     foreign_listeners = 0
 
     def is_ready() -> bool:
+        """Return whether the run's own process listens and is ready; raise PortTaken or NotReady."""
         nonlocal foreign_listeners
         is_alive = alive()
         with contextlib.suppress(ConnectionRefusedError):

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn, cast
 
-HIDDEN_PACKAGES = "GRPO_HIDDEN_PACKAGES"  # the environment variable by which the launcher names them to a trainer
+HIDDEN_PACKAGES = "GRPO_HIDDEN_PACKAGES"  # variable that the launcher sets for a trainer: names with spaces
 
 
 @contextmanager

@@ -37,9 +37,10 @@ _LOGGER = logging.getLogger("vllm.grpo_recipes")  # only children of vLLM's logg
 
 
 def register() -> None:
-    """Let every process of the server dump its stacks on request, end with its parent and, on CPU, reload weights.
+    """Let every process of the server dump its stacks on request and end with its parent; adapt vLLM to CPU.
 
-    vLLM's engine does not notice that its API server was killed, and would keep the GPU.
+    vLLM's engine does not notice that its API server was killed, and would keep the GPU. On CPU, vLLM would also answer
+    with old weights after a reload, and import itself again in the engine and in each worker.
     """
     in_server = os.environ.get("GRPO_SERVER") == "1"  # ranks with co-located vLLM load this plug-in too
     if in_server:
@@ -68,13 +69,16 @@ def _fork_engine(platform: Any) -> None:
     variables = {name: os.environ.get(name) for name in _OPENMP_CORES}
 
     def choose_forking(cls: Any, config: Any) -> None:
+        """Choose vLLM's settings for CPU, except that processes are forked."""
         choose_settings(cls, config)
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     def use_cores() -> None:
+        """Give a forked worker the cores that vLLM has put into its environment."""
         for name in _OPENMP_CORES:
-            if os.environ.get(name) != variables[name]:  # vLLM has set it for this worker
-                cores = {int(core) for core in re.findall(r"\d+", os.environ[name])}
+            value = os.environ.get(name)
+            if value and value != variables[name]:  # vLLM has set it for this worker
+                cores = {int(core) for core in re.findall(r"\d+", value)}
                 os.sched_setaffinity(0, cores)
                 torch.set_num_threads(len(cores))
 

@@ -1,7 +1,7 @@
 """Start vLLM's API server faster than ``python -m vllm.entrypoints.openai.api_server``.
 
-The engine and the workers are separate processes, and each imports vLLM after this module. Garbage collections take a
-sixth of the import time and free nothing, so this module makes them rare.
+Garbage collections take a sixth of the time in which vLLM is imported and free nothing, so this module makes them rare.
+The engine and the workers are forked from this process (on CPU by ``plugin.py``) and need not import vLLM again.
 """
 
 import gc
