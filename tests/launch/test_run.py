@@ -416,8 +416,9 @@ def test_a_request_by_file_while_the_server_starts_ends_it_at_once(fake_run):
 
 
 def waiting(run: FakeRun) -> None:
-    """Wait until the trainers run while the server starts."""
+    """Wait until the trainers run and the server starts: each writes its record after its process has started."""
     run.wait_until((run.folder / "processes/phase_0.json").exists)
+    run.wait_until(lambda: all("pid" in record for record in run.records("server", "trainer")))
     assert run.state() == {"epoch": 1, "state": "starting"}
 
 
@@ -481,8 +482,7 @@ def test_a_request_to_stop_while_trainers_wait_for_the_server_ends_all_at_once(f
         os.kill(os.getpid(), signum) if signum else stop_file(run.folder).touch()
 
     assert run.then(ask).end(whole=True).code == code
-    # A guard that is asked to end before it has started its command leaves no record.
-    assert not any(is_alive(process["pid"]) for process in run.records("server", "trainer") if process)
+    assert not any(is_alive(process["pid"]) for process in run.records("server", "trainer"))
 
 
 @pytest.mark.slow
