@@ -24,6 +24,8 @@ stamp=$env_dir/grpo-environment.json
 python=$env_dir/bin/python
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 probe_package=iniconfig
+# shellcheck source=scripts/pip_settings.sh
+source "$root/scripts/pip_settings.sh"
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 2; }
@@ -259,6 +261,63 @@ last_words() {
     sed -E 's#//[^/@ ]*@#//#g' <<<"${line:-nothing within 50 s}"
 }
 
+# uv installs the locks several times faster than pip. It comes from PATH or, at the version of the lock, from the package
+# index. Without it, and in a conda prefix, pip installs everything.
+choose_installer() {
+    local pin
+    uv=
+    [[ ! -d $env_dir/conda-meta ]] || return 0
+    pin=$(grep '^uv==' "$lock_file") || true
+    if command -v uv >/dev/null; then
+        uv=$(command -v uv)
+    elif [[ -n $pin ]] && pip install --quiet --no-deps "$pin" && "$env_dir/bin/uv" --version >/dev/null; then
+        uv=$env_dir/bin/uv
+    fi
+    [[ -n $uv ]] || return 0
+    export_uv_settings "$python"
+    # one process per core compiles, which is too many on a large login node
+    export UV_CONCURRENT_INSTALLS=${UV_CONCURRENT_INSTALLS:-$(($(nproc) < 8 ? $(nproc) : 8))}
+    choose_uv_cache
+}
+
+# uv links packages from its cache into the environment. If the home is on another file system, they would be copied and
+# also fill the home's quota, so a cache next to the environment is used and removed at the end.
+choose_uv_cache() {
+    local default=${XDG_CACHE_HOME:-$HOME/.cache}
+    own_cache=
+    [[ -z ${UV_CACHE_DIR:-} ]] && mkdir -p "$default" || return 0
+    [[ $(stat -c %d "$default") != $(stat -c %d "$env_dir") ]] || return 0
+    own_cache=$env_dir.uv-cache
+    export UV_CACHE_DIR=$own_cache
+}
+
+# The files that pin what is installed: the lock of the flavour, then those of the extras.
+choose_locks() {
+    local name
+    locks=("$lock_file")
+    for name in "${!extra_hashes[@]}"; do
+        [[ ${extra_hashes[$name]} == none ]] || locks+=("$root/requirements/$name.txt")
+    done
+}
+
+# Every installation has --no-deps: the locks are complete, and on CPU the dependencies left out of them would break the
+# environment.
+uv_install() { "$uv" pip install --python "$python" --no-deps "${uv_options[@]}" "$@"; }
+
+install_with_uv() {
+    local pin start=$SECONDS
+    [[ -n $uv ]] || return
+    pin=$(grep '^torch==.*+cpu' "$lock_file") || true
+    if [[ -n $pin ]] && ! uv_install --quiet --dry-run "$pin" 2>/dev/null; then
+        say "$pin is not in the configured indexes; using $torch_cpu_index"
+        export UV_INDEX="${UV_INDEX:+$UV_INDEX }$torch_cpu_index"
+    fi
+    say "installing $(cat "${locks[@]}" | wc -l) packages with uv"
+    uv_install --compile-bytecode "${locks[@]/#/--requirements=}" &&
+        uv_install --no-build-isolation --editable "$root" || return
+    say "installed the packages in $((SECONDS - start)) s"
+}
+
 # On the public internet the CPU build of torch is in PyTorch's own index; a site may offer it in the configured ones.
 install_cpu_torch() {
     local pin errors status=0
@@ -277,21 +336,26 @@ install_cpu_torch() {
         "where $torch_cpu_index is out of reach, name a source that has it: PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS"
 }
 
-# --no-deps: the lock is complete, and on CPU the dependencies left out of it would break the environment.
-install_packages() {
-    local name
-    export DS_BUILD_OPS=0
-    if [[ $flavour == cpu ]]; then
-        export DS_ACCELERATOR=cpu
-        install_cpu_torch
-    fi
-    pip install --no-deps -r "$lock_file" || fail "pip could not install requirements/${lock_file##*/} (its message is above)"
-    for name in "${!extra_hashes[@]}"; do
-        [[ ${extra_hashes[$name]} == none ]] || pip install --no-deps -r "$root/requirements/$name.txt" ||
-            fail "pip could not install requirements/$name.txt (its message is above)"
+install_with_pip() {
+    local lock start=$SECONDS
+    say "installing $(cat "${locks[@]}" | wc -l) packages with pip, which takes minutes"
+    [[ $flavour != cpu ]] || install_cpu_torch
+    for lock in "${locks[@]}"; do
+        pip install --no-deps -r "$lock" || fail "pip could not install requirements/${lock##*/} (its message is above)"
     done
     pip install --no-deps --no-build-isolation --editable "$root" ||
         fail "pip could not install the project (its message is above)"
+    say "installed the packages in $((SECONDS - start)) s"
+}
+
+install_packages() {
+    export DS_BUILD_OPS=0
+    [[ $flavour != cpu ]] || export DS_ACCELERATOR=cpu
+    choose_locks
+    choose_installer
+    install_with_uv && return
+    [[ -z $uv ]] || say "uv failed (its message is above); trying pip"
+    install_with_pip
 }
 
 install_environment() {
@@ -302,6 +366,7 @@ install_environment() {
     rm -f -- "$stamp"
     install_packages
     write_stamp
+    [[ -z ${own_cache:-} ]] || rm -rf -- "$own_cache"
     say "done in ${SECONDS} s"
 }
 

@@ -1,10 +1,11 @@
-"""`scripts/setup.sh` with the real pip and a small index on disk: the installed packages can be imported."""
+"""`scripts/setup.sh` with the real uv and pip, and a small index on disk: the packages can be imported."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import tempfile
 import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
@@ -56,25 +57,110 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
-def test_what_the_lock_names_and_the_project_itself_are_installed(checkout: Checkout, index: Path) -> None:
-    lock = checkout.root / "requirements" / "cpu.txt"
-    lock.write_text("".join(f"{name}=={version}\n" for name, version in PINS.items() if name not in EXTRAS))
+@pytest.fixture
+def locked(checkout: Checkout) -> Checkout:
+    """Return a checkout whose locks have only the packages of the small index."""
+    pins = [f"{name}=={version}" for name, version in PINS.items() if name not in EXTRAS]
+    pins.append(f"setuptools=={distribution('setuptools').version}")
+    (checkout.root / "requirements/cpu.txt").write_text("".join(f"{pin}\n" for pin in pins))
     for extra, pin in {"environments": "planted-games==4.0", "search": "planted-search==5.0"}.items():
         (checkout.root / "requirements" / f"{extra}.txt").write_text(f"{pin}\n")
-    with lock.open("a") as file:
-        file.write(f"setuptools=={distribution('setuptools').version}\n")
     (checkout.root / "src/grpo_recipes/cli.py").write_text("main = None\n")
-    first = checkout.setup(PIP_INDEX_URL=index.as_uri(), PIP_NO_CACHE_DIR="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
-    assert first.returncode == 0, first.stdout + first.stderr
+    return checkout
 
+
+def add_uv(checkout: Checkout) -> None:
+    """Put the uv of this environment on PATH."""
+    uv = Path(sys.prefix, "bin/uv")
+    if not uv.is_file():
+        pytest.skip("this environment has no uv")
+    checkout.add_command("uv", f'exec {uv} "$@"')
+
+
+def assert_packages_work(checkout: Checkout) -> None:
+    """Import the packages of the small index in the new environment."""
     python = checkout.root / ".venv/bin/python"
     modules = "grpo_recipes, planted_one, planted_two, planted_games, planted_search, torch"
     code = f"import {modules}; print(torch.VERSION, grpo_recipes.__file__)"
     done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, cwd="/", timeout=60)
     assert done.stdout.split() == ["9.9", str(checkout.root / "src/grpo_recipes/__init__.py")], done.stderr
     assert (checkout.root / ".venv/bin/grpo").is_file()
-    stamp = json.loads((checkout.root / ".venv/grpo-environment.json").read_text())
+
+
+@pytest.mark.slow
+def test_uv_installs_the_packages_of_the_locks_and_the_project(locked: Checkout, index: Path) -> None:
+    """It leaves its cache in no home that is on another file system than the environment."""
+    add_uv(locked)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as home:
+        first = locked.setup(HOME=home, PIP_INDEX_URL=index.as_uri())
+        assert first.returncode == 0 and "installing 7 packages with uv" in first.stdout, first.stdout + first.stderr
+        if Path(home).stat().st_dev != locked.root.stat().st_dev:
+            assert not list(Path(home).rglob("uv*"))
+    assert not (locked.root / ".venv.uv-cache").exists()
+
+    assert_packages_work(locked)
+    compiled = list(locked.root.glob(".venv/lib/python3*/site-packages/__pycache__/planted_one.*.pyc"))
+    assert len(compiled) == 1
+    stamp = json.loads((locked.root / ".venv/grpo-environment.json").read_text())
     assert stamp["flavour"] == "cpu" and stamp["python"] == sys.version.split()[0]
-    second = checkout.setup(PIP_INDEX_URL="file:///nowhere")
+    second = locked.setup(PIP_INDEX_URL="file:///nowhere")
     assert (second.returncode, second.stderr) == (0, "") and "complete" in second.stdout
+
+
+@pytest.mark.slow
+def test_pip_installs_the_packages_if_uv_fails(locked: Checkout, index: Path) -> None:
+    locked.add_command("uv", 'echo "uv: no such option" >&2; exit 2')
+    result = locked.setup(PIP_INDEX_URL=index.as_uri(), PIP_NO_CACHE_DIR="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "uv: no such option" in result.stderr and "uv failed (its message is above); trying pip" in result.stdout
+    assert_packages_work(locked)
+
+
+def uv_settings(checkout: Checkout, config: str, **variables: str) -> dict[str, str]:
+    """Return the variables and options for uv with a pip configuration file."""
+    file = checkout.root / "pip.conf"
+    file.write_text(config)
+    script = 'source scripts/pip_settings.sh; export_uv_settings "$0"; env -0; echo "OPTIONS=${uv_options[*]}"'
+    done = checkout.run("-c", script, sys.executable, PIP_CONFIG_FILE=str(file), **variables)
+    assert done.returncode == 0, done.stderr
+    settings = dict(entry.split("=", 1) for entry in done.stdout.rstrip("\n").split("\0"))
+    return {name: value for name, value in settings.items() if name.startswith(("UV_", "SSL_", "HTTP", "OPTIONS"))}
+
+
+CONFIG = """
+[global]
+index-url = https://user:word@index.example/simple
+extra-index-url =
+    https://one.example/simple
+    https://two.example/simple
+find-links = /wheels
+timeout = 7
+cert = /global.pem
+[install]
+cert = /install.pem
+constraint = /constraints.txt
+trusted-host = index.example
+[freeze]
+no-index = true
+"""
+
+
+def test_uv_gets_the_configuration_of_pip(checkout: Checkout) -> None:
+    settings = uv_settings(checkout, CONFIG, PIP_FIND_LINKS="/first /second", UV_HTTP_TIMEOUT="9")
+    assert settings == {
+        "UV_DEFAULT_INDEX": "https://user:word@index.example/simple",
+        "UV_INDEX": "https://one.example/simple https://two.example/simple",
+        "UV_FIND_LINKS": "/first,/second",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_CONSTRAINT": "/constraints.txt",
+        "UV_INSECURE_HOST": "index.example",
+        "UV_HTTP_TIMEOUT": "9",
+        "SSL_CERT_FILE": "/install.pem",
+        "OPTIONS": "",
+    }
+
+
+def test_uv_gets_no_index_and_the_proxy_of_pip(checkout: Checkout) -> None:
+    settings = uv_settings(checkout, "[global]\nno-index = true\nproxy = http://proxy:3128\n")
+    assert settings["OPTIONS"] == "--no-index"
+    assert settings["HTTP_PROXY"] == settings["HTTPS_PROXY"] == "http://proxy:3128"
