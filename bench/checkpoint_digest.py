@@ -39,7 +39,7 @@ from grpo_recipes import smoke
 from grpo_recipes.paths import home
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs import checkpoints as run_checkpoints
-from grpo_recipes.runs.checkpoints import verified_checkpoint
+from grpo_recipes.runs.checkpoints import find_verified_checkpoint
 from grpo_recipes.trainers import checkpoints
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
@@ -149,7 +149,7 @@ class Saves:
         for _ in range(3):
             began = time.perf_counter()
             with _digests_by(make):
-                run_checkpoints.digest_of(self._kept() / name)
+                run_checkpoints.compute_digest(self._kept() / name)
             seconds.append(time.perf_counter() - began)
         return round(size / min(seconds) / 1e9, 2)
 
@@ -163,7 +163,7 @@ class Saves:
                     with path.open("rb") as file:
                         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             began = time.perf_counter()
-            if verified_checkpoint(self._checkpoints, print) is None:
+            if find_verified_checkpoint(self._checkpoints, print) is None:
                 raise SystemExit("the checkpoint is not there")
             seconds[f"seconds, {name}"] = round(time.perf_counter() - began, 3)
         return seconds
@@ -179,7 +179,7 @@ def _digests_by(make: Callable[[], Any]) -> Iterator[None]:
 @contextmanager
 def _without_digests() -> Iterator[None]:
     written = patch.object(checkpoints, "digested_saves", lambda folder: nullcontext({}))
-    with written, patch.object(run_checkpoints, "digest_of", lambda path: ""):
+    with written, patch.object(run_checkpoints, "compute_digest", lambda path: ""):
         yield
 
 

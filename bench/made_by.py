@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.paths import home
-from grpo_recipes.runs.code_version import code_state
+from grpo_recipes.runs.code_version import read_code_state
 from grpo_recipes.runs.rundir import write_json
 
 RECORDS = ("bench/results", "evidence/results")
@@ -43,7 +43,7 @@ def begin(out: Path, *packages: str, target: str = "") -> dict[str, Any]:
         raise SystemExit(2)
     return {
         "command": _command(target),
-        "commit": code_state()["commit"],
+        "commit": read_code_state()["commit"],
         "uncommitted_changes": bool(changed),
         "versions": _versions(*PACKAGES, *packages),
         "machine": {"cores": os.cpu_count(), "cpu": _processor(), "memory_gib": _memory_gib()},

@@ -336,12 +336,12 @@ def test_no_machine_is_planned_that_cannot_be(grpo, arguments):
 @on_cpu
 def test_an_edit_of_a_runs_recipe_is_noted_when_it_goes_on(grpo, tmp_path):
     from grpo_recipes.plan.devices import Resources
-    from grpo_recipes.runs.rundir import RECIPE_HASH, new_run, recipe_hash, write_json
+    from grpo_recipes.runs.rundir import RECIPE_HASH, hash_recipe, new_run, write_json
 
     run = new_run(tmp_path / "cwd/runs/mine-stamp", "mine", "stamp", Resources("cpu", (), 2, None).facts())
     recipe = run.folder / "recipe.yaml"
     recipe.write_text("# x.yaml:1\nmodel_name_or_path: smoke:sums\n# x.yaml:2\ndataset_name: smoke:sums\n")
-    write_json(run.folder / "plan.json", {"task": "grpo", "entry": "src/grpo.py", RECIPE_HASH: recipe_hash(run.folder)})
+    write_json(run.folder / "plan.json", {"task": "grpo", "entry": "src/grpo.py", RECIPE_HASH: hash_recipe(run.folder)})
     resume = ["launch", "--resume", str(run.folder), "--allow-changed-code", "--dry-run"]
     assert "edited" not in grpo(*resume).stdout
     recipe.write_text(f"{recipe.read_text()}# x.yaml:3\nlearning_rate: 3.0e-06\n")

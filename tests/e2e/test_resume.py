@@ -12,7 +12,7 @@ import pytest
 from documented import documented
 from real_runs import REPOSITORY, Launch, override
 
-from grpo_recipes.runs.checkpoints import complete_checkpoints, step_of
+from grpo_recipes.runs.checkpoints import list_complete_checkpoints, parse_step
 
 SHORT = ("--max_steps", "8", "--save_steps", "3", "--prompts_per_step", "4", "--num_generations", "8")
 
@@ -60,12 +60,12 @@ def test_a_run_whose_newest_checkpoint_lost_a_bit_goes_on_from_the_one_before(la
             process.kill()
     first.wait(30)
     first.wait_for_nothing_left()
-    older, newest = complete_checkpoints(first.run_dir / "checkpoints")[-2:]
+    older, newest = list_complete_checkpoints(first.run_dir / "checkpoints")[-2:]
     weights = bytearray((newest / "model.safetensors").read_bytes())
     weights[len(weights) // 2] ^= 1
     (newest / "model.safetensors").write_bytes(weights)
 
-    second = launch("--resume", str(first.run_dir), "--max_steps", str(step_of(newest)))
+    second = launch("--resume", str(first.run_dir), "--max_steps", str(parse_step(newest)))
 
     assert second.wait() == 0, second.output
     damage = "model.safetensors was changed since the run wrote it"
@@ -73,7 +73,7 @@ def test_a_run_whose_newest_checkpoint_lost_a_bit_goes_on_from_the_one_before(la
         second.output
     )
     assert f"grpo: resuming from {older.name}; " in second.output
-    assert [row["step"] for row in second.rows()] == list(range(1, step_of(newest) + 1))
+    assert [row["step"] for row in second.rows()] == list(range(1, parse_step(newest) + 1))
     assert (newest.with_name(f"{newest.name}.damaged") / "model.safetensors").read_bytes() == bytes(weights)
 
 

@@ -21,7 +21,7 @@ from grpo_recipes.launch.processes import Child, Ending, Group, wait_for_ending
 from grpo_recipes.launch.run import Restarts, supervise
 from grpo_recipes.plan.types import OnLoss, Process
 from grpo_recipes.process.tree import is_alive
-from grpo_recipes.runs.checkpoints import complete_checkpoints
+from grpo_recipes.runs.checkpoints import list_complete_checkpoints
 from grpo_recipes.runs.rundir import read_json, read_metrics, stop_file
 from launch.fake_run import FakeRun
 
@@ -146,7 +146,7 @@ def damage_and_kill(run: FakeRun, selection: slice) -> None:
     run.wait_for_step(3)
     (run.folder / "hang").touch()
     time.sleep(0.4)
-    for checkpoint in complete_checkpoints(run.folder / "checkpoints")[selection]:
+    for checkpoint in list_complete_checkpoints(run.folder / "checkpoints")[selection]:
         (checkpoint / "COMPLETE").write_text("null")
     run.kill("server")
 

@@ -14,7 +14,7 @@ from grpo_recipes.launch import submission
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
-from grpo_recipes.runs.rundir import changed_code, find_run, read_json
+from grpo_recipes.runs.rundir import describe_code_change, find_run, read_json
 from tests.plan.model_folders import SMALL, model_folder
 
 SMOKE = str(home() / "recipes/smoke/grpo.yaml")
@@ -100,11 +100,11 @@ def test_the_frozen_code_is_a_copy_that_the_run_holds_itself_to(folder, fake_sba
     copied = {str(path.relative_to(code)) for path in code.rglob("*.py")}
     assert copied == {str(path.relative_to(home())) for path in (home() / "src").rglob("*.py")}
     assert (code / "training.sh").is_file() and (code / "requirements/cpu.txt").is_file()
-    assert changed_code(run) is None  # against the repository
+    assert describe_code_change(run) is None  # against the repository
     monkeypatch.setenv("GRPO_CODE", str(code))
-    assert changed_code(run) is None  # against itself
+    assert describe_code_change(run) is None  # against itself
     (code / "src/grpo.py").write_text("raise SystemExit\n")
-    assert "were changed after the run was submitted" in changed_code(run)
+    assert "were changed after the run was submitted" in describe_code_change(run)
 
 
 def test_a_dry_run_prints_the_script_and_writes_nothing(folder, capsys) -> None:

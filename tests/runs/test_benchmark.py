@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.runs.benchmark import lines_of, mode_of, numbers_of, write_benchmark
+from grpo_recipes.runs.benchmark import choose_mode_name, compute_numbers, format_summary, write_benchmark
 from grpo_recipes.runs.rundir import Run, write_json
 
 NUMBER = r"(\d+(?:\.\d{2,})?)"
@@ -100,7 +100,7 @@ def test_the_block_has_every_line_its_arithmetic_holds_and_the_json_says_the_sam
 
 
 def test_seconds_have_the_two_decimals_of_the_original_where_those_say_enough(run):
-    text = "\n".join(lines_of(numbers_of(run())))
+    text = "\n".join(format_summary(compute_numbers(run())))
     assert "  Total training time:     200.00s (3.33 min)\n" in text
     assert "    Avg step time:         2.87s\n" in text
     assert "    Avg sync time:         0.0213s (x20 syncs)\n" in text
@@ -115,10 +115,10 @@ def test_on_gpus_the_memory_is_that_of_the_gpu(run):
 
 
 def test_in_the_shared_mode_nothing_is_transferred_and_its_waiting_is_part_of_the_step(run):
-    block, other = (parsed("\n".join(lines_of(numbers_of(run(bridge=name))))) for name in ("shared", "file"))
+    block, other = (parsed("\n".join(format_summary(compute_numbers(run(bridge=name))))) for name in ("shared", "file"))
     assert block.mode == "shared_vllm"
     assert (block.syncs, block.avg_sync_time_seconds, block.total_sync_time_seconds) == (0, 0, 0)
-    assert "    Avg sync time:         0.00s (x0 syncs)" in lines_of(numbers_of(run(bridge="shared")))
+    assert "    Avg sync time:         0.00s (x0 syncs)" in format_summary(compute_numbers(run(bridge="shared")))
     both = other.total_step_time_seconds + other.total_sync_time_seconds
     assert block.total_step_time_seconds == pytest.approx(both, rel=0.01)
 
@@ -131,17 +131,17 @@ def test_in_the_shared_mode_nothing_is_transferred_and_its_waiting_is_part_of_th
     ],
 )  # fmt: skip
 def test_the_mode_has_the_name_that_the_original_gives_it(run, bridge, recipe, name):
-    assert mode_of(run(bridge=bridge, recipe=recipe, mode="server" if bridge else "colocate")) == name
+    assert choose_mode_name(run(bridge=bridge, recipe=recipe, mode="server" if bridge else "colocate")) == name
 
 
 def test_a_launch_that_was_killed_took_at_least_its_steps(run):
-    block = parsed("\n".join(lines_of(numbers_of(run(summary={"launch_seconds": 3.0})))))
+    block = parsed("\n".join(format_summary(compute_numbers(run(summary={"launch_seconds": 3.0})))))
     need_right_arithmetic(block)
 
 
 def test_a_run_without_a_step_has_numbers_too(run):
     measured_run = run()
     (measured_run.folder / "metrics.jsonl").write_text("")
-    numbers = numbers_of(measured_run)
+    numbers = compute_numbers(measured_run)
     assert numbers["total_steps"] == numbers["avg_step_time_seconds"] == 0 and numbers["peak_process_memory_gb"] is None
-    assert "    Peak process memory:   unknown GB" in lines_of(numbers)
+    assert "    Peak process memory:   unknown GB" in format_summary(numbers)

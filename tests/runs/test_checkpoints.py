@@ -27,17 +27,17 @@ from grpo_recipes.runs import checkpoints
 from grpo_recipes.runs.checkpoints import (
     MARKER,
     RECORD,
-    complete_checkpoints,
-    digest_of,
+    add_checksum,
+    compute_digest,
     find_damage,
+    find_newest_complete,
+    find_verified_checkpoint,
     is_complete,
-    newest_complete,
-    prune,
+    list_complete_checkpoints,
+    prune_checkpoints,
     publish_checkpoint,
     recording_changes,
-    verified_checkpoint,
     verify_run_files,
-    with_checksum,
 )
 from grpo_recipes.runs.rundir import Run
 
@@ -77,7 +77,7 @@ def test_publishing_moves_every_file_and_marks_last(tmp_path):
 def test_an_unpublished_checkpoint_is_not_complete(tmp_path):
     stage(tmp_path, 5)
     assert not is_complete(tmp_path / "partial/checkpoint-5")
-    assert complete_checkpoints(tmp_path) == [] and newest_complete(tmp_path) is None
+    assert list_complete_checkpoints(tmp_path) == [] and find_newest_complete(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -97,19 +97,23 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, damage
     older, newest = published(tmp_path, 5, 10)
     damage(newest)
     assert not is_complete(newest)
-    assert newest_complete(tmp_path) == older
+    assert find_newest_complete(tmp_path) == older
 
 
 def test_newest_is_by_number_and_not_by_time(tmp_path):
     paths = published(tmp_path, 100, 20, 3)
     for path, seconds in zip(paths, (1, 2, 3), strict=True):
         os.utime(path, (seconds, seconds))
-    assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-20", "checkpoint-100"]
-    assert newest_complete(tmp_path) == tmp_path / "checkpoint-100"
+    assert [path.name for path in list_complete_checkpoints(tmp_path)] == [
+        "checkpoint-3",
+        "checkpoint-20",
+        "checkpoint-100",
+    ]
+    assert find_newest_complete(tmp_path) == tmp_path / "checkpoint-100"
 
 
 def test_a_folder_that_does_not_exist_has_no_checkpoint(tmp_path):
-    assert newest_complete(tmp_path / "none") is None
+    assert find_newest_complete(tmp_path / "none") is None
 
 
 def test_what_stood_in_the_way_incomplete_is_replaced(tmp_path):
@@ -124,29 +128,29 @@ def test_what_stood_in_the_way_incomplete_is_replaced(tmp_path):
 )
 def test_pruning_keeps_the_newest(tmp_path, limit, steps):
     published(tmp_path, 40, 10, 30, 20)
-    prune(tmp_path, limit)
-    assert complete_checkpoints(tmp_path) == [tmp_path / f"checkpoint-{step}" for step in steps]
+    prune_checkpoints(tmp_path, limit)
+    assert list_complete_checkpoints(tmp_path) == [tmp_path / f"checkpoint-{step}" for step in steps]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"checkpoint-{step}" for step in steps)
 
 
 def test_pruning_counts_complete_checkpoints_only(tmp_path):
     _, newest = published(tmp_path, 10, 20)
     (newest / MARKER).unlink()
-    prune(tmp_path, 1)
-    assert newest_complete(tmp_path) == tmp_path / "checkpoint-10"
+    prune_checkpoints(tmp_path, 1)
+    assert find_newest_complete(tmp_path) == tmp_path / "checkpoint-10"
 
 
 def test_leftovers_of_an_interrupted_save_are_removed(tmp_path):
     published(tmp_path, 10)
     stage(tmp_path, 20)
-    prune(tmp_path, 1)
+    prune_checkpoints(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-10"]
 
 
 def test_a_pruning_that_was_cut_short_leaves_nothing_that_is_listed(tmp_path):
     first, second = published(tmp_path, 10, 20)
     (first / MARKER).unlink()  # the first step of a removal
-    assert complete_checkpoints(tmp_path) == [second]
+    assert list_complete_checkpoints(tmp_path) == [second]
 
 
 # --- folders that are not checkpoints of this project ------------------------------------------------------------
@@ -159,11 +163,11 @@ def test_a_pruning_that_was_cut_short_leaves_nothing_that_is_listed(tmp_path):
 def test_a_copy_under_another_name_is_neither_listed_nor_resumed_nor_pruned(tmp_path, name):
     older, newest = published(tmp_path, 3, 6)
     shutil.copytree(newest, tmp_path / name)
-    assert complete_checkpoints(tmp_path) == [older, newest] and not is_complete(tmp_path / name)
-    prune(tmp_path, 1)
-    assert complete_checkpoints(tmp_path) == [newest] and (tmp_path / name / MARKER).exists()
+    assert list_complete_checkpoints(tmp_path) == [older, newest] and not is_complete(tmp_path / name)
+    prune_checkpoints(tmp_path, 1)
+    assert list_complete_checkpoints(tmp_path) == [newest] and (tmp_path / name / MARKER).exists()
     if name != "checkpoint-9":  # looks like a checkpoint of this project
-        assert verified_checkpoint(tmp_path, refuse_to_speak) == newest and (tmp_path / name).exists()
+        assert find_verified_checkpoint(tmp_path, refuse_to_speak) == newest and (tmp_path / name).exists()
 
 
 @pytest.mark.parametrize(
@@ -190,16 +194,16 @@ def test_a_copy_under_another_name_is_neither_listed_nor_resumed_nor_pruned(tmp_
 def test_a_marker_that_is_not_ours_is_not_complete(tmp_path, text):
     older, newest = published(tmp_path, 3, 6)
     (newest / MARKER).write_text(text, errors="surrogateescape")
-    assert not is_complete(newest) and complete_checkpoints(tmp_path) == [older]
+    assert not is_complete(newest) and list_complete_checkpoints(tmp_path) == [older]
     messages = []
-    assert verified_checkpoint(tmp_path, messages.append) == older
+    assert find_verified_checkpoint(tmp_path, messages.append) == older
     assert len(messages) == 1 and messages[0].startswith("checkpoint-6 is damaged: ")
 
 
 def test_a_file_in_the_place_of_the_checkpoints_is_refused(tmp_path):
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(ConfigError, match=r"checkpoints: is not a folder, .* Fix: move it away"):
-        verified_checkpoint(tmp_path / "checkpoints", refuse_to_speak)
+        find_verified_checkpoint(tmp_path / "checkpoints", refuse_to_speak)
 
 
 # --- bytes that changed at the same size -------------------------------------------------------------------------
@@ -220,15 +224,15 @@ def test_the_marker_holds_a_digest_of_each_file_and_of_itself(tmp_path):
     marker = json.loads((checkpoint / MARKER).read_text())
     assert marker["digests"] == {name: xxhash.xxh3_128(content).hexdigest() for name, content in FILES.items()}
     other = marker | {"world_size": 3}
-    assert with_checksum(marker) == marker and with_checksum(other) != other
+    assert add_checksum(marker) == marker and add_checksum(other) != other
 
 
 def test_an_undamaged_checkpoint_is_verified_without_a_word(tmp_path):
-    assert verified_checkpoint(tmp_path / "none", refuse_to_speak) is None
+    assert find_verified_checkpoint(tmp_path / "none", refuse_to_speak) is None
     stage(tmp_path, 1)  # a killed save
-    assert verified_checkpoint(tmp_path, refuse_to_speak) is None
+    assert find_verified_checkpoint(tmp_path, refuse_to_speak) is None
     _, newest = published(tmp_path, 3, 6)
-    assert verified_checkpoint(tmp_path, refuse_to_speak) == newest
+    assert find_verified_checkpoint(tmp_path, refuse_to_speak) == newest
 
 
 @pytest.mark.parametrize("name", [name for name, content in FILES.items() if content])
@@ -238,9 +242,9 @@ def test_a_flipped_bit_is_named_and_the_checkpoint_before_is_resumed(tmp_path, n
         folder = tmp_path / str(bit)
         older, newest = published(folder, 3, 6)
         flip(newest / name, bit)
-        assert newest_complete(folder) == newest  # listing does not read the bytes
+        assert find_newest_complete(folder) == newest  # listing does not read the bytes
         messages = []
-        assert verified_checkpoint(folder, messages.append) == older == newest_complete(folder)
+        assert find_verified_checkpoint(folder, messages.append) == older == find_newest_complete(folder)
         assert messages == [
             f"checkpoint-6 is damaged: {name} was changed since the run wrote it; renamed to checkpoint-6.damaged, "
             "resuming from checkpoint-3"
@@ -258,7 +262,7 @@ def test_no_bit_of_the_marker_can_flip_and_change_what_is_resumed(tmp_path):
         if is_complete(newest):  # a space became other whitespace
             assert json.loads((newest / MARKER).read_text()) == meant
         else:
-            assert newest_complete(tmp_path) == older
+            assert find_newest_complete(tmp_path) == older
             assert find_damage(newest, refuse_to_speak) == "COMPLETE is damaged"
 
 
@@ -268,7 +272,7 @@ def test_every_damaged_one_is_named_and_a_second_time_too(tmp_path):
     (newest / "trainer_state.json").unlink()
     flip(older / "model.safetensors", 99)
     messages = []
-    assert verified_checkpoint(tmp_path, messages.append) == oldest
+    assert find_verified_checkpoint(tmp_path, messages.append) == oldest
     assert [line.split(",")[0] for line in messages] == [
         "checkpoint-9 is damaged: trainer_state.json is missing; renamed to checkpoint-9.damaged-2",
         "checkpoint-6 is damaged: model.safetensors was changed since the run wrote it; "
@@ -281,7 +285,7 @@ def test_where_none_can_be_resumed_a_person_decides(tmp_path):
     (older / MARKER).unlink()
     (newest / "model.safetensors").write_bytes(b"weights")
     with pytest.raises(ConfigError) as refused:
-        verified_checkpoint(tmp_path, refuse_to_speak)
+        find_verified_checkpoint(tmp_path, refuse_to_speak)
     (problem,) = refused.value.problems
     assert problem.what == (
         "contains no checkpoint that can be resumed: checkpoint-6 (model.safetensors has 7 of 700 bytes), "
@@ -296,7 +300,7 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed_with_a_note(tmp_path):
     marker = json.loads((checkpoint / MARKER).read_text())
     (checkpoint / MARKER).write_text(json.dumps({key: marker[key] for key in ("step", "world_size", "files")}))
     messages = []
-    assert verified_checkpoint(tmp_path, messages.append) == checkpoint
+    assert find_verified_checkpoint(tmp_path, messages.append) == checkpoint
     assert len(messages) == 1 and messages[0].startswith("note: checkpoint-5 was saved without digests")
 
 
@@ -305,18 +309,18 @@ def test_a_file_that_the_disk_does_not_give_back_is_damage(tmp_path):
     (newest / "empty").unlink()
     (newest / "empty").symlink_to("/proc/self/mem")  # reading it raises an input/output error
     assert find_damage(newest, refuse_to_speak) == "empty cannot be read (Input/output error)"
-    assert verified_checkpoint(tmp_path, [].append) == older
+    assert find_verified_checkpoint(tmp_path, [].append) == older
 
 
 def test_publishing_reads_back_only_what_it_has_no_digest_of(tmp_path, monkeypatch):
     staged = stage(tmp_path, 5)
-    known = {"global_step/rank_0.pt": digest_of(staged / "global_step/rank_0.pt"), "gone.pt": "0" * 32}
+    known = {"global_step/rank_0.pt": compute_digest(staged / "global_step/rank_0.pt"), "gone.pt": "0" * 32}
     read = []
-    monkeypatch.setattr(checkpoints, "digest_of", lambda path: read.append(path.name) or digest_of(path))
+    monkeypatch.setattr(checkpoints, "compute_digest", lambda path: read.append(path.name) or compute_digest(path))
     publish_checkpoint(staged, tmp_path, 5, 2, known)
     assert sorted(read) == ["empty", "model.safetensors", "trainer_state.json"]
     monkeypatch.undo()
-    assert verified_checkpoint(tmp_path, refuse_to_speak) == tmp_path / "checkpoint-5"
+    assert find_verified_checkpoint(tmp_path, refuse_to_speak) == tmp_path / "checkpoint-5"
 
 
 def test_a_disk_that_fails_ends_a_save_at_once_and_leaves_nothing_open(tmp_path, monkeypatch):
@@ -332,7 +336,7 @@ def test_a_disk_that_fails_ends_a_save_at_once_and_leaves_nothing_open(tmp_path,
     def fake_failing_disk(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(checkpoints, "digest_of", fake_slow_digest)
+    monkeypatch.setattr(checkpoints, "compute_digest", fake_slow_digest)
     monkeypatch.setattr(os, "fsync", fake_failing_disk)
     opened = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="Input/output error"):
@@ -504,5 +508,5 @@ def test_few_bytes_are_read_back_without_a_thread(tmp_path: Path, monkeypatch: p
         assert is_complete(tmp_path / f"checkpoint-{step}") and len(started) == step - 1
     marker = json.loads((tmp_path / "checkpoint-2" / checkpoints.MARKER).read_text())
     assert marker["digests"] == {
-        "model.safetensors": checkpoints.digest_of(tmp_path / "checkpoint-1/model.safetensors")
+        "model.safetensors": checkpoints.compute_digest(tmp_path / "checkpoint-1/model.safetensors")
     }

@@ -11,7 +11,7 @@ import pytest
 from grpo_recipes.cli import main
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.runs import groups
-from grpo_recipes.runs.groups import GONE, RunGroup, find_group, groups_in
+from grpo_recipes.runs.groups import GONE, RunGroup, find_group, list_groups
 from grpo_recipes.runs.rundir import CELLS, Run, lock_run, read_json, stop_file, write_json
 from grpo_recipes.slurm import client
 
@@ -75,7 +75,7 @@ def test_a_damaged_group_hides_no_other(pair: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "runs/pairs/damaged"
     damaged.mkdir()
     (damaged / "pair.json").write_text("[]")
-    assert [group.folder for group in groups_in(tmp_path / "runs")] == [pair]
+    assert [group.folder for group in list_groups(tmp_path / "runs")] == [pair]
     with pytest.raises(ConfigError, match="is damaged"):
         find_group(tmp_path / "runs", "damaged")
 

@@ -10,11 +10,11 @@ import pytest
 
 from grpo_recipes.runs.progress import (
     Progress,
-    current_activity,
-    episodes_line,
-    evaluation_line,
-    sample_lines,
-    unusual_totals,
+    find_current_activity,
+    format_episode_metrics,
+    format_evaluation,
+    format_sample,
+    format_unusual_totals,
 )
 from grpo_recipes.runs.rundir import SERVER_STATE, move_rows_after, write_json
 
@@ -138,9 +138,11 @@ def test_episodes_that_were_won_are_in_the_line_and_all_their_numbers_in_another
     assert "  reward -0.527  won 46%  length" in line and len(line_of(tmp_path, **{"episodes/won": 0.456})) <= 80
     assert "  won 7.5  length" in line_of(tmp_path, 100, **{"episodes/won": 7.5})  # a user-defined count
     row = {"step": 3, "episodes/turns": 3.25, "episodes/won": 0.4567, "episodes/odd": "nan"}
-    assert episodes_line(row) == "turns 3.25  won 0.457" and episodes_line({"step": 3}) == ""
+    assert format_episode_metrics(row) == "turns 3.25  won 0.457" and format_episode_metrics({"step": 3}) == ""
     wild = {"episodes/\x1b[31mred\n": 1.0} | {f"episodes/{place}": 1.0 for place in range(300)}
-    assert episodes_line(wild).startswith("red 1  0 1") and episodes_line(wild).endswith("  10 1  and 289 more")
+    assert format_episode_metrics(wild).startswith("red 1  0 1") and format_episode_metrics(wild).endswith(
+        "  10 1  and 289 more"
+    )
 
 
 def test_a_narrow_terminal_leaves_out_what_says_least(tmp_path):
@@ -154,44 +156,47 @@ def test_a_row_that_lacks_what_a_line_shows_has_a_line_all_the_same(tmp_path):
 
 def test_an_evaluation_has_a_line_with_its_result():
     facts = {"step": 20, "eval_reward": 0.61234, "eval_completions/mean_length": 12.3, "prompts": 64, "seconds": 12.34}
-    assert evaluation_line(facts) == "eval at step 20  reward 0.612  length 12  64 prompts  12.3 s"
+    assert format_evaluation(facts) == "eval at step 20  reward 0.612  length 12  64 prompts  12.3 s"
     named = {"step": 20, "set": "hard", "eval_hard_reward": "nan", "prompts": 8, "seconds": 2.0}
-    assert evaluation_line(named) == "eval_hard at step 20  8 prompts  2.00 s"
+    assert format_evaluation(named) == "eval_hard at step 20  8 prompts  2.00 s"
 
 
 def test_a_sampled_completion_is_shown_without_control_characters_in_short_lines():
     sample = {"prompt": "p " * 200 + "7+7=", "completion": "\x1b[31mred\n\n" + "word " * 300 + "14", "reward": 0.5}
     other = {"prompt": "x", "completion": "", "reward": None}
-    lines = sample_lines({"step": 3, "samples": [sample, other]}, 0)
+    lines = format_sample({"step": 3, "samples": [sample, other]}, 0)
     assert lines[0] == "completion of step 3, reward 0.500:" and max(map(len, lines)) <= 80 and len(lines) < 13
     assert "\x1b" not in "".join(lines) and "  | red word" in lines[4] and lines[-1].endswith(" 14")
     assert any("7+7=" in line for line in lines)
-    assert sample_lines({"step": 3, "samples": [sample, other]}, 3)[1:] == ["  > x", "  | (empty)"]
-    assert sample_lines({"step": 3, "samples": []}, 0) == []
+    assert format_sample({"step": 3, "samples": [sample, other]}, 3)[1:] == ["  > x", "  | (empty)"]
+    assert format_sample({"step": 3, "samples": []}, 0) == []
 
 
 def test_what_was_not_trivial_over_all_steps_is_said_in_the_end():
     quiet = {"rewards/no_verdict": 0.0, "completions/clipped_ratio": 0.02}
-    assert unusual_totals([quiet, {}]) == "" == unusual_totals([])
+    assert format_unusual_totals([quiet, {}]) == "" == format_unusual_totals([])
     loud = {"rewards/no_verdict": 0.02, "completions/clipped_ratio": 0.8}
-    assert unusual_totals([quiet, loud]) == "unscored 1 %, cut off 41 %"
+    assert format_unusual_totals([quiet, loud]) == "unscored 1 %, cut off 41 %"
 
 
 def test_the_phase_of_a_run_is_that_of_the_server_then_of_the_rank_furthest_behind(tmp_path):
     (tmp_path / "processes").mkdir()
-    assert current_activity(tmp_path) == ("importing packages", 0.0)
+    assert find_current_activity(tmp_path) == ("importing packages", 0.0)
     write_json(tmp_path / SERVER_STATE, {"epoch": 1, "state": "starting"})
     os.utime(tmp_path / SERVER_STATE, (50.0, 50.0))
-    assert current_activity(tmp_path) == ("starting the server", 50.0)
+    assert find_current_activity(tmp_path) == ("starting the server", 50.0)
     write_json(tmp_path / "processes/phase_0.json", {"phase": "start", "since": 60.0, "step": 0})
-    assert current_activity(tmp_path) == ("starting the server", 50.0), "the trainer waits for it"
+    assert find_current_activity(tmp_path) == ("starting the server", 50.0), "the trainer waits for it"
     write_json(tmp_path / "processes/phase_0.json", {"phase": "sample", "since": 60.0, "step": 1})
-    assert current_activity(tmp_path) == ("sampling", 60.0), "it waits for the next server"
+    assert find_current_activity(tmp_path) == ("sampling", 60.0), "it waits for the next server"
     (tmp_path / "processes/phase_0.json").unlink()
     write_json(tmp_path / SERVER_STATE, {"epoch": 1, "state": "ready"})
-    assert current_activity(tmp_path)[0] == "importing packages" and time.time() - current_activity(tmp_path)[1] < 60
+    assert (
+        find_current_activity(tmp_path)[0] == "importing packages"
+        and time.time() - find_current_activity(tmp_path)[1] < 60
+    )
     for rank, name, step, since in ((0, "update", 3, 20.0), (1, "sample", 3, 10.0), (2, "sync", 4, 5.0)):
         write_json(tmp_path / f"processes/phase_{rank}.json", {"phase": name, "since": since, "step": step})
     for name in ("phase_x.json", "phase_9.json"):
         (tmp_path / "processes" / name).write_text("[]")
-    assert current_activity(tmp_path) == ("sampling", 10.0)
+    assert find_current_activity(tmp_path) == ("sampling", 10.0)

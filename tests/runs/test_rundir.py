@@ -22,14 +22,14 @@ from grpo_recipes.plan.devices import Resources
 from grpo_recipes.runs import code_version
 from grpo_recipes.runs.rundir import (
     Run,
-    changed_code,
+    describe_code_change,
     find_run,
     finish_summary,
-    launcher_of,
     lock_run,
     move_rows_after,
     new_run,
     read_json,
+    read_launcher,
     read_metrics,
     timestamp,
     wait_for_end,
@@ -103,10 +103,10 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path, monkeypatch, which):
 )
 def test_a_change_of_the_code_is_noticed(tmp_path, key, message):
     run = new_run(tmp_path / "mine-stamp", "mine", "stamp", CPU.facts())
-    if changed_code(run) is not None:
+    if describe_code_change(run) is not None:
         pytest.skip("the tree is being edited while the tests run")
     run.identity["code"][key] = "other"
-    assert message in changed_code(run)
+    assert message in describe_code_change(run)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 20])
@@ -210,9 +210,9 @@ def test_a_launch_that_has_not_named_itself_is_said(tmp_path: Path) -> None:
     for make in (Path.exists, Path.touch):  # no lock file, then an empty lock file
         make(tmp_path / "lock")
         with pytest.raises(ConfigError, match=r"is still starting and has no pid yet\. Fix: try again"):
-            launcher_of(tmp_path)
+            read_launcher(tmp_path)
     lock = lock_run(Run(tmp_path))
-    assert launcher_of(tmp_path) == (socket.gethostname(), os.getpid())
+    assert read_launcher(tmp_path) == (socket.gethostname(), os.getpid())
     os.close(lock)
 
 
@@ -297,9 +297,9 @@ def test_a_run_without_rows_has_nothing_to_move(tmp_path):
 
 def test_code_without_git_has_the_commit_its_image_was_built_from(tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_HOME", str(tmp_path))
-    assert code_version.code_state()["commit"] is None
+    assert code_version.read_code_state()["commit"] is None
     (tmp_path / ".commit").write_text("abc\n")
-    state = code_version.code_state()
+    state = code_version.read_code_state()
     assert (state["commit"], state["dirty"], state["patch"]) == ("abc", False, "")
 
 
@@ -310,7 +310,7 @@ def test_a_git_that_hangs_ends_the_launch_in_one_line(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(code_version, "_GIT_SECONDS", 0.2)
     with pytest.raises(ConfigError, match=r"^code: git took more than 0 seconds .*\. Fix: check the disk"):
-        code_version.code_state()
+        code_version.read_code_state()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl", "samples.jsonl", "slow_rewards.jsonl"])

@@ -20,7 +20,7 @@ from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch import run as launch_run
 from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.processes import Ending, rank_pids
-from grpo_recipes.runs.checkpoints import newest_complete, publish_checkpoint
+from grpo_recipes.runs.checkpoints import find_newest_complete, publish_checkpoint
 from grpo_recipes.runs.progress import read_phases
 from grpo_recipes.runs.rundir import read_json
 
@@ -156,7 +156,7 @@ def ask(folder: Path, patch: pytest.MonkeyPatch, name: str, damage: Damage, argv
     copy, checkpoints = folder / "copy" / "run", []
 
     def fake_supervise(attempt: Attempt, stop: object) -> Ending:
-        checkpoints.append(newest_complete(attempt.run.folder / "checkpoints"))
+        checkpoints.append(find_newest_complete(attempt.run.folder / "checkpoints"))
         attempt.scratch.remove()
         return Ending(EXIT_STOPPED, "rank 0: stopped on request")
 
@@ -243,7 +243,7 @@ def test_a_stop_before_an_attempt_begins_reaches_it_and_an_older_one_does_not(
         if stop_requested:
             assert main(["stop", str(folder.parent)]) == 0
 
-    monkeypatch.setattr(launch_run, "verified_checkpoint", verify_while_stopped)
+    monkeypatch.setattr(launch_run, "find_verified_checkpoint", verify_while_stopped)
     resumed(whole, fake_supervise)
     assert stop_seen == [stop_requested]
 

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from grpo_recipes import smoke
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StoppedOnRequest
 from grpo_recipes.trainers.grpo import GRPOTrainer
@@ -78,7 +78,7 @@ def train(folder: Path, shape: str, stop_at: int | None = None, **keys: Any) -> 
         ``prompts`` of this rank, a list of [steps done before, prompts] for each of its generations; ``rows`` of
         metrics.jsonl without times, and ``weights``, a hash of the final weights.
     """
-    newest = newest_complete(folder / "checkpoints")
+    newest = find_newest_complete(folder / "checkpoints")
     _together()
     if RANK == 0:
         folder.mkdir(exist_ok=True)

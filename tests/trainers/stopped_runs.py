@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from grpo_recipes.runs import stop_request as stop_module
-from grpo_recipes.runs.checkpoints import newest_complete, step_of
+from grpo_recipes.runs.checkpoints import find_newest_complete, parse_step
 from grpo_recipes.runs.rundir import move_rows_after, stop_file
 from grpo_recipes.runs.stop_request import StoppedOnRequest, StopRequest
 from grpo_recipes.trainers.grpo import GRPOTrainer
@@ -96,12 +96,12 @@ def run(
     folder: Path, moment: Moment | None = None, stop: StopRequest | None = None, **keys: Any
 ) -> tuple[GRPOTrainer, StoppedOnRequest | None]:
     """Train, or resume as the launcher does."""
-    newest = newest_complete(folder / "checkpoints")
+    newest = find_newest_complete(folder / "checkpoints")
     main = os.environ.get("RANK", "0") == "0"
     if main:
         folder.mkdir(exist_ok=True)
         stop_file(folder).unlink(missing_ok=True)
-        move_rows_after(folder, step_of(newest) if newest else 0)
+        move_rows_after(folder, parse_step(newest) if newest else 0)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     callbacks = (moment,) if moment else ()

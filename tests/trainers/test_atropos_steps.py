@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from grpo_recipes.extensions.atropos.client import AtroposError, NoLogprobs
 from grpo_recipes.extensions.atropos.group import Group
 from grpo_recipes.rollouts.backends import Rollouts
-from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StoppedOnRequest
 from grpo_recipes.trainers.grpo import GRPOTrainer
@@ -188,7 +188,7 @@ def test_a_stop_request_ends_the_wait(tmp_path: Path, model: str) -> None:
     with pytest.raises(StoppedOnRequest, match="after step 1, state saved"):
         trainer.train()
     assert time.monotonic() - began < 60
-    assert newest_complete(tmp_path / "checkpoints").name == "checkpoint-1"
+    assert find_newest_complete(tmp_path / "checkpoints").name == "checkpoint-1"
 
 
 @pytest.mark.parametrize("error", [AtroposError("Maximum wait time (1.0s) exceeded"), NoLogprobs("none"), OSError("x")])

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.user_code import copy_source
-from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.trainers.entry import load_callbacks
 
@@ -93,7 +93,7 @@ def test_a_run_that_a_callback_ended_is_finished(tmp_path: Path, event: str) -> 
     keys |= {"save_strategy": "steps", "save_steps": 2 if event == "on_save" else 100}
     first, _ = train(tmp_path, callbacks=(Ends(event),), **keys)
     assert first.state.global_step == 2
-    assert newest_complete(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "checkpoint-2"
+    assert find_newest_complete(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "checkpoint-2"
     rows = (tmp_path / "metrics.jsonl").read_text()
 
     repeated, stopped = train(tmp_path, callbacks=(Ends(event),), **keys)

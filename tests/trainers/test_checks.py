@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from grpo_recipes.runs.checkpoints import complete_checkpoints
+from grpo_recipes.runs.checkpoints import list_complete_checkpoints
 from grpo_recipes.runs.rundir import read_metrics
 from grpo_recipes.trainers.checks import MOST_SKIPPED, Checks, NotFinite, logprob_tolerance
 from grpo_recipes.trainers.model import local_shard
@@ -57,7 +57,7 @@ def test_a_step_that_is_not_finite_is_not_taken(tmp_path: Path, part: str, value
     )
     assert "lower learning_rate (now 0.001)" in message and ("max_grad_norm: 1.0" in message) == (cut == 0)
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
-    assert [path.name for path in complete_checkpoints(tmp_path / "run/checkpoints")] == ["checkpoint-2"]
+    assert [path.name for path in list_complete_checkpoints(tmp_path / "run/checkpoints")] == ["checkpoint-2"]
     for now, before in zip(poison.model.parameters(), poison.before, strict=True):
         torch.testing.assert_close(now.detach(), before, equal_nan=True, rtol=0, atol=0)
 
@@ -65,7 +65,7 @@ def test_a_step_that_is_not_finite_is_not_taken(tmp_path: Path, part: str, value
 def test_weights_that_a_step_made_infinite_are_never_saved(tmp_path: Path) -> None:
     with pytest.raises(NotFinite, match=r"weights are not finite after step 1 \(norm inf\); there is no checkpoint"):
         train(tmp_path / "run", optim="sgd", learning_rate=1e38, max_grad_norm=0.0, save_strategy="steps", save_steps=1)
-    assert complete_checkpoints(tmp_path / "run/checkpoints") == []
+    assert list_complete_checkpoints(tmp_path / "run/checkpoints") == []
 
 
 def test_a_model_that_was_never_finite_is_not_blamed_on_the_learning_rate(tmp_path: Path) -> None:

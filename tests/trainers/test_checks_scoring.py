@@ -18,7 +18,7 @@ import torch
 from transformers import TrainerCallback
 
 from grpo_recipes.rewards.score import RewardWrapper, Score
-from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.rundir import move_rows_after
 from grpo_recipes.trainers import checks
 from grpo_recipes.trainers.checks import Scoring, TooManyWithoutVerdict
@@ -248,7 +248,7 @@ def train(folder: Path) -> list[dict[str, Any]]:
     rewards = own_rewards(folder, HANGS, reward_timeout=0.5)
     trainer = make_trainer(folder, rewards, max_steps=4)
     trainer.add_callback(SaveAt())
-    checkpoint = newest_complete(folder / "checkpoints")
+    checkpoint = find_newest_complete(folder / "checkpoints")
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     rewards[0].pool.close()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StoppedOnRequest
 from grpo_recipes.trainers.grpo import GRPOTrainer
@@ -102,7 +102,7 @@ def train(
     stop_file(folder).unlink(missing_ok=True)
     callbacks = (StopAt(folder, stop_at),)
     trainer = make_trainer(folder, model, kind, callbacks=callbacks, max_steps=steps, **WINDOW, **keys)
-    checkpoint = newest_complete(folder / "checkpoints")
+    checkpoint = find_newest_complete(folder / "checkpoints")
     with suppress(StoppedOnRequest):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     timed = ("seconds/", "tokens_per_second", "step_time", "memory/", "syncs")

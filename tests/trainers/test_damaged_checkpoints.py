@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_recipes.runs import checkpoints
-from grpo_recipes.runs.checkpoints import digest_of, find_damage, newest_complete, verified_checkpoint
+from grpo_recipes.runs.checkpoints import compute_digest, find_damage, find_newest_complete, find_verified_checkpoint
 from grpo_recipes.runs.rundir import move_rows_after
 from grpo_recipes.trainers.checkpoints import digested_saves
 
@@ -37,14 +37,16 @@ def test_a_flipped_bit_of_any_file_is_noticed_and_training_goes_on_from_the_chec
         bit = chance.randrange(bits)
         flip(newest / name, bit)
         messages = []
-        assert verified_checkpoint(folder, messages.append) == folder / "checkpoint-4" == newest_complete(folder)
+        assert (
+            find_verified_checkpoint(folder, messages.append) == folder / "checkpoint-4" == find_newest_complete(folder)
+        )
         assert len(messages) == 1 and messages[0].startswith(f"checkpoint-6 is damaged: {name} "), messages
         (folder / "checkpoint-6.damaged").rename(newest)
         flip(newest / name, bit)
         assert find_damage(newest, messages.append) is None
 
     flip(newest / "optimizer.pt", names["optimizer.pt"] // 2)
-    verified_checkpoint(folder, print)
+    find_verified_checkpoint(folder, print)
     move_rows_after(tmp_path, 4)
     continued, _ = train(tmp_path, **SAVING)
     assert all(torch.equal(value, weights[name]) for name, value in continued.model.state_dict().items())
@@ -53,7 +55,7 @@ def test_a_flipped_bit_of_any_file_is_noticed_and_training_goes_on_from_the_chec
 
 def test_what_torch_writes_is_not_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
-    monkeypatch.setattr(checkpoints, "digest_of", lambda path: read.append(path.name) or digest_of(path))
+    monkeypatch.setattr(checkpoints, "compute_digest", lambda path: read.append(path.name) or compute_digest(path))
     train(tmp_path, **SAVING | {"max_steps": 2})
     assert "model.safetensors" in read and not [name for name in read if name.endswith((".pt", ".pth"))]
     assert find_damage(tmp_path / "checkpoints" / "checkpoint-2", print) is None
@@ -75,7 +77,7 @@ def test_digests_are_those_of_the_files_that_torch_wrote(tmp_path: Path) -> None
         flip(inside / "changed.pt", 4000)
         (inside / "removed.pt").unlink()
     assert torch.save is plain and torch.serialization.get_crc32_options()
-    assert digests == {name: digest_of(inside / name) for name in ("shards/rank_1.pt", "old.pt")}
+    assert digests == {name: compute_digest(inside / name) for name in ("shards/rank_1.pt", "old.pt")}
     for path in (inside / "shards" / "rank_1.pt", inside / "old.pt", inside / "open.pt", outside):
         for mapped in (False, path.name != "old.pt"):
             loaded = torch.load(path, mmap=mapped)

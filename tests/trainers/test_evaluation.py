@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.rundir import finish_summary, move_rows_after, stop_file
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
@@ -149,7 +149,7 @@ def test_a_run_stopped_in_an_evaluation_makes_up_for_it(
     assert stopped is not None
     assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == list(range(1, stop_in + 1))
     assert [row["step"] for row in rows_of(tmp_path / "eval.jsonl")] == list(range(0, stop_in, 2))
-    assert newest_complete(tmp_path / "checkpoints") == tmp_path / "checkpoints" / f"checkpoint-{stop_in}"
+    assert find_newest_complete(tmp_path / "checkpoints") == tmp_path / "checkpoints" / f"checkpoint-{stop_in}"
 
     stop_file(tmp_path).unlink()
     train(tmp_path, eval_on_start=True, **EVALUATED)
@@ -241,7 +241,7 @@ def test_a_stop_saves_before_it_evaluates(tmp_path: Path, strategy: str) -> None
     reward = Scores()
     train(run, reward, (StopAfter(stop_file(run), stopped_at),), **keys)
 
-    assert newest_complete(run / "checkpoints") is not None and stopped_at not in reward.given
+    assert find_newest_complete(run / "checkpoints") is not None and stopped_at not in reward.given
     stop_file(run).unlink()
     train(run, **keys)
     assert rows_of(run / "eval.jsonl") == rows_of(whole / "eval.jsonl")

@@ -11,7 +11,7 @@ import pytest
 from rotation import ROTATES
 from transformers import TrainerCallback
 
-from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
@@ -106,7 +106,7 @@ def test_an_evaluation_made_up_for_twice_still_counts_for_the_best_metric(tmp_pa
     # The evaluation is made up for, and then the run is stopped again before it completed a step.
     train(run, Requests(run, lambda step, evaluates: not evaluates), **keys)
     stop_file(run).unlink()
-    assert newest_complete(run / "checkpoints") == run / "checkpoints" / "checkpoint-2"
+    assert find_newest_complete(run / "checkpoints") == run / "checkpoints" / "checkpoint-2"
 
     trainer, _ = train(run, Requests(run, lambda *_: False), **keys)
 

@@ -118,7 +118,7 @@ def test_a_checkpoint_inside_an_iteration_is_no_iterations_and_a_moved_one_is_fo
 ) -> None:
     complete = [tmp_path / f"run/checkpoints/checkpoint-{step}" for step in (1, 2, 3)]
     monkeypatch.setattr(iterations, "run_folder", lambda: tmp_path / "run")
-    monkeypatch.setattr(iterations, "complete_checkpoints", lambda folder: complete)
+    monkeypatch.setattr(iterations, "list_complete_checkpoints", lambda folder: complete)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/iter_000").symlink_to("../elsewhere/checkpoint-2")
     iterations.Iterations()._link_checkpoints(2)

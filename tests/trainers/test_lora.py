@@ -21,7 +21,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from grpo_recipes import smoke
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.configs import GRPOConfig, ModelConfig
-from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StoppedOnRequest
 from grpo_recipes.trainers.checks import trainer_logps
@@ -80,7 +80,7 @@ def make_trainer(
 
 def trained(trainer: GRPOTrainer, folder: Path) -> list[dict[str, Any]]:
     """Train or resume, and return the metrics rows without times."""
-    checkpoint = newest_complete(folder / "checkpoints")
+    checkpoint = find_newest_complete(folder / "checkpoints")
     with suppress(StoppedOnRequest):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -17,7 +17,7 @@ from rotation import ROTATES
 
 from grpo_recipes.rewards.score import RewardWrapper
 from grpo_recipes.runs import stop_request as stop_module
-from grpo_recipes.runs.checkpoints import complete_checkpoints, step_of
+from grpo_recipes.runs.checkpoints import list_complete_checkpoints, parse_step
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import CutShort, StopRequest
 
@@ -62,7 +62,7 @@ def test_a_stopped_run_goes_on_as_if_left_alone(
     _, stopped = run(tmp_path, moment)
 
     assert str(stopped) == f"stopped on request after step {saved}, state saved" and stopped.code == 75
-    assert [step_of(path) for path in complete_checkpoints(tmp_path / "checkpoints")] == [saved]
+    assert [parse_step(path) for path in list_complete_checkpoints(tmp_path / "checkpoints")] == [saved]
     assert phase != "sample" or moment.forwards <= 1  # of 8
     trainer, stopped = run(tmp_path)
     assert stopped is None and outcome(tmp_path, trainer) == whole
@@ -73,7 +73,7 @@ def test_a_stopped_run_goes_on_as_if_left_alone(
 def test_nothing_is_saved_before_the_first_step(tmp_path: Path, whole: dict[str, Any]) -> None:
     _, stopped = run(tmp_path, Moment(stop_file(tmp_path).touch, "begin", 1))
     assert str(stopped) == "stopped on request before the first step was completed; there is nothing to save"
-    assert not (tmp_path / "metrics.jsonl").exists() and not complete_checkpoints(tmp_path / "checkpoints")
+    assert not (tmp_path / "metrics.jsonl").exists() and not list_complete_checkpoints(tmp_path / "checkpoints")
     assert outcome(tmp_path, run(tmp_path)[0]) == whole
 
 
@@ -243,7 +243,7 @@ def test_what_was_restored_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
 )
 def test_a_missing_part_of_a_checkpoint_is_named(tmp_path: Path, name: str) -> None:
     run(tmp_path, Moment(stop_file(tmp_path).touch, "score", 2))
-    (checkpoint,) = complete_checkpoints(tmp_path / "checkpoints")
+    (checkpoint,) = list_complete_checkpoints(tmp_path / "checkpoints")
     marker = json.loads((checkpoint / "COMPLETE").read_text())
     del marker["files"][name], marker["digests"], marker["checksum"]  # the marker of an earlier version
     (checkpoint / "COMPLETE").write_text(json.dumps(marker))

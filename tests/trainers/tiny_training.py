@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from grpo_recipes import smoke
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.stop_request import StoppedOnRequest, StopRequest
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
@@ -91,7 +91,7 @@ def train(
     )
     for callback in callbacks:
         callback.trainer = trainer
-    checkpoint = newest_complete(folder / "checkpoints")
+    checkpoint = find_newest_complete(folder / "checkpoints")
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except StoppedOnRequest as stopped:

@@ -27,9 +27,15 @@ from grpo_recipes.process.terminal import LOG, readable
 from grpo_recipes.recipe.extensions import merged
 from grpo_recipes.recipe.keys import run_root
 from grpo_recipes.runs import rundir
-from grpo_recipes.runs.groups import COMPLETED, GONE, RunGroup, find_group, group_kinds, groups_in
+from grpo_recipes.runs.groups import COMPLETED, GONE, RunGroup, find_group, group_kinds, list_groups
 from grpo_recipes.runs.health import find_notices
-from grpo_recipes.runs.progress import current_activity, episodes_line, evaluation_line, run_position, seconds_since
+from grpo_recipes.runs.progress import (
+    find_current_activity,
+    format_episode_metrics,
+    format_evaluation,
+    format_position,
+    format_seconds_since,
+)
 from grpo_recipes.runs.rundir import Run
 from grpo_recipes.secrets import masked
 from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel, find_job, my_jobs
@@ -137,20 +143,20 @@ def status(options: argparse.Namespace) -> int:
         return 0
     job = _find_run_job(run)
     state, has_ended = _state(run, job)
-    step, reward, time_left = run_position(run.rows, has_ended)
+    step, reward, time_left = format_position(run.rows, has_ended)
     time_limit = f", at most until {job.ends}" if job and job.ends and not job.waits and job.active else ""
-    phase, since = current_activity(run.folder) if run.is_running() else ("", 0.0)
+    phase, since = find_current_activity(run.folder) if run.is_running() else ("", 0.0)
     evaluations = rundir.read_rows(run.folder / "eval.jsonl", lenient=True)
     facts = [
         ("run", display_path(run.folder)),
         ("state", state),
         ("cause", run.cause),
         ("job", run.job_id and f"{run.job_id} {job or 'is no longer known to Slurm'}{time_limit}"),
-        ("phase", phase and f"{phase} for {seconds_since(since)}"),
+        ("phase", phase and f"{phase} for {format_seconds_since(since)}"),
         ("step", step),
         ("reward", reward and f"{reward} (mean of the last steps)"),
-        ("episodes", run.rows and episodes_line(run.rows[-1])),
-        ("eval", evaluations and evaluation_line(evaluations[-1])),
+        ("episodes", run.rows and format_episode_metrics(run.rows[-1])),
+        ("eval", evaluations and format_evaluation(evaluations[-1])),
         ("left", time_left and f"about {time_left} of training"),
         ("restarts", str(run.summary.get("restarts") or "")),
         *(("note", str(notice)) for notice in find_notices(run.rows, run.value, over=has_ended)),
@@ -166,7 +172,7 @@ _COLUMNS = ("state", "job", "step", "reward", "left")
 def _print_runs() -> None:
     """Print a table of RUN_ROOT, the most recently written run or folder of runs first."""
     root, jobs = run_root(os.environ), my_jobs()  # jobs are None if Slurm does not answer
-    runs, groups = rundir.runs_in(root), groups_in(root)
+    runs, groups = rundir.list_runs(root), list_groups(root)
     job_ids = set[str]()
     for run in runs:
         with contextlib.suppress(ConfigError):  # the table shows a damaged run directory
@@ -192,7 +198,7 @@ def _cells(run: Run, jobs: dict[str, Job] | None) -> tuple[str, ...]:
     try:
         job = (Job(run.job_id, NO_ANSWER) if run.job_id else None) if jobs is None else jobs.get(run.job_id)
         state, has_ended = _state(run, job)
-        return state, run.job_id, *run_position(run.rows, has_ended)
+        return state, run.job_id, *format_position(run.rows, has_ended)
     except ConfigError as error:
         return f"damaged: {Path(error.problems[0].where).name}", "", "", "", ""
 
@@ -471,7 +477,7 @@ def _stop_run(run: Run, now: bool) -> None:
         cancel(job.id)
         print(f"grpo: job {job.id} was canceled; it saves if Slurm gives it enough time")
     elif now:
-        host, pid = rundir.launcher_of(run.folder)
+        host, pid = rundir.read_launcher(run.folder)
         if host != socket.gethostname():
             problem = f"the launcher runs on {host}, but this is {socket.gethostname()}"
             raise config_error("--now", problem, f"run the command on {host}")

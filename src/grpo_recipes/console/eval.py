@@ -52,8 +52,8 @@ from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.generated import keys_of_data, recorded_values
 from grpo_recipes.recipe.registry import reward_keys
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, missing_argument_problems
-from grpo_recipes.runs.checkpoints import complete_checkpoints, is_complete
-from grpo_recipes.runs.rundir import Run, json_mapping, remove_files, write_atomically, write_json
+from grpo_recipes.runs.checkpoints import is_complete, list_complete_checkpoints
+from grpo_recipes.runs.rundir import Run, load_json_mapping, remove_files, write_atomically, write_json
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def _subject(options: argparse.Namespace) -> _Subject:
 def _need_complete(checkpoint: Path) -> None:
     """Raise a ConfigError if a checkpoint is incomplete, or has no model that a server can load."""
     if not is_complete(checkpoint):
-        names = [path.name for path in complete_checkpoints(checkpoint.parent)]
+        names = [path.name for path in list_complete_checkpoints(checkpoint.parent)]
         fix = f"use {' or '.join(names)}" if names else "use the run, or wait for its first checkpoint"
         raise config_error(display_path(checkpoint), "not a complete checkpoint", fix)
     if not (checkpoint / "config.json").is_file() or not any(checkpoint.glob("*.safetensors")):
@@ -413,7 +413,7 @@ def _score(
     samples = {row["index"]: row["completions"] for row in completions.rows()}
     path, names = completions.path.with_name("scores.jsonl"), [reward.__name__ for reward in rewards]
     settings_path = path.with_name("scores.jsonl.settings.json")
-    if json_mapping(settings_path) != json.loads(json.dumps(settings)):
+    if load_json_mapping(settings_path) != json.loads(json.dumps(settings)):
         remove_files(path, settings_path)
     with open_completions(path, rows, settings) as file:
         missing = [index for index in range(len(rows)) if index not in file.done]

@@ -26,17 +26,17 @@ from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import display_path
 from grpo_recipes.process.terminal import columns, use_color
 from grpo_recipes.runs.groups import RunGroup
-from grpo_recipes.runs.health import find_notices, finite_number, without_gaps
+from grpo_recipes.runs.health import drop_missing, find_notices, finite_number
 from grpo_recipes.runs.progress import (
     PACE_ROWS,
     Progress,
     RowReader,
-    current_activity,
-    evaluation_line,
-    run_position,
-    seconds_since,
-    unusual_shares,
-    won_text,
+    find_current_activity,
+    format_evaluation,
+    format_position,
+    format_seconds_since,
+    format_unusual_shares,
+    format_won_share,
 )
 from grpo_recipes.runs.rundir import Run
 
@@ -66,18 +66,23 @@ class Picture:
                 self._notices = None
         steps, evaluations = self._rows
         width = max(_MIN_WIDTH, width)
-        doing, since = ("", 0.0) if over else current_activity(self._folder)
-        head = [f"{display_path(self._folder)}  {state}", f"{doing} for {seconds_since(since)}" if doing else ""]
+        doing, since = ("", 0.0) if over else find_current_activity(self._folder)
+        head = [f"{display_path(self._folder)}  {state}", f"{doing} for {format_seconds_since(since)}" if doing else ""]
         if not steps:
             return [line[:width] for line in head if line]
         last = steps[-1]
-        rewards = without_gaps(finite_number(row.get("reward")) for row in steps)
-        step, reward, time_left = run_position(steps, over)
-        labeled = (f"step {step}", time_left and f"left {time_left}", reward and f"reward {reward}", won_text(last))
+        rewards = drop_missing(finite_number(row.get("reward")) for row in steps)
+        step, reward, time_left = format_position(steps, over)
+        labeled = (
+            f"step {step}",
+            time_left and f"left {time_left}",
+            reward and f"reward {reward}",
+            format_won_share(last),
+        )
         facts = "  ".join(filter(None, labeled))
         body = [*curve(rewards, steps[0]["step"], last["step"], width), "", *_bars(steps[-PACE_ROWS:], width)]
-        tail = [evaluation_line(evaluations[-1])] if evaluations else []
-        tail += ["  ".join(unusual_shares(last))] if unusual_shares(last) else []
+        tail = [format_evaluation(evaluations[-1])] if evaluations else []
+        tail += ["  ".join(format_unusual_shares(last))] if format_unusual_shares(last) else []
         if self._notices is None or over:
             self._notices = [f"note: {notice.text}" for notice in find_notices(steps, Run(self._folder).value, over)]
         tail += self._notices
@@ -108,7 +113,7 @@ def curve(values: Sequence[float], first: int, last: int, width: int, height: in
 
 def _bars(rows: Sequence[dict[str, Any]], width: int) -> list[str]:
     """Return a line per phase of a step: its name, share of time, seconds per step, and a bar of that share."""
-    seconds = {name: sum(without_gaps(finite_number(row.get(f"seconds/{name}")) for row in rows)) for name in _PHASES}
+    seconds = {name: sum(drop_missing(finite_number(row.get(f"seconds/{name}")) for row in rows)) for name in _PHASES}
     total, room = sum(seconds.values()) or 1.0, max(1, width - 27)
     mark = "█" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
     bars = []

@@ -29,7 +29,7 @@ from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.generated import generated, has_scheme
 from grpo_recipes.recipe.registry import benchmark_sources
 from grpo_recipes.runs.checkpoints import recording_changes
-from grpo_recipes.runs.rundir import Run, json_mapping, read_json, write_json
+from grpo_recipes.runs.rundir import Run, load_json_mapping, read_json, write_json
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
 MODEL, DATASET = "model", "dataset"
@@ -301,7 +301,7 @@ def write_record(asset: Asset, environment: Mapping[str, str]) -> None:
 def find_record(asset: Asset, environment: Mapping[str, str]) -> Asset | None:
     """Return a downloaded asset with its recorded commit and files; None if it is missing or incomplete."""
     path = record_file(asset, environment)
-    content = (json_mapping(path.read_bytes()) if path.is_file() else None) or {}
+    content = (load_json_mapping(path.read_bytes()) if path.is_file() else None) or {}
     if not {"commit", "path", "files"} <= content.keys():
         return None  # not fetched, or damaged
     fields: dict[str, Any] = {name: content.get(name) for name in ("commit", "path", "licence", "files")}

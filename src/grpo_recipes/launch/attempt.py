@@ -32,11 +32,11 @@ from grpo_recipes.recipe.user_code import copy_source
 from grpo_recipes.rewards.load import keep_rewards
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.benchmark import write_benchmark
-from grpo_recipes.runs.checkpoints import newest_complete, recording_changes, step_of
+from grpo_recipes.runs.checkpoints import find_newest_complete, parse_step, recording_changes
 from grpo_recipes.runs.endings import advice
 from grpo_recipes.runs.health import describe_means, find_notices
-from grpo_recipes.runs.progress import unusual_totals
-from grpo_recipes.runs.rundir import NO_REQUEUE, Run, json_mapping, read_json, write_json
+from grpo_recipes.runs.progress import format_unusual_totals
+from grpo_recipes.runs.rundir import NO_REQUEUE, Run, load_json_mapping, read_json, write_json
 from grpo_recipes.slurm.client import SlurmJob, requeue
 from grpo_recipes.stats import result_line
 
@@ -145,7 +145,7 @@ def freeze_inputs(run: Run, recipe: Recipe, plan: Plan, update_rewards: bool = F
         if update_rewards:
             run.identity.setdefault("updated_rewards", []).append({"after_step": newest_step(run), "notes": notes})
             write_json(run.folder / "run.json", run.identity)
-        write_json(run.folder / "plan.json", {**plan.as_json(), rundir.RECIPE_HASH: rundir.recipe_hash(run.folder)})
+        write_json(run.folder / "plan.json", {**plan.as_json(), rundir.RECIPE_HASH: rundir.hash_recipe(run.folder)})
 
 
 def create_log(name: str) -> str:
@@ -168,8 +168,8 @@ def create_log(name: str) -> str:
 
 def newest_step(run: Run) -> int:
     """Return the step of the newest complete checkpoint, or 0 if there is none."""
-    checkpoint = newest_complete(run.folder / "checkpoints")
-    return step_of(checkpoint) if checkpoint else 0
+    checkpoint = find_newest_complete(run.folder / "checkpoints")
+    return parse_step(checkpoint) if checkpoint else 0
 
 
 def rewind_to_checkpoint(run: Run) -> str:
@@ -178,7 +178,7 @@ def rewind_to_checkpoint(run: Run) -> str:
     Rows of ``metrics.jsonl`` after the checkpoint move to ``metrics.redone.jsonl``. The records and phases of the
     earlier ranks are removed. Without a complete checkpoint, the run starts again from step 0, so all rows move.
     """
-    checkpoint = newest_complete(run.folder / "checkpoints")
+    checkpoint = find_newest_complete(run.folder / "checkpoints")
     moved = rundir.move_rows_after(run.folder, newest_step(run))
     for name in ("rank_*.json", "phase_*.json"):
         rundir.remove_files(*(run.folder / "processes").glob(name))
@@ -233,7 +233,7 @@ def decide_outcome(attempt: Attempt, ending: Ending, wants_requeue: bool, job: S
     folder, summary = attempt.run.folder, read_json(attempt.run.folder / "summary.json")
     idle_attempts = idle_trained = 0
     if newest_step(attempt.run) <= attempt.first_step:
-        phases = [(json_mapping(path) or {}).get("phase") for path in (folder / "processes").glob("phase_*.json")]
+        phases = [(load_json_mapping(path) or {}).get("phase") for path in (folder / "processes").glob("phase_*.json")]
         has_trained = not {None, "start", "connect"}.issuperset(phases)
         idle_attempts = int(summary.get("idle_attempts", 0)) + 1
         idle_trained = summary.get("idle_trained", 0) + has_trained
@@ -295,8 +295,8 @@ def finish(
     if outcome.refusal:
         say(f"not requeued: {outcome.refusal}")
     can_resume = not outcome.job and "NotFinite" not in cause and "--resume" not in fix
-    if can_resume and newest_complete(folder / "checkpoints"):
-        say(f"continue with: grpo launch --resume {shell_path(folder)}{rundir.damaged_rows(folder)}")
+    if can_resume and find_newest_complete(folder / "checkpoints"):
+        say(f"continue with: grpo launch --resume {shell_path(folder)}{rundir.describe_damaged_rows(folder)}")
     return outcome
 
 
@@ -317,7 +317,7 @@ def _print_results(attempt: Attempt, benchmarks: Mapping[str, Any], is_over: boo
             say(f"note: {notice}")
     for name, result in benchmarks.items():
         say(f"benchmark {name}: {result_line(result)}")
-    if shares := unusual_totals(rows):
+    if shares := format_unusual_totals(rows):
         say(f"over all steps: {shares}")
 
 

@@ -32,10 +32,10 @@ from grpo_recipes.runs.progress import (
     Phase,
     Progress,
     RowReader,
-    current_activity,
-    evaluation_line,
+    find_current_activity,
+    format_evaluation,
+    format_sample,
     read_phases,
-    sample_lines,
 )
 from grpo_recipes.runs.rundir import read_metrics
 from grpo_recipes.slurm.client import Walltime, job_end_time, signal_lead
@@ -244,7 +244,7 @@ class Monitor:
         self._started_at = time.time()
         self._next_phases = self._next_server = self._next_hooks = 0.0
         self._hooks = threading.Thread()  # calls the hooks
-        self._activity, self._active_since = ("", 0.0), time.monotonic()  # see ``current_activity``
+        self._activity, self._active_since = ("", 0.0), time.monotonic()  # see ``find_current_activity``
         self._printed_step = -1  # step of the last printed completion
         self._printed_samples = 0
         self._stop_was_sent = False  # whether the other nodes know about the request to stop
@@ -313,18 +313,18 @@ class Monitor:
             for notice in self._health.add(row):
                 say(f"note: {notice}")
         for row in self._evaluations.read_new():
-            print_line(evaluation_line(row))
+            print_line(format_evaluation(row))
         interval = self._attempt.recipe["show_completion_steps"]
         for row in self._samples.read_new():
             if interval and (self._printed_step < 0 or row["step"] >= self._printed_step + interval):
-                for line in sample_lines(row, self._printed_samples):
+                for line in format_sample(row, self._printed_samples):
                     print_line(line)
                 self._printed_step, self._printed_samples = row["step"], self._printed_samples + 1
 
     def _show_activity(self, now: float) -> None:
         """Print each new activity until the first step; on a terminal, always show the activity and its duration."""
         (previous, previous_start), seconds = self._activity, now - self._active_since
-        activity, start = self._activity = current_activity(self._folder)
+        activity, start = self._activity = find_current_activity(self._folder)
         if activity != previous and not self.stepped:
             say(f"now {activity}" + (f" ({previous} took {seconds:.0f} s)" if previous else ""))
         if activity != previous or (self.stepped and start != previous_start):

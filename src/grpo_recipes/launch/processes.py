@@ -236,7 +236,7 @@ class Child(StartedProcess):
 
 def rank_records(run_dir: Path, node: int = 0) -> list[dict[str, Any]]:
     """Return the content of each ``processes/rank_<n>.json`` of a node; files without a rank and pid are skipped."""
-    records = (rundir.json_mapping(path) or {} for path in sorted((run_dir / "processes").glob("rank_*.json")))
+    records = (rundir.load_json_mapping(path) or {} for path in sorted((run_dir / "processes").glob("rank_*.json")))
     return [
         record
         for record in records
@@ -497,7 +497,7 @@ def _report_dead_launcher(run_dir: Path, scratch: Scratch, launcher: int, hooks:
     """Finish a run instead of its dead launcher: remove the scratch folders and write the summary."""
     scratch.remove()
     with contextlib.suppress(ConfigError):  # the lock does not contain a pid
-        if rundir.launcher_of(run_dir)[1] != launcher:
+        if rundir.read_launcher(run_dir)[1] != launcher:
             return  # the next launch has started and owns the run directory
     cause = f"the launcher (pid {launcher}) died without ending the run; its process guard ended every process"
     resume = shlex.join(["grpo", "launch", "--resume", display_path(run_dir)])

@@ -28,9 +28,9 @@ from grpo_recipes.recipe.sources import user_code
 from grpo_recipes.recipe.tasks import GRPO, requested_task, same_task
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, spec_problem, split_spec
 from grpo_recipes.runs import rundir
-from grpo_recipes.runs.checkpoints import newest_complete, step_of, verify_run_files, world_size_of
+from grpo_recipes.runs.checkpoints import find_newest_complete, parse_step, read_world_size, verify_run_files
 from grpo_recipes.runs.code_version import FROZEN_CODE
-from grpo_recipes.runs.rundir import Run, changed_code, find_run
+from grpo_recipes.runs.rundir import Run, describe_code_change, find_run
 
 POINTERS = ".jobs"  # folder in run_root; its file ``<cluster>-<job>[_<task>]`` contains the run directory of the job
 
@@ -97,7 +97,7 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     if not run.is_running():  # otherwise its files may change now, and ``claim`` rejects this launch
         notes += verify_run_files(run.folder, options.allow_changed_code)
         notes += require_rows(run, options.allow_changed_code)
-    changed = changed_code(run)
+    changed = describe_code_change(run)
     if changed and not options.allow_changed_code:
         raise config_error("--resume", changed, "go back to that code, or add --allow-changed-code")
     recipe = read_frozen(run.folder / "recipe.yaml", options.flags, environment, options.keys)
@@ -108,7 +108,7 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
         raise ConfigError(*contradictions)
     if options.update_rewards:
         _require_changed_rewards(run, recipe)
-    current_hash = rundir.recipe_hash(run.folder)
+    current_hash = rundir.hash_recipe(run.folder)
     if run.plan.get(rundir.RECIPE_HASH, current_hash) != current_hash:
         edited = display_path(run.folder / "recipe.yaml")
         notes.append(f"{edited} was edited since the last attempt; the run uses the edited keys")
@@ -126,19 +126,20 @@ def require_rows(run: Run, allow_missing: bool) -> list[str]:
     Rewards, charts and the summary are computed from these rows, so they would describe another run. Raise ConfigError
     if the file does not exist, unless ``allow_missing`` is true.
     """
-    path, checkpoint = run.folder / "metrics.jsonl", newest_complete(run.folder / "checkpoints")
-    if checkpoint is None or step_of(checkpoint) == 0:
+    path, checkpoint = run.folder / "metrics.jsonl", find_newest_complete(run.folder / "checkpoints")
+    if checkpoint is None or parse_step(checkpoint) == 0:
         return []
     if not path.exists() and not allow_missing:
-        problem = f"not found, but {checkpoint.name} was saved after {step_of(checkpoint)} steps"
+        problem = f"not found, but {checkpoint.name} was saved after {parse_step(checkpoint)} steps"
         fix = "restore the file, or add --allow-changed-code to continue without its rows"
         raise config_error(display_path(path), problem, fix)
     steps = {row["step"] for row in rundir.read_metrics(run.folder, lenient=True)}
-    missing = step_of(checkpoint) - sum(step <= step_of(checkpoint) for step in steps)
+    missing = parse_step(checkpoint) - sum(step <= parse_step(checkpoint) for step in steps)
     if missing <= 0:
         return []
     return [
-        f"{display_path(path)} has no rows for {missing} of {step_of(checkpoint)} steps; report and summary lack them"
+        f"{display_path(path)} has no rows for {missing} of {parse_step(checkpoint)} steps; "
+        "report and summary lack them"
     ]
 
 
@@ -147,13 +148,14 @@ def is_finished(run: Run, recipe: Recipe, options: Options) -> bool:
 
     A restart could only lose results. In a chain of jobs that resume a run, the jobs after its end exit without error.
     """
-    summary, newest = run.summary, newest_complete(run.folder / "checkpoints")
+    summary, newest = run.summary, find_newest_complete(run.folder / "checkpoints")
     flags = {*options.keys, *(key for key, _ in read_flags(options.flags, []))}
     limit = "max_steps" if recipe["max_steps"] > 0 else "num_train_epochs"
     if recipe[limit] <= _trained(run)[limit]:
         flags -= {"max_steps", "num_train_epochs"}  # these steps are done, and max_steps takes precedence over epochs
     requests_change = flags or options.update_rewards or "error" in (summary.get("published") or {})
-    is_rewound = newest is not None and step_of(newest) < summary.get("steps", 0)  # the user removed newer checkpoints
+    # The user may have removed newer checkpoints.
+    is_rewound = newest is not None and parse_step(newest) < summary.get("steps", 0)
     is_completed = summary.get("status") == "completed" and (run.folder / "model").is_dir()
     if requests_change or is_rewound or not is_completed or run.is_running():
         return False
@@ -234,9 +236,9 @@ def require_same_world_size(run: Run, plan: Plan) -> None:
     The number is compared with the newest checkpoint, or with the submitted plan if there is no checkpoint. Raise
     ConfigError if they differ.
     """
-    checkpoint, planned = newest_complete(run.folder / "checkpoints"), plan.batch.world_size
+    checkpoint, planned = find_newest_complete(run.folder / "checkpoints"), plan.batch.world_size
     if checkpoint is not None:
-        saved, subject = world_size_of(checkpoint), checkpoint.name  # each process has saved its own part
+        saved, subject = read_world_size(checkpoint), checkpoint.name  # each process has saved its own part
         fix = f"use as many devices as before, or add --num_processes {saved}"
     elif (run.folder / FROZEN_CODE).is_dir():
         saved, subject = int(run.plan["batch"]["world_size"]), "the submitted run"
@@ -262,7 +264,7 @@ def require_same_data_order(run: Run, recipe: Recipe, plan: Plan) -> str:
     ``ignore_data_skip``, nothing is compared, and the note explains that the epoch starts again. Raise ConfigError if a
     value differs.
     """
-    checkpoint = newest_complete(run.folder / "checkpoints")
+    checkpoint = find_newest_complete(run.folder / "checkpoints")
     if checkpoint is None or not run.plan:
         return ""
     if recipe["ignore_data_skip"]:

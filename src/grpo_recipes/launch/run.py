@@ -68,7 +68,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import EXTERNAL
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.benchmark import write_benchmark
-from grpo_recipes.runs.checkpoints import verified_checkpoint
+from grpo_recipes.runs.checkpoints import find_verified_checkpoint
 from grpo_recipes.runs.progress import has_trained
 from grpo_recipes.secrets import masked, masked_environment
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
@@ -141,7 +141,7 @@ def _prepare(
         rundir.remove_files(rundir.stop_file(run.folder), run.folder / rundir.NO_REQUEUE)
         OUTPUT.start_log(run.folder)
         run = rundir.Run(run.folder)  # read again, because the previous launch may have written plan.json since
-        verified_checkpoint(run.folder / "checkpoints", say)  # takes seconds; signals can still end the launch
+        find_verified_checkpoint(run.folder / "checkpoints", say)  # takes seconds; signals can still end the launch
         resolve.require_same_world_size(run, plan)
         if note := resolve.require_same_data_order(run, recipe, plan):
             notes.append(note)
@@ -309,7 +309,7 @@ class Supervisor:
                 self._end(group)
             if any(group.process.trains for group in restarting):
                 self._trained = False
-                verified_checkpoint(self._folder / "checkpoints", say)
+                find_verified_checkpoint(self._folder / "checkpoints", say)
                 say(rewind_to_checkpoint(self._attempt.run))
 
     def _wait_for_ending(self) -> Ending:

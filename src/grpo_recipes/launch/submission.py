@@ -32,7 +32,7 @@ from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.document import Value
-from grpo_recipes.runs.code_version import FROZEN_CODE, frozen_hash
+from grpo_recipes.runs.code_version import FROZEN_CODE, hash_frozen_code
 from grpo_recipes.runs.rundir import Run, new_run, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, submit, walltime_seconds
 from grpo_recipes.slurm.profile import Profile, read_profile, render
@@ -231,7 +231,7 @@ def freeze(submission: Submission) -> Run:
                 shutil.copyfile(source, copy)
         if environment.get("CONFIG_FILE"):
             shutil.copyfile(environment["CONFIG_FILE"], run.folder / _ACCELERATE_FILE)
-        run.identity["code"]["frozen_sha256"] = frozen_hash(run.folder)
+        run.identity["code"]["frozen_sha256"] = hash_frozen_code(run.folder)
         write_json(run.folder / "run.json", run.identity)
         freeze_inputs(run, submission.recipe, plan)
         if not submission.sources.missing:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import translate
-from grpo_recipes.runs.rundir import json_mapping
+from grpo_recipes.runs.rundir import load_json_mapping
 
 Facts = dict[str, Any]
 # Decoders with grouped attention and a gated MLP: the same formula counts their parameters.
@@ -63,7 +63,7 @@ def read_model(folder: str, name: str = "") -> Facts:
         return model_facts(shipped_configs()[name])
     absent = "its config.json is not on this machine; grpo fetch RECIPE downloads it"
     with translate(OSError, lambda _: UnknownShape(absent)):
-        config = json_mapping(file.read_bytes())
+        config = load_json_mapping(file.read_bytes())
     if config is None:
         raise UnknownShape("its config.json is not a JSON mapping")
     return model_facts(config)

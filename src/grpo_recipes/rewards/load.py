@@ -33,7 +33,7 @@ from grpo_recipes.rewards.score import (
     make_reward,
     select_columns,
 )
-from grpo_recipes.runs.rundir import json_mapping, without_damaged_end, write_atomically
+from grpo_recipes.runs.rundir import cut_damaged_end, load_json_mapping, write_atomically
 
 
 def keep_rewards(names: Sequence[str], run_dir: Path, update: bool = False) -> list[str]:
@@ -205,10 +205,10 @@ class LimitRecords:
         self._file = file
         self._records: dict[str, tuple[int, str]] = {}
         text = file.read_bytes() if file.exists() else b""
-        valid_text = without_damaged_end(text)
+        valid_text = cut_damaged_end(text)
         if valid_text != text:  # otherwise the next record would continue a damaged line
             write_atomically(file, valid_text.decode())
-        for record in filter(None, map(json_mapping, valid_text.splitlines())):
+        for record in filter(None, map(load_json_mapping, valid_text.splitlines())):
             self._records.setdefault(record["key"], (record["generation"], record["reason"]))
 
     def find(self, key: str | None, generation: int) -> Score | None:

@@ -20,7 +20,7 @@ from grpo_recipes.errors import config_error, translate
 from grpo_recipes.paths import display_path
 from grpo_recipes.rollouts.openai import CompletionClient, Failed, Sample, SamplingParameters
 from grpo_recipes.rollouts.turns import derive_seed
-from grpo_recipes.runs.rundir import json_mapping, remove_files, without_damaged_end, write_json
+from grpo_recipes.runs.rundir import cut_damaged_end, load_json_mapping, remove_files, write_json
 
 Row = dict[str, Any]
 _OUT = "--out"
@@ -74,10 +74,10 @@ class CompletionsFile:
         Raise ConfigError for a line that is not a row of this dataset.
         """
         self._file.seek(0)
-        whole = without_damaged_end(self._file.read())
+        whole = cut_damaged_end(self._file.read())
         self._file.truncate(len(whole))
         for number, line in enumerate(whole.splitlines(), start=1):
-            row = json_mapping(line) or {}
+            row = load_json_mapping(line) or {}
             index, where = row.get("index"), f"{display_path(self.path)}:{number}"
             if not isinstance(index, int) or not isinstance(row.get("completions"), list) or index in self.done:
                 raise config_error(where, "is not a row of this command", "remove the line, or choose another --out")
@@ -135,7 +135,7 @@ def open_completions(path: Path, rows: Sequence[Row], settings: Mapping[str, Any
             raise config_error(_OUT, f"another process writes {display_path(path)}", fix) from None
         locked = True
         if path.stat().st_size:
-            _check_settings(path, json_mapping(settings_file), json.loads(json.dumps(settings)))
+            _check_settings(path, load_json_mapping(settings_file), json.loads(json.dumps(settings)))
             file.read()
         with translate(OSError, unwritable):
             write_json(settings_file, settings)

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from grpo_recipes.recipe.converters import SYNC_METHOD_ALIASES
-from grpo_recipes.runs.health import finite_number, without_gaps
+from grpo_recipes.runs.health import drop_missing, finite_number
 from grpo_recipes.runs.rundir import Run, read_metrics, write_last_json
 
 FILE = "benchmark.json"
@@ -20,25 +20,29 @@ _IN_PLACE = "shared"  # the method that moves no weights: its waiting time is pa
 _MODES = {bridge: name for name, bridge in reversed(SYNC_METHOD_ALIASES.items())}
 
 
-def mode_of(run: Run) -> str:
-    """Return the name of the run's weight sync method in the summary, or its vLLM mode if it has no such method."""
+def choose_mode_name(run: Run) -> str:
+    """Return the ``mode`` of the summary: the example trainer's name for the run's weight sync method.
+
+    A LoRA run with ``restart`` is ``lora_restart``. A method without such a name keeps its own name. A run without
+    a sync method has its vLLM mode, for example ``colocate``.
+    """
     bridge = run.plan.get("bridge")
     if bridge == "restart" and run.value("use_peft"):
         return "lora_restart"
     return _MODES.get(bridge, bridge) if bridge else str(run.plan.get("mode"))
 
 
-def numbers_of(run: Run) -> dict[str, Any]:
-    """Return the numbers of the summary by name, rounded as in the text, with the mode and the counts.
+def compute_numbers(run: Run) -> dict[str, Any]:
+    """Sum up the run's ``metrics.jsonl``, and return the numbers of the summary by name, rounded as in the text.
 
-    Times are in seconds and memory is in GB. Memory is None if no row has it. A method that syncs in place has no
-    syncs, and its sync time is part of the step time.
+    Times are in seconds and memory is in GB. Memory is None if no row has it. ``weight_sync: shared`` moves no
+    weights: it has no syncs, and its waiting time is part of the step time.
     """
     rows = read_metrics(run.folder, lenient=True)
     steps, in_place = len(rows), run.plan.get("bridge") == _IN_PLACE
 
     def total(*names: str) -> float:
-        return math.fsum(without_gaps(finite_number(row.get(name)) for row in rows for name in names))
+        return math.fsum(drop_missing(finite_number(row.get(name)) for row in rows for name in names))
 
     step = total("seconds/update", *(["seconds/sync"] if in_place else []))
     sync, syncs = (0.0, 0) if in_place else (total("seconds/sync"), int(total("syncs")))
@@ -46,7 +50,7 @@ def numbers_of(run: Run) -> dict[str, Any]:
     # A killed launch did not record its duration, only the rows of its steps.
     total_seconds = max(finite_number(run.summary.get("launch_seconds")) or 0.0, total("seconds/step"))
     peaks, memory = (
-        without_gaps(finite_number(row.get(name)) for row in rows) for name in ("memory/peak_gb", "memory/gb")
+        drop_missing(finite_number(row.get(name)) for row in rows) for name in ("memory/peak_gb", "memory/gb")
     )
     device = "process" if run.plan.get("flavour") == "cpu" else "gpu"
     numbers = {
@@ -61,13 +65,13 @@ def numbers_of(run: Run) -> dict[str, Any]:
         f"peak_{device}_memory_gb": max(peaks, default=None),
         f"avg_{device}_memory_gb": fmean(memory) if memory else None,
     }
-    rounded = {name: None if value is None else float(_text(value)) for name, value in numbers.items()}
-    return {"mode": mode_of(run), "total_steps": steps, "syncs": syncs, **rounded}
+    rounded = {name: None if value is None else float(_format_number(value)) for name, value in numbers.items()}
+    return {"mode": choose_mode_name(run), "total_steps": steps, "syncs": syncs, **rounded}
 
 
-def lines_of(numbers: Mapping[str, Any]) -> list[str]:
-    """Return the text of the summary as lines."""
-    text = {name: _text(value) for name, value in numbers.items() if isinstance(value, float)}
+def format_summary(numbers: Mapping[str, Any]) -> list[str]:
+    """Format the result of ``compute_numbers`` as the lines of the BENCHMARK SUMMARY."""
+    text = {name: _format_number(value) for name, value in numbers.items() if isinstance(value, float)}
     device = "process" if "peak_process_memory_gb" in numbers else "gpu"
     peak, average = (text.get(f"{kind}_{device}_memory_gb", "unknown") for kind in ("peak", "avg"))
     device_label = "GPU" if device == "gpu" else device
@@ -95,13 +99,13 @@ def lines_of(numbers: Mapping[str, Any]) -> list[str]:
 
 
 def write_benchmark(run: Run) -> list[str]:
-    """Write the numbers as ``benchmark.json`` into the run directory; return the lines of the text."""
-    numbers = numbers_of(run)
+    """Write the run's summary as ``benchmark.json`` into its directory, and return it as lines of text."""
+    numbers = compute_numbers(run)
     write_last_json(run.folder / FILE, numbers)
-    return lines_of(numbers)
+    return format_summary(numbers)
 
 
-def _text(value: float) -> str:
+def _format_number(value: float) -> str:
     """Format a number with two decimals; below 1 with three significant digits, so that averages add up to totals."""
     decimals = 2 if value >= 1 or value <= 0 else 2 - math.floor(math.log10(value))
     return f"{value:.{decimals}f}"

@@ -1,10 +1,11 @@
 """Publish and verify checkpoints: a checkpoint is complete or it is not listed.
 
-A marker file lists the size and the digest of each file. Before a resume, every byte of the checkpoint and of the run's
-own files is verified. The digest is XXH3 with 128 bits. It is about ten times as fast as SHA-256, so it costs little
-compared with reading or writing the file. It detects damage and edits, not forgery. No torch.
+Rank 0 moves a checkpoint into place once all ranks have written it. A marker file, ``COMPLETE``, then lists the size
+and the digest of each file. Before a resume, every byte of the checkpoint and of the run's own files is verified. The
+digest is XXH3 with 128 bits. It is about ten times as fast as SHA-256, so it costs little compared with reading or
+writing the file. It detects damage and edits, not forgery. No torch.
 
-    checkpoint = verified_checkpoint(run.folder / "checkpoints", print)
+checkpoint = find_verified_checkpoint(run.folder / "checkpoints", print)
 """
 
 import hashlib
@@ -23,7 +24,7 @@ import xxhash
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.paths import display_path
-from grpo_recipes.runs.rundir import json_mapping, write_json
+from grpo_recipes.runs.rundir import load_json_mapping, write_json
 
 MARKER = "COMPLETE"
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)", re.ASCII)
@@ -43,23 +44,27 @@ _RESTORE = (
 new_digest = xxhash.xxh3_128
 
 
-def digest_of(path: Path) -> str:
-    """Return the digest of a file's bytes."""
+def compute_digest(path: Path) -> str:
+    """Return the XXH3 digest of a file's bytes as hexadecimal text."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, new_digest).hexdigest()
 
 
 def _new_thread_pool() -> ThreadPoolExecutor:
+    """Return a pool of up to 4 threads for digests, which leaves one core to the caller."""
     cores = len(os.sched_getaffinity(0)) - 1  # the caller uses one core
     return ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores)), "digests")
 
 
-def _differences(folder: Path, names: Iterable[str], digests: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Read files in several threads; yield the name and the fault of each file with another digest."""
+def _find_changed_files(folder: Path, names: Iterable[str], digests: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Read files in several threads; yield name and fault of each file that is unreadable or has another digest.
+
+    ``digests`` maps the names to the expected digests.
+    """
 
     def find_difference(name: str) -> tuple[str, str]:
         try:
-            is_same = digest_of(folder / name) == digests.get(name)
+            is_same = compute_digest(folder / name) == digests.get(name)
             return name, "" if is_same else "was changed since the run wrote it"
         except OSError as error:
             return name, f"cannot be read ({error.strerror})"
@@ -68,10 +73,10 @@ def _differences(folder: Path, names: Iterable[str], digests: Mapping[str, str])
         yield from ((name, fault) for name, fault in pool.map(find_difference, names) if fault)
 
 
-def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a JSON object with a checksum of its other keys.
+def add_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a JSON object whose key ``checksum`` is the digest of its other keys.
 
-    The copy equals ``content`` if ``content`` already has the correct checksum.
+    An existing checksum is replaced. So the copy equals ``content`` only if its checksum was correct.
     """
     other_keys = {key: value for key, value in content.items() if key != CHECKSUM}
     return {**other_keys, CHECKSUM: new_digest(json.dumps(other_keys, sort_keys=True).encode()).hexdigest()}
@@ -80,9 +85,11 @@ def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
 def publish_checkpoint(
     staged: Path, folder: Path, step: int, world_size: int, digests: Mapping[str, str] | None = None
 ) -> None:
-    """Mark a staged checkpoint as complete, after every rank has written its part, and move it into ``folder``.
+    """Flush a staged checkpoint to disk, write its marker file, and move it into ``folder``.
 
-    ``digests`` has the digests that were computed during writing, by file name. All other files are read again.
+    Call it after every rank has written its part. The marker contains ``step``, ``world_size`` (the number of
+    ranks), and the size and digest of each file. ``digests`` has the digests that were computed during writing, by
+    file name. All other files are read again. An incomplete checkpoint of the same name is replaced.
     """
     paths = sorted(path for path in staged.rglob("*") if path.is_file())
     files = {str(path.relative_to(staged)): path.stat().st_size for path in paths}
@@ -90,17 +97,17 @@ def publish_checkpoint(
     missing_names = [name for name in files if name not in all_digests]
     with ExitStack() as exits:
         missing_paths = [staged / name for name in missing_names]  # still in the page cache
-        missing_digests: Iterator[str] = map(digest_of, missing_paths)
+        missing_digests: Iterator[str] = map(compute_digest, missing_paths)
         # Few bytes need no threads: Python waits forever for a thread that fails to start because memory is short.
         if sum(files[name] for name in missing_names) > _FEW_BYTES:
             pool = exits.enter_context(_new_thread_pool())
             exits.callback(pool.shutdown, cancel_futures=True)  # a failing disk ends the save at once
-            missing_digests = pool.map(digest_of, missing_paths)
+            missing_digests = pool.map(compute_digest, missing_paths)
         for path in paths:
             flush_to_disk(path)
         all_digests |= zip(missing_names, missing_digests, strict=True)
     content = {"step": step, "world_size": world_size, "files": files, "digests": all_digests}
-    (staged / MARKER).write_text(json.dumps(with_checksum(content), indent=1))
+    (staged / MARKER).write_text(json.dumps(add_checksum(content), indent=1))
     flush_to_disk(staged / MARKER)
     target = folder / staged.name
     if target.exists():  # an incomplete checkpoint of other software or a broken disk, which is never resumed
@@ -110,7 +117,7 @@ def publish_checkpoint(
 
 
 def flush_to_disk(path: Path) -> None:
-    """Make the system write a file or folder to the disk."""
+    """Wait until the system has written a file or folder to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -119,18 +126,19 @@ def flush_to_disk(path: Path) -> None:
 
 
 def _read_marker(checkpoint: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's marker; None unless ``publish_checkpoint`` wrote it for this folder."""
-    content = json_mapping(checkpoint / MARKER)
-    if content is None or not _NAME.fullmatch(checkpoint.name) or content.get("step") != step_of(checkpoint):
+    """Return a checkpoint's marker; None if it is missing, damaged or of another step than the folder's name."""
+    content = load_json_mapping(checkpoint / MARKER)
+    if content is None or not _NAME.fullmatch(checkpoint.name) or content.get("step") != parse_step(checkpoint):
         return None
     files, world_size = content.get("files"), content.get("world_size")
     if not isinstance(files, dict) or not all(isinstance(size, int) for size in [world_size, *files.values()]):
         return None
-    return content if content == with_checksum(content) or not _is_verifiable(content) else None
+    return content if content == add_checksum(content) or not _is_verifiable(content) else None
 
 
 def _is_verifiable(marker: Mapping[str, Any]) -> bool:
-    return "digests" in marker or CHECKSUM in marker  # markers of earlier versions contain only sizes
+    """Return whether a marker contains digests; markers of earlier versions contain only sizes."""
+    return "digests" in marker or CHECKSUM in marker
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -153,43 +161,50 @@ def _find_wrong_size(checkpoint: Path, files: Mapping[str, int]) -> str:
     return ""
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
+def list_complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in ``folder``, oldest step first; an empty list if the folder does not exist."""
-    return [path for path in checkpoint_folders(folder) if is_complete(path)]
+    return [path for path in list_checkpoint_folders(folder) if is_complete(path)]
 
 
-def checkpoint_folders(folder: Path) -> list[Path]:
-    """Return the folders with a checkpoint's name, oldest step first; ``checkpoint-6.bak`` is not one."""
+def list_checkpoint_folders(folder: Path) -> list[Path]:
+    """Return the folders named ``checkpoint-STEP``, complete or not, oldest step first.
+
+    Folders with other names, such as ``checkpoint-6.bak``, are left out.
+    """
     paths = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(paths, key=step_of)
+    return sorted(paths, key=parse_step)
 
 
-def step_of(checkpoint: Path) -> int:
-    """Return the optimizer step in a checkpoint folder's name."""
+def parse_step(checkpoint: Path) -> int:
+    """Return the optimizer step in a checkpoint folder's name: 6 for ``checkpoint-6``."""
     return int(checkpoint.name.rsplit("-", 1)[1])
 
 
-def world_size_of(checkpoint: Path) -> int:
-    """Return the number of training processes that saved a complete checkpoint."""
+def read_world_size(checkpoint: Path) -> int:
+    """Return the number of training processes that saved a complete checkpoint, from its marker file."""
     return int(json.loads((checkpoint / MARKER).read_text())["world_size"])
 
 
-def newest_complete(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in ``folder``, or None if there is none. File contents are not verified."""
-    return next(iter(complete_checkpoints(folder)[::-1]), None)
+def find_newest_complete(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint in ``folder``, or None if there is none.
+
+    Only the sizes of its files are checked, not their contents.
+    """
+    return next(iter(list_complete_checkpoints(folder)[::-1]), None)
 
 
-def verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint in ``folder`` that is not damaged, after verifying each of its bytes.
+def find_verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """Return the newest undamaged checkpoint in ``folder``, after verifying each of its bytes.
 
-    Newer checkpoints that are damaged are renamed to ``checkpoint-6.damaged``, so that ``newest_complete`` returns the
-    same checkpoint for the ranks. Nothing is deleted. ``say`` prints a line for the user. Return None if no checkpoint
-    was ever saved. If no checkpoint can be resumed, or the folder is a file, raise a ConfigError and rename nothing.
+    Newer checkpoints that are damaged are renamed to ``checkpoint-6.damaged``, so that ``find_newest_complete``
+    then returns the same checkpoint for the ranks. Nothing is deleted. ``say`` prints a line for the user. Return
+    None if no checkpoint was ever saved. If no checkpoint can be resumed, or the folder is a file, raise
+    ConfigError and rename nothing.
     """
     if folder.exists() and not folder.is_dir():
         raise config_error(display_path(folder), "is not a folder, but checkpoints are saved there", "move it away")
     damages: dict[Path, str] = {}
-    for checkpoint in reversed(checkpoint_folders(folder)):
+    for checkpoint in reversed(list_checkpoint_folders(folder)):
         damage = find_damage(checkpoint, say)
         if damage is None:
             for damaged, its_damage in damages.items():
@@ -207,10 +222,11 @@ def verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None
 
 
 def find_damage(checkpoint: Path, say: Callable[[str], None]) -> str | None:
-    """Return the first damaged file of a checkpoint and its fault as text, or None if the checkpoint is not damaged.
+    """Describe the first damaged file of a checkpoint, for example "a is missing"; None if nothing is damaged.
 
-    Every byte is read, with several threads. A checkpoint that was saved without digests can't be verified: ``say``
-    prints a note, and the result is None if all sizes are correct.
+    Every byte is read, with several threads. ``say`` prints a line before a long verification. A checkpoint that
+    was saved without digests can't be verified: ``say`` prints a note, and the result is None if all sizes are
+    correct.
     """
     marker = _read_marker(checkpoint)
     if marker is None:
@@ -224,57 +240,59 @@ def find_damage(checkpoint: Path, say: Callable[[str], None]) -> str | None:
     if total > _LARGE_BYTES:
         say(f"verifying {checkpoint.name} ({total / 1e9:.0f} GB)")
     largest_first = sorted(files, key=files.__getitem__, reverse=True)
-    differences = _differences(checkpoint, largest_first, marker["digests"])
+    differences = _find_changed_files(checkpoint, largest_first, marker["digests"])
     return next((f"{name} {fault}" for name, fault in differences), None)
 
 
-def prune(folder: Path, limit: int | None) -> None:
-    """Remove complete checkpoints beyond the ``limit`` newest, and the files of interrupted saves.
+def prune_checkpoints(folder: Path, limit: int | None) -> None:
+    """Delete complete checkpoints except the ``limit`` newest, and delete ``partial/``, the rest of interrupted saves.
 
     A ``limit`` of None keeps all checkpoints.
     """
     shutil.rmtree(folder / "partial", ignore_errors=True)
     if limit is None:
         return
-    for path in complete_checkpoints(folder)[:-limit]:
+    for path in list_complete_checkpoints(folder)[:-limit]:
         (path / MARKER).unlink()  # from here on it is not listed, however far the removal comes
         shutil.rmtree(path)
 
 
 @contextmanager
 def recording_changes(run_dir: Path) -> Iterator[None]:
-    """Record the digests of a run directory's files after the block has changed some of them.
+    """Delete ``digests.json`` before the block, and write it again with the changed files' digests after the block.
 
-    The record does not exist during the block. A run that is killed then can be resumed, without verification.
+    ``digests.json`` records the digests of a run directory's own files, such as recipe and plan. A run that is
+    killed inside the block has no record, so its resume does not verify these files.
     """
     (run_dir / RECORD).unlink(missing_ok=True)
     yield
-    files = {name: digest_of(run_dir / name) for name in _recorded_files(run_dir)}
-    write_json(run_dir / RECORD, with_checksum({"files": files}))
+    files = {name: compute_digest(run_dir / name) for name in _list_recorded_files(run_dir)}
+    write_json(run_dir / RECORD, add_checksum({"files": files}))
 
 
-def _recorded_files(run_dir: Path) -> list[str]:
+def _list_recorded_files(run_dir: Path) -> list[str]:
+    """Return the sorted relative paths of the existing files that ``digests.json`` records, without hidden files."""
     paths = [path for pattern in _RECORDED for path in run_dir.glob(pattern) if not path.name.startswith(".")]
     return sorted(str(path.relative_to(run_dir)) for path in paths)
 
 
 def verify_run_files(run_dir: Path, allow_changed: bool) -> list[str]:
-    """Check that the recipe, the plan and the other recorded files of a run are the files that the run wrote.
+    """Compare recipe, plan and other files of a run directory with the digests in ``digests.json``.
 
-    Raise ConfigError with one problem for each changed file, unless ``allow_changed`` is true. Return notes for the
-    user: the changes, or that the files can't be verified because the record is missing.
+    Raise ConfigError with one problem for each changed, unreadable or new file, unless ``allow_changed`` is true.
+    Return notes for the user: the changes, or that the files can't be verified because ``digests.json`` is missing.
     """
     path = run_dir / RECORD
     # It is missing in runs of an earlier version, and empty if the node lost power during writing.
     if not path.exists() or path.stat().st_size == 0:
         return [f"cannot verify that recipe and plan are unchanged: {display_path(run_dir)} has no {RECORD}"]
-    record = json_mapping(path)
-    if record is None or record != with_checksum(record):
+    record = load_json_mapping(path)
+    if record is None or record != add_checksum(record):
         faults = [(RECORD, "is damaged, so changes of the run's files cannot be detected")]
     else:
         files = record["files"]
-        faults = [(name, "was not written by this run") for name in _recorded_files(run_dir) if name not in files]
-        faults += _differences(run_dir, files, files)
+        faults = [(name, "was not written by this run") for name in _list_recorded_files(run_dir) if name not in files]
+        faults += _find_changed_files(run_dir, files, files)
     problems = [Problem(display_path(run_dir / name), fault, _RESTORE) for name, fault in faults]
     if problems and not allow_changed:
         raise ConfigError(*problems)

@@ -1,4 +1,8 @@
-"""The version of the code of a run: commit, uncommitted changes and locks, or the files frozen at submission."""
+"""Identify the code of a run, so that a resume with other code is noticed.
+
+The identity is the commit with the uncommitted changes and the package locks. A submitted run has a frozen copy of the
+code in its directory, and its identity is a hash of that copy.
+"""
 
 import contextlib
 import hashlib
@@ -13,8 +17,8 @@ FROZEN_CODE = "code"  # folder with the code of a submitted run
 _GIT_SECONDS = 30.0
 
 
-def frozen_hash(folder: Path) -> str:
-    """Return a hash of the names and contents of the frozen code in a run directory, without compiled files."""
+def hash_frozen_code(folder: Path) -> str:
+    """Return a SHA-256 of names and contents of the files in a run directory's ``code/``, without ``.pyc`` files."""
     digest = hashlib.sha256()
     for path in sorted((folder / FROZEN_CODE).rglob("*")):
         if path.is_file() and path.suffix != ".pyc":
@@ -22,21 +26,28 @@ def frozen_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def code_state() -> dict[str, Any]:
-    """Return commit, uncommitted patch of tracked files, whether there is a patch, and hashes of patch and locks.
+def read_code_state() -> dict[str, Any]:
+    """Return the state of the code: ``commit``, ``dirty``, ``patch``, ``patch_sha256`` and ``lock_sha256``.
 
-    The commit is None without git and without the file ``.commit`` of a container.
+    ``patch`` is the uncommitted diff of ``src`` and ``training.sh``, and ``dirty`` tells whether there is one.
+    ``lock_sha256`` covers ``requirements/*.txt``. Without git, the commit comes from the file ``.commit`` of a
+    container, or is None.
     """
     commit_file = home() / ".commit"  # written by docker/install.sh, since a container's image has no git
-    commit = _git("rev-parse", "HEAD").strip() or (commit_file.read_text().strip() if commit_file.is_file() else None)
-    patch = _git("diff", "HEAD", "--", "src", "training.sh") if commit else ""
+    container_commit = commit_file.read_text().strip() if commit_file.is_file() else None
+    commit = _run_git("rev-parse", "HEAD").strip() or container_commit
+    patch = _run_git("diff", "HEAD", "--", "src", "training.sh") if commit else ""
     locks = b"".join(path.read_bytes() for path in sorted((home() / "requirements").glob("*.txt")))
     hashes = {"patch_sha256": patch.encode(), "lock_sha256": locks}
     digests = {key: hashlib.sha256(content).hexdigest() for key, content in hashes.items()}
     return {"commit": commit, "dirty": bool(patch), "patch": patch, **digests}
 
 
-def _git(*arguments: str) -> str:
+def _run_git(*arguments: str) -> str:
+    """Return git's output for these arguments in the repository; "" without git or if it fails.
+
+    Raise ConfigError after 30 seconds.
+    """
     fault = f"git took more than {_GIT_SECONDS:.0f} seconds to report the state of the code in {home()}"
     timed_out = config_error("code", fault, "check the disk of that folder")
     with (

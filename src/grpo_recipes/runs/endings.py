@@ -1,9 +1,9 @@
 """Explain how a run ended, and give one line of advice.
 
-The evidence is the run's ``summary.json``, its logs, and messages of libraries that appear in them. ``Finding`` is the
-result of a check; `grpo doctor` prints one line for each.
+The evidence is the run's ``summary.json``, its logs, and known messages of libraries in these logs. The functions that
+return a ``Finding`` are checks of `grpo doctor`, which prints one line for each and names it after the function.
 
-    print(advice(run, run.cause))
+print(advice(run, run.cause))
 """
 
 import itertools
@@ -19,7 +19,7 @@ from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.registry import NO_ANSWER
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies
-from grpo_recipes.runs.checkpoints import checkpoint_folders, complete_checkpoints
+from grpo_recipes.runs.checkpoints import list_checkpoint_folders, list_complete_checkpoints
 from grpo_recipes.runs.rundir import Run
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -54,7 +54,7 @@ def combine_findings(findings: Iterable[Finding]) -> Finding:
 
 @dataclass(frozen=True)
 class Message:
-    """A message that libraries print if something outside the recipe is wrong."""
+    """A known message of a library or the kernel, which appears if something outside the recipe is wrong."""
 
     pattern: str  # regular expression, found in one line of a log
     means: str
@@ -131,7 +131,11 @@ _MEMORY_HOST = (
 
 
 def ending(run: Run) -> Finding:
-    """Check status, exit code and cause, as the launcher recorded them."""
+    """Check status, exit code and cause of a run, as the launcher recorded them.
+
+    Ok: completed, running or requeued by Slurm. Warning: stopped on request. Problem: failed, or the launcher was
+    killed.
+    """
     status, resume = run.summary.get("status", "unknown"), f"grpo launch --resume {shell_path(run.folder)}"
     steps = f"{run.summary.get('steps', len(run.rows))} steps"
     if status == "completed" or (status == "running" and run.is_running()):
@@ -149,13 +153,16 @@ def ending(run: Run) -> Finding:
 
 
 def checkpoints(run: Run) -> Finding:
-    """Check for complete checkpoints, which a resume needs."""
+    """Check for complete checkpoints, which a resume needs.
+
+    Problem: only incomplete checkpoints, so a resume is rejected. Warning: none, so a resume starts at step 0.
+    """
     folder = run.folder / "checkpoints"
-    if complete := complete_checkpoints(folder):
+    if complete := list_complete_checkpoints(folder):
         return ok(", ".join(path.name for path in complete))
     if run.summary.get("status") == "completed" or not run.rows:
         return ok("none")
-    if damaged := checkpoint_folders(folder):
+    if damaged := list_checkpoint_folders(folder):
         observation = f"{', '.join(path.name for path in damaged)}: none complete, so a resume is rejected"
         fix = "launch the recipe as a new run, or move checkpoints/ away to start again from step 0"
         return problem(observation, fix)
@@ -164,7 +171,10 @@ def checkpoints(run: Run) -> Finding:
 
 
 def server_log(run: Run) -> Finding:
-    """Check the server's log; an empty log means that the server did not start, perhaps without its GPUs."""
+    """Check that the server's log exists and is not empty, and find the error if the server died while starting.
+
+    An empty log of a run without steps means that the server did not start, perhaps because it got no GPUs.
+    """
     if not any(process.get("role") == "server" for process in run.plan.get("processes", [])):
         return ok("no server in this run")
     if "server" not in run.logs:
@@ -182,16 +192,16 @@ def server_log(run: Run) -> Finding:
 
 
 def out_of_memory(run: Run) -> Finding:
-    """Check whether GPU or host memory ran out, in which process, and which keys to change."""
+    """Check whether GPU or host memory ran out, or the kernel killed a process; the fix names the keys to change."""
     when = f"after {len(run.rows)} steps" if run.rows else "before the first step"
     for role, text in run.texts.items():
         if re.search(_MEMORY_GPU, text):
-            server = f"lower {_now(run, 'vllm_gpu_memory_utilization')} or {_now(run, 'vllm_max_model_length')}"
-            fix = server if role == "server" else _trainer_memory_fix(run)
+            server_keys = (_describe_key(run, key) for key in ("vllm_gpu_memory_utilization", "vllm_max_model_length"))
+            fix = f"lower {' or '.join(server_keys)}" if role == "server" else _suggest_trainer_memory_fix(run)
             return problem(f"the {role} ran out of GPU memory {when}", fix)
     roles = [role for role, text in run.texts.items() if re.search(_MEMORY_HOST, text)]
     more_memory = "more memory (sbatch --mem=128G)" if run.job_id else "more memory"
-    fix = f"request {more_memory}, or lower {_now(run, 'per_device_train_batch_size')}"
+    fix = f"request {more_memory}, or lower {_describe_key(run, 'per_device_train_batch_size')}"
     if roles:
         return problem(f"the {roles[0]} ran out of host memory {when}", fix)
     if f"signal {signal.SIGKILL.value}" in run.cause:
@@ -200,26 +210,33 @@ def out_of_memory(run: Run) -> Finding:
     return ok("no sign of it in the logs" if run.texts else "no logs found")
 
 
-def _now(run: Run, key: str) -> str:
+def _describe_key(run: Run, key: str) -> str:
+    """Return a recipe key with its value in the run, for a fix: "save_steps (now 100)"."""
     return f"{key} (now {run.value(key)})"
 
 
-def _trainer_memory_fix(run: Run) -> str:
+def _suggest_trainer_memory_fix(run: Run) -> str:
+    """Return the keys to change if a trainer ran out of GPU memory, with their current values, as one text."""
     per_device = run.value("per_device_train_batch_size")
     fixes = [] if run.value("gradient_checkpointing") else ["set gradient_checkpointing: true (now false)"]
     if per_device > 1:
         same_step = ", the step stays the same" if run.value("prompts_per_step") else ""
         fixes.append(f"set per_device_train_batch_size: {per_device // 2} (now {per_device}{same_step})")
-    fixes.append(f"lower {_now(run, 'max_completion_length')} or {_now(run, 'num_generations')}")
+    fixes.append(f"lower {_describe_key(run, 'max_completion_length')} or {_describe_key(run, 'num_generations')}")
     if run.plan.get("mode") == "colocate" or run.plan.get("bridge") == "shared":
-        fixes.append(f"lower {_now(run, 'vllm_gpu_memory_utilization')}, the share that vLLM uses of the same GPU")
+        fixes.append(
+            f"lower {_describe_key(run, 'vllm_gpu_memory_utilization')}, the share that vLLM uses of the same GPU"
+        )
     elif run.value("accelerator") not in ("zero3", "fsdp2"):
         fixes.append("or set accelerator: zero3")
     return "; ".join(fixes)
 
 
 def weights_guard(run: Run) -> Finding:
-    """Check whether the weight guard found different weights in server and trainer."""
+    """Check whether the weight guard stopped the run because vLLM and the trainer had different weights (problem).
+
+    Warning: ``weight_guard: false``, so the weights were not compared.
+    """
     if "WeightsDiffer" in run.cause or any("WeightsDiffer:" in text for text in run.texts.values()):
         bridge = run.plan.get("bridge") or run.plan.get("mode")
         alternative = ", or set weight_sync: file" if bridge == "nccl" else ""
@@ -232,11 +249,11 @@ def weights_guard(run: Run) -> Finding:
 
 
 def known_messages(run: Run) -> Finding:
-    """Check the logs for known messages with a cause outside the recipe."""
+    """Check the logs of an unsuccessful run for ``MESSAGES``, known messages with a cause outside the recipe."""
     if run.summary.get("status") == "completed":
         return ok("the run completed")
     texts = {**run.texts, "summary": run.cause}
-    roles = {message: role for role, text in reversed(texts.items()) for message in _messages_in(text)}
+    roles = {message: role for role, text in reversed(texts.items()) for message in _find_messages(text)}
     if not roles:
         return ok("none" if run.texts else "no logs found")
     messages = [message for message in MESSAGES if message in roles]
@@ -244,12 +261,13 @@ def known_messages(run: Run) -> Finding:
     return problem(observation, "; ".join(message.fix for message in messages))
 
 
-def _messages_in(text: str) -> list[Message]:
+def _find_messages(text: str) -> list[Message]:
+    """Return the entries of ``MESSAGES`` whose pattern occurs in a text."""
     return [message for message in MESSAGES if re.search(message.pattern, text)]
 
 
 def reward_fix(run: Run, cause: str) -> str:
-    """Return the fix, as text for the user, if a user reward ended the run with this ``cause``; else an empty text.
+    """Return the fix, as text for the user, if ``cause`` says that a user reward ended the run; else an empty text.
 
     The run uses its copy of the reward's file, so the fix includes the flag that updates the copy.
     """
@@ -268,14 +286,14 @@ def reward_fix(run: Run, cause: str) -> str:
         with suppress(ConfigError):  # a damaged recipe.yaml
             if changed_copies(run.value("reward_funcs"), run.folder / REWARD_COPIES):
                 edit = f"test {file}, which has changed since this run's copy"
-    if not complete_checkpoints(run.folder / "checkpoints"):
+    if not list_complete_checkpoints(run.folder / "checkpoints"):
         return f"{edit} (grpo check-rewards RECIPE), then launch the recipe as a new run: there is no checkpoint"
     slow = ", or raise reward_timeout (--reward_timeout N)" if "time limit" in cause else ""
     return f"{edit} (grpo check-rewards RECIPE){slow}, then {resume}"
 
 
-def _lost_roles(run: Run, cause: str) -> list[str]:
-    """Return the roles of the lost processes that the cause names: the server, or an extension's process."""
+def _find_lost_roles(run: Run, cause: str) -> list[str]:
+    """Return the roles of the processes that the cause reports as dead: ``server``, or an extension's process."""
     if re.search(r"the vLLM (?:server died|API server|engine process)", cause):
         return ["server"]
     titles = {process.get("role", ""): process.get("title") for process in run.plan.get("processes", [])}
@@ -290,10 +308,10 @@ def advice(run: Run, cause: str) -> str:
     """
     if fix := reward_fix(run, cause):
         return fix
-    fixes = [message.fix for message in _messages_in(cause)]
+    fixes = [message.fix for message in _find_messages(cause)]
     with suppress(ConfigError):  # a file is damaged
-        for role in _lost_roles(run, cause):  # only the log of that process has the reason
-            fixes += [message.fix for message in _messages_in(run.texts.get(role, ""))]
+        for role in _find_lost_roles(run, cause):  # only the log of that process has the reason
+            fixes += [message.fix for message in _find_messages(run.texts.get(role, ""))]
     known_causes = itertools.chain(*(causes.items() for causes in parts("advice")), _CAUSES.items())
     fixes += [fix for pattern, fix in known_causes if re.search(pattern, cause)]
     if fixes:
@@ -301,5 +319,5 @@ def advice(run: Run, cause: str) -> str:
     with suppress(ConfigError):  # a file is damaged
         checks = (weights_guard, out_of_memory)
         fixes += [finding.fix for check in checks if (finding := check(run)).status == PROBLEM]
-        fixes += [message.fix for message in _messages_in("\n".join(run.texts.values()))]
+        fixes += [message.fix for message in _find_messages("\n".join(run.texts.values()))]
     return [*fixes, f"read its log, or run grpo doctor --run {shell_path(run.folder)}"][0]

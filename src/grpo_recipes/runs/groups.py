@@ -1,7 +1,7 @@
-"""Folders of several runs that one command started, for example the trials of a sweep.
+"""Find and read the folders of several runs that one command started, for example the trials of a sweep.
 
-The commands `status`, `logs` and `stop` handle such a folder next to a single run. An extension that makes folders of
-this kind registers a subclass of ``RunGroup`` as its part ``folders``.
+The commands `status`, `logs` and `stop` accept such a folder as well as a single run. An extension that makes folders
+of this kind registers a subclass of ``RunGroup`` as its part ``folders``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class RunGroup(ABC):
         """Read the record of a folder; raise ConfigError if it is not such a folder, or its record is damaged."""
 
     @classmethod
-    def all_in(cls, root: Path) -> list[Self]:
-        """Return the folders of this kind directly in ``root``, the newest first. Damaged folders are skipped."""
+    def list_all(cls, root: Path) -> list[Self]:
+        """Read the folders of this kind directly in ``root``, the newest first. Damaged folders are skipped."""
         groups = []
         for path in newest_first(root.glob(f"*/{cls.record_file}")):
             with contextlib.suppress(ConfigError):  # a damaged folder hides no other
@@ -58,7 +58,7 @@ class RunGroup(ABC):
 
     @abstractmethod
     def trial_dir(self, index: int) -> Path:
-        """Return a trial's run directory."""
+        """Return the run directory of the trial ``index``; it may not exist yet."""
 
     @abstractmethod
     def is_over(self) -> bool:
@@ -66,7 +66,7 @@ class RunGroup(ABC):
 
     @abstractmethod
     def resume_command(self) -> str:
-        """Return the command that continues the group."""
+        """Return the shell command that continues the unfinished trials."""
 
     def status(self, index: int) -> str:
         """Return the status in ``summary.json`` of the trial ``index``.
@@ -78,12 +78,12 @@ class RunGroup(ABC):
 
 
 def group_kinds() -> tuple[type[RunGroup], ...]:
-    """Return the classes of folders of runs that the installed extensions define."""
+    """Return the subclasses of ``RunGroup`` that installed extensions register."""
     return tuple(parts("folders"))
 
 
 def find_group(root: Path, name: str) -> RunGroup | None:
-    """Return the folder of runs with the path ``name``, or with this name below ``root``; None if there is none.
+    """Read and return the group of runs at the path ``name``, or with this name below ``root``; None if there is none.
 
     Raise ConfigError if its record is damaged.
     """
@@ -94,6 +94,6 @@ def find_group(root: Path, name: str) -> RunGroup | None:
     return None
 
 
-def groups_in(root: Path) -> list[RunGroup]:
-    """Return the folders of every kind below ``root``, sorted by kind, and the newest first within a kind."""
-    return [group for kind in group_kinds() for group in kind.all_in(root / kind.parent)]
+def list_groups(root: Path) -> list[RunGroup]:
+    """Return the groups of every kind below ``root``, sorted by kind, and the newest first within a kind."""
+    return [group for kind in group_kinds() for group in kind.list_all(root / kind.parent)]

@@ -1,7 +1,8 @@
 """Detect from a run's metrics that it does not learn; terminal, status, report and doctor all use these limits.
 
-A run may complete without learning anything. Each rule in ``_RULES`` detects one such failure while the run continues.
-Rows of ``metrics.jsonl`` go in, notices come out, with constant work per row. No torch, no socket.
+A run may complete without learning anything. Each rule in ``_RULES`` detects one such failure while the run continues,
+for example a reward of 0 or a gradient of 0 in many consecutive steps. A rule that holds gives a ``Notice`` with a text
+and a fix. Each row of ``metrics.jsonl`` costs constant work. No torch, no socket.
 
     for notice in find_notices(read_metrics(run.folder), run.value):
         print(notice)
@@ -58,7 +59,7 @@ class Notice:
 
 
 class Health:
-    """Follow a run's metrics row by row; ``value`` returns the value of a recipe key in this run."""
+    """Apply the rules to a run's metrics row by row; ``value`` returns the value of a recipe key in this run."""
 
     def __init__(self, value: Value):
         self.value = value
@@ -95,7 +96,7 @@ class Health:
             self._rows_since[rule.name] = 0 if rule.name in active else rows_since + 1
             if rule.name in active and rows_since >= ENOUGH_STEPS:
                 self._since[rule.name] = active[rule.name]["first"]
-                new_notices.append(self._notice(rule, active[rule.name]))
+                new_notices.append(self._make_notice(rule, active[rule.name]))
         return new_notices
 
     def notices(self, over: bool = False) -> list[Notice]:
@@ -105,10 +106,13 @@ class Health:
         short run.
         """
         active = self._active_rules(min(ENOUGH_STEPS, max(ENOUGH_STEPS_AT_END, self.rows)) if over else ENOUGH_STEPS)
-        return [self._notice(rule, active[rule.name]) for rule in _RULES if rule.name in active]
+        return [self._make_notice(rule, active[rule.name]) for rule in _RULES if rule.name in active]
 
     def _active_rules(self, enough: int) -> dict[str, Facts]:
-        """Return the facts of each rule that holds for at least ``enough`` rows, unless another rule says more."""
+        """Return the name and the facts of each rule that holds for at least ``enough`` rows.
+
+        A rule is left out if a stronger rule (``implied_by``) holds, or held in the last ``ENOUGH_STEPS`` rows.
+        """
         facts_by_rule = {rule.name: facts for rule in _RULES if (facts := rule.facts(self, enough))}
         # The averages of weaker rules still include rows of a rule that held until a few rows ago.
         recent_rules = {name for name, rows_since in self._rows_since.items() if rows_since < ENOUGH_STEPS}
@@ -119,7 +123,8 @@ class Health:
             if rule.name in facts_by_rule and stronger_rules.isdisjoint(rule.implied_by)
         }
 
-    def _notice(self, rule: _Rule, facts: Facts) -> Notice:
+    def _make_notice(self, rule: _Rule, facts: Facts) -> Notice:
+        """Return the notice of a rule, with its facts and the current recipe values in text and fix."""
         values = _TextValues(self.value, facts)
         text, fix = rule.text.format_map(values), rule.fix.format_map(values)
         first = self._since.get(rule.name) or int(facts["first"])
@@ -139,13 +144,16 @@ def find_notices(rows: Iterable[Row], value: Value, over: bool = True) -> list[N
 
 
 def finite_number(value: Any) -> float | None:
-    """Return a number of a row that can be summed, or None; rows contain ``inf`` and ``nan`` as texts."""
+    """Return a value of a row as a float if it is a finite number below 1e300, else None (also for bool and text).
+
+    Rows contain ``inf`` and ``nan`` as texts.
+    """
     is_usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return float(value) if is_usable else None
 
 
-def without_gaps(values: Iterable[float | None]) -> list[float]:
-    """Return the values that are not None."""
+def drop_missing(values: Iterable[float | None]) -> list[float]:
+    """Return the values that are not None as a list."""
     return [value for value in values if value is not None]
 
 
@@ -154,16 +162,19 @@ def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def first_and_last(rewards: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the initial and the final reward: the means of the first 3 and the last 5 steps.
+def average_first_and_last(rewards: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return the initial and the final reward: the mean of the first 3 rewards and the mean of the last 5.
 
-    Both are None without rewards. In a run with fewer than 8 steps, the two means share steps.
+    Both are None without rewards. With fewer than 8 rewards, some count in both means.
     """
     return mean(rewards[:FIRST_STEPS]), mean(rewards[-LAST_STEPS:])
 
 
 def describe_means(steps: int) -> str:
-    """Return a text that names the steps of the means in ``first_and_last``; they overlap in a short run."""
+    """Return the steps that ``average_first_and_last`` averages, as text: "means of the first 3 and the last 5".
+
+    The text adds that they overlap if the run has fewer than 8 ``steps``.
+    """
     text = f"means of the first {min(steps, FIRST_STEPS)} and the last {min(steps, LAST_STEPS)}"
     return text + (", which overlap" if steps < FIRST_STEPS + LAST_STEPS else "")
 
@@ -230,8 +241,11 @@ class _Metric:
             self.count, self.highest = self.count + 1, max(self.highest, value)
 
 
-def _metric_is(key: str, test: Callable[[float], bool], required: str = "step") -> Callable[[Row], bool | None]:
-    """Return a test of one metric of a row; the test returns None if it or ``required`` is not a number."""
+def _make_metric_test(key: str, test: Callable[[float], bool], required: str = "step") -> Callable[[Row], bool | None]:
+    """Return a function that applies ``test`` to the metric ``key`` of a row.
+
+    The function returns None if the metric, or the metric ``required``, is not a finite number.
+    """
 
     def is_true(row: Row) -> bool | None:
         value = finite_number(row.get(key))
@@ -241,25 +255,26 @@ def _metric_is(key: str, test: Callable[[float], bool], required: str = "step") 
 
 
 def _has_no_gradient(row: Row) -> bool | None:
+    """Return whether a step's gradient norm is 0 although some rewards differ; None if the row has no gradient norm."""
     norm = finite_number(row.get("grad_norm"))
     # Equal rewards give no gradient either; the rule "no signal" covers them.
     return None if norm is None else norm == 0 and row.get("frac_reward_zero_std") != 1
 
 
-def _any_not_finite(*keys: str) -> Callable[[Row], bool]:
-    """Return a test whether one of the metrics is present and not finite."""
+def _make_not_finite_test(*keys: str) -> Callable[[Row], bool]:
+    """Return a function that tells whether one of these metrics is present in a row and not finite."""
     return lambda row: any(finite_number(row.get(key)) is None for key in keys if row.get(key) is not None)
 
 
 _STREAKS: dict[str, Callable[[Row], bool | None]] = {
-    "zero reward": _metric_is("reward", lambda reward: abs(reward) < ZERO_REWARD),
-    "no signal": _metric_is("frac_reward_zero_std", lambda share: share >= 1, required="reward"),
+    "zero reward": _make_metric_test("reward", lambda reward: abs(reward) < ZERO_REWARD),
+    "no signal": _make_metric_test("frac_reward_zero_std", lambda share: share >= 1, required="reward"),
     "no gradient": _has_no_gradient,
-    "all cut off": _metric_is("completions/clipped_ratio", lambda share: share >= 1),
-    "learning rate 0": _metric_is("learning_rate", lambda rate: rate == 0),
-    "not finite": _any_not_finite("loss", "grad_norm"),
-    "loss not finite": _any_not_finite("loss"),
-    "wrong weights": _metric_is("maxent/incorrect_mass", lambda mass: mass > WRONG_WEIGHT),
+    "all cut off": _make_metric_test("completions/clipped_ratio", lambda share: share >= 1),
+    "learning rate 0": _make_metric_test("learning_rate", lambda rate: rate == 0),
+    "not finite": _make_not_finite_test("loss", "grad_norm"),
+    "loss not finite": _make_not_finite_test("loss"),
+    "wrong weights": _make_metric_test("maxent/incorrect_mass", lambda mass: mass > WRONG_WEIGHT),
 }
 _METRICS = (
     "frac_reward_zero_std", "completions/clipped_ratio", "rewards/no_verdict", "kl", "grad_norm", "entropy",
@@ -279,15 +294,18 @@ class _Rule:
     implied_by: tuple[str, ...] = ()  # names of rules that say the same and more
 
 
-def _consecutive(name: str) -> Callable[[Health, int], Facts | None]:
-    """Return a rule's test for a condition that is true in many consecutive steps."""
+def _make_streak_test(name: str) -> Callable[[Health, int], Facts | None]:
+    """Return a ``facts`` function for a rule: it holds if a condition of ``_STREAKS`` was true in enough last rows."""
     return lambda health, enough: streak.facts() if (streak := health.streaks[name]).count >= enough else None
 
 
-def _above(
+def _make_level_test(
     key: str, limit: float, level_of: Callable[[Iterable[float]], float] = statistics.fmean
 ) -> Callable[[Health, int], Facts | None]:
-    """Return a rule's test for a metric whose recent level is above a limit."""
+    """Return a ``facts`` function for a rule: it holds if the mean of a metric's last 10 values is above ``limit``.
+
+    ``level_of`` computes the level; it may be another function than the mean.
+    """
 
     def facts(health: Health, enough: int) -> Facts | None:
         window = health.metrics[key].window
@@ -298,7 +316,8 @@ def _above(
     return facts
 
 
-def _no_signal(health: Health, enough: int) -> Facts | None:
+def _detect_no_signal(health: Health, enough: int) -> Facts | None:
+    """Return facts if in each of the last rows all completions of every prompt got the same reward, else None."""
     streak = health.streaks["no signal"]
     (low, high), observation, remedy = streak.rewards, "all completions of each prompt got one reward", _MORE_SPREAD
     if high - low < ZERO_REWARD:
@@ -307,15 +326,16 @@ def _no_signal(health: Health, enough: int) -> Facts | None:
     return streak.facts() | {"observation": observation, "remedy": remedy} if streak.count >= enough else None
 
 
-def _silent(health: Health, enough: int) -> Facts | None:
-    """Return facts if one of several rewards is always 0, so that only the others are learned."""
+def _detect_silent_rewards(health: Health, enough: int) -> Facts | None:
+    """Return facts if one or more of several rewards had a mean of 0 in each of the last rows, else None."""
     rows = {name: rows for name, rows in health.silent.items() if rows >= enough and name not in _PENALTIES}
     if not rows or len(health.silent) == 1:
         return None
     return {"first": health.last - min(rows.values()) + 1, "names": " and ".join(rows), "count": min(rows.values())}
 
 
-def _entropy(health: Health, enough: int) -> Facts | None:
+def _detect_entropy_collapse(health: Health, enough: int) -> Facts | None:
+    """Return facts if the entropy fell below 5 % of its initial level, else None."""
     metric = health.metrics["entropy"]
     if metric.count < enough:
         return None
@@ -324,8 +344,8 @@ def _entropy(health: Health, enough: int) -> Facts | None:
     return {"first": recent[0][0], "initial": initial, "now": now} if 0 < initial * COLLAPSED > now else None
 
 
-def _learning_rate(health: Health, enough: int) -> Facts | None:
-    """Return facts if the learning rate was close to 0 in every step so far, or exactly 0 in the last steps."""
+def _detect_low_learning_rate(health: Health, enough: int) -> Facts | None:
+    """Return facts if the learning rate was near 0 in every step so far, or exactly 0 in the last steps, else None."""
     metric, zero = health.metrics["learning_rate"], health.streaks["learning rate 0"]
     rate = health.value("learning_rate")
     # A long warm-up has small rates at first: it is judged after a tenth of the run.
@@ -338,14 +358,18 @@ def _learning_rate(health: Health, enough: int) -> Facts | None:
     return {"first": zero.first if zero.count else metric.begin[0][0], "observation": observation}
 
 
-def _not_finite(health: Health, _: int) -> Facts | None:
+def _detect_not_finite(health: Health, _: int) -> Facts | None:
+    """Return facts if loss or gradient norm was not finite in any step, else None. With fp16, only the loss counts."""
     # With fp16, steps with an infinite gradient are skipped by design.
     streak = health.streaks["loss not finite" if health.value("fp16") else "not finite"]
     return {"first": streak.begin, "count": streak.total, "rows": health.rows} if streak.total else None
 
 
-def _wrong_weights(health: Health, enough: int) -> Facts | None:
-    """Return facts if most of the weight is on wrong answers, and the objective moves the policy to the weights."""
+def _detect_wrong_weights(health: Health, enough: int) -> Facts | None:
+    """Return facts if wrong answers had over half of the MaxEnt weight in over half of the steps, else None.
+
+    The rule applies only to objectives that move the policy towards the weights.
+    """
     name, steps = health.value("maxent_objective"), health.metrics["maxent/incorrect_mass"].count
     objective, streak = OBJECTIVES.get(name), health.streaks["wrong weights"]
     if objective is None or not objective.targets_q or steps < enough or streak.total <= WRONG_WEIGHT * steps:
@@ -353,8 +377,8 @@ def _wrong_weights(health: Health, enough: int) -> Facts | None:
     return {"first": streak.begin, "share": percent(streak.total / steps), "objective": name}
 
 
-def _tau_at_limit(health: Health, enough: int) -> Facts | None:
-    """Return the values for a notice if tau stays at a limit of its controller and misses its target; else None.
+def _detect_tau_at_limit(health: Health, enough: int) -> Facts | None:
+    """Return facts if tau stays at a limit of its controller and misses its target, else None.
 
     ``enough`` is the number of rows in which tau must have been at the limit.
     """
@@ -388,37 +412,41 @@ _SHORTER = (
     "with the token that the model was trained on"
 )
 _RULES = (
-    _Rule("zero reward", _consecutive("zero reward"), "the reward is 0 {in_steps}",
+    _Rule("zero reward", _make_streak_test("zero reward"), "the reward is 0 {in_steps}",
           "test the reward on gold answers: grpo check-rewards RECIPE; read the first prompt in the log"),
-    _Rule("silent reward", _silent, "{names} gave 0 in {count} steps in a row: only the other rewards are learned",
+    _Rule("silent reward", _detect_silent_rewards,
+          "{names} gave 0 in {count} steps in a row: only the other rewards are learned",
           "test the reward on right answers: grpo check-rewards RECIPE", serious=False, implied_by=("zero reward",)),
-    _Rule("no signal", _no_signal, "{observation} {in_steps}: nothing is learned", "{remedy}",
+    _Rule("no signal", _detect_no_signal, "{observation} {in_steps}: nothing is learned", "{remedy}",
           implied_by=("zero reward",)),
-    _Rule("few signals", _above("frac_reward_zero_std", FEW_SIGNALS),
+    _Rule("few signals", _make_level_test("frac_reward_zero_std", FEW_SIGNALS),
           "{share} of groups get one reward for all completions: they teach nothing", _MORE_SPREAD,
           serious=False, implied_by=("zero reward", "no signal")),
-    _Rule("no gradient", _consecutive("no gradient"),
+    _Rule("no gradient", _make_streak_test("no gradient"),
           "the gradient is exactly 0 {in_steps}, although rewards differ: no weight changes",
           "find out why every token is masked: mask_truncated_completions if all are cut off, or a clip range of 0"),
-    _Rule("learning rate", _learning_rate, "{observation}", "check {warmup_steps} and {lr_scheduler_type}"),
-    _Rule("not finite", _not_finite, "loss or grad_norm is not a number at step {first} ({count} of {rows} steps)",
+    _Rule("learning rate", _detect_low_learning_rate, "{observation}", "check {warmup_steps} and {lr_scheduler_type}"),
+    _Rule("not finite", _detect_not_finite,
+          "loss or grad_norm is not a number at step {first} ({count} of {rows} steps)",
           "set bf16: true or dtype: float32 (not float16), or lower {learning_rate}"),
-    _Rule("kl", _above("kl", HIGH_KL), "the KL divergence from the reference is {level:.2f} nats per token",
+    _Rule("kl", _make_level_test("kl", HIGH_KL), "the KL divergence from the reference is {level:.2f} nats per token",
           "lower {learning_rate} or raise {beta} (also called init_kl_coeff); check chat_template and system_prompt"),
-    _Rule("entropy", _entropy, "entropy fell from {initial:.2g} to {now:.2g}: the model explores little",
+    _Rule("entropy", _detect_entropy_collapse,
+          "entropy fell from {initial:.2g} to {now:.2g}: the model explores little",
           "lower {learning_rate}, raise epsilon_high or beta, or stop earlier"),
-    _Rule("all cut off", _consecutive("all cut off"),
+    _Rule("all cut off", _make_streak_test("all cut off"),
           "every completion was cut off at max_completion_length {in_steps}", _SHORTER),
-    _Rule("cut off", _above("completions/clipped_ratio", CUT_OFF),
+    _Rule("cut off", _make_level_test("completions/clipped_ratio", CUT_OFF),
           "{share} of completions reach max_completion_length", _SHORTER, serious=False, implied_by=("all cut off",)),
-    _Rule("unscored", _above("rewards/no_verdict", UNSCORED), "{share} of completions have no score and teach nothing",
+    _Rule("unscored", _make_level_test("rewards/no_verdict", UNSCORED),
+          "{share} of completions have no score and teach nothing",
           "read slow_rewards.jsonl of the run; fix the reward, or raise {reward_timeout}", serious=False),
     # The median, because single steep steps are common and their gradients are clipped.
-    _Rule("steep", _above("grad_norm", STEEP, statistics.median), "the gradient norm is {level:.3g}",
+    _Rule("steep", _make_level_test("grad_norm", STEEP, statistics.median), "the gradient norm is {level:.3g}",
           "lower {learning_rate}; gradients are clipped to {max_grad_norm}", serious=False),
-    _Rule("wrong weights", _wrong_weights,
+    _Rule("wrong weights", _detect_wrong_weights,
           "more than half of the MaxEnt weight was on wrong answers in {share} of the steps, and {objective} moves the "
           "policy towards the weights",
           "lower maxent_q_temperature, maxent_tau or maxent_beta", serious=False),
-    _Rule("tau at its limit", _tau_at_limit, "{observation}", "{remedy}", serious=False),
+    _Rule("tau at its limit", _detect_tau_at_limit, "{observation}", "{remedy}", serious=False),
 )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Report a run's progress: its phase, and one line per step, evaluation and sampled completion.
+"""Describe a run's progress in text: its phase, and one line per step, evaluation and sampled completion.
 
-Ranks write their phases to ``processes/``. The lines are made from the rows of ``metrics.jsonl`` and similar files.
+Ranks write their phases to ``processes/``. The lines come from the rows of ``metrics.jsonl`` and similar files.
 
     progress = Progress(run_dir)
     for row in progress.rows.read_new():
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.process.terminal import WIDTH, readable
-from grpo_recipes.runs.health import LAST_STEPS, finite_number, mean, percent, without_gaps
-from grpo_recipes.runs.rundir import SERVER_STATE, format_duration, json_mapping
+from grpo_recipes.runs.health import LAST_STEPS, drop_missing, finite_number, mean, percent
+from grpo_recipes.runs.rundir import SERVER_STATE, format_duration, load_json_mapping
 
 PACE_ROWS = 20  # steps over which the times of a step and of its phases are averaged
 _MANY = 0.1  # a share of completions or tokens above this is part of a step's line
@@ -42,10 +42,10 @@ class Phase:
 
 
 def read_phases(run_dir: Path) -> list[Phase]:
-    """Return the phases that ranks have written, sorted by rank."""
+    """Read ``processes/phase_RANK.json`` of every rank; return the valid ones, sorted by rank."""
     phases = []
     for path in (run_dir / "processes").glob("phase_*.json"):
-        rank, record = path.stem.removeprefix("phase_"), json_mapping(path) or {}
+        rank, record = path.stem.removeprefix("phase_"), load_json_mapping(path) or {}
         step, since = finite_number(record.get("step")), finite_number(record.get("since"))
         if rank.isdecimal() and step is not None and since is not None:
             phases.append(Phase(int(rank), str(record.get("phase")), int(step), since))
@@ -58,14 +58,15 @@ def has_trained(run_dir: Path) -> bool:
     return bool(phases) and all(phase.name == "end" for phase in phases)
 
 
-def current_activity(run_dir: Path) -> tuple[str, float]:
+def find_current_activity(run_dir: Path) -> tuple[str, float]:
     """Return a run's current activity as text, and its start as a Unix time (0 if unknown).
 
-    The activity is the phase of the slowest rank. While the server starts, or before any rank has written a phase, it
-    is ``starting the server`` or ``importing packages``. Its start is then the time of a file's last change.
+    The activity is the phase of the rank with the fewest steps, for example "sampling". While the server starts, or
+    before any rank has written a phase, it is ``starting the server`` or ``importing packages``. Its start is then
+    the time of a file's last change.
     """
     phases, state_file = read_phases(run_dir), run_dir / SERVER_STATE
-    server_starts = (json_mapping(state_file) or {}).get("state") == "starting"
+    server_starts = (load_json_mapping(state_file) or {}).get("state") == "starting"
     slowest = min(phases, key=lambda phase: (phase.step, phase.since), default=None)
     if slowest and not (server_starts and slowest.name == "start"):  # in "start" the trainer waits for the server
         return _PHASES.get(slowest.name, slowest.name), slowest.since
@@ -79,13 +80,16 @@ def current_activity(run_dir: Path) -> tuple[str, float]:
     return "importing packages", last_write
 
 
-def seconds_since(since: float) -> str:
-    """Format the seconds since a time of another clock; "?" if the time is 0."""
+def format_seconds_since(since: float) -> str:
+    """Return the seconds from a Unix time until now as text, for example "12 s"; "?" if the time is 0."""
     return f"{max(0.0, time.time() - since):.0f} s" if since else "?"
 
 
 class RowReader:
-    """Follow a JSONL file of a run from its current end, or from ``last_bytes`` before the end."""
+    """Read the rows that are appended to a JSONL file of a run.
+
+    It starts at the file's current end, or ``last_bytes`` before the end.
+    """
 
     def __init__(self, path: Path, last_bytes: int = 0):
         self._path = path
@@ -103,22 +107,22 @@ class RowReader:
             content = file.read()
         end_of_lines = content.rfind(b"\n") + 1
         self._offset += end_of_lines
-        rows = map(json_mapping, content[:end_of_lines].splitlines())
+        rows = map(load_json_mapping, content[:end_of_lines].splitlines())
         return [row for row in rows if row and isinstance(row.get("step"), int)]
 
 
 class Progress:
-    """Follow the steps of a run, and format a line for each."""
+    """Read the new rows of a run's ``metrics.jsonl``, and format one line for each step."""
 
     def __init__(self, run_dir: Path):
         self.rows = RowReader(run_dir / "metrics.jsonl")
         self._start: tuple[float, int] | None = None
 
     def line(self, row: Mapping[str, Any], width: int = WIDTH) -> str:
-        """Format the newest row as one line of at most ``width`` characters, if possible.
+        """Format a row of ``metrics.jsonl`` as one line: step, reward, length, KL, seconds and remaining time.
 
-        The least important parts are omitted if the line is too long. The remaining time is estimated from the rows of
-        this launch.
+        If the line is longer than ``width``, the least important parts are left out. Unusual fractions, such as
+        cut-off completions, are added. The remaining time is estimated from the rows of this launch.
         """
         now, step, last_step = time.monotonic(), row["step"], row.get("max_steps", row["step"])
         seconds = finite_number(row.get("seconds/step")) or 0.0
@@ -127,12 +131,12 @@ class Progress:
         parts = {
             "step": f"step {step}/{last_step}",
             # A step that reuses completions of an earlier generation has no reward.
-            "reward": f"reward {_reward(row['reward'])}" if "reward" in row else "",
-            "won": won_text(row),
+            "reward": f"reward {_format_reward(row['reward'])}" if "reward" in row else "",
+            "won": format_won_share(row),
             "length": "" if length is None else f"length {length:.0f}",
             "kl": f"kl {kl:.3f}" if kl is not None else f"entropy {entropy:.2f}" if entropy is not None else "",
-            "seconds": _seconds(seconds),
-            "unusual": "  ".join(unusual_shares(row)),
+            "seconds": _format_seconds(seconds),
+            "unusual": "  ".join(format_unusual_shares(row)),
             "left": f"left {format_duration((now - start_time) / max(1, step - start_step) * (last_step - step))}",
         }
         for least_important in ("kl", "length", "seconds", "won"):
@@ -141,16 +145,16 @@ class Progress:
         return "  ".join(filter(None, parts.values()))
 
 
-def run_position(rows: Sequence[Mapping[str, Any]], over: bool) -> tuple[str, str, str]:
-    """Return step, reward and remaining time of a run as three texts, each empty if it is unknown.
+def format_position(rows: Sequence[Mapping[str, Any]], over: bool) -> tuple[str, str, str]:
+    """Return a run's step, reward and remaining time as three texts, such as "6/100"; each is empty if unknown.
 
-    The reward is the mean of the last steps. The time is estimated from the pace of the last steps, and is empty if the
+    The reward is the mean of the last 5 steps. The time is estimated from the last 20 steps, and is empty if the
     run is ``over``.
     """
     if not rows:
         return "", "", ""
-    last_row, seconds = rows[-1], without_gaps(finite_number(row.get("seconds/step")) for row in rows[-PACE_ROWS:])
-    reward = mean(without_gaps(finite_number(row.get("reward")) for row in rows[-LAST_STEPS:]))
+    last_row, seconds = rows[-1], drop_missing(finite_number(row.get("seconds/step")) for row in rows[-PACE_ROWS:])
+    reward = mean(drop_missing(finite_number(row.get("reward")) for row in rows[-LAST_STEPS:]))
     time_left = ""
     if seconds and "max_steps" in last_row and not over:
         time_left = format_duration(sum(seconds) / len(seconds) * (last_row["max_steps"] - last_row["step"]))
@@ -167,25 +171,25 @@ _UNUSUAL = {
 }
 
 
-def unusual_shares(row: Mapping[str, Any]) -> list[str]:
-    """Return a text such as ``cut off 12%`` for each unusual fraction of a row that is above its limit.
+def format_unusual_shares(row: Mapping[str, Any]) -> list[str]:
+    """Return a text such as ``cut off 12%`` for each fraction of a row that is above its limit.
 
-    The fractions are unscored completions, cut-off completions and clipped tokens.
+    The fractions are unscored completions, unfinished episodes, cut-off completions and clipped tokens.
     """
     shares = [(name, finite_number(row.get(key)) or 0.0, least) for name, (key, least) in _UNUSUAL.items()]
     return [f"{name} {max(1, round(100 * share))}%" for name, share, least in shares if share > least]
 
 
-def won_text(row: Mapping[str, Any]) -> str:
-    """Return the fraction of a step's episodes that were won as text; empty if the environment does not report it."""
+def format_won_share(row: Mapping[str, Any]) -> str:
+    """Return the fraction of a step's episodes that were won, such as ``won 51%``; "" if the row does not have it."""
     share = finite_number(row.get("episodes/won"))
     return "" if share is None else f"won {100 * share:.0f}%" if 0 <= share <= 1 else f"won {share:.3g}"
 
 
-def episodes_line(row: Mapping[str, Any]) -> str:
-    """Return a row's metrics of episodes, such as ``turns 2  legal 0.97``; empty without an environment.
+def format_episode_metrics(row: Mapping[str, Any]) -> str:
+    """Return a row's ``episodes/`` metrics as text, such as ``turns 2 legal 0.97``; empty without an environment.
 
-    Only the first few metrics are shown, with the number of the others.
+    At most 12 metrics are shown, followed by the number of the others.
     """
     values = {key: finite_number(value) for key, value in row.items() if key.startswith("episodes/")}
     parts = [f"{key.removeprefix('episodes/')} {value:.3g}" for key, value in values.items() if value is not None]
@@ -194,29 +198,32 @@ def episodes_line(row: Mapping[str, Any]) -> str:
     return "  ".join(" ".join(readable(part).split()) for part in parts)
 
 
-def unusual_totals(rows: list[dict[str, Any]]) -> str:
-    """Return the fractions of ``unusual_shares`` averaged over all rows as text; empty if none is above its limit."""
-    shares = [(name, mean(without_gaps(finite_number(row.get(key)) for row in rows)) or 0.0, least)
+def format_unusual_totals(rows: list[dict[str, Any]]) -> str:
+    """Average the fractions of ``format_unusual_shares`` over all rows; return those above their limit as one text.
+
+    The text is empty if none is above its limit.
+    """
+    shares = [(name, mean(drop_missing(finite_number(row.get(key)) for row in rows)) or 0.0, least)
               for name, (key, least) in _UNUSUAL.items()]  # fmt: skip
     return ", ".join(f"{name} {percent(share)}" for name, share, least in shares if share > least)
 
 
-def evaluation_line(row: Mapping[str, Any]) -> str:
-    """Format a row of ``eval.jsonl``."""
+def format_evaluation(row: Mapping[str, Any]) -> str:
+    """Format a row of ``eval.jsonl`` as one line: step, reward, completion length, number of prompts and seconds."""
     prefix = f"eval_{row['set']}" if row.get("set") else "eval"
     reward, length = (finite_number(row.get(f"{prefix}_{key}")) for key in ("reward", "completions/mean_length"))
     facts = [
         f"{prefix} at step {row['step']}",
-        "" if reward is None else f"reward {_reward(reward)}",
+        "" if reward is None else f"reward {_format_reward(reward)}",
         "" if length is None else f"length {length:.0f}",
         f"{row.get('prompts', '?')} prompts",
-        _seconds(finite_number(row.get("seconds")) or 0.0),
+        _format_seconds(finite_number(row.get("seconds")) or 0.0),
     ]
     return "  ".join(filter(None, facts))
 
 
-def sample_lines(row: Mapping[str, Any], index: int) -> list[str]:
-    """Format one sample of a row of ``samples.jsonl`` in lines of 80 columns, with its reward and a shortened prompt.
+def format_sample(row: Mapping[str, Any], index: int) -> list[str]:
+    """Format one sample of a row of ``samples.jsonl`` as lines: step, reward, shortened prompt and completion.
 
     ``index`` selects the sample, modulo the number of samples. Return no lines if the row has no samples.
     """
@@ -228,15 +235,15 @@ def sample_lines(row: Mapping[str, Any], index: int) -> list[str]:
     prompt = prompt if len(prompt) <= _PROMPT else f"… {prompt[-_PROMPT:]}"
     half = _COMPLETION // 2
     completion = completion if len(completion) <= _COMPLETION else f"{completion[:half]} … {completion[-half:]}"
-    lines = [f"completion of step {row['step']}, reward {_reward(finite_number(sample.get('reward')))}:"]
+    lines = [f"completion of step {row['step']}, reward {_format_reward(finite_number(sample.get('reward')))}:"]
     for mark, text in ((">", prompt), ("|", completion or "(empty)")):
         lines += [f"  {mark} {line}" for line in textwrap.wrap(text, WIDTH - 4)]
     return lines
 
 
-def _reward(value: Any) -> str:
+def _format_reward(value: Any) -> str:
     return "none" if value is None else f"{value:.3f}" if isinstance(value, int | float) else str(value)
 
 
-def _seconds(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds:.{2 if seconds < 10 else 1 if seconds < 100 else 0}f} s"

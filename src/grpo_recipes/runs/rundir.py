@@ -31,8 +31,8 @@ from grpo_recipes.paths import display_path, home, is_locked, newest_first
 from grpo_recipes.process.tree import is_alive
 from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.runs.code_version import FROZEN_CODE, code_state, frozen_hash
-from grpo_recipes.runs.health import LAST_STEPS, finite_number, first_and_last, mean, without_gaps
+from grpo_recipes.runs.code_version import FROZEN_CODE, hash_frozen_code, read_code_state
+from grpo_recipes.runs.health import LAST_STEPS, average_first_and_last, drop_missing, finite_number, mean
 from grpo_recipes.secrets import masked
 
 _REPAIR = "restore it, or correct it by hand"
@@ -58,19 +58,20 @@ ROW_FILES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "slow_rewards.jsonl
 _FOR_PEOPLE = ("samples.jsonl", "slow_rewards.jsonl")  # nothing is computed from these: a damaged row is left out
 
 
-def _mapping_in(name: str) -> functools.cached_property[dict[str, Any]]:
+def _cache_json_file(name: str) -> functools.cached_property[dict[str, Any]]:
+    """Return a cached property that reads the JSON file ``name`` of a run directory on its first use."""
     return functools.cached_property(lambda run: read_json(run.folder / name))
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory. Each file is read once, on its first use."""
+    """A run directory. Each file is read on its first use and then cached."""
 
     folder: Path
-    identity = _mapping_in("run.json")
-    summary = _mapping_in("summary.json")
-    plan = _mapping_in("plan.json")
-    job = _mapping_in(JOB_FILE)
+    identity = _cache_json_file("run.json")
+    summary = _cache_json_file("summary.json")
+    plan = _cache_json_file("plan.json")
+    job = _cache_json_file(JOB_FILE)
 
     @property
     def name(self) -> str:
@@ -127,7 +128,7 @@ class Run:
 
     @functools.cached_property
     def texts(self) -> dict[str, str]:
-        """The beginning and the end of each log."""
+        """The text of each log of ``logs``; of a long log, the first 200 kB and the last 400 kB."""
         return {role: _read_ends(path) for role, path in self.logs.items()}
 
     def is_running(self) -> bool:
@@ -141,14 +142,14 @@ class Run:
 
     def numbers(self, key: str, last: int | None = None) -> list[float]:
         """Return a metric's values that are finite numbers, in all rows, or only in the ``last`` rows."""
-        return without_gaps(finite_number(row.get(key)) for row in (self.rows[-last:] if last else self.rows))
+        return drop_missing(finite_number(row.get(key)) for row in (self.rows[-last:] if last else self.rows))
 
     def recent(self, key: str) -> float | None:
         """Return the mean of a metric over the last ``LAST_STEPS`` rows; None if these rows do not have the metric."""
         return mean(self.numbers(key, LAST_STEPS))
 
     def keys(self, matches: Callable[[str], bool]) -> list[str]:
-        """Return the metric names in the last row for which ``matches`` returns true, sorted; none without rows."""
+        """Return the sorted metric names of the last row for which ``matches`` returns true; none without rows."""
         return sorted(key for key in (self.rows[-1] if self.rows else {}) if matches(key))
 
 
@@ -164,13 +165,13 @@ def timestamp() -> str:
     return datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
-def make_folder(folder: Path, failure: str, *inside: str) -> dict[str, Any] | None:
-    """Create the directory of a run or sweep with folders ``inside`` and the patch of the code.
+def create_recorded_folder(folder: Path, failure: str, *inside: str) -> dict[str, Any] | None:
+    """Create the directory of a run or sweep, the folders ``inside`` it, and ``code.patch`` (uncommitted changes).
 
-    Return ``command`` and ``code`` for its record, or None if the directory exists already. If it cannot be created,
-    raise ConfigError with the message ``failure``.
+    Return ``command`` and ``code`` for its record, or None if the directory exists already. If it cannot be
+    created, raise ConfigError with the message ``failure``.
     """
-    fix, code = "set run_root or RUN_ROOT to a folder that you may write to", code_state()
+    fix, code = "set run_root or RUN_ROOT to a folder that you may write to", read_code_state()
     with (
         translate(OSError, lambda error: config_error("run_root", f"{failure} ({error.strerror})", fix)),
         contextlib.suppress(FileExistsError),
@@ -186,14 +187,16 @@ def make_folder(folder: Path, failure: str, *inside: str) -> dict[str, Any] | No
 
 
 def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Run | None:
-    """Create a run directory with ``run.json`` and the state of the code.
+    """Create a run directory, with ``processes/``, ``code.patch`` and ``run.json``, and return its Run.
 
-    ``facts`` describe machine and job (``Resources.facts``). Return None if the folder exists, since jobs of an array
-    start in the same second. Raise ConfigError if it cannot be created.
+    ``facts`` describe machine and job (``Resources.facts``). Return None if the folder exists, since jobs of an
+    array start in the same second. Raise ConfigError if it cannot be created.
     """
     import importlib.metadata  # takes 30 ms, and only a launch needs it
 
-    command_and_code = make_folder(folder, f"cannot create the run directory {display_path(folder)}", "processes")
+    command_and_code = create_recorded_folder(
+        folder, f"cannot create the run directory {display_path(folder)}", "processes"
+    )
     if command_and_code is None:
         return None
     versions = {}
@@ -209,8 +212,8 @@ def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Ru
     return Run(folder)
 
 
-def runs_in(root: Path) -> list[Run]:
-    """Return the runs in a folder, the latest launch first."""
+def list_runs(root: Path) -> list[Run]:
+    """Return the runs directly in a folder, the latest launch first."""
     return [Run(path.parent.absolute()) for path in newest_first(root.glob("*/run.json"))]
 
 
@@ -220,7 +223,7 @@ def find_run(root: Path, which: str, where: str = "--resume", fix: str = "name a
     Raise ConfigError with the location ``where`` and the fix ``fix`` if there is no such run.
     """
     if which == "last":
-        for run in runs_in(root):
+        for run in list_runs(root):
             return run
         raise config_error(where, f"no runs found in {display_path(root)}", "give the run directory, or set run_root")
     for folder in (Path(which), root / which):
@@ -267,14 +270,14 @@ def wait_for_end(run: Run) -> None:
     def is_over() -> bool:
         if not run.is_running():
             return True
-        host, pid = launcher_of(run.folder)
+        host, pid = read_launcher(run.folder)
         return host != socket.gethostname() or is_alive(pid)
 
     wait_until(is_over, _END_SECONDS, _LOCK_SECONDS)
 
 
-def launcher_of(folder: Path) -> tuple[str, int]:
-    """Return host and pid of the last launch, which still runs if the run directory is locked.
+def read_launcher(folder: Path) -> tuple[str, int]:
+    """Return host and pid of the last launch from the file ``lock``. The launch still runs if that file is locked.
 
     Raise ConfigError if the launch has not written them yet.
     """
@@ -290,16 +293,16 @@ def stop_file(folder: Path) -> Path:
     return folder / "stop"
 
 
-def changed_code(run: Run) -> str | None:
-    """Describe the first difference between the run's code and the current code; return None without a difference.
+def describe_code_change(run: Run) -> str | None:
+    """Describe the first difference between the code that the run recorded and the current code; None without one.
 
     For a submitted run, the frozen code is compared with its state at the submission.
     """
     run_code = run.identity["code"]
     if home() == run.folder / FROZEN_CODE:
-        is_same = frozen_hash(run.folder) == run_code["frozen_sha256"]
+        is_same = hash_frozen_code(run.folder) == run_code["frozen_sha256"]
         return None if is_same else f"files under {display_path(home())} were changed after the run was submitted"
-    current_code = code_state()
+    current_code = read_code_state()
     differences = {
         "commit": f"the run was made at commit {run_code['commit']}, the code is at {current_code['commit']}",
         "patch_sha256": "the uncommitted changes are not the same as when the run was made",
@@ -308,19 +311,19 @@ def changed_code(run: Run) -> str | None:
     return next((text for key, text in differences.items() if current_code[key] != run_code[key]), None)
 
 
-def recipe_hash(folder: Path) -> str:
-    """Return a hash of a run's recipe.yaml, to detect edits; the hash of an empty text if there is no such file."""
+def hash_recipe(folder: Path) -> str:
+    """Return the SHA-256 of a run's recipe.yaml, to detect edits; the hash of an empty text without the file."""
     path = folder / "recipe.yaml"
     return hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON atomically."""
+    """Write a value as JSON to a file, which is replaced atomically."""
     write_atomically(path, json.dumps(content, indent=1, default=str) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new content, never a part of it."""
+    """Write a file so that a reader sees the old or the new content, never a part. Raise OSError if that fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -332,9 +335,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_last_json(path: Path, content: Any) -> None:
-    """Write JSON at the end of a run. No error is raised, so that a full disk does not hide how the run ended.
+    """Write JSON at the end of a run, without raising an error: a full disk must not hide how the run ended.
 
-    If the file can't be replaced, overwrite the existing file, else print that it failed.
+    If the file can't be replaced, overwrite the existing file. If that fails too, print a note.
     """
     try:
         write_json(path, content)
@@ -354,8 +357,8 @@ def _overwrite(path: Path, text: str) -> bool:
     return False
 
 
-def json_mapping(source: str | bytes | Path) -> dict[str, Any] | None:
-    """Return the JSON mapping in a text or file; None for other content and for an unreadable file."""
+def load_json_mapping(source: str | bytes | Path) -> dict[str, Any] | None:
+    """Return the JSON mapping in a text or file; None for other content and for an unreadable or missing file."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         text = source.read_bytes() if isinstance(source, Path) else source
         # A power loss leaves NUL bytes next to the lines that reached the disk.
@@ -364,19 +367,25 @@ def json_mapping(source: str | bytes | Path) -> dict[str, Any] | None:
     return None
 
 
-def without_damaged_end(text: bytes) -> bytes:
-    """Return a JSONL text up to its last whole row: a kill truncates a line, a power loss leaves NUL bytes."""
+def cut_damaged_end(text: bytes) -> bytes:
+    """Return a JSONL text up to its last valid row.
+
+    A kill truncates the last line, and a power loss leaves NUL bytes.
+    """
     end = text.rfind(b"\n") + 1
     while end:
         line_start = text.rfind(b"\n", 0, end - 1) + 1
-        if json_mapping(text[line_start:end]) is not None:
+        if load_json_mapping(text[line_start:end]) is not None:
             break
         end = line_start
     return text[:end]
 
 
 def _access_errors_as_config_errors(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Raise a ConfigError if a file is a folder, or may not be accessed."""
+    """Return a context manager that turns an access error for ``path`` into a ConfigError.
+
+    Access errors: the path is a folder, a part of it is not a folder, or permission is denied.
+    """
     kinds = (IsADirectoryError, NotADirectoryError, PermissionError)
     return translate(
         kinds, lambda error: config_error(display_path(path), f"cannot be used ({error.strerror})", _REPAIR)
@@ -395,7 +404,7 @@ def read_json(path: Path) -> dict[str, Any]:
     text = b"{}"
     with contextlib.suppress(FileNotFoundError), _access_errors_as_config_errors(path):
         text = path.read_bytes()
-    content = json_mapping(text)
+    content = load_json_mapping(text)
     if content is None:
         raise config_error(display_path(path), "is damaged (not a JSON mapping)", _REPAIR)
     for key, (kind, kind_name) in _PARTS.items():
@@ -428,8 +437,8 @@ def _read_lines(path: Path, lenient: bool = False) -> list[tuple[str, dict[str, 
     if path.is_file() if lenient else path.exists():
         with _access_errors_as_config_errors(path):
             content = path.read_bytes()
-    for line in without_damaged_end(content).decode(errors="replace").split("\n"):
-        row = json_mapping(line)
+    for line in cut_damaged_end(content).decode(errors="replace").split("\n"):
+        row = load_json_mapping(line)
         if row and isinstance(row.get("step"), int):
             lines.append((line.strip("\0") + "\n", row))
         elif line and not lenient and path.name not in _FOR_PEOPLE:
@@ -437,10 +446,10 @@ def _read_lines(path: Path, lenient: bool = False) -> list[tuple[str, dict[str, 
     return lines
 
 
-def damaged_rows(folder: Path) -> str:
-    """Return the end of a sentence about the first file of ``ROW_FILES`` with a damaged row, or an empty text.
+def describe_damaged_rows(folder: Path) -> str:
+    """Return ", once the damaged row of FILE is corrected or removed" for the first damaged file of ``ROW_FILES``.
 
-    Such a file would prevent a resume.
+    Such a file would prevent a resume. Return an empty text if no file is damaged.
     """
     for name in ROW_FILES:
         with contextlib.suppress(ConfigError):
@@ -451,9 +460,10 @@ def damaged_rows(folder: Path) -> str:
 
 
 def move_rows_after(run_dir: Path, step: int) -> int:
-    """Move the rows after ``step`` from each file of ``ROW_FILES`` to ``metrics.redone.jsonl`` and so on.
+    """Move the rows after ``step`` from each file of ``ROW_FILES`` to a second file, such as ``metrics.redone.jsonl``.
 
-    Return the number of moved rows of ``metrics.jsonl``. Raise ConfigError if a file is damaged.
+    A resume does this before it repeats these steps. Return the number of moved rows of ``metrics.jsonl``. Raise
+    ConfigError if a file is damaged.
     """
     moved_rows = dict.fromkeys(ROW_FILES, 0)
     # All files are read first, so that a damaged file leaves every file unchanged.
@@ -471,13 +481,13 @@ def move_rows_after(run_dir: Path, step: int) -> int:
 def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
     """Write ``summary.json`` from ``facts`` and from the rows of metrics and evaluations, and return its content.
 
-    ``initial_reward`` and ``final_reward`` come from ``first_and_last``. ``initial_eval_reward`` and
+    ``initial_reward`` and ``final_reward`` come from ``average_first_and_last``. ``initial_eval_reward`` and
     ``final_eval_reward`` are the first and the last ``eval_reward``; rows of additional evaluation sets have none. Keys
     of the existing summary stay. A damaged row is skipped: it must not hide how the run ended.
     """
     rows = read_metrics(folder, lenient=True)
-    first, last = first_and_last(without_gaps(finite_number(row.get("reward")) for row in rows))
-    eval_rewards = without_gaps(
+    first, last = average_first_and_last(drop_missing(finite_number(row.get("reward")) for row in rows))
+    eval_rewards = drop_missing(
         finite_number(row.get("eval_reward")) for row in read_rows(folder / "eval.jsonl", lenient=True)
     )
     rewards = {"initial_reward": first, "final_reward": last}
@@ -498,6 +508,6 @@ def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
 
 
 def format_duration(seconds: float) -> str:
-    """Return seconds as hours:minutes:seconds."""
+    """Return seconds as text, hours:minutes:seconds."""
     minutes, second = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"

@@ -12,35 +12,36 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from grpo_recipes.process.listeners import OwnListener
-from grpo_recipes.runs.rundir import json_mapping, read_json
+from grpo_recipes.runs.rundir import load_json_mapping, read_json
 
 
-def server_state(file: Path) -> tuple[int, str]:
-    """Return epoch and state of the run's server from the file; epoch 1 and "ready" without the file."""
+def read_server_state(file: Path) -> tuple[int, str]:
+    """Return epoch and state of the run's server from the file; (1, "ready") without the file."""
     content = read_json(file) or {"epoch": 1, "state": "ready"}
     return int(content["epoch"]), str(content["state"])
 
 
-def server_url(file: Path) -> str | None:
-    """Return the server's address from the file, or None if no address is recorded.
+def read_server_url(file: Path) -> str | None:
+    """Return the server's address from the file, or None if the file or its address is missing.
 
     Read it again before a request: the address changes if another process takes the server's port.
     """
-    url = (json_mapping(file) or {}).get("url")
+    url = (load_json_mapping(file) or {}).get("url")
     return url if isinstance(url, str) else None
 
 
 def server_listener(file: Path, url: str) -> OwnListener | None:
-    """Return a check that the run's own server listens at ``url``; None if this process cannot check it.
+    """Return a check that the process listening at ``url`` belongs to the run's own server; None if it is not possible.
 
-    Sockets of another node are not visible, and an external server has no owner in this run.
+    Sockets of another node are not visible, and an external server has no process in this run.
     """
-    if os.environ.get("GRPO_NODE", "0") != "0" or _guard(file) is None:
+    if os.environ.get("GRPO_NODE", "0") != "0" or _read_guard_pid(file) is None:
         return None
     address = urlsplit(url)
-    return OwnListener(address.hostname or "", address.port or 80, lambda: _guard(file))
+    return OwnListener(address.hostname or "", address.port or 80, lambda: _read_guard_pid(file))
 
 
-def _guard(file: Path) -> int | None:
-    pid = (json_mapping(file) or {}).get("guard")
+def _read_guard_pid(file: Path) -> int | None:
+    """Return the pid of the server's process guard from the file, or None."""
+    pid = (load_json_mapping(file) or {}).get("guard")
     return pid if isinstance(pid, int) else None

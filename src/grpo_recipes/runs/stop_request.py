@@ -1,8 +1,9 @@
-"""Requests to stop a run: a file in the run directory, or a signal.
+"""Detect requests to stop a run: a file in the run directory, or a signal.
 
-The file is needed because a signal to the launcher's process group does not reach the ranks. ``cutting_short`` only
-marks work that would be thrown away after a stop. Such work polls ``cuts`` and ends itself. Inside ``interrupting``, a
-request raises CutShort in the user's code, which cannot poll.
+The file is needed because a signal to the launcher's process group does not reach the ranks. Some work is useless once
+the run stops, for example a generation without a following step. That work runs inside ``cutting_short``: it polls
+``cuts`` and ends itself early. Inside ``interrupting``, a request raises CutShort in the user's code, which cannot
+poll.
 """
 
 import os
@@ -39,7 +40,10 @@ class StoppedOnRequest(SystemExit):
 
 
 class StopRequest:
-    """Detect a request to stop; work that would be thrown away polls ``cuts`` inside ``cutting_short``."""
+    """Detect a request to stop the run in ``run_dir``: its stop file exists, or a signal arrived.
+
+    A caller polls ``requested``. Work that would be thrown away polls ``cuts`` inside ``cutting_short``.
+    """
 
     def __init__(self, run_dir: Path):
         self._file = stop_file(run_dir)
@@ -52,7 +56,7 @@ class StopRequest:
         self._pid = os.getpid()
 
     def listen(self) -> None:
-        """Accept SIGTERM and USR1 as requests too: Slurm can send them to every process of a job.
+        """Handle SIGTERM and SIGUSR1 as requests too: Slurm can send them to every process of a job.
 
         The signal must not end the process, because accelerate also sends it to ranks that are still saving.
         """
@@ -61,6 +65,7 @@ class StopRequest:
         self._handles_signals = True
 
     def _on_signal(self, signum: int, _: object) -> None:
+        """Record the signal, and raise CutShort inside ``interrupting``. A forked worker is ended by the signal."""
         if os.getpid() != self._pid:  # a forked worker, which its pool ends with this signal
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
@@ -77,7 +82,7 @@ class StopRequest:
 
     @contextmanager
     def cutting_short(self) -> Iterator[None]:
-        """Mark the block as work whose result is useless after a request, so that ``cuts`` may end the work."""
+        """Mark the block as work whose result is useless after a request, so that ``cuts`` may be true inside it."""
         was_cutting = self._cutting
         self._cutting = True
         try:
@@ -87,7 +92,7 @@ class StopRequest:
 
     @property
     def may_cut(self) -> bool:
-        """Whether a request would end the current work."""
+        """Whether the current work runs inside ``cutting_short``, so that a request would end it."""
         return self._cutting
 
     def cuts(self) -> bool:
@@ -118,6 +123,7 @@ class StopRequest:
             block_ended.set()
 
     def _signal_when_requested(self, block_ended: threading.Event) -> None:
+        """Poll until a request arrives, then send SIGTERM to the main thread; return if the block ends first."""
         while not self.requested():
             if block_ended.wait(POLL_SECONDS):
                 return

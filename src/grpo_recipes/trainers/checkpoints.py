@@ -25,11 +25,11 @@ from transformers import StoppingCriteriaList
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.runs.checkpoints import (
+    find_newest_complete,
     flush_to_disk,
     is_complete,
     new_digest,
-    newest_complete,
-    prune,
+    prune_checkpoints,
     publish_checkpoint,
 )
 from grpo_recipes.runs.rundir import read_json
@@ -94,7 +94,7 @@ class Checkpoints:
         digests_of_ranks = dict(gather_object(list(digests.items())))
         if accelerator.is_main_process:
             publish_checkpoint(staged, folder, step, args.world_size, digests_of_ranks)
-            prune(folder, args.save_total_limit)
+            prune_checkpoints(folder, args.save_total_limit)
         accelerator.wait_for_everyone()
 
     def mark_ended(self) -> None:
@@ -455,6 +455,6 @@ def any_rank_requests_stop(stop: StopRequest, device: torch.device) -> bool:
 
 def stopped_before_a_step(checkpoints: Path) -> StoppedOnRequest:
     """Return the exception that ends a run that was stopped before this attempt completed a step."""
-    if newest := newest_complete(checkpoints):
+    if newest := find_newest_complete(checkpoints):
         return StoppedOnRequest(f"before a step was completed; the newest checkpoint is {newest.name}")
     return StoppedOnRequest("before the first step was completed; there is nothing to save")

@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from grpo_recipes.rewards.answers import completion_text
 from grpo_recipes.rewards.score import NOT_CALLED, RewardWrapper, Score
 from grpo_recipes.rollouts.backends import sampling_keys
-from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.secrets import masked
 from grpo_recipes.trainer_protocol import Mode
 from grpo_recipes.trainers.metrics import append_json
@@ -34,7 +34,7 @@ class NotFinite(RuntimeError):
 def not_finite_error(trainer: InnerTrainer, problem: str) -> NotFinite:
     """Return the error for a problem. Its message names the newest complete checkpoint and the keys to change."""
     args = trainer.args
-    newest = newest_complete(Path(args.output_dir))
+    newest = find_newest_complete(Path(args.output_dir))
     checkpoint = f"the last complete checkpoint is {newest.name}" if newest else "there is no checkpoint yet"
     fix_applies = {
         "set bf16: true instead of fp16: true": args.fp16,

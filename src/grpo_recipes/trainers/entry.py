@@ -25,7 +25,7 @@ from grpo_recipes.recipe.sources import rollout_class
 from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.load import load_rewards
 from grpo_recipes.rollouts.source import Source
-from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers import rank
 from grpo_recipes.trainers.checkpoints import any_rank_requests_stop, stopped_before_a_step
@@ -76,7 +76,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         trained = {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad}
         trained_names = {str(dtype).removeprefix("torch.") for dtype in trained}
         rank.check_updates(distributed_type, trainer.accelerator.mixed_precision, trained_names, args)
-        checkpoint = newest_complete(run / "checkpoints")
+        checkpoint = find_newest_complete(run / "checkpoints")
         if trainer.accelerator.is_main_process:
             print(f"grpo: {prompts}; first prompt:\n{shorten(prompts.example)}")
             if held_out:

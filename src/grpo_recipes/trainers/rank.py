@@ -31,7 +31,7 @@ from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.learning import float32_fix, lost_updates, updates_float32
 from grpo_recipes.runs.rundir import SERVER_STATE, read_json, write_json, write_last_json
-from grpo_recipes.runs.server_state import server_state
+from grpo_recipes.runs.server_state import read_server_state
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.weights.transport import ServerError
 
@@ -137,7 +137,7 @@ def wait_for_first_server(run_dir: Path, timeout: float, stop: StopRequest) -> N
     ends the run if the server takes too long.
     """
     deadline = time.monotonic() + timeout + _LATE_SECONDS
-    while (state := server_state(run_dir / SERVER_STATE)[1]) != "ready" and not stop.requested():
+    while (state := read_server_state(run_dir / SERVER_STATE)[1]) != "ready" and not stop.requested():
         if state == "gone" or time.monotonic() > deadline:
             problem = "is gone" if state == "gone" else f"was not ready after {timeout:g} s (vllm_server_timeout)"
             raise ServerError(f"the vLLM server {problem}; see its log")

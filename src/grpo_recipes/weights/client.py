@@ -31,7 +31,7 @@ from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import SYNC_METHODS
 from grpo_recipes.runs.rundir import SERVER_STATE
-from grpo_recipes.runs.server_state import server_listener, server_state, server_url
+from grpo_recipes.runs.server_state import read_server_state, read_server_url, server_listener
 from grpo_recipes.runs.stop_request import POLL_SECONDS, StopRequest
 from grpo_recipes.server.middleware import ACTIVITY_PATH, POLICY_HEADER, SYNCED_PATH
 from grpo_recipes.server.wire import BYTES_PER_TOKEN, COMPLETIONS_PATH, completions_of, unpacked
@@ -136,7 +136,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
         """Set token and limits of the session, then wait for this run's own server. Reject another server."""
         token = Path(os.environ["GRPO_TOKEN_FILE"]).read_text().strip()
-        self.base_url = server_url(self._state_file) or self.base_url
+        self.base_url = read_server_url(self._state_file) or self.base_url
         self._adapter = ServerAdapter(
             self._args.server_request_timeout,
             owner=server_listener(self._state_file, self.base_url),
@@ -196,7 +196,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
 
     def _server_state(self) -> tuple[int, str]:
         """Return the number of the run's current server, and its state as the launcher wrote it."""
-        return server_state(self._state_file)
+        return read_server_state(self._state_file)
 
     def _server_changed(self) -> bool:
         """Return whether another server than the last known one is up, or will be soon."""

@@ -14,7 +14,7 @@ import requests
 from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.errors import translate
-from grpo_recipes.runs.rundir import Run, json_mapping
+from grpo_recipes.runs.rundir import Run, load_json_mapping
 from grpo_recipes.weights.transport import QUICK_SECONDS, Answer, BadAnswer, ServerError
 
 _ATTEMPTS, _RETRY_SECONDS = 3, 0.5  # attempts after bad answers; the pause grows by this much each time
@@ -53,7 +53,7 @@ class ServerConnection(VLLMClient):
 
     def _content(self, url: str, answer: requests.Response) -> dict[str, Any]:
         """Return the JSON object of an answer; raise BadAnswer for anything else."""
-        content = json_mapping(answer.content)
+        content = load_json_mapping(answer.content)
         if answer.status_code != 200 or content is None:
             raise self._rejected(url.removeprefix(self.base_url), answer)
         return content

@@ -190,7 +190,7 @@ def test_a_run_directory_that_is_gone_is_made_again(sweep, read_sweeps, fake_lau
 def test_a_run_directory_is_not_made_again_by_other_code(sweep, read_sweeps, fake_launches, monkeypatch, capsys):
     assert sweep(*TWO) == 0
     shutil.rmtree(read_sweeps()[0].trial_dir(1))
-    monkeypatch.setattr("grpo_recipes.console.sweep.run.code_state", lambda: {"commit": "another"})
+    monkeypatch.setattr("grpo_recipes.console.sweep.run.read_code_state", lambda: {"commit": "another"})
     assert sweep(*TWO) == 2
     assert "the code has changed since the sweep started" in capsys.readouterr().err
 

@@ -255,7 +255,7 @@ def test_changed_code_begins_no_new_trials(sweep, read_sweeps, rewards, capsys, 
     rewards["kill"] = 1
     with pytest.raises(Killed):
         sweep(*SPACE, *FOUR)
-    monkeypatch.setattr("grpo_recipes.console.sweep.run.code_state", lambda: {"commit": "another"})
+    monkeypatch.setattr("grpo_recipes.console.sweep.run.read_code_state", lambda: {"commit": "another"})
     assert sweep(*SPACE, *FOUR) == 2
     assert "the search needs new trials, and the code has changed since the sweep started" in capsys.readouterr().err
 

@@ -32,7 +32,7 @@ from grpo_recipes.process.answers import bounded_opener
 from grpo_recipes.recipe.converters import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import READ_VARIABLES, catalogue_trl, environment_keys, nearest_of
 from grpo_recipes.recipe.rules import starts_server
-from grpo_recipes.runs.code_version import code_state
+from grpo_recipes.runs.code_version import read_code_state
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, combine_findings, ok, problem, warning
 from grpo_recipes.slurm.client import slurm_job
 
@@ -208,7 +208,7 @@ def code(machine: Machine) -> Finding:
 
     Code outside of a git repository is a warning.
     """
-    state = code_state()
+    state = read_code_state()
     if state["commit"] is None:
         fix = "use a git clone, or build the image with --build-arg COMMIT"
         return warning(f"{home()} is not a git repository: runs can't record their code", fix)

@@ -20,8 +20,8 @@ from grpo_recipes.console.publish.push import WAITS, Target, model_files
 from grpo_recipes.paths import display_path, python_module
 from grpo_recipes.plan.commands import base_environment, hub_environment
 from grpo_recipes.process.reports import say
-from grpo_recipes.runs.health import finite_number, first_and_last
-from grpo_recipes.runs.rundir import Run, finish_summary, json_mapping, write_json
+from grpo_recipes.runs.health import average_first_and_last, finite_number
+from grpo_recipes.runs.rundir import Run, finish_summary, load_json_mapping, write_json
 from grpo_recipes.secrets import masked
 from grpo_recipes.stats import result_line
 
@@ -75,7 +75,7 @@ def _push(target: Target, run_dir: Path, environment: Mapping[str, str]) -> dict
             argv, env=login, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     reason = _wait_for_push(child)
-    return json_mapping(result) or {"repo": target.repo, "error": reason or "the push process died"}
+    return load_json_mapping(result) or {"repo": target.repo, "error": reason or "the push process died"}
 
 
 def _wait_for_push(child: subprocess.Popen[bytes]) -> str:
@@ -114,7 +114,7 @@ def card_of(run_dir: Path) -> str:
     mixture = (run.recipe.get("dataset_mixture") or {}).get("datasets") or []
     trained_on = {run.recipe.get("dataset_name"), *(entry.get("id") for entry in mixture)}
     rewards = [(row["step"], reward) for row in rows if (reward := finite_number(row.get("reward"))) is not None]
-    first, last = first_and_last([reward for _, reward in rewards])
+    first, last = average_first_and_last([reward for _, reward in rewards])
     evaluations = {key.replace("_", " "): run.summary.get(key) for key in ("initial_eval_reward", "final_eval_reward")}
     longest_fence = max((len(ticks) for ticks in re.findall(r"`+", recipe)), default=0)
     templates = Environment(

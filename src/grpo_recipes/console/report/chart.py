@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from grpo_recipes.console.report.page import ENOUGH_SEEDS, clamp, compact, minus, short
 from grpo_recipes.console.report.read import Column, Scored, Table
-from grpo_recipes.runs.health import mean, without_gaps
+from grpo_recipes.runs.health import drop_missing, mean
 from grpo_recipes.stats import half_interval
 
 WIDTH, HEIGHT = 2000, 1000
@@ -105,7 +105,7 @@ def smooth(values: Column, parts: Sequence[slice], window: int = 1) -> Column:
     for part in parts:
         middle = (part.start + part.stop - 1) // 2
         span = slice(min(part.start, max(0, middle - window // 2)), max(part.stop, middle + window // 2 + 1))
-        line.append(mean(without_gaps(values[span])) if part.start < len(values) else None)
+        line.append(mean(drop_missing(values[span])) if part.start < len(values) else None)
     return line
 
 
@@ -156,7 +156,7 @@ def curve_of(
     xs = [longest[part.stop - 1 if part.start else 0] for part in parts]  # the first point is at the start of the axis
     lines = [smooth(table.column(name), parts, window) for table in tables]
     if len(tables) > 1:
-        columns = [without_gaps(column) for column in zip(*lines, strict=True)]
+        columns = [drop_missing(column) for column in zip(*lines, strict=True)]
         line = [mean(column) for column in columns]
         if len(tables) < ENOUGH_SEEDS:
             return Curve(label, xs, line, colour, kind, faint=lines)
@@ -167,7 +167,7 @@ def curve_of(
         return Curve(label, xs, line, colour, kind)
     if len(parts) == len(values):
         return Curve(label, xs, line, colour, kind, faint=[values] if line != values else ())
-    low, high = ([end(without_gaps(values[part]), default=None) for part in parts] for end in (min, max))
+    low, high = ([end(drop_missing(values[part]), default=None) for part in parts] for end in (min, max))
     return Curve(label, xs, line, colour, kind, band=(low, high))
 
 
@@ -223,13 +223,13 @@ class Chart:
     @functools.cached_property
     def up(self) -> Axis:
         """The vertical axis: contains the lines and nearly all faint values, and starts at 0 if 0 is near."""
-        lines = [value for curve in self.curves for value in without_gaps(curve.line)]
+        lines = [value for curve in self.curves for value in drop_missing(curve.line)]
         low, high = usual_range(lines)
         if self.bounds and self.bounds[0] <= low <= high <= self.bounds[1]:
             low, high = self.bounds
         else:
             columns = [column for curve in self.curves for column in (*curve.faint, *(curve.band or ()))]
-            behind = [value for column in columns for value in without_gaps(column)]
+            behind = [value for column in columns for value in drop_missing(column)]
             few, many = usual_range(behind) if behind else (low, high)
             low, high = min(low, few), max(high, many)
         if 0 < low <= 0.5 * high or low < 0 <= min(lines):
@@ -244,7 +244,7 @@ class Chart:
     def outside(self) -> int:
         """The number of values that are outside the frame and not drawn."""
         columns = [column for curve in self.curves if curve.kind != "layer" for column in curve.faint or [curve.line]]
-        return sum(not self.up.low <= value <= self.up.high for column in columns for value in without_gaps(column))
+        return sum(not self.up.low <= value <= self.up.high for column in columns for value in drop_missing(column))
 
     def path(self, kind: str, xs: Sequence[float], *edges: Column) -> str:
         """Return the ``d`` attribute of an SVG path: a line along one edge, or the area between two edges.

@@ -27,7 +27,7 @@ from grpo_recipes.console.report.transcripts import Transcript, transcript_of
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.process.reports import plural
-from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.endings import reward_fix
 from grpo_recipes.runs.health import find_notices, finite_number, percent
 from grpo_recipes.runs.metric import Metric
@@ -93,7 +93,7 @@ def run_page(run: RunRecord, path: Path) -> str:
         reward_fix=reward_fix(Run(run.folder), str(run.summary.get("cause") or "")),
         folder=display_path(run.folder), silent=silent if probably_killed else 0.0,
         stop_requested=run.summary.get("exit_code") == EXIT_STOPPED,
-        checkpoint=newest_complete(run.folder / "checkpoints"),
+        checkpoint=find_newest_complete(run.folder / "checkpoints"),
         started=re.sub(r"^(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)\d\d$", r"\1-\2-\3 \4:\5", stamp),
         notices=notices(run), reward=run_charts.reward_chart(run), curves=run_charts.curve_charts(run),
         rows=rows, points=len(buckets(rows)), window=window_of(rows),

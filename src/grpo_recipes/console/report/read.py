@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_recipes.paths import display_path
-from grpo_recipes.runs.health import LAST_STEPS, finite_number, first_and_last, mean, without_gaps
-from grpo_recipes.runs.rundir import Run, find_run, json_mapping
+from grpo_recipes.runs.health import LAST_STEPS, average_first_and_last, drop_missing, finite_number, mean
+from grpo_recipes.runs.rundir import Run, find_run, load_json_mapping
 
 Column = list[float | None]
 
@@ -33,7 +33,7 @@ class Table:
 
     def known(self, name: str) -> list[float]:
         """Return the finite values of a column, without gaps; [] for an unknown name."""
-        return without_gaps(self.columns.get(name, ()))
+        return drop_missing(self.columns.get(name, ()))
 
     def last(self, name: str) -> float | None:
         """Return the newest finite value of a column, or None."""
@@ -89,7 +89,7 @@ class RunRecord(Run):
         steps = [step for step, reward in zip(metrics.steps, column, strict=True) if reward is not None]
         size = min(LAST_STEPS, len(rewards)) or 1
         levels = ((sum(rewards[end - size : end]) / size, steps[end - 1]) for end in range(size, len(rewards) + 1))
-        first, last = first_and_last(rewards)
+        first, last = average_first_and_last(rewards)
         seconds = metrics.known("seconds/step")
         return Outcome(
             first, last, max(levels, default=None), metrics.steps[-1] if metrics.steps else 0,
@@ -109,7 +109,7 @@ class Group:
     @property
     def finals(self) -> list[float]:
         """The final reward, the mean of the last 5 steps, of each run that has one."""
-        return without_gaps(run.outcome.last for run in self.runs)
+        return drop_missing(run.outcome.last for run in self.runs)
 
     @property
     def limits(self) -> tuple[float | None, float | None]:
@@ -126,11 +126,11 @@ class Group:
     @property
     def evaluations(self) -> list[float]:
         """The reward in the last evaluation of each run that has one."""
-        return without_gaps(run.evals.last("eval_reward") for run in self.runs)
+        return drop_missing(run.evals.last("eval_reward") for run in self.runs)
 
     def scores(self, benchmark: str, key: str) -> list[float]:
         """Return the score ``key`` of a benchmark for each run that has it."""
-        return without_gaps(finite_number(run.benchmarks.get(benchmark, {}).get(key)) for run in self.runs)
+        return drop_missing(finite_number(run.benchmarks.get(benchmark, {}).get(key)) for run in self.runs)
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -173,7 +173,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """
     if path.exists():
         with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-            yield from (json_mapping(line) or {} for line in file if line.endswith("\n") and line.strip())
+            yield from (load_json_mapping(line) or {} for line in file if line.endswith("\n") and line.strip())
 
 
 def scored_rows(path: Path) -> Iterator[tuple[Scored, list[dict[str, Any]]]]:
@@ -184,5 +184,5 @@ def scored_rows(path: Path) -> Iterator[tuple[Scored, list[dict[str, Any]]]]:
     for row in read_rows(path):
         if isinstance(row.get("step"), int):
             rewards, samples = (row[key] if isinstance(row.get(key), list) else [] for key in ("rewards", "samples"))
-            scored = Scored(row["step"], array("d", without_gaps(map(finite_number, rewards))))
+            scored = Scored(row["step"], array("d", drop_missing(map(finite_number, rewards))))
             yield scored, [sample for sample in samples if isinstance(sample, dict)]

@@ -13,7 +13,7 @@ from grpo_recipes.console.report.page import short
 from grpo_recipes.console.report.read import Group, RunRecord, Table
 from grpo_recipes.process.reports import plural
 from grpo_recipes.recipe.extensions import parts
-from grpo_recipes.runs.health import without_gaps
+from grpo_recipes.runs.health import drop_missing
 from grpo_recipes.runs.metric import Metric
 
 # Phase of a step -> its meaning, in the order of the colours.
@@ -86,8 +86,8 @@ def metric_chart(
         )
         for group, group_tables in zip(groups, tables, strict=True)
     ]  # fmt: skip
-    curves = [curve for curve in curves if without_gaps(curve.line)]
-    if not any(value for curve in curves for value in without_gaps(curve.line)):
+    curves = [curve for curve in curves if drop_missing(curve.line)]
+    if not any(value for curve in curves for value in drop_missing(curve.line)):
         return None
     notes, metrics = [metric.note], tables[0][0]
     if single_run and metric.band and metrics.known(metric.band[0]):

@@ -27,11 +27,19 @@ from grpo_recipes.plan.types import Names
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.document import Value
-from grpo_recipes.runs.benchmark import numbers_of
-from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.benchmark import compute_numbers
+from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.groups import COMPLETED, GONE, RunGroup
-from grpo_recipes.runs.health import finite_number, without_gaps
-from grpo_recipes.runs.rundir import CELLS, Run, make_folder, read_json, timestamp, write_atomically, write_json
+from grpo_recipes.runs.health import drop_missing, finite_number
+from grpo_recipes.runs.rundir import (
+    CELLS,
+    Run,
+    create_recorded_folder,
+    read_json,
+    timestamp,
+    write_atomically,
+    write_json,
+)
 from grpo_recipes.secrets import masked
 
 RECORD = "sweep.json"
@@ -132,7 +140,7 @@ def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, en
     recipe = trials[0].recipe
     stamp, name = timestamp(), str(recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
     folder = (sweep_root(recipe) / f"{name}-{stamp}").absolute()
-    start_record = make_folder(folder, f"can't create the sweep directory {display_path(folder)}")
+    start_record = create_recorded_folder(folder, f"can't create the sweep directory {display_path(folder)}")
     if start_record is None:
         raise config_error(
             "run_root", f"{display_path(folder)} exists: another sweep has just used that name", "try again"
@@ -191,7 +199,7 @@ def find_sweep(root: Path, name: str) -> Sweep:
     """
     if name != "last":
         return Sweep.read(Path(name))
-    if sweeps := Sweep.all_in(root):
+    if sweeps := Sweep.list_all(root):
         return sweeps[0]
     raise config_error(
         "last", f"no sweeps found in {display_path(root)}", "use the path of a sweep directory, or set RUN_ROOT"
@@ -205,7 +213,7 @@ def unfinished(spec: SweepSpec, trials: Sequence[Trial], elsewhere: Sequence[Pat
     number of trials.
     """
     same, roots = fingerprint(spec, trials), [sweep_root(trials[0].recipe), *(root / FOLDER for root in elsewhere)]
-    for sweep in (sweep for root in roots for sweep in Sweep.all_in(root) if sweep.record["fingerprint"] == same):
+    for sweep in (sweep for root in roots for sweep in Sweep.list_all(root) if sweep.record["fingerprint"] == same):
         if spec.search:
             sweep.record["search"]["trials"] = spec.search.trials
         if not sweep.is_over():
@@ -285,8 +293,8 @@ def _measures(run: RunRecord | None) -> list[str]:
     """
     if run is None or not run.outcome.steps:
         return [NOTHING] * len(_MEASURES)
-    numbers = numbers_of(Run(run.folder))
-    checkpoint = newest_complete(run.folder / "checkpoints")
+    numbers = compute_numbers(Run(run.folder))
+    checkpoint = find_newest_complete(run.folder / "checkpoints")
     files = [path for path in checkpoint.rglob("*") if path.is_file()] if checkpoint else []
     size = sum(path.stat().st_size for path in files) / 1e6
     memory = numbers.get("peak_gpu_memory_gb", numbers.get("peak_process_memory_gb"))
@@ -315,7 +323,7 @@ def objective(folder: Path, metric: str) -> float | None:
         return run.outcome.last
     if metric.startswith("eval_"):
         return run.evals.last(metric)
-    return next(iter(without_gaps([finite_number(run.benchmarks.get(benchmark, {}).get(score))])), None)
+    return next(iter(drop_missing([finite_number(run.benchmarks.get(benchmark, {}).get(score))])), None)
 
 
 def need_metric(recipe: Recipe, metric: str) -> None:

@@ -31,7 +31,7 @@ from grpo_recipes.process.terminal import LOG
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.recipe.rules import removal, uses_external_server
-from grpo_recipes.runs.code_version import code_state
+from grpo_recipes.runs.code_version import read_code_state
 from grpo_recipes.runs.groups import COMPLETED, GONE
 from grpo_recipes.runs.rundir import Run, lock_run, read_json, stop_file, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
@@ -134,7 +134,7 @@ def _continue_sweep(
     """
     say(f"continuing {display_path(sweep.folder)}, the same sweep (--new starts another)")
     missing = [] if spec.search else [trial for trial in trials if sweep.status(trial.index) == GONE]
-    code = {key: value for key, value in code_state().items() if key != "patch"}
+    code = {key: value for key, value in read_code_state().items() if key != "patch"}
     if (missing or spec.search) and code != sweep.record["code"]:
         reason = f"the run directory of {missing[0].name} is gone" if missing else "the search needs new trials"
         message = f"{reason}, and the code has changed since the sweep started"

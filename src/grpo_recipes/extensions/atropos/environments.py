@@ -47,7 +47,7 @@ from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score, call_reward, is_user_reward, make_reward
 from grpo_recipes.rollouts.renderer import Renderer
 from grpo_recipes.rollouts.turns import Message, Turn
-from grpo_recipes.runs.rundir import json_mapping
+from grpo_recipes.runs.rundir import load_json_mapping
 
 MASKED, UNSAMPLED = -100, 1.0  # mask and log-prob of a token that is not trained on
 ENVIRONMENT = "environment"  # key of generation_params: name of the environment, for metrics
@@ -293,7 +293,7 @@ def _to_messages(messages: str | list[Message]) -> list[Message]:
 def _read_stop_tokens(model: str) -> list[int]:
     """Return the end-of-sequence tokens of a model's generation config, where vLLM stops too; [] if it has none."""
     file = cached_file(model, "generation_config.json", _raise_exceptions_for_missing_entries=False)
-    ids = (json_mapping(Path(file)) or {}).get("eos_token_id") if file else None
+    ids = (load_json_mapping(Path(file)) or {}).get("eos_token_id") if file else None
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 

@@ -34,7 +34,7 @@ from grpo_recipes.extensions.atropos.server import (
 from grpo_recipes.plan.ports import find_listener
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.sessions import BoundedAdapter
-from grpo_recipes.runs.rundir import json_mapping, write_json
+from grpo_recipes.runs.rundir import load_json_mapping, write_json
 
 _MAX_FAILURES = 24  # failed groups in a row that end the process
 _API_SECONDS = 10.0  # limit for an answer of run-api
@@ -175,7 +175,7 @@ def disconnect_predecessor(file: Path, api_url: str) -> None:
 
     run-api counts a dead environment as connected, and waits for its min_allocation of each batch.
     """
-    record = json_mapping(file) or {}
+    record = load_json_mapping(file) or {}
     if "env_id" not in record or not record.items() >= _identify_api(api_url).items():
         return
     with requests.Session() as session:

@@ -22,7 +22,7 @@ import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from grpo_recipes.process.reports import run_folder
-from grpo_recipes.runs.checkpoints import complete_checkpoints, step_of
+from grpo_recipes.runs.checkpoints import list_complete_checkpoints, parse_step
 from grpo_recipes.runs.rundir import CELLS, read_rows, write_json
 from grpo_recipes.trainers.callbacks import Compute, LossCallback
 from grpo_recipes.trainers.protocol import InnerTrainer
@@ -94,8 +94,8 @@ class Iterations(LossCallback):
         """Create a link ``iter_NNN`` to each complete checkpoint at the end of an iteration; remove all other links."""
         folder = self._root / "checkpoints"
         folder.mkdir(exist_ok=True)
-        complete = complete_checkpoints(self._run / "checkpoints")
-        checkpoints = {step_of(path) // steps - 1: path for path in complete if step_of(path) % steps == 0}
+        complete = list_complete_checkpoints(self._run / "checkpoints")
+        checkpoints = {parse_step(path) // steps - 1: path for path in complete if parse_step(path) % steps == 0}
         for link in folder.glob("iter_*"):
             if link.is_symlink() and int(link.name.removeprefix("iter_")) not in checkpoints:
                 link.unlink()
